@@ -53,6 +53,7 @@ from titan.parallel.init_weights import canonical_name
 from titan.parallel.kept_operations import parse_blocks
 from titan.parallel.mesh import axis_size, submesh
 from titan.parallel.offload import apply_offload
+from titan.parallel.random_numbers import drawing_modules
 from titan.parallel.schedules import splits_backward
 from titan.parallel.tensor import apply_tp
 from titan.parallel.torch_compat import can_split_custom_functions
@@ -156,6 +157,7 @@ def _sum_over(group: dist.ProcessGroup, value: Tensor) -> Tensor:
 def _recompute_and_compile(model: nn.Module, config: JobConfig) -> None:
     section, compile_section = config.activation_checkpoint, config.compile
     every = _recompute_every(section)
+    preserves = section.preserve_rng_state or bool(drawing_modules(model))
     by_op = section.mode == "selective" and section.selective_ac_option == "op"
     op_keep = section.op_keep if by_op else ()
     containers = containers_of(model)
@@ -181,13 +183,13 @@ def _recompute_and_compile(model: nn.Module, config: JobConfig) -> None:
                 keep=keep,
                 keep_modules=section.op_keep_modules if by_op and container == "layers" else (),
                 by_op=by_op,
-                preserve_rng_state=section.preserve_rng_state,
+                preserve_rng_state=preserves,
                 contexts=keep_routes,
             )
 
     compiled = compile_section.enable and "model" in compile_section.components
     # Recomputation that must draw the same random numbers goes around the compiled blocks (see above).
-    from_outside = compiled and section.preserve_rng_state and not by_op
+    from_outside = compiled and preserves and not by_op
     if every and not from_outside:
         recompute()
     if compiled:
@@ -197,7 +199,7 @@ def _recompute_and_compile(model: nn.Module, config: JobConfig) -> None:
             backend=compile_section.backend,
             mode=compile_section.mode,
             memory_budget=section.memory_budget if section.mode == "memory_budget" else 1.0,
-            preserve_rng_state=section.preserve_rng_state,
+            preserve_rng_state=preserves,
             kinds=len(kept),
         )
     if every and from_outside:
@@ -375,7 +377,10 @@ def require_trained(model: nn.Module, stages: Sequence[Sequence[str]]) -> None:
     for number, names in enumerate(stages):
         modules = [model.get_submodule(name) for name in names]
         if not any(p.requires_grad for module in modules for p in module.parameters()):
-            raise InputError(f"model.freeze: nothing is left to train in pipeline stage {number}")
+            raise InputError(
+                f"model.freeze: nothing is left to train in pipeline stage {number} ({', '.join(names)}): choose fewer stages, or a split in "
+                "which each has something to train (parallelism.module_fqns_per_model_part)"
+            )
 
 
 def has_output_in_loss(config: JobConfig) -> bool:

@@ -73,9 +73,16 @@ class Microbatch:
 
 
 class Task(ABC):
-    """Define a task. The methods say what a subclass must define, and what it may replace."""
+    """Define a task. The methods say what a subclass must define, and what it may replace.
+
+    A class whose `loss` can do more than take whole logits says so beside it, and a subclass with another `loss` says it again:
+
+    applies_output: it applies the output layer if it gets one. knows_shards: of tensor-parallel ranks, it takes each one's part of the vocabulary.
+    """
 
     tokenizer: Tokenizer | None = None
+    applies_output: bool = False
+    knows_shards: bool = False
 
     def __init__(self, config: JobConfig, options: Any = None) -> None:
         """options: the task's `TaskOptions`, of `[task] options`."""
@@ -138,7 +145,8 @@ class Task(ABC):
     ) -> LossFunction:
         """Return what maps the model's output and the targets of a micro-batch to their summed loss, an fp32 scalar.
 
-        output: the output layer if the loss is to apply it, which only tasks with `predicts_tokens` are asked for. float8: layers in 8 bits.
+        output: the output layer if the loss is to apply it, which only tasks with `predicts_tokens` and `applies_output` are asked for.
+        float8: layers in 8 bits.
         """
 
     # ---- validation
@@ -158,6 +166,9 @@ class Task(ABC):
 
 class NextToken(Task):
     """Predict the next token of text (the default)."""
+
+    applies_output = True
+    knows_shards = True
 
     @cached_property
     def tokenizer(self) -> Tokenizer:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from titan.async_scalars import AsyncScalars
 from titan.config.layout import stage_split
 from titan.config.model import family as import_family
 from titan.config.model import model_config
@@ -58,7 +59,9 @@ from titan.parallelize import (
     require_trained,
     torch_dtype,
 )
+from titan.random_draws import RandomDraws
 from titan.task import LossFunction, Microbatch, Task, task_of
+from titan.task_loss import config_for, require_output_last, try_loss
 
 if TYPE_CHECKING:
     from titan.parallel.pipeline import Pipeline
@@ -70,13 +73,14 @@ class StepReport:
 
     loss: mean over the global batch's valid tokens, in nats. grad_norm: global, before clipping.
     num_valid: valid tokens of the global batch. local_losses: this rank's sums, one for each micro-batch; zeros
-    on a pipeline stage that is not the last.
+    on a pipeline stage that is not the last. has_labels: num_valid is above 0; otherwise the weights were not updated.
     """
 
     loss: Tensor
     grad_norm: Tensor
     num_valid: Tensor
     local_losses: Tensor
+    has_labels: bool = True
 
 
 @dataclass
@@ -87,6 +91,7 @@ class TrainStep:
     async_tp, compile_log: what the compiler did. on_gradients: called with whole gradients, before they are clipped.
     num_groups, sum_over_groups: replica groups of this step, and a sum over them in place (titan/hooks/elastic.py).
     mark: called after the forward and after the backward pass of a micro-batch; of a pipeline, whose passes are interleaved, after both.
+    is_fake: tensors hold no numbers: none are drawn, and labels cannot be counted to leave out updates without any.
     """
 
     config: JobConfig
@@ -108,10 +113,12 @@ class TrainStep:
     num_groups: int = 1
     sum_over_groups: Callable[[Sequence[Tensor]], None] = lambda _: None
     mark: Callable[[str], None] = lambda _: None
+    is_fake: bool = False
 
     def __post_init__(self) -> None:
         self.prepare_backward = backward_preparer(self.config, self.mesh)
         self.context = submesh(self.mesh, "cp")
+        self.draws = RandomDraws(self.config, self.model_parts, mesh=self.mesh, device=self.device)
         # Kept, because a walk over the modules costs a small model a hundredth of its step.
         self.parameters = [p for part in self.model_parts for p in part.parameters()]
         self.num_replicas = axis_size(self.mesh, "dp_replicate", "dp_shard")  # of the data
@@ -136,10 +143,15 @@ class TrainStep:
             accept: gets the loss and the gradient norm and returns whether to update, the same on all ranks. It waits for
                 the device, so the host no longer runs ahead.
         """
+        if not self.is_fake:
+            self.draws.begin(step)
         self.compute_scales()
         local = [self.to_local(batch) for batch in batches]
         num_valid = _sum(_count_valid(local), self.groups.tokens)
         self.sum_over_groups([num_valid])
+        # Copied while the step runs. The host waits for the step before, and not for this one.
+        labels = None if self.is_fake else AsyncScalars([num_valid])
+        divisor = num_valid.clamp(min=1)
         replicas = self.num_replicas * self.num_groups
         num_sequences = sum(len(batch.input) for batch in local) * replicas
         num_parts = 1 if self.context is None else self.context.size()
@@ -154,28 +166,31 @@ class TrainStep:
             is_last = number == len(local) - 1
             # Only the last micro-batch completes a gradient, so only then may a parameter be updated.
             if self.early_step is not None:
-                self.early_step.active = is_last
-            losses.append(self._forward_backward(batch, num_valid, is_last=is_last))
+                self.early_step.active = is_last and (labels is None or labels.values()[0] > 0)
+            losses.append(self._forward_backward(batch, divisor, is_last=is_last))
+        if not self.is_fake:
+            self.draws.end()
         self.sum_over_groups([p.grad for p in self.parameters if p.grad is not None])
         # From here on gradients are complete: reduced over ranks, and summed over micro-batches.
         grad_norm = self._clip()
         local_losses = torch.stack(losses)
         loss = _sum(local_losses.sum(), self.groups.loss)
         self.sum_over_groups([loss])
-        loss = loss / num_valid
+        loss = loss / divisor
         self.balance.sum_loads(self.sum_over_groups)
         # The norm of offloaded parameters is on the host.
         grad_norm = grad_norm.to(self.device, non_blocking=True)
-        accepted = True
-        if self.early_step is None:
-            accepted = accept is None or accept(loss, grad_norm)
-            if accepted:
-                self.optimizer.step()
-            self.optimizer.zero_grad()
+        accepted = self.early_step is not None or accept is None or accept(loss, grad_norm)
+        has_labels = labels is None or labels.values()[0] > 0
+        accepted = accepted and has_labels
+        # Before the weights: replica groups may meet where the optimizer's step ends, and average the biases too.
         self.balance.finish(accepted=accepted)
+        if accepted and self.early_step is None:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
         if self.average is not None and accepted:
             self.average.update(step)
-        return StepReport(loss, grad_norm, num_valid, local_losses)
+        return StepReport(loss, grad_norm, num_valid, local_losses, has_labels)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Any]) -> tuple[Tensor, Tensor]:
@@ -267,11 +282,11 @@ class TrainStep:
                 stages=self.groups.stages,
             )
 
-    def _forward_backward(self, batch: Microbatch, num_valid: Tensor, *, is_last: bool) -> Tensor:
+    def _forward_backward(self, batch: Microbatch, divisor: Tensor, *, is_last: bool) -> Tensor:
         """Add the gradients of a micro-batch; return its loss, summed over this rank's tokens."""
         if self.pipeline is not None:
             losses = self.pipeline.step(
-                batch.input, batch.targets, divide_by=num_valid, **batch.inputs
+                batch.input, batch.targets, divide_by=divisor, **batch.inputs
             )
             self.mark("backward")
             return self._total(losses)
@@ -280,7 +295,7 @@ class TrainStep:
         loss_sum = self.loss_sum(model(batch.input, **batch.inputs), batch.targets)
         self.mark("forward")
         # Divide before backward: gradients then add up over micro-batches and ranks to those of the global mean.
-        (loss_sum / num_valid).backward()
+        (loss_sum / divisor).backward()
         self.mark("backward")
         return loss_sum.detach()
 
@@ -315,7 +330,10 @@ def build_train_step(
         mesh: built by `titan.parallel.build_mesh` over the default process group.
         task: what to train on; None: the job's.
     """
-    training = (config := config.on_device(device.type)).training
+    if task is not None:  # that of a run, not of a simulation
+        try_loss(task, mesh, device)
+    task = task or task_of(config)
+    training = (config := config_for(task, config.on_device(device.type))).training
     family, sizes = import_family(config.model.name), model_config(config.model)
     model, float8 = build_whole_model(config, mesh)
     # Experts are laid out like everything else unless ranks share them, or tensor parallelism would leave them whole.
@@ -351,7 +369,6 @@ def build_train_step(
         materialize(stage, device=home, buffers_on=device)
         initialize(stage, seed=config.debug.seed, std_of=model.init_std)
     output = getattr(stages[max(stages)], "output", None) if has_output_in_loss(config) else None
-    task = task or task_of(config)
     loss_sum = task.loss(mesh, output=output, float8=float8)
     pipeline = None
     if pp is not None and schedule is not None:
@@ -405,6 +422,7 @@ def build_whole_model(config: JobConfig, mesh: DeviceMesh) -> tuple[Any, list[Co
     freeze(model, config.model.freeze)
     if has_output_in_loss(config):
         leave_output_to_loss(model.output)
+        require_output_last(model)
     return model, float8
 
 

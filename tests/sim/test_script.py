@@ -61,6 +61,50 @@ def test_a_script_does_what_its_ranks_really_do(name: str, pool: Pool) -> None:
     assert traced_peak(trace) == pytest.approx(peak, rel=0.002)
 
 
+PLAIN_LLAMA = """
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def build(device):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    with torch.device(device):
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_hidden_layers=2, **sizes))
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for unit in (*model.model.layers, model):
+        fully_shard(unit, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        ids = torch.ones(2, 32, dtype=torch.int64, device=device)
+        loss = model(input_ids=ids, labels=ids).loss  # with its default cache, of empty tensors
+        factors = [torch.tensor(0.5, device=device), torch.asarray(0.5, device=device), loss.new_tensor(0.5)]
+        factors += [torch.tensor([[0.5]], device=device), torch.tensor([], device=device).sum() + 1]
+        for factor in factors:
+            loss = loss * factor
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, model, optimizer
+"""
+
+
+def test_a_model_of_transformers_as_it_comes(pool: Pool, tmp_path: Path) -> None:
+    """Numbers, and tensors without any, that are made on the device."""
+    pytest.importorskip("transformers")
+    script = tmp_path / "plain_llama.py"
+    script.write_text(PLAIN_LLAMA)
+    counts, sizes, _ = pool.run(2, real, str(script), {})[0]
+    [(_, traces)] = trace_jobs([Job((), 2, (0,), "cpu", script=Script(str(script), "build"))], 1)
+    assert isinstance(traces, list), traces
+    assert counts_of(traces[0]) == counts
+    assert bytes_of(traces[0]) == sizes
+
+
 def launches(trace: Trace, *phases: str) -> list[Any]:
     return [e for e in trace.step if isinstance(e, Launch) and e.scope.phase in phases]
 
@@ -119,6 +163,7 @@ def build(device, fault=""):
             ["--script=FILE:build", "--fault=data"],
             "it depends on data, which a simulation does not",
         ),
+        (["--script=FILE:build", "--fault=data"], "faulty.py:11 in step"),
         (["--script=FILE:build", "--fault=tuple"], "must return (step, model, optimizer)"),
         (["--script=FILE:built"], "has no function built"),
         (["--script=FILE"], "expected FILE.py:FUNCTION"),

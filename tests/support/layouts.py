@@ -379,7 +379,7 @@ def train(layout: Layout, precision: str = "float32", steps: int = STEPS) -> dic
 def whole_gradients(train_step: TrainStep) -> dict[str, Tensor]:
     """Gather the gradients of this rank's model parts."""
     named = (item for part in train_step.model_parts for item in part.named_parameters())
-    return {canonical_name(name): _whole(p.grad) for name, p in named if p.requires_grad}
+    return {canonical_name(name): _whole(p.grad) for name, p in named if p.grad is not None}
 
 
 def _whole(tensor: Tensor | None) -> Tensor:

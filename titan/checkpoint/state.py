@@ -54,6 +54,7 @@ def _named_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
 
 def optimizer_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> StateDict:
     """Return the optimizer's tensors, named by the parameter that they belong to."""
+    allocate_state(optimizer)
     state: StateDict = {}
     for name, parameter in _named_parameters(parts).items():
         for key, value in optimizer.state.get(parameter, {}).items():

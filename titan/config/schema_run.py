@@ -223,7 +223,8 @@ class ActivationCheckpointSection(Section):
     cpu_offload: bool = False
     """Copy activations (mode "full": inputs of blocks) to the host until they are needed."""
     preserve_rng_state: bool = False
-    """Restore random states for the recomputation. Only for models with dropout."""
+    """Restore random states for the recomputation, for models that draw random numbers in functions. Where a
+    module has dropout, they are restored anyway."""
 
 
 class CompileSection(Section):

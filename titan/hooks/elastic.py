@@ -197,7 +197,9 @@ class SemiSync(Elastic):
             world=section.replica_groups * layout.dp,
             batch=trainer.config.training.local_batch_size,
         )
-        self.groups.manager.start_quorum = self._meet
+        manager = self.groups.manager
+        manager.start_quorum, self.vote = self._meet, manager.should_commit
+        manager.should_commit = self._commit_with_buffers
 
     def resume(self) -> None:
         """Leave it to Checkpointing, the outer optimizers' momentum too: peers in the middle of their steps would have to wait."""
@@ -247,6 +249,26 @@ class SemiSync(Elastic):
     def step_begin(self) -> None: ...
 
     def updated(self, report: StepReport) -> None: ...
+
+    @torch.no_grad()
+    def _commit_with_buffers(self, *args: Any, **kwargs: Any) -> bool:
+        """Average persistent buffers, such as routing biases, where torchft has averaged parameters. Those that are not floating-point
+        numbers are the first group's."""
+        parts = self.trainer.train_step.model_parts
+        state = (tensor for part in parts for tensor in part.state_dict(keep_vars=True).values())
+        buffers = [x for x in state if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)]
+        sums = [
+            buffer / self.groups.size
+            if buffer.is_floating_point() or buffer.is_complex()
+            else buffer.long() * (self.groups.rank == 0)
+            for buffer in map(_local, buffers)
+        ]
+        self.groups.sum_(sums)
+        committed = self.vote(*args, **kwargs)
+        if committed:
+            for buffer, value in zip(buffers, sums, strict=True):
+                _local(buffer).copy_(value)
+        return committed
 
     def _meet(self, **_: Any) -> None:
         """Begin a meeting; torchft calls this where an optimizer's step ends."""

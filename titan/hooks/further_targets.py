@@ -37,7 +37,7 @@ class FurtherTargets(Hook):
         if step.groups.loss is not None:
             dist.all_reduce(total, group=step.groups.loss)
         step.sum_over_groups([total])
-        self.measured = AsyncScalars([total / report.num_valid])
+        self.measured = AsyncScalars([total / report.num_valid.clamp(min=1)])
 
     def columns(self, window: Window, result: StepResult) -> dict[str, Any]:
         return {} if self.measured is None else {"mtp_loss": self.measured.values()[0]}

@@ -49,7 +49,14 @@ class EarlyStep:
         parameter.grad = None
 
     def finish(self) -> Tensor:
-        """Return the global gradient norm of the step that ended, as `clip_gradients` gives it."""
+        """Return the global gradient norm of the step that ended, as `clip_gradients` gives it; 0 if no gradient was used."""
+        # Gradients that the last micro-batch added nothing to are complete only now.
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(group, parameter)
+        if not self._squares:
+            return torch.zeros(())
         # Squares of parameters with one layout are reduced over the same groups, together.
         squares = {groups: torch.stack(parts).sum() for groups, parts in self._squares.items()}
         self._squares.clear()

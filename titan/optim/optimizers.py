@@ -83,17 +83,24 @@ def build_optimizer(
 
 
 def allocate_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Give every parameter the state that its first step would, to load a checkpoint into; False: not one of ours."""
+    """Give every parameter without a state the one that its first step begins with. False: the optimizer is not one of ours.
+
+    So a checkpoint has a state for each, also for one that has had no gradient so far, and can be loaded into.
+    """
     if isinstance(optimizer, Muon):
         for matrix in optimizer.param_groups[0]["params"]:
-            optimizer.init_state(matrix)
+            if not optimizer.state[matrix]:
+                optimizer.init_state(matrix)
         return allocate_state(optimizer.others)
     # amsgrad keeps a third moment, which is not made here.
-    is_torchs = isinstance(optimizer, torch.optim.Adam) and not optimizer.defaults["amsgrad"]
+    is_torchs = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+    is_torchs = is_torchs and not optimizer.defaults["amsgrad"]
     if not (is_torchs or isinstance(optimizer, CompactAdam)):
         return False
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            if optimizer.state[parameter]:
+                continue
             if isinstance(optimizer, CompactAdam):
                 optimizer.init_state(parameter)
                 continue

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .kept_operations import GROUPS, KeepError, Rule, parse_rule
 from .offload import Offloader
+from .random_numbers import require_restored
 from .selective import Decision, selective_checkpoint_contexts
 from .torch_compat import (
     checkpoint_wrapper,
@@ -63,10 +64,12 @@ def apply_ac(
         contexts: gives, for a block, a function that makes the context of its forward pass and that of the
             recomputation, or None.
 
-    Raises KeepError for an operation that torch does not have and for a pattern that no module of a block matches.
+    Raises KeepError for an operation that torch does not have and for a pattern that no module of a block matches, and ValueError for a
+    module that draws random numbers without `preserve_rng_state`.
     """
     if every < 1:
         raise ValueError(f"every is {every}: 1 is each block, 2 every second one")
+    require_restored(model, preserve_rng_state=preserve_rng_state)
     # torch.compile would warn, in five lines, that in-place operations must not be recomputed; blocks have none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     selection = _selection(tuple(keep), tuple(keep_modules))
@@ -149,6 +152,7 @@ class _Selection:
         within: name of the module that is run, with a dot; "" if it is the block.
         """
         counts: Counter[tuple[tuple[str, ...], bool]] = Counter()
+        self.depth = 0  # a module that raised was not left, and its caller may go on
 
         def decide(name: str, recomputes: bool) -> Decision:
             expensive = name in GROUPS["matmul"] or name in GROUPS["attention"]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from .activation import selection_of
+from .random_numbers import require_restored
 from .selective import outside_selection, show_programs_to_checkpoints
 from .torch_compat import (
     CompileEvent,
@@ -68,6 +69,7 @@ def apply_compile(
     if backend not in torch._dynamo.list_backends(exclude_tags=()):
         known = ", ".join(torch._dynamo.list_backends())
         raise BackendError(f'torch has no compiler backend "{backend}"; there are {known}')
+    require_restored(model, preserve_rng_state=preserve_rng_state)
     keep_random_state_in_graphs(preserve_rng_state)
     allow_programs(kinds)
     settings: dict[str, Any] = {"backend": backend, "fullgraph": fullgraph}
@@ -153,15 +155,16 @@ class CompileLog:
         """Return what is new since the last call and costs speed: graph breaks, recompilations, failures; each once."""
         self._update()
         for event in self.events:
+            # Of a program beyond torch's limit, torch does not say what it was compiled for.
+            name = event.name or f"a part of {self.what}"
             lines = [
-                f"graph break in {event.name}: {_first_lines(reason)}"
-                for reason in event.graph_breaks
+                f"graph break in {name}: {_first_lines(reason)}" for reason in event.graph_breaks
             ]
             # An optimizer's update is one program for each kind of parameter, by intent.
             if event.recompile_reason and event.folder != "optim":
-                lines.append(f"recompiled {event.name}: {_first_lines(event.recompile_reason)}")
+                lines.append(f"recompiled {name}: {_first_lines(event.recompile_reason)}")
             if event.failure:
-                lines.append(f"not compiled: {event.name}: {_first_lines(event.failure)}")
+                lines.append(f"not compiled: {name}: {_first_lines(event.failure)}")
             for line in lines:
                 if line not in self._said:
                     self._said.add(line)

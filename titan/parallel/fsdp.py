@@ -30,8 +30,10 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
+from .alike import require_alike_modules, require_alike_parameters
+from .init_weights import canonical_name
 from .selective import outside_selection
-from .torch_compat import replicate
+from .torch_compat import compare_units, reduce_unused, replicate
 
 
 def apply_fsdp(
@@ -80,8 +82,10 @@ def apply_fsdp(
     )
     # Inner units first, so that what is left belongs to the root.
     blocks = [*(blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks)]
+    require_alike_modules(model, num_ranks=mesh.size())
+    require_alike_parameters(model)
     ends = {"encoders": encoders, "first": first, "last": last}
-    units = units_of(blocks, **ends, blocks_per_unit=blocks_per_unit)
+    units = units_of(model, blocks, **ends, blocks_per_unit=blocks_per_unit, inside=own_mesh or ())
     # A loss in chunks has done the output layer's part of the backward pass. What follows, the norm, is too short to
     # gather the last block behind it.
     kept = {*last, *blocks[-kept_blocks:]}
@@ -126,28 +130,74 @@ def _shard_inside(
 
 
 def units_of(
+    model: nn.Module,
     blocks: Sequence[nn.Module],
     *,
     encoders: Sequence[nn.Module] = (),
     first: Sequence[nn.Module],
     last: Sequence[nn.Module],
     blocks_per_unit: int = 1,
+    inside: Iterable[nn.Module] = (),
 ) -> list[list[nn.Module]]:
-    """Return the modules of each unit, in forward order. Ends that share a parameter are left to the root."""
+    """Return the modules of each unit, in forward order.
+
+    An end that shares a parameter with the other one, or with what is in no unit, is left to the root. Raises ValueError for any other
+    parameter of two units, of which each would train a copy. inside: modules that are units by themselves within others.
+    """
     # What is left over comes first: the shorter the first unit, the less is exposed at both ends of a step.
     starts = range(len(blocks) % blocks_per_unit, len(blocks), blocks_per_unit)
     middle = [[*blocks[: starts.start]], *([*blocks[n : n + blocks_per_unit]] for n in starts)]
-    ends = [{p for module in end for p in module.parameters()} for end in (first, last)]
-    if ends[0] & ends[1]:
-        first = last = ()
     alone = ([module] for module in encoders)
-    return [unit for unit in (*alone, [*first], *middle, [*last]) if unit]
+    units = [unit for unit in (*alone, [*first], *middle, [*last]) if unit]
+    number = {module: n for n, unit in enumerate(units) for module in unit}
+    number |= {module: len(units) + n for n, module in enumerate(inside)}
+    ends = {-1, *(number[module] for module in (*first, *last))}
+    to_root: set[int] = set()
+    placed = _places(model, number)
+    for places in placed.values():
+        if len(places) > 1:
+            if not places.keys() <= ends:
+                one, other, *_ = places.values()
+                raise ValueError(
+                    f"{one} and {other} are one parameter in two FSDP units, and each would train a copy: put both modules in one "
+                    "unit (blocks_per_unit, or neither in a unit), or give each its own parameter"
+                )
+            to_root |= places.keys()
+    kinds: dict[int, tuple[torch.dtype, str]] = {}
+    for parameter, places in placed.items():
+        if parameter.requires_grad:
+            unit, name = next((-1 if n in to_root else n, name) for n, name in places.items())
+            dtype, before = kinds.setdefault(unit, (parameter.dtype, name))
+            if dtype != parameter.dtype:
+                raise ValueError(f"{before} is {dtype} and {name} {parameter.dtype}, and one FSDP unit reduces both: give them one dtype")  # fmt: skip
+    return [unit for n, unit in enumerate(units) if n not in to_root]
+
+
+def _places(
+    model: nn.Module, number: Mapping[nn.Module, int]
+) -> dict[nn.Parameter, dict[int, str]]:
+    """Return, for each parameter, a name in each unit that has it. number: of the modules that are units; -1 is the root."""
+    places: dict[nn.Parameter, dict[int, str]] = {}
+
+    def visit(module: nn.Module, path: str, unit: int) -> None:
+        unit = number.get(module, unit)
+        for name, parameter in module.named_parameters(path, recurse=False):
+            places.setdefault(parameter, {}).setdefault(unit, canonical_name(name))
+        for name, child in module.named_children():
+            visit(child, f"{path}.{name}" if path else name, unit)
+
+    visit(model, "", -1)
+    return places
 
 
 def _only_embeddings(modules: Iterable[nn.Module]) -> bool:
     """Return whether a backward pass needs none of the modules' parameters: that of an embedding needs the ids."""
-    inner = (part for module in modules for part in module.modules())
-    return all(isinstance(part, nn.Embedding) for part in inner if part._parameters)
+    inner = [part for module in modules for part in module.modules() if part._parameters]
+    # Not a subclass that computes with its weight, or one that hooks make of other parameters.
+    return all(
+        type(part).forward is nn.Embedding.forward and [*part._parameters] == ["weight"]
+        for part in inner
+    )
 
 
 def _prefetch(units: Sequence[Sequence[nn.Module]], depth: int) -> None:
@@ -205,7 +255,9 @@ def apply_ddp(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=cast_forward_inputs
     )
     blocks = [*(blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks)]
-    units = units_of(blocks, encoders=encoders, first=first, last=last)
+    require_alike_modules(model, num_ranks=mesh.size())
+    require_alike_parameters(model)
+    units = units_of(model, blocks, encoders=encoders, first=first, last=last)
     for unit in [*reversed(units), model]:
         replicate(unit, mesh=mesh, mp_policy=precision)
     sum_gradients(model)
@@ -220,11 +272,15 @@ def sum_gradients(model: nn.Module, *, alone: Container[nn.Module] = ()) -> None
     Args:
         alone: units of one rank. They get no factor, as torch would divide their gradients by 1, into a copy.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            if module not in alone:
-                module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+    units: list[tuple[str, Any]] = [
+        (canonical_name(name), m) for name, m in model.named_modules() if isinstance(m, FSDPModule)
+    ]
+    for _, module in units:
+        if module not in alone:
+            module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        reduce_unused(module)
+    compare_units(model, units)
 
 
 def set_gradient_sync(

@@ -121,9 +121,11 @@ def _unwanted(dtype: torch.dtype) -> float | int:
 def initialize(model: nn.Module, *, seed: int, std_of: Callable[[str], float | None]) -> None:
     """Draw every parameter from a normal distribution truncated at three standard deviations.
 
-    std_of: standard deviation for a parameter's name; 0.0 sets it to zeros, None to ones. Memory: one full parameter at
+    std_of: standard deviation for a parameter's name; 0.0 sets it to zeros, None to ones. The row of an embedding's `padding_idx` is zeros. Memory: one full parameter at
     a time beyond the model itself.
     """
+    modules: list[Any] = [m for m in model.modules() if getattr(m, "padding_idx", None) is not None]
+    padding = {id(m.weight): m.padding_idx for m in modules}
     for name, parameter in model.named_parameters():
         name = canonical_name(name)
         std = std_of(name)
@@ -132,7 +134,10 @@ def initialize(model: nn.Module, *, seed: int, std_of: Callable[[str], float | N
             continue
         draw = partial(_draw, std=std, device=parameter.device)
         if parameter.ndim < 3:
-            _keep_shard(parameter, draw(parameter.shape, seed=_seed_of(seed, name)))
+            full = draw(parameter.shape, seed=derived_seed(seed, name))
+            if id(parameter) in padding:
+                full[padding[id(parameter)]] = 0
+            _keep_shard(parameter, full)
             continue
         # Stacked by expert: this rank's experts one by one, each from its own seed.
         own, (first, *offsets) = parameter, [0] * parameter.ndim
@@ -142,7 +147,7 @@ def initialize(model: nn.Module, *, seed: int, std_of: Callable[[str], float | N
                 parameter.shape, parameter.device_mesh, parameter.placements
             )[1]
         for number, matrix in enumerate(own, first):
-            whole = draw(parameter.shape[1:], seed=_seed_of(seed, f"{name}.{number}"))
+            whole = draw(parameter.shape[1:], seed=derived_seed(seed, f"{name}.{number}"))
             part = tuple(map(slice, offsets, map(add, offsets, matrix.shape)))
             matrix.copy_(whole[part])
 
@@ -163,6 +168,7 @@ def _keep_shard(parameter: Tensor, full: Tensor) -> None:
     parameter.copy_(full)
 
 
-def _seed_of(seed: int, name: str) -> int:
+def derived_seed(seed: int, name: str) -> int:
+    """Return the seed of a generator for something that has a name."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1  # a generator takes 63 bits

@@ -298,6 +298,9 @@ class _Stage(PipelineStage):
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         super().__init__(module, *args, **kwargs)
         self._buffers_before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        device_module = torch.get_device_module(self.device)
+        sources = [m for m in (torch.random, device_module) if hasattr(m, "get_rng_state")]
+        self._random_before = [(source, source.get_rng_state()) for source in sources]
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Leave out messages to itself, which the turn of a V makes on torch 2.11 and which gloo cannot send."""
@@ -322,10 +325,13 @@ class _Stage(PipelineStage):
         return outputs
 
     def _undo_inference(self) -> None:
-        """Give buffers that the passes have changed their values back."""
+        """Give buffers that the passes have changed their values back, and random generators their states."""
         for buffer, value in self._buffers_before:
             buffer.copy_(value)
         self._buffers_before.clear()
+        for source, state in self._random_before:
+            source.set_rng_state(state)
+        self._random_before.clear()
 
 
 def _prepare_to_split_backward(stage: nn.Module) -> None:

@@ -57,7 +57,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from .alike import require_alike_modules
 from .float8 import is_tensorwise, rows_style
+from .random_numbers import require_own_part
 from .tensor_styles import (
     SEQUENCE_DIM,
     CutSequence,
@@ -121,6 +123,7 @@ def apply_tp(
     # The logits, a DTensor's local part, are a view; nobody writes to them.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     size = mesh.size()
+    require_alike_modules(model, num_ranks=size)
     styles = _styles(size, num_kv_heads, loss_parallel=loss_parallel, output_in_loss=output_in_loss)
     style_of = check_plan(model, plan, size=size, num_kv_heads=num_kv_heads)
     # torch's styles replace parameters: remember which were shared or frozen, and restore that afterwards.
@@ -143,6 +146,7 @@ def apply_tp(
             module.register_parameter(name, first._parameters[first_name])
     for name in frozen:  # torch's styles replace parameters
         model.get_parameter(name).requires_grad_(False)
+    require_own_part(model, mesh)
     experts = [name for name, style in style_of.items() if style == "experts"]
     _require_all_split(model, left=lambda p: not isinstance(p, DTensor), but=experts)
 

@@ -47,6 +47,7 @@ class Program:
 def job_program(config: JobConfig, layout: Layout, device: Any, mesh: Any) -> Program:
     """Return the program of a job."""
     train_step = module.build_train_step(config, device=device, mesh=mesh)
+    train_step.is_fake = True
     batches = [train_step.task.fake_batch() for _ in range(layout.accumulation)]
     # A pipeline learns shapes in its first step, and an early update makes states in the backward pass.
     needs_two = train_step.pipeline is not None or train_step.early_step is not None
@@ -142,10 +143,11 @@ def _is_closed(events: list[Event]) -> bool:
 def once_for_each(programs: Sequence[JobConfig], build: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that builds the model of each program when it is first asked for."""
     built: dict[int, Any] = {}
-    numbers = {id(program): number for number, program in enumerate(programs)}
+    # They differ in their models alone.
+    numbers = {program.model.model_dump_json(): n for n, program in enumerate(programs)}
 
     def get(config: JobConfig, mesh: Any) -> Any:
-        number = numbers[id(config)]
+        number = numbers[config.model.model_dump_json()]
         if number not in built:
             built[number] = build(config, mesh)
         return built[number]

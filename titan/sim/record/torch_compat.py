@@ -82,15 +82,10 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
     _repair_addmm()
     # A model that is copied (a pipeline stage) stays in the same world of fake tensors.
     FakeTensorMode.__deepcopy__ = lambda mode, _: mode  # pyright: ignore
+    # It makes the data of torch.tensor on the host, and moves the fake of it: a move of a number would need memory on the device.
+    FakeTensorMode.avoid_device_init = True  # pyright: ignore
     with FakeTensorMode() as mode:
-        # torch.tensor(data, device=...) must make its copy on the host fake before it moves it, or
-        # the move would need memory on the device.
-        lift = find("torch._C", "_set_only_lift_cpu_tensors")
-        lift(True)
-        try:
-            yield mode
-        finally:
-            lift(False)
+        yield mode
 
 
 def _repair_addmm() -> None:

@@ -13,6 +13,7 @@ import multiprocessing
 import operator
 import os
 import pickle
+import sysconfig
 import traceback
 import warnings
 from collections import defaultdict
@@ -24,6 +25,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
 
+import titan
 from titan.checks.rules import resolve_layout
 from titan.config.layout import Layout
 from titan.config.model import model_config
@@ -218,6 +220,7 @@ def _boundary(config: JobConfig, layout: Layout, device: Any) -> Any:
     return torch.empty(rows, length, sizes.dim, dtype=dtype, device=device)
 
 
+_LIBRARIES = ("/site-packages/", sysconfig.get_path("stdlib"), str(Path(titan.__file__).parent))
 # What FakeTensorMode raises for a shape or a value that depends on data.
 _NEEDS_DATA = ("DynamicOutputShapeException", "DataDependentOutputException")
 _NO_DATA = (
@@ -235,7 +238,12 @@ def _describe(error: Exception, tracer: Any, rank: int) -> str:
     last = frames[-1]
     module = scopes.module_that_raised(error)
     where = [scopes.current().phase, scopes.action, module and f"module {module}"]
-    where.append(f"{'/'.join(Path(last.filename).parts[-3:])}:{last.lineno} in {last.name}")
+    # Where torch failed, and the line of the user's own that led there.
+    own = [f for f in frames if not any(part in f.filename for part in _LIBRARIES)][-1:]
+    where += [
+        f"{'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno} in {frame.name}"
+        for frame in [last, *(f for f in own if f is not last)]
+    ]
     after = f" after {tracer.running}" if tracer.running is not None else ""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     # torch begins with "backend='inductor' raised:". The next line is the error itself.

@@ -1,0 +1,64 @@
+"""The random numbers that a step draws on a rank, for dropout and the like: their seed, and whether a recomputation would draw the same.
+
+Ranks that hold other samples, other parts of a sequence or other layers must drop other activations. Between the layers that tensor
+parallelism splits, a rank has its part of the sequence, of the heads or of the columns, so its numbers are its own as well.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan.config.schema import JobConfig
+from titan.parallel.init_weights import derived_seed
+from titan.parallel.random_numbers import drawing_modules
+from titan.untrusted import InputError
+
+_LOG = logging.getLogger("titan")
+
+
+class RandomDraws:
+    """Seed torch's generators for each step, and look in the first one whether something draws of which nobody knew."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        parts: Sequence[nn.Module],
+        *,
+        mesh: DeviceMesh,
+        device: torch.device,
+    ) -> None:
+        faults, recompute = config.fault_tolerance, config.activation_checkpoint
+        self.seed, self.device = config.debug.seed, device
+        # Replica groups hold other samples, too.
+        group = faults.replica_id if faults.enable else 0
+        self.place = (group, *(mesh.get_coordinate() or ()))
+        known = recompute.preserve_rng_state or any(map(drawing_modules, parts))
+        self.is_watched = recompute.mode != "none" and not known
+        self.source: Any = torch.random if device.type == "cpu" else torch.get_device_module(device)
+
+    def begin(self, step: int) -> None:
+        # By step, so that a resumed run draws the same; what resumes has no state to restore.
+        torch.manual_seed(derived_seed(self.seed, f"step {step} at {self.place}"))
+        if self.is_watched:
+            self.before = self.source.get_rng_state()
+
+    def end(self) -> None:
+        """Raise InputError if the passes have drawn numbers, as functions may that no module shows, and a recomputation would draw others."""
+        if not self.is_watched:
+            return
+        self.is_watched = False
+        if torch.equal(self.before, self.source.get_rng_state()):
+            return
+        text = (
+            "the forward pass draws random numbers, and a recomputation would draw others, which makes gradients wrong: "
+            "set activation_checkpoint.preserve_rng_state = true"
+        )
+        if self.device.type == "cpu":
+            raise InputError(text)
+        _LOG.warning(text)  # and no more: kernels of attention may count as drawing some
