@@ -211,12 +211,13 @@ def check(argv: list[str]) -> int:
             job, config, layout, hardware=options.hardware
         )
         if "simulation" in judged:
-            facts |= {"memory_method": "simulation", "fits": judged["simulation"]["fits"]}
+            step = judged["simulation"]
+            facts |= {"memory_method": "simulation", "fits": step["fits"], "tight": step["tight"]}
     if options.json:
         print(json.dumps(facts | judged | {"problems": []}, indent=2))
     else:
         print(_page(facts, judged))
-    return 0
+    return 2 if facts["fits"] is False and not facts["tight"] else 0
 
 
 def config(argv: list[str]) -> int:
@@ -316,6 +317,7 @@ def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[s
         "hardware": hardware.name if hardware else None,
         "hardware_memory_gib": available_gib,
         "fits": None if available_gib is None else memory_gib["total"] <= usable_gib,
+        "tight": available_gib is not None and usable_gib < memory_gib["total"] <= available_gib,
     }
 
 
@@ -332,7 +334,7 @@ def _page(facts: dict[str, Any], judged: dict[str, Any]) -> str:
     verdict = import_module("titan.sim.search.fit_advisor").describe(judged) if judged else []
     if facts["fits"] is not None and "simulation" not in judged:
         total, available = facts["memory_gib"]["total"], facts["hardware_memory_gib"]
-        answer = "fits" if facts["fits"] else "TIGHT" if total <= available else "DOES NOT FIT"
+        answer = "fits" if facts["fits"] else "TIGHT" if facts["tight"] else "DOES NOT FIT"
         what = f"{total:.1f} of {available:.1f} GiB on {facts['hardware']}, by formula"
         verdict += [f"{answer}: {what}; a job that fits leaves {MARGIN:.0%}"]
     # Counts only the experts that a token goes to.
