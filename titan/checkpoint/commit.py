@@ -31,12 +31,12 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from titan.checkpoint import SaveFailed
 from titan.checkpoint.manifest import NAME as MANIFEST
 from titan.checkpoint.manifest import write_manifest
+from titan.checkpoint.saved import TITAN_JSON
 from titan.checkpoint.storage import Location, join, storage_of
 from titan.checkpoint.tensors import CheckpointWriter, StateDict, reason
 from titan.health.errors import kind_of
 
 T = TypeVar("T")
-TITAN_JSON = "titan.json"
 # Ranks wait for the slowest disk. A rank that dies closes its connections, so the others notice at once.
 TIMEOUT = timedelta(minutes=30)
 _numbers = count()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.commit import TIMEOUT
 from titan.checkpoint.export import Export, export_state, no_routing_bias
 from titan.checkpoint.manager import CheckpointError, CheckpointManager, SaveFailed
+from titan.checkpoint.saved import require_same_model
 from titan.checkpoint.storage import Location, as_location
+from titan.checkpoint.tensors import some
 from titan.config.render import to_toml
-from titan.config.resume_diff import changed_settings
+from titan.config.resume_diff import changed_model, changed_settings, job_facts
 from titan.hook import Hook, Run, StepResult
+from titan.optim.schedule import rate_jump
 from titan.parallel.torch_compat import set_timeout
 from titan.phases import enter_phase
 from titan.train_step import torch_dtype
@@ -29,9 +33,11 @@ class Checkpointing(Hook):
     def __init__(self, trainer: Run) -> None:
         self.trainer, self.section = trainer, trainer.config.checkpoint
         self.manager = CheckpointManager(self.section, run_dir=trainer.run_dir)
+        self.manager.require_same = partial(require_same_model, config=trainer.config)
         self.export = self._describe_export()
         self.resumed_from: Location | None = None
         self.changes: list[str] = []  # settings that differ from those of the checkpoint
+        self.jump = ""  # of the learning rate
         self.is_due_by_time = False
         self.more: Callable[[], checkpoints.StateDict] = dict  # another hook's tensors
         # The copy overlaps the next step until its update.
@@ -51,6 +57,8 @@ class Checkpointing(Hook):
             trainer.console.message(f"starting from {self.resumed_from}")
         if self.changes:
             trainer.console.message(f"changed since it was saved: {'; '.join(self.changes)}")
+        if self.jump and trainer.step < trainer.last_step:
+            trainer.console.message(self.jump, always=True)
         self._print_messages()  # such as that a damaged checkpoint was passed over
         # A seed checkpoint is a run of no steps, which saves the initial weights.
         if self.section.create_seed_checkpoint:
@@ -146,6 +154,7 @@ class Checkpointing(Hook):
             "sequences_per_step": trainer.sequences_per_step,
             "data": self._data_state(),
             "config": to_toml(trainer.config),
+            "model": job_facts(trainer.config),
         } | {hook.state_key: hook.state_dict() for hook in trainer.hooks if hook.state_key}
 
     def _data_state(self) -> dict[str, Any]:
@@ -200,7 +209,7 @@ class Checkpointing(Hook):
         if self.trainer.step:
             return  # a peer's state is newer
         # In order: this run's own checkpoints, a Hugging Face folder, a checkpoint of another run.
-        section = self.section
+        section, trainer = self.section, self.trainer
         path, model_only = self.manager.step_to_resume(), False
         if path is None and section.enable and section.initial_load_in_hf:
             assert self.export is not None, "built in the constructor"
@@ -217,7 +226,14 @@ class Checkpointing(Hook):
                 section.initial_load_model_only,
             )
             self.manager.require_whole(path)
-            self._load(path, model_only=model_only, exclude=set(section.exclude_from_loading))
+            may_differ = section.initial_load_changes
+            require_same_model(path, trainer.config, but=may_differ)
+            self._load(
+                path,
+                is_strict=not may_differ,
+                model_only=model_only,
+                exclude=set(section.exclude_from_loading),
+            )
         elif path is not None:
             self._load(path, exclude=set(section.exclude_from_loading))
         self.resumed_from = path
@@ -232,12 +248,17 @@ class Checkpointing(Hook):
         return path
 
     def _load(
-        self, path: Location, *, model_only: bool = False, exclude: set[str] | None = None
+        self,
+        path: Location,
+        *,
+        model_only: bool = False,
+        exclude: set[str] | None = None,
+        is_strict: bool = True,
     ) -> None:
         trainer, exclude = self.trainer, exclude or set()
         parts, optimizer = trainer.train_step.model_parts, trainer.train_step.optimizer
         # Weights come first: a job may want them alone.
-        checkpoints.load(path, checkpoints.model_state(parts))
+        self._load_weights(path, is_strict=is_strict)
         average = trainer.train_step.average
         if average is not None:
             average.restart()  # where the checkpoint has none
@@ -272,16 +293,37 @@ class Checkpointing(Hook):
                 f"{path}: its state does not fit this program: {error}"
             ) from error
 
+    def _load_weights(self, path: Location, *, is_strict: bool) -> None:
+        """Load the weights. Raises CheckpointError for those that only one of step and model has, or says so if not `is_strict`."""
+        state = checkpoints.model_state(self.trainer.train_step.model_parts)
+        mine, stored = set(state), checkpoints.stored_shapes(path)
+        if self.trainer.layout.pp > 1:  # other ranks have other stages
+            mine = set().union(*self.manager.group.gather(mine))
+        # Loads of a step that only a loss over steps reads are no part of the model.
+        theirs = {k for k in stored if k.startswith("model.") and not k.endswith(".last_loads")}
+        surplus = sorted(theirs - mine)
+        new = sorted(mine - stored.keys())
+        if surplus and is_strict:
+            text = f"{path} holds {some(surplus)}, which this model has no place for: saved from another model?"
+            raise CheckpointError(text, kind="checkpoint_differs")
+        if not is_strict:
+            state = {name: tensor for name, tensor in state.items() if name in stored}
+            for names, what in ((surplus, "is not loaded"), (new, "keeps its initial values")):
+                if names:
+                    self.manager.messages.append(f"initial_load_changes: {some(names)} {what}")
+        checkpoints.load(path, state)
+
     def load_train_state(self, metadata: Mapping[str, Any]) -> None:
         """Take over the counters of a checkpoint, and what hooks keep in it."""
         trainer = self.trainer
         trainer.step, trainer.tokens_seen = metadata["step"], metadata["tokens"]
         enter_phase(trainer, trainer.step)
-        self.changes = changed_settings(
-            metadata.get("config") or "",
-            trainer.config,
-            sequences=(metadata.get("sequences_per_step"), trainer.sequences_per_step),
-        )
+        saved = metadata.get("config") or ""
+        sequences = (metadata.get("sequences_per_step"), trainer.sequences_per_step)
+        self.changes = changed_settings(saved, trainer.config, sequences=sequences)
+        weights = changed_model(metadata, trainer.config, of_training=True)
+        self.changes += [f"{key}: {old} -> {new}" for key, (old, new) in weights.items()]
+        self.jump = rate_jump(saved, trainer.config, step=trainer.step, dp=trainer.layout.dp)
         # Hooks that did not exist when the step was saved get an empty state.
         for hook in trainer.hooks:
             if hook.state_key:

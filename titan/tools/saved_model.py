@@ -11,18 +11,18 @@ from typing import Any
 from torch import nn
 
 from titan.checkpoint import huggingface
-from titan.checkpoint.commit import TITAN_JSON, CheckpointGroup
+from titan.checkpoint.commit import CheckpointGroup
 from titan.checkpoint.hf_model import HFModel
 from titan.checkpoint.manager import (
     CheckpointError,
     CheckpointManager,
     load,
     model_state,
-    read_metadata,
     stored_shapes,
 )
 from titan.checkpoint.manifest import METADATA
 from titan.checkpoint.manifest import NAME as MANIFEST
+from titan.checkpoint.saved import TITAN_JSON, read_metadata
 from titan.checkpoint.storage import Location, as_location, join, storage_of
 from titan.checks.machine import open_tokenizer
 from titan.config.errors import ConfigError
