@@ -95,8 +95,11 @@ def test_retention_keeps_the_steps_of_another_model(tmp_path: Path) -> None:
     ("change", "said"),
     [
         ({"rope_theta": 1e4}, ""),
-        ({"n_layers": 1}, "initial_load_changes: model.layers.1.attention.wk.weight, "),
-        ({"n_layers": 3}, "initial_load_changes: model.layers.2.attention.wk.weight, "),
+        ({"n_layers": 1}, "not in the model, so not loaded: model.layers.1.attention.wk.weight, "),
+        (
+            {"n_layers": 3},
+            "not in the step, so as at a fresh start: model.layers.2.attention.wk.weight, ",
+        ),
     ],
 )
 def test_a_run_may_begin_with_another_model_where_it_says_so(

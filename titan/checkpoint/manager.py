@@ -27,6 +27,7 @@ from titan.checkpoint.staging import Staging
 from titan.checkpoint.state import (
     average_state,
     empty_optimizer_state,
+    load_model,
     load_rng_state,
     model_state,
     optimizer_state,
@@ -46,6 +47,7 @@ __all__ = [
     "empty_optimizer_state",
     "list_steps",
     "load",
+    "load_model",
     "load_rng_state",
     "model_state",
     "optimizer_state",

@@ -16,7 +16,6 @@ from titan.checkpoint.export import Export, export_state, no_routing_bias
 from titan.checkpoint.manager import CheckpointError, CheckpointManager, SaveFailed
 from titan.checkpoint.saved import require_same_model
 from titan.checkpoint.storage import Location, as_location
-from titan.checkpoint.tensors import some
 from titan.config.render import to_toml
 from titan.config.resume_diff import changed_model, changed_settings, job_facts
 from titan.hook import Hook, Run, StepResult
@@ -257,8 +256,11 @@ class Checkpointing(Hook):
     ) -> None:
         trainer, exclude = self.trainer, exclude or set()
         parts, optimizer = trainer.train_step.model_parts, trainer.train_step.optimizer
-        # Weights come first: a job may want them alone.
-        self._load_weights(path, is_strict=is_strict)
+        # Weights come first: a job may want them alone. With a pipeline, other ranks have other stages.
+        gather = self.manager.group.gather if trainer.layout.pp > 1 else None
+        self.manager.messages += checkpoints.load_model(
+            path, parts, gather=gather, is_strict=is_strict
+        )
         average = trainer.train_step.average
         if average is not None:
             average.restart()  # where the checkpoint has none
@@ -292,26 +294,6 @@ class Checkpointing(Hook):
             raise CheckpointError(
                 f"{path}: its state does not fit this program: {error}"
             ) from error
-
-    def _load_weights(self, path: Location, *, is_strict: bool) -> None:
-        """Load the weights. Raises CheckpointError for those that only one of step and model has, or says so if not `is_strict`."""
-        state = checkpoints.model_state(self.trainer.train_step.model_parts)
-        mine, stored = set(state), checkpoints.stored_shapes(path)
-        if self.trainer.layout.pp > 1:  # other ranks have other stages
-            mine = set().union(*self.manager.group.gather(mine))
-        # Loads of a step that only a loss over steps reads are no part of the model.
-        theirs = {k for k in stored if k.startswith("model.") and not k.endswith(".last_loads")}
-        surplus = sorted(theirs - mine)
-        new = sorted(mine - stored.keys())
-        if surplus and is_strict:
-            text = f"{path} holds {some(surplus)}, which this model has no place for: saved from another model?"
-            raise CheckpointError(text, kind="checkpoint_differs")
-        if not is_strict:
-            state = {name: tensor for name, tensor in state.items() if name in stored}
-            for names, what in ((surplus, "is not loaded"), (new, "keeps its initial values")):
-                if names:
-                    self.manager.messages.append(f"initial_load_changes: {some(names)} {what}")
-        checkpoints.load(path, state)
 
     def load_train_state(self, metadata: Mapping[str, Any]) -> None:
         """Take over the counters of a checkpoint, and what hooks keep in it."""

@@ -81,10 +81,13 @@ def rate_jump(saved: str, config: JobConfig, *, step: int, dp: int) -> str:
     Empty: it has not, or the same job would have done so, or a phase that begins there says so. saved: the checkpoint's config, as TOML.
     """
     try:
-        before = JobConfig.model_validate(tomllib.loads(saved))
+        sections = tomllib.loads(saved)
+        before = JobConfig.model_validate(sections)
         (old, usual), (_, new) = (_rates(job, step, dp=dp) for job in (before, config))
     except (ValueError, AttributeError):
         return ""  # of another titan, or an optimizer without one rate
+    if not sections:  # of a titan that wrote none
+        return ""
     is_planned = any(p.first_step == step + 1 and p.section and p.section.sets_rate for p in phases_of(config, dp=dp))  # fmt: skip
     if is_planned or math.isclose(new, usual, rel_tol=1e-6) or old / 2 <= new <= 2 * old:
         return ""
