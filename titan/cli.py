@@ -124,6 +124,13 @@ def train(argv: list[str]) -> int:
         from titan.health.launch import launch
 
         num_processes = options.nproc or max(1, count_accelerators())
+        started, cores = num_processes * (options.groups or 2 if options.elastic else 1), os.cpu_count() or 1  # fmt: skip
+        if started > 4 * cores:
+            print(
+                f"warning: {started} processes on {cores} cores, each with its own Python and torch: they need minutes to start, and "
+                f"train slower than {cores}",
+                file=sys.stderr,
+            )
         options_here = ["--nproc", "--max-restarts", "--elastic", "--groups", "--quiet"]
         config, _ = _load_to_run(
             job, world_size=num_processes, options=options_here, here=True, warn=False
@@ -202,8 +209,12 @@ def check(argv: list[str]) -> int:
             raise
         print(json.dumps({"problems": [asdict(problem) for problem in error.problems]}, indent=2))
         return 2
-    config = config.on_device(import_module("titan.checks.rules").device_of(config))
-    facts = _facts(config, layout, profile)
+    device = import_module("titan.checks.rules").device_of(config)
+    facts = _facts(config.on_device(device), layout, profile)
+    if device == "cpu" and here:
+        gpu = _facts(config.on_device("cuda"), layout, None)
+        facts["on_gpus"] = {"gib": gpu["memory_gib"]["total"], "precision": gpu["precision"]}
+    config = config.on_device(device)
     judged: dict[str, Any] = {}
     if options.hardware and not options.formula:
         # Only this part imports torch.
@@ -343,6 +354,9 @@ def _page(facts: dict[str, Any], judged: dict[str, Any]) -> str:
     holds = "the simulation below holds" if "simulation" in judged else "not measured"
     differs = [f"    {line}" for line in facts["differences"]]
     memory = [f"    {name:<12} {gib:10.3f}" for name, gib in facts["memory_gib"].items()]
+    if gpus := facts.get("on_gpus"):
+        what = f"{gpus['gib']:.1f} GiB in {gpus['precision']}"
+        memory.append(f"    counted as for this machine's CPU; on GPUs {what}: --hardware H")
     # The step above is the first phase's.
     phases = [f"{p['about']}; {p['memory_gib']:.1f} GiB" for p in facts["phases"]]
     phases = [f"         {line}" for line in phases] * (len(phases) > 1)

@@ -73,6 +73,8 @@ class CheckpointManager:
         self.background_step, self.blocked_s = 0, 0.0
         self.failure_kind = "save_failed"  # of the last failed save; titan/health/errors.py
         self.messages: list[str] = []
+        # Steps that are saved in any case and never deleted, before a phase begins.
+        self.kept: frozenset[int] = frozenset()
         # Raises CheckpointError for a step of another model.
         self.require_same: Callable[[Location], None] = lambda _: None
         self.saved_at = time.monotonic()
@@ -95,9 +97,9 @@ class CheckpointManager:
 
     def should_save(self, step: int, *, last_step: int) -> bool:
         """Return whether a checkpoint is due after this step, by its number."""
-        first = step == 1 and self.section.enable_first_step_checkpoint
+        special = step in self.kept or (step == 1 and self.section.enable_first_step_checkpoint)
         # Step 1 shows early whether saving works at all.
-        return self.can_save and (first or step == last_step or step % self.section.interval == 0)
+        return self.can_save and (special or step == last_step or step % self.section.interval == 0)
 
     def is_due_by_time(self) -> bool:
         """Return whether one is due by this rank's clock. Clocks differ, so the ranks have to agree on the answer."""
@@ -216,7 +218,7 @@ class CheckpointManager:
         keep, every = self.section.keep_latest_k, self.section.keep_every_n_steps
         # Oldest first, without the newest `keep`. Zero keeps all.
         for step in self.steps()[:-keep] if keep else []:
-            if every and step % every == 0:
+            if step in self.kept or (every and step % every == 0):
                 continue
             path = join(self.folder, f"step-{step}")
             try:

@@ -32,6 +32,8 @@ class Checkpointing(Hook):
     def __init__(self, trainer: Run) -> None:
         self.trainer, self.section = trainer, trainer.config.checkpoint
         self.manager = CheckpointManager(self.section, run_dir=trainer.run_dir)
+        # Where the data or the rate changes is where another run may want to go on from.
+        self.manager.kept = frozenset(phase.first_step - 1 for phase in trainer.phases[1:])
         self.manager.require_same = partial(require_same_model, config=trainer.config)
         self.export = self._describe_export()
         self.resumed_from: Location | None = None
