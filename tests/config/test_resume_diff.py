@@ -132,6 +132,9 @@ def test_both_values_and_the_line(tmp_path: Path, capsys: pytest.CaptureFixture[
         *(line.replace(" = ", "=") for line in again),
     ]
     assert before_start(load_config(file, overrides=overrides)) is None
+    # However the path is written.
+    overrides[1] = overrides[1].replace("checkpoint/step-20", "./checkpoint/step-20/")
+    assert before_start(load_config(file, overrides=overrides)) is None
     # Only the keys that it names may differ.
     assert before_start(load_config(file, overrides=[*overrides, "model.overrides.n_heads=8"])) == 2
     assert "model.overrides.n_heads: 8, but" in capsys.readouterr().err
@@ -181,7 +184,7 @@ def test_a_damaged_newest_step_does_not_hide_the_model(
 def test_a_finished_run_is_not_another_jobs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = {"training": {"steps": 20}}
+    run: dict[str, Any] = {"training": {"steps": 20}}
     save(tmp_path, job(tmp_path, **run))
     write_status(tmp_path, state="done", exit_code=0, step=20)
     assert before_start(job(tmp_path, **run)) == 0

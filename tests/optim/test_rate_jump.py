@@ -41,11 +41,11 @@ def test_more_steps_stretch_the_schedule_and_both_rates_are_said() -> None:
 
 
 def test_what_it_advises_works() -> None:
-    floor = {"lr_scheduler": {"min_lr_factor": 0.1}}
+    floor: dict[str, Any] = {"lr_scheduler": {"min_lr_factor": 0.1}}
     line = jump(starter(**floor), starter(200, **floor))
     kept = float(re.findall(r"goes on at ([\d.e+-]+);", line)[0])
     assert kept == pytest.approx(3e-4)
-    total = {"lr_scheduler": {"min_lr_factor": 0.1, "total_steps": 100}}
+    total: dict[str, Any] = {"lr_scheduler": {"min_lr_factor": 0.1, "total_steps": 100}}
     assert jump(starter(**floor), starter(200, **total)) == ""
     phase = [{"from_step": 101, "lr_factor": 0.3, "decay_type": "cosine"}]
     assert jump(starter(), starter(200, phase=phase)) == ""

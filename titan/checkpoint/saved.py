@@ -73,19 +73,20 @@ def require_startable(config: JobConfig) -> dict[str, Any]:
 
     Raises CheckpointError as `require_same_model` does. Reads local folders only. Which step is whole is found out later.
     """
-    section, steps = config.checkpoint, list[Location]()
+    section, may_differ = config.checkpoint, list[str]()
+    if not section.enable or "://" in section.folder:
+        return {}
     folder = Path(config.job.dump_folder) / section.folder
-    if section.enable and "://" not in section.folder:
-        chosen = [n for n in list_steps(folder) if section.load_step in (-1, n)]
-        steps = [join(folder, f"step-{number}") for number in reversed(chosen)]
-    other = section.initial_load_path or ""
-    if section.enable and not steps and other and not section.initial_load_in_hf and "://" not in other:  # fmt: skip
-        steps = [Path(other)]
+    numbers = reversed(list_steps(folder))
+    steps = [join(folder, f"step-{n}") for n in numbers if section.load_step in (-1, n)]
+    other = section.initial_load_path or "://"
+    if not steps and "://" not in other and not section.initial_load_in_hf:
+        steps, may_differ = [Path(other)], section.initial_load_changes
     for path in steps:
         with suppress(CheckpointError):
             found = read_metadata(path)
             break
     else:
         return {}
-    require_same_model(path, config, but=() if str(path) != other else section.initial_load_changes)
+    require_same_model(path, config, but=may_differ)
     return found

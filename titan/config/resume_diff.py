@@ -40,20 +40,17 @@ _OF_TRAINING = {
 _MODEL, _OPTION = "model.overrides.", "task.options."
 
 
-def model_facts(name: str, sizes: Any) -> dict[str, Any]:
-    """Return the family and the sizes of a model by config key, for titan.json."""
-    fields = (f.name for f in dataclasses.fields(sizes) if f.init)
-    return {"model.name": name} | {_MODEL + name: getattr(sizes, name) for name in fields}
-
-
 def job_facts(config: JobConfig) -> dict[str, Any]:
-    """Return what decides what a job's model computes: its sizes, its task, and the task's options but those that `may_change`."""
-    facts = model_facts(config.model.name, model_config(config.model))
-    module, options = task_module(config), task_options(config)
+    """Return what decides what a job's model computes, by key, for titan.json: its family and sizes, its task, and the task's options
+    but those that `may_change`."""
+    sizes, module = model_config(config.model), task_module(config)
+    names = [field.name for field in dataclasses.fields(sizes) if field.init]
+    facts = {"model.name": config.model.name} | {_MODEL + n: getattr(sizes, n) for n in names}
     facts["task.name"] = NEXT_TOKEN
     if module is not None:
-        facts["task.name"] = config.task.name or config.model.name
+        options = task_options(config)
         free = getattr(options, "may_change", ("path",))
+        facts["task.name"] = config.task.name or config.model.name
         facts |= {_OPTION + k: v for k, v in dataclasses.asdict(options).items() if k not in free}
     return json.loads(json.dumps(facts, default=str))  # as titan.json holds it
 
