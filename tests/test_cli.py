@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from titan import cli
+from titan.health.launch import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 DEBUG = "train_configs/debug_model.toml"
@@ -284,16 +285,11 @@ def test_quiet_reaches_whatever_reports_progress(
 def test_far_more_processes_than_cores_are_worth_a_warning(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    monkeypatch.setattr("titan.health.launch.launch", lambda *_, **__: 0)
-    monkeypatch.setitem(sys.modules, "titan.train", SimpleNamespace(before_start=lambda _: None))
-    for number, warned in ((8, False), (16, True)):
-        batch = f"--training.global_batch_size={8 * number}"
-        assert cli.main(["train", DEBUG, "--nproc", str(number), batch]) == 0
-        said = f"warning: {number} processes on 2 cores" in capsys.readouterr().err
-        assert said == warned
+    """Of every command that starts some: `environment` makes the variables of all."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    for number, warned in ((8, False), (9, True)):
+        environment(number)
+        assert (f"warning: {number} processes on 2 cores" in capsys.readouterr().err) == warned
 
 
 def test_a_check_without_hardware_says_what_it_counted(

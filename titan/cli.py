@@ -124,13 +124,6 @@ def train(argv: list[str]) -> int:
         from titan.health.launch import launch
 
         num_processes = options.nproc or max(1, count_accelerators())
-        started, cores = num_processes * (options.groups or 2 if options.elastic else 1), os.cpu_count() or 1  # fmt: skip
-        if started > 4 * cores:
-            print(
-                f"warning: {started} processes on {cores} cores, each with its own Python and torch: they need minutes to start, and "
-                f"train slower than {cores}",
-                file=sys.stderr,
-            )
         options_here = ["--nproc", "--max-restarts", "--elastic", "--groups", "--quiet"]
         config, _ = _load_to_run(
             job, world_size=num_processes, options=options_here, here=True, warn=False

@@ -161,7 +161,7 @@ class Run(Protocol):
     def hook(self, kind: type[_Hook]) -> _Hook | None:
         """Return the first hook of a class, or None."""
 
-    def announce(self, text: str, *, planned: bool = False) -> None:
+    def announce(self, text: str) -> None:
         """Report a decision in the log of every rank, on the console, in events.jsonl and in status.json."""
 
     def write_status(self) -> None:

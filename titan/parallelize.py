@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan.config.freeze import frozen_names
+from titan.config.model import frozen_names
 from titan.config.quantize import grouped_section, quantize_section
 from titan.config.schema import (
     ActivationCheckpointSection,

@@ -203,13 +203,9 @@ class Trainer:
         every = self.config.metrics.log_freq
         return self.step in (1, self.last_step, self.phase.last_step) or self.step % every == 0
 
-    def announce(self, text: str, *, planned: bool = False) -> None:
-        """Report a decision in the log of every rank, on the console, in events.jsonl and in status.json. Unless `planned`, it is
-        a warning."""
-        if planned:
-            self.console.message(text, always=True)
-        else:
-            _LOG.warning(text)
+    def announce(self, text: str) -> None:
+        """Report a decision in the log of every rank, on the console, in events.jsonl and in status.json."""
+        _LOG.warning(text)
         self.decision = text
         self.events.write("decision", step=self.step, text=text)
         self.write_status()

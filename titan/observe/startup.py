@@ -9,9 +9,8 @@ from typing import Any
 
 from rich.text import Text
 
-from titan.config.freeze import num_frozen
 from titan.config.layout import AXES, Layout
-from titan.config.model import num_blocks
+from titan.config.model import num_blocks, num_frozen
 from titan.config.phases import phases_of
 from titan.config.schema import JobConfig
 from titan.config.task import reads_text
@@ -74,7 +73,7 @@ def startup_page(
     in_all = tokens_seen + max(0, training.steps - resume_step) * tokens
     if len(phases) > 1:
         in_all = tokens_seen + sum(p.steps_after(resume_step) * p.tokens_per_step for p in phases)
-    frozen = num_frozen(config, model_config)
+    frozen = num_frozen(config.model, model_config)
     # Of the phase that needs most.
     memory = (estimate_memory(phase.config, model_config, layout) for phase in phases)
     most = max(memory, key=lambda gib: gib["total"])
