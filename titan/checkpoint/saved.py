@@ -61,7 +61,7 @@ def require_same_model(path: Location, config: JobConfig, *, but: Collection[str
     rest = f" (also {also}{', ...' * (len(others) > 4)})" if others else ""
     message = (
         f"{format_value(new)}, but {path} was saved with {format_value(old)}{rest}: this is another model. Set it back. Or, to begin "
-        f"with these weights all the same, name another job.dump_folder, checkpoint.initial_load_path = {format_value(str(path))} and "
+        f"with what fits of these weights, name another job.dump_folder, checkpoint.initial_load_path = {format_value(str(path))} and "
         f"checkpoint.initial_load_changes = {format_value([*but, *changes])}"
     )
     problem = config.source_map.problem(key, message)

@@ -66,13 +66,14 @@ def load_model(
     mine = set().union(*gather({*state})) if gather else {*state}
     # Loads of a step that only a loss over steps reads are no part of the model.
     theirs = {k for k in stored if k.startswith("model.") and not k.endswith(".last_loads")}
-    surplus, new, messages = sorted(theirs - mine), sorted(mine - stored.keys()), []
+    surplus, messages = sorted(theirs - mine), []
     if surplus and is_strict:
         text = f"{path} holds {some(surplus)}, which this model has no place for: saved from another model?"
         raise CheckpointError(text, kind="checkpoint_differs")
     if not is_strict:
-        state = {name: tensor for name, tensor in state.items() if name in stored}
-        whats = ((surplus, "not in the model, so not loaded"), (new, "not in the step, so as at a fresh start"))  # fmt: skip
+        new = [k for k, v in state.items() if k not in stored or stored[k][0] != v.shape]
+        state = {name: tensor for name, tensor in state.items() if name not in new}
+        whats = ((surplus, "not in the model, so not loaded"), (new, "not in the step with this shape, so as at a fresh start"))  # fmt: skip
         messages = [f"{what}: {some(names)}" for names, what in whats if names]
     load(path, state)
     return messages
