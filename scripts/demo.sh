@@ -33,7 +33,7 @@ What is there now, below $run:
   config.toml       the resolved job file: \`titan train $run/config.toml\` runs it again
   metrics.jsonl     every logged step          loss.png   its curves
   tensorboard/      the same for TensorBoard:  tensorboard --logdir $run
-  checkpoint/       run the train command again, with --training.steps=600, and it goes on from here
+  checkpoint/       docs/checkpoints.md, "Continue a finished run", goes on from here
 
 To use titan in this shell:
   source $(dirname "$PYTHON")/activate

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from titan import cli
+from titan.health.launch import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 DEBUG = "train_configs/debug_model.toml"
@@ -164,6 +165,8 @@ def test_check_tells_everything_in_the_way() -> None:
         (["train"], "command line: no job file"),
         (["train", "none.toml"], "none.toml: "),
         (["train", DEBUG, "--nprocs=2"], "command line: --nprocs: "),
+        (["check", DEBUG, "--nproc", "2"], "command line: --nproc: unknown option; here --world-size says how many"),
+        (["train", DEBUG, "--world-size=2"], "command line: --world-size: unknown option; here --nproc says how many"),
         (["train", DEBUG, "--nproc=3", "--training.global_batch_size=32"], "command line: training.global_batch_size: "),
         (["config", DEBUG, "--training.batch_size=0"], "command line: training.batch_size: "),
     ],
@@ -279,6 +282,38 @@ def test_quiet_reaches_whatever_reports_progress(
         assert "-q, --quiet" in capsys.readouterr().out, command
 
 
+def test_far_more_processes_than_cores_are_worth_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of every command that starts some: `environment` makes the variables of all."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    for number, warned in ((8, False), (9, True)):
+        environment(number)
+        assert (f"warning: {number} processes on 2 cores" in capsys.readouterr().err) == warned
+
+
+def test_a_check_without_hardware_says_what_it_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a login node without GPUs, as what the same job takes on the machine that it is for."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("titan.checks.rules.count_accelerators", lambda: 0)
+    files = [
+        "train_configs/llama3_1b.toml",
+        "--tokenizer.name=bytes",
+        "--training.dataset=synthetic",
+    ]
+    argv = ["check", *files, "--world-size", "8"]
+    assert cli.main([*argv, "--hardware", "h100-sxm", "--formula", "--json"]) == 0
+    gib = json.loads(capsys.readouterr().out)["memory_gib"]["total"]
+    assert cli.main(argv) == 0
+    printed = capsys.readouterr().out
+    assert "in float32, by formula" in printed
+    assert f"as for this machine's CPU; on GPUs {gib:.1f} GiB in bfloat16: --hardware H" in printed
+    assert cli.main([*argv, "--hardware", "h100-sxm", "--formula"]) == 0
+    assert "this machine's CPU" not in capsys.readouterr().out
+
+
 def test_one_process_trains_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
     monkeypatch.chdir(ROOT)
@@ -300,7 +335,8 @@ def test_check_says_whether_it_fits() -> None:
     assert code == 0 and any(line.startswith("fits: 47") for line in out.splitlines()), out
     code, out, _ = titan(*job, "a100-40g", "--json")
     facts = json.loads(out)
-    assert code == 0 and facts["fits"] is False and facts["hardware"] == "a100-40g"
+    # As after a mistake, so that a script stops.
+    assert code == 2 and facts["fits"] is False and facts["hardware"] == "a100-40g"
     code, _, err = titan(*job, "h200")
     assert code == 2
     assert err[0].startswith(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,25 @@ def test_the_command_says_so_in_a_line(tmp_path: Path, capsys: pytest.CaptureFix
     file.write_text('model = {flavor = "tiny", freeze = ["nothing"]}\n')
     assert main(["sim", str(file), "--world-size", "1", "--hardware", "h100-sxm"]) == 2
     assert 'model.freeze: no parameter matches "nothing"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("pattern", "why"), [("embed*", "no parameter matches"), ("*", "every parameter matches")])  # fmt: skip
+def test_the_check_refuses_what_training_would(
+    pattern: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text(f'model = {{flavor = "tiny", freeze = ["norm.weight",\n"{pattern}"]}}\n')
+    assert main(["check", str(file)]) == 2
+    assert f"{file}:1: model.freeze: {why}" in capsys.readouterr().err
+
+
+def test_the_start_says_how_many_are_frozen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = Trainer(job(tmp_path))
+    frozen = sum(p.numel() for p in trainer.train_step.model_parts[0].parameters() if not p.requires_grad)  # fmt: skip
+    trainer.close()
+    assert frozen and re.search(rf"frozen +{frozen:,} parameters\n", capsys.readouterr().out)
 
 
 def test_the_simulator_counts_no_gradients_and_states_of_them() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.data.test_data_chat import LLAMA, WORDS, conversations, written
-from tests.support.jobs import SMALL, with_changes
+from tests.support.jobs import ROOT, SMALL, with_changes
 from tests.support.jobs import job as any_job
 from tests.support.layouts import BOUND, largest, whole_gradients
 from tests.support.ranks import Pool
 from tests.support.runs import Run, logged_rows, same_tensors, saved_tensors
 from tests.support.trainers import PoolTrainer, Trainer
 from titan.checks.rules import check_to_run
+from titan.config.load import load_config
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
 from titan.data.tokenizer import EOS
@@ -115,10 +117,37 @@ def test_each_phase_has_its_batch_its_length_and_its_rate(whole: Path) -> None:
     )
 
 
+def test_the_step_before_a_phase_is_saved_and_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever the interval and the retention: a longer run begins there, as the page on FineWeb-Edu says."""
+    few = {"interval": 100, "keep_latest_k": 1}
+    finish(job(tmp_path / "run", checkpoint=few))
+    folder = tmp_path / "run/checkpoint"
+    assert sorted(path.name for path in folder.iterdir()) == ["step-10", "step-3", "step-6"]
+    # A phase that begins as planned is no warning.
+    said = capsys.readouterr().out
+    assert "\nphase 2, steps 4 to 6: " in said and "warning" not in said
+    dist.destroy_process_group() if dist.is_initialized() else None
+    # The page's number is the step before the phase of the job that it trains, and its two settings go on from there.
+    page = (ROOT / "docs/tutorials/fineweb_edu.md").read_text()
+    [annealing] = load_config(ROOT / "train_configs/fineweb_edu_1b.toml").phase
+    step = annealing.from_step - 1  # pyright: ignore[reportOptionalOperand]
+    assert f"step {step:,}" in page and f"checkpoint/step-{step}" in page
+    options = re.findall(r"checkpoint\.(initial_load_\w+) = (\S+)", page)
+    assert [key for key, _ in options] == ["initial_load_path", "initial_load_model_only"]
+    start = {"initial_load_path": str(folder / "step-6"), "initial_load_model_only": False}
+    assert [value for _, value in options][1] == "false"
+    trainer = Trainer(job(tmp_path / "longer", training={"steps": 20}, checkpoint=few | start))
+    assert trainer.step == 6
+    trainer.train_one_step()
+    trainer.close()
+
+
 def test_a_run_that_is_lost_in_each_phase_goes_on_to_the_same_bits(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What was not saved is repeated: from steps 2, 4, 6 (the last of a phase) and 8."""
+    """What was not saved is repeated: from steps 2, 4, 6 (the last of a phase) and 8; 3 is the last of a phase, too."""
     for last in (3, 5, 7, 9):
         trainer = Trainer(job(tmp_path))
         while trainer.step < last:

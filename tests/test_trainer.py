@@ -248,8 +248,17 @@ def test_initial_load_takes_the_weights_only(tmp_path: Path) -> None:
 
 def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
     run(job(tmp_path))
+    other = {"overrides": {"n_layers": 2, "ffn_dim": 256}}
+    step = tmp_path / "checkpoint/step-8"
+    with pytest.raises(CheckpointError, match=r"ffn_dim: 256, but .*step-8 was saved with 192"):
+        Trainer(job(tmp_path, model=other))
+    torch.distributed.destroy_process_group()
+    # A step without a record of its model: its tensors say so.
+    saved = json.loads((step / "titan.json").read_text())
+    old = {key: value for key, value in saved.items() if key not in ("model", "config")}
+    (step / "titan.json").write_text(json.dumps(old))
     with pytest.raises(CheckpointError, match=r"other shapes: .*saved from another model"):
-        Trainer(job(tmp_path, model={"overrides": {"n_layers": 2, "ffn_dim": 256}}))
+        Trainer(job(tmp_path, model=other, checkpoint={"verify": "off"}))
     torch.distributed.destroy_process_group()
 
 

@@ -202,8 +202,12 @@ def check(argv: list[str]) -> int:
             raise
         print(json.dumps({"problems": [asdict(problem) for problem in error.problems]}, indent=2))
         return 2
-    config = config.on_device(import_module("titan.checks.rules").device_of(config))
-    facts = _facts(config, layout, profile)
+    device = import_module("titan.checks.rules").device_of(config)
+    facts = _facts(config.on_device(device), layout, profile)
+    if device == "cpu" and here:
+        gpu = _facts(config.on_device("cuda"), layout, None)
+        facts["on_gpus"] = {"gib": gpu["memory_gib"]["total"], "precision": gpu["precision"]}
+    config = config.on_device(device)
     judged: dict[str, Any] = {}
     if options.hardware and not options.formula:
         # Only this part imports torch.
@@ -211,12 +215,13 @@ def check(argv: list[str]) -> int:
             job, config, layout, hardware=options.hardware
         )
         if "simulation" in judged:
-            facts |= {"memory_method": "simulation", "fits": judged["simulation"]["fits"]}
+            step = judged["simulation"]
+            facts |= {"memory_method": "simulation", "fits": step["fits"], "tight": step["tight"]}
     if options.json:
         print(json.dumps(facts | judged | {"problems": []}, indent=2))
     else:
         print(_page(facts, judged))
-    return 0
+    return 2 if facts["fits"] is False and not facts["tight"] else 0
 
 
 def config(argv: list[str]) -> int:
@@ -316,6 +321,7 @@ def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[s
         "hardware": hardware.name if hardware else None,
         "hardware_memory_gib": available_gib,
         "fits": None if available_gib is None else memory_gib["total"] <= usable_gib,
+        "tight": available_gib is not None and usable_gib < memory_gib["total"] <= available_gib,
     }
 
 
@@ -332,7 +338,7 @@ def _page(facts: dict[str, Any], judged: dict[str, Any]) -> str:
     verdict = import_module("titan.sim.search.fit_advisor").describe(judged) if judged else []
     if facts["fits"] is not None and "simulation" not in judged:
         total, available = facts["memory_gib"]["total"], facts["hardware_memory_gib"]
-        answer = "fits" if facts["fits"] else "TIGHT" if total <= available else "DOES NOT FIT"
+        answer = "fits" if facts["fits"] else "TIGHT" if facts["tight"] else "DOES NOT FIT"
         what = f"{total:.1f} of {available:.1f} GiB on {facts['hardware']}, by formula"
         verdict += [f"{answer}: {what}; a job that fits leaves {MARGIN:.0%}"]
     # Counts only the experts that a token goes to.
@@ -341,6 +347,9 @@ def _page(facts: dict[str, Any], judged: dict[str, Any]) -> str:
     holds = "the simulation below holds" if "simulation" in judged else "not measured"
     differs = [f"    {line}" for line in facts["differences"]]
     memory = [f"    {name:<12} {gib:10.3f}" for name, gib in facts["memory_gib"].items()]
+    if gpus := facts.get("on_gpus"):
+        what = f"{gpus['gib']:.1f} GiB in {gpus['precision']}"
+        memory.append(f"    counted as for this machine's CPU; on GPUs {what}: --hardware H")
     # The step above is the first phase's.
     phases = [f"{p['about']}; {p['memory_gib']:.1f} GiB" for p in facts["phases"]]
     phases = [f"         {line}" for line in phases] * (len(phases) > 1)

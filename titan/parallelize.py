@@ -18,10 +18,8 @@ Offloading of activations goes around both: it moves what they leave.
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from functools import partial
 from itertools import chain
 
@@ -30,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from titan.config.model import frozen_names
 from titan.config.quantize import grouped_section, quantize_section
 from titan.config.schema import (
     ActivationCheckpointSection,
@@ -359,17 +358,10 @@ def convert_to_float8(
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Exclude the parameters whose names match a pattern from training. Raises InputError if a pattern matches nothing, or if all match."""
+    """Exclude the parameters whose names match a pattern from training. Raises InputError as `frozen_names` does."""
     parameters = dict(model.named_parameters())
-    for pattern in patterns:
-        names = fnmatch.filter(parameters, pattern)
-        if not names:
-            near = ", ".join(get_close_matches(pattern, parameters, n=3, cutoff=0.0))
-            raise InputError(f'model.freeze: no parameter matches "{pattern}"; near it are {near}')
-        for name in names:
-            parameters[name].requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise InputError("model.freeze: every parameter matches, and nothing is left to train")
+    for name in frozen_names(parameters, patterns):
+        parameters[name].requires_grad_(False)
 
 
 def require_trained(model: nn.Module, stages: Sequence[Sequence[str]]) -> None:

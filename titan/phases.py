@@ -25,4 +25,6 @@ def enter_phase(run: Run, step: int) -> None:
     run.train_step.change(phase.config)
     if hasattr(run, "timer"):  # else the run is about to start in this phase
         run.timer.forget_mean()
-        run.announce(str(phase))
+        # No warning, for it begins as planned.
+        run.console.message(str(phase), always=True)
+        run.events.write("decision", step=run.step, text=str(phase))

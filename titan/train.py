@@ -14,16 +14,18 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from titan.checkpoint.saved import require_startable
 from titan.checks.environment import check_environment
 from titan.checks.rules import load_to_run
 from titan.config.errors import ConfigError
 from titan.config.options import add_quiet
+from titan.config.resume_diff import changed_settings
 from titan.config.schema import JobConfig
 from titan.health import flight_recorder
 from titan.health.errors import NO_ROOM
@@ -40,6 +42,7 @@ from titan.health.signals import (
     has_agent,
 )
 from titan.run_folder import read_status
+from titan.untrusted import InputError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,8 +58,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def before_start(config: JobConfig) -> int | None:
-    """Return an exit code if there is nothing to start: the run is finished, or already going on."""
-    if is_finished(config):  # changes no file
+    """Return an exit code if there is nothing to start: the run is finished, already going on, or another job's."""
+    # Neither changes a file.
+    try:
+        saved = require_startable(config)
+        finished = is_finished(config)
+        if finished:
+            _require_same_job(saved, config)
+    except InputError as error:
+        return _refuse(error)
+    if finished:
         if os.environ.get("RANK", "0") == "0":
             print(f"nothing to do: all {config.training.steps:,} steps are done")
         return EXIT_DONE
@@ -86,7 +97,22 @@ def is_finished(config: JobConfig) -> bool:
     return section.enable and section.load_step == -1 and last.is_dir()
 
 
-def _refuse(error: ConfigError | RunLocked) -> int:
+def _require_same_job(saved: Mapping[str, Any], config: JobConfig) -> None:
+    """Raise InputError if a finished run was another job's, which nobody would learn from "nothing to do"."""
+    changes = changed_settings(saved.get("config") or "", config, sequences=(None, 0))
+    # Fewer steps are done, too.
+    changes = [change for change in changes if not change.startswith("training.steps:")]
+    if changes:
+        key, first = changes[0].split(": ", 1)
+        also = f" (also {'; '.join(changes[1:5])})" if changes[1:] else ""
+        message = (
+            f"{first}{also}, but all {config.training.steps:,} steps of {config.job.dump_folder} are done. To train with this, name "
+            "another job.dump_folder; to train on, raise training.steps"
+        )
+        raise InputError(config.source_map.problem(key, message))
+
+
+def _refuse(error: Exception) -> int:
     """Print an error once for all ranks, which read the same file, and return the exit code."""
     # Each rank has its own environment, though.
     if os.environ.get("RANK", "0") == "0" or check_environment(os.environ):
@@ -148,7 +174,6 @@ def _run(config: JobConfig, stop: StopRequest, monitor: Monitor) -> int:
     from titan.parallel.kept_operations import KeepError
     from titan.parallel.replicas import ReplicaError
     from titan.trainer import Trainer
-    from titan.untrusted import InputError
 
     trainer, failed = None, True
     try:

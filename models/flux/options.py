@@ -46,6 +46,11 @@ class TaskOptions:
     # No words: neither sources of [training] and [data], nor a tokenizer, nor logits.
     reads_text = False
     predicts_tokens = False
+    # What a run may change when it resumes: of the data, the loss and the samples.
+    may_change = (
+        *("source", "path", "time", "shift", "dropout"),
+        *("sample_steps", "sample_guidance", "sample_rows"),
+    )
 
     @property
     def num_patches(self) -> int:

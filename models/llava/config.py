@@ -104,6 +104,10 @@ class TaskOptions:
             "validation_fraction",
         ),
     )
+    # What a run may change when it resumes: none of these is the model's.
+    may_change: ClassVar[tuple[str, ...]] = (
+        *("path", "image_key", "text_key", "images", "samples", "max_new_tokens"),
+    )
 
     path: str = ""
     image_key: str = "image"

@@ -14,6 +14,7 @@ from titan.hardware import MARGIN
 from titan.sim.price.profiles import load_profile
 from titan.sim.report.imbalance import with_imbalance
 from titan.sim.search.fit_advisor import candidates, describe, suggest
+from titan.sim.search.variants import simulate_variants
 from titan.sim.simulate import simulate
 
 JOB = ["train_configs/debug_model.toml", "--training.local_batch_size=4", "--training.seq_len=128"]
@@ -32,8 +33,8 @@ workspace_mib = "this test"
 """
 
 
-def check(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["check", *JOB, "--world-size", "2", *arguments]) == 0
+def check(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    assert main(["check", *JOB, "--world-size", "2", *arguments]) == code
     return capsys.readouterr().out
 
 
@@ -58,15 +59,35 @@ def test_it_does_not_fit_and_what_would(
     file.write_text(SMALL.format(gib=needed))
     small = load_profile(file)
     monkeypatch.setattr("titan.sim.search.fit_advisor.load_profile", lambda _: small)
-    facts = json.loads(check(capsys, "--hardware", "h100-sxm", "--json"))
-    assert not facts["fits"]
+    # As after any mistake, so that a script stops.
+    facts = json.loads(check(capsys, "--hardware", "h100-sxm", "--json", code=2))
+    assert not facts["fits"] and not facts["tight"]
     fixes = facts["fixes"]
     assert 1 <= len(fixes) <= 5
     speeds = [fix["tokens_per_s_per_gpu"] for fix in fixes]
     assert speeds == sorted(speeds, reverse=True)
     assert all(fix["needed_gib"] <= needed for fix in fixes)
-    printed = check(capsys, "--hardware", "h100-sxm")
+    printed = check(capsys, "--hardware", "h100-sxm", code=2)
     assert "DOES NOT FIT" in printed and "changes that make it fit, the fastest first:" in printed
+
+
+def test_every_smaller_batch_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for a twelfth of the batch only: the advice is at least as fast as each smaller batch by hand."""
+    job = [*JOB, "--training.local_batch_size=24", "--activation_checkpoint.mode=full"]
+    job.append("--model.overrides.n_layers=2")
+    config = load_from_argv(job)
+    layout = check_to_run(config, world_size=2)
+    single, _ = candidates(config, layout, load_profile("h100-sxm"))
+    sizes = [c["training.local_batch_size"] for c in single if len(c) == 2 and "training.local_batch_size" in c]  # fmt: skip
+    assert sizes == ["1", "2", "3", "4", "6", "8", "12"]
+    by_hand = [{"training.local_batch_size": n, "training.global_batch_size": "48"} for n in sizes]
+    roomy = load_profile("h100-sxm")
+    variants = simulate_variants(job, by_hand, world_size=2, profiles=[roomy], processes=2)
+    small = roomy.model_copy(update={"memory_gib": variants[1].needed_gib / (1 - MARGIN)})
+    monkeypatch.setattr("titan.sim.search.fit_advisor.load_profile", lambda _: small)
+    answer = suggest(job, config, layout, hardware="h100-sxm")
+    assert not answer["simulation"]["fits"]
+    assert answer["fixes"][0]["tokens_per_s_per_gpu"] >= max(v.speed for v in variants[:2]) > 0
 
 
 def test_changes_keep_the_global_batch() -> None:

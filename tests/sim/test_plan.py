@@ -12,9 +12,12 @@ import pytest
 from titan.checks.rules import check_to_run
 from titan.cli import main
 from titan.config.load import load_config, load_from_argv
+from titan.sim.price.network import price_transfer
 from titan.sim.price.profiles import load_profile
+from titan.sim.record.trace import Group, Scope, Transfer
 from titan.sim.search.candidates import Point, Search, _bubble
 from titan.sim.search.plan import width
+from titan.sim.search.variants import simulate_variants
 
 JOB = ["train_configs/debug_model.toml", "--training.seq_len=64", "--training.global_batch_size=16"]
 FILE = Path("train_configs/llama3_8b.toml")
@@ -69,13 +72,29 @@ def test_the_formula_by_hand() -> None:
     model, length = finder.model, 8192
     flops = 4 * length * model.flops_per_token(length, causal=True)
     compute = flops / (0.67 * 989e12)
-    volume = model.num_params * 63 / 64 * 8 + model.num_params / 64 * 8 * 0
-    assert finder.seconds(plain) == pytest.approx(compute + max(0, volume / 45e9 - 0.7 * compute))
+    volume = model.num_params * 63 / 64 * 8
+    # Eight network cards of a node, of which a ring uses all.
+    assert finder.seconds(plain) == pytest.approx(compute + max(0, volume / 360e9 - 0.7 * compute))
     assert finder.seconds(replace(plain, recompute="full")) > finder.seconds(plain)
     few = replace(plain, shard=16, pp=4, batch=16, microbatch=4)
     many = replace(few, microbatch=1)
     # In 4 stages, 4 microbatches wait more than 16.
     assert finder.seconds(few) > finder.seconds(many)
+
+
+@pytest.mark.parametrize(
+    ("count", "stride"),
+    [(8, 1), (4, 2), (64, 1), (32, 2), (16, 4), (8, 8), (4, 16), (2, 128)],
+)
+def test_the_formulas_speed_is_that_of_the_simulators_network(count: int, stride: int) -> None:
+    """A ring over nodes uses a card for each of its members on a node; what others use is theirs."""
+    size, profile = 2**34, load_profile("h100-sxm")
+    ranks = tuple(range(0, count * stride, stride))
+    gather = Transfer("all_gather", "g", size, "bfloat16", 0, True, 0, Scope("forward"))
+    price = price_transfer(gather, Group("g", ("dp_shard",), ranks), profile, rank=0)
+    assert price.volume_s == pytest.approx(
+        size * (count - 1) / count / (search()._speed(count * stride, stride=stride) * 1e9), rel=0.1
+    )
 
 
 def test_the_first_are_of_every_kind_and_neighbours_differ_in_one_setting() -> None:
@@ -91,12 +110,13 @@ def test_the_first_are_of_every_kind_and_neighbours_differ_in_one_setting() -> N
 
 
 def test_zero_2_gathers_once_and_schedules_idle_as_theirs_do() -> None:
-    finder = search("--training.global_batch_size=256", world_size=256)
+    # Sequences so short that computation hides little.
+    finder = search("--training.global_batch_size=256", "--training.seq_len=512", world_size=256)
     three = Point(replicate=1, shard=256, tp=1, cp=1, pp=1, batch=1)
     two = replace(three, zero=2)
     model = finder.model
     saved = finder.seconds(three) - finder.seconds(two)
-    assert saved == pytest.approx(model.num_params * 255 / 256 * 2 / 45e9)
+    assert saved == pytest.approx(model.num_params * 255 / 256 * 2 / 360e9)
     one = Point(replicate=1, shard=32, tp=1, cp=1, pp=8, batch=8, zero=2)
     for names in (
         (("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 4)),
@@ -153,7 +173,10 @@ def test_too_big_is_left_out() -> None:
     assert search(*overrides, job=Path("train_configs/llama3_405b.toml")).points == []
 
 
-def test_overlays_make_the_ranked_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_overlays_make_the_ranked_jobs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Search, "single_changes", lambda *_: [])  # which have a test below
     command = [
         "plan",
         *JOB,
@@ -174,7 +197,9 @@ def test_overlays_make_the_ranked_jobs(tmp_path: Path, capsys: pytest.CaptureFix
     assert found["job"]["settings"] == {} and found["job"]["facts"]["fits"]
     assert "held fixed: llama3 " in printed and "\njob " in printed
     speeds = [variant["facts"]["tokens_per_s_per_gpu"] for variant in variants]
-    assert speeds == sorted(speeds, reverse=True) and len(speeds) == 3
+    assert speeds == sorted(speeds, reverse=True) and len(speeds) == 4
+    # Nothing is faster than the job, which is then the first plan, beside the three.
+    assert speeds[0] == found["job"]["facts"]["tokens_per_s_per_gpu"]
     files = sorted(output.iterdir())
     assert [file.name for file in files] == ["plan-1.toml", "plan-2.toml"]
     for file, variant in zip(files, variants, strict=False):
@@ -190,6 +215,7 @@ def test_what_is_tight_comes_last_and_is_marked(
 ) -> None:
     """A device on which the candidate that needs most runs, without the margin. The log shows progress, and a hint."""
     monkeypatch.setattr("titan.sim.report.text._EVERY_S", 0.0)
+    monkeypatch.setattr(Search, "single_changes", lambda *_: [])
     bare = {"context_gib": 0.0, "communicator_gib": 0.0, "workspace_mib": 0.0}
     roomy = load_profile("h100-sxm").model_copy(update=bare)
     options = ["plan", *JOB, "--world-size", "2", "--hardware", "h100-sxm", "--simulate", "3"]
@@ -197,8 +223,10 @@ def test_what_is_tight_comes_last_and_is_marked(
     assert main([*options, "--json", "-"]) == 0
     printed = capsys.readouterr()
     assert "3 of 3 candidates simulated\n" in printed.err
-    found = json.loads(printed.out)["candidates"]
-    most = max(one["facts"]["memory"]["needed_gib"] for one in found)
+    found = json.loads(printed.out)
+    needed = [one["facts"]["memory"]["needed_gib"] for one in found["candidates"]]
+    # Less than the job needs, which has a row of its own.
+    most = max(gib for gib in needed if gib < found["job"]["facts"]["memory"]["needed_gib"])
     small = roomy.model_copy(update={"memory_gib": most / 0.95})
     monkeypatch.setattr("titan.sim.search.plan.load_profile", lambda _: small)
     assert main(options) == 0
@@ -208,14 +236,35 @@ def test_what_is_tight_comes_last_and_is_marked(
     assert "leaves 10% free" in printed and "few candidates: 3 of " in printed
 
 
-def test_the_job_is_a_candidate_even_alone(
+def test_nothing_that_anybody_would_try_first_is_faster(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A budget of one leaves no other: the plan is the job, which fits."""
-    options = ["--world-size", "2", "--hardware", "h100-sxm", "--simulate", "1"]
-    assert main(["plan", *JOB, *options, "--output", str(tmp_path)]) == 0
-    assert "1 candidates simulated" in capsys.readouterr().out
-    assert (tmp_path / "plan-1.toml").exists()
+    """One candidate, on two nodes: the plan is at least as fast as each change of recomputation, ZeRO and TP by hand."""
+    by_hand = [
+        *({"activation_checkpoint.mode": mode} for mode in ("none", "selective", "full")),
+        {
+            "activation_checkpoint.mode": "selective",
+            "activation_checkpoint.selective_ac_option": "2",
+        },
+        *({"parallelism.fsdp_reshard_after_forward": z} for z in ("always", "never")),
+        *({"parallelism.tensor_parallel_degree": str(n)} for n in (1, 2, 4)),
+    ]
+    job = [*JOB, "--training.local_batch_size=1", "--model.overrides.n_layers=2"]
+    variants = simulate_variants(
+        job, by_hand, world_size=16, profiles=[load_profile("h100-sxm")], processes=2
+    )
+    assert all(variant.fits for variant in variants)
+    result = tmp_path / "plan.json"
+    options = ["--world-size", "16", "--hardware", "h100-sxm", "--simulate", "1"]
+    assert main(["plan", *job, *options, "--json", str(result)]) == 0
+    found = json.loads(result.read_text())
+    first = found["candidates"][0]["facts"]["tokens_per_s_per_gpu"]
+    assert first >= max(variant.speed for variant in variants) > found["job"]["facts"]["tokens_per_s_per_gpu"]  # fmt: skip
+    # A faster candidate was found, so the job is none of them: it has the row above.
+    finder = Search(job, load_from_argv(job), load_profile("h100-sxm"), world_size=16)
+    own = finder.own()
+    assert own is not None
+    assert finder.settings(own) not in [one["settings"] for one in found["candidates"]]
 
 
 @pytest.mark.parametrize(

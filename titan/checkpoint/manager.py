@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from threading import Thread
@@ -21,11 +21,13 @@ import torch
 from titan.checkpoint import CheckpointError, SaveFailed, commit
 from titan.checkpoint.commit import CheckpointGroup
 from titan.checkpoint.manifest import NAME as MANIFEST
-from titan.checkpoint.manifest import TITAN_JSON, Damage, describe, find_damage, list_steps
+from titan.checkpoint.manifest import Damage, describe, find_damage, list_steps
+from titan.checkpoint.saved import read_metadata
 from titan.checkpoint.staging import Staging
 from titan.checkpoint.state import (
     average_state,
     empty_optimizer_state,
+    load_model,
     load_rng_state,
     model_state,
     optimizer_state,
@@ -35,7 +37,6 @@ from titan.checkpoint.storage import Location, as_location, join, storage_of
 from titan.checkpoint.tensors import StateDict, load, reason, stored_shapes
 from titan.config.schema import CheckpointSection
 from titan.health.errors import kind_of
-from titan.untrusted import Count, InputError, parse_json, read_stream
 
 __all__ = [
     "CheckpointError",
@@ -46,6 +47,7 @@ __all__ = [
     "empty_optimizer_state",
     "list_steps",
     "load",
+    "load_model",
     "load_rng_state",
     "model_state",
     "optimizer_state",
@@ -71,6 +73,10 @@ class CheckpointManager:
         self.background_step, self.blocked_s = 0, 0.0
         self.failure_kind = "save_failed"  # of the last failed save; titan/health/errors.py
         self.messages: list[str] = []
+        # Steps that are saved in any case and never deleted, before a phase begins.
+        self.kept: frozenset[int] = frozenset()
+        # Raises CheckpointError for a step of another model.
+        self.require_same: Callable[[Location], None] = lambda _: None
         self.saved_at = time.monotonic()
 
     @cached_property
@@ -91,9 +97,9 @@ class CheckpointManager:
 
     def should_save(self, step: int, *, last_step: int) -> bool:
         """Return whether a checkpoint is due after this step, by its number."""
-        first = step == 1 and self.section.enable_first_step_checkpoint
+        special = step in self.kept or (step == 1 and self.section.enable_first_step_checkpoint)
         # Step 1 shows early whether saving works at all.
-        return self.can_save and (first or step == last_step or step % self.section.interval == 0)
+        return self.can_save and (special or step == last_step or step % self.section.interval == 0)
 
     def is_due_by_time(self) -> bool:
         """Return whether one is due by this rank's clock. Clocks differ, so the ranks have to agree on the answer."""
@@ -212,10 +218,16 @@ class CheckpointManager:
         keep, every = self.section.keep_latest_k, self.section.keep_every_n_steps
         # Oldest first, without the newest `keep`. Zero keeps all.
         for step in self.steps()[:-keep] if keep else []:
-            if every and step % every == 0:
+            if step in self.kept or (every and step % every == 0):
                 continue
+            path = join(self.folder, f"step-{step}")
             try:
-                commit.remove_step(join(self.folder, f"step-{step}"))
+                self.require_same(path)
+            except CheckpointError as error:
+                if error.kind == "checkpoint_differs":
+                    continue  # another model's, which this run could not write again
+            try:
+                commit.remove_step(path)
             except OSError as error:
                 logger.warning(f"step {step} could not be deleted: {reason(error)}")
 
@@ -238,6 +250,7 @@ class CheckpointManager:
             )
         path = join(self.folder, f"step-{wanted}")
         self.require_whole(path)
+        self.require_same(path)
         return path
 
     def newest(self, *, read_only: bool = False) -> Location | None:
@@ -258,6 +271,7 @@ class CheckpointManager:
             if damages := self._find_damage(path):
                 damaged[step] = damages
                 continue
+            self.require_same(path)
             # Damaged newer steps are set aside once there is an older one to use.
             for bad, damages in damaged.items():
                 self._announce(
@@ -325,30 +339,3 @@ def _hint(damages: list[Damage]) -> str:
     missing = any(d.file == MANIFEST and d.unreadable for d in damages)
     text = '. Without a manifest nothing can be verified; checkpoint.verify = "off" loads it all the same'
     return text if missing else ""
-
-
-@dataclass
-class _Saved:
-    """The fields of titan.json that titan reads, for checking their types."""
-
-    step: Count = 0
-    tokens: Count = 0
-    model_only: bool = False
-    config: str | None = None
-    data: dict[str, Any] = field(default_factory=dict)
-    recovery: dict[str, Any] = field(default_factory=dict)
-
-
-def read_metadata(path: Location, *required: str) -> dict[str, Any]:
-    """Return the `metadata` that a step was saved with. Raises CheckpointError if it lacks a key of `required`."""
-    storage, name = storage_of(path), join(path, TITAN_JSON)
-    try:
-        with storage.open(name, "rb") as stream:
-            text = read_stream(stream, storage.size(name), name=name)
-        parse_json(text, _Saved, name=name)
-        content = parse_json(text, dict[str, Any], name=name)
-    except (OSError, InputError) as error:
-        raise CheckpointError(f"{path} is not a checkpoint of titan: {error}") from error
-    if missing := [key for key in required if key not in content]:
-        raise CheckpointError(f"{name}: lacks {', '.join(missing)}")
-    return content

@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from titan.checkpoint import CheckpointError
 from titan.checkpoint.storage import Location
-from titan.checkpoint.tensors import StateDict, load, stored_shapes
+from titan.checkpoint.tensors import StateDict, load, some, stored_shapes
 from titan.optim.average import WeightAverage
 from titan.optim.optimizers import allocate_state
 from titan.parallel.float8 import plain
@@ -46,6 +47,36 @@ def model_state(parts: Sequence[nn.Module], *, average: bool = False) -> StateDi
                 group = "average" if average and isinstance(tensor, nn.Parameter) else "model"
                 state[f"{group}.{canonical_name(name)}"] = plain(tensor.detach())
     return state
+
+
+def load_model(
+    path: Location,
+    parts: Sequence[nn.Module],
+    *,
+    gather: Callable[[set[str]], list[set[str]]] | None = None,
+    is_strict: bool = True,
+) -> list[str]:
+    """Load the weights. Raises CheckpointError for those that only one of step and model has, or else returns a line about them.
+
+    Args:
+        gather: returns the names that each rank has; None: all ranks have the same.
+        is_strict: raise. Otherwise, load what both have.
+    """
+    state, stored = model_state(parts), stored_shapes(path)
+    mine = set().union(*gather({*state})) if gather else {*state}
+    # Loads of a step that only a loss over steps reads are no part of the model.
+    theirs = {k for k in stored if k.startswith("model.") and not k.endswith(".last_loads")}
+    surplus, messages = sorted(theirs - mine), []
+    if surplus and is_strict:
+        text = f"{path} holds {some(surplus)}, which this model has no place for: saved from another model?"
+        raise CheckpointError(text, kind="checkpoint_differs")
+    if not is_strict:
+        new = [k for k, v in state.items() if k not in stored or stored[k][0] != v.shape]
+        state = {name: tensor for name, tensor in state.items() if name not in new}
+        whats = ((surplus, "not in the model, so not loaded"), (new, "not in the step with this shape, so as at a fresh start"))  # fmt: skip
+        messages = [f"{what}: {some(names)}" for names, what in whats if names]
+    load(path, state)
+    return messages
 
 
 def _named_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:

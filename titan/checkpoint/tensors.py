@@ -205,7 +205,7 @@ def load(location: Location, state: StateDict) -> None:
     # Differences are found before DCP reads, whose own message would be a traceback of all ranks.
     if missing := [name for name in state if name not in stored]:
         raise CheckpointError(
-            f"{location} lacks {_some(missing)}: saved from another model or optimizer, or with other parameters frozen?",
+            f"{location} lacks {some(missing)}: saved from another model or optimizer, or with other parameters frozen?",
             kind="checkpoint_differs",
         )
     other = [
@@ -215,7 +215,7 @@ def load(location: Location, state: StateDict) -> None:
     ]
     if other:
         raise CheckpointError(
-            f"{location} holds other shapes: {_some(other)}: saved from another model?",
+            f"{location} holds other shapes: {some(other)}: saved from another model?",
             kind="checkpoint_differs",
         )
     reader, cause, failure = CheckpointReader(location, metadata), None, ""
@@ -246,6 +246,7 @@ def reason(error: BaseException) -> str:
     return text[0] if text else type(error).__name__
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """Return the first three names, and how many more there are."""
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + rest

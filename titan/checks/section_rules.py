@@ -15,7 +15,7 @@ from titan.config.base import LIMIT, Section
 from titan.config.errors import KeyPath, RuleViolation, choose, key_text
 from titan.config.layout import CUDA_GRAPHS
 from titan.config.loss import check_loss
-from titan.config.model import resolve_model
+from titan.config.model import check_freeze, resolve_model
 from titan.config.quantize import check_converters, grouped_section, lacks_units
 from titan.config.schema import (
     ActivationCheckpointSection,
@@ -412,6 +412,7 @@ RULES: tuple[tuple[str, Callable[[JobConfig], Iterator[RuleViolation]]], ...] = 
     ("optimizer", _optimizer),
     ("optimizer", _early_step),
     ("model", check_converters),
+    ("model", lambda config: check_freeze(config.model)),
     ("parallelism", _schedule),
     ("parallelism", _kept_blocks),
     ("parallelism", _tensor),

@@ -14,8 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from titan.checkpoint import CheckpointError
 from titan.checkpoint.manifest import TITAN_JSON, list_steps
-from titan.checkpoint.storage import Location, as_location, join, storage_of
+from titan.checkpoint.saved import read_metadata
+from titan.checkpoint.storage import Location, as_location, join
 from titan.config import schema as s
 from titan.config.schema import JobConfig
 from titan.config.task import reads_text
@@ -25,7 +27,7 @@ from titan.data.sources import open_documents, resolve_sources
 from titan.data.tokenizer import Tokenizer, tokenizer_named
 from titan.data.tokenizer_base import fingerprint
 from titan.data.tokenizer_files import FOLDER, tokenizer_files
-from titan.untrusted import InputError, parse_json, read_bytes, read_stream
+from titan.untrusted import InputError, read_bytes
 
 
 def sources_of(config: JobConfig, section: str) -> Iterator[tuple[str, s.Section]]:
@@ -82,12 +84,9 @@ def _source_facts(source: s.Section) -> dict[str, Any]:
 
 def saved_facts(step: Location) -> dict[str, Any]:
     """Return what a step's titan.json keeps of its text, {} if it keeps nothing, or cannot be read."""
-    name, storage = join(step, TITAN_JSON), storage_of(step)
     try:
-        with storage.open(name, "rb") as stream:
-            text = read_stream(stream, storage.size(name), name=name)
-        saved = parse_json(text, dict[str, Any], name=name).get("text")
-    except (OSError, InputError):  # loading says so
+        saved = read_metadata(step).get("text")
+    except CheckpointError:  # loading says so
         return {}
     if not isinstance(saved, dict):
         return {}

@@ -252,12 +252,19 @@ def _take_value(key: str, rest: list[str]) -> str:
     return rest.pop(0)
 
 
+_RANKS = ("--nproc", "--world-size", "--nproc-per-node", "--gpus", "--num-gpus", "--ranks")
+
+
 def _option_hint(option: str, options: Sequence[str]) -> str:
     name = option.lstrip("-")
     if sections := sections_with(name):
         return f"; did you mean {' or '.join(f'--{section}.{name}' for section in sections)}?"
     if name in JobConfig.model_fields:
         return f"; did you mean --{name}.KEY=VALUE?"
+    # One command starts the ranks, and the others only have to know how many there would be.
+    counts = [other for other in options if other in _RANKS]
+    if counts and f"--{name.replace('_', '-')}" in _RANKS:
+        return f"; here {counts[0]} says how many ranks there are"
     return did_you_mean(option, options)
 
 

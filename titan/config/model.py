@@ -1,4 +1,5 @@
-"""Turn the [model] section into a model's config: family, flavor, overrides. Imports torch only to check a plug-in.
+"""Turn the [model] section into a model's config: family, flavor, overrides. Imports torch only to check a plug-in
+or the names that `freeze` has.
 
 A family is a folder in models/ (the package `titan.models.<name>`), or a package registered under the entry point
 `titan.models`. It has `FLAVORS`, named sizes as frozen dataclasses, and importing it imports no torch.
@@ -7,14 +8,18 @@ A family is a folder in models/ (the package `titan.models.<name>`), or a packag
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
+from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint
 from inspect import signature
 from types import ModuleType
 from typing import Any, get_type_hints
+
+from titan.untrusted import InputError
 
 from .base import load_plug_in, plug_ins
 from .errors import ConfigError, Problem, RuleViolation, choose, divisors, either, neighbours
@@ -150,6 +155,46 @@ def _check_module(name: str, config: Any) -> tuple[RuleViolation, ...]:
     return tuple(
         ("model.name", f"{kind} of the family {name} {what}; {_DOCS}") for what in problems
     )
+
+
+def frozen_names(parameters: Collection[str], patterns: Sequence[str]) -> set[str]:
+    """Return the names that match a pattern. Raises InputError if a pattern matches nothing, or if all match."""
+    frozen: set[str] = set()
+    for pattern in patterns:
+        names = fnmatch.filter(parameters, pattern)
+        if not names:
+            near = ", ".join(get_close_matches(pattern, parameters, n=3, cutoff=0.0))
+            raise InputError(f'model.freeze: no parameter matches "{pattern}"; near it are {near}')
+        frozen.update(names)
+    if len(frozen) == len(parameters):
+        raise InputError("model.freeze: every parameter matches, and nothing is left to train")
+    return frozen
+
+
+def check_freeze(section: ModelSection) -> Iterator[RuleViolation]:
+    """Check the patterns against the names of the model."""
+    sizes, _ = resolve_model(section)
+    if section.freeze and sizes is not None:
+        try:
+            frozen_names(_counts(section.name, sizes), section.freeze)
+        except InputError as error:
+            yield "freeze", str(error).removeprefix("model.freeze: ")
+
+
+def num_frozen(section: ModelSection, sizes: Any) -> int:
+    """Return how many parameters are not trained."""
+    counts = _counts(section.name, sizes) if section.freeze else {}
+    return sum(counts[name] for name in frozen_names(counts, section.freeze)) if counts else 0
+
+
+@cache
+def _counts(name: str, sizes: Any) -> dict[str, int]:
+    """Return the numbers of each parameter of a model, by its name."""
+    import torch
+
+    with torch.device("meta"):
+        model = family(name).build_model(sizes)
+    return {name: parameter.numel() for name, parameter in model.named_parameters()}
 
 
 def check_split(

@@ -1,13 +1,21 @@
-"""Find the settings in which a resumed run differs from its checkpoint. Imports no torch."""
+"""Find the settings in which a resumed run differs from its checkpoint. Imports no torch.
+
+A run may go on with other settings, which are said. It may not go on with another model: weights of the same shapes would be taken
+for what they are not.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .errors import key_text
+from .errors import ConfigError, key_text
+from .model import model_config
 from .render import to_toml
 from .schema import JobConfig
+from .task import NEXT_TOKEN, task_module, task_options
 from .toml import KeyPath, format_value, tomllib
 
 # Settings that decide which samples follow and what is done with them. Layouts and limits may change at a resume.
@@ -15,6 +23,7 @@ _SECTIONS = ("task", "tokenizer", "optimizer", "lr_scheduler", "data", "phase")
 _KEYS = {
     ("debug", "seed"),
     ("loss", "name"),
+    *(("model", "converters"), ("model", "freeze"), ("training", "dtype")),
     *(("training", key) for key in ("dataset", "dataset_path", "seq_len", "steps")),
 }
 # Settings of these sections that change no result: how the update is computed, and where tokens are kept.
@@ -23,6 +32,57 @@ _HARMLESS = {
     ("optimizer", "early_step_in_backward"),
     ("data", "cache_folder"),
 }
+# Sizes that weigh terms of the loss or make the initial weights: of no effect on what weights mean.
+_OF_TRAINING = {
+    *("init_std", "gate_init_std", "mtp_coeff", "load_balance_coeff"),
+    *("sequence_balance_coeff", "global_balance_coeff", "router_z_loss_coeff"),
+}
+_MODEL, _OPTION = "model.overrides.", "task.options."
+
+
+def job_facts(config: JobConfig) -> dict[str, Any]:
+    """Return what decides what a job's model computes, by key, for titan.json: its family and sizes, its task, and the task's options
+    but those that `may_change`."""
+    sizes, module = model_config(config.model), task_module(config)
+    names = [field.name for field in dataclasses.fields(sizes) if field.init]
+    facts = {"model.name": config.model.name} | {_MODEL + n: getattr(sizes, n) for n in names}
+    facts["task.name"] = NEXT_TOKEN
+    if module is not None:
+        options = task_options(config)
+        free = getattr(options, "may_change", ("path",))
+        facts["task.name"] = config.task.name or config.model.name
+        facts |= {_OPTION + k: v for k, v in dataclasses.asdict(options).items() if k not in free}
+    return json.loads(json.dumps(facts, default=str))  # as titan.json holds it
+
+
+def changed_model(
+    saved: Mapping[str, Any], config: JobConfig, *, of_training: bool = False
+) -> dict[str, tuple[Any, Any]]:
+    """Return in what a step's model and the job's differ, a value then and now by key: in what they compute, or in what only
+    matters `of_training`.
+
+    saved: the step's titan.json. Steps of an older titan have no facts in it, but a config. A key that only one of the two has is not
+    a change, as for `changed_settings`.
+    """
+    before = saved.get("model")
+    if not before:
+        try:
+            old = tomllib.loads(saved["config"])
+            model = {k: old["model"][k] for k in ("name", "flavor", "overrides") if k in old["model"]}  # fmt: skip
+            tables = {"model": model, "task": old.get("task", {})}
+            before = job_facts(JobConfig.model_validate(tables))
+        # It has none, or is of a titan that had other keys, or of a package that is gone.
+        except (ConfigError, ValueError, LookupError, TypeError):
+            return {}
+    now = job_facts(config)
+    if before.get("model.name", now["model.name"]) != now["model.name"]:
+        now = {"model.name": now["model.name"]}  # its sizes say no more
+    return {
+        key: (before[key], new)
+        for key, new in now.items()
+        if key in before and before[key] != new
+        if (key.removeprefix(_MODEL) in _OF_TRAINING) == of_training
+    }
 
 
 def changed_settings(

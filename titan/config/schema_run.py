@@ -162,6 +162,9 @@ class CheckpointSection(Section):
     """A checkpoint (its step-N folder) to start from if the run folder has none."""
     initial_load_model_only: bool = True
     """Load only weights from initial_load_path. false: the whole state."""
+    initial_load_changes: StrList = []
+    """Keys of the model in which this job may differ from the checkpoint at initial_load_path, such as
+    ["model.overrides.rope_theta"]. What fits is loaded, and a line says what does not."""
     initial_load_in_hf: bool = False
     """initial_load_path (or model.hf_assets_path) is a Hugging Face folder."""
     last_save_model_only: bool = False

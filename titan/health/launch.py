@@ -183,7 +183,7 @@ def _write_failures(
 
 
 def environment(num_processes: int) -> dict[str, str]:
-    """Return the environment that torchrun needs. What the user has set stays.
+    """Return the environment that torchrun needs. What the user has set stays. Print a warning of far too many processes.
 
     The processes share the cores: torchrun would give each one thread, and warn. And each attempt has its own store:
     in the one that torchrun keeps over restarts, a fast rank finds the address of a dead one (6 of 10 restarts, torch
@@ -191,6 +191,9 @@ def environment(num_processes: int) -> dict[str, str]:
     """
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    if num_processes > 4 * cores:
+        text = f"{num_processes} processes on {cores} cores: they need minutes to start, and train no faster than {cores}"
+        print(f"warning: {text}", file=sys.stderr, flush=True)
     # At least one, also with more processes than cores.
     threads = str(max(1, cores // num_processes))
     ours = {"OMP_NUM_THREADS": threads, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,13 @@ from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.commit import TIMEOUT
 from titan.checkpoint.export import Export, export_state, no_routing_bias
 from titan.checkpoint.manager import CheckpointError, CheckpointManager, SaveFailed
+from titan.checkpoint.saved import require_same_model
 from titan.checkpoint.storage import Location, as_location
 from titan.checks.text_identity import other_tokenizer, text_changes, text_facts
 from titan.config.render import to_toml
-from titan.config.resume_diff import changed_settings
+from titan.config.resume_diff import changed_model, changed_settings, job_facts
 from titan.hook import Hook, Run, StepResult
+from titan.optim.schedule import rate_jump
 from titan.parallel.torch_compat import set_timeout
 from titan.phases import enter_phase
 from titan.train_step import torch_dtype
@@ -31,10 +33,14 @@ class Checkpointing(Hook):
     def __init__(self, trainer: Run) -> None:
         self.trainer, self.section = trainer, trainer.config.checkpoint
         self.manager = CheckpointManager(self.section, run_dir=trainer.run_dir)
+        # Where the data or the rate changes is where another run may want to go on from.
+        self.manager.kept = frozenset(phase.first_step - 1 for phase in trainer.phases[1:])
+        self.manager.require_same = partial(require_same_model, config=trainer.config)
         self.export = self._describe_export()
         self.resumed_from: Location | None = None
         self.changes: list[str] = []  # settings that differ from those of the checkpoint
         self.text_changes: list[str] = []
+        self.jump = ""  # of the learning rate
         self.is_due_by_time = False
         self.more: Callable[[], checkpoints.StateDict] = dict  # another hook's tensors
         # The copy overlaps the next step until its update.
@@ -56,6 +62,8 @@ class Checkpointing(Hook):
             trainer.console.message(f"changed since it was saved: {'; '.join(self.changes)}")
         for text in self.text_changes:
             trainer.console.message(text, always=True)
+        if self.jump and trainer.step < trainer.last_step:
+            trainer.console.message(self.jump, always=True)
         self._print_messages()  # such as that a damaged checkpoint was passed over
         # A seed checkpoint is a run of no steps, which saves the initial weights.
         if self.section.create_seed_checkpoint:
@@ -152,6 +160,7 @@ class Checkpointing(Hook):
             "data": self._data_state(),
             "config": to_toml(trainer.config),
             "text": self.text,
+            "model": job_facts(trainer.config),
         } | {hook.state_key: hook.state_dict() for hook in trainer.hooks if hook.state_key}
 
     @cached_property
@@ -214,12 +223,10 @@ class Checkpointing(Hook):
         if self.trainer.step:
             return  # a peer's state is newer
         # In order: this run's own checkpoints, a Hugging Face folder, a checkpoint of another run.
-        section = self.section
-        tokenizer = self.trainer.tokenizer
+        section, trainer = self.section, self.trainer
         # Before a damaged step is set aside.
-        if tokenizer and (
-            why := other_tokenizer(self.trainer.config, tokenizer, self.manager.folder)
-        ):
+        tokenizer = trainer.tokenizer
+        if tokenizer and (why := other_tokenizer(trainer.config, tokenizer, self.manager.folder)):
             raise CheckpointError(why)
         _ = section.enable and self.text  # of the files as they are now, not at the first save
         path, model_only = self.manager.step_to_resume(), False
@@ -238,7 +245,14 @@ class Checkpointing(Hook):
                 section.initial_load_model_only,
             )
             self.manager.require_whole(path)
-            self._load(path, model_only=model_only, exclude=set(section.exclude_from_loading))
+            may_differ = section.initial_load_changes
+            require_same_model(path, trainer.config, but=may_differ)
+            self._load(
+                path,
+                is_strict=not may_differ,
+                model_only=model_only,
+                exclude=set(section.exclude_from_loading),
+            )
         elif path is not None:
             self._load(path, exclude=set(section.exclude_from_loading))
         self.resumed_from = path
@@ -253,12 +267,20 @@ class Checkpointing(Hook):
         return path
 
     def _load(
-        self, path: Location, *, model_only: bool = False, exclude: set[str] | None = None
+        self,
+        path: Location,
+        *,
+        model_only: bool = False,
+        exclude: set[str] | None = None,
+        is_strict: bool = True,
     ) -> None:
         trainer, exclude = self.trainer, exclude or set()
         parts, optimizer = trainer.train_step.model_parts, trainer.train_step.optimizer
-        # Weights come first: a job may want them alone.
-        checkpoints.load(path, checkpoints.model_state(parts))
+        # Weights come first: a job may want them alone. With a pipeline, other ranks have other stages.
+        gather = self.manager.group.gather if trainer.layout.pp > 1 else None
+        self.manager.messages += checkpoints.load_model(
+            path, parts, gather=gather, is_strict=is_strict
+        )
         average = trainer.train_step.average
         if average is not None:
             average.restart()  # where the checkpoint has none
@@ -298,13 +320,14 @@ class Checkpointing(Hook):
         trainer = self.trainer
         trainer.step, trainer.tokens_seen = metadata["step"], metadata["tokens"]
         enter_phase(trainer, trainer.step)
-        self.changes = changed_settings(
-            metadata.get("config") or "",
-            trainer.config,
-            sequences=(metadata.get("sequences_per_step"), trainer.sequences_per_step),
-        )
         if self.text:
             self.text_changes = text_changes(metadata.get("text") or {}, self.text)
+        saved = metadata.get("config") or ""
+        sequences = (metadata.get("sequences_per_step"), trainer.sequences_per_step)
+        self.changes = changed_settings(saved, trainer.config, sequences=sequences)
+        weights = changed_model(metadata, trainer.config, of_training=True)
+        self.changes += [f"{key}: {old} -> {new}" for key, (old, new) in weights.items()]
+        self.jump = rate_jump(saved, trainer.config, step=trainer.step, dp=trainer.layout.dp)
         # Hooks that did not exist when the step was saved get an empty state.
         for hook in trainer.hooks:
             if hook.state_key:

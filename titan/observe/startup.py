@@ -10,7 +10,7 @@ from typing import Any
 from rich.text import Text
 
 from titan.config.layout import AXES, Layout, replica_groups
-from titan.config.model import num_blocks
+from titan.config.model import num_blocks, num_frozen
 from titan.config.phases import phases_of
 from titan.config.schema import JobConfig
 from titan.config.task import reads_text
@@ -75,6 +75,7 @@ def startup_page(
     if len(phases) > 1:
         steps = sum(p.steps_after(resume_step) * p.tokens_per_step for p in phases)
         in_all = tokens_seen + steps * groups
+    frozen = num_frozen(config.model, model_config)
     # Of the phase that needs most.
     memory = (estimate_memory(phase.config, model_config, layout) for phase in phases)
     most = max(memory, key=lambda gib: gib["total"])
@@ -83,6 +84,7 @@ def startup_page(
         description=config.job.description,
         lines={
             "model": _model(model_config),
+            **({"frozen": f"{frozen:,} parameters"} if frozen else {}),
             **_experts(config, model_config, layout, ranks_per_node),
             "data": data,
             "layout": _layout(config, layout),

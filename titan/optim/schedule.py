@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from titan.config.phases import Phase
-from titan.config.schema import LRSchedulerSection
+from titan.config.phases import Phase, phases_of
+from titan.config.schema import JobConfig, LRSchedulerSection
+from titan.config.toml import tomllib
 
 
 def phases(section: LRSchedulerSection, *, total_steps: int) -> tuple[int, int]:
@@ -72,3 +73,36 @@ def _shape(kind: str, progress: float) -> float:
         "sqrt": 1 - math.sqrt(progress),
         "cosine": (1 + math.cos(math.pi * progress)) / 2,
     }[kind]
+
+
+def rate_jump(saved: str, config: JobConfig, *, step: int, dp: int) -> str:
+    """Return a line if the step after `step` has less than half or more than twice the rate of `step`, since the job has changed.
+
+    Empty: it has not, or the same job would have done so, or a phase that begins there says so. saved: the checkpoint's config, as TOML.
+    """
+    try:
+        sections = tomllib.loads(saved)
+        before = JobConfig.model_validate(sections)
+        (old, usual), (_, new) = (_rates(job, step, dp=dp) for job in (before, config))
+    except (ValueError, AttributeError):
+        return ""  # of another titan, or an optimizer without one rate
+    if not sections:  # of a titan that wrote none
+        return ""
+    is_planned = any(p.first_step == step + 1 and p.section and p.section.sets_rate for p in phases_of(config, dp=dp))  # fmt: skip
+    if is_planned or math.isclose(new, usual, rel_tol=1e-6) or old / 2 <= new <= 2 * old:
+        return ""
+    text = f"learning rate {old:.2e} -> {new:.2e} from step {step:,} to {step + 1:,}"
+    total = before.lr_scheduler.total_steps or before.training.steps
+    if total == (config.lr_scheduler.total_steps or config.training.steps):
+        return text
+    return (
+        f"{text}, since the schedule spans training.steps. lr_scheduler.total_steps = {total} keeps the one before, which goes on at "
+        f"{usual:.2e}; a [[phase]] with from_step = {step + 1} and lr_factor begins one of its own (docs/checkpoints.md, Continue a "
+        "finished run)"
+    )
+
+
+def _rates(job: JobConfig, step: int, *, dp: int) -> list[float]:
+    """Return the rates of a step and the next."""
+    how = {"section": job.lr_scheduler, "total_steps": job.training.steps, "phases": phases_of(job, dp=dp)}  # fmt: skip
+    return [job.optimizer.lr * learning_rate_factor(n, **how) for n in (step, step + 1)]

@@ -18,11 +18,11 @@ from titan.checkpoint.manager import (
     CheckpointManager,
     load,
     model_state,
-    read_metadata,
     stored_shapes,
 )
 from titan.checkpoint.manifest import METADATA, TITAN_JSON
 from titan.checkpoint.manifest import NAME as MANIFEST
+from titan.checkpoint.saved import read_metadata
 from titan.checkpoint.storage import Location, as_location, join, storage_of
 from titan.checks.machine import open_tokenizer
 from titan.config.errors import ConfigError

@@ -15,10 +15,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
-from math import isqrt, prod
+from math import gcd, prod
 
 from titan.checks.rules import check_to_run, resolve_layout
-from titan.config.errors import ConfigError
+from titan.config.errors import ConfigError, divisors
 from titan.config.layout import Layout
 from titan.config.load import load_from_argv
 from titan.config.model import model_config
@@ -202,17 +202,17 @@ class Search:
                 continue
             if pp == 1:
                 # Without a pipeline, accumulation makes up for a smaller batch.
-                yield from (replace(plain, batch=batch) for batch in _divisors(per_rank))
+                yield from (replace(plain, batch=batch) for batch in divisors(per_rank))
                 continue
             # A pipeline needs a microbatch for each rank, and layers for each stage.
             for schedule, counts in _SCHEDULES.items():
-                for stages, microbatch in itertools.product(counts, _divisors(per_rank)):
+                for stages, microbatch in itertools.product(counts, divisors(per_rank)):
                     if per_rank // microbatch >= pp and stages * pp <= self.model.n_layers:
                         yield replace(
                             plain, microbatch=microbatch, schedule=schedule, stages=stages
                         )
 
-    def _may_fit(self, point: Point) -> bool:
+    def _may_fit(self, point: Point, *, margin: float = _MARGIN) -> bool:
         """Estimate memory, of a config that is changed only as far as the formula reads it."""
         changes = {
             "training": {"local_batch_size": point.batch},
@@ -230,7 +230,7 @@ class Search:
         sections = {k: getattr(self.config, k).model_copy(update=v) for k, v in changes.items()}
         config = self.config.model_copy(update=sections)
         memory = estimate_memory(config, self.model, self._layout(point))
-        return memory["total"] < _MARGIN * self.profile.usable_gib
+        return memory["total"] < margin * self.profile.usable_gib
 
     def _layout(self, point: Point) -> Layout:
         passes = self.global_batch // (point.replicate * point.shard * point.batch)
@@ -274,35 +274,54 @@ class Search:
         num_stacked = model.n_layers * stacked_params(model)
         held = (model.num_params - num_stacked) / (point.tp * point.pp)
         held += num_stacked / ((point.ep or 1) * point.pp)
-        speed = self._speed(shards * point.tp)
+        near, far = shards * point.tp, point.replicate * shards * point.tp
         gathered = 2 + 2 if point.zero == 3 else 2
         volume = held * (1 - 1 / shards) * (gathered + 4) * layout.accumulation
-        volume += held / shards * 2 * 4 * (1 - 1 / point.replicate)
-        data_parallel = volume / (speed * 1e9)
+        data_parallel = volume / (self._speed(near, stride=point.tp) * 1e9)
+        summed = held / shards * 2 * 4 * (1 - 1 / point.replicate)
+        data_parallel += summed / (self._speed(far, stride=near) * 1e9)
         # Rows travel to their experts and back as often as TP's activations do.
         if point.ep > 1:
             rows = local_tokens / point.tp * model.top_k
             moved = rows * model.dim * 2 * (1 - 1 / point.ep) * 2 * passes
-            within += model.n_layers / point.pp * moved / (self._speed(point.ep) * 1e9)
+            speed = self._speed(point.ep, stride=profile.gpus_per_node)
+            within += model.n_layers / point.pp * moved / (speed * 1e9)
         # The bubble stretches what runs within a stage. FSDP's transfers hide behind the
         # computation in part.
         step = (compute + within) / (1 - bubble)
         return step + max(0.0, data_parallel - _HIDDEN * compute)
 
-    def _speed(self, ranks: int) -> float:
-        """Return the GB/s between so many ranks next to each other."""
+    def _speed(self, span: int, *, stride: int) -> float:
+        """Return the GB/s of a group whose ranks are `stride` apart, among `span` ranks next to each other."""
         profile = self.profile
-        inside = ranks <= profile.gpus_per_node
-        return profile.ring_gb_per_s if inside else profile.nic_gb_per_s * profile.nic_share
+        if span <= profile.gpus_per_node:
+            return profile.ring_gb_per_s
+        # Each member on a node has a card of its own (titan/sim/price/network.py), and a ring uses all of them. An exchange of rows
+        # has one for each rank, as if the others were far away.
+        cards = max(1, profile.gpus_per_node // stride)
+        return min(profile.ring_gb_per_s, cards * profile.nic_gb_per_s * profile.nic_share)
+
+    def single_changes(self, own: Point) -> list[Point]:
+        """Choose what is one change of recomputation, ZeRO or TP away from the job: anybody's first questions."""
+        near = [replace(own, recompute=mode) for mode in _RECOMPUTE]
+        if own.shard * own.cp > 1:
+            near.append(replace(own, zero=5 - own.zero))
+        ranks = own.shard * own.tp
+        for tp in (n for n in _powers(self.profile.gpus_per_node) if ranks % n == 0):
+            per_rank, rest = divmod(self.global_batch, own.replicate * (ranks // tp))
+            if not rest:
+                near.append(replace(own, tp=tp, shard=ranks // tp, batch=gcd(own.batch, per_rank)))
+        # The formula may be far off. These few are worth a simulation.
+        return [p for p in near if self._may_fit(p, margin=2 * _MARGIN) and self._is_new(p)]
 
     def first(self, count: int) -> list[Point]:
-        """Choose the most promising of each kind, in turn, until `count` points are known in all."""
+        """Choose the `count` most promising that are new: of each kind, in turn."""
         chosen: list[Point] = []
         taken = Counter[tuple[int, ...]]()
         # One of each kind, then a second one, then up to 4, ...: no kind crowds out the others.
         for most in (1, 2, 4, 8, 10**9):
             for point in self.points:
-                if len(self.seen) >= count:
+                if len(chosen) >= count:
                     return sorted(chosen, key=self.seconds)
                 if taken[point.kind] < most and self._is_new(point):
                     taken[point.kind] += 1
@@ -353,11 +372,6 @@ def _bubble(name: str, ranks: int, stages: int, microbatches: int) -> float:
 
 def _powers(most: int) -> list[int]:
     return [1 << n for n in range(max(1, most).bit_length()) if 1 << n <= most]
-
-
-def _divisors(number: int) -> list[int]:
-    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
 
 
 def _distance(one: Point, other: Point) -> int:

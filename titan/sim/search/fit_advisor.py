@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from titan.config.errors import divisors
 from titan.config.layout import Layout
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
@@ -50,16 +51,11 @@ def candidates(
 
 
 def _smaller_batch(config: JobConfig, layout: Layout) -> Iterator[Settings]:
-    # A pipeline needs whole microbatches.
-    size, least = (
-        config.training.local_batch_size,
-        config.parallelism.pipeline_parallel_microbatch_size,
-    )
-    for factor in (2, 4):
-        if size % factor or size // factor < least:
-            return
-        smaller = {"training.local_batch_size": str(size // factor)}
-        yield smaller | _same_global_batch(config, layout)
+    # A pipeline needs whole microbatches. The largest batch that fits need not be the fastest, so all are tried.
+    whole = _same_global_batch(config, layout)
+    for size in divisors(config.training.local_batch_size)[:-1]:
+        if size >= config.parallelism.pipeline_parallel_microbatch_size:
+            yield {"training.local_batch_size": str(size)} | whole
 
 
 def _same_global_batch(config: JobConfig, layout: Layout) -> Settings:

@@ -4,11 +4,12 @@ as a TOML overlay.
 The search varies the degrees of the axes, ZeRO-2 or ZeRO-3, batch, schedule, stages and recomputation; on request also compile,
 float8 and asynchronous TP. Model, data and global batch stay the job's, which is simulated as it is, too.
 
-    all       every legal combination is scored by a formula (below), thousands in a second
+    job       the job as it is, and what is one change of recomputation, ZeRO or TP away from it, are simulated
+    all       every legal combination is scored by a formula, thousands in a second
     first     the best of each kind are simulated
     then      neighbours of the fastest that fit (one setting changed), until `budget` candidates are simulated
 
-search.py has the formula.
+candidates.py has the formula. `budget` does not count the first row.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def plan(
     processes: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Plan:
-    """Simulate the job, and `budget` candidates."""
+    """Simulate the job, its single changes, and `budget` other candidates."""
     results: dict[Point, Variant] = {}
     ranked: list[Point] = []
 
@@ -87,33 +88,35 @@ def plan(
             progress=lambda done, total: progress(before + done, max(budget, before + total)),
         )
 
-    # Two thirds of the budget explore, the rest improves what was found.
     own = search.own()
+    singles: list[Point] = []
     if own is not None:
         search.seen.add(own)
-    points = search.first(max(1, budget * 2 // 3))
+        singles = search.single_changes(own)
+    # Two thirds of the budget explore, the rest improves what was found.
+    points = [*singles, *search.first(max(1, budget * 2 // 3))]
     job, *variants = simulated([{}, *map(search.settings, points)])
-    if own is not None and job.facts:
-        results[own] = replace(job, settings=search.settings(own))
-    # The job may be all that there is: the only point, or the whole of a small budget.
+    # The job costs nothing of the budget, nor do its single changes.
+    budget += len(singles)
     while True:
         results |= zip(points, variants, strict=True)
+        known = results
+        if own is not None and job.facts:
+            known = results | {own: replace(job, settings=search.settings(own))}
         ranked = sorted(
-            (p for p in results if results[p].fits or results[p].is_tight),
-            key=lambda p: (results[p].is_tight, -results[p].speed),
+            (p for p in known if known[p].fits or known[p].is_tight),
+            key=lambda p: (known[p].is_tight, -known[p].speed),
         )
         # A sixth of the budget in each round, so that later rounds start from better centres.
-        count = min(budget - len(results), max(2, budget // 6))
-        if count <= 0:
-            break
+        count = max(0, min(budget - len(results), max(2, budget // 6)))
         # If nothing fits, try what the formula thinks best next.
-        points = (
-            search.neighbours(ranked[:3], count) if ranked else search.first(len(results) + count)
-        )
+        points = search.neighbours(ranked[:3], count) if ranked else search.first(count)
         if not points:
             break
         variants = simulated([*map(search.settings, points)])
-    return Plan(job, [(point, results[point]) for point in ranked])
+    # The job has a row of its own. As a candidate it is shown only if nothing is faster.
+    shown = [point for n, point in enumerate(ranked) if n == 0 or point != own]
+    return Plan(job, [(point, known[point]) for point in shown])
 
 
 # ---- what the user sees --------------------------------------------------------------------------
@@ -178,7 +181,8 @@ def _figures(variant: Variant, base: float) -> list[str]:
 
 def _remarks(search: Search, variants: Sequence[Variant], *, wall_s: float) -> Iterator[str]:
     """Yield what the table means, and what to do about it."""
-    profile, num_seen = search.profile, len(search.seen)
+    profile = search.profile
+    num_seen = len(search.seen - {search.own()})  # the job itself is no candidate
     num_fitting = sum(variant.fits for variant in variants)
     yield (
         f"\n{num_seen} candidates simulated in {wall_s:.0f} s: {num_fitting} fit, {len(variants) - num_fitting} tight. "
@@ -223,7 +227,7 @@ def main(argv: list[str] | None = None) -> int:
         "The fastest ways to run a job on so many devices, by simulation, as TOML overlays, beside the job as it is. Model, data and "
         "global batch stay; degrees, ZeRO, batch, schedule and recomputation are searched.",
     )
-    help_ = f"candidates; default: {_BUDGET}"
+    help_ = f"candidates, beside single changes of the job; default: {_BUDGET}"
     parser.add_argument("--simulate", type=int, default=_BUDGET, metavar="C", help=help_)
     parser.add_argument(
         "--also",
@@ -260,7 +264,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if variants else 1
     if not variants:
         print(
-            f"none of {len(search.seen)} candidates runs on {options.world_size} x {profile.name} ({profile.memory_gib:g} GiB); "
+            f"none of {len(search.seen - {search.own()})} candidates runs on {options.world_size} x {profile.name} ({profile.memory_gib:g} GiB); "
             "more ranks, a smaller global batch, or --simulate with a larger number",
             file=sys.stderr,
         )

@@ -1,0 +1,90 @@
+"""Read titan.json, which says what a step is of, and refuse a step that the job's model cannot continue. Imports no torch.
+
+titan.train asks before anything is imported, and titan/checkpoint/manager.py again of the very step that is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from titan.checkpoint import CheckpointError
+from titan.checkpoint.manifest import TITAN_JSON, list_steps
+from titan.checkpoint.storage import Location, join, storage_of
+from titan.config.resume_diff import changed_model
+from titan.config.schema import JobConfig
+from titan.config.toml import format_value
+from titan.untrusted import Count, InputError, parse_json, read_stream
+
+
+@dataclass
+class _Saved:
+    """The fields of titan.json that titan reads, for checking their types."""
+
+    step: Count = 0
+    tokens: Count = 0
+    model_only: bool = False
+    config: str | None = None
+    model: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    recovery: dict[str, Any] = field(default_factory=dict)
+
+
+def read_metadata(path: Location, *required: str) -> dict[str, Any]:
+    """Return the `metadata` that a step was saved with. Raises CheckpointError if it lacks a key of `required`."""
+    storage, name = storage_of(path), join(path, TITAN_JSON)
+    try:
+        with storage.open(name, "rb") as stream:
+            text = read_stream(stream, storage.size(name), name=name)
+        parse_json(text, _Saved, name=name)
+        content = parse_json(text, dict[str, Any], name=name)
+    except (OSError, InputError) as error:
+        raise CheckpointError(f"{path} is not a checkpoint of titan: {error}") from error
+    if missing := [key for key in required if key not in content]:
+        raise CheckpointError(f"{name}: lacks {', '.join(missing)}")
+    return content
+
+
+def require_same_model(path: Location, config: JobConfig, *, but: Collection[str] = ()) -> None:
+    """Raise CheckpointError if a step is of a model that computes something else than the job's. but: keys that may differ."""
+    found = changed_model(read_metadata(path), config)
+    changes = {key: values for key, values in found.items() if key not in but}
+    if not changes:
+        return
+    (key, (old, new)), *others = changes.items()
+    also = "; ".join(f"{k}: {format_value(a)} -> {format_value(b)}" for k, (a, b) in others[:4])
+    rest = f" (also {also}{', ...' * (len(others) > 4)})" if others else ""
+    message = (
+        f"{format_value(new)}, but {path} was saved with {format_value(old)}{rest}: this is another model. Set it back. Or, to begin "
+        f"with what fits of these weights, name another job.dump_folder, checkpoint.initial_load_path = {format_value(str(path))} and "
+        f"checkpoint.initial_load_changes = {format_value([*but, *changes])}"
+    )
+    problem = config.source_map.problem(key, message)
+    raise CheckpointError(str(problem), kind="checkpoint_differs")
+
+
+def require_startable(config: JobConfig) -> dict[str, Any]:
+    """Return the titan.json of the step that a run would continue from, or begin with; {} of none, or if it cannot be read.
+
+    Raises CheckpointError as `require_same_model` does. Reads local folders only. Which step is whole is found out later.
+    """
+    section, may_differ = config.checkpoint, list[str]()
+    if not section.enable or "://" in section.folder:
+        return {}
+    folder = Path(config.job.dump_folder) / section.folder
+    numbers = reversed(list_steps(folder))
+    steps = [join(folder, f"step-{n}") for n in numbers if section.load_step in (-1, n)]
+    other = section.initial_load_path or "://"
+    if not steps and "://" not in other and not section.initial_load_in_hf:
+        steps, may_differ = [Path(other)], section.initial_load_changes
+    for path in steps:
+        with suppress(CheckpointError):
+            found = read_metadata(path)
+            break
+    else:
+        return {}
+    require_same_model(path, config, but=may_differ)
+    return found
