@@ -62,7 +62,7 @@ def emulate(
     """
     if not grouped and config.model.name != "qwen3":  # those are of September 2025 and later
         units_of = fsdp.units_of
-        fsdp.units_of = lambda blocks, **_: units_of(blocks, first=(), last=())
+        fsdp.units_of = lambda model, blocks, **_: units_of(model, blocks, first=(), last=())
     llama = _forward_grouped if grouped else _forward_llama
     model.Attention.forward = _forward_qwen3 if config.model.name == "qwen3" else llama
     if single_norms:

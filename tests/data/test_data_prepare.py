@@ -136,7 +136,9 @@ def test_a_resume_reads_only_from_the_row_group_where_it_was(
     )
     real, rows_at_a_time = writer.write_index, reading._rows_at_a_time
     monkeypatch.setattr(
-        reading, "_rows_at_a_time", lambda group: groups.append(group) or rows_at_a_time(group)
+        reading,
+        "_rows_at_a_time",
+        lambda group, key: groups.append(group) or rows_at_a_time(group, key),
     )
     assert prepare(tmp_path / "whole", corpus) == 0
     num_groups, folder, done = len(groups), tmp_path / "broken", []

@@ -14,6 +14,7 @@ import pytest
 
 from titan.config.schema import JobConfig, TokenizerSection
 from titan.data import DataError
+from titan.data.reading import pieces
 from titan.data.tokenizer import BOS, EOS, Tokenizer, _pieces, build_tokenizer, bytes_tokenizer
 from titan.data.tokenizer_files import keep_tokenizer, tokenizer_files, with_tokenizer
 from titan.tools.tokenizer import main
@@ -244,6 +245,34 @@ def test_byte_lengths_of_sentencepiece_style_vocabulary(tmp_path: Path) -> None:
     tokenizer = build_tokenizer(TokenizerSection(path=str(tmp_path)), hf_assets_path="")
     assert tokenizer.byte_lengths.dtype == np.int64
     assert tokenizer.byte_lengths.tolist()[1:] == [1, 3, 2]
+
+
+@pytest.mark.parametrize("style", ["Metaspace first", "Metaspace always", "Prepend", "ByteLevel"])
+def test_long_text_has_the_ids_of_the_whole(tmp_path: Path, style: str) -> None:
+    """The reference is the library, which encodes the text at once."""
+    tokenizers = pytest.importorskip("tokenizers")
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    pre, normal = tokenizers.pre_tokenizers, tokenizers.normalizers
+    if style == "Prepend":
+        parts = [normal.Prepend("▁"), normal.Replace(" ", "▁")]
+        library.normalizer = normal.Sequence(parts)
+        library.pre_tokenizer = pre.Split("▁", "merged_with_next")
+    elif style == "ByteLevel":
+        library.pre_tokenizer = pre.ByteLevel(add_prefix_space=False)
+    else:
+        library.pre_tokenizer = pre.Metaspace(prepend_scheme=style.split()[1])
+    words = [f"word{n * n % 977}" for n in range(40_000)]
+    text = "".join(word + ("\n" if n % 11 == 10 else " ") for n, word in enumerate(words))
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>"])
+    library.train_from_iterator([text[:20_000]], trainer)
+    library.save(str(tmp_path / "tokenizer.json"))
+    ours = build_tokenizer(TokenizerSection(path=str(tmp_path)), hf_assets_path="")
+    whole = library.encode(text).ids
+    assert len([*pieces([text])]) > 2
+    assert ours.encode(text) == whole
+    # A document that is read in pieces, each encoded by itself.
+    first, *others = pieces([text])
+    assert [*ours.encode(first), *(i for p in others for i in ours.encode_rest(p))] == whole
 
 
 def word_tokenizer(folder: Path, **config: object) -> Tokenizer:

@@ -159,10 +159,27 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._tokenizer.token_to_id(name)
 
     def encode(self, text: str) -> list[int]:
-        # Only for batches does the library release the interpreter's lock. Long text takes 200 bytes a character, so it
-        # is encoded in pieces.
-        encode = self._tokenizer.encode_batch_fast
-        return [i for p in pieces([text]) for i in encode([p], add_special_tokens=False)[0].ids]
+        # Long text takes 200 bytes a character, so it is encoded in pieces.
+        first, *others = [*pieces([text])] or [""]
+        return [*self._ids(first), *(i for piece in others for i in self.encode_rest(piece))]
+
+    def encode_rest(self, text: str) -> list[int]:
+        if self._joins:
+            return self._ids(text)
+        # What stands before a cut: a word, or the end of a line.
+        before = "x" if text[:1].isspace() else "x\n"
+        start, ids = self._ids(before), self._ids(before + text)
+        return ids[len(start) :] if ids[: len(start)] == start else self._ids(text)
+
+    def _ids(self, text: str) -> list[int]:
+        # Only for batches does the library release the interpreter's lock.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    @cached_property
+    def _joins(self) -> bool:
+        """Return whether pieces of a text have its ids. SentencePiece's tokenizers put a space in front of each text."""
+        cuts = ("x", " x"), ("x\n", "x")
+        return all(self._ids(a) + self._ids(b) == self._ids(a + b) for a, b in cuts)
 
     def encode_rendered(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         encoding = self._recognising.encode(text, add_special_tokens=False)

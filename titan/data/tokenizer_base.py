@@ -49,6 +49,10 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> list[int]:
         """Return the ids of the text alone: no begin or end token is added, and none is recognised in the text."""
 
+    def encode_rest(self, text: str) -> list[int]:
+        """Return the ids of text that goes on where another piece of its document ended (`titan.data.reading.pieces`)."""
+        return self.encode(text)
+
     @abstractmethod
     def encode_rendered(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the ids of what a chat template wrote, and the characters that each stands for: here special tokens are recognised."""

@@ -315,7 +315,8 @@ def _encode(chunk: list[_Piece], spec: TokenizationSpec) -> list[_Encoded]:
         if spec.template is not None:
             framed: Any = spec.template.encode(json.loads(piece.text), where=piece.where)
         else:
-            ids = spec.tokenizer.encode(piece.text)
+            encode = spec.tokenizer.encode_rest if piece.index else spec.tokenizer.encode
+            ids = encode(piece.text)
             framed = spec.special_tokens.wrap(ids, first=piece.index == 0, last=piece.last)
         # Bytes of text, so that a shard's compression can be stated.
         encoded.append(_Encoded(np.array(framed, spec.dtype), len(piece.text.encode())))
