@@ -119,7 +119,10 @@ class TaskOptions:
     def missing(self) -> Iterator[tuple[str, str]]:
         """Yield what this machine lacks, as key and message."""
         if not Path(self.path).expanduser().exists():
-            yield "task.options.path", f"'{self.path}' does not exist"
+            yield (
+                "task.options.path",
+                f"'{self.path}' does not exist; scripts/draw_shapes.py draws the demo's pictures there",
+            )
 
     def problems(self, config: Any, sizes: LlavaConfig) -> Iterator[tuple[str, str]]:
         """Yield what the job must change, as key and message."""

@@ -37,6 +37,7 @@ from titan.checkpoint.tensors import StateDict
 from titan.config.model import families, family, model_config, num_blocks
 from titan.config.schema import ModelSection
 from titan.config.toml import format_value
+from titan.data import require
 from titan.parallel.torch_compat import compute_local_shape_and_global_offset
 from titan.untrusted import (
     MAX_VALUES,
@@ -329,8 +330,7 @@ def left_out(folder: HFFolder, model: HFModel) -> dict[str, str]:
 
 def _headers(file: Path) -> dict[str, tuple[list[int], str]]:
     """Return shape and dtype of each tensor of a safetensors file."""
-    from safetensors import SafetensorError, safe_open
-
+    safetensors = require("safetensors", purpose=f"reading {file}")
     try:
         with open_regular(file, within=root_of(file.parent)) as stream:
             # A header of any length, or with any number of values, would be parsed whole in memory.
@@ -340,12 +340,12 @@ def _headers(file: Path) -> dict[str, tuple[list[int], str]]:
             marks = stream.read(size).count(b",")
         if marks > MAX_VALUES:
             raise CheckpointError(f"{file}: its header holds more than {MAX_VALUES:,} values")
-        with safe_open(file, framework="pt") as stored:
+        with safetensors.safe_open(file, framework="pt") as stored:
             slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118
             return {name: (s.get_shape(), s.get_dtype()) for name, s in slices.items()}
     except CheckpointError:
         raise
-    except (SafetensorError, OSError, ValueError) as error:
+    except (safetensors.SafetensorError, OSError, ValueError) as error:
         why = printable(getattr(error, "strerror", None) or str(error), 200)
         raise CheckpointError(f"{file}: not a whole safetensors file: {why}") from error
 

@@ -80,13 +80,16 @@ def load_model(
     with torch.device("meta"), default_dtype(torch_dtype(dtype)):
         model = family(name).build_model(sizes)
     if dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
-        apply_tp(
-            model,
-            mesh=build_mesh(device.type, tp=ranks)["tp"],
-            plan=family(name).TENSOR_PLAN,
-            num_kv_heads=sizes.n_kv_heads,
-            loss_parallel=False,
-        )
+        try:
+            apply_tp(
+                model,
+                mesh=build_mesh(device.type, tp=ranks)["tp"],
+                plan=family(name).TENSOR_PLAN,
+                num_kv_heads=sizes.n_kv_heads,
+                loss_parallel=False,
+            )
+        except ValueError as error:
+            raise DataError(f"--nproc {ranks}: {error}") from None
     materialize(model, device=device)
     load_weights(step, [model], name=name, sizes=sizes, average=average)
     return model.eval(), opened, step

@@ -17,7 +17,10 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from titan.config.errors import did_you_mean
 from titan.data import DataError
 from titan.data.scoring import ScoredText, Scorer
+from titan.untrusted import printable
 
+# Whose errors mean that the hub was not reached.
+_HUB = ("datasets", "huggingface_hub", "httpx", "requests")
 _MAX_NEW = 256  # tokens, where a task names no limit; as the harness has it
 _LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
@@ -99,15 +102,25 @@ def check_names(names: Sequence[str], *, include_path: str | None) -> None:
 
 def evaluate(scorer: Scorer, names: Sequence[str], args: Namespace) -> dict[str, float]:
     """Return the figures of the harness's tasks, without standard errors; none where the harness gives none, on ranks above 0."""
-    found = simple_evaluate(
-        model=TitanLM(scorer, batch=args.batch_size),
-        tasks=[*names],
-        limit=args.num_examples or None,
-        num_fewshot=args.num_fewshot,
-        task_manager=tasks.TaskManager(include_path=args.include_path),
-        bootstrap_iters=0,
-        log_samples=False,
-    )
+    try:
+        found = simple_evaluate(
+            model=TitanLM(scorer, batch=args.batch_size),
+            tasks=[*names],
+            limit=args.num_examples or None,
+            num_fewshot=args.num_fewshot,
+            task_manager=tasks.TaskManager(include_path=args.include_path),
+            bootstrap_iters=0,
+            log_samples=False,
+        )
+    except Exception as error:
+        if type(error).__module__.split(".")[0] not in _HUB and not isinstance(
+            error, ConnectionError
+        ):
+            raise
+        raise DataError(
+            f"{', '.join(names)}: the harness cannot fetch its data ({type(error).__name__}: {printable(str(error), 200)}); without a "
+            "network, run the task once where there is one and set HF_HOME to that cache, or name a .jsonl file"
+        ) from None
     return {
         f"{task}/{name.removesuffix(',none')}": float(value)
         for task, figures in (found or {"results": {}})["results"].items()

@@ -28,6 +28,7 @@ from titan.checks.machine import open_tokenizer
 from titan.config.errors import ConfigError
 from titan.config.load import load_config
 from titan.config.schema import CheckpointSection, JobConfig
+from titan.config.task import reads_text
 from titan.data import DataError
 from titan.data.tokenizer import Tokenizer
 from titan.data.tokenizer_files import with_tokenizer
@@ -76,6 +77,15 @@ def find_checkpoint(where: Location, *, tokenizer: str = "") -> tuple[JobConfig,
             f"{folder} holds no checkpoint; name a run folder (with a config.toml) or a step of it"
         )
     return with_tokenizer(config or _config_within(step), run=run_dir, path=tokenizer), step
+
+
+def require_text(config: JobConfig) -> None:
+    """Raise DataError for a model that is not trained on text alone."""
+    if not reads_text(config):
+        raise DataError(
+            f"{config.model.name} is not trained on text alone, and titan generate and evaluate take text alone; while it trains, "
+            "task.options.samples writes what the model makes into samples/ of the run folder"
+        )
 
 
 def open_run_tokenizer(config: JobConfig) -> Tokenizer:
