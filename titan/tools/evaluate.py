@@ -38,6 +38,7 @@ from titan.tools.saved_model import (
     load_weights,
     open_run_tokenizer,
     require_average,
+    require_text,
 )
 
 # Tokens of a text, of a Hugging Face folder. Without max_position_embeddings: as the harness has it.
@@ -87,6 +88,7 @@ def find_weights(
         run = run.model_copy(update={"training": training})
     else:
         run, step = find_checkpoint(where, tokenizer=tokenizer)
+    require_text(run)
     # What concerns the model and its text is the run's. How it was trained is not: one process can score what many trained.
     keys = {
         "model": run.model.model_dump(exclude={"converters", "freeze"}),

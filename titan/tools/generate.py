@@ -47,6 +47,7 @@ from titan.tools.saved_model import (
     load_weights,
     open_run_tokenizer,
     require_average,
+    require_text,
 )
 from titan.untrusted import read_lines
 
@@ -72,6 +73,7 @@ def load_model(
         config = hf_job(where, tokenizer=tokenizer)
     else:
         config, step = find_checkpoint(where, tokenizer=tokenizer)
+    require_text(config)
     opened = open_run_tokenizer(config)  # before the weights, which take longer
     opened.begin_ids = begin_ids(opened, add_bos=config.data.add_bos)
     name, sizes = config.model.name, model_config(config.model)
