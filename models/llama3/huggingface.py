@@ -187,9 +187,11 @@ def rope_of(hf: dict[str, Any], *, theta: float = 10_000.0) -> dict[str, Any]:
     # YaRN's and Llama 3.1's context before it was extended.
     length = rope.get("original_max_position_embeddings", hf.get("max_position_embeddings"))
     return {
-        "rope_theta": theta if hf.get("rope_theta") is None else hf["rope_theta"],
-        **rope,
         "rope_type": kind,
+        **rope,
+        "rope_theta": rope.get(
+            "rope_theta", theta if (above := hf.get("rope_theta")) is None else above
+        ),
         "original_max_position_embeddings": hf.get("original_max_position_embeddings", length),
     }
 
@@ -206,7 +208,7 @@ def read_fields(hf: dict[str, Any], kind: type, fields: Iterable[Field]) -> dict
         if type(value) is not wanted and not (wanted is float and type(value) is int):
             raise ValueError(f"{theirs} is {value!r}, which is not a valid {wanted.__name__}")
         # head_dim 0: derived.
-        if value < (0 if wanted is bool or default == 0 else 1e-12) or value > 2**31:
+        if not (0 if wanted is bool or default == 0 else 1e-12) <= value <= 2**31:  # nor NaN
             raise ValueError(f"{theirs} is {value}, which no model has")
         sizes[ours] = wanted(value)
     return sizes

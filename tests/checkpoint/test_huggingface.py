@@ -464,7 +464,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "bias": (lambda f: change_config(f, attention_bias=True), "attention_bias is True"),
     "rope": (
         lambda f: change_config(f, rope_parameters={"rope_type": "yarn", "factor": 4.0}),
-        "rope_scaling is {'rope_type': 'yarn', 'factor': 4.0}; titan's model has Llama 3.1's",
+        "rope_scaling is {'rope_type': 'yarn', 'factor': 4.0, 'rope_theta'",
     ),
     "no size": (lambda f: change_config(f, hidden_size=...), "config.json: hidden_size is missing"),
     "odd size": (lambda f: change_config(f, hidden_size="64"), "hidden_size is '64', which"),

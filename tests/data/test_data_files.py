@@ -91,6 +91,10 @@ def test_globs_below_a_folder_with_brackets_and_addresses(tmp_path: Path) -> Non
     assert [file.read_text() for file in files] == ["found"]
     with pytest.raises(DataError, match="is an address; copy the data"):
         find_files("s3://bucket/x", endings=[".txt"])
+    with pytest.raises(
+        DataError, match="the path of the data is empty"
+    ):  # an unset variable of a shell
+        find_files("", endings=[".txt"])
 
 
 def test_tables_equal_the_standard_library(tmp_path: Path) -> None:
@@ -100,14 +104,14 @@ def test_tables_equal_the_standard_library(tmp_path: Path) -> None:
         {"id": "3", "text": "", "n": "4"},
         {"id": "4", "text": "tab\there", "n": "5"},
     ]
-    for name, delimiter in (("a.csv", ","), ("B.TSV", "\t")):
+    for name, delimiter in (("a.csv", ","), ("B.TSV", "\t"), ("c.csv", ";"), ("d.csv", "\t")):
         with (tmp_path / name).open("w", newline="", encoding="utf-8-sig") as file:
             writer = csv.DictWriter(file, ["id", "text", "n"], delimiter=delimiter)
             writer.writeheader()
             writer.writerows(rows)
     expected = [row["text"] for row in rows if row["text"]]
     assert read(s.CsvSource(path=str(tmp_path / "a.csv"))) == expected
-    assert read(s.CsvSource(path=str(tmp_path))) == expected * 2
+    assert read(s.CsvSource(path=str(tmp_path))) == expected * 4
     assert isinstance(source_of_path(str(tmp_path / "B.TSV"), text_key="text"), s.CsvSource)
 
 
@@ -117,7 +121,8 @@ def test_tables_equal_the_standard_library(tmp_path: Path) -> None:
         ("text,n\nhello, world,3\n", "bad.csv:2: has 3 values, and the first row 2 names"),
         ("body,n\nhello,3\n", "bad.csv:2: no text under 'text'; its fields are body, n"),
         ('text\n"never closed\n', "bad.csv:2: cannot be read"),
-        ("text\nStra\udcdfe\n", "bad.csv:.: cannot be read"),
+        ("text\nStra\udcdfe\n", "bad.csv:2: not UTF-8 at byte 9"),
+        ("text,n,text\na,1,b\n", "bad.csv:1: two columns have one name"),
     ],
 )
 def test_broken_tables_name_the_line(tmp_path: Path, content: str, message: str) -> None:

@@ -315,6 +315,39 @@ def test_logits_equal_transformers_or_are_refused(name: str, change: str, tmp_pa
     compare(name, change, tmp_path)
 
 
+def test_a_tied_folder_with_another_output_layer_is_refused(tmp_path: Path) -> None:
+    """transformers takes the tensor that is there, whatever the key says."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    assert compare("llama", "tied False", tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True}))
+    _, sizes = huggingface.read_sizes(huggingface.open_folder(tmp_path))
+    message = (
+        "tensor lm_head.weight differs from model.embed_tokens.weight, and tie_word_embeddings"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        huggingface.check_folder(tmp_path, HFModel.of("llama3", sizes))
+    weights = safetensors.load_file(tmp_path / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    safetensors.save_file(weights, tmp_path / "model.safetensors")
+    huggingface.check_folder(tmp_path, HFModel.of("llama3", sizes))
+
+
+@pytest.mark.parametrize("key", ["rms_norm_eps", "rope_theta", "hidden_size"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1, "8", [8], None])
+def test_a_value_that_no_model_has_is_refused_in_a_line(
+    tmp_path: Path, key: str, value: object
+) -> None:
+    header = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(header | SIZES | {key: value}))
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    try:
+        huggingface.read_sizes(huggingface.open_folder(tmp_path))
+        assert value is None and key != "hidden_size"  # null: the default
+    except CheckpointError as error:
+        assert "\n" not in str(error)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_all_changes(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

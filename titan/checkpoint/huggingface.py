@@ -50,6 +50,7 @@ from titan.untrusted import (
 )
 
 CONFIG, SINGLE = "config.json", "model.safetensors"
+_ROWS = 4096  # of a tensor, compared at once
 _MAX_HEADER = 16 * 2**20
 _DERIVED = (
     ".rotary_emb.inv_freq"  # old versions of transformers stored it; every version computes it
@@ -293,6 +294,13 @@ def tensor_problems(folder: HFFolder, model: HFModel) -> Iterator[str]:
     for name in folder.files.keys() - wanted.keys() - tied:
         if not name.endswith(_DERIVED) and not name.startswith(skipped):
             yield f"{folder.files[name]}: tensor {printable(name, 100)} is not one of {model.architecture}"
+    embedding = model.names.get("tok_embeddings.weight", "")
+    for name in tied & folder.files.keys():
+        if embedding in folder.files and not _are_equal(folder, name, embedding):
+            yield (
+                f"{folder.files[name]}: tensor {name} differs from {embedding}, and tie_word_embeddings in {CONFIG} is true; set it to "
+                "false, or leave the tensor out"
+            )
     # One file at a time, with all that the index says is in it.
     for file in sorted(set(folder.files.values())):
         headers = _headers(file)
@@ -306,6 +314,18 @@ def tensor_problems(folder: HFFolder, model: HFModel) -> Iterator[str]:
                 yield f"{file}: tensor {name} has shape {shape}; the sizes in config.json make it {expected}"
             elif dtype not in dtypes:
                 yield f"{file}: tensor {name} is {dtype}; quantized weights must be converted to bfloat16 first"
+
+
+def _are_equal(folder: HFFolder, one: str, other: str) -> bool:
+    """Return whether two tensors of a folder hold the same values. A few rows are read at a time."""
+    from safetensors import safe_open
+
+    with safe_open(folder.files[one], "pt") as a, safe_open(folder.files[other], "pt") as b:
+        x, y = a.get_slice(one), b.get_slice(other)
+        starts = range(0, x.get_shape()[0], _ROWS)
+        return x.get_shape() == y.get_shape() and all(
+            x[n : n + _ROWS].float().equal(y[n : n + _ROWS].float()) for n in starts
+        )
 
 
 def left_out_messages(folder: HFFolder, model: HFModel) -> list[str]:

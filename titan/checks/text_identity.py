@@ -124,7 +124,11 @@ def other_tokenizer(config: JobConfig, tokenizer: Tokenizer, folder: Location) -
         if saved["identity"] == tokenizer.identity:
             return ""
         is_bytes = saved.get("kind") == "bytes"
-        fix = 'tokenizer.name = "bytes"' if is_bytes else f"tokenizer.path = {named}"
+        fix = (
+            'tokenizer.name = "bytes" and no tokenizer.path'
+            if is_bytes
+            else f"tokenizer.path = {named}"
+        )
         return (
             f"{where}: its weights belong to the tokenizer {_named(saved)}, and the job has {_named(tokenizer_facts(tokenizer))}; "
             f'set {fix}, or, to train other embeddings on purpose, checkpoint.exclude_from_loading = ["tokenizer"]'

@@ -297,7 +297,7 @@ class JsonlSource(DocumentOptions):
 
 
 class CsvSource(DocumentOptions):
-    """Local tables of comma-separated (*.csv) or tab-separated values (*.tsv), one document in each row."""
+    """Local tables of values separated by commas, semicolons or tabs, one document in each row."""
 
     type: Literal["csv"] = "csv"
     path: str

@@ -70,7 +70,11 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateError as error:
             why = printable(str(error), 200)
-            raise DataError(f"the chat template is not valid Jinja: {why}") from error
+            line = getattr(error, "lineno", None)
+            where = f" of tokenizer {tokenizer.file}" if tokenizer.file else ""
+            raise DataError(
+                f"the chat template{where} (or tokenizer.chat_template) is not valid Jinja{f' in line {line}' if line else ''}: {why}"
+            ) from error
 
     @staticmethod
     def of(tokenizer: Tokenizer) -> ChatTemplate:

@@ -63,6 +63,8 @@ def find_files(path: str, *, endings: Collection[str]) -> tuple[list[Path], str]
     a glob. Raises DataError if there is none, or if a file that is named is of a kind that nothing here reads.
     """
     where = Path(path).expanduser()
+    if not path.strip():
+        raise DataError("the path of the data is empty; '.' is the working folder")
     if "://" in path:
         raise DataError(f"'{path}' is an address; copy the data to a disk of this machine first")
     if where.is_dir():

@@ -20,7 +20,7 @@ import tokenize
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -230,7 +230,8 @@ def read_row(line: bytes, *, where: str) -> Any:
     try:
         return json.loads(line)
     except ValueError as error:
-        raise DataError(f"{where}: not a line of JSON: {error}") from error
+        hint = "; JSON Lines has a whole object in each line" if line.strip()[:1] in b"[{" else ""
+        raise DataError(f"{where}: not a line of JSON: {error}{hint}") from error
     except RecursionError:
         raise DataError(
             f"{where}: not a line of JSON that can be read: too deeply nested"
@@ -240,33 +241,49 @@ def read_row(line: bytes, *, where: str) -> Any:
 def read_csv(file: Path, meter: Meter, key: str) -> Iterator[str]:
     """Yield the text of column `key` in each row. The first row names the columns.
 
-    Values are separated by commas, of *.tsv by tabs, and quoted as RFC 4180 has it.
+    Values are quoted as RFC 4180 has it, and separated by commas or, where the first row has none, by semicolons or tabs.
     """
     csv.field_size_limit(_MAX_LINE_BYTES)  # Python's own is 128 KiB
-    separator = "\t" if ending_of(file).startswith(".tsv") else ","
-    with io.TextIOWrapper(_open(file, meter), encoding="utf-8-sig", newline="") as lines:
-        rows = csv.reader(_bounded(lines, file), delimiter=separator, strict=True)
-        try:
-            header = next(rows, [])
-            for row in rows:
-                where = f"{file}:{rows.line_num}"
-                if row and len(row) != len(header):
-                    raise DataError(
-                        f"{where}: has {len(row)} values, and the first row {len(header)} names; quote values that hold "
-                        f"{separator!r} or line ends"
-                    )
-                if row:
-                    yield field(dict(zip(header, row, strict=True)), key, where=where)
-        except (csv.Error, *_UNREADABLE) as error:
-            raise _unreadable(f"{file}:{rows.line_num}", error) from error
+    lines = _lines(_decoded(file, meter), file)
+    first = next(lines, "")
+    separator = next(
+        (
+            c
+            for c in ("\t" if ".tsv" in ending_of(file) else "", ",", ";", "\t")
+            if c and c in first
+        ),
+        ",",
+    )
+    rows = csv.reader(chain([first], lines), delimiter=separator, strict=True)
+    try:
+        header = next(rows, [])
+        if len({*header}) < len(header):
+            raise DataError(
+                f"{file}:1: two columns have one name; the first row must name them: {', '.join(header)[:200]}"
+            )
+        for row in rows:
+            where = f"{file}:{rows.line_num}"
+            if row and len(row) != len(header):
+                raise DataError(
+                    f"{where}: has {len(row)} values, and the first row {len(header)} names; quote values that hold "
+                    f"{separator!r} or line ends"
+                )
+            if row:
+                yield field(dict(zip(header, row, strict=True)), key, where=where)
+    except csv.Error as error:
+        raise _unreadable(f"{file}:{rows.line_num}", error) from error
 
 
-def _bounded(lines: io.TextIOWrapper, file: Path) -> Iterator[str]:
-    """Yield lines. Raises DataError for one that is too long."""
-    while line := lines.readline(_MAX_LINE_BYTES + 1):
-        if len(line) > _MAX_LINE_BYTES:
+def _lines(blocks: Iterable[str], file: Path) -> Iterator[str]:
+    """Yield the lines of a text with their ends. Raises DataError for one that is too long."""
+    rest = ""
+    for block in blocks:
+        *lines, rest = (rest + block).split("\n")
+        yield from (f"{line}\n" for line in lines)
+        if len(rest) > _MAX_LINE_BYTES:
             raise DataError(f"{file}: a line of more than {_MAX_LINE_BYTES >> 20} MiB; is it CSV?")
-        yield line
+    if rest:
+        yield rest
 
 
 class NoText(DataError):

@@ -167,6 +167,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_launcher = "RANK" not in os.environ and args.nproc > 1
     world_size = args.nproc if is_launcher else int(os.environ.get("WORLD_SIZE", 1))
     split_tasks(args)  # mistakes are reported before the ranks start
+    if args.json and not args.json.absolute().parent.is_dir():
+        raise DataError(f"--json {args.json}: there is no such folder")
     weights = find_weights(args.folder, overrides, tokenizer=args.tokenizer, world_size=world_size)
     if args.average:
         require_average(weights.where)

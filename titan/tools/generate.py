@@ -26,6 +26,7 @@ from titan.checkpoint.tensors import reason
 from titan.config.errors import COMMAND_LINE, ConfigError, Problem
 from titan.config.model import family, model_config
 from titan.config.options import positive
+from titan.config.task import predicts_tokens
 from titan.data import DataError
 from titan.data.chat import ChatTemplate, answer_ends
 from titan.data.files import is_jsonl
@@ -73,7 +74,8 @@ def load_model(
         config = hf_job(where, tokenizer=tokenizer)
     else:
         config, step = find_checkpoint(where, tokenizer=tokenizer)
-    require_text(config)
+    if not predicts_tokens(config):
+        require_text(config)
     opened = open_run_tokenizer(config)  # before the weights, which take longer
     opened.begin_ids = begin_ids(opened, add_bos=config.data.add_bos)
     name, sizes = config.model.name, model_config(config.model)
@@ -207,6 +209,10 @@ def _read_prompts(file: Path, generator: Generator) -> list[_Prompt]:
         row, where = read_row(line.encode(), where=f"{file}:{number}"), f"{file}:{number}"
         if isinstance(row, dict) and isinstance(row.get("prompt"), str):
             prompts.append(generator.of_text(row["prompt"]))
+        elif not isinstance(row, dict) or "messages" not in row:
+            raise DataError(
+                f'{where}: has no text under "prompt", and no list of messages under "messages"'
+            )
         else:
             messages = messages_of(row, "messages", where=where)
             prompts.append(generator.of_messages(messages, where=where))

@@ -19,6 +19,7 @@ from titan.data.tokenizer import Tokenizer
 from titan.models.attention import CachedAttention, InnerAttention
 
 _GREEDY = 1e-6  # temperatures below it take the likeliest token
+_EVEN = 1e9  # and temperatures above it are infinite in fp32, or as good as that
 
 
 def cache_attention(model: nn.Module) -> Callable[[], None]:
@@ -108,7 +109,9 @@ def _choose(
         # Tokens below the k-th likeliest get probability 0.
         kth_B1 = logits_BV.topk(min(top_k, logits_BV.shape[1])).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < kth_B1, float("-inf"))
-    p_BV, order_BV = torch.softmax(logits_BV / temperature, dim=-1).sort(descending=True)
+    p_BV, order_BV = torch.softmax(logits_BV / min(temperature, _EVEN), dim=-1).sort(
+        descending=True
+    )
     if top_p < 1:
         # A token is left out if those before it have that much. The likeliest one always stays.
         left_out_BV = p_BV.cumsum(-1) - p_BV >= top_p
