@@ -73,14 +73,14 @@ class StepReport:
 
     loss: mean over the global batch's valid tokens, in nats. grad_norm: global, before clipping.
     num_valid: valid tokens of the global batch. local_losses: this rank's sums, one for each micro-batch; zeros
-    on a pipeline stage that is not the last. has_labels: num_valid is above 0; otherwise the weights were not updated.
+    on a pipeline stage that is not the last. has_targets: num_valid is above 0; otherwise the weights were not updated.
     """
 
     loss: Tensor
     grad_norm: Tensor
     num_valid: Tensor
     local_losses: Tensor
-    has_labels: bool = True
+    has_targets: bool = True
 
 
 @dataclass
@@ -150,7 +150,7 @@ class TrainStep:
         num_valid = _sum(_count_valid(local), self.groups.tokens)
         self.sum_over_groups([num_valid])
         # Copied while the step runs. The host waits for the step before, and not for this one.
-        labels = None if self.is_fake else AsyncScalars([num_valid])
+        targets = None if self.is_fake else AsyncScalars([num_valid])
         divisor = num_valid.clamp(min=1)
         replicas = self.num_replicas * self.num_groups
         num_sequences = sum(len(batch.input) for batch in local) * replicas
@@ -166,7 +166,7 @@ class TrainStep:
             is_last = number == len(local) - 1
             # Only the last micro-batch completes a gradient, so only then may a parameter be updated.
             if self.early_step is not None:
-                self.early_step.active = is_last and (labels is None or labels.values()[0] > 0)
+                self.early_step.active = is_last and (targets is None or targets.values()[0] > 0)
             losses.append(self._forward_backward(batch, divisor, is_last=is_last))
         if not self.is_fake:
             self.draws.end()
@@ -181,8 +181,8 @@ class TrainStep:
         # The norm of offloaded parameters is on the host.
         grad_norm = grad_norm.to(self.device, non_blocking=True)
         accepted = self.early_step is not None or accept is None or accept(loss, grad_norm)
-        has_labels = labels is None or labels.values()[0] > 0
-        accepted = accepted and has_labels
+        has_targets = targets is None or targets.values()[0] > 0
+        accepted = accepted and has_targets
         # Before the weights: replica groups may meet where the optimizer's step ends, and average the biases too.
         self.balance.finish(accepted=accepted)
         if accepted and self.early_step is None:
@@ -190,7 +190,7 @@ class TrainStep:
         self.optimizer.zero_grad()
         if self.average is not None and accepted:
             self.average.update(step)
-        return StepReport(loss, grad_norm, num_valid, local_losses, has_labels)
+        return StepReport(loss, grad_norm, num_valid, local_losses, has_targets)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Any]) -> tuple[Tensor, Tensor]:

@@ -94,7 +94,7 @@ def _rope_tables(hf: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the tables of global and local layers: transformers 5 writes both, 4 the global one as rope_scaling."""
     kinds = ("full_attention", "sliding_attention")
     both = hf.get("rope_parameters") or dict.fromkeys(kinds)
-    if not isinstance(both, dict) or not {*both} <= {*kinds}:
+    if not isinstance(both, dict) or not {*both} & {*kinds}:
         raise ValueError(f"rope_parameters is {both}; it needs a table for each of {kinds}")
     wide, local = ({**(both.get(kind) or {})} for kind in kinds)
     # Each with the theta that stands beside the tables.

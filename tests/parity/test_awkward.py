@@ -272,9 +272,9 @@ def labelled(layout: Layout) -> list[bool]:
         axis_size(mesh, "dp_replicate", "dp_shard"),
     )
     count = world * layout.accumulation
-    for number, has_labels in enumerate((True, False, True), 1):
+    for number, has_targets in enumerate((True, False, True), 1):
         whole = layout.batch(layout, number)
-        if not has_labels:
+        if not has_targets:
             whole = whole.map(
                 lambda name, t: torch.full_like(t, IGNORED) if name == "labels_BS" else t
             )
@@ -283,7 +283,7 @@ def labelled(layout: Layout) -> list[bool]:
         ]
         weights = [p.detach().clone() for p in step.parameters]
         report = step.train(batches, step=number)
-        assert report.has_labels == has_labels and report.loss.isfinite()
+        assert report.has_targets == has_targets and report.loss.isfinite()
         changed.append(any(not _same(p, w) for p, w in zip(step.parameters, weights, strict=True)))
     return changed
 

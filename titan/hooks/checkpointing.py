@@ -166,10 +166,8 @@ class Checkpointing(Hook):
     @cached_property
     def text(self) -> dict[str, Any]:
         """Return what names the run's tokenizer, template and data, on the rank that writes it."""
-        trainer = self.trainer
-        if trainer.rank or trainer.tokenizer is None:
-            return {}
-        return text_facts(trainer.config, trainer.tokenizer)
+        tokenizer = None if self.trainer.rank else self.trainer.tokenizer
+        return text_facts(self.trainer.config, tokenizer) if tokenizer else {}
 
     def _data_state(self) -> dict[str, Any]:
         """Return the loader's state, with the bookmarks of all data-parallel ranks if they read a stream."""
@@ -232,24 +230,21 @@ class Checkpointing(Hook):
         path, model_only = self.manager.step_to_resume(), False
         if path is None and section.enable and section.initial_load_in_hf:
             assert self.export is not None, "built in the constructor"
-            path = Path(section.initial_load_path or self.trainer.config.model.hf_assets_path)
-            state = checkpoints.model_state(self.trainer.train_step.model_parts)
+            path = Path(section.initial_load_path or trainer.config.model.hf_assets_path)
+            state = checkpoints.model_state(trainer.train_step.model_parts)
             model, group = self.export.model, self.manager.group
             for text in huggingface.load(path, state, model=model, group=group):
-                self.trainer.console.message(text)
-            if self.trainer.train_step.average is not None:
-                self.trainer.train_step.average.restart()
+                trainer.console.message(text)
+            if trainer.train_step.average is not None:
+                trainer.train_step.average.restart()
         elif path is None and section.enable and section.initial_load_path:
-            path, model_only = (
-                as_location(section.initial_load_path),
-                section.initial_load_model_only,
-            )
+            path = as_location(section.initial_load_path)
+            model_only = section.initial_load_model_only
             self.manager.require_whole(path)
-            may_differ = section.initial_load_changes
-            require_same_model(path, trainer.config, but=may_differ)
+            require_same_model(path, trainer.config, but=section.initial_load_changes)
             self._load(
                 path,
-                is_strict=not may_differ,
+                is_strict=not section.initial_load_changes,
                 model_only=model_only,
                 exclude=set(section.exclude_from_loading),
             )

@@ -27,7 +27,7 @@ class StepRecovery(Hook):
         # Judging needs the loss before the update, so the host waits for the device in each step.
         if self.recovery.is_on:
             trainer.accept = self.recovery.judge
-        self.is_told = False  # of a step without labels
+        self.is_told = False  # of a step without targets
         self.skipped: set[int] = set()  # steps whose results were not read yet
 
     def state_dict(self) -> dict[str, Any]:
@@ -39,9 +39,9 @@ class StepRecovery(Hook):
     def updated(self, report: StepReport) -> None:
         """Act on the decision about this step. Raises SpikeError or NonFiniteError if the run has to stop."""
         trainer, decision = self.trainer, self.recovery.decision
-        if not report.has_labels and not self.is_told:
+        if not report.has_targets and not self.is_told:
             self.is_told = True
-            trainer.announce(f"step {trainer.step}: no label to train on. NO UPDATE BY SUCH STEPS")
+            trainer.announce(f"step {trainer.step}: no target to train on. NO UPDATE BY SUCH STEPS")
         if decision.action == StepAction.TRAIN:
             return
         # The loader has counted this step's samples already.
