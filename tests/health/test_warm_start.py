@@ -68,14 +68,23 @@ def run_python(program: str, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_fork_ends_as_a_program_does() -> None:
-    words = ["0", "2", "75", "-9", "-15", "-1", "-10", "raises"]
+    words = [
+        "0",
+        "2",
+        "75",
+        "-9",
+        "-15",
+        "-12",
+        "-10",
+        "raises",
+    ]  # none that nohup or a shell ignores
     done = run_python(FORKS, *words)
     said = done.stdout.splitlines()
     # 0, 1, 2 and the one that lists them: no file of the launcher's. And a program's signals: SIGPIPE kills none.
     signals = run_python(SIGNALS).stdout.strip()
     expected = sorted(f"{word} {n} False 4 {signals}" for n, word in enumerate(words))
     assert sorted(said[:-2]) == expected, done
-    assert said[-2:] == ["[0, 2, 75, -9, -15, -1, -10, 1] True", "False"], done
+    assert said[-2:] == ["[0, 2, 75, -9, -15, -12, -10, 1] True", "False"], done
     assert "RuntimeError: its own words" in done.stderr
 
 
