@@ -150,6 +150,11 @@ def read_sizes(
     sizes = read_fields({**hf, "rope_theta": rope["rope_theta"]}, kind, fields)
     if sizes["dim"] % sizes["n_heads"] and not sizes["head_dim"]:
         raise ValueError("num_attention_heads does not divide hidden_size, and head_dim is missing")
+    heads, kv_heads = sizes["n_heads"], sizes["n_kv_heads"]
+    if not kv_heads or heads % kv_heads:
+        raise ValueError(
+            f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}"
+        )
     return kind(**sizes, rope_factor=_rope_factor(rope))
 
 

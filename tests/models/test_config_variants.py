@@ -136,7 +136,9 @@ CHANGES: dict[str, Table] = {
     "empty tables": {"rope_scaling": {}, "rope_parameters": {}},
     "partial": {"partial_rotary_factor": 0.5},
     **{f"kv heads {n}": {"num_key_value_heads": n} for n in (None, ABSENT, 1, 4)},
-    **{f"head_dim {n}": {"head_dim": n} for n in (None, ABSENT, 16)},
+    # The scale goes with the default: else products are so large that fp32 rotations differ by 1e-4 in the logits.
+    **{f"head_dim {n}": {"head_dim": n, "query_pre_attn_scalar": 256} for n in (None, ABSENT)},
+    "head_dim 16": {"head_dim": 16},
     **{f"bias {value}": {"attention_bias": value} for value in (True, None)},
     "mlp bias": {"mlp_bias": True},
     **{f"tied {value}": {"tie_word_embeddings": value} for value in (True, False, None)},
@@ -242,7 +244,13 @@ DEFAULT: dict[str, tuple[str, ...]] = {
         "kv heads Ellipsis",
     ),
     "gpt_oss": (
-        *("nothing", "yarn, no truncation: by hand", "yarn: by hand", "default: both thetas"),
+        *(
+            "nothing",
+            "kv heads Ellipsis",
+            "yarn, no truncation: by hand",
+            "yarn: by hand",
+            "default: both thetas",
+        ),
         *("all full", "mixed", "swiglu_limit", "swiglu_alpha"),
     ),
     "gemma3": (
