@@ -285,7 +285,7 @@ def test_quiet_reaches_whatever_reports_progress(
 def test_far_more_processes_than_cores_are_worth_a_warning(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of every command that starts some: `environment` makes the variables of all."""
+    """Every command that starts processes warns, since `environment` makes the variables of all of them."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     for number, warned in ((8, False), (9, True)):
         environment(number)

@@ -1,4 +1,4 @@
-"""A task of one's own, with a loss that knows nothing of layouts: it gets whole logits on each of them."""
+"""A user's task whose loss knows nothing of layouts: it gets whole logits on each of them."""
 
 from __future__ import annotations
 

@@ -270,7 +270,7 @@ def test_long_text_has_the_ids_of_the_whole(tmp_path: Path, style: str) -> None:
     whole = library.encode(text).ids
     assert len([*pieces([text])]) > 2
     assert ours.encode(text) == whole
-    # A document that is read in pieces, each encoded by itself.
+    # A document that is read in pieces, which are encoded one by one.
     first, *others = pieces([text])
     assert [*ours.encode(first), *(i for p in others for i in ours.encode_rest(p))] == whole
 

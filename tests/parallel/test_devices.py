@@ -1,4 +1,4 @@
-"""Which accelerator ranks use: one that has a backend of its own for communication."""
+"""Ranks use an accelerator only if it has a backend for communication."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class AwkwardConfig(LlamaConfig):
 
 
 class OddLinear(nn.Linear):
-    """A linear layer with a forward of its own."""
+    """A linear layer that overrides forward."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input, self.weight * 2)

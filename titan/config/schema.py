@@ -386,7 +386,7 @@ class DataSection(Section):
     sequences begin elsewhere. true is better for a run of many epochs."""
     add_bos: bool = True
     """Begin each document with the tokenizer's begin-of-text token, if it has one. A tokenizer that
-    is known not to do so by itself needs tokenizer.bos_token as well."""
+    does not add one to the texts that it encodes needs tokenizer.bos_token as well."""
     add_eos: bool = True
     """End each document with the tokenizer's end-of-text token, if it has one."""
     reset_positions: bool = False
