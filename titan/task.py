@@ -12,6 +12,7 @@ micro-batches. So every layout and every accumulation computes the same. What is
     loss                        the sum over a micro-batch, of the model's output and its targets
     measure, report             what a row of validation says
     sample                      what the model makes, written beside a validation
+    prompt_with, draw           what `titan generate` makes of a file or a text, of models that take or give more than text
     fake_batch                  shapes and dtypes, for the simulator
 """
 
@@ -22,6 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +35,7 @@ from titan.config.loss import loss_function
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
 from titan.config.task import task_module, task_options
+from titan.data import DataError
 from titan.data.base import RankShare, Samples, TensorBatch
 from titan.data.loader import Collate, Loader
 from titan.data.packing import Batch
@@ -162,6 +165,20 @@ class Task(ABC):
     def sample(self, run: Run) -> Mapping[str, str] | None:
         """Write what the model makes below `run.run_dir`, or return texts by their prompts. All ranks call it after each validation."""
         return None
+
+    # ---- `titan generate`
+
+    def prompt_with(
+        self, file: Path, text: str
+    ) -> tuple[list[int], Callable[[Tensor], Mapping[str, Tensor]]]:
+        """Return the ids of a text with a file, and what maps ids (1, S) to further arguments of the model's forward. Raises DataError."""
+        raise DataError(f"{file}: {self.config.model.name} takes text alone")
+
+    def draw(self, model: nn.Module, text: str, *, seed: int, file: Path) -> None:
+        """Write what the model makes of a text into a file, for models that predict no tokens. Raises DataError."""
+        raise DataError(
+            f"{file}: {type(self).__name__} has no `draw`, which says what the model makes"
+        )
 
 
 class NextToken(Task):

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
@@ -348,35 +348,64 @@ class FlowMatching(Task):
 
     def sample(self, run: Any) -> None:
         """Draw pictures, a column for each label, into samples/step-N.png; latents into .npy. The same on every layout."""
-        patches = self.draw(run.train_step)
-        options = self.options
+        patches = self.drawn(run.train_step)
         if run.rank == 0:
-            folder = run.run_dir / "samples"
-            folder.mkdir(exist_ok=True)
-            pictures = _to_pictures(patches, options)
-            if options.channels in (1, 3):
-                write_png(folder / f"step-{run.step}.png", _grid(pictures, options.sample_rows))
-            else:
-                np.save(folder / f"step-{run.step}.npy", pictures)
+            file = run.run_dir / "samples" / f"step-{run.step}.png"
+            file.parent.mkdir(exist_ok=True)
+            draws = self.options.channels in (1, 3)
+            self._write(patches, file if draws else file.with_suffix(".npy"))
 
-    @torch.no_grad()
-    def draw(self, train_step: Any) -> np.ndarray:
-        """Return patches of `sample_rows` pictures of each label, (rows x labels, S, C) fp32, by Euler steps of the guided velocity
-        (arXiv:2207.12598). All ranks call it, and all draw all of them."""
+    def draw(self, model: nn.Module, text: str, *, seed: int, file: Path) -> None:
+        """Draw pictures of a label, its number or the name of a shape, or without one a column for each label, into .png or .npy."""
+        options, label = self.options, None
+        names = SHAPES[: options.classes] if options.source == "shapes" else ()
+        if text:
+            label = names.index(text) if text in names else int(text) if text.isdecimal() else -1
+            if not 0 <= label < options.classes:
+                known = f"0 to {options.classes - 1}" + (f" or {', '.join(names)}" if names else "")
+                raise DataError(f'--prompt "{text}": no label of this task; take {known}')
+        if file.suffix not in ((".npy", ".png") if options.channels in (1, 3) else (".npy",)):
+            kinds = (
+                "latents; end it in .npy"
+                if options.channels not in (1, 3)
+                else "pictures; end it in .png or .npy"
+            )
+            raise DataError(f"--output {file}: the model draws {kinds}")
+        noise = self._of_noise(seed=seed, label=label).to(next(model.parameters()).device)
+        self._write(self._drawn(model, self.microbatch(noise), None), file)
+
+    def _write(self, patches: np.ndarray, file: Path) -> None:
+        pictures = _to_pictures(patches, self.options)
+        if file.suffix == ".npy":
+            np.save(file, pictures)
+        else:
+            write_png(file, _grid(pictures, self.options.sample_rows))
+
+    def drawn(self, train_step: Any) -> np.ndarray:
+        """Return patches of `sample_rows` pictures of each label, (rows x labels, S, C) fp32. All ranks call it, and all draw all of them."""
+        (model,) = train_step.model_parts
+        local = train_step.to_local(self._of_noise())
+        return self._drawn(model, local, train_step.context)
+
+    def _of_noise(self, *, seed: int = 0, label: int | None = None) -> FlowBatch:
+        """Return noise at time 1, to draw `sample_rows` pictures of each label or of one: each twice, with its context and without."""
         options = self.options
         conditions = self.samples("validation", rank=0, world=1).conditions(options.classes)
-        context, pooled = (np.concatenate([c] * options.sample_rows) for c in conditions)
-        # Each twice: with its context, and without.
+        which = slice(None) if label is None else slice(label, label + 1)
+        context, pooled = (np.concatenate([c[which]] * options.sample_rows) for c in conditions)
         pictures = np.zeros(
             (len(context), options.channels, options.size, options.size), np.float32
         )
         rows = Rows(pictures, context, pooled)
-        batch = self._batch(rows, first_sample=0, seed=0, split="sample")
+        batch = self._batch(rows, first_sample=0, seed=seed, split="sample")
         without = {"context_BTC": torch.zeros_like, "pooled_BC": torch.zeros_like}
         double = batch.map(lambda name, x: torch.cat([x, without.get(name, torch.clone)(x)]))
-        # At time 1 the input is noise.
-        local = train_step.to_local(replace(double, time_B=torch.ones_like(double.time_B)))
-        (model,) = train_step.model_parts
+        return replace(double, time_B=torch.ones_like(double.time_B))
+
+    @torch.no_grad()
+    def _drawn(self, model: nn.Module, local: Microbatch, cp: Any) -> np.ndarray:
+        """Return patches that Euler steps of the guided velocity make of noise (arXiv:2207.12598). cp: context parallelism's mesh, or None."""
+        options = self.options
         x_BSC = local.input
         times = [
             self._shifted(n / options.sample_steps) for n in range(options.sample_steps, -1, -1)
@@ -387,7 +416,7 @@ class FlowMatching(Task):
             velocity = alone + options.sample_guidance * (with_context - alone)
             x_BSC = x_BSC - (time - next_time) * velocity.repeat(2, 1, 1)
         x_BSC = x_BSC.chunk(2)[0].contiguous()
-        if (cp := train_step.context) is not None:
+        if cp is not None:
             parts = [torch.empty_like(x_BSC) for _ in range(cp.size())]
             dist.all_gather(parts, x_BSC, group=cp.get_group())
             balanced = self.config.parallelism.splits_from_both_ends

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +29,7 @@ from titan.data.order import derive_key, permute
 from titan.data.packing import Batch
 from titan.data.reading import field, read_row
 from titan.data.sources import in_validation
-from titan.data.special_tokens import SpecialTokens
+from titan.data.special_tokens import SpecialTokens, begin_ids
 from titan.data.text import collate_rows
 from titan.loss import IGNORED
 from titan.parallel import materialize
@@ -269,6 +269,28 @@ class DescribePictures(NextToken):
     def report(self, run: Any, *, loss: float, num_valid: float, measured: float) -> dict[str, Any]:
         columns = {"bits_per_byte": loss / math.log(2) / measured if measured else None}
         return columns | ({"described": self.described} if self.options.samples else {})
+
+    def prompt_with(self, file: Path, text: str) -> tuple[list[int], Callable[[Tensor], Any]]:
+        """Return a prompt with the picture of a file where the text says so, by the image token's name, or else before the text."""
+        tokenizer, token = self.tokenizer, self.sizes.image_token
+        names = [name for name, i in tokenizer.special_ids.items() if i == token and name in text]
+        if names:
+            ids = tokenizer.encode_rendered(text)[0]
+            if ids.count(token) != 1:
+                raise DataError(f"--prompt: takes one {names[0]}, of the one picture")
+        else:
+            ids = [token, *tokenizer.encode(text)]
+        place = ids.index(token)
+        ids[place : place + 1] = [token] * self.sizes.num_patches
+        begin = begin_ids(tokenizer, add_bos=self.config.data.add_bos)
+        pixels = Pictures(file.parent, [text], [file]).pixels(0, side=self.sizes.image_size)
+        images = torch.from_numpy(patches_of(pixels, self.sizes))[None, None]
+
+        def inputs(tokens_BS: Tensor) -> dict[str, Tensor]:
+            index_BS = image_index(tokens_BS, image_token=token)
+            return dict(zip(_ROW, (images.to(tokens_BS.device), index_BS), strict=True))
+
+        return [*(begin or ()), *ids], inputs
 
     @torch.no_grad()
     def sample(self, run: Any) -> None:

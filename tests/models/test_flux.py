@@ -16,12 +16,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.support.jobs import job
 from tests.support.layouts import RING, Layout, cp, fsdp, job_of, tp
 from tests.support.ranks import Pool
-from tests.support.trainers import PoolTrainer
+from tests.support.trainers import PoolTrainer, Trainer
 from titan.checkpoint.state import model_state
 from titan.checkpoint.tensors import load as checkpoints_load
 from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
 from titan.config.schema import JobConfig
+from titan.data import DataError
 from titan.models.flux import FLAVORS, build_model
 from titan.models.flux.config import TIME_CHANNELS
 from titan.models.flux.huggingface import hf_config, hf_name_of, read_config
@@ -29,6 +30,7 @@ from titan.models.flux.task import FlowMatching, squared_error_sum, write_png
 from titan.parallel import initialize
 from titan.task import task_of
 from titan.tools.convert import main as convert
+from titan.tools.generate import main as generate
 
 TINY = FLAVORS["tiny"]
 
@@ -202,7 +204,7 @@ def draw(layout: Layout, folder: str, steps: int) -> tuple[np.ndarray, list[floa
     average = trainer.train_step.average
     assert isinstance(task, FlowMatching) and average is not None
     with average.in_place():
-        pictures = task.draw(trainer.train_step)
+        pictures = task.drawn(trainer.train_step)
     trainer.close()
     return pictures, losses
 
@@ -233,6 +235,52 @@ def test_runs_draw_the_same_pictures_and_resume_to_the_bit(pool: Pool, tmp_path:
     [(_, resumed)] = pool.run(1, draw, Layout("", **FLUX), f"{tmp_path / '0'}-other", 2)
     other = pool.run(2, draw, Layout("", fsdp(2), **FLUX), f"{tmp_path / '0'}-other", 4)
     assert other[0][1] == pytest.approx(losses[2:], rel=1e-5) and resumed == losses[:2]
+
+
+def test_generate_draws_what_the_run_drew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a step with its average, for each label and for one, by number and by name; what it cannot write, in one line."""
+    config = flux_job(
+        job={"dump_folder": str(tmp_path / "run")},
+        training={"seq_len": 20, "steps": 2, "local_batch_size": 2},
+        task={"options": {"sample_steps": 2, "sample_rows": 2}},
+        validation={"enable": True, "freq": 2, "steps": 1, "local_batch_size": 2},
+        average={"enable": True, "decay": 0.5},
+        checkpoint={"interval": 2},
+    )
+    trainer = Trainer(config)
+    assert trainer.run() == 0
+    trainer.close()
+    run = ["--checkpoint", str(tmp_path / "run"), "--average", "--device", "cpu"]
+    assert generate([*run, "--output", str(tmp_path / "all.png")]) == 0
+    drawn = (tmp_path / "run/samples/step-2.png").read_bytes()
+    assert (tmp_path / "all.png").read_bytes() == drawn
+    found = {}
+    for name, more in {
+        "all": [],
+        "seed": ["--seed", "1"],
+        "plain": [],
+        "number": ["--prompt", "2"],
+        "name": ["--prompt", "square"],
+        "half": ["--dtype", "bfloat16"],
+    }.items():
+        options = [option for option in run if name != "plain" or option != "--average"]
+        assert generate([*options, *more, "--output", str(tmp_path / f"{name}.npy")]) == 0
+        found[name] = np.load(tmp_path / f"{name}.npy")
+    assert found["all"].shape == (16, 1, 16, 16) and found["number"].shape == (2, 1, 16, 16)
+    assert np.array_equal(found["number"], found["name"])
+    for other in ("seed", "plain"):
+        assert not np.allclose(found[other], found["all"])
+    np.testing.assert_allclose(found["half"], found["all"], atol=0.1)
+    for more, said in {
+        ("--output", "x.jpg"): "the model draws pictures; end it in .png or .npy",
+        ("--output", "x.png", "--prompt", "blob"): "take 0 to 7 or disc, ring",
+        ("--output", "x.png", "--prompt", "8"): "take 0 to 7 or disc, ring",
+        ("--prompt", "disc"): "--output FILE writes what it draws",
+    }.items():
+        with pytest.raises(DataError, match=said):
+            generate([*run, *more])
 
 
 def test_what_a_job_cannot_have_is_said_before_it_starts() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -55,6 +56,7 @@ from titan.models.llava.task import (
 from titan.task import task_of
 from titan.tools.convert import from_hf, to_hf
 from titan.tools.generate import load_model
+from titan.tools.generate import main as generate
 
 SMALL = dataclasses.replace(FLAVORS["tiny"], n_layers=2)
 PATCHES, TOKEN, BOS, EOS = SMALL.num_patches, SMALL.image_token, 1, 2
@@ -265,6 +267,44 @@ def test_pictures_are_prepared_as_transformers_does(folder: Path) -> None:
         side = SMALL.patch_size
         theirs = pixels[0].reshape(3, 2, side, 2, side).transpose(1, 3, 0, 2, 4)
         np.testing.assert_allclose(ours, theirs.reshape(PATCHES, -1), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "prompt", ["USER: <image> what is it? ASSISTANT:", "<image>", "a b <image>", "cat", ""]
+)
+def test_generates_what_transformers_does_of_a_picture(
+    prompt: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of their folder and its tokenizer, with a placeholder in the text, and of a picture before it."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    written = hf_config(SMALL)
+    written["vision_feature_layer"] = -2
+    written["vision_config"]["num_hidden_layers"] = SMALL.vision_layers + 1
+    twin = transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(**written)).eval()
+    for name, parameter in twin.named_parameters():
+        torch.nn.init.normal_(parameter, std=0.5 if "norm" in name else 0.2)
+    twin.save_pretrained(theirs := tmp_path / "theirs")
+    words = [f"w{i}" for i in range(TOKEN - 2)]
+    model = tokenizers.models.WordLevel({w: i for i, w in enumerate(["<unk>", "<s>", *words])})
+    made = tokenizers.Tokenizer(model)
+    made.model.unk_token = "<unk>"
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens(["<image>"])
+    assert made.token_to_id("<image>") == TOKEN
+    reader = transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+    reader.save_pretrained(theirs)
+    command = ["--checkpoint", str(theirs), "--image", str(folder / "3.png"), "--temperature", "0"]
+    assert generate([*command, "--prompt", prompt, "--max-new-tokens", "12"]) == 0
+    text = prompt if "<image>" in prompt else "<image>" + prompt
+    ids = reader(text.replace("<image>", "<image>" * PATCHES), return_tensors="pt")["input_ids"]
+    patches = patches_of(Pictures(folder, [""], [folder / "3.png"]).pixels(0, side=8), SMALL)
+    side, across = SMALL.patch_size, SMALL.image_size // SMALL.patch_size
+    pixels = torch.from_numpy(patches).view(1, across, across, 3, side, side)
+    pixels = pixels.permute(0, 3, 1, 4, 2, 5).reshape(1, 3, *2 * [SMALL.image_size])
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    expected = twin.generate(ids, pixel_values=pixels, **options)[0, ids.shape[1] :]
+    assert capsys.readouterr().out.split() == reader.decode(expected).split()
 
 
 def test_parquet_has_the_same_pictures(folder: Path) -> None:

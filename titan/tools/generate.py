@@ -1,4 +1,5 @@
-"""Sample text from a checkpoint or a Hugging Face folder (`titan generate`): of a prompt, of a file of prompts, or in a conversation.
+"""Sample text from a checkpoint or a Hugging Face folder (`titan generate`): of a prompt, of a file of prompts, of a picture, or in a
+conversation. A model that draws pictures writes them into a file.
 
 sampling.py chooses the tokens. With --nproc, or under torchrun, tensor parallelism splits the model over all ranks. Every rank
 computes the same tokens, and rank 0 reads and prints.
@@ -11,7 +12,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -19,13 +20,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from titan.checkpoint.storage import Location
 from titan.checkpoint.tensors import reason
 from titan.config.errors import COMMAND_LINE, ConfigError, Problem
 from titan.config.model import family, model_config
 from titan.config.options import positive
+from titan.config.schema import JobConfig
 from titan.config.task import predicts_tokens
 from titan.data import DataError
 from titan.data.chat import ChatTemplate, answer_ends
@@ -37,6 +39,7 @@ from titan.health.launch import launch_command
 from titan.parallel import apply_tp, build_mesh, materialize
 from titan.parallel.init_distributed import start_process_group
 from titan.parallelize import default_dtype, torch_dtype
+from titan.task import task_of
 from titan.tools.sampling import sample, streamed
 from titan.tools.saved_model import (
     AVERAGE_OPTION,
@@ -48,7 +51,6 @@ from titan.tools.saved_model import (
     load_weights,
     open_run_tokenizer,
     require_average,
-    require_text,
 )
 from titan.untrusted import read_lines
 
@@ -70,14 +72,29 @@ def load_model(
         dtype: of the weights.
         average: take the average of the weights, which the step must hold.
     """
-    if is_hf_folder(step := where):
-        config = hf_job(where, tokenizer=tokenizer)
-    else:
-        config, step = find_checkpoint(where, tokenizer=tokenizer)
+    config, step = _find(where, tokenizer)
+    opened = _open_tokenizer(config)  # before the weights, which take longer
+    return _load(config, step, device=device, dtype=dtype, average=average), opened, step
+
+
+def _find(where: Location, tokenizer: str) -> tuple[JobConfig, Location]:
+    """Return the job of a checkpoint or a Hugging Face folder, and the step or folder."""
+    if is_hf_folder(where):
+        return hf_job(where, tokenizer=tokenizer), where
+    return find_checkpoint(where, tokenizer=tokenizer)
+
+
+def _open_tokenizer(config: JobConfig) -> Tokenizer:
     if not predicts_tokens(config):
-        require_text(config)
-    opened = open_run_tokenizer(config)  # before the weights, which take longer
+        raise DataError(f"{config.model.name} writes no text: --output FILE writes what it draws")
+    opened = open_run_tokenizer(config)
     opened.begin_ids = begin_ids(opened, add_bos=config.data.add_bos)
+    return opened
+
+
+def _load(
+    config: JobConfig, step: Location, *, device: torch.device, dtype: str, average: bool
+) -> nn.Module:
     name, sizes = config.model.name, model_config(config.model)
     if average:
         require_average(step)
@@ -96,15 +113,16 @@ def load_model(
             raise DataError(f"--nproc {ranks}: {error}") from None
     materialize(model, device=device)
     load_weights(step, [model], name=name, sizes=sizes, average=average)
-    return model.eval(), opened, step
+    return model.eval()
 
 
 @dataclass(frozen=True)
 class _Prompt:
-    """Hold what a text or a conversation becomes. given: what the answer's line repeats."""
+    """Hold what a text, a picture or a conversation becomes. given: what the answer's line repeats. inputs_of: see `sample`."""
 
     ids: list[int]
     given: dict[str, Any]
+    inputs_of: Callable[[Tensor], Mapping[str, Tensor]] | None = None
 
 
 class Generator:
@@ -140,8 +158,8 @@ class Generator:
         """Yield what `sample` yields for these prompts."""
         # Who speaks next in a conversation is no part of its answer.
         ends = answer_ends(self.tokenizer) if self._template else self.tokenizer.end_ids
-        stop = {*ends}
-        return sample(self.model, [prompt.ids for prompt in prompts], **self.options, stop=stop)
+        more = {"stop": {*ends}, "inputs_of": prompts[0].inputs_of}
+        return sample(self.model, [prompt.ids for prompt in prompts], **self.options, **more)
 
     def stream(self, prompt: _Prompt) -> Iterator[str]:
         """Yield the text that follows a prompt, as it comes."""
@@ -227,8 +245,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--checkpoint", required=True, **LOCATION_OPTION)
     add("--average", **AVERAGE_OPTION)
+    add("--prompt", default="", help="text to continue; empty: a new document")
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("--prompt", default="", help="text to continue; empty: a new document")
     group.add_argument(
         "--prompts",
         type=Path,
@@ -238,6 +256,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     group.add_argument(
         "--interactive", action="store_true", help="answer what you type, line by line"
     )
+    help_ = "a picture for --prompt, before its text or where that says <image>"
+    group.add_argument("--image", type=Path, metavar="FILE", help=help_)
+    help_ = "where a model that draws writes what it makes of --prompt, a label; empty: each label"
+    add("--output", type=Path, metavar="FILE", help=help_)
     add("--chat", action="store_true", help="--prompt is a question, for the tokenizer's template")
     add("--batch-size", type=positive, default=8, metavar="B", help="of --prompts; default: 8")
     add("--max-new-tokens", type=int, default=200, metavar="N")
@@ -262,6 +284,12 @@ def _check(args: argparse.Namespace) -> torch.device:
         for name in ("max-new-tokens", "temperature", "top-k", "top-p")
         if not 0 <= (value := getattr(args, name.replace("-", "_"))) < math.inf
     ]
+    ignored = {
+        "--prompt": args.prompt and (args.prompts or args.interactive),
+        "--chat": args.chat and (args.prompts or args.interactive or args.image),
+    }
+    with_ = "is for one text: leave out --prompts, --interactive and, with --chat, --image"
+    problems += [Problem(COMMAND_LINE, 0, key, with_) for key, found in ignored.items() if found]
     if not -(2**63) <= args.seed < 2**63:
         fault = f"expected a whole number below 2^63, got {args.seed}"
         problems.append(Problem(COMMAND_LINE, 0, "--seed", fault))
@@ -296,11 +324,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _draw(config: JobConfig, step: Location, args: argparse.Namespace, **options: Any) -> None:
+    """Write what a model draws into --output. Raises DataError."""
+    if predicts_tokens(config):
+        raise DataError(f"--output: {config.model.name} writes text; leave it out")
+    if is_hf_folder(step):
+        raise DataError(f"{step}: names no task, and so no pictures; give the run that trained it")
+    if dist.is_initialized():
+        raise DataError(f"--nproc: {config.model.name} draws in one process; leave it out")
+    model = _load(config, step, **options)
+    task_of(config).draw(model, args.prompt, seed=args.seed, file=args.output)
+    print(f"[{step}] wrote {args.output}", file=sys.stderr)
+
+
 def _answer(args: argparse.Namespace, device: torch.device) -> None:
-    options = {"tokenizer": args.tokenizer, "dtype": args.dtype, "average": args.average}
-    model, tokenizer, step = load_model(args.checkpoint, device=device, **options)
-    generator = Generator(model, tokenizer, args)
+    config, step = _find(args.checkpoint, args.tokenizer)
+    options = {"device": device, "dtype": args.dtype, "average": args.average}
+    if args.output:
+        return _draw(config, step, args, **options)
+    tokenizer = _open_tokenizer(config)
+    given = task_of(config).prompt_with(args.image, args.prompt) if args.image else None
+    generator = Generator(_load(config, step, **options), tokenizer, args)
     prompts = _read_prompts(args.prompts, generator) if args.prompts else []
+    if given:
+        prompts = [_Prompt(given[0], {}, given[1])]
     if args.chat:
         messages = [{"role": "user", "content": args.prompt}]
         prompts = [generator.of_messages(messages, where="--prompt")]
@@ -316,5 +363,5 @@ def _answer(args: argparse.Namespace, device: torch.device) -> None:
     elif args.prompts:
         generator.answer_file(prompts)
     else:
-        before = "" if args.chat else args.prompt
+        before = "" if args.chat or args.image else args.prompt
         generator.print_stream(chain([before], generator.stream(prompts[0])))

@@ -9,7 +9,7 @@ B prompts, S sequence, V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,7 @@ def sample(
     top_p: float = 1.0,
     seed: int = 0,
     stop: Collection[int | None] = (),
+    inputs_of: Callable[[Tensor], Mapping[str, Tensor]] | None = None,
 ) -> Iterator[list[int | None]]:
     """Yield the next token of each prompt, None after its end. Ranks of tensor parallelism call this together.
 
@@ -60,6 +61,7 @@ def sample(
         top_p: sample among the likeliest tokens that together have this probability (nucleus sampling, arXiv:1904.09751).
         seed: of the first prompt; the next ones have the numbers after it.
         stop: tokens that end a text, in addition to max_new_tokens.
+        inputs_of: returns further arguments of the model's first forward, of its tokens (B, S), which are -1 where there is padding.
     """
     parameters = list(model.parameters())
     device = parameters[0].device
@@ -77,12 +79,14 @@ def sample(
         tokens_BS[row, length - len(prompt) :] = torch.tensor(prompt, device=device)
         ids_BS[row, length - len(prompt) :] = 1
     positions_BS = (ids_BS.cumsum(1) - 1).clamp(min=0)
+    further = inputs_of(tokens_BS.masked_fill(ids_BS == 0, -1)) if inputs_of else {}
     is_padded, has_ended = not ids_BS.all(), [False] * len(prompts)
     # The model is left as it was, even if the caller stops half-way.
     undo = cache_attention(model)
     try:
         for _ in range(max_new_tokens):
-            logits_BSV = model(tokens_BS, positions_BS, ids_BS if is_padded else None)
+            logits_BSV = model(tokens_BS, positions_BS, ids_BS if is_padded else None, **further)
+            further = {}
             chosen = _choose(
                 logits_BSV[:, -1].float(), temperature, top_k=top_k, top_p=top_p, of=generators
             )

@@ -83,8 +83,8 @@ def require_text(config: JobConfig) -> None:
     """Raise DataError for a model that is not trained on text alone."""
     if not reads_text(config):
         raise DataError(
-            f"{config.model.name} is not trained on text alone, and titan generate and evaluate take text alone; while it trains, "
-            "task.options.samples writes what the model makes into samples/ of the run folder"
+            f"{config.model.name} is not trained on text alone, which titan evaluate scores; titan generate takes --image or --output, "
+            "and while it trains, task.options.samples writes what the model makes into samples/ of the run folder"
         )
 
 
