@@ -38,7 +38,8 @@ PHRASES = {
     "[model.overrides]\nn_heads = 6\nn_kv_heads = 2\n": "use 4 or 8",
     "[parallelism]\ntensor_parallel_degree = 3\n": "tensor_parallel_degree = 2 or 4, or 15 or 18 ranks",
     "[fault_tolerance]\nenable = true\nreplica_id = 1\n": "must be below replica_groups = 1",
-    "[[phase]]\nfrom_step = 5\nseq_len = 64\n[[phase]]\nfrom_step = 4\nseq_len = 32\n": "does not begin after phase 2, whose first step is 5; put the tables in order",
+    "[[phase]]\nfrom_step = 5\nseq_len = 64\n[[phase]]\nfrom_step = 4\nseq_len = 32\n": "does not begin after phase[0], whose first step is 5; put the tables in order",
+    "[[phase]]\nfrom_step = 5\nweights = [0.5]\n": "this job has one source; name each in [[data.sources]] to weigh them",
     "[[phase]]\nfrom_step = 5\nseq_len = 3000\n": "3000 does not fit 2048: ",
     "[model]\ntokenizer_path = 'a'\n[tokenizer]\npath = 'b'\n": "which job.toml:4 sets too",
 }

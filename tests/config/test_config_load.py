@@ -197,6 +197,10 @@ def test_command_line_is_split() -> None:
             ["j", "--training", "5"],
             "command line: --training: unknown option; did you mean --training.KEY=VALUE?",
         ),
+        (
+            ["j", "--phase=[{from_step = 5}]"],
+            "command line: --phase: unknown option; write [[phase]] and its keys below that line into a TOML file",
+        ),
         (["j", "--nprocs", "2"], "command line: --nprocs: unknown option; did you mean '--nproc'?"),
         (
             ["j", "training.steps=5"],

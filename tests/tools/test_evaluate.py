@@ -110,6 +110,17 @@ def test_the_average_scores_as_its_export_does(
     )
 
 
+def test_an_answer_that_no_row_holds_is_refused(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also by the harness, whose own model scores no answer beyond its length either."""
+    file = tmp_path / "long.jsonl"
+    file.write_text('{"context": "a", "target": "%s"}' % ("b" * 301))
+    assert titan(["evaluate", str(trained), "--tasks", str(file)]) == 2
+    said = "an answer has 300 tokens, and training.seq_len is 128: raise that, or shorten"
+    assert said in capsys.readouterr().err
+
+
 def harness_tasks(folder: Path) -> str:
     for name, text in HARNESS.items():
         data = shipped()["stdlib_choice" if name == "harness_choice" else "stdlib_cloze"]

@@ -245,6 +245,8 @@ def _check_checkpoints(config: JobConfig) -> Iterator[RuleViolation]:
     elif not any(storage_of(location).exists(join(location, name)) for name in names):
         steps = list_steps(location)
         hint = f"; did you mean '{join(location, f'step-{steps[-1]}')}'?" if steps else ""
+        if NAME in names and storage_of(location).exists(join(location, "config.json")):
+            hint = "; it is a Hugging Face folder: set checkpoint.initial_load_in_hf = true"
         yield key, f"'{path}' is no {what}: it has no {' and no '.join(names)}{hint}"
 
 

@@ -36,8 +36,10 @@ def check_phases(config: JobConfig) -> Iterator[RuleViolation]:
                 "rows of whole conversations have one length in a run; remove it",
             )
         if weights is not None and (len(weights) != count or not any(weights)):
-            reason = f"expected {count} weights, one for each of data.sources"
-            yield f"{key}.weights", f"{reason}, of which one or more are above 0"
+            reason = f"expected {count} weights, one for each of data.sources, of which one or more are above 0"
+            if not count:
+                reason = "this job has one source; name each in [[data.sources]] to weigh them"
+            yield f"{key}.weights", reason
         # Where the job's own length does not fit, the phase has the line that was added.
         other = config.training.seq_len if length == longest else longest
         if length and max(length, other) % min(length, other):

@@ -190,7 +190,8 @@ def _check_phases(config: JobConfig, model: Any, world_size: int) -> Iterator[Ru
     for before, phase in pairwise(phases_of(config, dp=dp)):
         key, steps = f"phase[{before.number - 1}]", config.training.steps
         if phase.first_step <= before.first_step:
-            begin = f"phase {before.number}, whose first step is {before.first_step:,}"
+            name = f"phase[{before.number - 2}]" if before.number > 1 else "the job's own settings"
+            begin = f"{name}, whose first step is {before.first_step:,}"
             yield key, f"does not begin after {begin}; put the tables in order"
             return
         if phase.first_step > steps:

@@ -259,6 +259,8 @@ def _option_hint(option: str, options: Sequence[str]) -> str:
     name = option.lstrip("-")
     if sections := sections_with(name):
         return f"; did you mean {' or '.join(f'--{section}.{name}' for section in sections)}?"
+    if name == "phase":
+        return "; write [[phase]] and its keys below that line into a TOML file"
     if name in JobConfig.model_fields:
         return f"; did you mean --{name}.KEY=VALUE?"
     # One command starts the ranks, and the others only have to know how many there would be.

@@ -118,6 +118,11 @@ class Scorer:
         """
         whole = self.encode(context + continuation)
         num_context = len(self.encode(context.rstrip()))
+        if (num_scored := len(whole) - num_context) > self.max_length:
+            raise DataError(
+                f"an answer has {num_scored:,} tokens, and training.seq_len is {self.max_length:,}: raise that, or shorten the answer that "
+                f"begins with {continuation[:40]!r}"
+            )
         # Something must predict the first token that is scored, also of a context and continuation that are one token.
         if not num_context or len(whole) == 1:
             whole, num_context = [*self.start(), *whole], 1
