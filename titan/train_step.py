@@ -19,9 +19,10 @@ is what the pipeline cuts into smaller microbatches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -374,7 +375,10 @@ def build_train_step(
     if pp is not None and schedule is not None:
         from titan.parallel.pipeline import Pipeline
 
-        pipeline = Pipeline(stages, schedule=schedule, mesh=pp, device=device, loss_fn=loss_sum)
+        boundary = partial(_sent, config, axis_size(mesh, "tp"), sizes.dim)
+        pipeline = Pipeline(
+            stages, schedule=schedule, mesh=pp, device=device, loss_fn=loss_sum, boundary=boundary
+        )
     model_parts = list(stages.values())
     num_blocks = sum(len(part.get_submodule("layers")) for part in model_parts)  # pyright: ignore
     optimizer = build_optimizer(
@@ -400,6 +404,17 @@ def build_train_step(
         average=WeightAverage(model_parts, config.average) if config.average.enable else None,
         balance=Balance.of({n: m for part in model_parts for n, m in moes_of(part).items()}, mesh),
     )
+
+
+def _sent(
+    config: JobConfig, tp: int, dim: int, input: Tensor, inputs: Mapping[str, Tensor]
+) -> Tensor:
+    """Return what a pipeline stage sends to the next, on meta: a residual stream (B, S / tp, D), and embeddings of further tokens after it."""
+    rows, length = input.shape[:2]
+    if (further := inputs.get("further_targets_BSM")) is not None:
+        rows *= 1 + further.shape[-1]
+    dtype = torch_dtype(config.training.compute_dtype)
+    return torch.empty(rows, length // tp, dim, dtype=dtype, device="meta")
 
 
 def build_whole_model(config: JobConfig, mesh: DeviceMesh) -> tuple[Any, list[Conversion]]:

@@ -18,6 +18,7 @@ from tests.support.jobs import job
 from tests.support.ranks import Pool
 from tests.support.trainers import PoolTrainer
 from titan.checkpoint.commit import CheckpointGroup
+from titan.config.schema_course import PhaseSection
 from titan.parallel import build_mesh
 from titan.parallel.init_distributed import start_process_group
 from titan.parallel.torch_compat import limit_gloo
@@ -108,6 +109,45 @@ def test_all_groups_have_the_limits_of_the_config(pool: Pool, tmp_path: Path) ->
         assert before.keys() == after.keys() and len(before) >= 3, before
         assert set(before.values()) == {timedelta(seconds=77)}
         assert set(after.values()) == {timedelta(seconds=66)}
+
+
+def limits_of_steps(folder: Path) -> list[tuple[str, int, float]]:
+    """Return the limit of the world's group during each step and each validation."""
+    comm = {"init_timeout_seconds": 77, "train_timeout_seconds": 66}
+    config = job(
+        folder,
+        comm=comm,
+        training={"seq_len": 32, "steps": 6},
+        validation={"enable": True, "freq": 2, "steps": 1, "seq_len": 32},
+    )
+    phases = [PhaseSection(from_step=5, seq_len=64)]
+    trainer = PoolTrainer(config.model_copy(update={"phase": phases}))
+    found: list[tuple[str, int, float]] = []
+    for name in ("train", "evaluate"):
+        inner = getattr(trainer.train_step, name)
+
+        def outer(*args: Any, inner: Any = inner, name: str = name, **options: Any) -> Any:
+            limit = _options(dist.group.WORLD)._timeout.total_seconds()
+            found.append((name, trainer.step, limit))
+            return inner(*args, **options)
+
+        setattr(trainer.train_step, name, outer)
+    assert trainer.run() == 0
+    trainer.close()
+    return found
+
+
+def test_what_compiles_has_the_longer_limit(pool: Pool, tmp_path: Path) -> None:
+    """A phase's first step and a validation compile for their own shapes."""
+    long, short = 77.0, 66.0
+    for found in pool.run(2, limits_of_steps, tmp_path):
+        steps = {step: limit for name, step, limit in found if name == "train"}
+        assert steps == {1: long, 2: short, 3: short, 4: short, 5: long, 6: short}
+        assert [(s, t) for name, s, t in found if name == "evaluate"] == [
+            (2, long),
+            (4, long),
+            (6, long),
+        ]
 
 
 def groups_of_all_axes() -> list[str]:

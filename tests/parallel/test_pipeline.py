@@ -186,7 +186,7 @@ def _build(plan: StageSplit, *, stage_class: type | None = None) -> Pipeline:
     if stage_class is not None:  # as what `Pipeline` builds its stages
         original, pipeline._Stage = pipeline._Stage, stage_class  # pyright: ignore
         try:
-            built._runner("train", _data()[0], plan.schedule.num_microbatches)
+            built._runner("train", _data()[0], plan.schedule.num_microbatches, inputs={})
         finally:
             pipeline._Stage = original
     return built

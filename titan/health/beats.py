@@ -40,7 +40,7 @@ def connect(timeout_s: float) -> Any:
     """Return a second connection to the ranks' store; None if it is neither a TCPStore nor a file."""
     import torch.distributed as dist
 
-    store = _default_store()
+    store = default_store()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
     if isinstance(store, dist.FileStore):
         return FolderStore(Path(f"{store.path}-beats"))  # pyright: ignore[reportAttributeAccessIssue]
@@ -55,10 +55,10 @@ def connect(timeout_s: float) -> Any:
 
 def store_host() -> str:
     """Return the host that holds the ranks' store, as far as is known."""
-    return str(getattr(_default_store(), "host", os.environ.get("MASTER_ADDR", "?")))
+    return str(getattr(default_store(), "host", os.environ.get("MASTER_ADDR", "?")))
 
 
-def _default_store() -> Any:
+def default_store() -> Any:
     """Return the store of the default group, without its prefixes."""
     # Private in torch, but the same in 2.11 to 2.15.
     from torch.distributed.distributed_c10d import _get_default_store

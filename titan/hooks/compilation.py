@@ -1,4 +1,4 @@
-"""Report what the compiler did, and end the longer time limits of the first step."""
+"""Report what the compiler did, and set the time limits of collectives: longer ones where something compiles or connects."""
 
 from __future__ import annotations
 
@@ -7,34 +7,53 @@ from datetime import timedelta
 
 from titan.hook import Hook, Run
 from titan.hooks.checkpointing import Checkpointing
+from titan.hooks.evaluation import Evaluation
+from titan.hooks.validation import Validation
 from titan.parallel.torch_compat import set_timeout
 
 _LOG = logging.getLogger("titan")
 
 
 class Compilation(Hook):
-    """Act once after the first step, and warn of recompilations at logged steps."""
+    """Set limits, report once after the first step, and warn of recompilations at logged steps."""
 
     def __init__(self, trainer: Run) -> None:
         self.trainer = trainer
+        self._seconds = trainer.config.comm.init_timeout_seconds  # as the trainer begins
+
+    def step_begin(self) -> None:
+        """Give a phase's first step as long as the run's: it compiles for its own shapes, stage after stage of a pipeline."""
+        self._limit(is_long=self.trainer.step in self._first_steps)
 
     def step_end(self) -> None:
         trainer = self.trainer
         # The first step of this start, also after a resume.
         if trainer.step == trainer.first_step:
             self._after_first_step()
+        # What validates comes after this hook, and may compile, too.
+        checks = trainer.hook(Validation), trainer.hook(Evaluation)
+        self._limit(is_long=any(hook is not None and hook.needs_results() for hook in checks))
         log = trainer.train_step.compile_log
         if log is not None and trainer.logs_this_step:
             for warning in log.warnings():
                 _LOG.warning(f"step {trainer.step}: {warning}")
 
-    def _after_first_step(self) -> None:
-        """Shorten time limits: everything is connected and compiled, so a collective that takes long now hangs."""
+    @property
+    def _first_steps(self) -> set[int]:
         trainer = self.trainer
-        checkpointing = trainer.hook(Checkpointing)
-        # Checkpoints keep their own limit: a save waits for the slowest disk.
-        limit = timedelta(seconds=trainer.config.comm.train_timeout_seconds)
-        set_timeout(limit, but_not_of=checkpointing.group if checkpointing else None)
+        return {trainer.first_step, *(phase.first_step for phase in trainer.phases)}
+
+    def _limit(self, *, is_long: bool) -> None:
+        """Set the limit of all groups. Where nothing connects or compiles, a collective that takes long hangs."""
+        trainer, comm = self.trainer, self.trainer.config.comm
+        seconds = comm.init_timeout_seconds if is_long else comm.train_timeout_seconds
+        if seconds != self._seconds:
+            self._seconds, saves = seconds, trainer.hook(Checkpointing)
+            # Checkpoints keep their own limit: a save waits for the slowest disk.
+            set_timeout(timedelta(seconds=seconds), but_not_of=saves.group if saves else None)
+
+    def _after_first_step(self) -> None:
+        trainer = self.trainer
         if trainer.train_step.compile_log is not None:
             trainer.console.message(trainer.train_step.compile_log.summary())
         rewrites = trainer.train_step.async_tp

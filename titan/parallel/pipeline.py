@@ -35,6 +35,7 @@ from .compile import is_compiled
 from .schedules import Action, Schedule
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
+Boundary = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 _FORWARD = ("FORWARD", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD")
 
 
@@ -118,10 +119,17 @@ class Pipeline:
     loss_fn: (output of the last stage, targets) -> scalar sum. Where the schedule splits backward, FSDP keeps
     parameters gathered between forward and backward (see `splits_backward`), whatever the job says.
 
+    boundary: returns a tensor as a stage sends it to the next, on meta, for the input and further inputs of a microbatch. None: torch
+    runs the stages one after the other over zeros to learn it. Experts then get all their rows on one rank, and stages that are compiled
+    compile one after the other.
+
     Every rank of the axis calls the same methods with the same batches; who needs what of them is seen to here.
     Further inputs (positions, document ids) go to forward of every stage by name. All tensors are split into microbatches along
     their first dimension.
     """
+
+    compiles_first = True
+    """Whether compiled stages run once before the first step of a shape, all ranks at the same time."""
 
     def __init__(
         self,
@@ -131,6 +139,7 @@ class Pipeline:
         mesh: DeviceMesh,
         device: torch.device,
         loss_fn: LossFunction,
+        boundary: Boundary | None = None,
     ) -> None:
         expected = schedule.stages_of(mesh.get_local_rank())
         assert sorted(stages) == expected, f"this rank has stages {expected}, not {sorted(stages)}"
@@ -143,6 +152,7 @@ class Pipeline:
         self.group = mesh.get_group()
         self.device = device
         self.loss_fn = loss_fn
+        self.boundary = boundary
         self.is_first = 0 in stages
         self.is_last = schedule.num_stages - 1 in stages
         # torch's buffers have the shapes of the first call: one runner for each shape.
@@ -162,8 +172,11 @@ class Pipeline:
 
         Returns the undivided loss of each microbatch if `is_last`, else nothing.
         """
-        count = self.schedule.num_microbatches
-        runner = self._runner("train", input, count)
+        count, given = self.schedule.num_microbatches, _without_none(inputs)
+        is_new = self._key("train", input, count) not in self._runners
+        runner = self._runner("train", input, count, inputs=given)
+        if is_new and self.compiles_first and self.boundary is not None:
+            self._compile(input, targets, given)
         # Set for each step: torch passes the loss function an output and a target only.
         self._divisor = divide_by
         self._sums.clear()
@@ -171,7 +184,7 @@ class Pipeline:
             *self._args(input),
             target=self._target(targets),
             return_outputs=False,
-            **_without_none(inputs),
+            **given,
         )
         # torch may have called the loss once more, to learn shapes.
         losses = self._sums[-count:]
@@ -193,14 +206,15 @@ class Pipeline:
         loss_fn: takes the place of the pipeline's, and may return a tensor of any shape.
         """
         count = num_microbatches or self.schedule.num_microbatches
-        runner = self._runner("eval", input, count, loss_fn=loss_fn or self.loss_fn)
+        given = _without_none(inputs)
+        runner = self._runner("eval", input, count, inputs=given, loss_fn=loss_fn or self.loss_fn)
         losses: list[Tensor] = []
         runner.eval(
             *self._args(input),
             target=self._target(targets),
             losses=losses,
             return_outputs=False,
-            **_without_none(inputs),
+            **given,
         )
         return losses
 
@@ -209,8 +223,9 @@ class Pipeline:
         self, input: Tensor, *, num_microbatches: int = 1, **inputs: Tensor | None
     ) -> Tensor | None:
         """Return the output of the whole model if `is_last`, else None."""
-        runner = self._runner("forward", input, num_microbatches)
-        return runner.eval(*self._args(input), **_without_none(inputs))
+        given = _without_none(inputs)
+        runner = self._runner("forward", input, num_microbatches, inputs=given)
+        return runner.eval(*self._args(input), **given)
 
     def change(self, schedule: Schedule) -> None:
         """Go on with another number of microbatches, or sequences of another length. The stages stay where they are."""
@@ -229,30 +244,56 @@ class Pipeline:
         self._sums.append(loss_sum.detach())
         return loss_sum / self._divisor
 
+    def _key(self, kind: str, input: Tensor, num_microbatches: int, loss_fn: Any = None) -> Any:
+        # torch's stages allocate receive buffers for the shapes of their first call.
+        return kind, num_microbatches, input.shape, loss_fn
+
     def _runner(
         self,
         kind: Literal["train", "eval", "forward"],
         input: Tensor,
         num_microbatches: int,
         *,
+        inputs: Mapping[str, Tensor],
         loss_fn: LossFunction | None = None,
     ) -> Any:
         if len(input) % num_microbatches:
             raise ValueError(
                 f"a batch of {len(input)} sequences does not divide into {num_microbatches} microbatches"
             )
-        # torch's stages allocate receive buffers for the shapes of their first call.
-        key = (kind, num_microbatches, input.shape, loss_fn)
+        key = self._key(kind, input, num_microbatches, loss_fn)
         if key not in self._runners:
             if kind == "forward":  # generation calls it with ever longer sequences
                 self._runners = {k: r for k, r in self._runners.items() if k[0] != "forward"}
+            rows = len(input) // num_microbatches
+            stages = self._torch_stages(input[:rows], _first(inputs, rows), kind == "train")
             if kind == "train":
-                self._runners[key] = self._build_training()
+                self._runners[key] = self._build_training(stages)
             else:
-                self._runners[key] = self._build_forward(num_microbatches, loss_fn)
+                self._runners[key] = self._build_forward(stages, num_microbatches, loss_fn)
         return self._runners[key]
 
-    def _build_training(self) -> Any:
+    def _compile(self, input: Tensor, targets: Tensor, inputs: Mapping[str, Tensor]) -> None:
+        """Run each compiled stage forward and backward on noise, without a trace: every rank compiles while the others do."""
+        assert self.boundary is not None
+        rows = len(input) // self.schedule.num_microbatches
+        first, more = input[:rows], _first(inputs, rows)
+        for number, stage in self.stages.items():
+            if not any(map(is_compiled, stage.modules())):
+                continue
+            undo, x = _remember(stage, self.device), first
+            for parameter in stage.parameters():
+                parameter.grad = None
+            if number:
+                x = torch.randn_like(self.boundary(first, more), device=self.device)
+                x.requires_grad_()
+            output = stage(x, **more)
+            if number == self.schedule.num_stages - 1:
+                output = self.loss_fn(output, targets[:rows])
+            output.backward(torch.zeros_like(output))
+            undo()
+
+    def _build_training(self, stages: list[Any]) -> Any:
         """Build GPipe and 1F1B from torch's classes, which gather FSDP's parameters block by block; all others, which gather a
         stage at a time, from the runtime of which torch's other schedules are subclasses."""
         # torch would divide gradients by the number of microbatches. The loss is divided already.
@@ -260,12 +301,14 @@ class Pipeline:
         count = self.schedule.num_microbatches
         single = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}.get(self.schedule.name)
         if single is not None:
-            return single(self._torch_stages()[0], count, **settings)
-        runtime = _PipelineScheduleRuntime(self._torch_stages(), count, **settings)
+            return single(stages[0], count, **settings)
+        runtime = _PipelineScheduleRuntime(stages, count, **settings)
         runtime._prepare_schedule_with_comms(_torch_actions(self.schedule.order))
         return runtime
 
-    def _build_forward(self, num_microbatches: int, loss_fn: LossFunction | None) -> Any:
+    def _build_forward(
+        self, torch_stages: list[Any], num_microbatches: int, loss_fn: LossFunction | None
+    ) -> Any:
         """Build a breadth-first order, of which only the forward part is kept.
 
         torch's own eval() runs the backward actions too, as empty shells, and fails on V-shaped schedules. In
@@ -276,7 +319,7 @@ class Pipeline:
             + [Action(s, "B", m) for s in reversed(stages) for m in range(num_microbatches)]
             for stages in map(self.schedule.stages_of, range(self.schedule.num_ranks))
         ]
-        runtime = _PipelineScheduleRuntime(self._torch_stages(), num_microbatches, loss_fn=loss_fn)
+        runtime = _PipelineScheduleRuntime(torch_stages, num_microbatches, loss_fn=loss_fn)
         # The runtime adds sends and receives to the order of computations.
         runtime._prepare_schedule_with_comms(_torch_actions(order))
         runtime.pipeline_order_with_comms = {
@@ -285,53 +328,98 @@ class Pipeline:
         }
         return runtime
 
-    def _torch_stages(self) -> list[Any]:
+    def _torch_stages(
+        self, input: Tensor, inputs: Mapping[str, Tensor], has_backward: bool
+    ) -> list[Any]:
+        sent = None
+        if self.boundary is not None:
+            sent = self.boundary(input, inputs).to("meta").requires_grad_(has_backward)
         return [
-            _Stage(module, number, self.schedule.num_stages, self.device, group=self.group)
+            _Stage(
+                module,
+                number,
+                self.schedule.num_stages,
+                self.device,
+                group=self.group,
+                # The last stage's output goes nowhere, so that its shape does not matter.
+                input_args=input.to("meta") if sent is not None and not number else sent,
+                output_args=sent,
+            )
             for number, module in self.stages.items()
         ]
 
 
 class _Stage(PipelineStage):
-    """torch's stage, with three faults worked around (docs/torch.md)."""
+    """torch's stage, with three faults worked around (docs/torch.md). With the shapes given, torch runs no pass to learn them."""
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         super().__init__(module, *args, **kwargs)
-        self._buffers_before = [(buffer, buffer.clone()) for buffer in module.buffers()]
-        device_module = torch.get_device_module(self.device)
-        sources = [m for m in (torch.random, device_module) if hasattr(m, "get_rng_state")]
-        self._random_before = [(source, source.get_rng_state()) for source in sources]
+        self._sent = kwargs["output_args"]
+        self._undo_inference = None if self._sent is not None else _remember(module, self.device)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Leave out messages to itself, which the turn of a V makes on torch 2.11 and which gloo cannot send."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
 
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute a microbatch. Raises ValueError if the output is not what the next stage waits for."""
+        output, sent = super().forward_one_chunk(*args, **kwargs), self._sent
+        if self.is_last or sent is None:
+            return output
+        if (output.shape, output.dtype) != (sent.shape, sent.dtype):
+            raise ValueError(
+                f"stage {self.stage_index} sends {tuple(output.shape)} in {output.dtype}; the pipeline's boundary says "
+                f"{tuple(sent.shape)} in {sent.dtype}"
+            )
+        return output
+
+    def _validate_fwd_outputs(self, outputs: Any) -> None:
+        """Leave to `forward_one_chunk` what torch 2.11 compares: the last stage's output, too, whose shape nobody needs."""
+
     def _post_metadata_inference_cleanup(self) -> None:
         """Keep gradients: learning the shapes of a new batch (2.13 on) throws FSDP's gradients away, also those of an earlier
         batch of the same optimizer step."""
-        for module in self.submod.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # gathered parameters have no gradients, their shards do
-        gradients = [(parameter, parameter.grad) for parameter in self.submod.parameters()]
-        super()._post_metadata_inference_cleanup()
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        self._undo_inference()
+        if self._undo_inference is not None:
+            super()._post_metadata_inference_cleanup()
+            self._undo_inference()
 
     def _shape_inference(self, *args: Any, **kwargs: Any) -> Any:
         """Run torch 2.11's only pass to learn shapes, after which it calls no cleanup."""
         outputs = super()._shape_inference(*args, **kwargs)  # pyright: ignore
+        assert self._undo_inference is not None
         self._undo_inference()
         return outputs
 
-    def _undo_inference(self) -> None:
-        """Give buffers that the passes have changed their values back, and random generators their states."""
-        for buffer, value in self._buffers_before:
+
+def _reshard(module: nn.Module) -> None:
+    """Free gathered parameters, which have no gradients: their shards do."""
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+
+
+def _remember(module: nn.Module, device: torch.device) -> Callable[[], None]:
+    """Return what takes back, once, what a pass through a module has changed: its gradients, its buffers and random generators."""
+    _reshard(module)
+    device_module = torch.get_device_module(device)
+    sources = [m for m in (torch.random, device_module) if hasattr(m, "get_rng_state")]
+    states = [(source, source.get_rng_state()) for source in sources]
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+
+    def undo() -> None:
+        _reshard(module)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for buffer, value in buffers:
             buffer.copy_(value)
-        self._buffers_before.clear()
-        for source, state in self._random_before:
+        for source, state in states:
             source.set_rng_state(state)
-        self._random_before.clear()
+        # What is kept would keep memory.
+        for kept in (gradients, buffers, states):
+            kept.clear()
+
+    return undo
 
 
 def _prepare_to_split_backward(stage: nn.Module) -> None:
@@ -355,6 +443,10 @@ def _torch_actions(order: Sequence[Sequence[Action]]) -> dict[int, list[_Action 
         rank: [_Action(a.stage, _ComputationType(a.kind), a.microbatch) for a in actions]
         for rank, actions in enumerate(order)
     }
+
+
+def _first(inputs: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
+    return {name: value[:rows] for name, value in inputs.items()}
 
 
 def _without_none(inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -35,9 +36,10 @@ from titan.data.files import is_jsonl
 from titan.data.reading import messages_of, read_row
 from titan.data.special_tokens import begin_ids, start_ids
 from titan.data.tokenizer import Tokenizer
+from titan.health.beats import default_store
 from titan.health.launch import launch_command
 from titan.parallel import apply_tp, build_mesh, materialize
-from titan.parallel.init_distributed import start_process_group
+from titan.parallel.init_distributed import start_process_group, usable_accelerator
 from titan.parallelize import default_dtype, torch_dtype
 from titan.task import task_of
 from titan.tools.sampling import sample, streamed
@@ -134,6 +136,7 @@ class Generator:
         self.options = {name: getattr(args, name) for name in names}
         self.is_first = not dist.is_initialized() or dist.get_rank() == 0
         self._template: ChatTemplate | None = None
+        self._lines = 0  # read so far
 
     @property
     def template(self) -> ChatTemplate:
@@ -206,15 +209,19 @@ class Generator:
 
     def _read(self) -> str | None:
         """Return the next line, on every rank, or None at the end."""
-        line = None
+        line = ""
         if self.is_first:
             print("> ", end="", file=sys.stderr, flush=True)
-            line = sys.stdin.readline().rstrip("\n") or None
+            line = sys.stdin.readline().rstrip("\n")
         if dist.is_initialized():
-            lines = [line]
-            dist.broadcast_object_list(lines)
-            [line] = lines
-        return line
+            # Over the store: collectives have a time limit, and a person may think for longer.
+            store, key, self._lines = default_store(), f"titan line {self._lines}", self._lines + 1
+            if self.is_first:
+                store.set(key, line)
+            while not store.check([key]):
+                time.sleep(0.05)
+            line = store.get(key).decode()
+        return line or None
 
 
 def _read_prompts(file: Path, generator: Generator) -> list[_Prompt]:
@@ -273,7 +280,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--nproc", type=positive, default=1, metavar="N", help=help_)
     add("--device", default="", help="cpu, cuda, ...; default: an accelerator if there is one")
     dtypes = ["float32", "bfloat16", "float16"]
-    add("--dtype", choices=dtypes, default=dtypes[0], help="of the weights; default: float32")
+    help_ = "of the weights; default: bfloat16 on an accelerator, float32 on a CPU"
+    add("--dtype", choices=dtypes, default="", help=help_)
     return parser.parse_args(argv)
 
 
@@ -293,12 +301,13 @@ def _check(args: argparse.Namespace) -> torch.device:
     if not -(2**63) <= args.seed < 2**63:
         fault = f"expected a whole number below 2^63, got {args.seed}"
         problems.append(Problem(COMMAND_LINE, 0, "--seed", fault))
-    accelerator = (
-        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    )
-    device = args.device or accelerator or "cpu"
+    device = args.device or usable_accelerator() or "cpu"
     try:
-        torch.empty(0, device=device).cpu()
+        # Not by allocating: that would take memory of GPU 0 in each process of --nproc, and fail where a GPU is exclusive.
+        wanted = torch.device(device)
+        count = 1 if wanted.type == "cpu" else torch.get_device_module(wanted).device_count()
+        if (wanted.index or 0) >= count:
+            raise RuntimeError(f"this machine has {count or 'none'}")
     except Exception as error:  # torch has many types for a device that does not exist
         why = reason(error).split(". ")[0]
         problems.append(Problem(COMMAND_LINE, 0, "--device", f"cannot use {device}: {why}"))
@@ -339,7 +348,8 @@ def _draw(config: JobConfig, step: Location, args: argparse.Namespace, **options
 
 def _answer(args: argparse.Namespace, device: torch.device) -> None:
     config, step = _find(args.checkpoint, args.tokenizer)
-    options = {"device": device, "dtype": args.dtype, "average": args.average}
+    dtype = args.dtype or ("float32" if device.type == "cpu" else "bfloat16")
+    options = {"device": device, "dtype": dtype, "average": args.average}
     if args.output:
         return _draw(config, step, args, **options)
     tokenizer = _open_tokenizer(config)

@@ -250,39 +250,16 @@ def wait_late() -> None:
             replace(module.__name__, "_are_we_tracing", wrap)
 
 
-def answer_pipeline_metadata(answer: Callable[[], Tensor]) -> None:
-    """Answer what stages of a pipeline ask each other in the first step: the shapes they send. No other stage is here.
-
-    All send the same: what `answer` gives, with or without a gradient.
-    """
-    stage = "torch.distributed.pipelining.stage"
-    dist.send_object_list = lambda *_, **__: None  # pyright: ignore[reportAttributeAccessIssue]
-    if not hasattr(find(stage, "PipelineStage"), "_recv_meta"):  # 2.11: a tuple of tensors on meta
-
-        def receive(objects: list[Any], *_: Any, **__: Any) -> None:
-            objects[0] = (answer().to("meta"),)
-
-        dist.recv_object_list = receive  # pyright: ignore[reportAttributeAccessIssue]
-        return
-    utils = "torch.distributed.pipelining._utils"
-    meta_of = find(utils, "extract_tensor_meta")
-    forward, backward = find(utils, "_StageForwardMeta"), find(utils, "_StageBackwardMeta")
-
-    def receive_meta(self: Any, source: int) -> Any:
-        tensor = answer()
-        # From the stage before comes an activation, from the one after a gradient.
-        if source < self.stage_index:
-            return forward(forward_metas=(meta_of(tensor.requires_grad_()),))
-        return backward(backward_metas=(meta_of(tensor),))
-
-    replace(stage, "PipelineStage._recv_meta", lambda _: receive_meta)
-
-    # Whether to ask at all is put to the vote, over the wire; nobody here knows the shapes beforehand.
-    dynamic = find(utils, "InferenceMode").DYNAMIC
+def know_pipeline_shapes() -> None:
+    """Let stages of a pipeline, which are given their shapes, agree without the others, which are not here; and compile as they run."""
+    find("titan.parallel.pipeline", "Pipeline").compiles_first = False
+    if not hasattr(find("torch.distributed.pipelining.stage", "PipelineStage"), "_recv_meta"):
+        return  # 2.11, which asks nobody
+    known = find("torch.distributed.pipelining._utils", "InferenceMode").STATIC
 
     def vote(self: Any, stages: list[Any], *_: Any) -> None:
-        for s in stages:
-            s._inference_mode = dynamic
+        for stage in stages:
+            stage._inference_mode = known
 
     schedules = "torch.distributed.pipelining.schedules"
     names = ("_warmup_p2p", "_initialize_pipeline_distributed_state")  # until 2.14, and since

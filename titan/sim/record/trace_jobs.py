@@ -114,7 +114,7 @@ def trace_job(
                 builds = [partial(job.script.program, job.script.load(), device)]
         else:
             assert layout is not None
-            _prepare(job, layout, tracer, device)
+            _prepare(job, layout, tracer)
             builds = [partial(job_program, p, layout, device, mesh) for p in job.programs]
         reported: dict[int, TraceError] = {}  # by id of the error; described where it was raised
 
@@ -163,7 +163,7 @@ def world_of(job: Job) -> object:
     return (str(layout), job.ranks, job.device_kind, simulator) if layout.pp == 1 else id(job)
 
 
-def _prepare(job: Job, layout: Layout, tracer: Any, device: Any) -> None:
+def _prepare(job: Job, layout: Layout, tracer: Any) -> None:
     """Change what titan's own program finds in its modules."""
     from titan import train_step as module
     from titan.sim.record import torch_compat
@@ -177,7 +177,7 @@ def _prepare(job: Job, layout: Layout, tracer: Any, device: Any) -> None:
     module.build_sparse_mesh = tracer.transfers.with_names(module.build_sparse_mesh)
     if layout.pp > 1:
         watch_actions(tracer)
-        torch_compat.answer_pipeline_metadata(lambda: _boundary(config, layout, device))
+        torch_compat.know_pipeline_shapes()
         torch_compat.release_sent_outputs()
         # Each rank takes copies of its stages out of it.
         module.build_whole_model = once_for_each(job.programs, module.build_whole_model)
@@ -204,20 +204,6 @@ class _Follower(Observer):
 
     def backward_failed(self, error: Exception) -> None:
         self.tell(error)
-
-
-def _boundary(config: JobConfig, layout: Layout, device: Any) -> Any:
-    """Return what a pipeline stage sends to the next: a microbatch's residual stream, of this rank's part of the sequence, and embeddings of
-    further tokens."""
-    import torch
-
-    sizes = model_config(config.model)
-    size = config.parallelism.pipeline_parallel_microbatch_size
-    length = config.training.seq_len // (layout.cp * layout.tp)
-    dtype = getattr(torch, config.training.compute_dtype)
-    # Between stages the sequence is split over cp, and over tp too (sequence parallelism).
-    rows = size * (1 + getattr(sizes, "num_mtp_modules", 0))
-    return torch.empty(rows, length, sizes.dim, dtype=dtype, device=device)
 
 
 _LIBRARIES = ("/site-packages/", sysconfig.get_path("stdlib"), str(Path(titan.__file__).parent))
