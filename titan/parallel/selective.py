@@ -13,7 +13,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, partial, wraps
-from typing import Any, Literal, TypeAlias
+from types import SimpleNamespace
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -83,6 +84,8 @@ class _Program:
     """Mark a compiled program among the operations that a selective checkpoint sees."""
 
     run: Callable[[list[Any]], Any]
+    # torch 2.11 looks there for results that share memory with arguments, of which a program has none.
+    _schema: ClassVar[Any] = SimpleNamespace(returns=())
 
     def __call__(self, inputs: list[Any]) -> Any:
         return outside_selection(self.run)(inputs)
