@@ -19,7 +19,7 @@ N positions, C of a chunk, D model, V vocabulary, or this rank's part of it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -131,16 +131,28 @@ class _Settings:
     kernels: Kernels
     product: Product | None
     custom: CustomLoss | None
+    scales: Sequence[float]
+
+    def chunks(self, rows: Tensor) -> list[tuple[int, Tensor]]:
+        """Return the chunks of rows, each with the number of its part."""
+        parts = rows.chunk(len(self.scales))
+        return [
+            (n, chunk) for n, part in enumerate(parts) for chunk in part.split(self.chunk_tokens)
+        ]
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """input_ND: what the output layer of weight_VD gets; without weight_VD it is the logits."""
+    """input_ND: what the output layer of weight_VD gets; without weight_VD it is the logits. Its rows are as many parts as there are scales.
+
+    Returns the scaled total and, of several parts, the sum of each, which nothing differentiates.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, input_ND: Tensor, weight_VD: Tensor | None, labels_N: Tensor, settings: _Settings
-    ) -> Tensor:
-        loss = torch.zeros((), dtype=torch.float32, device=input_ND.device)
+    ) -> tuple[Tensor, ...]:
+        device = input_ND.device
+        sums = [torch.zeros((), dtype=torch.float32, device=device) for _ in settings.scales]
         differentiate = any(ctx.needs_input_grad)
         d_input_ND = torch.empty_like(input_ND) if differentiate else None
         d_weight_VD = None
@@ -152,13 +164,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if multiplies_into_fp32(input_ND.dtype, input_ND.device.type)
             else {}
         )
-        # The last chunk may be shorter. Chunks are views, so results are written where they belong.
-        size = settings.chunk_tokens
-        inputs = input_ND.split(size)
-        d_inputs = inputs if d_input_ND is None else d_input_ND.split(size)
-        for input_CD, d_input_CD, labels_C in zip(
-            inputs, d_inputs, labels_N.split(size), strict=True
-        ):
+        # The last chunk of a part may be shorter. Chunks are views, so results are written where they belong.
+        inputs = settings.chunks(input_ND)
+        d_inputs = inputs if d_input_ND is None else settings.chunks(d_input_ND)
+        chunks = zip(inputs, d_inputs, settings.chunks(labels_N), strict=True)
+        for (part, input_CD), (_, d_input_CD), (_, labels_C) in chunks:
+            scale = settings.scales[part]
             if settings.product is not None:
                 input_CD = input_CD.detach().requires_grad_()
                 with torch.set_grad_enabled(differentiate):
@@ -173,37 +184,43 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 settings=settings,
                 gradient_dtype=input_CD.dtype if differentiate else None,
             )
-            loss += chunk_loss
+            sums[part] += chunk_loss
             if d_logits_CV is None:
                 continue
             if weight_VD is None:
                 # The logits' gradient is the result: the caller's own backward pass goes on from it.
                 d_input_CD.copy_(d_logits_CV)
+                _scale(d_input_CD, scale)
                 continue
             if settings.product is not None:
                 wanted = [input_CD] if d_weight_VD is None else [input_CD, weight_VD]
                 d_input, *d_weight = torch.autograd.grad(logits_CV, wanted, d_logits_CV)
                 d_input_CD.copy_(d_input)
+                _scale(d_input_CD, scale)
                 if d_weight_VD is not None:
-                    d_weight_VD += d_weight[0]
+                    d_weight_VD.add_(d_weight[0], alpha=scale)
                 continue
             # Into the view: no second buffer of this size.
             torch.mm(d_logits_CV, weight_VD, out=d_input_CD)
+            _scale(d_input_CD, scale)
             if d_weight_VD is None:
                 continue
             if into_fp32:
-                torch.addmm(d_weight_VD, d_logits_CV.T, input_CD, out=d_weight_VD, **into_fp32)
+                scaled = into_fp32 if scale == 1 else into_fp32 | {"alpha": scale}
+                torch.addmm(d_weight_VD, d_logits_CV.T, input_CD, out=d_weight_VD, **scaled)
             else:
-                d_weight_VD += d_logits_CV.T @ input_CD
+                d_weight_VD.add_(d_logits_CV.T @ input_CD, alpha=scale)
         ctx.weight_dtype = None if weight_VD is None else weight_VD.dtype
         if weight_VD is None:
             ctx.gradient = d_input_ND
         else:  # autograd frees them after the backward pass, though a pipeline schedule keeps its losses to the end of the step
             ctx.save_for_backward(d_input_ND, d_weight_VD)
-        return loss
+        return _scaled_total(sums, settings.scales)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(
+        ctx: Any, grad_output: Tensor, *_: Any
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if ctx.weight_dtype is None:  # in place: the largest tensor of the step
             d_logits_NV, ctx.gradient = ctx.gradient, None
             if d_logits_NV is None:
@@ -215,6 +232,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             d_weight_VD = torch.mul(d_weight_VD, grad_output, out=out)
         # A schedule that splits the backward pass comes here twice: for the input, and for the weight.
         return d_input_ND * grad_output, d_weight_VD, None, None
+
+
+def _scale(gradient: Tensor, scale: float) -> None:
+    if scale != 1:
+        gradient.mul_(scale)
 
 
 def _one_chunk(
@@ -298,7 +320,12 @@ def _across_ranks(
     return largest_C + sums_2C[0].log(), sums_2C[1]
 
 
-def cross_entropy_sum(
+def cross_entropy_sum(input: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    """Return the sum of the cross entropy of all rows, a scalar in fp32 (`scaled_cross_entropy`, with its options)."""
+    return scaled_cross_entropy(input, labels, **options)[0]
+
+
+def scaled_cross_entropy(
     input: Tensor,
     labels: Tensor,
     *,
@@ -308,8 +335,12 @@ def cross_entropy_sum(
     kernels: Kernels | None = None,
     product: Product | None = None,
     custom: CustomLoss | None = None,
-) -> Tensor:
+    scales: Sequence[float] = (1.0,),
+) -> tuple[Tensor, ...]:
     """Return the sum of the cross entropy in nats over the valid labels, a scalar in fp32, the same on every rank of a shard.
+
+    With several scales, the rows are that many parts of one size, and the sum has each part's times its scale, of which the first is 1. All
+    share one gradient of the weight. A second result, fp32 (P,), are then the sums of the parts, which are not differentiable.
 
     Differentiable once in input and weight. Raises ValueError for labels of another shape, and for a weight that is not gathered.
 
@@ -333,22 +364,40 @@ def cross_entropy_sum(
     if isinstance(weight, DTensor):
         weight = _local_rows(weight, shard)
     input_ND, labels_N = input.reshape(-1, input.shape[-1]), labels.reshape(-1)
-    num_chunks = -(-len(input_ND) // (chunk_tokens or len(input_ND)))
+    part_rows = len(input_ND) // len(scales)
+    num_chunks = -(-part_rows // (chunk_tokens or part_rows))
+    loss = custom or partial(F.cross_entropy, ignore_index=IGNORED, reduction="sum")
     # A single chunk gains nothing from the code for several, unless ranks share the vocabulary or a compiler fuses it.
     if num_chunks == 1 and shard is None and (kernels is None or not chunk_tokens):
         linear = product or (lambda x: x if weight is None else F.linear(x, weight))
-        logits_NV = linear(input_ND)
-        if custom is not None:
-            return custom(logits_NV.float(), labels_N)
-        return F.cross_entropy(logits_NV.float(), labels_N, ignore_index=IGNORED, reduction="sum")
+        return _parts(lambda x, y: loss(linear(x).float(), y), input_ND, labels_N, scales)
     is_plain = not chunk_tokens and weight is None and custom is None
     if is_plain and shard is not None and shard.mesh is not None:
-        return _plain_over_vocabulary(input_ND, labels_N, shard.mesh, start=shard.start)
-    size = -(-len(input_ND) // num_chunks)
+        plain = partial(_plain_over_vocabulary, mesh=shard.mesh, start=shard.start)
+        return _parts(plain, input_ND, labels_N, scales)
+    size = -(-part_rows // num_chunks)
     if product is not None:
         size = -(-size // _FLOAT8_ROWS) * _FLOAT8_ROWS
-    settings = _Settings(size, shard, kernels or Kernels(), product, custom)
+    settings = _Settings(size, shard, kernels or Kernels(), product, custom, scales)
     return _ChunkedCrossEntropy.apply(input_ND, weight, labels_N, settings)  # pyright: ignore[reportReturnType]
+
+
+def _parts(
+    loss: CustomLoss, input_ND: Tensor, labels_N: Tensor, scales: Sequence[float]
+) -> tuple[Tensor, ...]:
+    """Return what `scaled_cross_entropy` does, of a loss that autograd differentiates."""
+    count = len(scales)
+    return _scaled_total([*map(loss, input_ND.chunk(count), labels_N.chunk(count))], scales)
+
+
+def _scaled_total(sums: list[Tensor], scales: Sequence[float]) -> tuple[Tensor, ...]:
+    """Return the sum of all parts, each times its scale, and of several also their own sums."""
+    if len(sums) == 1:
+        return (sums[0],)
+    total = sums[0]
+    for scale, one in zip(scales[1:], sums[1:], strict=True):
+        total = total + scale * one
+    return total, torch.stack(sums).detach()
 
 
 def _local_rows(weight: DTensor, shard: VocabularyShard | None) -> Tensor:
@@ -435,10 +484,21 @@ class LossSum:
         self, input: Tensor, labels_BS: Tensor, *, custom: CustomLoss | None = None
     ) -> Tensor:
         """Return the sum; custom: computes it from rows of logits, in place of everything else."""
+        return self.scaled(input, labels_BS, (1.0,), custom=custom)[0]
+
+    def scaled(
+        self,
+        input: Tensor,
+        labels_BS: Tensor,
+        scales: Sequence[float],
+        *,
+        custom: CustomLoss | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Return the scaled sum of parts of the rows, and the sum of each (`scaled_cross_entropy`)."""
         # FSDP keeps the unit of the output layer gathered after its forward pass.
         weight = None if self.output is None else self.output.get_parameter("weight")
         with torch.profiler.record_function("titan: loss"):  # a module's range, to `titan profile`
-            return cross_entropy_sum(
+            return scaled_cross_entropy(
                 input,
                 labels_BS,
                 chunk_tokens=self.chunk_tokens,
@@ -447,4 +507,5 @@ class LossSum:
                 kernels=self.kernels,
                 product=self.product,
                 custom=custom or (self.custom if torch.is_grad_enabled() else None),
+                scales=scales,
             )

@@ -331,13 +331,16 @@ class FurtherLoss:
 
     def __call__(self, input: Tensor, labels_BSN: Tensor) -> Tensor:
         """Return the sum. input: of B rows for the next token, then of B for each further one, whose labels are labels_BSN[..., 1:]."""
-        parts = zip(input.split(len(labels_BSN)), labels_BSN.unbind(-1), strict=True)
-        first, *further = (self.loss(part, labels_BS) for part, labels_BS in parts)
-        mean = torch.stack(further).mean()
+        further = labels_BSN.shape[-1] - 1
+        scales = [1.0, *[self.coeff / further] * further]
+        # At once, since each call of the loss would keep a gradient of the output layer in fp32.
+        labels = labels_BSN.movedim(-1, 0).flatten(0, 1)
+        total, sums = self.loss.scaled(input, labels, scales)
+        mean = sums[1:].mean()
         if torch.is_grad_enabled():
-            self.means.append(mean.detach())
+            self.means.append(mean)
             del self.means[:-10_000]  # more than a step has: nobody reads them
-        return first + self.coeff * (mean - mean.detach())
+        return sums[0] + (total - total.detach())
 
 
 def task_of(config: JobConfig) -> Task:

@@ -9,12 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.ranks import Pool
 from titan.config.model import family
 from titan.config.schema import JobConfig
 from titan.data.packing import IGNORED, Batch
+from titan.loss import LossSum
 from titan.parallel import build_mesh, initialize
+from titan.task import FurtherLoss
 from titan.train_step import build_train_step
 
 
@@ -55,6 +58,45 @@ def test_counts(name: str) -> None:
     if name != "deepseek_v3":  # where tokens meet some of the experts
         more = 6 * (matrices + 2 * config.num_embedding_params) + 2 * block
         assert config.flops_per_token(64) - plain.flops_per_token(64) == more
+
+
+class _Zeros(TorchDispatchMode):
+    """Count tensors of zeros of a shape, where sums begin."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.count += "zeros" in str(function) and tuple(result.shape) == self.shape
+        return result
+
+
+@pytest.mark.parametrize("chunk", [0, 3, 4])
+def test_all_tokens_share_a_gradient_of_the_output_layer(chunk: int) -> None:
+    """And it is the sum of those that autograd finds with torch's own loss, as are the input's and the value."""
+    torch.manual_seed(0)
+    output = torch.nn.Linear(16, 500, bias=False)
+    loss = FurtherLoss(LossSum(chunk, output=output), 0.3)
+    x_BSD = torch.randn(6, 4, 16, requires_grad=True)
+    labels_BSN = torch.randint(500, (2, 4, 3)).index_fill(1, torch.tensor([2]), IGNORED)
+    with _Zeros((500, 16)) as zeros:
+        value = loss(x_BSD, labels_BSN)
+    assert zeros.count == bool(chunk)
+    (value / 7).backward()
+    found = [x_BSD.grad, output.weight.grad]
+    parts = [
+        F.cross_entropy(output(x).flatten(0, 1), y.flatten(), ignore_index=IGNORED, reduction="sum")
+        for x, y in zip(x_BSD.split(2), labels_BSN.unbind(-1), strict=True)
+    ]
+    total = (parts[0] + 0.3 * (parts[1] + parts[2]) / 2) / 7
+    expected = torch.autograd.grad(total, [x_BSD, output.weight])
+    torch.testing.assert_close(found, [*expected], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(value, parts[0])
+    torch.testing.assert_close(loss.means[-1], (parts[1] + parts[2]).detach() / 2)
 
 
 def written_out(model: Any, tokens: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
