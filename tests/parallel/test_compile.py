@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.exc import Unsupported
+from torch.utils import flop_counter
 
 from tests.support.ranks import Pool
 from titan.models import qwen3
@@ -25,6 +26,7 @@ from titan.parallel.compile import CompileLog, apply_compile
 from titan.parallel.expert import keep_routes
 from titan.parallel.kept_operations import DEFAULT_KEEP
 from titan.parallel.offload import apply_offload
+from titan.parallel.torch_compat import set_memory_budget
 from titan.train import _set_compile_cache
 
 
@@ -182,6 +184,20 @@ def test_memory_budget() -> None:
     assert saved[0.0] == block_input + rotations
     assert saved[0.0] < saved[0.5] < 0.7 * saved[1.0]
     assert saved[1.0] > 8 * block_input
+
+
+def test_a_memory_budget_counts_grouped_heads() -> None:
+    """The compiler weighs attention by its operations. torch 2.11 refused to count those of the kernels for GPUs."""
+    whole, grouped = (2, 8, 64, 16), (2, 2, 64, 16)
+    count, back = flop_counter.sdpa_flop_count, flop_counter.sdpa_backward_flop_count
+    try:
+        set_memory_budget(0.5)
+        flops = flop_counter.sdpa_flop_count(whole, grouped, grouped)
+        assert flops == count(whole, whole, whole) == 2 * 2 * 2 * 8 * 64 * 64 * 16
+        flops = flop_counter.sdpa_backward_flop_count(whole, whole, grouped, grouped)
+        assert flops == back(whole, whole, whole, whole)
+    finally:
+        set_memory_budget(1.0)
 
 
 def test_memory_budget_under_tensor_parallelism(pool: Pool) -> None:

@@ -37,6 +37,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 # Where a shard is in the whole tensor; DCP's own planner asks it too.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils import flop_counter
 
 __all__ = [
     "ActivationWrapper",
@@ -160,6 +161,27 @@ def set_memory_budget(share: float) -> None:
     # Not every torch has the setting.
     if hasattr(config, "unsafe_treat_script_objects_as_zero_size"):
         config.unsafe_treat_script_objects_as_zero_size = share < 1
+    if share < 1:
+        _count_grouped_heads("sdpa_flop_count", 1)
+        _count_grouped_heads("sdpa_backward_flop_count", 2)
+
+
+def _count_grouped_heads(name: str, keys: int) -> None:
+    """Let torch 2.11 count the operations of attention whose key/value heads are fewer, by which it chooses what to keep.
+
+    name: of the function that counts by shapes. keys: where among its arguments key and value stand.
+    """
+    original = getattr(flop_counter, name)
+    if hasattr(original, "original"):
+        return
+
+    def count(*shapes: Any) -> int:
+        heads = shapes[keys - 1][1]
+        key, value = ((batch, heads, *rest) for batch, _, *rest in shapes[keys : keys + 2])
+        return original(*shapes[:keys], key, value)
+
+    count.original = original  # pyright: ignore[reportFunctionMemberAccess]
+    setattr(flop_counter, name, count)
 
 
 @dataclass(frozen=True)

@@ -219,6 +219,8 @@ def _describe(error: Exception, tracer: Any, rank: int) -> str:
     """Return a line with the operation, phase, action and module of an error, and the function that raised it."""
     if isinstance(error, InputError):  # the user's mistake, and its message says where
         return str(error)
+    while type(error) is RuntimeError and isinstance(cause := error.__cause__, Exception):
+        error = cause  # a pipeline's stage hides it behind the shapes of its arguments
     scopes = tracer.scopes
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1]
