@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.backends import registry
 
 from tests.data.test_data_chat import LLAMA, WORDS, conversations, written
 from tests.support.jobs import ROOT, SMALL, with_changes
@@ -273,3 +274,43 @@ def test_a_blend_with_conversations_resumes_in_each_phase_and_on_other_ranks(
     degrees = {"data_parallel_shard_degree": 2, "pipeline_parallel_degree": 2}
     pool.run(4, go_on, moved, tmp_path, degrees)
     require_equal(moved, whole)
+
+
+def test_each_phase_trains_with_programs_for_its_own_shapes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a run that begins there does. After two shapes, torch compiles for any shape of a kind, which is slower."""
+    trained: list[tuple[int, ...] | None] = []
+
+    def watched(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        if torch.is_grad_enabled():
+            sizes = [n for x in inputs if isinstance(x, Tensor) for n in x.shape]
+            is_static = all(
+                isinstance(n, int) for n in (*inputs, *sizes) if not isinstance(n, Tensor)
+            )
+            trained.append(
+                tuple(max((x for x in inputs if x.ndim == 3), key=Tensor.numel).shape)
+                if is_static
+                else None
+            )
+        return graph.forward
+
+    registry.lookup_backend("eager")
+    watched._tags = ("debug",)  # pyright: ignore[reportFunctionMemberAccess]
+    monkeypatch.setitem(registry._COMPILER_FNS, "eager", watched)
+    torch.compiler.reset()
+    finish(
+        job(
+            tmp_path / "run",
+            compile={"enable": True, "backend": "eager", "components": ["model"]},
+            validation={
+                "enable": True,
+                "freq": 2,
+                "steps": 1,
+                "dataset": "synthetic",
+                "local_batch_size": 3,
+            },
+        )
+    )
+    # The second phase only accumulates more: it takes the first one's.
+    assert trained == [(2, 32, 64), (4, 64, 64)], trained

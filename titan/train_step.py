@@ -118,6 +118,7 @@ class TrainStep:
 
     def __post_init__(self) -> None:
         self.prepare_backward = backward_preparer(self.config, self.mesh)
+        self.shape = _shape(self.config)  # of the micro-batches of this phase
         self.context = submesh(self.mesh, "cp")
         self.draws = RandomDraws(self.config, self.model_parts, mesh=self.mesh, device=self.device)
         # Kept, because a walk over the modules costs a small model a hundredth of its step.
@@ -266,6 +267,10 @@ class TrainStep:
 
     def change(self, config: JobConfig) -> None:
         """Go on with the batch and the sequences of another phase's job (titan/config/phases.py)."""
+        if self.compile_log is not None and (new := _shape(config)) != self.shape:
+            self.shape = new
+            # Else the next programs would be for any shape, since torch has seen two: slower than those of a run that begins here.
+            torch.compiler.reset()
         if self.pipeline is not None:
             num_layers = model_config(config.model).n_layers
             self.pipeline.change(stage_split(config, num_layers=num_layers).schedule)
@@ -404,6 +409,10 @@ def build_train_step(
         average=WeightAverage(model_parts, config.average) if config.average.enable else None,
         balance=Balance.of({n: m for part in model_parts for n, m in moes_of(part).items()}, mesh),
     )
+
+
+def _shape(config: JobConfig) -> tuple[int, int]:
+    return config.training.local_batch_size, config.training.seq_len
 
 
 def _sent(
