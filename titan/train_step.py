@@ -92,6 +92,7 @@ class TrainStep:
     async_tp, compile_log: what the compiler did. on_gradients: called with whole gradients, before they are clipped.
     num_groups, sum_over_groups: replica groups of this step, and a sum over them in place (titan/hooks/elastic.py).
     mark: called after the forward and after the backward pass of a micro-batch; of a pipeline, whose passes are interleaved, after both.
+    before_change: called before the weights change otherwise than by an update: a copy of them may be under way.
     is_fake: tensors hold no numbers: none are drawn, and labels cannot be counted to leave out updates without any.
     """
 
@@ -114,6 +115,7 @@ class TrainStep:
     num_groups: int = 1
     sum_over_groups: Callable[[Sequence[Tensor]], None] = lambda _: None
     mark: Callable[[str], None] = lambda _: None
+    before_change: Callable[[], None] = lambda: None
     is_fake: bool = False
 
     def __post_init__(self) -> None:

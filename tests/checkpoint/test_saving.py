@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from threading import Thread
+from threading import Thread, Timer
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.jobs import SMALL, with_changes
 from tests.support.jobs import job as any_job
 from tests.support.trainers import Trainer
+from titan.checkpoint import staging as staging_module
 from titan.checkpoint.commit import remove_step
 from titan.checkpoint.manager import (
     CheckpointError,
@@ -40,6 +41,7 @@ from titan.cli import main as titan
 from titan.config.load import load_config
 from titan.config.schema import CheckpointSection, JobConfig
 from titan.health.signals import StopRequest
+from titan.optim.average import averaged
 from titan.tools import verify
 from titan.tools.saved_model import find_checkpoint
 
@@ -323,6 +325,50 @@ def test_buffers_are_kept_and_the_copy_is_of_its_own_step() -> None:
     fresh = Staging(overlap=False).begin({"x": weight})
     weight.fill_(7)
     assert fresh()["x"].eq(-1).all()
+
+
+def test_pinned_buffers_share_a_few_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of pinned memory rounds each up to a power of two, which for a tensor of 9 bytes more than one is twice its size."""
+    monkeypatch.setattr(staging_module, "_ALLOCATION", 4096)
+    asked: list[int] = []
+
+    def allocate(size: int) -> torch.Tensor:
+        asked.append(size)
+        return torch.empty(size, dtype=torch.uint8)
+
+    shapes = [(257,), (3, 5), (2000,), (), (0,), (7, 64)]
+    dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.int64, torch.float32, torch.int8]
+    tensors = [torch.empty(shape, dtype=d) for shape, d in zip(shapes, dtypes, strict=True)]
+    staging_module.share_memory(tensors, allocate)
+    # The third needs 8,192 bytes by itself; what follows fits into what is left to place.
+    assert asked == [4096, 8192, 1024]
+    for number, tensor in enumerate(tensors):
+        tensor.fill_(number)
+    for number, tensor in enumerate(tensors):
+        assert tensor.shape == shapes[number] and tensor.eq(number).all()
+
+
+def test_a_validation_with_the_average_waits_for_a_copy_under_way(tmp_path: Path) -> None:
+    """It sets the weights that are being copied, also after a step without an update, which waits for nothing."""
+    config = job(
+        tmp_path,
+        checkpoint={"interval": 1, "async_mode": "async_with_pinned_mem"},
+        average={"enable": True},
+        validation={"enable": True, "freq": 100, "steps": 1},
+    )
+    trainer = Trainer(config)
+    trainer.train_one_step()
+    weight = next(trainer.train_step.model_parts[0].parameters()).detach()
+    finish = trainer.checkpoints.staging.begin({"x": weight})
+    expected, copied = weight.clone(), []
+    # The writer's thread comes late.
+    writer = Timer(0.3, lambda: copied.append(finish()["x"].clone()))
+    writer.start()
+    with averaged(trainer.train_step):
+        writer.join()
+        assert not torch.equal(weight, expected)
+    trainer.close()
+    torch.testing.assert_close(copied[0], expected, rtol=0, atol=0)
 
 
 class LateDevice(TorchDispatchMode):

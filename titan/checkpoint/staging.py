@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan.checkpoint.tensors import StateDict
+
+_ALLOCATION, _ALIGNED = 2**30, 512  # bytes
 
 
 class Staging:
@@ -35,7 +38,7 @@ class Staging:
         """Copy `state`, or begin to. Return a function that the writer's thread calls for the finished copy."""
         self.waited_s = 0.0
         # Under the second mode, buffers of the save before are used again.
-        copies = {name: self._buffer(name, value) for name, value in state.items()}
+        copies = self._buffers if _are_alike(self._buffers, state) else self._allocate(state)
         if not self._overlap:
             # The writer reads at once, and no event is waited for: the host has to wait for each copy here.
             _copy(state, copies, non_blocking=False)
@@ -83,12 +86,30 @@ class Staging:
 
         return finish
 
-    def _buffer(self, name: str, value: Tensor) -> Tensor:
-        old = self._buffers.get(name)
-        if old is not None and (old.shape, old.dtype) == (value.shape, value.dtype):
-            return old
-        pinned = self._overlap and value.device.type != "cpu"
-        return torch.empty_like(value, device="cpu", pin_memory=pinned)
+    def _allocate(self, state: StateDict) -> StateDict:
+        copies = {name: torch.empty_like(value, device="cpu") for name, value in state.items()}
+        pinned = [_local(copies[n]) for n, value in state.items() if value.device.type != "cpu"]
+        if self._overlap:
+            share_memory(pinned, partial(torch.empty, dtype=torch.uint8, pin_memory=True))
+        return copies
+
+
+def _are_alike(copies: StateDict, state: StateDict) -> bool:
+    def shapes(values: StateDict) -> list[Any]:
+        return [(name, value.shape, value.dtype) for name, value in values.items()]
+
+    return shapes(copies) == shapes(state)
+
+
+def share_memory(tensors: Sequence[Tensor], allocate: Callable[[int], Tensor]) -> None:
+    """Give tensors their places in a few large allocations of bytes, since that of pinned memory rounds each up to a power of two."""
+    left = torch.empty(0, dtype=torch.uint8)
+    sizes = [-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors]
+    for number, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
+        if size > len(left):
+            left = allocate(max(size, min(sum(sizes[number:]), _ALLOCATION)))
+        place, left = left[: tensor.nbytes], left[size:]
+        tensor.set_(place.view(tensor.dtype).view(tensor.shape))  # pyright: ignore[reportArgumentType]
 
 
 @torch.no_grad()

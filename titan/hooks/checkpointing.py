@@ -46,6 +46,7 @@ class Checkpointing(Hook):
         # The copy overlaps the next step until its update.
         if self.section.async_mode == "async_with_pinned_mem":
             trainer.train_step.optimizer.register_step_pre_hook(self._before_update)
+            trainer.train_step.before_change = lambda: self.manager.staging.before_update()
 
     @property
     def group(self) -> dist.ProcessGroup | None:

@@ -52,11 +52,14 @@ class WeightAverage:
 
     @torch.no_grad()
     def _mix(self, share: float) -> None:
-        for name, parameter in self.parameters.items():
-            average, weight = local(self.tensors[name]), local(parameter)
-            if share == 1:
-                average.copy_(weight)
-            else:
+        averages = [local(self.tensors[name]) for name in self.parameters]
+        weights = [local(parameter) for parameter in self.parameters.values()]
+        if share == 1:
+            torch._foreach_copy_(averages, weights)
+        elif all(weight.dtype == torch.float32 for weight in weights):
+            torch._foreach_lerp_(averages, weights, share)  # a few kernels for all
+        else:
+            for average, weight in zip(averages, weights, strict=True):
                 average.lerp_(weight.float(), share)
 
     @contextmanager
@@ -103,6 +106,7 @@ def averaged(step: Any, *, wanted: bool = True) -> AbstractContextManager[None]:
     Args:
         step: a TrainStep.
     """
+    step.before_change()
     if step.average is not None and wanted:
         return step.average.in_place()
     if hasattr(step.optimizer, "eval"):
