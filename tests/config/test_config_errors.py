@@ -39,6 +39,7 @@ PHRASES = {
     "[parallelism]\ntensor_parallel_degree = 3\n": "tensor_parallel_degree = 2 or 4, or 15 or 18 ranks",
     "[fault_tolerance]\nenable = true\nreplica_id = 1\n": "must be below replica_groups = 1",
     "[[phase]]\nfrom_step = 5\nseq_len = 64\n[[phase]]\nfrom_step = 4\nseq_len = 32\n": "does not begin after phase[0], whose first step is 5; put the tables in order",
+    "[parallelism]\ncontext_parallel_degree = 2\ncontext_parallel_rotate_method = 'ring'\n[data]\ndocument_mask = true\n[training]\nseq_len = 32768\n": 'makes masks of 16,384 x 16,384 for each block; use "allgather"',
     "[[phase]]\nfrom_step = 5\nweights = [0.5]\n": "this job has one source; name each in [[data.sources]] to weigh them",
     "[[phase]]\nfrom_step = 5\nseq_len = 3000\n": "3000 does not fit 2048: ",
     "[model]\ntokenizer_path = 'a'\n[tokenizer]\npath = 'b'\n": "which job.toml:4 sets too",
@@ -68,7 +69,7 @@ def test_every_mistake_is_reported_where_it_was() -> None:
 @pytest.mark.parametrize("text", PHRASES)
 def test_the_message_says_what_to_write(text: str, folder: Path) -> None:
     write(folder, text)
-    first = golden.problems_of({"ranks": 16 if "tensor" in text else 1})[0]
+    first = golden.problems_of({"ranks": 16 if "_degree" in text else 1})[0]
     assert PHRASES[text] in str(first)
 
 

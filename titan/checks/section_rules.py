@@ -16,6 +16,7 @@ from titan.config.errors import KeyPath, RuleViolation, choose, key_text
 from titan.config.layout import CUDA_GRAPHS
 from titan.config.loss import check_loss
 from titan.config.model import check_freeze, resolve_model
+from titan.config.phases import longest_sequence
 from titan.config.quantize import check_converters, grouped_section, lacks_units
 from titan.config.schema import (
     ActivationCheckpointSection,
@@ -264,6 +265,14 @@ def _context(config: JobConfig) -> Iterator[RuleViolation]:
     if method == "ulysses" and uneven:
         fix = 'use "allgather" or "ring"'
         yield key, f'"ulysses" cannot share {heads} query heads of a rank among {cp} ranks; {fix}'
+    own = longest_sequence(config) // cp
+    if method in ("ring", "alltoall") and config.data.document_mask and own > _MASKED_RING:
+        size = f"{own:,} x {own:,} for each block"
+        yield key, f'"{method}" with document masks makes masks of {size}; use "allgather"'
+
+
+# Tokens of a rank: above, the ring's masks take gigabytes, and no quick kernel takes them.
+_MASKED_RING = 8192
 
 
 def _recomputation(config: JobConfig) -> Iterator[RuleViolation]:
