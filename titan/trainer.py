@@ -227,6 +227,9 @@ class Trainer:
     # ---- set-up --------------------------------------------------------------------------------
 
     def _init_distributed(self) -> torch.device:
+        if self.config.fault_tolerance.enable:
+            # NCCL's watchdog would end this process a minute after it has lost a group, though torchft goes on without that.
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
         return start_process_group(
             init_timeout_s=self.config.comm.init_timeout_seconds,
             expandable_segments=self.config.training.expandable_segments,
