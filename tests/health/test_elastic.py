@@ -193,19 +193,25 @@ def test_a_group_of_another_job_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @needs_torchft
-def test_a_group_waits_for_a_lighthouse_that_died(tmp_path: Path) -> None:
-    server = lighthouse(0)
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_group_waits_for_a_lighthouse_that_died(tmp_path: Path, moves: bool) -> None:
+    """It comes back at its address, or its file says where."""
+    server, file = lighthouse(0), tmp_path / "lighthouse"
     port = int(server.address().rpartition(":")[2])
-    group = start_group(0, tmp_path, f"http://127.0.0.1:{port}", "--training.steps=100000")
+    file.write_text(f"http://127.0.0.1:{port}\n")
+    where = str(file) if moves else f"http://127.0.0.1:{port}"
+    nproc = ["--nproc", "2"] if moves else []
+    group = start_group(0, tmp_path, where, "--training.steps=100000", *nproc)
     folder = tmp_path / "group-0"
     try:
         wait_for(lambda: len(logged_steps(folder)) > 3, [group])
         server.shutdown()
         del server
         events = folder / "events.jsonl"
-        wait_for(lambda: "waiting for 1 replica groups" in events.read_text(), [group])
+        wait_for(lambda: "waiting for 1 replica group:" in events.read_text(), [group])
         wait_for(lambda: list((tmp_path / "saved").glob("step-*/titan.json")), [group])
-        before, again = len(logged_steps(folder)), lighthouse(port)
+        before, again = len(logged_steps(folder)), lighthouse(0 if moves else port)
+        file.write_text("http://127.0.0.1:" + again.address().rpartition(":")[2])
         wait_for(lambda: len(logged_steps(folder)) > before + 3 and again, [group])
     finally:
         group.send_signal(signal.SIGTERM)
@@ -226,15 +232,56 @@ def test_the_script_of_groups_is_an_array_that_finds_its_lighthouse(
     assert "#SBATCH --array=0-2" in script and not (run / "lighthouse").exists()
     assert f"titan.health.launch_groups {run}/lighthouse" in (run / "lighthouse.sbatch").read_text()
     # What an element of the array gives to titan.
-    (run / "lighthouse").write_text("http://host:29510\n")
     shown = script[: script.index("set -uo pipefail")] + "printf '%s\\n' \"$@\""
     variables = {**os.environ, "SLURM_ARRAY_TASK_ID": "1"}
     done = subprocess.run(["bash", "-c", shown], capture_output=True, text=True, env=variables)
     job = load_from_argv(done.stdout.splitlines())
     section = job.fault_tolerance
     assert (section.enable, section.replica_id, section.replica_groups) == (True, 1, 3)
-    assert section.lighthouse == "http://host:29510"
+    assert section.lighthouse == f"{run}/lighthouse"  # each group reads it, again after a loss
     assert job.job.dump_folder == f"{run}/group-1" and job.checkpoint.folder == f"{run}/checkpoint"
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("ends", "queued", "requeued", "code"),
+    [
+        ("", "5", True, 143),  # USR1, a minute before the time limit
+        ("exit 1", "5", True, 1),
+        ("exit 1", "", False, 1),  # no group is left
+        ("exit 2", "5", False, 2),
+    ],
+)
+def test_the_lighthouse_is_queued_again_while_there_are_groups(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    ends: str,
+    queued: str,
+    requeued: bool,
+    code: int,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    texts = {
+        "python": ends or "kill -USR1 $PPID; exec sleep 60",
+        "squeue": f"echo {queued} $*",
+        "scontrol": "echo scontrol $*",
+    }
+    if not queued:
+        texts["squeue"] = "true"
+    for name, text in texts.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    arguments = [str(ROOT / JOB[0]), "--job.dump_folder=run", "--checkpoint.enable=true"]
+    assert main(["slurm", *arguments, "--nodes", "1", "--gpus-per-node", "0", "--groups", "2"]) == 0
+    script = tmp_path / "run/lighthouse.sbatch"
+    assert "#SBATCH --requeue" in script.read_text()
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    variables = {**os.environ, "PATH": path, "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", script], capture_output=True, text=True, env=variables)
+    assert ("scontrol requeue 7" in done.stdout) == requeued, done.stdout + done.stderr
+    assert done.returncode == code or (not ends and done.returncode > 128)
     capsys.readouterr()
 
 
