@@ -561,8 +561,6 @@ def test_groups_that_would_share_gpus_are_refused(
 def test_nccl_leaves_it_to_the_groups_to_go_on(
     monkeypatch: pytest.MonkeyPatch, enable: bool, of_user: str | None, expected: str | None
 ) -> None:
-    from types import SimpleNamespace
-
     from titan import trainer
 
     name, found = "TORCH_NCCL_ASYNC_ERROR_HANDLING", []
@@ -573,7 +571,7 @@ def test_nccl_leaves_it_to_the_groups_to_go_on(
         trainer, "start_process_group", lambda **_: found.append(os.environ.get(name))
     )
     config = job(fault_tolerance={"enable": enable}, checkpoint={"enable": True})
-    trainer.Trainer._init_distributed(SimpleNamespace(config=config))  # pyright: ignore[reportArgumentType]
+    trainer._start_process_group(config)
     assert found == [expected]
 
 

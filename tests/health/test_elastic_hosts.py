@@ -109,7 +109,7 @@ def kill_and_return(groups: Groups, kills: int, *, seed: int) -> None:
             kills -= 1
             groups.processes.pop(lost)
             before = groups.row(other)["step"]
-            waits.append(groups.wait_for(lambda at=before: groups.row(other)["step"] > at + 2))
+            waits.append(groups.wait_for(lambda n=other, at=before: groups.row(n)["step"] > at + 2))
             groups.start(lost)
             time.sleep(chosen.uniform(0, 6))
         before = groups.row(other)["step"]
