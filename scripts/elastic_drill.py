@@ -29,15 +29,13 @@ _SETTINGS = (
     # Steps in proportion to gradients: else rounding errors grow over hundreds of steps in any two layouts. And small ones: at
     # 1e-3 the gradient of one step in 2,000 depends on the order of sums (1.3e-5 between two orders on one process).
     *("--optimizer.eps=1e-3", "--optimizer.lr=3e-4"),
-    # The same schedule for a run that is ended after any number of steps.
-    "--lr_scheduler.total_steps=100000",
 )
 
 
 def settings(options: argparse.Namespace) -> list[str]:
     """Return the job's arguments."""
     sizes = [f"--training.steps={options.steps}", f"--training.seq_len={options.seq_len}"]
-    return [*_JOB, *_SETTINGS, *sizes]
+    return [*_JOB, *_SETTINGS, *sizes, *getattr(options, "more", ())]
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:

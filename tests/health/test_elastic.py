@@ -189,7 +189,9 @@ def start_slow_group(
 def test_a_state_that_takes_longer_than_the_limit_of_a_sum_heals(tmp_path: Path) -> None:
     server = lighthouse(0)
     address = "http://127.0.0.1:" + server.address().rpartition(":")[2]
-    both = ("--training.steps=100000", "--fault_tolerance.process_group_timeout_ms=10000")
+    rate = ("--lr_scheduler.total_steps=100000", "--optimizer.lr=1e-5")
+    both = (*rate, "--training.steps=100000")
+    both += ("--fault_tolerance.process_group_timeout_ms=10000",)
     groups = [start_slow_group(tmp_path, address, *both, seconds=12)]
     try:
         wait_for(lambda: len(logged_steps(tmp_path / "group-0")) > 3, groups)
@@ -201,7 +203,8 @@ def test_a_state_that_takes_longer_than_the_limit_of_a_sum_heals(tmp_path: Path)
         for group in groups:
             end_group(group)
         server.shutdown()
-    assert drill.replay(tmp_path, argparse.Namespace(steps=steps, seq_len=64)) < drill.BOUND
+    options = argparse.Namespace(steps=steps, seq_len=64, more=rate)
+    assert drill.replay(tmp_path, options) < drill.BOUND
 
 
 @needs_torchft

@@ -23,6 +23,9 @@ from tests.support.runs import logged_steps
 
 pytestmark = [needs_torchft, pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")]
 
+# One schedule, whenever a run ends, and a rate at which rounding errors do not grow over thousands of steps.
+RATE = ("--lr_scheduler.total_steps=100000", "--optimizer.lr=1e-5")
+
 
 class Groups:
     """Two hosts with a group each, and a lighthouse that both reach."""
@@ -89,7 +92,7 @@ class Groups:
 
 @pytest.fixture
 def groups(tmp_path: Path) -> Any:
-    made = Groups(tmp_path, "--training.steps=100000", "--checkpoint.interval=100000")
+    made = Groups(tmp_path, *RATE, "--training.steps=100000", "--checkpoint.interval=100000")
     yield made
     made.close()
 
@@ -126,7 +129,7 @@ def kill_and_return(groups: Groups, kills: int, *, seed: int) -> None:
     for number in (0, 1):
         groups.kill(number)
     # Every step is that of one process, so whoever came back has the weights of the other.
-    options = argparse.Namespace(steps=steps, seq_len=64)
+    options = argparse.Namespace(steps=steps, seq_len=64, more=RATE)
     assert drill.replay(groups.folder, options) < drill.BOUND
 
 

@@ -148,6 +148,7 @@ class ReplicaGroups:
         num_failures = 0
         while True:
             self.at(step)
+            self._healing.disallow_checkpoint()
             self.has_healed, texts = False, []
             code, reason = self._quorum()
             code = self._worst(code)
@@ -206,7 +207,6 @@ class ReplicaGroups:
             code, reason = _OURS, f"a peer's state did not come ({_first_line(error)})"
         while (found := self._tell(text, code))[0] == _HEALING:
             pass  # the group that heals tells it once a second
-        self._healing.disallow_checkpoint()
         worst, texts, failed = found
         if worst == _READY and state is not None:
             self.has_healed = True
