@@ -35,7 +35,7 @@ _SETTINGS = (
 def settings(options: argparse.Namespace) -> list[str]:
     """Return the job's arguments."""
     sizes = [f"--training.steps={options.steps}", f"--training.seq_len={options.seq_len}"]
-    return [*_JOB, *_SETTINGS, *sizes]
+    return [*_JOB, *_SETTINGS, *sizes, *getattr(options, "more", ())]
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ ALLOWED = {
     "optim": "config models parallel",
     "data": "config loss parallel untrusted",
     "checkpoint": "config data health optim parallel untrusted",
-    "health": "async_scalars config parallel run_folder untrusted",
+    "health": "async_scalars config hardware parallel run_folder untrusted",
     "observe": "async_scalars config hardware health optim parallel run_folder untrusted",
     # What a family's models are trained on: titan/models/NAME/task.py.
     "tasks": "config data loss models parallel task untrusted",

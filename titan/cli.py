@@ -99,7 +99,7 @@ def train(argv: list[str]) -> int:
         "--nproc",
         type=positive,
         metavar="N",
-        help="processes on this machine; default: one per accelerator, else one",
+        help="processes on this machine, of each group with --elastic; default: one per accelerator, else one",
     )
     parser.add_argument(
         "--max-restarts",
@@ -123,18 +123,22 @@ def train(argv: list[str]) -> int:
         from titan.hardware import count_accelerators
         from titan.health.launch import launch
 
-        num_processes = options.nproc or max(1, count_accelerators())
+        num_groups = options.groups or 2
+        if options.elastic:
+            from titan.health.launch_groups import launch_groups, processes_of_group
+
+            num_processes = processes_of_group(num_groups, options.nproc)
+        else:
+            num_processes = options.nproc or max(1, count_accelerators())
         options_here = ["--nproc", "--max-restarts", "--elastic", "--groups", "--quiet"]
         config, _ = _load_to_run(
             job, world_size=num_processes, options=options_here, here=True, warn=False
         )  # rank 0 warns
         if options.elastic:
-            from titan.health.launch_groups import launch_groups
-
             return launch_groups(
                 job,
                 config,
-                num_groups=options.groups or 2,
+                num_groups=num_groups,
                 num_processes=num_processes,
                 max_restarts=100 if options.max_restarts is None else options.max_restarts,
             )

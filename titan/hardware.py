@@ -15,6 +15,7 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from itertools import takewhile
 from pathlib import Path
 
 MARGIN = 0.1
@@ -131,7 +132,9 @@ def count_accelerators() -> int:
     # Device files are there before any driver library is loaded. /dev/nvidiactl is not a device.
     nvidia = len(list(Path("/dev").glob("nvidia[0-9]*")))
     if nvidia and not build.startswith("rocm"):
-        return min([nvidia, *_num_visible("CUDA_VISIBLE_DEVICES")])
+        names = visible_devices("CUDA_VISIBLE_DEVICES") or []
+        is_split = any(name.startswith("MIG-") for name in names)  # one GPU may have several
+        return len(names) if is_split else min([nvidia, *_num_visible("CUDA_VISIBLE_DEVICES")])
     # A torch from PyPI ("2.13.0", "2.13.0+cu130") is for NVIDIA; one built from source may be for AMD.
     if not build.startswith(("rocm", "git")):
         return 0
@@ -149,8 +152,15 @@ def _num_amd() -> int:
     return count
 
 
+def visible_devices(variable: str) -> list[str] | None:
+    """Return the devices that a variable names; None if it is unset. As in CUDA, an invalid name ends the list."""
+    if (value := os.environ.get(variable)) is None:
+        return None
+    names = (name.strip() for name in value.split(","))
+    return list(takewhile(lambda name: name not in ("", "-1"), names))
+
+
 def _num_visible(variable: str) -> list[int]:
     """Return how many devices a variable names, as a list of one; an empty list if it is unset."""
-    if (value := os.environ.get(variable)) is None:
-        return []
-    return [len([name for name in value.split(",") if name.strip() not in ("", "-1")])]
+    names = visible_devices(variable)
+    return [] if names is None else [len(names)]

@@ -227,12 +227,7 @@ class Trainer:
     # ---- set-up --------------------------------------------------------------------------------
 
     def _init_distributed(self) -> torch.device:
-        return start_process_group(
-            init_timeout_s=self.config.comm.init_timeout_seconds,
-            expandable_segments=self.config.training.expandable_segments,
-            host_tensors=self.config.training.enable_cpu_offload,
-            numa_binding=self.config.comm.numa_binding,
-        )
+        return _start_process_group(self.config)
 
     def _build_mesh(self) -> None:
         # FP8 units are asked for before a model is built.
@@ -367,6 +362,18 @@ def _why_unsaved(config: JobConfig, first_step: int) -> str:
     return (
         f"NOTHING WAS SAVED, because of checkpoint.{setting}: {steps} are lost, and the same "
         "command repeats them"
+    )
+
+
+def _start_process_group(config: JobConfig) -> torch.device:
+    if config.fault_tolerance.enable:
+        # NCCL's watchdog would end this process a minute after it has lost a group, though torchft goes on without that group.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+    return start_process_group(
+        init_timeout_s=config.comm.init_timeout_seconds,
+        expandable_segments=config.training.expandable_segments,
+        host_tensors=config.training.enable_cpu_offload,
+        numa_binding=config.comm.numa_binding,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
@@ -159,6 +160,76 @@ def start_group(number: int, folder: Path, address: str, *settings: str) -> subp
     )
 
 
+SLOW_STATE = """
+import sys, time
+from titan.cli import main
+from titan.hooks.elastic import Elastic
+
+state = Elastic._state
+Elastic._state = lambda self: time.sleep(float(sys.argv[1])) or state(self)
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def start_slow_group(
+    folder: Path, address: str, *settings: str, seconds: float
+) -> subprocess.Popen[str]:
+    """Start group 0, which takes so long to hand over its state."""
+    command = [sys.executable, "-c", SLOW_STATE, str(seconds), "train", *JOB, *settings]
+    section = {"enable": "true", "replica_groups": 2, "replica_id": 0, "lighthouse": address}
+    command += [f"--fault_tolerance.{key}={value}" for key, value in section.items()]
+    command += [f"--job.dump_folder={folder}/group-0", f"--checkpoint.folder={folder}/saved"]
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True
+    )
+
+
+@needs_torchft
+@pytest.mark.slow
+def test_a_state_that_takes_longer_than_the_limit_of_a_sum_heals(tmp_path: Path) -> None:
+    server = lighthouse(0)
+    address = "http://127.0.0.1:" + server.address().rpartition(":")[2]
+    rate = ("--lr_scheduler.total_steps=100000", "--optimizer.lr=1e-5")
+    both = (*rate, "--training.steps=100000")
+    both += ("--fault_tolerance.process_group_timeout_ms=10000",)
+    groups = [start_slow_group(tmp_path, address, *both, seconds=12)]
+    try:
+        wait_for(lambda: len(logged_steps(tmp_path / "group-0")) > 3, groups)
+        groups.append(start_group(1, tmp_path, address, *both))
+        wait_for(lambda: len(logged_steps(tmp_path / "group-1")) > 3, groups)
+        assert {row["replica_groups"] for row in logged_rows(tmp_path / "group-1")} == {2}
+        steps = logged_steps(tmp_path / "group-1")[-1]
+    finally:
+        for group in groups:
+            end_group(group)
+        server.shutdown()
+    options = argparse.Namespace(steps=steps, seq_len=64, more=rate)
+    assert drill.replay(tmp_path, options) < drill.BOUND
+
+
+@needs_torchft
+def test_a_group_that_cannot_heal_ends_and_the_others_go_on(tmp_path: Path) -> None:
+    server = lighthouse(0)
+    address = "http://127.0.0.1:" + server.address().rpartition(":")[2]
+    both = ("--training.steps=100000", "--fault_tolerance.healing_timeout_seconds=2")
+    healthy = start_slow_group(tmp_path, address, *both, seconds=1000)
+    returning: list[subprocess.Popen[str]] = []
+    try:
+        wait_for(lambda: len(logged_steps(tmp_path / "group-0")) > 3, [healthy])
+        for _ in range(2):
+            returning.append(start_group(1, tmp_path, address, *both))
+            text = returning[-1].communicate(timeout=100)[0]
+            assert returning[-1].returncode == 1, text
+            assert "healing_timeout_seconds = 2" in text and "group-1 ends, so that" in text
+            before = len(logged_steps(tmp_path / "group-0"))
+            wait_for(lambda at=before: len(logged_steps(tmp_path / "group-0")) > at + 3, [healthy])
+        assert {row["replica_groups"] for row in logged_rows(tmp_path / "group-0")} == {1}
+    finally:
+        for group in [healthy, *returning]:
+            end_group(group)
+        server.shutdown()
+
+
 def lighthouse(port: int, min_replicas: int = 1) -> Any:
     from torchft.coordination import LighthouseServer
 
@@ -193,19 +264,25 @@ def test_a_group_of_another_job_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @needs_torchft
-def test_a_group_waits_for_a_lighthouse_that_died(tmp_path: Path) -> None:
-    server = lighthouse(0)
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_group_waits_for_a_lighthouse_that_died(tmp_path: Path, moves: bool) -> None:
+    """It comes back at its address, or its file says where."""
+    server, file = lighthouse(0), tmp_path / "lighthouse"
     port = int(server.address().rpartition(":")[2])
-    group = start_group(0, tmp_path, f"http://127.0.0.1:{port}", "--training.steps=100000")
+    file.write_text(f"http://127.0.0.1:{port}\n")
+    where = str(file) if moves else f"http://127.0.0.1:{port}"
+    nproc = ["--nproc", "2"] if moves else []
+    group = start_group(0, tmp_path, where, "--training.steps=100000", *nproc)
     folder = tmp_path / "group-0"
     try:
         wait_for(lambda: len(logged_steps(folder)) > 3, [group])
         server.shutdown()
         del server
         events = folder / "events.jsonl"
-        wait_for(lambda: "waiting for 1 replica groups" in events.read_text(), [group])
+        wait_for(lambda: "waiting for 1 replica group:" in events.read_text(), [group])
         wait_for(lambda: list((tmp_path / "saved").glob("step-*/titan.json")), [group])
-        before, again = len(logged_steps(folder)), lighthouse(port)
+        before, again = len(logged_steps(folder)), lighthouse(0 if moves else port)
+        file.write_text("http://127.0.0.1:" + again.address().rpartition(":")[2])
         wait_for(lambda: len(logged_steps(folder)) > before + 3 and again, [group])
     finally:
         group.send_signal(signal.SIGTERM)
@@ -226,15 +303,56 @@ def test_the_script_of_groups_is_an_array_that_finds_its_lighthouse(
     assert "#SBATCH --array=0-2" in script and not (run / "lighthouse").exists()
     assert f"titan.health.launch_groups {run}/lighthouse" in (run / "lighthouse.sbatch").read_text()
     # What an element of the array gives to titan.
-    (run / "lighthouse").write_text("http://host:29510\n")
     shown = script[: script.index("set -uo pipefail")] + "printf '%s\\n' \"$@\""
     variables = {**os.environ, "SLURM_ARRAY_TASK_ID": "1"}
     done = subprocess.run(["bash", "-c", shown], capture_output=True, text=True, env=variables)
     job = load_from_argv(done.stdout.splitlines())
     section = job.fault_tolerance
     assert (section.enable, section.replica_id, section.replica_groups) == (True, 1, 3)
-    assert section.lighthouse == "http://host:29510"
+    assert section.lighthouse == f"{run}/lighthouse"  # each group reads it, again after a loss
     assert job.job.dump_folder == f"{run}/group-1" and job.checkpoint.folder == f"{run}/checkpoint"
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("ends", "queued", "requeued", "code"),
+    [
+        ("", "5", True, 143),  # USR1, a minute before the time limit
+        ("exit 1", "5", True, 1),
+        ("exit 1", "", False, 1),  # no group is left
+        ("exit 2", "5", False, 2),
+    ],
+)
+def test_the_lighthouse_is_queued_again_while_there_are_groups(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    ends: str,
+    queued: str,
+    requeued: bool,
+    code: int,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    texts = {
+        "python": ends or "kill -USR1 $PPID; exec sleep 60",
+        "squeue": f"echo {queued} $*",
+        "scontrol": "echo scontrol $*",
+    }
+    if not queued:
+        texts["squeue"] = "true"
+    for name, text in texts.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    arguments = [str(ROOT / JOB[0]), "--job.dump_folder=run", "--checkpoint.enable=true"]
+    assert main(["slurm", *arguments, "--nodes", "1", "--gpus-per-node", "0", "--groups", "2"]) == 0
+    script = tmp_path / "run/lighthouse.sbatch"
+    assert "#SBATCH --requeue" in script.read_text()
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    variables = {**os.environ, "PATH": path, "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", script], capture_output=True, text=True, env=variables)
+    assert ("scontrol requeue 7" in done.stdout) == requeued, done.stdout + done.stderr
+    assert done.returncode == code or (not ends and done.returncode > 128)
     capsys.readouterr()
 
 
@@ -374,9 +492,96 @@ def test_a_run_is_done_when_a_group_is_and_each_loss_is_said(
     assert (found, capsys.readouterr().out.splitlines()) == (code, lines)
 
 
+def environments_of_groups(monkeypatch: pytest.MonkeyPatch, *options: str) -> list[Any]:
+    """Return the environments in which `titan train --elastic` starts its groups here, if there were eight GPUs."""
+    from titan.health import launch_groups
+
+    found: list[Any] = []
+
+    def start(group: Any) -> None:
+        found.append((group.variables, group.command))
+        group.process = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
+
+    monkeypatch.setattr("titan.hardware.count_accelerators", lambda: 8)
+    monkeypatch.setattr(launch_groups._Group, "_start", start)
+    arguments = [str(ROOT / JOB[0]), "--checkpoint.enable=true", "--training.dataset=synthetic"]
+    arguments += ["--fault_tolerance.lighthouse=http://x:1", "--training.global_batch_size=-1"]
+    assert main(["train", *arguments, "--elastic", *options]) == 0
+    return found
+
+
+@pytest.mark.parametrize(
+    ("visible", "options", "expected"),
+    [
+        (None, ["--groups", "2"], ["0,1,2,3", "4,5,6,7"]),
+        (None, ["--groups", "2", "--nproc", "2"], ["0,1", "2,3"]),
+        ("7,6,5,4,3,2,1,0", ["--groups", "4"], ["7,6", "5,4", "3,2", "1,0"]),
+        (
+            ",".join(f"GPU-{n}a" for n in range(8)),
+            ["--groups", "8"],
+            [f"GPU-{n}a" for n in range(8)],
+        ),
+        ("MIG-a, MIG-b", ["--groups", "2", "--nproc", "1"], ["MIG-a", "MIG-b"]),
+    ],
+)
+def test_groups_share_out_the_gpus(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, options: list[str], expected: list[str]
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    groups = environments_of_groups(monkeypatch, *options)
+    assert [variables["CUDA_VISIBLE_DEVICES"] for variables, _ in groups] == expected
+    for (_, command), devices in zip(groups, expected, strict=True):
+        assert command[command.index("--nproc") + 1] == str(len(devices.split(",")))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--groups", "3"], "--groups: 8 accelerators do not divide among 3 groups; use --groups"),
+        (["--groups", "2", "--nproc", "5"], "--nproc: 2 groups x 5 processes do not fit the 8"),
+        (["--groups", "9"], "--groups: 9 groups x 1 processes do not fit the 8 accelerators"),
+    ],
+)
+def test_groups_that_would_share_gpus_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr("titan.hardware.count_accelerators", lambda: 8)
+    assert (
+        main(["train", str(ROOT / JOB[0]), "--checkpoint.enable=true", "--elastic", *options]) == 2
+    )
+    line, _ = capsys.readouterr().err.splitlines()
+    assert line.startswith("command line: ") and message in line
+
+
+@pytest.mark.parametrize(
+    ("enable", "of_user", "expected"), [(True, None, "2"), (True, "1", "1"), (False, None, None)]
+)
+def test_nccl_leaves_it_to_the_groups_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, enable: bool, of_user: str | None, expected: str | None
+) -> None:
+    from titan import trainer
+
+    name, found = "TORCH_NCCL_ASYNC_ERROR_HANDLING", []
+    monkeypatch.setenv(name, of_user or "")
+    if of_user is None:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(
+        trainer, "start_process_group", lambda **_: found.append(os.environ.get(name))
+    )
+    config = job(fault_tolerance={"enable": enable}, checkpoint={"enable": True})
+    trainer._start_process_group(config)
+    assert found == [expected]
+
+
 @pytest.mark.parametrize(
     ("section", "key", "message"),
     [
+        ({"lighthouse": "node0:29510"}, "lighthouse", "expected http://HOST:PORT, or"),
         ({"replica_id": 2, "replica_groups": 2}, "replica_id", "must be below replica_groups = 2"),
         (
             {"min_replicas": 3, "replica_groups": 2},
@@ -396,6 +601,14 @@ def test_a_job_that_could_not_take_a_step_back_is_refused() -> None:
     config = job(fault_tolerance={"enable": True}, data=streams, checkpoint={"enable": False})
     messages = [problem.message for problem in check(config) if problem.key.endswith(".enable")]
     assert len(messages) == 2 and "no stream can" in messages[1]
+
+
+def test_parameters_on_the_host_are_refused() -> None:
+    """The groups' NCCL cannot sum their gradients: no step would ever count."""
+    training, saves = {"enable_cpu_offload": True}, {"enable": True}
+    config = job(fault_tolerance={"enable": True}, training=training, checkpoint=saves)
+    [problem] = check(config)
+    assert problem.key == "fault_tolerance.enable" and "enable_cpu_offload" in problem.message
 
 
 def test_the_global_batch_is_that_of_all_groups() -> None:

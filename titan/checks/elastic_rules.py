@@ -22,6 +22,12 @@ def check_groups(config: JobConfig) -> Iterator[RuleViolation]:
         yield "sync_steps", f"must be a multiple of num_fragments = {section.num_fragments}"
     if not config.checkpoint.enable:
         yield "enable", "needs checkpoint.enable = true, for the case that all groups are lost"
+    if config.training.enable_cpu_offload:
+        yield "enable", "cannot sum gradients on the host; set training.enable_cpu_offload = false"
+    where = section.lighthouse
+    if where and not where.startswith(("http://", "/")):
+        wants = "expected http://HOST:PORT, or the absolute path of a file that holds that"
+        yield "lighthouse", f"{wants}, got {where!r}"
     if getattr(config.optimizer, "early_step_in_backward", False):
         yield "enable", "cannot undo optimizer.early_step_in_backward; set that to false"
     if any(getattr(source, "streaming", False) for source in config.data.sources):

@@ -21,8 +21,12 @@ class FaultToleranceSection(Section):
     min_replicas: Positive = 1
     """Groups without which no step is made: fewer wait for the others."""
     lighthouse: str = ""
-    """Address of torchft's lighthouse, such as "http://node0:29510". Empty: the variable TORCHFT_LIGHTHOUSE."""
-    process_group_timeout_ms: Positive = 10_000
+    """Address of torchft's lighthouse, such as "http://node0:29510", or the absolute path of a file that holds
+    it and is read again while nobody answers. Empty: the variable TORCHFT_LIGHTHOUSE."""
+    healing_timeout_seconds: Positive = 600
+    """Seconds in which a group that comes back must get a peer's state. The others wait meanwhile. After two
+    failures it ends, and they go on."""
+    process_group_timeout_ms: Positive = 60_000
     """Milliseconds that a group waits for the others' part of a sum, in which they may still compute. After
     that the step is repeated."""
     semi_sync_method: Literal["local_sgd", "diloco"] | None = None

@@ -18,6 +18,8 @@ from pathlib import Path
 from threading import Thread
 from typing import IO, Any
 
+from titan import hardware
+from titan.config.errors import COMMAND_LINE, ConfigError, Problem
 from titan.config.load import load_from_argv
 from titan.config.schema import JobConfig
 from titan.health.launch import FORWARDED, environment
@@ -25,6 +27,8 @@ from titan.health.signals import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR
 from titan.run_folder import write_text_atomically
 from titan.untrusted import InputError
 
+# Set for groups that have no others beside them: all of them, and their lighthouse, are on this machine.
+LOCAL = "TITAN_LOCAL_GROUPS"
 # Without a sign of life for so long, a group counts as lost. Lost connections are noticed at once.
 _HEARTBEAT_S = 3
 _ENDS = (EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR)
@@ -56,6 +60,8 @@ def launch_groups(
     command += ["--fault_tolerance.enable=true", f"--fault_tolerance.replica_groups={num_groups}"]
     command += [f"--fault_tolerance.lighthouse={address}", f"--checkpoint.folder={folder}"]
     variables = environment(num_groups * num_processes)  # groups share the cores
+    if lighthouse is not None:  # nobody else joins
+        variables[LOCAL] = "1"
     groups = [
         _Group(
             number,
@@ -64,7 +70,7 @@ def launch_groups(
                 f"--fault_tolerance.replica_id={number}",
                 f"--job.dump_folder={run / f'group-{number}'}",
             ],
-            variables,
+            variables | _devices_of(number, num_processes),
         )
         for number in range(num_groups)
     ]
@@ -85,6 +91,39 @@ def launch_groups(
             lighthouse.shutdown()
     codes = {group.code for group in groups}
     return EXIT_DONE if EXIT_DONE in codes else max(codes)
+
+
+def processes_of_group(num_groups: int, asked: int | None) -> int:
+    """Return the processes of each group, by default one for each accelerator. Raises ConfigError if groups would share accelerators.
+
+    Args:
+        asked: the value of --nproc.
+    """
+    count = hardware.count_accelerators()
+    each = asked or max(1, count // num_groups)
+    fits = not count or each * num_groups <= count
+    if fits and (asked or count % num_groups == 0):
+        return each
+    known = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+    message = (
+        f"{num_groups} groups x {each} processes do not fit the {count} accelerators here"
+        if not fits
+        else f"{count} accelerators do not divide among {num_groups} groups; use --groups {known}, or --nproc {each} to leave some idle"
+    )
+    raise ConfigError([Problem(COMMAND_LINE, 0, "--nproc" if asked else "--groups", message)])
+
+
+def _devices_of(group: int, num_processes: int) -> dict[str, str]:
+    """Return the variables by which a group sees its part of the accelerators that this process may use."""
+    if not (count := hardware.count_accelerators()):
+        return {}
+    part = slice(group * num_processes, (group + 1) * num_processes)
+    # HIP reads CUDA's variable unless its own is set.
+    variables = ["CUDA_VISIBLE_DEVICES", *({"HIP_VISIBLE_DEVICES"} & os.environ.keys())]
+    names = {
+        name: hardware.visible_devices(name) or [*map(str, range(count))] for name in variables
+    }
+    return {name: ",".join(devices[part]) for name, devices in names.items()}
 
 
 def _lighthouse(config: JobConfig, bind: str) -> Any:

@@ -4,7 +4,7 @@ A replica group is a separate run: processes, a process group, a layout. The lig
 step, the groups that live make a quorum, and torchft connects rank r of each group with rank r of the others. A group that is
 behind gets weights, optimizer and counters from a peer's memory.
 
-    begin   the quorum of the next step; heals this group if it is behind
+    begin   the quorum of the next step; heals this group if it is behind (titan/health/healing.py)
     sum_    a sum over the groups; after an error it does nothing, and the step does not count
     commit  whether the step counts, the same on all ranks of a group
 
@@ -14,20 +14,18 @@ unpickling.
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import os
-import secrets
+import socket
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
-from threading import Thread
+from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -35,6 +33,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan.config.schema import FaultToleranceSection
+from titan.health.healing import Healing
+from titan.health.launch_groups import LOCAL
+from titan.parallel.torch_compat import gloo_options
 from titan.untrusted import InputError
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # torchft's name
@@ -42,6 +43,13 @@ T = TypeVar("T")
 _RETRY_S = 5  # how long a quorum is waited for at a time
 _BUCKET_ELEMENTS = 2**24
 _MOST_BYTES = 2**16  # of what a group tells the others
+_CONNECT_S = 10  # how long groups take to connect
+_MOST_FAILURES = 2  # in a row, of a group that would join the others
+
+# How a rank, a group, and all groups stand after a quorum. The worst counts.
+_READY, _HEALING, _LOST, _OURS = range(
+    4
+)  # _OURS: the failure of this group, which would join others
 
 
 class ReplicaGroups:
@@ -64,29 +72,35 @@ class ReplicaGroups:
             state, load: what heals a group: JSON and plain tensors of this rank.
         """
         try:
-            from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL
+            from torchft import Manager
         except ImportError:
             raise InputError(
                 "fault_tolerance.enable needs torchft: pip install 'titan-pretrain[elastic]'"
             ) from None
         for name in ("torchft", "torchft.manager", "torchft_quorums", "torchft_commits"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-        self.device, self._load = device, load
-        self.has_healed, self._quorum_id = False, -1
+        self.device, self._quorum_id = device, -1
+        self.has_healed, self._has_joined = False, False
         self._min_replicas = section.min_replicas
         self._name = f"group-{section.replica_id}"
-        kind = ProcessGroupGloo if device.type == "cpu" else ProcessGroupNCCL
+        self._where = section.lighthouse or os.environ.get(LIGHTHOUSE, "")
+        if not self._where:
+            raise InputError(f"fault_tolerance.lighthouse is empty, and so is {LIGHTHOUSE}")
         timeout = timedelta(milliseconds=section.process_group_timeout_ms)
-        # Ranks of one machine need no other address.
-        ranks = os.environ.get("WORLD_SIZE", "1")
-        is_local = os.environ.get("LOCAL_WORLD_SIZE", ranks) == ranks
-        host = "127.0.0.1" if is_local else os.environ.get("MASTER_ADDR", "127.0.0.1")
-        self._transport = _transport("127.0.0.1" if is_local else "0.0.0.0", timeout)
-        self.group = kind(timeout)
-        self._store, port = _store(host)
+        self._lighthouse, route = _await_lighthouse(self._where)
+        host = _host(route)
+        self.group = _group(device, timeout, host)
+        self._healing = Healing(
+            host,
+            device=device,
+            limit_s=section.healing_timeout_seconds,
+            state=lambda: whole_state()["user"],
+        )
+        # The manager's server is rank 0's.
+        self._host, port, self._store = _store(host)
         self.manager: Any = Manager(
             pg=self.group,
-            load_state_dict=self._take,  # pyright: ignore[reportArgumentType]
+            load_state_dict=load,  # pyright: ignore[reportArgumentType]
             state_dict=state,
             min_replica_size=section.min_replicas,
             use_async_quorum=False,  # a step's groups are known before its samples are
@@ -94,16 +108,18 @@ class ReplicaGroups:
             connect_timeout=timedelta(seconds=_RETRY_S),
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
-            store_addr=host,
+            store_addr=self._host,
             store_port=port,
-            lighthouse_addr=section.lighthouse or os.environ.get(LIGHTHOUSE),
+            lighthouse_addr=self._lighthouse,
             replica_id=self._name,
-            hostname=host,
-            checkpoint_transport=self._transport,
+            hostname=self._host,
+            checkpoint_transport=self._healing,  # pyright: ignore[reportArgumentType]
             init_sync=False,  # weights come from the seed, or all groups load one checkpoint
         )
-
         self._start_quorum = self.manager.start_quorum
+        # What torchft would do within a quorum, for which all groups would wait: `_meet` does it.
+        whole_state, self.manager._manager_state_dict = self.manager._manager_state_dict, dict
+        self.manager._apply_pending_state_dict = lambda: None
 
     @property
     def rank(self) -> int:
@@ -129,51 +145,136 @@ class ReplicaGroups:
             text: what the others get from this group, below 64 KiB.
             waiting: called with the reason, on all ranks, each time that a quorum has not come within seconds.
         """
-        self.at(step)
+        num_failures = 0
         while True:
-            self.has_healed, reason = False, ""
-            try:
-                self._start_quorum(timeout=timedelta(seconds=_RETRY_S))
-            except TimeoutError:
-                reason = "there are fewer, or one is busy"
-            except RuntimeError as error:
-                reason = str(error).splitlines()[0]
-            if reason:
-                self.manager._quorum_future = None  # or the next one would raise this again
-            elif error := self.manager.errored():
-                reason = f"one was lost ({str(error.original_exception).splitlines()[0]})"
-            elif self.size < self._min_replicas:  # the lighthouse may be content with fewer
-                reason = f"there are {self.size}"
-                time.sleep(1)
-            texts: list[tuple[str, str]] = []
-            if not reason and self.manager._quorum_id != self._quorum_id:
-                texts = self._exchange(text)
-                if self.manager.errored():
-                    reason = "one was lost"
-            # Ranks may differ by the moment at which each gave up.
-            failed = torch.tensor([float(bool(reason))], device=self.device)
-            dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-            if not failed.item():
-                self._quorum_id = self.manager._quorum_id
+            self.at(step)
+            self._healing.disallow_checkpoint()
+            self.has_healed, texts = False, []
+            code, reason = self._quorum()
+            code = self._worst(code)
+            if code == _READY and self.manager._quorum_id != self._quorum_id:
+                code, reason, texts = self._meet(text)
+            if code == _READY:
+                self._quorum_id, self._has_joined = self.manager._quorum_id, True
                 return texts
+            self.group.control = None  # so that nobody waits for this group there
+            # The next quorum connects all again, also if it has the same number: a new lighthouse counts from 1.
+            self._quorum_id = self.manager._quorum_id = -1
+            reason = reason or "another rank of this group has no quorum"
+            num_failures += code == _OURS
+            if num_failures == _MOST_FAILURES:
+                ends = f"{self._name} ends, so that the others go on; start it again"
+                raise ConnectionError(f"cannot join the other replica groups: {reason}. {ends}")
             # Other groups may already sum by this quorum: the next one must connect all again, or sums of two attempts would meet.
             self.manager._commit_failures += 1
-            waiting(reason or "another rank of this group has no quorum")
+            waiting(reason)
+            self._follow_lighthouse()
 
-    def _exchange(self, text: str) -> list[tuple[str, str]]:
-        """Return the names and the texts of the groups before this one."""
-        mine = json.dumps([self._name, text]).encode()
+    def _quorum(self) -> tuple[int, str]:
+        """Ask which groups take part in the next step, and connect to them. Returns how this rank stands, and why."""
+        try:
+            self._start_quorum(timeout=timedelta(seconds=_RETRY_S))
+        except (TimeoutError, RuntimeError) as error:
+            self.manager._quorum_future = None  # or the next one would raise this again
+            is_late = isinstance(error, TimeoutError)
+            return _LOST, "there are fewer, or one is busy" if is_late else _first_line(error)
+        if error := self.manager.errored() or self.group.errored():
+            reason = _first_line(getattr(error, "original_exception", error))
+            joins = not self._has_joined and self.size > 1
+            return _OURS if joins else _LOST, f"one was lost ({reason})"
+        if self.size < self._min_replicas:  # the lighthouse may be content with fewer
+            time.sleep(1)
+            return _LOST, f"there are {self.size}"
+        return _READY, ""
+
+    def _meet(self, text: str) -> tuple[int, str, list[tuple[str, str]]]:
+        """Exchange texts with the other groups, until all that were behind have a peer's state.
+
+        Returns how the worst of them stands, why, and the names and texts of the groups before this one.
+        """
+
+        def tick() -> None:
+            if (code := self._tell(text, _HEALING)[0]) != _HEALING:
+                raise _MeetingEnded(code)
+
+        code, reason, state = _READY, "", None
+        try:
+            if self._healing.source:
+                state = self._healing.receive(tick)
+        except _MeetingEnded as end:
+            return end.code, "one was lost", []
+        except Exception as error:
+            code, reason = _OURS, f"a peer's state did not come ({_first_line(error)})"
+        while (found := self._tell(text, code))[0] == _HEALING:
+            pass  # the group that heals tells it once a second
+        worst, texts, failed = found
+        if worst == _READY and state is not None:
+            self.has_healed = True
+            for key, load in self.manager._load_state_dict_fns.items():
+                load(state[key])
+        return worst, reason or failed, texts
+
+    def _tell(self, text: str, code: int) -> tuple[int, list[tuple[str, str]], str]:
+        """Tell the other groups how this rank stands.
+
+        Returns how the worst rank of all groups stands, the names and texts of the groups before this one, and what failed.
+        """
+        mine = torch.frombuffer(
+            bytearray(json.dumps([self._name, text, min(code, _LOST)]).encode()), dtype=torch.uint8
+        )
         # Rows of one group are zero in the others', so that a sum gathers them.
-        rows = torch.zeros(self.size, _MOST_BYTES, dtype=torch.uint8, device=self.device)
-        rows[self.rank, : len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        self.sum_([rows])
-        if self.manager.errored():
-            return []
-        sent = [bytes(row.tolist()).rstrip(b"\0") for row in rows[: self.rank].cpu()]
-        return [tuple(json.loads(row)) for row in sent if row]
+        rows = torch.zeros(self.size, _MOST_BYTES, dtype=torch.uint8)
+        rows[self.rank, : len(mine)] = mine
+        told: list[tuple[str, str, int]] = [("one", "", _LOST)]
+        with suppress(RuntimeError, ValueError):  # its connections have ended
+            self.group.control.allreduce([rows], dist.AllreduceOptions()).wait()
+            told = [tuple(json.loads(row.numpy().tobytes().rstrip(b"\0"))) for row in rows]
+        worst = self._worst(max(code, *(code for *_, code in told)))
+        failed = ", ".join(name for name, _, code in told if code == _LOST)
+        return worst, [(name, text) for name, text, _ in told[: self.rank]], f"{failed} was lost"
+
+    def _worst(self, code: int) -> int:
+        """Return how the worst rank of this group stands: ranks may differ by the moment at which each gave up."""
+        codes = torch.tensor([float(code)], device=self.device)
+        dist.all_reduce(codes, op=dist.ReduceOp.MAX)
+        return int(codes.item())
+
+    def _follow_lighthouse(self) -> None:
+        """Connect to the lighthouse where its file says that it is now."""
+        if "://" in self._where:
+            return
+        from torchft._torchft import ManagerClient, ManagerServer
+        from torchft.manager import REPLICA_ID_KEY
+
+        found, manager, connect = [self._lighthouse, ""], self.manager, timedelta(seconds=_RETRY_S)
+        if dist.get_rank() == 0:
+            with suppress(OSError, ValueError):
+                found[0] = _probe(self._where)[0]
+            if found[0] != self._lighthouse:
+                manager._manager.shutdown()
+                manager._manager = ManagerServer(
+                    replica_id=manager._store.get(REPLICA_ID_KEY).decode(),
+                    lighthouse_addr=found[0],
+                    hostname=self._host,
+                    bind="[::]:0",
+                    store_addr=f"{self._host}:{self._store.port}",
+                    world_size=dist.get_world_size(),
+                    heartbeat_interval=timedelta(milliseconds=100),
+                    connect_timeout=connect,
+                    quorum_retries=0,
+                )
+                found[1] = manager._manager.address()
+        dist.broadcast_object_list(found, src=0)
+        if found[0] != self._lighthouse:
+            self._lighthouse = found[0]
+            manager._client = ManagerClient(found[1], connect_timeout=connect)
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Sum tensors over the groups, in place, in buckets of one dtype."""
+        if (
+            self.device.type != "cpu"
+        ):  # the limit of a sum is not for what the device still has to do
+            torch.accelerator.current_stream().synchronize()
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in (t.to_local() if isinstance(t, DTensor) else t for t in tensors):
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
@@ -192,9 +293,12 @@ class ReplicaGroups:
         self.manager.shutdown(wait=False)
         self.group.shutdown()
 
-    def _take(self, state: dict[str, Any]) -> None:
-        self.has_healed = True
-        self._load(state)
+
+class _MeetingEnded(Exception):
+    """Raised where a rank still heals, but another one or another group has failed. code: how the worst stands."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
 
 
 def in_buckets(items: Iterable[T], num_elements: Callable[[T], int]) -> list[list[T]]:
@@ -213,67 +317,100 @@ def in_fragments(units: Sequence[T], count: int) -> list[Sequence[T]]:
     return [units[a:b] for a, b in pairwise(ends)]
 
 
-def _store(host: str) -> tuple[Any, int]:
-    """Return a store of this group's ranks, in which torchft keeps addresses, and its port."""
+def _store(host: str) -> tuple[str, int, Any]:
+    """Return host and port of a store of this group's ranks, in which torchft keeps addresses, and on rank 0 the store."""
     store = dist.TCPStore(host, 0, is_master=True) if dist.get_rank() == 0 else None
-    found = [store.port if store is not None else 0]
+    found: list[Any] = [host, store.port if store is not None else 0]
     dist.broadcast_object_list(found, src=0)
-    return store, found[0]
+    return found[0], found[1], store
 
 
-def _transport(host: str, timeout: timedelta) -> Any:
-    """Return what hands this rank's state to a peer, over HTTP on `host`."""
-    from torchft.checkpointing import CheckpointTransport
+def _probe(where: str) -> tuple[str, str]:
+    """Return the lighthouse's address, and this machine's on the way there. Raises OSError if nobody listens.
 
-    class Transport(CheckpointTransport[dict[str, Any]]):
-        """Serve a copy of the state at a secret address; read one without unpickling."""
+    Args:
+        where: the address, or the file that holds it.
+    """
+    address = where if "://" in where else Path(where).read_text().strip()
+    url = urlsplit(address)
+    with socket.create_connection((url.hostname or "", url.port or 80), _RETRY_S) as probe:
+        return address, probe.getsockname()[0]
 
-        def __init__(self) -> None:
-            served: dict[str, bytes] = {}
 
-            class Handler(BaseHTTPRequestHandler):
-                def do_GET(self) -> None:
-                    content = served.get(self.path)
-                    self.send_response(404 if content is None else 200)
-                    self.end_headers()
-                    self.wfile.write(content or b"")
+def _await_lighthouse(where: str) -> tuple[str, str]:
+    """Return what `_probe` does, as soon as somebody listens."""
+    is_said = dist.get_rank() != 0
+    while True:
+        try:
+            return _probe(where)
+        except (OSError, ValueError) as error:  # noqa: PERF203
+            if not is_said:
+                print(f"waiting for the lighthouse, {where}: {error}", flush=True)
+            is_said = True
+            time.sleep(1)
 
-                def log_message(self, *_: Any) -> None: ...
 
-            self._served, self._secret = served, secrets.token_urlsafe(16)
-            self._server = ThreadingHTTPServer((host, 0), Handler)
-            Thread(target=self._server.serve_forever, name="titan-healing", daemon=True).start()
+def _host(route: str) -> str:
+    """Return the address or name by which other groups reach this machine.
 
-        def metadata(self) -> str:
-            import socket
+    Args:
+        route: its address on the way to the lighthouse.
+    """
+    if LOCAL in os.environ:
+        return "127.0.0.1"
+    if route.startswith("127."):  # the lighthouse is here; others come another way
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("192.0.2.1", 9))  # an address of nobody (RFC 5737); this sends nothing
+            route = probe.getsockname()[0]
+    return socket.gethostname() if ":" in route or route.startswith("127.") else route
 
-            name = "127.0.0.1" if host == "127.0.0.1" else socket.gethostname()
-            return f"http://{name}:{self._server.server_port}/{self._secret}/"
 
-        def send_checkpoint(
-            self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta
-        ) -> None:
-            torch.save(state_dict, file := io.BytesIO())
-            self._served[f"/{self._secret}/{step}"] = file.getvalue()
+def _group(device: torch.device, timeout: timedelta, host: str) -> Any:
+    """Return torchft's group, in which the same ranks of all groups sum. Its `control` is a gloo group for what they tell each other."""
+    from torchft import ProcessGroupGloo, ProcessGroupNCCL
 
-        def disallow_checkpoint(self) -> None:
-            self._served.clear()  # whoever reads has a reference
+    kind: Any = ProcessGroupGloo if device.type == "cpu" else ProcessGroupNCCL
+    connect = min(timeout, timedelta(seconds=_CONNECT_S))
+    address = "" if "GLOO_SOCKET_IFNAME" in os.environ else host
 
-        def recv_checkpoint(
-            self, src_rank: int, metadata: str, step: int, timeout: timedelta
-        ) -> dict[str, Any]:
-            ends_s = time.monotonic() + timeout.total_seconds()
-            while True:  # the peer may still be copying
-                try:
-                    with urllib.request.urlopen(metadata + str(step), timeout=10) as file:
-                        content = io.BytesIO(file.read())
-                    return torch.load(content, weights_only=True, map_location="cpu")
-                except urllib.error.HTTPError:  # noqa: PERF203
-                    if time.monotonic() > ends_s:
-                        raise
-                    time.sleep(0.1)
+    class Group(kind):
+        control: Any = None
 
-        def shutdown(self, wait: bool = True) -> None:
-            self._server.shutdown()
+        def get_reconfigure_handle(self) -> str:
+            # torchft's own has this machine's name, which others may not know.
+            if self._rendezvous_store is None:
+                self._rendezvous_store = dist.TCPStore(host, 0, is_master=True)
+            handle = json.loads(super().get_reconfigure_handle())
+            handle["store"] = f"{host}:{self._rendezvous_store.port}"
+            return json.dumps(handle | {"attempt": time.time_ns()})
 
-    return Transport()
+        def reconfigure(self, opts: Any) -> Any:
+            # A quorum's number may come again, and its keys are still in the store.
+            self.attempt, self.control = str(json.loads(opts.handles[0])["attempt"]), None
+            # A group that does not come must not hold the others for long.
+            self.set_timeout(connect)
+            try:
+                return super().reconfigure(opts)
+            finally:
+                self.set_timeout(timeout)
+
+        def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
+            store = dist.PrefixStore(self.attempt, store)
+
+            def gloo(name: str) -> Any:
+                options: Any = gloo_options(connect, host=address)
+                named = dist.PrefixStore(name, store)
+                group = dist.ProcessGroupGloo(named, rank, world_size, options)
+                group._set_default_timeout(timeout)
+                return group
+
+            self.control = gloo("control")
+            if kind is ProcessGroupGloo:
+                return gloo("sums")
+            return super()._create_pg(store, rank, world_size)
+
+    return Group(timeout)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -88,6 +88,7 @@ def startup_page(
             **_experts(config, model_config, layout, ranks_per_node),
             "data": data,
             "layout": _layout(config, layout),
+            **({"groups": _groups(groups)} if config.fault_tolerance.enable else {}),
             "precision": f"{training.compute_dtype} compute, "
             f"{training.mixed_precision_reduce} gradient reduction, {_states(config)}",
             f"{_units(config)[1]} per step": f"{_factors(config, layout)} = {tokens:,}",
@@ -111,6 +112,10 @@ def _model(model: ModelSizes) -> str:
         f"{_count(model.n_layers, 'layers')}, dim {model.dim:,}, {_count(model.n_heads, 'heads')}"
         f"{kv}{ffn}{vocabulary}"
     )
+
+
+def _groups(count: int) -> str:
+    return f"{count} replica groups; never run on GPUs, tested with gloo on CPUs only"
 
 
 def _units(config: JobConfig) -> tuple[str, str]:

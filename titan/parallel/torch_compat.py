@@ -53,6 +53,7 @@ __all__ = [
     "enable_loss_parallel",
     "enable_symmetric_memory",
     "enclose_calls",
+    "gloo_options",
     "keep_random_state_in_graphs",
     "limit_gloo",
     "micro_pipeline_module",
@@ -264,11 +265,7 @@ def limit_gloo(*, loopback: bool) -> None:
     ) -> None:
         options = timeout
         if isinstance(timeout, timedelta):
-            options = gloo._Options()
-            device = (
-                gloo.create_device(hostname="127.0.0.1") if inside else gloo.create_default_device()
-            )
-            options._devices, options._timeout = [device], timeout
+            options = gloo_options(timeout, host="127.0.0.1" if inside else "")
             for name, value in settings.items():  # from torch 2.15: enable_reconfigure
                 setattr(options, name, value)
         options._threads = 1
@@ -279,6 +276,15 @@ def limit_gloo(*, loopback: bool) -> None:
 
 
 _GLOO_TIMEOUT = timedelta(minutes=30)  # torch's
+
+
+def gloo_options(timeout: timedelta, *, host: str) -> Any:
+    """Return the options of a gloo group that listens on the address of `host`; empty: on gloo's own choice."""
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    device = gloo.create_device(hostname=host) if host else gloo.create_default_device()
+    options._devices, options._timeout = [device], timeout
+    return options
 
 
 def enclose_calls(module: nn.Module, *, name: str) -> tuple[bool, Callable[[], None]]:

@@ -162,19 +162,23 @@ def _group_lines(groups: int, config: JobConfig, folder: str) -> list[str]:
     saved = checkpoints if "://" in checkpoints else str(Path(folder) / checkpoints)
     settings = ["--fault_tolerance.enable=true", f"--fault_tolerance.replica_groups={groups}"]
     return [
-        f"until [[ -s {shlex.quote(file)} ]]; do sleep 1; done  # lighthouse.sbatch writes it",
         f'set -- "$@" {shlex.join([*settings, f"--checkpoint.folder={saved}"])} \\',
         '  --fault_tolerance.replica_id="$SLURM_ARRAY_TASK_ID" \\',
-        f'  --fault_tolerance.lighthouse="$(cat {shlex.quote(file)})" \\',
+        f"  {shlex.quote(f'--fault_tolerance.lighthouse={file}')} \\",  # lighthouse.sbatch writes it
         f'  --job.dump_folder={shlex.quote(folder)}/group-"$SLURM_ARRAY_TASK_ID"',
     ]
 
 
 def _lighthouse_script(options: argparse.Namespace, job: Sequence[str], folder: Path) -> str:
-    """Return the script of the groups' lighthouse, a process that needs one core."""
+    """Return the script of the groups' lighthouse, a process that needs one core.
+
+    It is queued again while groups run or wait, also at its time limit. The groups read its new address in the file.
+    """
     directives = {
         "job-name": f"{_job_name(job)}-lighthouse",
         "ntasks": 1,
+        "open-mode": "append",
+        "signal": "B:USR1@60",
         "time": options.time,
         "partition": options.partition,
         "account": options.account,
@@ -186,9 +190,16 @@ def _lighthouse_script(options: argparse.Namespace, job: Sequence[str], folder: 
         [
             "#!/bin/bash",
             *(f"#SBATCH --{key}={value}" for key, value in directives.items() if value is not None),
+            "#SBATCH --requeue",
             "",
             f"cd -- {shlex.quote(str(Path.cwd()))} || exit 2",
-            f"exec {shlex.join([python, *command])}",
+            "trap 'kill $(jobs -p)' USR1  # a minute before the time limit",
+            f"{shlex.join([python, *command])} &",
+            'wait "$!"; code=$?',
+            "((code == 2)) && exit 2  # a mistake, which it would make again",
+            f'groups=$(squeue --noheader --user="$(id -un)" --name={_job_name(job)})',
+            '[[ $groups ]] && scontrol requeue "$SLURM_JOB_ID"',
+            'exit "$code"',
             "",
         ]
     )

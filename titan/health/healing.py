@@ -1,0 +1,173 @@
+"""Carry a rank's state to the same rank of another replica group (titan/health/replica_groups.py), tensor by tensor.
+
+    the one behind -> peer      SECRET/STEP and a line break
+    peer -> the one behind      8 bytes: length of the header; the header: the state with tensors that have a shape and a dtype only;
+                                the bytes of each tensor
+
+Neither side holds a second copy: the peer sends the tensors that it trains, which do not change before all groups go on. The header
+is read without unpickling.
+"""
+
+from __future__ import annotations
+
+import io
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from socketserver import StreamRequestHandler, ThreadingTCPServer
+from threading import Thread
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+_CHUNK_BYTES = 2**24
+_MOST_HEADER_BYTES = 2**30
+_CONNECT_S = 4  # below the 5 seconds that a quorum is waited for
+_TICK_S = 1
+
+
+class Healing:
+    """torchft's checkpoint transport. It only notes who gives and who needs the state, as all groups would wait for each
+    other's quorum meanwhile.
+
+    source: where to get the state after a quorum, empty if this rank has it.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        *,
+        device: torch.device,
+        limit_s: float,
+        state: Callable[[], Any],
+    ) -> None:
+        """Listen.
+
+        Args:
+            host: the address by which the others reach this rank. 127.0.0.1 is reached from this machine only.
+            limit_s: how long a transfer may take.
+            state: called for each transfer, in a thread.
+        """
+        self.limit_s, self.source, self._served = limit_s, "", ""
+        self._secret = secrets.token_urlsafe(16)
+        healing = self
+
+        class Handler(StreamRequestHandler):
+            timeout = _CONNECT_S  # for the request
+
+            def handle(self) -> None:
+                with suppress(OSError):  # the other one has ended, or given up
+                    asked = self.rfile.readline(100).strip()
+                    if secrets.compare_digest(asked.partition(b"/")[0], healing._secret.encode()):
+                        self._answer(asked.decode())
+
+            def _answer(self, asked: str) -> None:
+                ends_s = time.monotonic() + limit_s
+                while healing._served != asked:  # the other one may have its quorum earlier
+                    if time.monotonic() > ends_s:
+                        return
+                    time.sleep(0.05)
+                if device.type != "cpu":
+                    torch.accelerator.set_device_index(device)
+                self.connection.settimeout(limit_s)
+                _send(self.connection, state(), goes_on=lambda: healing._served == asked)
+
+        listening = host if host == "127.0.0.1" else ""
+        self._server = ThreadingTCPServer((listening, 0), Handler)
+        self._server.daemon_threads = True
+        self._address = f"{host}:{self._server.server_address[1]}"
+        Thread(target=self._server.serve_forever, name="titan-healing", daemon=True).start()
+
+    def metadata(self) -> str:
+        return f"{self._address}/{self._secret}"
+
+    def send_checkpoint(
+        self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta
+    ) -> None:
+        self._served = f"{self._secret}/{step}"
+
+    def disallow_checkpoint(self) -> None:
+        """End what is still being sent."""
+        self._served = self.source = ""
+
+    def recv_checkpoint(
+        self, src_rank: int, metadata: str, step: int, timeout: timedelta
+    ) -> dict[str, Any]:
+        self.source = f"{metadata}/{step}"
+        return {"torchft": {"step": step, "batches_committed": 0}}
+
+    def receive(self, tick: Callable[[], None]) -> Any:
+        """Return the state from `source`, on the host. Raises OSError if it does not come, or takes too long.
+
+        Args:
+            tick: called once a second meanwhile. What it raises ends the transfer.
+        """
+        address, _, asked = self.source.partition("/")
+        host, _, port = address.rpartition(":")
+        ends_s = time.monotonic() + self.limit_s
+        tick_s = time.monotonic() + _TICK_S
+
+        def fill(view: memoryview) -> None:
+            nonlocal tick_s
+            while view:
+                with suppress(TimeoutError):
+                    count = peer.recv_into(view[:_CHUNK_BYTES])
+                    if not count:
+                        raise ConnectionError("the peer has stopped sending its state")
+                    view = view[count:]
+                now_s = time.monotonic()
+                if now_s > ends_s:
+                    limit = f"fault_tolerance.healing_timeout_seconds = {self.limit_s:g}"
+                    raise OSError(f"the peer's state has not come within {limit}")
+                if now_s > tick_s:
+                    tick()
+                    tick_s = time.monotonic() + _TICK_S
+
+        with socket.create_connection((host, int(port)), timeout=_CONNECT_S) as peer:
+            peer.settimeout(_TICK_S)
+            peer.sendall(f"{asked}\n".encode())
+            fill(memoryview(length := bytearray(8)))
+            if (size := int.from_bytes(length, "big")) > _MOST_HEADER_BYTES:
+                raise OSError(f"the peer's state has a header of {size} bytes")
+            fill(memoryview(header := bytearray(size)))
+            state = _empty(torch.load(io.BytesIO(header), weights_only=True), "cpu")
+            for tensor in _tensors(state):
+                fill(_bytes(tensor).numpy().data)
+        return state
+
+    def shutdown(self, wait: bool = True) -> None:
+        self._server.shutdown()
+
+
+def _send(peer: socket.socket, state: Any, *, goes_on: Callable[[], bool]) -> None:
+    torch.save(_empty(state, "meta"), header := io.BytesIO())
+    peer.sendall(len(header.getbuffer()).to_bytes(8, "big") + header.getbuffer())
+    for tensor in _tensors(state):
+        for chunk in _bytes(tensor).split(_CHUNK_BYTES):
+            if not goes_on():
+                return
+            peer.sendall(chunk.cpu().numpy().data)
+
+
+def _empty(state: Any, device: str) -> Any:
+    """Return the state with new tensors of the same shapes, laid out row by row."""
+    form = {"device": device, "memory_format": torch.contiguous_format}
+    return tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, **form), state)
+
+
+def _tensors(state: Any) -> list[Tensor]:
+    """Return the tensors that have elements, of a DTensor this rank's part."""
+    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+    tensors = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    return [tensor for tensor in tensors if tensor.numel()]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes; a view if it is contiguous."""
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
