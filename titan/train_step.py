@@ -19,7 +19,7 @@ is what the pipeline cuts into smaller microbatches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -34,9 +34,8 @@ from titan.async_scalars import AsyncScalars
 from titan.config.layout import stage_split
 from titan.config.model import family as import_family
 from titan.config.model import model_config
-from titan.config.phases import longest_sequence, phases_of
+from titan.config.phases import phases_of
 from titan.config.schema import CompileSection, JobConfig
-from titan.loss import leave_output_to_loss
 from titan.optim.average import WeightAverage
 from titan.optim.balance import Balance
 from titan.optim.clipping import clip_gradients
@@ -50,19 +49,16 @@ from titan.parallel.float8 import Conversion, precompute_scales
 from titan.parallel.mesh import StepGroups, axis_size, build_sparse_mesh, submesh
 from titan.parallelize import (
     backward_preparer,
-    convert_to_float8,
-    default_dtype,
-    freeze,
     gathers_float8,
     has_output_in_loss,
     moes_of,
     parallelize,
     require_trained,
-    torch_dtype,
 )
 from titan.random_draws import RandomDraws
 from titan.task import LossFunction, Microbatch, Task, task_of
-from titan.task_loss import config_for, require_output_last, try_loss
+from titan.task_loss import config_for, try_loss
+from titan.whole_model import build_whole_model, sent_by_stage
 
 if TYPE_CHECKING:
     from titan.parallel.pipeline import Pipeline
@@ -356,7 +352,7 @@ def build_train_step(
     schedule = None
     pp = submesh(mesh, "pp")
     if pp is not None:
-        from titan.parallel.pipeline import extract_stages
+        from titan.parallel.stages import extract_stages
 
         split = stage_split(config, num_layers=sizes.n_layers)
         require_trained(model, split.modules)
@@ -382,9 +378,13 @@ def build_train_step(
     if pp is not None and schedule is not None:
         from titan.parallel.pipeline import Pipeline
 
-        boundary = partial(_sent, config, axis_size(mesh, "tp"), sizes.dim)
         pipeline = Pipeline(
-            stages, schedule=schedule, mesh=pp, device=device, loss_fn=loss_sum, boundary=boundary
+            stages,
+            schedule=schedule,
+            mesh=pp,
+            device=device,
+            loss_fn=loss_sum,
+            boundary=partial(sent_by_stage, config, axis_size(mesh, "tp"), sizes.dim),
         )
     model_parts = list(stages.values())
     num_blocks = sum(len(part.get_submodule("layers")) for part in model_parts)  # pyright: ignore
@@ -415,41 +415,6 @@ def build_train_step(
 
 def _shape(config: JobConfig) -> tuple[int, int]:
     return config.training.local_batch_size, config.training.seq_len
-
-
-def _sent(
-    config: JobConfig, tp: int, dim: int, input: Tensor, inputs: Mapping[str, Tensor]
-) -> Tensor:
-    """Return what a pipeline stage sends to the next, on meta: a residual stream (B, S / tp, D), and embeddings of further tokens after it."""
-    rows, length = input.shape[:2]
-    if (further := inputs.get("further_targets_BSM")) is not None:
-        rows *= 1 + further.shape[-1]
-    dtype = torch_dtype(config.training.compute_dtype)
-    return torch.empty(rows, length // tp, dim, dtype=dtype, device="meta")
-
-
-def build_whole_model(config: JobConfig, mesh: DeviceMesh) -> tuple[Any, list[Conversion]]:
-    """Return the model of all stages, on meta and not laid out, and its layers that compute in 8 bits."""
-    family, sizes = import_family(config.model.name), model_config(config.model)
-    # On meta a model of any size costs nothing; memory is allocated after it is sharded.
-    with torch.device("meta"), default_dtype(torch_dtype(config.training.dtype)):
-        model = family.build_model(sizes)
-        # Rotations of all positions are computed once for the run, where the family can.
-        if (reserve := getattr(model, "reserve_positions", None)) is not None:
-            reserve(max(longest_sequence(config), config.validation.seq_len or 0))
-    # Before the split: which layers are converted is decided for the whole model.
-    float8 = convert_to_float8(
-        model,
-        config=config,
-        mesh=mesh,
-        tensor_plan=family.TENSOR_PLAN,
-        num_kv_heads=sizes.n_kv_heads,
-    )
-    freeze(model, config.model.freeze)
-    if has_output_in_loss(config):
-        leave_output_to_loss(model.output)
-        require_output_last(model)
-    return model, float8
 
 
 def _compile_log(section: CompileSection, num_blocks: int) -> CompileLog | None:

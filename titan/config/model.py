@@ -203,7 +203,7 @@ def check_split(
     """Check that a plug-in's module can be cut into pipeline stages (none: is not cut), and be split by `tp` ranks."""
     import torch
 
-    from titan.parallel.pipeline import extract_stages
+    from titan.parallel.stages import extract_stages
     from titan.parallel.tensor import check_plan
 
     package = family(name)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .init_weights import initialize, materialize
     from .mesh import axis_rank, axis_size, build_mesh, build_sparse_mesh, submesh
     from .offload import apply_offload
-    from .pipeline import Pipeline, extract_stages
+    from .pipeline import Pipeline
     from .replicas import require_equal_replicas
     from .stage_split import split_stages
     from .tensor import apply_tp
@@ -30,7 +30,8 @@ _MODULES = {
     "fsdp": ("apply_ddp", "apply_fsdp", "set_gradient_sync"),
     "mesh": ("axis_rank", "axis_size", "build_mesh", "build_sparse_mesh", "submesh"),
     "offload": ("apply_offload",),
-    "pipeline": ("Pipeline", "extract_stages"),
+    "pipeline": ("Pipeline",),
+    "stages": ("extract_stages",),
     "stage_split": ("split_stages",),
     "replicas": ("require_equal_replicas",),
     "tensor": ("apply_tp",),

@@ -1,0 +1,73 @@
+"""Compute the elementwise parts of the cross entropy, eagerly or through torch.compile.
+
+C positions of a chunk, V vocabulary, or this rank's part of it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+# The elementwise parts, as few kernels of torch's own. `statistics` returns the log-sum-exp of each row and the logit in its column, in
+# fp32, and what `gradient` then uses up. `gradient` returns that of the summed loss in the logits: softmax, less one where the target
+# is. lse_C is this rank's, whole_lse_C that of the whole vocabulary, and inf in rows that are not valid.
+
+
+def _statistics(logits_CV: Tensor, column_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    log_p_CV = logits_CV.float().log_softmax(dim=-1)
+    target_C = logits_CV.gather(1, column_C[:, None])[:, 0].float()
+    return target_C - log_p_CV.gather(1, column_C[:, None])[:, 0], target_C, log_p_CV
+
+
+def _gradient(
+    log_p_CV: Tensor,
+    lse_C: Tensor,
+    whole_lse_C: Tensor,
+    column_C: Tensor,
+    is_mine_C: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    log_p_CV.sub_((whole_lse_C - lse_C)[:, None])
+    target_C1 = log_p_CV.gather(1, column_C[:, None])
+    # exp(x) - 1 in fp32: a probability next to 1 would be 1 in bf16.
+    target_C1 = torch.where(is_mine_C[:, None], target_C1.expm1(), target_C1.exp())
+    p_CV = log_p_CV if dtype == log_p_CV.dtype else torch.empty_like(log_p_CV, dtype=dtype)
+    return torch.exp(log_p_CV, out=p_CV).scatter_(1, column_C[:, None], target_C1.to(dtype))
+
+
+def _fused_statistics(logits_CV: Tensor, column_C: Tensor) -> tuple[Tensor, Tensor]:
+    target_C = logits_CV.gather(1, column_C[:, None])[:, 0].float()
+    return torch.logsumexp(logits_CV.float(), dim=-1), target_C
+
+
+def _fused_gradient(
+    logits_CV: Tensor,
+    _: Tensor,
+    whole_lse_C: Tensor,
+    column_C: Tensor,
+    is_mine_C: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    # Compare instead of scatter, so that a compiler fuses it with the exponential.
+    columns_V = torch.arange(logits_CV.shape[1], device=logits_CV.device)
+    is_target_CV = (columns_V == column_C[:, None]) & is_mine_C[:, None]
+    return ((logits_CV - whole_lse_C[:, None]).exp() - is_target_CV.float()).to(dtype)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Hold the two elementwise parts, which a compiler may fuse."""
+
+    statistics: Callable[..., tuple[Tensor, Tensor, Tensor]] = _statistics
+    gradient: Callable[..., Tensor] = _gradient
+
+    @staticmethod
+    def compiled(backend: str) -> Kernels:
+        """Return both through torch.compile: two passes over the logits. Compilation happens at the first call."""
+        compiled = partial(torch.compile, backend=backend, fullgraph=True)
+        statistics = compiled(_fused_statistics)
+        return Kernels(lambda *args: (*statistics(*args), args[0]), compiled(_fused_gradient))
