@@ -164,7 +164,10 @@ def test_sizes() -> None:
     assert counts["3B"] == 3_212_749_824 + 128256 * 3072
 
 
-def test_the_table_by_hand() -> None:
+def test_the_table_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = tmp_path / "expected.json"
+    expected.write_text(json.dumps({"h200-sxm": {"1B, 8192, 2, compile": 48_000}}))
+    monkeypatch.setitem(STEPS["table"].__globals__, "EXPECTED", expected)
     key = {"model": "1B", "seq_len": 8192, "batch": 2, "variant": "compile"}
     memory = {"reserved_gib": 50.04, "active_gib": 45.0}
     speeds = {"titan": (48_000.0, 50_000.0, 52_000.0), "bare": (40_000.0, 40_000.0, 41_000.0)}
@@ -180,9 +183,9 @@ def test_the_table_by_hand() -> None:
     attention = 12 * 16 * 2048 * 8192
     full, causal = (50_000 * (products + a) / 989e12 for a in (attention, attention / 2))
     assert text.splitlines()[2:] == [
-        f"| 1B | 8192 | 2 | compile | titan | 50,000 (48,000 to 52,000) | {full:.1%} | {causal:.1%} | 50.0 | 45.0 | 1.000 |",
-        f"| 1B | 8192 | 2 | compile | bare | 40,000 (40,000 to 41,000) | {0.8 * full:.1%} | {0.8 * causal:.1%} | 50.0 | 45.0 | 1.250 |",
-        "| 1B | 8192 | 2 | compile | torchtitan | out of memory | | | | | |",
+        f"| 1B | 8192 | 2 | compile | titan | 50,000 (48,000 to 52,000) | {full:.1%} | {causal:.1%} | 50.0 | 45.0 | 1.000 | 48,000 | 1.042 |",
+        f"| 1B | 8192 | 2 | compile | bare | 40,000 (40,000 to 41,000) | {0.8 * full:.1%} | {0.8 * causal:.1%} | 50.0 | 45.0 | 1.250 | - | - |",
+        "| 1B | 8192 | 2 | compile | torchtitan | out of memory | | | | | | | |",
     ]
 
 
