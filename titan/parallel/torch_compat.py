@@ -7,6 +7,7 @@ with the name in the message, and not in the middle of a run.
 from __future__ import annotations
 
 import os
+import signal
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -117,6 +118,21 @@ def allow_programs(kinds: int) -> None:
     from torch._dynamo import config
 
     config.recompile_limit = max(config.recompile_limit, 7 + kinds)
+
+
+def start_compile_workers() -> None:
+    """Start the processes that compile for inductor, where it has any, deaf to the signals that stop a run.
+
+    Slurm sends these to every process of a step. A rank finishes its step and saves, for which it may need what is compiled; the
+    workers would die of them. They end with their rank. Blocked signals, unlike handlers, are inherited by programs.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1))
+    try:
+        from torch._inductor.async_compile import maybe_warm_pool
+
+        maybe_warm_pool()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def keep_random_state_in_graphs(keep: bool) -> None:
