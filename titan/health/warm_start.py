@@ -86,10 +86,10 @@ def close_inherited() -> None:
     Those that are open, and not every possible number: containers allow 2^30, and without the system's close_range
     `os.closerange` would try each.
     """
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) > 2:
+    for path in [*Path("/proc/self/fd").iterdir()]:
+        if int(path.name) > 2:
             with suppress(OSError):  # the list's own
-                os.close(int(name))
+                os.close(int(path.name))
 
 
 def _run_rank(argv: Sequence[str], env: dict[str, str]) -> None:

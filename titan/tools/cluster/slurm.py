@@ -8,12 +8,14 @@ for the shell are quoted, and values of #SBATCH lines, which cannot be quoted, m
 from __future__ import annotations
 
 import argparse
+import hashlib
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from titan.checks.rules import load_to_run
 from titan.config.errors import COMMAND_LINE, ConfigError, Problem
@@ -24,6 +26,17 @@ from titan.config.schema import JobConfig
 SUMMARY = "Check a job, write its script for sbatch, and submit it on request. docs/cluster.md"
 TEMPLATE = Path(__file__).with_name("train.sbatch")
 _NAME = r"[\w.,+-]+"
+# A value of it cannot end its line, or begin a comment, a quote or another option.
+_SBATCH_OPTION = r"--[a-z][a-z-]*(=[\w.,+:;/@%&|*!=\[\]()-]+)?"
+_TEMPLATE_ONLY = (
+    "ntasks-per-node",
+    "ntasks",
+    "requeue",
+    "no-requeue",
+    "open-mode",
+    "wrap",
+    "error",
+)
 # Options of Slurm: what a value may look like, and an example for the error.
 _PATTERNS = {
     "time": (r"(\d+-)?\d+(:\d+){0,2}", "24:00:00 or 2-12:00:00"),
@@ -34,7 +47,7 @@ _PATTERNS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code. Raises ConfigError, which titan.cli reports."""
-    usage = "[--time T] [--partition P] [--account A] [--container IMAGE] [--elastic --groups G] [--submit]"
+    usage = "[--time T] [--partition P] [--account A] [--container IMAGE] [--preflight] [--elastic --groups G] [--submit] [-- --qos=Q ...]"
     parser = command_parser(
         "slurm", f"{JOB} --nodes N [--gpus-per-node G] {usage}", summary=SUMMARY
     )
@@ -42,8 +55,16 @@ def main(argv: list[str] | None = None) -> int:
     add("--nodes", type=positive, required=True, metavar="N", help="machines")
     add("--gpus-per-node", type=whole, default=8, metavar="G", help="default: 8; 0: run on CPUs")
     add("--ranks-per-node", type=positive, metavar="R", help="default: one per GPU, or one on CPUs")
-    help_ = "restarts after a crash; default: 0"
-    add("--max-restarts", type=whole, default=0, metavar="R", help=help_)
+    help_ = "restarts after a crash; default: 3 on several nodes, 0 on one"
+    add("--max-restarts", type=whole, metavar="R", help=help_)
+    help_ = "first run `titan preflight` in the allocation, and leave out nodes that it names"
+    add("--preflight", action="store_true", help=help_)
+    help_ = "nodes more than the job needs, for those that preflight leaves out; default: 0"
+    add("--spare-nodes", type=whole, default=0, metavar="S", help=help_)
+    help_ = (
+        "another option of sbatch, such as --sbatch=--qos=high; all words after -- are such options"
+    )
+    add("--sbatch", action="append", default=[], metavar="OPTION", help=help_)
     add("--output", type=Path, metavar="FILE", help="default: job.sbatch in the run folder")
     add("--time", metavar="T", help="time limit in Slurm's notation, such as 24:00:00")
     add("--partition", metavar="P")
@@ -54,7 +75,10 @@ def main(argv: list[str] | None = None) -> int:
     add("--groups", type=positive, metavar="G", help=help_)
     add("--elastic", action="store_true", help="replica groups; two without --groups")
     add("--submit", action="store_true", help="pass the script to sbatch")
-    options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    end = words.index("--") if "--" in words else len(words)
+    options, job = parser.parse_known_args(words[:end])
+    options.sbatch += words[end + 1 :]
     options.groups = options.groups or (2 if options.elastic else None)
     # Without GPUs one rank uses the cores of a node.
     ranks = options.ranks_per_node or options.gpus_per_node or 1
@@ -65,10 +89,15 @@ def main(argv: list[str] | None = None) -> int:
     size = options.nodes * ranks
     config, _ = load_to_run(job, world_size=size, options=known, here=here, device=device)
     # Nothing is written before everything is checked.
-    text = script(config, options, job, ranks_per_node=ranks)
     folder = _run_folder(config)
+    options.name = _job_name(job)
+    job, copies = _snapshot(job, folder / "submitted")
+    text = script(config, options, job, ranks_per_node=ranks)
     path: Path = options.output or folder / "job.sbatch"
     try:
+        for copy, content in copies.items():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(content)
         for parent in (path.parent, folder):  # Slurm opens its log there, and makes no folder
             parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -113,9 +142,9 @@ def script(
         raise ConfigError([config.source_map.problem("job.dump_folder", message)])
     log = f"{folder}/slurm-%j.out".replace("\\", "\\\\").replace('"', '\\"')
     directives = {
-        "job-name": _job_name(job),
+        "job-name": options.name,
         "array": f"0-{options.groups - 1}" if options.groups else None,
-        "nodes": options.nodes,
+        "nodes": options.nodes + options.spare_nodes,
         "gpus-per-node": options.gpus_per_node or None,
         "time": options.time,
         "partition": options.partition,
@@ -124,11 +153,16 @@ def script(
         # A job needs the time that a save may take, and a minute to spare.
         "signal": f"B:USR1@{config.fault_tolerance.grace_seconds + 60}",
     }
+    directives |= _further_directives(options.sbatch, ours=directives.keys() - {"job-name"})
     settings = {
         # In a container this Python does not exist.
         "PYTHON": "python" if options.container else sys.executable,
         "NPROC": ranks_per_node,
-        "MAX_RESTARTS": options.max_restarts,
+        **({"JOB_NODES": options.nodes} if options.spare_nodes else {}),
+        "PREFLIGHT": "1" if options.preflight else "",
+        "MAX_RESTARTS": 3 * (options.nodes > 1)
+        if options.max_restarts is None
+        else options.max_restarts,
         "CONTAINER": options.container or "",
         "CONTAINER_MOUNTS": ",".join(filter(None, [f"{Path.cwd()}:{Path.cwd()}", options.mounts])),
     }
@@ -143,7 +177,7 @@ def script(
     return "\n".join(
         [
             *kept,
-            *(f"#SBATCH --{key}={value}" for key, value in directives.items() if value is not None),
+            *_lines(directives),
             "",
             "# Written by `titan slurm`.",
             f"cd -- {shlex.quote(str(Path.cwd()))} || exit 2",
@@ -154,6 +188,50 @@ def script(
             rest[rest.index("set -uo pipefail") :],
         ]
     )
+
+
+def _lines(directives: Mapping[str, Any]) -> list[str]:
+    """Return the lines of #SBATCH. None: there is none of the option; an empty text: it takes no value."""
+    values = {key: value for key, value in directives.items() if value is not None}
+    return [f"#SBATCH --{key}{f'={value}' * (value != '')}" for key, value in values.items()]
+
+
+def _further_directives(words: Sequence[str], *, ours: Collection[str]) -> dict[str, str]:
+    """Return options that go to sbatch as they are. Raises ConfigError for one that this command sets, or that is none.
+
+    Args:
+        ours: names of the options that this command has set.
+    """
+    found = {}
+    for word in words:
+        name, _, value = word.removeprefix("--").partition("=")
+        message = ""
+        if not re.fullmatch(_SBATCH_OPTION, word):
+            message = "expected such as --qos=high or --exclude=node[3-4],node7"
+        elif name in ours or name in _TEMPLATE_ONLY:
+            message = "titan slurm sets it itself"
+        if message:
+            raise ConfigError([Problem(COMMAND_LINE, 0, "--sbatch", f"{word!r}: {message}")])
+        found[name] = value
+    return found
+
+
+def _snapshot(job: Sequence[str], folder: Path) -> tuple[list[str], dict[Path, bytes]]:
+    """Return the words of a job with its files replaced by copies in `folder`, and the copies' content.
+
+    A later edit of a file then does not change a job that waits, or is requeued. A copy's name has a hash: it is never another job's.
+    """
+    arguments = parse_args(job)
+    files, copies, words = {str(f) for f in (arguments.job, *arguments.overlays)}, {}, []
+    for word in job:
+        if not word.startswith("-") and str(Path(word)) in files:
+            content = Path(word).read_bytes()
+            digest = hashlib.sha256(content).hexdigest()[:8]
+            copy = folder / f"{Path(word).stem}-{digest}.toml"
+            copies[copy] = content
+            word = str(copy)
+        words.append(word)
+    return words, copies
 
 
 def _group_lines(groups: int, config: JobConfig, folder: str) -> list[str]:
@@ -173,7 +251,7 @@ def _group_lines(groups: int, config: JobConfig, folder: str) -> list[str]:
 def _lighthouse_script(options: argparse.Namespace, job: Sequence[str], folder: Path) -> str:
     """Return the script of the groups' lighthouse, a process that needs one core."""
     directives = {
-        "job-name": f"{_job_name(job)}-lighthouse",
+        "job-name": f"{options.name}-lighthouse",
         "ntasks": 1,
         "time": options.time,
         "partition": options.partition,
@@ -185,7 +263,7 @@ def _lighthouse_script(options: argparse.Namespace, job: Sequence[str], folder: 
     return "\n".join(
         [
             "#!/bin/bash",
-            *(f"#SBATCH --{key}={value}" for key, value in directives.items() if value is not None),
+            *_lines(directives | _further_directives(options.sbatch, ours=directives.keys())),
             "",
             f"cd -- {shlex.quote(str(Path.cwd()))} || exit 2",
             f"exec {shlex.join([python, *command])}",
