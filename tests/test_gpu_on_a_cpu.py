@@ -36,7 +36,7 @@ def test_each_test_for_gpus_runs_as_far_as_a_cpu_can(tmp_path: Path) -> None:
     copy_tests(ROOT / "tests/gpu", tmp_path)
     said, counts = run_swapped(tmp_path)
     assert not counts.keys() & {"failed", "error", "errors"}, said[-3000:]
-    assert counts["passed"] >= 40, said[-3000:]
+    assert counts["passed"] >= 38, said[-3000:]
 
 
 def test_a_changed_signature_fails(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ from titan.parallel.block_attention import prefer_backend
 from titan.parallel.float8 import require_hardware, table
 from titan.parallel.init_distributed import start_process_group
 from titan.parallel.mesh import axis_rank
-from titan.parallel.torch_compat import set_timeout, start_compile_workers
+from titan.parallel.torch_compat import set_timeout
 from titan.phases import enter_phase
 from titan.run_folder import open_rank_log, write_environment, write_status
 from titan.task import task_of
@@ -101,8 +101,6 @@ class Trainer:
         self.train_step = build_train_step(
             config, device=self.device, mesh=self.mesh, task=self.task
         )
-        if config.compile.enable and config.compile.backend == "inductor":
-            start_compile_workers()
         enter_phase(self, 1)
         # Groups of a mesh start with torch's limits. All of them exist now, and none has communicated yet.
         set_timeout(timedelta(seconds=config.comm.init_timeout_seconds))

@@ -7,16 +7,19 @@ from datetime import timedelta
 
 from titan.hook import Hook, Run
 from titan.hooks.checkpointing import Checkpointing
-from titan.parallel.torch_compat import set_timeout
+from titan.parallel.torch_compat import set_timeout, start_compile_workers
 
 _LOG = logging.getLogger("titan")
 
 
 class Compilation(Hook):
-    """Act once after the first step, and warn of recompilations at logged steps."""
+    """Start the compiler's processes, act once after the first step, and warn of recompilations at logged steps."""
 
     def __init__(self, trainer: Run) -> None:
         self.trainer = trainer
+        section = trainer.config.compile
+        if section.enable and section.backend == "inductor":
+            start_compile_workers()
 
     def step_end(self) -> None:
         trainer = self.trainer

@@ -172,12 +172,12 @@ def test_further_options_go_to_sbatch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("--nodes=7", "titan slurm sets it itself"),
-        ("--wrap=true", "titan slurm sets it itself"),
-        ("--qos=a b", "expected such as"),
-        ("--qos=$(touch HIT)", "expected such as"),
-        ("--qos=x\n#SBATCH --wrap=y", "expected such as"),
-        ("qos", "expected such as"),
+        ("--nodes=7", "expected such as --qos=high, and no option that titan slurm sets"),
+        ("--wrap=true", "expected such as --qos=high, and no option that titan slurm sets"),
+        ("--qos=a b", "expected such as --qos=high"),
+        ("--qos=$(touch HIT)", "expected such as --qos=high"),
+        ("--qos=x\n#SBATCH --wrap=y", "expected such as --qos=high"),
+        ("qos", "expected such as --qos=high"),
     ],
 )
 def test_options_that_do_not_go_to_sbatch(

@@ -37,6 +37,7 @@ LINGER_S = 30.0  # without an answer of the store's host after the ranks have en
 _NUM_FILES = (
     65_536  # files and sockets that a process may need: checkpoints, loaders, a peer for each rank
 )
+_LOCKED = "set LimitMEMLOCK=infinity for slurmd, or the container's runtime (ulimit -l)"
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 # Test addresses (RFC 5737). A datagram's socket finds the route there, and nothing is sent.
 _OUTSIDE = "192.0.2.1"
@@ -68,42 +69,25 @@ def prepare_host(head: str | None) -> None:
     Args:
         head: the host where the nodes meet; None: there is one node.
     """
-    _raise_limit(resource.RLIMIT_NOFILE, _NUM_FILES)
-    _raise_limit(resource.RLIMIT_MEMLOCK, resource.RLIM_INFINITY)
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    has_cards = any(Path("/sys/class/infiniband").glob("*"))
-    if has_cards and locked != resource.RLIM_INFINITY:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _NUM_FILES)), hard))
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (locked, locked))
+    if locked != resource.RLIM_INFINITY and any(Path("/sys/class/infiniband").glob("*")):
         _warn(
-            f"a process may lock {locked >> 10} KiB of memory (ulimit -l), and NCCL cannot register buffers with the "
-            "InfiniBand cards: have LimitMEMLOCK=infinity set for slurmd, or the container's runtime"
+            f"a process may lock {locked >> 10} KiB of memory, too little for InfiniBand: {_LOCKED}"
         )
-    if head and "GLOO_SOCKET_IFNAME" not in os.environ and _is_loopback(socket.gethostname()):
+    if head and "GLOO_SOCKET_IFNAME" not in os.environ and not interface_to(socket.gethostname()):
         # Debian and Ubuntu call a host 127.0.1.1 in its own /etc/hosts, and gloo would tell the others so.
         others = os.environ.get("TITAN_NODES", "").split()
-        found = filter(None, map(interface_to, (head, *others, _OUTSIDE)))
-        if name := next(found, ""):
-            os.environ["GLOO_SOCKET_IFNAME"] = name
-            _warn(f"its own name means 127.0.0.1 here, so gloo uses {name} (GLOO_SOCKET_IFNAME)")
-        else:
-            _warn("its own name means 127.0.0.1 here, and no interface leads out; ranks may hang")
+        name = next(filter(None, map(interface_to, (head, *others, _OUTSIDE))), "")
+        os.environ |= {"GLOO_SOCKET_IFNAME": name} if name else {}
+        use = f"gloo uses {name}" if name else "no interface leads out, so ranks may hang"
+        _warn(f"its own name means 127.0.0.1 here; {use} (GLOO_SOCKET_IFNAME)")
     # A container's /tmp is gone when the job is requeued, maybe to other nodes: the place is that of the node in the job.
-    if (folder := os.environ.get("TITAN_COMPILE_FOLDER")) and (
-        node := os.environ.get("SLURM_NODEID")
-    ):
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{folder}/node-{node}")
-
-
-def _raise_limit(kind: int, wanted: int) -> None:
-    """Raise a soft limit to `wanted` or, where that is not allowed, as far as it is."""
-    (soft, hard), infinite = resource.getrlimit(kind), resource.RLIM_INFINITY
-    if soft == infinite or (wanted != infinite and wanted <= soft):
-        return
-    within = hard == infinite or (wanted != infinite and wanted <= hard)
-    # Only root may raise the hard limit, too.
-    for limits in [(wanted, hard)] if within else [(wanted, wanted), (hard, hard)]:
-        with suppress(ValueError, OSError):
-            resource.setrlimit(kind, limits)
-            return
+    if folder := os.environ.get("TITAN_COMPILE_FOLDER"):
+        place = f"{folder}/node-{os.environ.get('SLURM_NODEID', 0)}"
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", place)
 
 
 def interface_to(host: str) -> str:
@@ -117,13 +101,6 @@ def interface_to(host: str) -> str:
                 if socket.inet_ntoa(row[20:24]) == source and name != "lo":
                     return name
     return ""
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return socket.gethostbyname(host).startswith("127.")
-    except OSError:  # gloo then takes the loopback interface
-        return True
 
 
 def _warn(text: str) -> None:

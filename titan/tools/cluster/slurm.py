@@ -13,9 +13,8 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from titan.checks.rules import load_to_run
 from titan.config.errors import COMMAND_LINE, ConfigError, Problem
@@ -26,17 +25,9 @@ from titan.config.schema import JobConfig
 SUMMARY = "Check a job, write its script for sbatch, and submit it on request. docs/cluster.md"
 TEMPLATE = Path(__file__).with_name("train.sbatch")
 _NAME = r"[\w.,+-]+"
-# A value of it cannot end its line, or begin a comment, a quote or another option.
-_SBATCH_OPTION = r"--[a-z][a-z-]*(=[\w.,+:;/@%&|*!=\[\]()-]+)?"
-_TEMPLATE_ONLY = (
-    "ntasks-per-node",
-    "ntasks",
-    "requeue",
-    "no-requeue",
-    "open-mode",
-    "wrap",
-    "error",
-)
+# Another option: its value cannot end the line, or begin a comment, a quote or another option; and it is none that the script needs.
+_OURS = "nodes|gpus-per-node|ntasks|ntasks-per-node|array|output|error|signal|requeue|no-requeue|open-mode|wrap"
+_SBATCH_OPTION = rf"--(?!({_OURS})(=|$))[a-z][a-z-]*(=[\w.,+:;/@%&|*!=\[\]()-]+)?"
 # Options of Slurm: what a value may look like, and an example for the error.
 _PATTERNS = {
     "time": (r"(\d+-)?\d+(:\d+){0,2}", "24:00:00 or 2-12:00:00"),
@@ -79,6 +70,8 @@ def main(argv: list[str] | None = None) -> int:
     end = words.index("--") if "--" in words else len(words)
     options, job = parser.parse_known_args(words[:end])
     options.sbatch += words[end + 1 :]
+    if options.max_restarts is None:
+        options.max_restarts = 3 if options.nodes > 1 else 0
     options.groups = options.groups or (2 if options.elastic else None)
     # Without GPUs one rank uses the cores of a node.
     ranks = options.ranks_per_node or options.gpus_per_node or 1
@@ -95,11 +88,11 @@ def main(argv: list[str] | None = None) -> int:
     text = script(config, options, job, ranks_per_node=ranks)
     path: Path = options.output or folder / "job.sbatch"
     try:
-        for copy, content in copies.items():
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_bytes(content)
-        for parent in (path.parent, folder):  # Slurm opens its log there, and makes no folder
+        # Slurm opens its log in the folder, and makes none.
+        for parent in (path.parent, folder / "submitted"):
             parent.mkdir(parents=True, exist_ok=True)
+        for copy, content in copies.items():
+            copy.write_bytes(content)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         print(f"titan slurm: {error}", file=sys.stderr)
@@ -135,6 +128,10 @@ def script(
         if value is not None and not re.fullmatch(pattern, value):
             message = f"expected such as {example}, got {value!r}"
             raise ConfigError([Problem(COMMAND_LINE, 0, f"--{name}", message)])
+    for word in options.sbatch:
+        if not re.fullmatch(_SBATCH_OPTION, word):
+            message = f"{word!r}: expected such as --qos=high, and no option that titan slurm sets"
+            raise ConfigError([Problem(COMMAND_LINE, 0, "--sbatch", message)])
     folder = str(_run_folder(config))
     # Slurm replaces %j and the like in the name of its log, and has no way to escape a line break.
     if not folder.isprintable() or "%" in folder:
@@ -153,16 +150,13 @@ def script(
         # A job needs the time that a save may take, and a minute to spare.
         "signal": f"B:USR1@{config.fault_tolerance.grace_seconds + 60}",
     }
-    directives |= _further_directives(options.sbatch, ours=directives.keys() - {"job-name"})
     settings = {
         # In a container this Python does not exist.
         "PYTHON": "python" if options.container else sys.executable,
         "NPROC": ranks_per_node,
         **({"JOB_NODES": options.nodes} if options.spare_nodes else {}),
         "PREFLIGHT": "1" if options.preflight else "",
-        "MAX_RESTARTS": 3 * (options.nodes > 1)
-        if options.max_restarts is None
-        else options.max_restarts,
+        "MAX_RESTARTS": options.max_restarts,
         "CONTAINER": options.container or "",
         "CONTAINER_MOUNTS": ",".join(filter(None, [f"{Path.cwd()}:{Path.cwd()}", options.mounts])),
     }
@@ -177,7 +171,8 @@ def script(
     return "\n".join(
         [
             *kept,
-            *_lines(directives),
+            *(f"#SBATCH --{key}={value}" for key, value in directives.items() if value is not None),
+            *(f"#SBATCH {word}" for word in options.sbatch),
             "",
             "# Written by `titan slurm`.",
             f"cd -- {shlex.quote(str(Path.cwd()))} || exit 2",
@@ -190,48 +185,18 @@ def script(
     )
 
 
-def _lines(directives: Mapping[str, Any]) -> list[str]:
-    """Return the lines of #SBATCH. None: there is none of the option; an empty text: it takes no value."""
-    values = {key: value for key, value in directives.items() if value is not None}
-    return [f"#SBATCH --{key}{f'={value}' * (value != '')}" for key, value in values.items()]
-
-
-def _further_directives(words: Sequence[str], *, ours: Collection[str]) -> dict[str, str]:
-    """Return options that go to sbatch as they are. Raises ConfigError for one that this command sets, or that is none.
-
-    Args:
-        ours: names of the options that this command has set.
-    """
-    found = {}
-    for word in words:
-        name, _, value = word.removeprefix("--").partition("=")
-        message = ""
-        if not re.fullmatch(_SBATCH_OPTION, word):
-            message = "expected such as --qos=high or --exclude=node[3-4],node7"
-        elif name in ours or name in _TEMPLATE_ONLY:
-            message = "titan slurm sets it itself"
-        if message:
-            raise ConfigError([Problem(COMMAND_LINE, 0, "--sbatch", f"{word!r}: {message}")])
-        found[name] = value
-    return found
-
-
 def _snapshot(job: Sequence[str], folder: Path) -> tuple[list[str], dict[Path, bytes]]:
     """Return the words of a job with its files replaced by copies in `folder`, and the copies' content.
 
     A later edit of a file then does not change a job that waits, or is requeued. A copy's name has a hash: it is never another job's.
     """
     arguments = parse_args(job)
-    files, copies, words = {str(f) for f in (arguments.job, *arguments.overlays)}, {}, []
-    for word in job:
-        if not word.startswith("-") and str(Path(word)) in files:
-            content = Path(word).read_bytes()
-            digest = hashlib.sha256(content).hexdigest()[:8]
-            copy = folder / f"{Path(word).stem}-{digest}.toml"
-            copies[copy] = content
-            word = str(copy)
-        words.append(word)
-    return words, copies
+    copies: dict[str, Path] = {}
+    for file in (arguments.job, *arguments.overlays):
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()[:8]
+        copies[str(file)] = folder / f"{file.stem}-{digest}.toml"
+    words = [str(copies.get(str(Path(w)), w)) if w[:1] != "-" else w for w in job]
+    return words, {copy: Path(file).read_bytes() for file, copy in copies.items()}
 
 
 def _group_lines(groups: int, config: JobConfig, folder: str) -> list[str]:
@@ -263,7 +228,8 @@ def _lighthouse_script(options: argparse.Namespace, job: Sequence[str], folder: 
     return "\n".join(
         [
             "#!/bin/bash",
-            *_lines(directives | _further_directives(options.sbatch, ours=directives.keys())),
+            *(f"#SBATCH --{key}={value}" for key, value in directives.items() if value is not None),
+            *(f"#SBATCH {word}" for word in options.sbatch),
             "",
             f"cd -- {shlex.quote(str(Path.cwd()))} || exit 2",
             f"exec {shlex.join([python, *command])}",

@@ -61,12 +61,10 @@ def main(argv: list[str] | None = None) -> int:
         # Whatever code a rank ended with: a problem is 1 here.
         name = "titan.tools.preflight"
         return min(launch_module(name, [*job, *rest], num_processes=num_processes), 1)
-    return run_rank(config, layout, job=job, json_file=options.json, dry=not options.no_dry_run)
+    return run_rank(config, layout, job, json_file=options.json, dry=not options.no_dry_run)
 
 
-def run_rank(
-    config: JobConfig, layout: Layout, *, job: Sequence[str], json_file: Path | None, dry: bool
-) -> int:
+def run_rank(config: JobConfig, layout: Layout, job: Sequence[str], *, json_file: Path | None, dry: bool) -> int:  # fmt: skip
     """Check on all ranks together. The exit code is the same on all, unless the dry run fails on some."""
     from titan.train import _set_compile_cache
 
@@ -89,23 +87,13 @@ def run_rank(
     del axes["accumulation"]
     mesh = build_mesh(device.type, **axes)
     set_timeout(timedelta(seconds=config.comm.init_timeout_seconds))  # of the mesh's groups, too
-    what = {"device": device, "mesh": mesh, "job": job}
-    code = check_all(config, layout, **what, json_file=json_file, dry=dry)
+    code = check_all(config, layout, device=device, mesh=mesh, json_file=json_file, dry=dry, job=job)  # fmt: skip
     sys.stdout.flush()
     dist.destroy_process_group()  # not after a failure: it waits for what other ranks never join
     return code
 
 
-def check_all(
-    config: JobConfig,
-    layout: Layout,
-    *,
-    device: Any,
-    mesh: Any,
-    json_file: Path | None,
-    dry: bool,
-    job: Sequence[str] = (),
-) -> int:
+def check_all(config: JobConfig, layout: Layout, *, device: Any, mesh: Any, json_file: Path | None, dry: bool, job: Sequence[str] = ()) -> int:  # fmt: skip
     """Measure, find problems and print; then run the steps. All ranks call this together, in a process group.
 
     Args:
@@ -185,14 +173,13 @@ def predict(job: Sequence[str], world_size: int, profile: Any) -> float | None:
     # It records the job on ranks that it pretends, and needs no device.
     ours = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "PET_")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
     with TemporaryDirectory() as folder:
         file = Path(folder) / "sim.json"
         command = [sys.executable, "-m", "titan.cli", "sim", *job, f"--json={file}"]
         command += [f"--world-size={world_size}", f"--hardware={profile.name}"]
         try:
-            subprocess.run(
-                command, env=environment | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, timeout=_SIM_S
-            )  # fmt: skip
+            subprocess.run(command, env=environment, capture_output=True, timeout=_SIM_S)
             return json.loads(file.read_text())["step_time_s"]
         except (OSError, ValueError, subprocess.TimeoutExpired) as error:
             print(f"titan sim predicts nothing of this job ({type(error).__name__})", flush=True)

@@ -20,6 +20,7 @@ from .measure import COPY, LINK, MATMUL, MESSAGE_BYTES, RankFacts
 OUTLIER = {"CPU": 1 / 3, "other": 0.9}
 # Kernels that reach less than this share of the profile's figure point at a fault, not at noise.
 _OF_PROFILE = 0.8
+_NETWORK = "; NCCL_DEBUG=INFO prints which network NCCL takes (NET/IB, NET/Socket)"
 # Clocks of one network agree far better than this.
 _CLOCK_S = 1.0
 # Bytes that measure.py's copy moves on an accelerator: 1 GiB, read and written.
@@ -55,21 +56,19 @@ def _between_hosts(what: str, facts: Sequence[RankFacts], profile: Profile) -> f
     if profile.name == "cpu":
         return None
     axis, _, kind = what.rpartition(" ")
-    hosts = {f.rank: f.host for f in facts}
+    by_host: dict[str, list[int]] = {}
+    for f in facts:
+        by_host.setdefault(f.host, []).append(f.rank)
     # At least one rank of each host, if nobody says which ranks there are.
-    ranks = facts[0].groups.get(axis) or list({host: rank for rank, host in hosts.items()}.values())
-    numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts.values()))}
-    on_host: Counter[str] = Counter()
-    places = []
-    for host in map(hosts.__getitem__, ranks):
-        places.append(numbers[host] * profile.gpus_per_node + on_host[host])
-        on_host[host] += 1
-    size, kind = MESSAGE_BYTES["other"], "all_reduce" if kind == "all-reduce" else "all_gather"
-    scope = Scope(phase="forward")
+    group = facts[0].groups.get(axis) or [ranks[0] for ranks in by_host.values()]
+    per_node, of_host = profile.gpus_per_node, enumerate(by_host.values())
+    places = {r: n * per_node + i for n, ranks in of_host for i, r in enumerate(ranks)}
+    ranks = tuple(map(places.__getitem__, group))
+    size, is_sum = MESSAGE_BYTES["other"], kind == "all-reduce"
+    kind, scope = ("all_reduce" if is_sum else "all_gather"), Scope(phase="forward")
     transfer = Transfer(kind, axis, size, "float32", 0, False, 0, scope)
-    price = price_transfer(transfer, Group(axis, (axis,), tuple(places)), profile, rank=places[0])
-    volume = size * (len(ranks) - 1) / len(ranks) * (2 if kind == "all_reduce" else 1)
-    return volume / price.seconds / 1e9
+    price = price_transfer(transfer, Group(axis, (axis,), ranks), profile, rank=ranks[0])
+    return (1 + is_sum) * size * (len(ranks) - 1) / len(ranks) / price.seconds / 1e9
 
 
 def problems(
@@ -96,9 +95,8 @@ def problems(
         # All ranks alike may still be slow: a power limit, or links that fell back.
         expected = expectation(what, facts, profile)
         if not is_cpu and expected and middle < _OF_PROFILE * expected:
-            hint = ""
-            if len({f.host for f in facts}) > 1 and what.endswith(("all-reduce", "all-gather")):
-                hint = "; NCCL may not use the fast network: NCCL_DEBUG=INFO prints which one it takes (NET/IB, NET/Socket)"
+            is_between = len({f.host for f in facts}) > 1 and not what.startswith((MATMUL, COPY))
+            hint = _NETWORK if is_between else ""
             lines.append(
                 f"all ranks: {what} {figure(middle)} {unit}, where the hardware profile expects {figure(expected)}{hint}"
             )
