@@ -24,6 +24,7 @@ SWAPPED = {
     'compile={"enable": True': 'compile={"enable": True, "backend": "aot_eager"',
     'compiled("inductor")': 'compiled("aot_eager")',
     "torch.accelerator.set_device_index(0)": "None",
+    '@pytest.fixture(scope="module")\ndef group': "@pytest.fixture\ndef group",
     # Sizes.
     "4096, 4096": "64, 64",
     '"dim": 1024, "n_layers": 8, "n_heads": 16': '"dim": 64, "n_layers": 2, "n_heads": 4',
