@@ -189,6 +189,24 @@ def test_the_table_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ]
 
 
+def test_what_is_expected_is_what_the_simulator_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the simulator has changed, the commands at the top of steps.py make expected.json anew."""
+    committed = json.loads((ROOT / "scripts/bench/expected.json").read_text())["h100-sxm"]
+    monkeypatch.setitem(STEPS["expect"].__globals__, "EXPECTED", tmp_path / "expected.json")
+    STEPS["main"](["--model", "1B", "--variants", "eager", "--expect", "h100-sxm"])
+    found = json.loads((tmp_path / "expected.json").read_text())["h100-sxm"]
+    assert found == pytest.approx({"1B, 8192, 2, eager": committed["1B, 8192, 2, eager"]}, rel=0.01)
+
+
+def test_batches_fit_the_card() -> None:
+    models = STEPS["MODELS"]
+    for memory_gib, batches in ((79.1, (2, 1, 1)), (139.7, (2, 2, 2)), (0, (2, 2, 2))):
+        names = ("1B", "8B-blocks", "30B-A3B-blocks")
+        assert tuple(models[name].batch_on(memory_gib) for name in names) == batches
+
+
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         arguments("--variants", "compile+sacc")
