@@ -54,7 +54,10 @@ LISTED = [
     ("a trace of a CPU", "test_trace_and_snapshot", "'cpu' == 'gpu'"),
 ]
 # What starts runs of its own, which the tests of the same features do on a CPU.
-PROCESSES = ("test_preflight", "test_layouts_equal_one_gpu", "test_an_async", "test_a_rank_that")
+PROCESSES = (
+    *("test_preflight", "test_layouts_equal_one_gpu", "test_an_async", "test_a_rank_that"),
+    "test_groups_have_one_backend",
+)
 
 
 def copy_tests(source: Path, target: Path) -> None:

@@ -48,13 +48,9 @@ def main(argv: list[str] | None = None) -> int:
     add("--ranks-per-node", type=positive, metavar="R", help="default: one per GPU, or one on CPUs")
     help_ = "restarts after a crash; default: 3 on several nodes, 0 on one"
     add("--max-restarts", type=whole, metavar="R", help=help_)
-    help_ = "first run `titan preflight` in the allocation, and leave out nodes that it names"
-    add("--preflight", action="store_true", help=help_)
-    help_ = "nodes more than the job needs, for those that preflight leaves out; default: 0"
-    add("--spare-nodes", type=whole, default=0, metavar="S", help=help_)
-    help_ = (
-        "another option of sbatch, such as --sbatch=--qos=high; all words after -- are such options"
-    )
+    add("--preflight", action="store_true", help="run it first, and leave out nodes that it names")
+    add("--spare-nodes", type=whole, default=0, metavar="S", help="for those left out; default: 0")
+    help_ = "for sbatch, such as --sbatch=--qos=high; also all words after --"
     add("--sbatch", action="append", default=[], metavar="OPTION", help=help_)
     add("--output", type=Path, metavar="FILE", help="default: job.sbatch in the run folder")
     add("--time", metavar="T", help="time limit in Slurm's notation, such as 24:00:00")
