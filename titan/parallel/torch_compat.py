@@ -251,7 +251,9 @@ def limit_gloo(*, loopback: bool) -> None:
     """
     gloo: Any = dist.ProcessGroupGloo
     original = getattr(gloo.__init__, "original", gloo.__init__)
-    inside = loopback and "GLOO_SOCKET_IFNAME" not in os.environ
+    # As torch reads it where it makes the devices itself; its default device knows nothing of it.
+    interfaces = [n for n in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if n]
+    places = [{"interface": n} for n in interfaces] or [{"hostname": "127.0.0.1"}] * loopback
 
     def init(
         self: Any, store: Any, rank: int, size: int, timeout: Any = _GLOO_TIMEOUT, **settings: Any
@@ -259,10 +261,8 @@ def limit_gloo(*, loopback: bool) -> None:
         options = timeout
         if isinstance(timeout, timedelta):
             options = gloo._Options()
-            device = (
-                gloo.create_device(hostname="127.0.0.1") if inside else gloo.create_default_device()
-            )
-            options._devices, options._timeout = [device], timeout
+            made = [gloo.create_device(**place) for place in places]
+            options._devices, options._timeout = made or [gloo.create_default_device()], timeout
             for name, value in settings.items():  # from torch 2.15: enable_reconfigure
                 setattr(options, name, value)
         options._threads = 1

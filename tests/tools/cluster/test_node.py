@@ -95,7 +95,7 @@ soft, hard, own = map(int, sys.argv[1:])
 for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK):
     resource.setrlimit(kind, (soft, hard))
 if own:
-    socket.gethostbyname = lambda name: "127.0.1.1"
+    socket.gethostbyname_ex = lambda name: (name, [], ["10.0.0.1", "127.0.1.1"])
 node._OUTSIDE, node._NUM_FILES = "127.0.0.1", 2048
 node.prepare_host("head" if own else None)
 limits = [resource.getrlimit(k)[0] for k in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK)]

@@ -77,7 +77,7 @@ def prepare_host(head: str | None) -> None:
         _warn(
             f"a process may lock {locked >> 10} KiB of memory, too little for InfiniBand: {_LOCKED}"
         )
-    if head and "GLOO_SOCKET_IFNAME" not in os.environ and not interface_to(socket.gethostname()):
+    if head and "GLOO_SOCKET_IFNAME" not in os.environ and _is_loopback(socket.gethostname()):
         # Debian and Ubuntu call a host 127.0.1.1 in its own /etc/hosts, and gloo would tell the others so.
         others = os.environ.get("TITAN_NODES", "").split()
         name = next(filter(None, map(interface_to, (head, *others, _OUTSIDE))), "")
@@ -101,6 +101,14 @@ def interface_to(host: str) -> str:
                 if socket.inet_ntoa(row[20:24]) == source and name != "lo":
                     return name
     return ""
+
+
+def _is_loopback(host: str) -> bool:
+    """Return whether one of a host's addresses is this machine's own; gloo takes the first that it can bind."""
+    try:
+        return any(a.startswith("127.") for a in socket.gethostbyname_ex(host)[2])
+    except OSError:
+        return True
 
 
 def _warn(text: str) -> None:
