@@ -129,14 +129,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 continue
             if weight_VD is None:
                 # The logits' gradient is the result: the caller's own backward pass goes on from it.
-                d_input_CD.copy_(d_logits_CV)
-                _scale(d_input_CD, scale)
+                _scale(d_input_CD.copy_(d_logits_CV), scale)
                 continue
             if settings.product is not None:
                 wanted = [input_CD] if d_weight_VD is None else [input_CD, weight_VD]
                 d_input, *d_weight = torch.autograd.grad(logits_CV, wanted, d_logits_CV)
-                d_input_CD.copy_(d_input)
-                _scale(d_input_CD, scale)
+                _scale(d_input_CD.copy_(d_input), scale)
                 if d_weight_VD is not None:
                     d_weight_VD.add_(d_weight[0], alpha=scale)
                 continue
@@ -326,8 +324,8 @@ def _parts(
     loss: CustomLoss, input_ND: Tensor, labels_N: Tensor, scales: Sequence[float]
 ) -> tuple[Tensor, ...]:
     """Return what `scaled_cross_entropy` does, of a loss that autograd differentiates."""
-    count = len(scales)
-    return _scaled_total([*map(loss, input_ND.chunk(count), labels_N.chunk(count))], scales)
+    parts = (rows.chunk(len(scales)) for rows in (input_ND, labels_N))
+    return _scaled_total([*map(loss, *parts)], scales)
 
 
 def _scaled_total(sums: list[Tensor], scales: Sequence[float]) -> tuple[Tensor, ...]:

@@ -62,6 +62,7 @@ from titan.whole_model import build_whole_model, sent_by_stage
 
 if TYPE_CHECKING:
     from titan.parallel.pipeline import Pipeline
+    from titan.parallel.schedules import Schedule
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class TrainStep:
     num_groups: int = 1
     sum_over_groups: Callable[[Sequence[Tensor]], None] = lambda _: None
     mark: Callable[[str], None] = lambda _: None
-    before_change: Callable[[], None] = lambda: None
+    before_change: Callable[..., None] = lambda: None
     is_fake: bool = False
 
     def __post_init__(self) -> None:
@@ -263,6 +264,11 @@ class TrainStep:
             group["lr"] = group["initial_lr"] * factor
         return self.optimizer.param_groups[0]["lr"]
 
+    def call_before_change(self, function: Callable[..., None]) -> None:
+        """Call a function before each update of the weights, and before they are exchanged for their average."""
+        self.optimizer.register_step_pre_hook(function)
+        self.before_change = function
+
     def change(self, config: JobConfig) -> None:
         """Go on with the batch and the sequences of another phase's job (titan/config/phases.py)."""
         if self.compile_log is not None and (new := _shape(config)) != self.shape:
@@ -352,13 +358,7 @@ def build_train_step(
     schedule = None
     pp = submesh(mesh, "pp")
     if pp is not None:
-        from titan.parallel.stages import extract_stages
-
-        split = stage_split(config, num_layers=sizes.n_layers)
-        require_trained(model, split.modules)
-        schedule = split.schedule
-        numbers = schedule.stages_of(pp.get_local_rank())
-        stages = extract_stages(model, split.modules, numbers=numbers)
+        schedule, stages = _split(config, model, num_layers=sizes.n_layers, pp=pp)
     # Layout first, then memory for this rank's shards alone, then weights.
     for stage in stages.values():
         parallelize(
@@ -376,15 +376,9 @@ def build_train_step(
     loss_sum = task.loss(mesh, output=output, float8=float8)
     pipeline = None
     if pp is not None and schedule is not None:
-        from titan.parallel.pipeline import Pipeline
-
-        pipeline = Pipeline(
-            stages,
-            schedule=schedule,
-            mesh=pp,
-            device=device,
-            loss_fn=loss_sum,
-            boundary=partial(sent_by_stage, config, axis_size(mesh, "tp"), sizes.dim),
+        sent = partial(sent_by_stage, config, axis_size(mesh, "tp"), sizes.dim)
+        pipeline = _pipeline(
+            stages, schedule=schedule, mesh=pp, device=device, loss_fn=loss_sum, boundary=sent
         )
     model_parts = list(stages.values())
     num_blocks = sum(len(part.get_submodule("layers")) for part in model_parts)  # pyright: ignore
@@ -411,6 +405,24 @@ def build_train_step(
         average=WeightAverage(model_parts, config.average) if config.average.enable else None,
         balance=Balance.of({n: m for part in model_parts for n, m in moes_of(part).items()}, mesh),
     )
+
+
+def _split(
+    config: JobConfig, model: nn.Module, *, num_layers: int, pp: DeviceMesh
+) -> tuple[Schedule, dict[int, nn.Module]]:
+    """Return a pipeline's schedule and, by their numbers, this rank's stages of the model."""
+    from titan.parallel.stages import extract_stages
+
+    split = stage_split(config, num_layers=num_layers)
+    require_trained(model, split.modules)
+    numbers = split.schedule.stages_of(pp.get_local_rank())
+    return split.schedule, extract_stages(model, split.modules, numbers=numbers)
+
+
+def _pipeline(stages: dict[int, nn.Module], **options: Any) -> Pipeline:
+    from titan.parallel.pipeline import Pipeline
+
+    return Pipeline(stages, **options)
 
 
 def _shape(config: JobConfig) -> tuple[int, int]:

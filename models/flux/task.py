@@ -10,10 +10,8 @@ B batch, S patches, T context positions, C channels of a patch, or of what the n
 
 from __future__ import annotations
 
-import struct
-import zlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -39,6 +37,7 @@ from titan.untrusted import is_plain_name, parse_json, read_lines
 
 from .config import FluxConfig
 from .options import SHAPES, TaskOptions
+from .pictures import grid, to_patches, to_pictures, write_png
 
 _HELD_OUT = 20  # every so manieth picture of a folder is for validation
 _NUM_DRAWN = 1024  # shapes to validate on
@@ -266,7 +265,7 @@ class FlowMatching(Task):
 
     def _batch(self, rows: Rows, *, first_sample: int, seed: int, split: str) -> FlowBatch:
         numbers = range(first_sample, first_sample + len(rows.pictures))
-        patches = _to_patches(rows.pictures, self.options.patch)
+        patches = to_patches(rows.pictures, self.options.patch)
         noise, times, keeps = zip(*(self._draw(seed, split, n) for n in numbers), strict=True)
         keeps_B = np.array(keeps, dtype=np.float32)
         return FlowBatch(
@@ -375,11 +374,11 @@ class FlowMatching(Task):
         self._write(self._drawn(model, self.microbatch(noise), None), file)
 
     def _write(self, patches: np.ndarray, file: Path) -> None:
-        pictures = _to_pictures(patches, self.options)
+        pictures = to_pictures(patches, self.options)
         if file.suffix == ".npy":
             np.save(file, pictures)
         else:
-            write_png(file, _grid(pictures, self.options.sample_rows))
+            write_png(file, grid(pictures, self.options.sample_rows))
 
     def drawn(self, train_step: Any) -> np.ndarray:
         """Return patches of `sample_rows` pictures of each label, (rows x labels, S, C) fp32. All ranks call it, and all draw all of them."""
@@ -428,43 +427,3 @@ def squared_error_sum(output_BSC: Tensor, targets_BSC: Tensor) -> Tensor:
     """Return the sum of squared errors, fp32. The last channel of the targets is the weight of a patch."""
     target_BSC, weight_BS1 = targets_BSC[..., :-1], targets_BSC[..., -1:]
     return (F.mse_loss(output_BSC.float(), target_BSC, reduction="none") * weight_BS1).sum()
-
-
-def _to_patches(pictures: np.ndarray, patch: int) -> np.ndarray:
-    """Cut (B, channels, height, width) into (B, S, C): of each patch all rows and columns of the first channel, then the others'."""
-    batch, channels, height, width = pictures.shape
-    parts = pictures.reshape(batch, channels, height // patch, patch, width // patch, patch)
-    return np.ascontiguousarray(
-        parts.transpose(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * patch**2), dtype=np.float32
-    )
-
-
-def _to_pictures(patches_BSC: np.ndarray, options: TaskOptions) -> np.ndarray:
-    """Return what `_to_patches` has cut."""
-    side, patch, size = options.size // options.patch, options.patch, options.size
-    parts = patches_BSC.reshape(-1, side, side, options.channels, patch, patch)
-    return parts.transpose(0, 3, 1, 4, 2, 5).reshape(-1, options.channels, size, size)
-
-
-def _grid(pictures: np.ndarray, rows: int) -> np.ndarray:
-    """Put pictures (rows x columns, channels, height, width) from -1 to 1 side by side: (height, width, channels) uint8."""
-    framed = np.pad(pictures, ((0, 0), (0, 0), (1, 1), (1, 1)))  # a grey line around each
-    values = np.clip((framed + 1) * 127.5, 0, 255).round().astype(np.uint8)
-    columns, size = len(values) // rows, values.shape[-1]
-    values = values.reshape(rows, columns, -1, size, size).transpose(0, 3, 1, 4, 2)
-    return values.reshape(rows * size, columns * size, -1)
-
-
-def write_png(file: Path, pixels: np.ndarray) -> None:
-    """Write (height, width, 1 or 3) uint8 as a PNG file (W3C's specification, second edition)."""
-    height, width, channels = pixels.shape
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2 if channels == 3 else 0, 0, 0, 0)
-    lines: Iterable[bytes] = (b"\0" + row.tobytes() for row in pixels)  # 0: no filter
-    body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"".join(lines)))
-    file.write_bytes(b"\x89PNG\r\n\x1a\n" + body + chunk(b"IEND", b""))

@@ -16,6 +16,10 @@ alone also documents (masks), muon, and the kernels of attention, cudnn, flash a
 of several calls and those in it are not repeated, so that a long table can be measured in short calls; no run
 is begun that would probably not end within --limit-s.
 
+The last column sets titan's rows beside expected.json, which the simulator made before any of them ran:
+
+    python scripts/bench/steps.py --model 1B --variants eager,compile --expect h100-sxm,h200-sxm
+
 wheels.txt beside this file lists what TorchTitan, float8 and titan need on a machine that has torch 2.11 alone.
 """
 
@@ -42,21 +46,30 @@ from typing import Any
 from titan.config.model import model_config
 from titan.config.schema import ModelSection
 from titan.config.toml import format_value
-from titan.hardware import recognise
+from titan.hardware import by_name, recognise
 from titan.observe.rows import read_rows
 
 HERE = Path(__file__).resolve().parent
+EXPECTED = HERE / "expected.json"
 NUM_TOKENS = 258  # kinds of token in the random batches: those of titan's byte tokenizer
 
 
 @dataclass(frozen=True)
 class Model:
-    """A flavor of a family, what is changed of it, and the batch that fits an H200 (141 GB) with whole logits in fp32."""
+    """A flavor of a family, what is changed of it, and the batch that fits an H200 (141 GB) with whole logits in fp32.
+
+    small_batch: of a card with less than 100 GiB; None: the same.
+    """
 
     flavor: str
     batch: int
     overrides: dict[str, int] = field(default_factory=dict)
     family: str = "llama3"  # the only one that TorchTitan and the bare loop know
+    small_batch: int | None = None
+
+    def batch_on(self, memory_gib: float) -> int:
+        """Return the sequences a step on a card; 0 GiB: no card."""
+        return self.small_batch or self.batch if 0 < memory_gib < 100 else self.batch
 
     @property
     def section(self) -> dict[str, Any]:
@@ -71,13 +84,17 @@ class Model:
 MODELS = {
     "1B": Model("1B", 2),
     "3B": Model("3B", 1),
-    "8B-blocks": Model("8B", 2, {"n_layers": 8}),  # 8B's blocks, as many as fit with AdamW in fp32
+    # 8B's blocks, as many as fit with AdamW in fp32
+    "8B-blocks": Model("8B", 2, {"n_layers": 8}, small_batch=1),
     # 30B-A3B's blocks with 16 of its 128 experts, of which a token meets 8: grouped products as wide and deep as there.
-    "30B-A3B-blocks": Model("30B-A3B", 2, {"n_layers": 16, "num_experts": 16}, family="qwen3"),
+    "30B-A3B-blocks": Model(
+        "30B-A3B", 2, {"n_layers": 16, "num_experts": 16}, family="qwen3", small_batch=1
+    ),
     "tiny": Model("tiny", 2),
     "tiny-experts": Model("tiny_moe", 2, {"n_layers": 2}, family="qwen3"),
     "debugmodel": Model("debugmodel", 4),
 }
+KERNELS = {"cudnn", "flash", "fa3"}
 PARTS: dict[str, dict[str, dict[str, Any]]] = {
     "eager": {},
     "compile": {"compile": {"enable": True}},
@@ -88,7 +105,7 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
     # Random tokens mark no documents: text of the Python library, as bytes.
     "documents": {"training": {"dataset": "stdlib"}, "data": {"document_mask": True}},
     "muon": {"optimizer": {"name": "Muon"}},
-    **{name: {"model": {"attention_backend": name}} for name in ("cudnn", "flash", "fa3")},
+    **{name: {"model": {"attention_backend": name}} for name in sorted(KERNELS)},
 }
 COMMANDS = {
     "titan": ["-m", "titan.train", "job.toml", "titan.toml"],
@@ -179,14 +196,19 @@ def run(
     }
 
 
+def of_card(field: str) -> str:
+    """Return what nvidia-smi says of the first card, or nothing."""
+    if not shutil.which("nvidia-smi"):
+        return ""
+    query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    output = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+    return output.partition("\n")[0]
+
+
 def machine() -> dict[str, Any]:
     """Where and with what these runs are made."""
-    device = "CPU"
-    if shutil.which("nvidia-smi"):
-        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        device = subprocess.run(query, capture_output=True, text=True).stdout.strip() or device
     return {
-        "device": device,
+        "device": of_card("name") or "CPU",
         "python": sys.version.split()[0],
         **{name: _version(name) for name in ("torch", "torchao", "torchtitan")},
         "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", ""),
@@ -200,9 +222,42 @@ def _version(package: str) -> str:
         return ""
 
 
+def row_of(model: str, seq_len: int, batch: int, variant: str) -> str:
+    """Return the key of a row in expected.json."""
+    return f"{model}, {seq_len}, {batch}, {variant}"
+
+
+def expect(args: argparse.Namespace, names: list[str]) -> None:
+    """Add to expected.json what `titan sim` says of titan's rows on these cards."""
+    known = json.loads(EXPECTED.read_text()) if EXPECTED.exists() else {}
+    for name, variant in product(names, args.variants):
+        if KERNELS & {*variant.split("+")}:
+            print(
+                f"{variant}: the simulator takes the profile's kernel of attention, not the job's"
+            )
+            continue
+        args.batch = MODELS[args.model].batch_on(by_name(name).memory_gib)
+        with tempfile.TemporaryDirectory() as folder:
+            write_job(Path(folder), args, variant)
+            job = [f"{folder}/job.toml", f"{folder}/titan.toml", f"--json={folder}/predicted.json"]
+            command = [sys.executable, "-m", "titan.cli", "sim", *job]
+            command += ["--world-size=1", f"--hardware={name}"]
+            done = subprocess.run(command, capture_output=True, text=True)
+            predicted = Path(folder, "predicted.json")
+            if not predicted.exists():
+                print(f"{name}, {variant}: {done.stderr.strip()}")
+                continue
+            figures = json.loads(predicted.read_text())
+        row = row_of(args.model, args.seq_len, args.batch, variant)
+        known.setdefault(name, {})[row] = round(figures["tokens_per_s_per_gpu"])
+        print(f"{name}, {row}: {known[name][row]:,} tokens/s", flush=True)
+        EXPECTED.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+
+
 def table(results: dict[str, Any]) -> str:
     """The runs of a file as Markdown, one row for each model, batch, variant and contestant."""
     hardware = recognise(results["machine"]["device"])
+    expected = json.loads(EXPECTED.read_text()).get(hardware.name, {}) if hardware else {}
     peak = hardware.peak_flops.get("bfloat16") if hardware else None
     rows: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for entry in results["runs"]:
@@ -215,25 +270,27 @@ def table(results: dict[str, Any]) -> str:
     }
     lines = [
         "| model | sequence | batch | variant | | tokens/s (least to most of the runs) | MFU, full attention | MFU, causal | reserved, GiB "
-        "| active, GiB | titan / this |",
-        "|---" * 11 + "|",
+        "| active, GiB | titan / this | titan sim, tokens/s | measured / sim |",
+        "|---" * 13 + "|",
     ]
     for row, runs in rows.items():
         start = "| " + " | ".join(map(str, row)) + " | "
         if row not in speeds:
             error = next(run["error"] for run in runs if "error" in run)
-            lines.append(f"{start}{error.splitlines()[-1].replace('|', '/')} | | | | | |")
+            lines.append(f"{start}{error.splitlines()[-1].replace('|', '/')} | | | | | | | |")
             continue
         speed, of_runs = speeds[row], [run["tokens_per_s"] for run in runs]
         flops = [MODELS[row[0]].sizes.flops_per_token(row[1], causal=c) for c in (False, True)]
         mfu = [f"{speed * f / peak:.1%}" if peak else "-" for f in flops]
         memory = [[run[key] or 0 for run in runs] for key in ("reserved_gib", "active_gib")]
         of_titan = speeds.get((*row[:-1], "titan"))
+        simulated = expected.get(row_of(*row[:-1])) if row[-1] == "titan" else None
         cells = [
             f"{speed:,.0f} ({min(of_runs):,.0f} to {max(of_runs):,.0f})",
             *mfu,
             *(f"{max(gib):.1f}" if max(gib) else "-" for gib in memory),
             f"{of_titan / speed:.3f}" if of_titan else "-",
+            f"{simulated:,.0f} | {speed / simulated:.3f}" if simulated else "- | -",
         ]
         lines.append(f"{start}{' | '.join(cells)} |")
     return "\n".join(lines)
@@ -293,8 +350,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--model", choices=MODELS, default="1B")
     add("--variants", type=one_of(PARTS, "+"), default="eager,compile,compile+sac,compile+float8")
     add("--against", type=one_of(COMMANDS), default="titan,torchtitan,bare")
-    add("--json", type=Path, required=True, help="where the runs are gathered")
-    add("--batch", type=int, help="sequences a step; default: what fits an H200")
+    add("--json", type=Path, help="where the runs are gathered")
+    add("--batch", type=int, help="sequences a step; default: what fits the card")
+    add("--expect", metavar="CARD,...", help="run nothing; simulate titan's rows on these cards")
     add("--seq-len", type=int, default=8192)
     add("--rounds", type=int, default=3, help="runs of each row")
     add("--warm-up", type=int, default=5, help="steps that are not counted")
@@ -304,7 +362,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--cache", type=Path, default=Path(tempfile.gettempdir()) / "titan-steps-inductor")
     add("--keep", type=Path, help="keep the runs' folders, with their logs, here")
     args = parser.parse_args(argv)
-    args.batch = args.batch or MODELS[args.model].batch
+    memory_gib = float(of_card("memory.total") or 0) / 1024
+    args.batch = args.batch or MODELS[args.model].batch_on(memory_gib)
+    if args.expect:
+        args.against = ["titan"]
+    elif not args.json:
+        parser.error("--json is missing")
     if MODELS[args.model].family != "llama3" and args.against != ["titan"]:
         parser.error(f"{args.model} is for titan alone: --against titan")
     if min(args.warm_up, args.steps) < 1:
@@ -314,6 +377,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
+    if args.expect:
+        expect(args, args.expect.split(","))
+        return
     if "torchtitan" in args.against and find_spec("torchtitan") is None:
         print(
             "torchtitan is not installed and is left out; the top of this script says what it needs"

@@ -164,7 +164,10 @@ def test_sizes() -> None:
     assert counts["3B"] == 3_212_749_824 + 128256 * 3072
 
 
-def test_the_table_by_hand() -> None:
+def test_the_table_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = tmp_path / "expected.json"
+    expected.write_text(json.dumps({"h200-sxm": {"1B, 8192, 2, compile": 48_000}}))
+    monkeypatch.setitem(STEPS["table"].__globals__, "EXPECTED", expected)
     key = {"model": "1B", "seq_len": 8192, "batch": 2, "variant": "compile"}
     memory = {"reserved_gib": 50.04, "active_gib": 45.0}
     speeds = {"titan": (48_000.0, 50_000.0, 52_000.0), "bare": (40_000.0, 40_000.0, 41_000.0)}
@@ -180,10 +183,28 @@ def test_the_table_by_hand() -> None:
     attention = 12 * 16 * 2048 * 8192
     full, causal = (50_000 * (products + a) / 989e12 for a in (attention, attention / 2))
     assert text.splitlines()[2:] == [
-        f"| 1B | 8192 | 2 | compile | titan | 50,000 (48,000 to 52,000) | {full:.1%} | {causal:.1%} | 50.0 | 45.0 | 1.000 |",
-        f"| 1B | 8192 | 2 | compile | bare | 40,000 (40,000 to 41,000) | {0.8 * full:.1%} | {0.8 * causal:.1%} | 50.0 | 45.0 | 1.250 |",
-        "| 1B | 8192 | 2 | compile | torchtitan | out of memory | | | | | |",
+        f"| 1B | 8192 | 2 | compile | titan | 50,000 (48,000 to 52,000) | {full:.1%} | {causal:.1%} | 50.0 | 45.0 | 1.000 | 48,000 | 1.042 |",
+        f"| 1B | 8192 | 2 | compile | bare | 40,000 (40,000 to 41,000) | {0.8 * full:.1%} | {0.8 * causal:.1%} | 50.0 | 45.0 | 1.250 | - | - |",
+        "| 1B | 8192 | 2 | compile | torchtitan | out of memory | | | | | | | |",
     ]
+
+
+def test_what_is_expected_is_what_the_simulator_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the simulator has changed, the commands at the top of steps.py make expected.json anew."""
+    committed = json.loads((ROOT / "scripts/bench/expected.json").read_text())["h100-sxm"]
+    monkeypatch.setitem(STEPS["expect"].__globals__, "EXPECTED", tmp_path / "expected.json")
+    STEPS["main"](["--model", "1B", "--variants", "eager", "--expect", "h100-sxm"])
+    found = json.loads((tmp_path / "expected.json").read_text())["h100-sxm"]
+    assert found == pytest.approx({"1B, 8192, 2, eager": committed["1B, 8192, 2, eager"]}, rel=0.01)
+
+
+def test_batches_fit_the_card() -> None:
+    models = STEPS["MODELS"]
+    for memory_gib, batches in ((79.1, (2, 1, 1)), (139.7, (2, 2, 2)), (0, (2, 2, 2))):
+        names = ("1B", "8B-blocks", "30B-A3B-blocks")
+        assert tuple(models[name].batch_on(memory_gib) for name in names) == batches
 
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -136,3 +136,51 @@ def test_a_killed_rank_goes_on_as_an_undisturbed_run(
         assert all(a[key] == b[key] for key in ("step", "loss", "grad_norm")), (a, b)
     last = "checkpoint/step-40"
     assert same_tensors(calm.folder / last, run.folder / last)
+
+
+def test_a_fork_closes_what_is_open_and_tries_no_number_that_is_not() -> None:
+    """With a limit of 2^30 files, as in containers, each number in turn would take minutes where there is no close_range."""
+    program = """
+import os, resource
+from titan.health import warm_start
+os.closerange = None
+resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+files = [os.open("/dev/null", os.O_RDONLY) for _ in range(5)]
+os.dup2(files[0], 4095)
+warm_start.close_inherited()
+print([n for n in range(4096) if os.path.exists(f"/proc/self/fd/{n}")])
+"""
+    done = run_python(program)
+    assert done.stdout.strip() == "[0, 1, 2]", done.stderr
+
+
+def test_compile_workers_outlive_the_signals_that_stop_a_run() -> None:
+    """Each process below this one gets what srun sends to all of a step; then they still compute."""
+    program = """
+import os, pathlib, signal, sys
+from torch._inductor import async_compile
+from titan.parallel.torch_compat import start_compile_workers
+async_compile.has_triton_package = async_compile._process_pool_allowed = lambda: True
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda *_: None)
+start_compile_workers()
+pool = async_compile.AsyncCompile.process_pool()
+assert pool.submit(os.getpid).result() != os.getpid()
+parents = {}
+for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+    pid, _, rest = path.read_text().rpartition(")")
+    parents[int(pid.split()[0])] = int(rest.split()[1])
+below = {os.getpid()}
+while more := {pid for pid, parent in parents.items() if parent in below} - below:
+    below |= more
+assert len(below) >= 3, below
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    for pid in below - {os.getpid()}:
+        os.kill(pid, number)
+print("still", pool.submit(abs, -7).result(timeout=60))
+sys.stdout.flush()
+os._exit(0)
+"""
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "2"
+    done = run_python(program)
+    assert "still 7" in done.stdout, done.stderr[-2000:]

@@ -26,7 +26,8 @@ from titan.data import DataError
 from titan.models.flux import FLAVORS, build_model
 from titan.models.flux.config import TIME_CHANNELS
 from titan.models.flux.huggingface import hf_config, hf_name_of, read_config
-from titan.models.flux.task import FlowMatching, squared_error_sum, write_png
+from titan.models.flux.pictures import write_png
+from titan.models.flux.task import FlowMatching, squared_error_sum
 from titan.parallel import initialize
 from titan.task import task_of
 from titan.tools.convert import main as convert

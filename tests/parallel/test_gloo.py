@@ -3,6 +3,7 @@ torch's two free the same string twice (docs/torch.md)."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from datetime import timedelta
@@ -175,3 +176,35 @@ def test_the_number_of_groups_with_all_axes(pool: Pool) -> None:
     """On GPUs each is a communicator, with its buffers and its part of the start."""
     [groups] = pool.run(1, groups_of_all_axes)
     assert len(groups) <= 16, groups
+
+
+@pytest.mark.parametrize(
+    ("name", "loopback", "expected"),
+    [
+        ("lo", False, [{"interface": "lo"}]),
+        ("lo", True, [{"interface": "lo"}]),
+        ("", True, [{"hostname": "127.0.0.1"}]),
+        ("", False, []),
+    ],
+)
+def test_groups_take_the_interface_that_the_user_names(
+    name: str, loopback: bool, expected: list[dict[str, str]]
+) -> None:
+    """GLOO_SOCKET_IFNAME is torch's variable; a device that is made by hand must be told."""
+    program = f"""
+import torch.distributed as dist
+from titan.parallel.torch_compat import limit_gloo
+made, create = [], dist.ProcessGroupGloo.create_device
+def record(**place):
+    made.append(place)
+    return create(**place)
+dist.ProcessGroupGloo.create_device = record
+limit_gloo(loopback={loopback})
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+assert made == {expected}, made
+"""
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": name}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

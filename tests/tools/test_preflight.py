@@ -98,7 +98,7 @@ def job(folder: Path, **changes: Any) -> JobConfig:
 
 def preflight(folder: Path, fault: str, dry: bool) -> tuple[int, dict[str, Any]]:
     """On one rank; rank 1 is the odd one, if there is a fault."""
-    measure._MATMUL["cpu"], measure._MESSAGE_BYTES["cpu"] = 128, 2**18
+    measure._MATMUL["cpu"], measure.MESSAGE_BYTES["cpu"] = 128, 2**18
     measure._COPY_BYTES["cpu"] = 2**20
     is_odd, mm, versions = dist.get_rank() == 1, torch.mm, measure.versions
     if fault == "slow" and is_odd:
@@ -220,3 +220,53 @@ def test_the_table_is_a_table() -> None:
     assert text.startswith("2 ranks on node0, NVIDIA H100 80GB HBM3; torch 2.13.0, nccl 2.28")
     [line] = [line for line in text.splitlines() if line.startswith("matrix product, bfloat16")]
     assert line.split()[3:7] == ["700", "rank", "0", "700"] and line.endswith("TFLOP/s")
+
+
+def across_hosts(rates: dict[str, float], groups: dict[str, list[int]]) -> list[str]:
+    """Return the problems of four H100 nodes with two GPUs each, whose collectives reach `rates`."""
+    rates = {f"dp_shard {kind}": rate for kind, rate in rates.items()}
+    return problems_of([facts(rank, rates, groups=groups) for rank in range(8)])
+
+
+def test_a_network_that_fell_back_is_reported_across_hosts() -> None:
+    """Expected: of a ring over hosts with m ranks each, m cards, each with what a card of H100 nodes is known to reach (400 Gbit/s)."""
+    all_ranks = {"dp_shard": [*range(8)]}
+    assert across_hosts({"all-reduce": 85.0, "all-gather": 85.0}, all_ranks) == []
+    # TCP over the same cards, or over an Ethernet of the host.
+    for rate in (4.0, 12.0, 30.0):
+        lines = across_hosts({"all-reduce": rate, "all-gather": rate}, all_ranks)
+        assert [line.split(",")[0] for line in lines] == [
+            f"all ranks: dp_shard {kind} {rate:.3g} GB/s" for kind in ("all-reduce", "all-gather")
+        ]
+        [expected] = {float(line.split("expects ")[1].split(";")[0]) for line in lines[1:]}
+        assert 0.7 * 100 < expected < 100 and "NCCL_DEBUG=INFO" in lines[1]
+    # One rank of each host has one card. Without a list of the ranks, no more than that is expected.
+    for groups in ({"dp_shard": [0, 2, 4, 6]}, {}):
+        assert across_hosts({"all-reduce": 43.0}, groups) == []
+        assert len(across_hosts({"all-reduce": 12.0}, groups)) == 1
+
+
+def test_a_step_that_takes_longer_than_predicted_is_a_problem() -> None:
+    values: dict[str, Any] = {"losses": [7.6, 7.5], "peak_gib": 40.0, "fullest_rank": 0}
+    result = dry_run.DryRun(steps_s=[60.0, 4.1], compiled="", predicted_s=0.98, **values)
+    [problem] = result.problems
+    assert "took 4.10 s, where titan sim predicts 0.98 s" in problem
+    assert "titan sim predicts 0.98 s a step" in str(result)
+    assert not replace(result, steps_s=[60.0, 1.2]).problems
+    assert not replace(result, predicted_s=None).problems
+
+
+def test_the_prediction_is_that_of_the_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked as a rank asks, whose variables must not make a rank of the simulator; a CPU's profile is no measure."""
+    job = ["train_configs/debug_model.toml", "--training.dataset=synthetic"]
+    monkeypatch.chdir(ROOT)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "3")
+    found = cli.predict(job, 2, load_profile("h100-sxm"))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name)
+    command = [sys.executable, "-m", "titan.cli", "sim", *job, "--world-size=2"]
+    command += ["--hardware=h100-sxm", "--json=/dev/stdout"]
+    said = subprocess.run(command, capture_output=True, text=True).stdout
+    assert found is not None and f'"step_time_s": {found}' in said
+    assert cli.predict(job, 2, load_profile("cpu")) is None

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,11 +80,23 @@ class _Rank(subprocess.Popen[bytes]):
         super().__init__(args, env=env, **options)
 
 
+def close_inherited() -> None:
+    """Close all files but standard input, output and error.
+
+    Those that are open, and not every possible number: containers allow 2^30, and without the system's close_range
+    `os.closerange` would try each.
+    """
+    for path in [*Path("/proc/self/fd").iterdir()]:
+        if int(path.name) > 2:
+            with suppress(OSError):  # the list's own
+                os.close(int(path.name))
+
+
 def _run_rank(argv: Sequence[str], env: dict[str, str]) -> None:
     """Be a rank, and end with its exit code. A new program would begin with the same files, signals and variables."""
     try:
         # Popen waits until its pipe, one of these, is closed.
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        close_inherited()
         # The launcher's handlers end its ranks.
         for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
             if signal.getsignal(number) is not None:  # else the handler is not Python's

@@ -22,8 +22,8 @@ from titan.config.resume_diff import changed_model, changed_settings, job_facts
 from titan.hook import Hook, Run, StepResult
 from titan.optim.schedule import rate_jump
 from titan.parallel.torch_compat import set_timeout
+from titan.parallelize import torch_dtype
 from titan.phases import enter_phase
-from titan.train_step import torch_dtype
 from titan.untrusted import InputError
 
 
@@ -45,8 +45,7 @@ class Checkpointing(Hook):
         self.more: Callable[[], checkpoints.StateDict] = dict  # another hook's tensors
         # The copy overlaps the next step until its update.
         if self.section.async_mode == "async_with_pinned_mem":
-            trainer.train_step.optimizer.register_step_pre_hook(self._before_update)
-            trainer.train_step.before_change = lambda: self.manager.staging.before_update()
+            trainer.train_step.call_before_change(self._before_update)
 
     @property
     def group(self) -> dist.ProcessGroup | None:

@@ -9,17 +9,20 @@ from titan.hook import Hook, Run
 from titan.hooks.checkpointing import Checkpointing
 from titan.hooks.evaluation import Evaluation
 from titan.hooks.validation import Validation
-from titan.parallel.torch_compat import set_timeout
+from titan.parallel.torch_compat import set_timeout, start_compile_workers
 
 _LOG = logging.getLogger("titan")
 
 
 class Compilation(Hook):
-    """Set limits, report once after the first step, and warn of recompilations at logged steps."""
+    """Start the compiler's processes, set limits, report once after the first step, and warn of recompilations at logged steps."""
 
     def __init__(self, trainer: Run) -> None:
         self.trainer = trainer
         self._seconds = trainer.config.comm.init_timeout_seconds  # as the trainer begins
+        section = trainer.config.compile
+        if section.enable and section.backend == "inductor":
+            start_compile_workers()
 
     def step_begin(self) -> None:
         """Give a phase's first step as long as the run's: it compiles for its own shapes, stage after stage of a pipeline."""

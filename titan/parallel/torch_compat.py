@@ -7,6 +7,7 @@ with the name in the message, and not in the middle of a run.
 from __future__ import annotations
 
 import os
+import signal
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -119,6 +120,21 @@ def allow_programs(kinds: int) -> None:
     from torch._dynamo import config
 
     config.recompile_limit = max(config.recompile_limit, 7 + kinds)
+
+
+def start_compile_workers() -> None:
+    """Start the processes that compile for inductor, where it has any, deaf to the signals that stop a run.
+
+    Slurm sends these to every process of a step. A rank finishes its step and saves, for which it may need what is compiled; the
+    workers would die of them. They end with their rank. Blocked signals, unlike handlers, are inherited by programs.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1))
+    try:
+        from torch._inductor.async_compile import maybe_warm_pool
+
+        maybe_warm_pool()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def keep_random_state_in_graphs(keep: bool) -> None:
@@ -258,14 +274,13 @@ def limit_gloo(*, loopback: bool) -> None:
     """
     gloo: Any = dist.ProcessGroupGloo
     original = getattr(gloo.__init__, "original", gloo.__init__)
-    inside = loopback and "GLOO_SOCKET_IFNAME" not in os.environ
 
     def init(
         self: Any, store: Any, rank: int, size: int, timeout: Any = _GLOO_TIMEOUT, **settings: Any
     ) -> None:
         options = timeout
         if isinstance(timeout, timedelta):
-            options = gloo_options(timeout, host="127.0.0.1" if inside else "")
+            options = gloo_options(timeout, host="127.0.0.1" if loopback else "")
             for name, value in settings.items():  # from torch 2.15: enable_reconfigure
                 setattr(options, name, value)
         options._threads = 1
@@ -279,11 +294,15 @@ _GLOO_TIMEOUT = timedelta(minutes=30)  # torch's
 
 
 def gloo_options(timeout: timedelta, *, host: str) -> Any:
-    """Return the options of a gloo group that listens on the address of `host`; empty: on gloo's own choice."""
+    """Return the options of a gloo group that listens on the interfaces of GLOO_SOCKET_IFNAME, or else on the address of `host`; empty:
+    on gloo's own choice."""
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
-    device = gloo.create_device(hostname=host) if host else gloo.create_default_device()
-    options._devices, options._timeout = [device], timeout
+    # As torch reads it where it makes the devices itself; its default device knows nothing of it.
+    interfaces = [n for n in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if n]
+    places = [{"interface": n} for n in interfaces] or [{"hostname": host}] * bool(host)
+    made = [gloo.create_device(**place) for place in places]
+    options._devices, options._timeout = made or [gloo.create_default_device()], timeout
     return options
 
 

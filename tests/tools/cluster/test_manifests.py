@@ -95,8 +95,9 @@ def test_slurm(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         *("account=me", f'output="{folder}/slurm-%j.out"', "signal=B:USR1@180", "requeue"),
     } <= set(directives)
     assert len({line.partition("=")[0] for line in directives}) == len(directives)
-    expected = [JOB, "--training.steps=3", f"--job.dump_folder={folder}"]
-    assert arguments_in(script, tmp_path) == expected
+    job, *overrides = arguments_in(script, tmp_path)
+    assert overrides == ["--training.steps=3", f"--job.dump_folder={folder}"]
+    assert Path(job).read_bytes() == Path(JOB).read_bytes()
     words = (tmp_path / "words").read_text().split("\0")
     assert {"--nnodes=1", "--nproc-per-node=4", "--rdzv-backend=titan"} <= set(words)
     [port] = [int(word[19:]) for word in words if word.startswith("--rdzv-endpoint=n1")]
@@ -127,7 +128,9 @@ def test_hostile_text_is_never_run(
         command = ["slurm", *words, "--nodes=1", "--gpus-per-node=0", f"--output={output}", *extra]
         code = main(command)
         if code == 0:
-            assert arguments_in(output.read_text(), tmp_path) == words, text
+            job, *overrides = arguments_in(output.read_text(), tmp_path)
+            assert overrides == words[1:], text
+            assert Path(job).read_bytes() == Path(JOB).read_bytes(), text
             head = output.read_text().partition("\n\n")[0]
             assert all(line.startswith("#SBATCH --") for line in head.splitlines()[1:]), text
             assert "#SBATCH --wrap" not in head and "--nodes=7" not in head.replace(folder, "")
@@ -135,6 +138,121 @@ def test_hostile_text_is_never_run(
             assert (code, kind) == (2, "folder"), text
             assert "not printable" in capfd.readouterr().err
         assert not list(tmp_path.rglob("HIT")) and not Path("HIT").exists(), text
+
+
+def test_a_job_runs_as_it_was_submitted(tmp_path: Path) -> None:
+    """Edits of its files change neither a job that waits nor one that is requeued, and two jobs of a folder do not share a copy."""
+    job, overlay = tmp_path / "job.toml", tmp_path / "more.toml"
+    job.write_bytes(Path(JOB).read_bytes())
+    scripts = []
+    for steps in (3, 4):
+        overlay.write_text(f"[training]\nsteps = {steps}\n")
+        command = ["slurm", str(job), str(overlay), "--nodes=1", "--gpus-per-node=0"]
+        assert main([*command, f"--job.dump_folder={tmp_path}/run"]) == 0
+        scripts.append((tmp_path / "run/job.sbatch").read_text())
+    job.unlink()
+    overlay.write_text("nonsense")
+    for script, steps in zip(scripts, (3, 4), strict=True):
+        copies = arguments_in(script, tmp_path)[:2]
+        assert Path(copies[0]).read_bytes() == Path(JOB).read_bytes()
+        assert Path(copies[1]).read_text() == f"[training]\nsteps = {steps}\n"
+
+
+def test_further_options_go_to_sbatch(tmp_path: Path) -> None:
+    command = ["slurm", JOB, "--nodes=2", "--gpus-per-node=0", f"--job.dump_folder={tmp_path}/run"]
+    more = ["--sbatch=--qos=high", "--", "--exclude=n[3-4],n7", "--reservation=a b", "--nice"]
+    assert main([*command, *more[:3], more[4]]) == 0
+    script = (tmp_path / "run/job.sbatch").read_text()
+    lines = [line for line in script.splitlines() if line.startswith("#SBATCH")]
+    wanted = ["#SBATCH --qos=high", "#SBATCH --exclude=n[3-4],n7", "#SBATCH --nice"]
+    assert [line for line in lines if line in wanted] == wanted
+    assert "\nMAX_RESTARTS=3\n" in script  # of several nodes
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--nodes=7", "expected such as --qos=high, and no option that titan slurm sets"),
+        ("--wrap=true", "expected such as --qos=high, and no option that titan slurm sets"),
+        ("--qos=a b", "expected such as --qos=high"),
+        ("--qos=$(touch HIT)", "expected such as --qos=high"),
+        ("--qos=x\n#SBATCH --wrap=y", "expected such as --qos=high"),
+        ("qos", "expected such as --qos=high"),
+    ],
+)
+def test_options_that_do_not_go_to_sbatch(
+    tmp_path: Path, option: str, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = ["slurm", JOB, "--nodes=2", "--gpus-per-node=0", f"--job.dump_folder={tmp_path}/run"]
+    assert main([*command, "--", option]) == 2
+    assert f"--sbatch: {option!r}: {message}" in capfd.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+# srun: writes down its words, and is a preflight that finds what a file for this call says.
+STEP = """
+n=$(ls step-* 2>/dev/null | wc -l)
+printf '%s\n' "$@" >step-$n
+while (($#)); do [[ $1 == --json ]] && report=$2; shift; done
+[[ ${report:-} ]] || exit 0
+[[ -f finds-$n ]] && cp finds-$n "$report" && exit 1
+echo '{"problems": []}' >"$report"
+"""
+SLOW = (
+    '{"problems": [\n "rank 8 on n2: matrix product, bfloat16 560 TFLOP/s, 20% below the median"]}'
+)
+NETWORK = (
+    '{"problems": [\n "all ranks: dp_shard all-reduce 4 GB/s, where the profile expects 370"]}'
+)
+MEMORY = '{"problems": [\n "dry run: rank 3 on n1 is out of memory: ..."]}'
+
+
+@pytest.mark.parametrize(
+    ("finds", "spare", "modules", "nodes", "code"),
+    [
+        ([], 1, ["preflight", "train"], "n1,n2", 0),
+        ([SLOW], 1, ["preflight", "preflight", "train"], "n1,n3", 0),
+        ([SLOW], 0, ["preflight"], None, 1),
+        ([NETWORK], 1, ["preflight", "train"], "n1,n2", 0),
+        ([MEMORY], 1, ["preflight"], "n1,n2", 1),
+    ],
+    ids=["all is well", "a slow node", "no spare node", "all nodes alike", "the job's own fault"],
+)
+def test_preflight_in_the_allocation(
+    tmp_path: Path, finds: list[str], spare: int, modules: list[str], nodes: str | None, code: int
+) -> None:
+    command = ["slurm", JOB, "--nodes=2", "--gpus-per-node=8", f"--job.dump_folder={tmp_path}/run"]
+    assert main([*command, "--preflight", f"--spare-nodes={spare}", "--max-restarts=0"]) == 0
+    script = (tmp_path / "run/job.sbatch").read_text()
+    assert f"#SBATCH --nodes={2 + spare}\n" in script
+    arguments_in(script, tmp_path)  # which makes the stand-ins
+    inside = f"#!/bin/bash\ncd {shlex.quote(str(tmp_path))}\n"
+    (tmp_path / "bin/srun").write_text(inside + STEP)
+    (tmp_path / "bin/scontrol").write_text(f'#!/bin/bash\nprintf "n%d\\n" {{1..{2 + spare}}}\n')
+    for number, text in enumerate(finds):
+        (tmp_path / f"finds-{number}").write_text(text)
+    done = run_script(script, tmp_path, SLURM_NNODES=str(2 + spare))
+    said = (tmp_path / "log").read_text()
+    steps = [path.read_text().splitlines() for path in sorted(tmp_path.glob("step-*"))]
+    names = {"titan.tools.preflight": "preflight", "titan.train": "train"}
+    assert [names[word] for words in steps for word in words if word in names] == modules, said
+    assert done.returncode == code, said
+    if nodes and spare:
+        assert f"--nodelist={nodes}" in steps[-1] and "--nnodes=2" in steps[-1]
+        assert any(word.startswith("--rdzv-endpoint=n1:") for word in steps[-1])
+    assert ("the job needs 2: not started" in said) == (nodes is None)
+
+
+def test_ranks_are_counted_on_the_node(tmp_path: Path) -> None:
+    """Where Slurm knows of no GPUs. With them, its number counts."""
+    script = (ROOT / "scripts/slurm/train.sbatch").read_text()
+    arguments_in(script.replace('"$@"', "titan.train"), tmp_path)
+    smi = tmp_path / "bin/nvidia-smi"
+    smi.write_text('#!/bin/bash\nfor i in 0 1 2 3; do echo "GPU $i: NVIDIA H100"; done\n')
+    smi.chmod(0o755)
+    for variables, ranks in (({}, 4), ({"SLURM_GPUS_ON_NODE": "2"}, 2), ({"NPROC": "1"}, 1)):
+        assert run_script(script, tmp_path, JOB, **variables).returncode == 0
+        assert f"--nproc-per-node={ranks}" in (tmp_path / "words").read_text().split("\0")
 
 
 @pytest.mark.parametrize(

@@ -229,6 +229,23 @@ def test_the_page(slurm: Slurm, tmp_path: Path) -> None:
         assert "2 nodes x 2 ranks" in log.read_text()
 
 
+def test_preflight_before_the_job(slurm: Slurm, tmp_path: Path) -> None:
+    """Three nodes are given, preflight and the job run on two of them, and an edit of the file meanwhile changes nothing."""
+    job, folder = tmp_path / "job.toml", tmp_path / "run"
+    job.write_bytes((ROOT / "train_configs/debug_model.toml").read_bytes())
+    options = ["--nodes=2", "--gpus-per-node=0", "--ranks-per-node=1", "--preflight"]
+    options += ["--spare-nodes=1", f"--job.dump_folder={folder}", *SETTINGS, "--training.steps=4"]
+    assert main(["slurm", str(job), *options, "--", "--comment=mine"]) == 0
+    job.write_text("nonsense")
+    name = slurm.run("sbatch", "--parsable", str(folder / "job.sbatch"), cwd=ROOT, **environment())
+    log = folder / f"slurm-{name}.out"
+    assert slurm.wait_ended(name) == "COMPLETED", log.read_text()
+    said = log.read_text()
+    assert "2 nodes x 1 ranks" in said and "2 ranks on 2 hosts" in said and "dry run: first" in said
+    assert slurm.field(name, "NumNodes") == "3" and slurm.field(name, "Comment") == "mine"
+    assert logged_steps(folder) == [1, 2, 3, 4]
+
+
 def test_hostile_scripts_are_valid(slurm: Slurm, tmp_path: Path) -> None:
     """Whatever is in a job's words and folder, the real sbatch takes what `titan slurm` writes, and finds in it what was meant."""
     for i, text in enumerate(hostile_texts(60, seed=1)):

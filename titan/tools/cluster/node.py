@@ -9,18 +9,24 @@ ranks 30 seconds after SIGTERM. Here both signals are left to the ranks, which f
     143         SIGTERM came before there were ranks
     1           anything else. This includes ranks that have ended while torchrun waits for a store whose host is gone:
                 TCP alone would wait for a quarter of an hour
+
+What a login shell or an image leaves unsuitable is set right first (`prepare_host`): limits, the interface of gloo, the compile cache.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 
 from titan.health.launch import ranks_of, torchrun
@@ -28,6 +34,13 @@ from titan.health.signals import EXIT_FAILED, EXIT_STOPPED
 
 LEFT_TO_RANKS = (signal.SIGTERM, signal.SIGUSR1)
 LINGER_S = 30.0  # without an answer of the store's host after the ranks have ended
+_NUM_FILES = (
+    65_536  # files and sockets that a process may need: checkpoints, loaders, a peer for each rank
+)
+_LOCKED = "set LimitMEMLOCK=infinity for slurmd, or the container's runtime (ulimit -l)"
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR
+# Test addresses (RFC 5737). A datagram's socket finds the route there, and nothing is sent.
+_OUTSIDE = "192.0.2.1"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,13 +52,67 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Else a restarted rank may find the address that a dead rank left in the agent's store.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if store := _store(arguments):
+    store = _store(arguments)
+    prepare_host(store[0] if store and "--nnodes=1" not in arguments else None)
+    if store:
         threading.Thread(target=_end_with_store, args=store, name="store", daemon=True).start()
     # The first node hosts the store. torchrun would guess by comparing addresses.
     if (number := os.environ.get("SLURM_NODEID")) is not None:
         is_first = int(number == "0")
         arguments.insert(0, f"--rdzv-conf=rank={number},is_host={is_first}")
     return torchrun(arguments)
+
+
+def prepare_host(head: str | None) -> None:
+    """Set limits, and what NCCL, gloo and inductor read from the environment. What the user has set stays.
+
+    Args:
+        head: the host where the nodes meet; None: there is one node.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _NUM_FILES)), hard))
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (locked, locked))
+    if locked != resource.RLIM_INFINITY and any(Path("/sys/class/infiniband").glob("*")):
+        _warn(
+            f"a process may lock {locked >> 10} KiB of memory, too little for InfiniBand: {_LOCKED}"
+        )
+    if head and "GLOO_SOCKET_IFNAME" not in os.environ and _is_loopback(socket.gethostname()):
+        # Debian and Ubuntu call a host 127.0.1.1 in its own /etc/hosts, and gloo would tell the others so.
+        others = os.environ.get("TITAN_NODES", "").split()
+        name = next(filter(None, map(interface_to, (head, *others, _OUTSIDE))), "")
+        os.environ |= {"GLOO_SOCKET_IFNAME": name} if name else {}
+        use = f"gloo uses {name}" if name else "no interface leads out, so ranks may hang"
+        _warn(f"its own name means 127.0.0.1 here; {use} (GLOO_SOCKET_IFNAME)")
+    # A container's /tmp is gone when the job is requeued, maybe to other nodes: the place is that of the node in the job.
+    if folder := os.environ.get("TITAN_COMPILE_FOLDER"):
+        place = f"{folder}/node-{os.environ.get('SLURM_NODEID', 0)}"
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", place)
+
+
+def interface_to(host: str) -> str:
+    """Return the name of the network interface that leads to a host; nothing if it is unknown, or this host itself as 127.0.0.1."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        source = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no address
+                row = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(row[20:24]) == source and name != "lo":
+                    return name
+    return ""
+
+
+def _is_loopback(host: str) -> bool:
+    """Return whether one of a host's addresses is this machine's own; gloo takes the first that it can bind."""
+    try:
+        return any(a.startswith("127.") for a in socket.gethostbyname_ex(host)[2])
+    except OSError:
+        return True
+
+
+def _warn(text: str) -> None:
+    print(f"titan: {socket.gethostname()}: {text}", file=sys.stderr, flush=True)
 
 
 def _pass_on(number: int, frame: FrameType | None) -> None:

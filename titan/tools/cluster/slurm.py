@@ -8,6 +8,7 @@ for the shell are quoted, and values of #SBATCH lines, which cannot be quoted, m
 from __future__ import annotations
 
 import argparse
+import hashlib
 import re
 import shlex
 import subprocess
@@ -24,6 +25,9 @@ from titan.config.schema import JobConfig
 SUMMARY = "Check a job, write its script for sbatch, and submit it on request. docs/cluster.md"
 TEMPLATE = Path(__file__).with_name("train.sbatch")
 _NAME = r"[\w.,+-]+"
+# Another option: its value cannot end the line, or begin a comment, a quote or another option; and it is none that the script needs.
+_OURS = "nodes|gpus-per-node|ntasks|ntasks-per-node|array|output|error|signal|requeue|no-requeue|open-mode|wrap"
+_SBATCH_OPTION = rf"--(?!({_OURS})(=|$))[a-z][a-z-]*(=[\w.,+:;/@%&|*!=\[\]()-]+)?"
 # Options of Slurm: what a value may look like, and an example for the error.
 _PATTERNS = {
     "time": (r"(\d+-)?\d+(:\d+){0,2}", "24:00:00 or 2-12:00:00"),
@@ -34,7 +38,7 @@ _PATTERNS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code. Raises ConfigError, which titan.cli reports."""
-    usage = "[--time T] [--partition P] [--account A] [--container IMAGE] [--elastic --groups G] [--submit]"
+    usage = "[--time T] [--partition P] [--account A] [--container IMAGE] [--preflight] [--elastic --groups G] [--submit] [-- --qos=Q ...]"
     parser = command_parser(
         "slurm", f"{JOB} --nodes N [--gpus-per-node G] {usage}", summary=SUMMARY
     )
@@ -42,8 +46,12 @@ def main(argv: list[str] | None = None) -> int:
     add("--nodes", type=positive, required=True, metavar="N", help="machines")
     add("--gpus-per-node", type=whole, default=8, metavar="G", help="default: 8; 0: run on CPUs")
     add("--ranks-per-node", type=positive, metavar="R", help="default: one per GPU, or one on CPUs")
-    help_ = "restarts after a crash; default: 0"
-    add("--max-restarts", type=whole, default=0, metavar="R", help=help_)
+    help_ = "restarts after a crash; default: 3 on several nodes, 0 on one"
+    add("--max-restarts", type=whole, metavar="R", help=help_)
+    add("--preflight", action="store_true", help="run it first, and leave out nodes that it names")
+    add("--spare-nodes", type=whole, default=0, metavar="S", help="for those left out; default: 0")
+    help_ = "for sbatch, such as --sbatch=--qos=high; also all words after --"
+    add("--sbatch", action="append", default=[], metavar="OPTION", help=help_)
     add("--output", type=Path, metavar="FILE", help="default: job.sbatch in the run folder")
     add("--time", metavar="T", help="time limit in Slurm's notation, such as 24:00:00")
     add("--partition", metavar="P")
@@ -54,7 +62,12 @@ def main(argv: list[str] | None = None) -> int:
     add("--groups", type=positive, metavar="G", help=help_)
     add("--elastic", action="store_true", help="replica groups; two without --groups")
     add("--submit", action="store_true", help="pass the script to sbatch")
-    options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    end = words.index("--") if "--" in words else len(words)
+    options, job = parser.parse_known_args(words[:end])
+    options.sbatch += words[end + 1 :]
+    if options.max_restarts is None:
+        options.max_restarts = 3 if options.nodes > 1 else 0
     options.groups = options.groups or (2 if options.elastic else None)
     # Without GPUs one rank uses the cores of a node.
     ranks = options.ranks_per_node or options.gpus_per_node or 1
@@ -65,12 +78,17 @@ def main(argv: list[str] | None = None) -> int:
     size = options.nodes * ranks
     config, _ = load_to_run(job, world_size=size, options=known, here=here, device=device)
     # Nothing is written before everything is checked.
-    text = script(config, options, job, ranks_per_node=ranks)
     folder = _run_folder(config)
+    options.name = _job_name(job)
+    job, copies = _snapshot(job, folder / "submitted")
+    text = script(config, options, job, ranks_per_node=ranks)
     path: Path = options.output or folder / "job.sbatch"
     try:
-        for parent in (path.parent, folder):  # Slurm opens its log there, and makes no folder
+        # Slurm opens its log in the folder, and makes none.
+        for parent in (path.parent, folder / "submitted"):
             parent.mkdir(parents=True, exist_ok=True)
+        for copy, content in copies.items():
+            copy.write_bytes(content)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         print(f"titan slurm: {error}", file=sys.stderr)
@@ -106,6 +124,10 @@ def script(
         if value is not None and not re.fullmatch(pattern, value):
             message = f"expected such as {example}, got {value!r}"
             raise ConfigError([Problem(COMMAND_LINE, 0, f"--{name}", message)])
+    for word in options.sbatch:
+        if not re.fullmatch(_SBATCH_OPTION, word):
+            message = f"{word!r}: expected such as --qos=high, and no option that titan slurm sets"
+            raise ConfigError([Problem(COMMAND_LINE, 0, "--sbatch", message)])
     folder = str(_run_folder(config))
     # Slurm replaces %j and the like in the name of its log, and has no way to escape a line break.
     if not folder.isprintable() or "%" in folder:
@@ -113,9 +135,9 @@ def script(
         raise ConfigError([config.source_map.problem("job.dump_folder", message)])
     log = f"{folder}/slurm-%j.out".replace("\\", "\\\\").replace('"', '\\"')
     directives = {
-        "job-name": _job_name(job),
+        "job-name": options.name,
         "array": f"0-{options.groups - 1}" if options.groups else None,
-        "nodes": options.nodes,
+        "nodes": options.nodes + options.spare_nodes,
         "gpus-per-node": options.gpus_per_node or None,
         "time": options.time,
         "partition": options.partition,
@@ -128,6 +150,8 @@ def script(
         # In a container this Python does not exist.
         "PYTHON": "python" if options.container else sys.executable,
         "NPROC": ranks_per_node,
+        **({"JOB_NODES": options.nodes} if options.spare_nodes else {}),
+        "PREFLIGHT": "1" if options.preflight else "",
         "MAX_RESTARTS": options.max_restarts,
         "CONTAINER": options.container or "",
         "CONTAINER_MOUNTS": ",".join(filter(None, [f"{Path.cwd()}:{Path.cwd()}", options.mounts])),
@@ -144,6 +168,7 @@ def script(
         [
             *kept,
             *(f"#SBATCH --{key}={value}" for key, value in directives.items() if value is not None),
+            *(f"#SBATCH {word}" for word in options.sbatch),
             "",
             "# Written by `titan slurm`.",
             f"cd -- {shlex.quote(str(Path.cwd()))} || exit 2",
@@ -154,6 +179,20 @@ def script(
             rest[rest.index("set -uo pipefail") :],
         ]
     )
+
+
+def _snapshot(job: Sequence[str], folder: Path) -> tuple[list[str], dict[Path, bytes]]:
+    """Return the words of a job with its files replaced by copies in `folder`, and the copies' content.
+
+    A later edit of a file then does not change a job that waits, or is requeued. A copy's name has a hash: it is never another job's.
+    """
+    arguments = parse_args(job)
+    copies: dict[str, Path] = {}
+    for file in (arguments.job, *arguments.overlays):
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()[:8]
+        copies[str(file)] = folder / f"{file.stem}-{digest}.toml"
+    words = [str(copies.get(str(Path(w)), w)) if w[:1] != "-" else w for w in job]
+    return words, {copy: Path(file).read_bytes() for file, copy in copies.items()}
 
 
 def _group_lines(groups: int, config: JobConfig, folder: str) -> list[str]:
@@ -175,7 +214,7 @@ def _lighthouse_script(options: argparse.Namespace, job: Sequence[str], folder: 
     It is queued again while groups run or wait, also at its time limit. The groups read its new address in the file.
     """
     directives = {
-        "job-name": f"{_job_name(job)}-lighthouse",
+        "job-name": f"{options.name}-lighthouse",
         "ntasks": 1,
         "open-mode": "append",
         "signal": "B:USR1@60",
@@ -191,13 +230,14 @@ def _lighthouse_script(options: argparse.Namespace, job: Sequence[str], folder: 
             "#!/bin/bash",
             *(f"#SBATCH --{key}={value}" for key, value in directives.items() if value is not None),
             "#SBATCH --requeue",
+            *(f"#SBATCH {word}" for word in options.sbatch),
             "",
             f"cd -- {shlex.quote(str(Path.cwd()))} || exit 2",
             "trap 'kill $(jobs -p)' USR1  # a minute before the time limit",
             f"{shlex.join([python, *command])} &",
             'wait "$!"; code=$?',
             "((code == 2)) && exit 2  # a mistake, which it would make again",
-            f'groups=$(squeue --noheader --user="$(id -un)" --name={_job_name(job)})',
+            f'groups=$(squeue --noheader --user="$(id -un)" --name={shlex.quote(options.name)})',
             '[[ $groups ]] && scontrol requeue "$SLURM_JOB_ID"',
             'exit "$code"',
             "",

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from titan.checks.rules import load_to_run
@@ -23,6 +26,7 @@ from titan.config.schema import JobConfig
 from titan.untrusted import InputError
 
 _MOST = 30  # problems that are printed
+_SIM_S = 180  # the others wait for it, for comm.init_timeout_seconds at most
 OPTIONS = ("--nproc", "--json", "--no-dry-run")
 
 
@@ -57,10 +61,10 @@ def main(argv: list[str] | None = None) -> int:
         # Whatever code a rank ended with: a problem is 1 here.
         name = "titan.tools.preflight"
         return min(launch_module(name, [*job, *rest], num_processes=num_processes), 1)
-    return run_rank(config, layout, json_file=options.json, dry=not options.no_dry_run)
+    return run_rank(config, layout, job, json_file=options.json, dry=not options.no_dry_run)
 
 
-def run_rank(config: JobConfig, layout: Layout, *, json_file: Path | None, dry: bool) -> int:
+def run_rank(config: JobConfig, layout: Layout, job: Sequence[str], *, json_file: Path | None, dry: bool) -> int:  # fmt: skip
     """Check on all ranks together. The exit code is the same on all, unless the dry run fails on some."""
     from titan.train import _set_compile_cache
 
@@ -83,25 +87,27 @@ def run_rank(config: JobConfig, layout: Layout, *, json_file: Path | None, dry: 
     del axes["accumulation"]
     mesh = build_mesh(device.type, **axes)
     set_timeout(timedelta(seconds=config.comm.init_timeout_seconds))  # of the mesh's groups, too
-    code = check_all(config, layout, device=device, mesh=mesh, json_file=json_file, dry=dry)
+    code = check_all(config, layout, device=device, mesh=mesh, json_file=json_file, dry=dry, job=job)  # fmt: skip
     sys.stdout.flush()
     dist.destroy_process_group()  # not after a failure: it waits for what other ranks never join
     return code
 
 
-def check_all(
-    config: JobConfig, layout: Layout, *, device: Any, mesh: Any, json_file: Path | None, dry: bool
-) -> int:
-    """Measure, find problems and print; then run the steps. All ranks call this together, in a process group."""
+def check_all(config: JobConfig, layout: Layout, *, device: Any, mesh: Any, json_file: Path | None, dry: bool, job: Sequence[str] = ()) -> int:  # fmt: skip
+    """Measure, find problems and print; then run the steps. All ranks call this together, in a process group.
+
+    Args:
+        job: files and overrides, for `titan sim`.
+    """
     import torch.distributed as dist
 
     from titan.observe.estimate import estimate_memory
     from titan.parallel.compile import BackendError
     from titan.parallel.float8 import Float8Error
     from titan.parallel.kept_operations import KeepError
+    from titan.parallelize import torch_dtype
     from titan.tools.preflight import judge, measure
     from titan.tools.preflight.dry_run import dry_run, explain, out_of_memory
-    from titan.train_step import torch_dtype
 
     config = config.on_device(device.type)
     rank, dtype = dist.get_rank(), config.training.compute_dtype
@@ -147,6 +153,10 @@ def check_all(
             _write(json_file, report | {"problems": [*problems, text]})
             sys.stdout.flush()
             os._exit(1)  # the others wait in a collective: the agent ends them
+        # Two ranks must not differ in the exit code, and one of them asks the simulator.
+        answer = [predict(job, len(facts), profile) if rank == 0 else None]
+        dist.broadcast_object_list(answer, src=0)
+        result = replace(result, predicted_s=answer[0])
         problems += result.problems
         if rank == 0:
             print(result, *(f"PROBLEM  {text}" for text in result.problems), sep="\n")
@@ -154,6 +164,26 @@ def check_all(
     if rank == 0:
         print(f"{len(problems)} problem{'s'[: len(problems) != 1]}" if problems else "no problems")
     return 1 if problems else 0
+
+
+def predict(job: Sequence[str], world_size: int, profile: Any) -> float | None:
+    """Return the seconds of a step by `titan sim`, in a process of its own; None if it cannot tell. A CPU's would be no measure."""
+    if not job or profile is None or profile.name == "cpu":
+        return None
+    # It records the job on ranks that it pretends, and needs no device.
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "PET_")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "sim.json"
+        command = [sys.executable, "-m", "titan.cli", "sim", *job, f"--json={file}"]
+        command += [f"--world-size={world_size}", f"--hardware={profile.name}"]
+        try:
+            subprocess.run(command, env=environment, capture_output=True, timeout=_SIM_S)
+            return json.loads(file.read_text())["step_time_s"]
+        except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+            print(f"titan sim predicts nothing of this job ({type(error).__name__})", flush=True)
+            return None
 
 
 def _profile(config: JobConfig, device: str) -> Any:

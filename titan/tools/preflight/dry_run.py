@@ -26,6 +26,8 @@ from titan.task import task_of
 from titan.train_step import build_train_step
 
 NUM_STEPS = 2
+# The second step is not yet at its best, so less than this is no fault of the machines.
+_SLOWER = 2.0
 # How torch says it on a CPU, where it is a RuntimeError.
 _CPU_OUT_OF_MEMORY = "can't allocate memory"
 
@@ -33,26 +35,36 @@ _CPU_OUT_OF_MEMORY = "can't allocate memory"
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
     """Say what the steps took. steps_s: the first one includes compilation. peak_gib: of the
-    fullest rank."""
+    fullest rank. predicted_s: a step, by `titan sim`; None: it was not asked."""
 
     steps_s: list[float]
     losses: list[float]
     peak_gib: float
     fullest_rank: int
     compiled: str
+    predicted_s: float | None = None
 
     def __str__(self) -> str:
         text = (
             f"dry run: first step {self.steps_s[0]:.2f} s, second {self.steps_s[1]:.2f} s, loss {self.losses[0]:.4f}, "
             f"peak {self.peak_gib:.2f} GiB on rank {self.fullest_rank}"
         )
+        if self.predicted_s:
+            text += f"; titan sim predicts {self.predicted_s:.2f} s a step"
         return f"{text}; {self.compiled}" if self.compiled else text
 
     @property
     def problems(self) -> list[str]:
         """Return what is wrong with the numbers, a line for each problem."""
         bad = [loss for loss in self.losses if not math.isfinite(loss)]
-        return [f"dry run: the loss is {bad[0]}"] if bad else []
+        lines = [f"dry run: the loss is {bad[0]}"] if bad else []
+        predicted_s, measured_s = self.predicted_s, self.steps_s[-1]
+        if predicted_s and measured_s > _SLOWER * predicted_s:
+            lines.append(
+                f"dry run: the second step took {measured_s:.2f} s, where titan sim predicts {predicted_s:.2f} s; the rates above, "
+                "`titan sim` with the job, and a trace of it (profiling.enable_profiling) tell where the time goes"
+            )
+        return lines
 
 
 def dry_run(config: JobConfig, layout: Layout, *, device: torch.device, mesh: DeviceMesh) -> DryRun:

@@ -2,7 +2,7 @@
 
 A rank is an outlier if it is more than 10 % below the median of all ranks. On a CPU, whose cores ranks share, the limit is a
 third of the median. On an accelerator, the median itself must reach 80 % of the hardware profile. A CPU's profile is only an
-order of magnitude, and is shown without a check.
+order of magnitude, and is shown without a check. What collectives reach between hosts is priced as the simulator prices it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from statistics import median
 
+from titan.sim.price.network import price_transfer
 from titan.sim.price.profiles import Profile, on_curve
+from titan.sim.record.trace import Group, Scope, Transfer
 
-from .measure import COPY, LINK, MATMUL, RankFacts
+from .measure import COPY, LINK, MATMUL, MESSAGE_BYTES, RankFacts
 
 OUTLIER = {"CPU": 1 / 3, "other": 0.9}
 # Kernels that reach less than this share of the profile's figure point at a fault, not at noise.
 _OF_PROFILE = 0.8
+_NETWORK = "; NCCL_DEBUG=INFO prints which network NCCL takes (NET/IB, NET/Socket)"
 # Clocks of one network agree far better than this.
 _CLOCK_S = 1.0
 # Bytes that measure.py's copy moves on an accelerator: 1 GiB, read and written.
@@ -41,10 +44,31 @@ def expectation(what: str, facts: Sequence[RankFacts], profile: Profile | None) 
         return profile.peak_tflops[dtype] * share
     if what == COPY:
         return profile.memory_tb_per_s * 1e3 * on_curve(profile.memory_share, _COPY_BYTES)
-    # The profile's figures of collectives hold within a node.
-    if what == LINK or len({f.host for f in facts}) > 1:
+    if what == LINK:
         return None
+    if len({f.host for f in facts}) > 1:
+        return _between_hosts(what, facts, profile)
     return profile.all_reduce_gb_per_s if what.endswith("all-reduce") else profile.ring_gb_per_s
+
+
+def _between_hosts(what: str, facts: Sequence[RankFacts], profile: Profile) -> float | None:
+    """Return the bus bandwidth that the simulator expects of a collective of a group that may be on several hosts."""
+    if profile.name == "cpu":
+        return None
+    axis, _, kind = what.rpartition(" ")
+    by_host: dict[str, list[int]] = {}
+    for f in facts:
+        by_host.setdefault(f.host, []).append(f.rank)
+    # At least one rank of each host, if nobody says which ranks there are.
+    group = facts[0].groups.get(axis) or [ranks[0] for ranks in by_host.values()]
+    per_node, of_host = profile.gpus_per_node, enumerate(by_host.values())
+    places = {r: n * per_node + i for n, ranks in of_host for i, r in enumerate(ranks)}
+    ranks = tuple(map(places.__getitem__, group))
+    size, is_sum = MESSAGE_BYTES["other"], kind == "all-reduce"
+    kind, scope = ("all_reduce" if is_sum else "all_gather"), Scope(phase="forward")
+    transfer = Transfer(kind, axis, size, "float32", 0, False, 0, scope)
+    price = price_transfer(transfer, Group(axis, (axis,), ranks), profile, rank=ranks[0])
+    return (1 + is_sum) * size * (len(ranks) - 1) / len(ranks) / price.seconds / 1e9
 
 
 def problems(
@@ -71,8 +95,10 @@ def problems(
         # All ranks alike may still be slow: a power limit, or links that fell back.
         expected = expectation(what, facts, profile)
         if not is_cpu and expected and middle < _OF_PROFILE * expected:
+            is_between = len({f.host for f in facts}) > 1 and not what.startswith((MATMUL, COPY))
+            hint = _NETWORK if is_between else ""
             lines.append(
-                f"all ranks: {what} {figure(middle)} {unit}, where the hardware profile expects {figure(expected)}"
+                f"all ranks: {what} {figure(middle)} {unit}, where the hardware profile expects {figure(expected)}{hint}"
             )
     return lines + list(_disk(facts, at, checkpoint_gib, num_kept))
 

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,14 +28,14 @@ _DISK_BYTES = 2**25
 # On a CPU small: tests and laptops, whose cores all ranks share.
 _MATMUL = {"cpu": 384, "other": 8192}
 _COPY_BYTES = {"cpu": 2**25, "other": 2**30}
-_MESSAGE_BYTES = {"cpu": 2**22, "other": 2**28}
+MESSAGE_BYTES = {"cpu": 2**22, "other": 2**28}
 _SMI = ("driver_version", "clocks.sm", "clocks.max.sm", "temperature.gpu")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
     """Hold one rank's facts. rates: TFLOP/s of "matrix product, float32", GB/s (decimal) of all
-    else. clock_s: its wall clock less rank 0's."""
+    else. clock_s: its wall clock less rank 0's. groups: the ranks of its group along each axis."""
 
     rank: int
     host: str
@@ -45,6 +45,7 @@ class RankFacts:
     rates: dict[str, float]
     disk: DiskFacts | None  # of the first rank of each host
     gpu: dict[str, str]
+    groups: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,12 +78,14 @@ def measure(
     # A copy reads and writes.
     copy_s = min(bench.rounds_s(bench.copy(device, num_bytes), device, calls=2))
     rates[COPY] = 2 * num_bytes / copy_s / 1e9
-    message_bytes = _size(_MESSAGE_BYTES, device)
+    message_bytes = _size(MESSAGE_BYTES, device)
     if link := bench.link_gb_per_s(device, message_bytes):
         rates[LINK] = link
+    groups: dict[str, list[int]] = {}
     for axis in mesh.mesh_dim_names or ():
         group = mesh.get_group(axis)
         if dist.get_world_size(group) > 1:
+            groups[axis] = dist.get_process_group_ranks(group)
             kinds = ("all-reduce", "all-gather")
             by_kind = bench.collectives_gb_per_s(device, message_bytes, kinds=kinds, group=group)
             rates |= {f"{axis} {kind}": rate for kind, rate in by_kind.items()}
@@ -92,6 +95,7 @@ def measure(
         device="CPU" if is_cpu else torch.get_device_module(device).get_device_name(device),
         versions=versions(),
         rates=rates,
+        groups=groups,
         **of_host,
     )
 
