@@ -169,16 +169,22 @@ def test_sizes() -> None:
         assert read_config(hf_config(FLAVORS[name])) == FLAVORS[name]
 
 
-@pytest.mark.parametrize("old_names", [False, True])
-def test_transformers_both_ways(old_names: bool, tmp_path: Path) -> None:
-    """A folder of transformers', with names as it writes them now or as published, and the folder that comes back, compute the same."""
-    transformers = pytest.importorskip("transformers")
+def their_model(transformers: Any) -> Any:
+    """The small model in transformers, with drawn weights."""
     written = hf_config(SMALL)
     written["vision_feature_layer"] = -2
     written["vision_config"]["num_hidden_layers"] = SMALL.vision_layers + 1
     twin = transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(**written)).eval()
     for name, parameter in twin.named_parameters():
         torch.nn.init.normal_(parameter, std=0.5 if "norm" in name else 0.2)
+    return twin
+
+
+@pytest.mark.parametrize("old_names", [False, True])
+def test_transformers_both_ways(old_names: bool, tmp_path: Path) -> None:
+    """A folder of transformers', with names as it writes them now or as published, and the folder that comes back, compute the same."""
+    transformers = pytest.importorskip("transformers")
+    twin = their_model(transformers)
     twin.save_pretrained(tmp_path / "theirs")
     if old_names:
         file = tmp_path / "theirs" / "model.safetensors"
@@ -278,12 +284,7 @@ def test_generates_what_transformers_does_of_a_picture(
     """Of their folder and its tokenizer, with a placeholder in the text, and of a picture before it."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(1)
-    written = hf_config(SMALL)
-    written["vision_feature_layer"] = -2
-    written["vision_config"]["num_hidden_layers"] = SMALL.vision_layers + 1
-    twin = transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(**written)).eval()
-    for name, parameter in twin.named_parameters():
-        torch.nn.init.normal_(parameter, std=0.5 if "norm" in name else 0.2)
+    twin = their_model(transformers)
     twin.save_pretrained(theirs := tmp_path / "theirs")
     words = [f"w{i}" for i in range(TOKEN - 2)]
     model = tokenizers.models.WordLevel({w: i for i, w in enumerate(["<unk>", "<s>", *words])})

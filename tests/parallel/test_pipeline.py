@@ -20,11 +20,7 @@ from titan.config.errors import ConfigError
 from titan.parallel import apply_ddp, apply_fsdp, build_mesh, initialize, materialize, pipeline
 from titan.parallel.activation import apply_ac
 from titan.parallel.kept_operations import DEFAULT_KEEP
-from titan.parallel.pipeline import (
-    Pipeline,
-    extract_stage,
-    extract_stages,
-)
+from titan.parallel.pipeline import Pipeline
 from titan.parallel.schedules import (
     Action,
     build_schedule,
@@ -36,6 +32,7 @@ from titan.parallel.schedules import (
     write_schedule,
 )
 from titan.parallel.stage_split import StageSplit, split_modules, split_stages
+from titan.parallel.stages import extract_stage, extract_stages
 from titan.tools.pipeline import main
 
 LAYERS, WIDTH, VOCABULARY, BATCH, LENGTH = 8, 8, 11, 12, 5

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import io
 import json
+import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.jobs import job
+from tests.support.ranks import Pool
 from tests.support.trainers import Trainer
 from titan.cli import main as titan
-from titan.data.tokenizer import EOS
+from titan.config.errors import ConfigError
+from titan.config.schema import TokenizerSection
+from titan.data import DataError
+from titan.data.tokenizer import EOS, build_tokenizer
+from titan.parallel.torch_compat import set_timeout
+from titan.tools import generate
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ 'Q: ' + m.content + '\\nA:' }}"
@@ -156,3 +166,56 @@ def test_without_a_template_it_says_what_to_set(
     argv = ["--checkpoint", str(run), "--top-p", "-1"]
     assert titan(["generate", *argv]) == 2
     assert "--top-p: expected a number of at least 0, got -1" in capsys.readouterr().err
+    argv = ["--checkpoint", str(run), "--prompts", str(tmp_path / "p"), "--prompt", "a"]
+    assert titan(["generate", *argv]) == 2
+    assert "--prompt: is for one text" in capsys.readouterr().err
+
+
+class Slow(io.StringIO):
+    """A person who thinks for longer than a collective may take."""
+
+    def readline(self, *args: Any) -> str:
+        time.sleep(4)
+        return super().readline(*args)
+
+
+def converse(words: list[str]) -> list[str]:
+    """Answer what a person says on rank 0 with it; return what this rank answered."""
+    set_timeout(timedelta(seconds=1))
+    answered: list[str] = []
+    args = generate.parse(["--checkpoint", "unused", "--interactive"])
+    generator = generate.Generator(
+        torch.nn.Linear(1, 1), build_tokenizer(TokenizerSection(), hf_assets_path=""), args
+    )
+    generator.of_messages = lambda messages, **_: messages[-1]["content"]  # pyright: ignore
+    generator.stream = lambda prompt: iter([prompt])  # pyright: ignore[reportAttributeAccessIssue]
+    generator.print_stream = lambda parts: answered.append("".join(parts)) or answered[-1]
+    sys.stdin = Slow("".join(f"{word}\n" for word in words))
+    generator.converse()
+    return answered
+
+
+def test_ranks_wait_for_a_person_without_a_limit(pool: Pool) -> None:
+    for answered in pool.run(2, converse, ["hello", "again"]):
+        assert answered == ["hello", "again"]
+
+
+def test_weights_on_an_accelerator_are_in_16_bits_and_no_gpu_is_touched_before(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher and each rank would else have a context on GPU 0."""
+    loaded: list[Any] = []
+
+    def load(*_: Any, **options: Any) -> None:
+        loaded.append((options["device"].type, options["dtype"]))
+        raise DataError("enough")
+
+    monkeypatch.setattr(generate, "_load", load)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: pytest.fail("allocates"))
+    for device in ("cuda:1", "cpu"):
+        with pytest.raises(DataError, match="enough"):
+            generate.main(["--checkpoint", str(run), "--device", device])
+    assert loaded == [("cuda", "bfloat16"), ("cpu", "float32")]
+    with pytest.raises(ConfigError, match="--device: cannot use cuda:2: this machine has 2"):
+        generate.main(["--checkpoint", str(run), "--device", "cuda:2"])
