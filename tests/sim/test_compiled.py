@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from tests.sim.test_trace_jobs import _numbered_anew
 from tests.support.ranks import Pool
 from tests.support.traces import events_of, in_turn, job, real_batches, real_program, trace_of
 from titan.config.schema import JobConfig
+from titan.sim.price.profiles import load_profile
 from titan.sim.record.trace import Allocate, Free, Launch, Trace, Transfer
+from titan.sim.simulate import simulate
 
 BF16: dict[str, Any] = {"mixed_precision_param": "bfloat16"}
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -264,3 +267,23 @@ def test_updates_compiled_for_any_size_move_what_the_weights_need() -> None:
     embedding, square, grouped, wide = 2048 * 64, 64 * 64, 64 * 32, 64 * 192
     matrices = 2 * embedding + 2 * square + 2 * grouped + 3 * wide
     assert sizes == {20 * matrices: 1, 20 * 3 * 64: 1}
+
+
+def refuse_graph_breaks(*_: Any) -> None:
+    torch.compile = partial(torch.compile, fullgraph=True)
+
+
+def test_watching_modules_breaks_no_graph() -> None:
+    """Of a block with experts, parts are compiled that call modules which do not know that they are in one."""
+    config = job(
+        batch=8,
+        training=BF16,
+        compile=COMPILE,
+        model={"name": "qwen3", "flavor": "tiny_moe"},
+        parallelism={"tensor_parallel_degree": 2},
+    )
+    profile = load_profile("h100-sxm")
+    found = simulate(
+        config, world_size=2, profile=profile, prepare=refuse_graph_breaks, use_cache=False
+    )
+    assert found.timeline.step_s > 0

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from titan.parallel.init_weights import canonical_name
@@ -168,6 +169,9 @@ class ScopeTracker:
         call: Callable[..., Any] = module._compiled_call_impl or module._call_impl
 
         def enclosed(*args: Any, **kwargs: Any) -> Any:
+            # Of a compiled function, which the module does not know to be in: what happens here would break its graph.
+            if torch.compiler.is_compiling():
+                return call(*args, **kwargs)
             recomputing = torch_compat.in_backward()
             self._enter(name, recomputing)
             try:
