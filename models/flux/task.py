@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
-from titan.data import DataError, require
+from titan.data import DataError
 from titan.data.base import Samples, TensorBatch
 from titan.data.files import walk
 from titan.data.loader import Collate
@@ -35,6 +35,7 @@ from titan.parallel.context import unshard_sequence
 from titan.task import LossFunction, Microbatch, Task
 from titan.untrusted import is_plain_name, parse_json, read_lines
 
+from ..pictures import read_picture
 from .config import FluxConfig
 from .options import SHAPES, TaskOptions
 from .pictures import grid, to_patches, to_pictures, write_png
@@ -197,8 +198,8 @@ class PictureFolder(FlowSamples):
         if file.suffix.lower() == ".npy":
             picture = _read(np.load, file)
         else:
-            image = _read(require("PIL.Image", purpose="reading PNG files").open, file)
-            picture = np.asarray(image.convert("L" if self.options.channels == 1 else "RGB"))
+            mode = "L" if self.options.channels == 1 else "RGB"
+            picture = np.asarray(_read(partial(read_picture, mode=mode), file))
             picture = np.atleast_3d(picture).transpose(2, 0, 1) / 127.5 - 1
         if picture.shape != self.shape:
             raise DataError(f"{file}: has shape {picture.shape}; the task has {self.shape}")
@@ -358,11 +359,14 @@ class FlowMatching(Task):
         """Draw pictures of a label, its number or the name of a shape, or without one a column for each label, into .png or .npy."""
         options, label = self.options, None
         names = SHAPES[: options.classes] if options.source == "shapes" else ()
+        what, count = "label of this task", options.classes
+        if options.source == "encoded":  # whose encodings are all that the model knows of it
+            what, count = "item that is held out", self._conditions().num_items
         if text:
             label = names.index(text) if text in names else int(text) if text.isdecimal() else -1
-            if not 0 <= label < options.classes:
-                known = f"0 to {options.classes - 1}" + (f" or {', '.join(names)}" if names else "")
-                raise DataError(f'--prompt "{text}": no label of this task; take {known}')
+            if not 0 <= label < count:
+                known = f"0 to {count - 1}" + (f" or {', '.join(names)}" if names else "")
+                raise DataError(f'--prompt "{text}": no {what}; take {known}')
         if file.suffix not in ((".npy", ".png") if options.channels in (1, 3) else (".npy",)):
             kinds = (
                 "latents; end it in .npy"
@@ -386,11 +390,17 @@ class FlowMatching(Task):
         local = train_step.to_local(self._of_noise())
         return self._drawn(model, local, train_step.context)
 
+    def _conditions(self) -> FlowSamples:
+        """Return what knows the conditions of pictures to draw. Those of labels need no files."""
+        kind = Encoded if self.options.source == "encoded" else Shapes
+        return kind(self.options, self.sizes, split="validation", seed=0)
+
     def _of_noise(self, *, seed: int = 0, label: int | None = None) -> FlowBatch:
         """Return noise at time 1, to draw `sample_rows` pictures of each label or of one: each twice, with its context and without."""
         options = self.options
-        conditions = self.samples("validation", rank=0, world=1).conditions(options.classes)
-        which = slice(None) if label is None else slice(label, label + 1)
+        which = slice(label, None if label is None else label + 1)
+        count = options.classes if label is None else label + 1
+        conditions = self._conditions().conditions(count)
         context, pooled = (np.concatenate([c[which]] * options.sample_rows) for c in conditions)
         pictures = np.zeros(
             (len(context), options.channels, options.size, options.size), np.float32

@@ -37,6 +37,7 @@ from titan.parallel.init_weights import canonical_name
 from titan.task import Microbatch, NextToken
 from titan.untrusted import InputError, open_regular, read_lines
 
+from ..pictures import read_picture
 from .config import LlavaConfig, TaskOptions
 from .huggingface import IMAGE_MEAN, IMAGE_STD
 from .model import Llava
@@ -117,7 +118,7 @@ class Pictures:
                 value = source.as_py()
                 file = io.BytesIO(value["bytes"] if isinstance(value, dict) else value)
             with file:
-                opened = image.open(file).convert("RGB")
+                opened = read_picture(file, "RGB")
         except Exception as error:  # many kinds, of files that anyone may have written
             where = source if isinstance(source, Path) else f"{self.root}, picture {number}"
             raise DataError(f"{where}: cannot be read: {error}") from error

@@ -278,10 +278,39 @@ def test_generate_draws_what_the_run_drew(
         ("--output", "x.jpg"): "the model draws pictures; end it in .png or .npy",
         ("--output", "x.png", "--prompt", "blob"): "take 0 to 7 or disc, ring",
         ("--output", "x.png", "--prompt", "8"): "take 0 to 7 or disc, ring",
+        ("--output", "no/x.png"): "names no file in a folder that exists",
         ("--prompt", "disc"): "--output FILE writes what it draws",
     }.items():
         with pytest.raises(DataError, match=said):
             generate([*run, *more])
+
+
+def test_encodings_are_drawn_by_the_number_of_a_held_out_item(tmp_path: Path) -> None:
+    """Not of those beyond, which would be the first ones again; what draws labels reads no folder."""
+    draw = np.random.default_rng(0).standard_normal
+    sizes = FLAVORS["tiny"]
+    for name, shape in {
+        "latents": (40, 1, 16, 16),
+        "context": (40, 4, sizes.context_dim),
+        "pooled": (40, sizes.pooled_dim),
+    }.items():
+        np.save(tmp_path / f"{name}.npy", draw(shape).astype(np.float32))
+    options = {"source": "encoded", "path": str(tmp_path), "sample_steps": 1, "sample_rows": 1}
+    task: Any = task_of(flux_job(task={"options": options}))
+    # With gates of zero, as a run begins, nothing is seen of the conditions.
+    model = build_model(dataclasses.replace(sizes, gate_init_std=0.1))
+    initialize(model, seed=0, std_of=model.init_std)
+    drawn = []
+    for number in ("0", "1"):
+        task.draw(model, number, seed=0, file=tmp_path / "x.npy")
+        drawn.append(np.load(tmp_path / "x.npy"))
+    assert not np.array_equal(*drawn)
+    with pytest.raises(DataError, match="no item that is held out; take 0 to 1"):
+        task.draw(model, "2", seed=0, file=tmp_path / "x.npy")
+    labels: Any = task_of(
+        flux_job(task={"options": options | {"source": "pictures", "path": "moved"}})
+    )
+    labels.draw(model, "3", seed=0, file=tmp_path / "x.npy")
 
 
 def test_what_a_job_cannot_have_is_said_before_it_starts() -> None:

@@ -275,6 +275,19 @@ def test_pictures_are_prepared_as_transformers_does(folder: Path) -> None:
         np.testing.assert_allclose(ours, theirs.reshape(PATCHES, -1), atol=1e-5)
 
 
+def test_grey_of_16_bits_is_scaled_and_a_strip_refused(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    grey = np.arange(64, dtype=np.uint8).reshape(8, 8) * 4
+    image.fromarray(grey).save(tmp_path / "8.png")
+    image.fromarray(grey.astype(np.uint16) * 257).save(tmp_path / "16.png")
+    image.new("RGB", (20_000, 1)).save(tmp_path / "strip.png")
+    names = [tmp_path / name for name in ("8.png", "16.png", "strip.png")]
+    pictures = Pictures(tmp_path, [""] * 3, names)
+    assert np.array_equal(pictures.pixels(0, side=8), pictures.pixels(1, side=8))
+    with pytest.raises(DataError, match="cannot be read: 20,000 x 1 pixels are a strip"):
+        pictures.pixels(2, side=8)
+
+
 @pytest.mark.parametrize(
     "prompt", ["USER: <image> what is it? ASSISTANT:", "<image>", "a b <image>", "cat", ""]
 )

@@ -98,7 +98,7 @@ class Pipeline:
         Returns the undivided loss of each microbatch if `is_last`, else nothing.
         """
         count, given = self.schedule.num_microbatches, _without_none(inputs)
-        is_new = self._key("train", input, count) not in self._runners
+        is_new = self._key("train", input, count, given) not in self._runners
         runner = self._runner("train", input, count, inputs=given)
         if is_new and self.compiles_first and self.boundary is not None:
             self._compile(input, targets, given)
@@ -169,9 +169,17 @@ class Pipeline:
         self._sums.append(loss_sum.detach())
         return loss_sum / self._divisor
 
-    def _key(self, kind: str, input: Tensor, num_microbatches: int, loss_fn: Any = None) -> Any:
-        # torch's stages allocate receive buffers for the shapes of their first call.
-        return kind, num_microbatches, input.shape, loss_fn
+    def _key(
+        self,
+        kind: str,
+        input: Tensor,
+        num_microbatches: int,
+        inputs: Mapping[str, Tensor],
+        loss_fn: Any = None,
+    ) -> Any:
+        # torch's stages allocate receive buffers for the shapes of their first call, which further inputs may decide.
+        further = tuple((name, value.shape) for name, value in inputs.items())
+        return kind, num_microbatches, input.shape, further, loss_fn
 
     def _runner(
         self,
@@ -186,7 +194,7 @@ class Pipeline:
             raise ValueError(
                 f"a batch of {len(input)} sequences does not divide into {num_microbatches} microbatches"
             )
-        key = self._key(kind, input, num_microbatches, loss_fn)
+        key = self._key(kind, input, num_microbatches, inputs, loss_fn)
         if key not in self._runners:
             if kind == "forward":  # generation calls it with ever longer sequences
                 self._runners = {k: r for k, r in self._runners.items() if k[0] != "forward"}

@@ -297,6 +297,9 @@ def _check(args: argparse.Namespace) -> torch.device:
         "--chat": args.chat and (args.prompts or args.interactive or args.image),
     }
     with_ = "is for one text: leave out --prompts, --interactive and, with --chat, --image"
+    if args.output and (args.prompts or args.interactive or args.image or args.chat):
+        fault = "draws what --prompt names: leave out --prompts, --interactive, --image and --chat"
+        problems.append(Problem(COMMAND_LINE, 0, "--output", fault))
     problems += [Problem(COMMAND_LINE, 0, key, with_) for key, found in ignored.items() if found]
     if not -(2**63) <= args.seed < 2**63:
         fault = f"expected a whole number below 2^63, got {args.seed}"
@@ -341,8 +344,13 @@ def _draw(config: JobConfig, step: Location, args: argparse.Namespace, **options
         raise DataError(f"{step}: names no task, and so no pictures; give the run that trained it")
     if dist.is_initialized():
         raise DataError(f"--nproc: {config.model.name} draws in one process; leave it out")
+    if args.output.is_dir() or not args.output.absolute().parent.is_dir():
+        raise DataError(f"--output {args.output}: names no file in a folder that exists")
     model = _load(config, step, **options)
-    task_of(config).draw(model, args.prompt, seed=args.seed, file=args.output)
+    try:
+        task_of(config).draw(model, args.prompt, seed=args.seed, file=args.output)
+    except OSError as error:
+        raise DataError(f"--output {args.output}: cannot be written: {error}") from error
     print(f"[{step}] wrote {args.output}", file=sys.stderr)
 
 

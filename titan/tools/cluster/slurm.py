@@ -66,6 +66,9 @@ def main(argv: list[str] | None = None) -> int:
     end = words.index("--") if "--" in words else len(words)
     options, job = parser.parse_known_args(words[:end])
     options.sbatch += words[end + 1 :]
+    if options.spare_nodes and not options.preflight:
+        fault = "is for --preflight, which names the nodes to leave out; add that"
+        raise ConfigError([Problem(COMMAND_LINE, 0, "--spare-nodes", fault)])
     if options.max_restarts is None:
         options.max_restarts = 3 if options.nodes > 1 else 0
     options.groups = options.groups or (2 if options.elastic else None)
