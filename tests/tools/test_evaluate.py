@@ -119,6 +119,11 @@ def test_an_answer_that_no_row_holds_is_refused(
     assert titan(["evaluate", str(trained), "--tasks", str(file)]) == 2
     said = "an answer has 300 tokens, and training.seq_len is 128: raise that, or shorten"
     assert said in capsys.readouterr().err
+    job = tmp_path / "job.toml"
+    job.write_text(f"[training]\nseq_len = 128\n[[evaluation]]\ntasks = ['{file}']\n")
+    assert titan(["check", str(job), "--tokenizer.name=bytes"]) == 2
+    found = f"job.toml:4: evaluation[0].tasks: {file}: an answer has 301 tokens, and training.seq_len is 128"
+    assert found in capsys.readouterr().err
 
 
 def harness_tasks(folder: Path) -> str:

@@ -27,12 +27,14 @@ from titan.config.quantize import eight_bit_sections
 from titan.config.schema import JobConfig
 from titan.config.task import check_task, reads_text, task_options
 from titan.data import DataError
+from titan.data.examples import read_task
 from titan.data.reading import Conversation
 from titan.data.sources import open_documents
 from titan.data.special_tokens import SpecialTokens
 from titan.data.tokenizer import Tokenizer, build_tokenizer
 from titan.data.tokenizer_base import LOSSY
 from titan.hardware import count_accelerators
+from titan.untrusted import InputError
 
 
 def check_machine(config: JobConfig, *, device: str | None = None) -> list[Problem]:
@@ -44,6 +46,7 @@ def check_machine(config: JobConfig, *, device: str | None = None) -> list[Probl
         _check_folders,
         _check_data,
         check_task_files,
+        _check_answers,
         _check_checkpoints,
         partial(_check_packages, device=device),
     )
@@ -248,6 +251,27 @@ def _check_checkpoints(config: JobConfig) -> Iterator[RuleViolation]:
         if NAME in names and storage_of(location).exists(join(location, "config.json")):
             hint = "; it is a Hugging Face folder: set checkpoint.initial_load_in_hf = true"
         yield key, f"'{path}' is no {what}: it has no {' and no '.join(names)}{hint}"
+
+
+def _check_answers(config: JobConfig) -> Iterator[RuleViolation]:
+    """Look for answers of tasks that no row holds."""
+    length = config.training.seq_len
+    for number, section in enumerate(config.evaluation):
+        for task in section.tasks:
+            pairs = []
+            with suppress(InputError):  # `check_task_files` reports it
+                pairs = read_task(task, num_examples=section.num_examples).pairs
+            # A token has a byte or more, so few answers have to be encoded.
+            long = [answer for _, answer in pairs if len(answer.encode()) > length]
+            tokenizer = _try_tokenizer(config) if long else None
+            for answer in long if tokenizer else ():
+                if (count := len(tokenizer.encode(answer))) > length:  # pyright: ignore[reportOptionalMemberAccess]
+                    fault = f"{task}: an answer has {count:,} tokens, and training.seq_len is {length:,}"
+                    yield (
+                        f"evaluation[{number}].tasks",
+                        f"{fault}: raise that, or shorten {answer[:40]!r}...",
+                    )
+                    break
 
 
 def _try_tokenizer(config: JobConfig) -> Tokenizer | None:
