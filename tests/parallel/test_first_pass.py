@@ -36,7 +36,7 @@ def first_step(sections: dict[str, Any]) -> dict[str, Any]:
         return forward(self, number, *args, **options)
 
     pipeline._Stage.forward_one_chunk = microbatch
-    Exchange._exchange_counts = exchanged
+    Exchange._exchange_counts = exchanged  # pyright: ignore[reportAttributeAccessIssue]
     ask = dist.recv_object_list
     dist.recv_object_list = lambda *a, **k: (events.append("asked"), ask(*a, **k))[1]
     trainer = PoolTrainer(job(None, base=sections))

@@ -183,7 +183,9 @@ def _build(plan: StageSplit, *, stage_class: type | None = None) -> Pipeline:
     if stage_class is not None:  # as what `Pipeline` builds its stages
         original, pipeline._Stage = pipeline._Stage, stage_class  # pyright: ignore
         try:
-            built._runner("train", _data()[0], plan.schedule.num_microbatches, inputs={})
+            tokens, _, positions = _data()
+            count, inputs = plan.schedule.num_microbatches, {"positions": positions}
+            built._runner("train", tokens, count, inputs=inputs)
         finally:
             pipeline._Stage = original
     return built
