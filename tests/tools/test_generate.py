@@ -175,7 +175,7 @@ class Slow(io.StringIO):
     """A person who thinks for longer than a collective may take."""
 
     def readline(self, *args: Any) -> str:
-        time.sleep(4)
+        time.sleep(1.5)
         return super().readline(*args)
 
 
