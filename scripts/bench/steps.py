@@ -84,7 +84,7 @@ class Model:
 MODELS = {
     "1B": Model("1B", 2),
     "3B": Model("3B", 1),
-    # 8B's blocks, as many as fit with AdamW in fp32
+    # As many blocks of the 8B model as fit, with AdamW in fp32
     "8B-blocks": Model("8B", 2, {"n_layers": 8}, small_batch=1),
     # 30B-A3B's blocks with 16 of its 128 experts, of which a token meets 8: grouped products as wide and deep as there.
     "30B-A3B-blocks": Model(

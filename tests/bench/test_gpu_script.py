@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.support.jobs import ROOT
 
 ONLY = "machine speed-1B calibrate tests"
-# Any call of Python ends at once, but for one file of tests, which ends for no signal.
+# A stub for Python: each call returns at once, except one test file, which ignores all signals.
 STUB = """#!/bin/bash
 case "$*" in
   *test_cuda_memory*) trap '' TERM; while [ -d "$HANG" ]; do sleep 0.2; done ;;
@@ -68,7 +68,7 @@ def test_a_part_that_never_ends(tmp_path: Path) -> None:
 
 
 def test_a_machine_that_is_taken_away(tmp_path: Path) -> None:
-    """What had ended is saved, and what was running comes last in the next call."""
+    """Finished parts are saved. The part that was running comes last in the next call."""
     first = start(tmp_path, "0", 300)
     while not (tmp_path / "0" / f"{HUNG}.log").exists():
         assert first.poll() is None

@@ -192,7 +192,7 @@ def test_the_table_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_is_expected_is_what_the_simulator_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the simulator has changed, the commands at the top of steps.py make expected.json anew."""
+    """After a change of the simulator, run the commands at the top of steps.py to update expected.json."""
     committed = json.loads((ROOT / "scripts/bench/expected.json").read_text())["h100-sxm"]
     monkeypatch.setitem(STEPS["expect"].__globals__, "EXPECTED", tmp_path / "expected.json")
     STEPS["main"](["--model", "1B", "--variants", "eager", "--expect", "h100-sxm"])

@@ -328,7 +328,7 @@ def test_buffers_are_kept_and_the_copy_is_of_its_own_step() -> None:
 
 
 def test_pinned_buffers_share_a_few_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of pinned memory rounds each up to a power of two, which for a tensor of 9 bytes more than one is twice its size."""
+    """Place six tensors in three allocations, and find none of them overwritten."""
     monkeypatch.setattr(staging_module, "_ALLOCATION", 4096)
     asked: list[int] = []
 
@@ -340,7 +340,7 @@ def test_pinned_buffers_share_a_few_allocations(monkeypatch: pytest.MonkeyPatch)
     dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.int64, torch.float32, torch.int8]
     tensors = [torch.empty(shape, dtype=d) for shape, d in zip(shapes, dtypes, strict=True)]
     staging_module.share_memory(tensors, allocate)
-    # The third needs 8,192 bytes by itself; what follows fits into what is left to place.
+    # The third tensor is larger than an allocation. The last allocation has only the bytes that are still needed.
     assert asked == [4096, 8192, 1024]
     for number, tensor in enumerate(tensors):
         tensor.fill_(number)

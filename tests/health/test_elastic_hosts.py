@@ -59,7 +59,7 @@ class Groups:
             )
 
     def kill(self, number: int) -> None:
-        """End all processes of a host, as a power cut does, but for the connections, which the kernel closes."""
+        """Kill all processes of a host. Unlike in a power cut, the kernel closes their connections."""
         for pid in self.hosts.processes(number + 1):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -241,7 +241,7 @@ def test_runs_draw_the_same_pictures_and_resume_to_the_bit(pool: Pool, tmp_path:
 def test_generate_draws_what_the_run_drew(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a step with its average, for each label and for one, by number and by name; what it cannot write, in one line."""
+    """Draw from the average of a saved step: all labels, and one by number and by name. Mistakes get one line."""
     config = flux_job(
         job={"dump_folder": str(tmp_path / "run")},
         training={"seq_len": 20, "steps": 2, "local_batch_size": 2},

@@ -294,7 +294,7 @@ def test_grey_of_16_bits_is_scaled_and_a_strip_refused(tmp_path: Path) -> None:
 def test_generates_what_transformers_does_of_a_picture(
     prompt: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of their folder and its tokenizer, with a placeholder in the text, and of a picture before it."""
+    """Compare greedy text on a folder that transformers wrote: with a placeholder in the prompt, and with the picture before the text."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(1)
     twin = their_model(transformers)

@@ -1,4 +1,4 @@
-"""What a pipeline does before and in its first step: no pass over zeros, and all stages compile at once."""
+"""The first step of a pipeline: torch runs no pass over zeros before it, and all stages compile at the same time."""
 
 from __future__ import annotations
 

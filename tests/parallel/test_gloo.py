@@ -190,7 +190,7 @@ def test_the_number_of_groups_with_all_axes(pool: Pool) -> None:
 def test_groups_take_the_interface_that_the_user_names(
     name: str, loopback: bool, expected: list[dict[str, str]]
 ) -> None:
-    """GLOO_SOCKET_IFNAME is torch's variable; a device that is made by hand must be told."""
+    """torch reads GLOO_SOCKET_IFNAME only where it makes gloo's devices, and titan makes its own."""
     program = f"""
 import torch.distributed as dist
 from titan.parallel.torch_compat import limit_gloo

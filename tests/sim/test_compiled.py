@@ -274,7 +274,7 @@ def refuse_graph_breaks(*_: Any) -> None:
 
 
 def test_watching_modules_breaks_no_graph() -> None:
-    """Of a block with experts, parts are compiled that call modules which do not know that they are in one."""
+    """Compiled functions of a block with experts call modules that the simulator watches."""
     config = job(
         batch=8,
         training=BF16,

@@ -53,7 +53,7 @@ LISTED = [
     ("nothing is launched, pinned or waited for", "test_a_copy_beside", "accelerator|is_pinned"),
     ("a trace of a CPU", "test_trace_and_snapshot", "'cpu' == 'gpu'"),
 ]
-# What starts runs of its own, which the tests of the same features do on a CPU.
+# Tests that start whole runs. Other tests start the same runs on a CPU.
 PROCESSES = (
     *("test_preflight", "test_layouts_equal_one_gpu", "test_an_async", "test_a_rank_that"),
     "test_groups_have_one_backend",

@@ -102,7 +102,7 @@ def _are_alike(copies: StateDict, state: StateDict) -> bool:
 
 
 def share_memory(tensors: Sequence[Tensor], allocate: Callable[[int], Tensor]) -> None:
-    """Give tensors their places in a few large allocations of bytes, since that of pinned memory rounds each up to a power of two."""
+    """Move tensors into a few large allocations. The allocator of pinned memory rounds each up to a power of two."""
     left = torch.empty(0, dtype=torch.uint8)
     sizes = [-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors]
     for number, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):

@@ -25,7 +25,7 @@ class Compilation(Hook):
             start_compile_workers()
 
     def step_begin(self) -> None:
-        """Give a phase's first step as long as the run's: it compiles for its own shapes, stage after stage of a pipeline."""
+        """Set the limit of a step. The first step of the run and of each phase compiles, and gets the longer one."""
         self._limit(is_long=self.trainer.step in self._first_steps)
 
     def step_end(self) -> None:
