@@ -34,6 +34,12 @@ SMALL = [
     *("--model.overrides.n_layers=4", "--training.seq_len=64", "--training.steps=6"),
     *("--checkpoint.interval=3", "--checkpoint.keep_latest_k=0", "--lr_scheduler.total_steps=6"),
 ]
+# Of jobs other than the debug model: their own sizes, six steps.
+OTHER = [
+    *("--training.steps=6", "--lr_scheduler.total_steps=6", "--lr_scheduler.warmup_steps=1"),
+    *("--checkpoint.enable=true", "--checkpoint.interval=3", "--checkpoint.keep_latest_k=0"),
+    *("--metrics.log_freq=1", "--validation.enable=false"),
+]
 PP = "--parallelism.pipeline_parallel_degree=2"
 RUNS: dict[str, tuple[int, list[str]]] = {
     "one process": (
@@ -52,6 +58,9 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "CP": (2, ["--parallelism.context_parallel_degree=2"]),
     "PP": (2, [PP, "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"]),
     "Muon, selective AC": (2, ["--optimizer.name=Muon", "--activation_checkpoint.mode=selective"]),
+    "diffusion": (2, ["train_configs/diffusion_demo.toml"]),
+    "vision and language": (1, ["train_configs/vision_language_demo.toml"]),
+    "experts": (2, ["train_configs/demo_moe.toml"]),
 }
 TP2 = "--parallelism.tensor_parallel_degree=2"
 SIMS: dict[str, tuple[int, list[str]]] = {
@@ -103,8 +112,11 @@ def runs() -> Iterator[tuple[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
             for last in ("", "--training.steps=3"):
                 run_dir = f"{folder}/resumed" if last else f"{folder}/whole"
-                command = ["train", JOB, *SMALL, *settings, f"--job.dump_folder={run_dir}"]
-                command += [f"--nproc={ranks}"]
+                job, small = (
+                    (settings, OTHER) if settings and settings[0][:2] != "--" else ([JOB], SMALL)
+                )
+                command = ["train", *job, *small, f"--job.dump_folder={run_dir}"]
+                command += [*(settings if job == [JOB] else []), f"--nproc={ranks}"]
                 if last:
                     titan(*command, last)
                 titan(*command)
