@@ -114,10 +114,12 @@ def replay(folder: Path, options: argparse.Namespace) -> float:
     """Repeat every step on one process; return the largest relative difference. Raises SystemExit for wrong samples."""
     import torch
 
+    from titan.config.layout import resolve_layout
     from titan.config.load import load_from_argv
     from titan.data.base import RankShare
     from titan.parallel import build_mesh
     from titan.parallel.init_distributed import start_process_group
+    from titan.resolved import resolve_job
     from titan.train_step import build_train_step
 
     by_step: dict[int, list[dict[str, Any]]] = {}
@@ -126,7 +128,8 @@ def replay(folder: Path, options: argparse.Namespace) -> float:
     config = load_from_argv(settings(options), warn=False).on_device("cpu")
     if not torch.distributed.is_initialized():
         start_process_group(init_timeout_s=60, expandable_segments=False)
-    train_step = build_train_step(config, device=torch.device("cpu"), mesh=build_mesh("cpu"))
+    job = resolve_job(config, resolve_layout(config, 1), device="cpu")
+    train_step = build_train_step(job, device=torch.device("cpu"), mesh=build_mesh("cpu"))
     loader, position, tokens, worst = train_step.task.loader(rank=0, world=1), 0, 0, 0.0
     for step in range(1, options.steps + 1):
         rows = by_step.get(step, [])

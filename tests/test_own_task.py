@@ -14,15 +14,16 @@ from torch import Tensor
 
 from tests.support.jobs import job
 from tests.support.ranks import Pool
+from tests.support.steps import build_step
 from titan.config.model import model_config
 from titan.data.base import Samples, TensorBatch
 from titan.data.order import derive_key
 from titan.models.llama3 import build_model
 from titan.parallel import axis_rank, build_mesh, initialize
 from titan.parallelize import default_dtype
-from titan.task import Microbatch, NextToken, Task
-from titan.task_loss import says_of_loss, try_loss
-from titan.train_step import build_train_step
+from titan.tasks.base import Microbatch, Task
+from titan.tasks.next_token import NextToken
+from titan.tasks.trial import try_loss
 from titan.untrusted import InputError
 
 CPU, LENGTH, BATCH = torch.device("cpu"), 16, 4
@@ -39,7 +40,7 @@ class Numbers(TensorBatch):
 class Sums(Task):
     """Predict the sum of all numbers up to a place, with torch's cross entropy."""
 
-    def samples(self, split: str, *, rank: int, world: int) -> Samples: ...  # not needed here
+    def dataset(self, split: str, *, rank: int, world: int) -> Samples: ...  # not needed here
 
     def collate(self, samples: Samples) -> Any: ...
 
@@ -83,7 +84,7 @@ def first_loss(degrees: dict[str, int]) -> float:
     settings = {keys.get(a, f"{names[a]}_parallel_degree"): n for a, n in degrees.items()}
     config = sums_job(**settings)
     mesh = build_mesh("cpu", **degrees)
-    step = build_train_step(config, device=CPU, mesh=mesh, task=Sums(config))
+    step = build_step(config, mesh, task=Sums(config))
     count = BATCH // degrees.get("dp_shard", 1)
     return step.train([drawn(axis_rank(mesh, "dp_shard") * count, count)], step=1).loss.item()
 
@@ -110,11 +111,8 @@ def test_a_class_with_another_loss_says_again_what_it_takes() -> None:
 
     class Same(NextToken): ...
 
-    config = sums_job()
-    assert not says_of_loss(Smoothed(config), "applies_output")
-    assert says_of_loss(Same(config), "applies_output") and says_of_loss(
-        Same(config), "knows_shards"
-    )
+    assert not Smoothed.loss_can("applies_output")
+    assert Same.loss_can("applies_output") and Same.loss_can("knows_shards")
 
 
 def fails(*_: Any) -> Tensor:

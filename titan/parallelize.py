@@ -29,15 +29,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan.config.model import frozen_names
-from titan.config.quantize import grouped_section, quantize_section
 from titan.config.schema import (
     ActivationCheckpointSection,
-    Float8Section,
-    JobConfig,
+    CompileSection,
     ParallelismSection,
     TrainingSection,
 )
-from titan.config.task import predicts_tokens
 from titan.models.attention import InnerAttention
 from titan.models.moe import MoE
 from titan.parallel.activation import apply_ac
@@ -50,12 +47,12 @@ from titan.parallel.fsdp import apply_ddp, apply_fsdp, set_gradient_sync
 from titan.parallel.grouped_float8 import apply_grouped_float8
 from titan.parallel.init_weights import canonical_name
 from titan.parallel.kept_operations import parse_blocks
-from titan.parallel.mesh import axis_size, submesh
+from titan.parallel.mesh import submesh
 from titan.parallel.offload import apply_offload
 from titan.parallel.random_numbers import drawing_modules
-from titan.parallel.schedules import splits_backward
 from titan.parallel.tensor import apply_tp
 from titan.parallel.torch_compat import can_split_custom_functions
+from titan.resolved import ResolvedJob
 from titan.untrusted import InputError
 
 # How the TOML names the methods. "alltoall" is TorchTitan's ring, which rotates by all-to-all.
@@ -70,29 +67,28 @@ _CONTEXT_METHODS: dict[str, Method] = {
 def parallelize(
     model: nn.Module,
     *,
-    config: JobConfig,
+    job: ResolvedJob,
     mesh: DeviceMesh,
-    tensor_plan: Mapping[str, str],
-    num_kv_heads: int,
     sparse_mesh: DeviceMesh | None = None,
 ) -> None:
     """Apply all techniques to a model, or to one pipeline stage of it, in place.
 
     Args:
         model: its blocks are the children of its `layers`. Encoders before it, with `layers` of their own, are laid out block by block too.
+        job: says which techniques apply, and how.
         mesh: built by `titan.parallel.build_mesh`.
-        tensor_plan: the model family's TENSOR_PLAN.
-        sparse_mesh: the experts', built by `build_sparse_mesh`; None: they are laid out like everything else.
+        sparse_mesh: the experts' mesh, built by `build_sparse_mesh`; None: experts are laid out like everything else.
     """
+    config, techniques = job.config, job.techniques
     parallel = config.parallelism
     if (tp := submesh(mesh, "tp")) is not None:
         apply_tp(
             model,
             mesh=tp,
-            plan=tensor_plan,
-            num_kv_heads=num_kv_heads,
-            loss_parallel=not parallel.disable_loss_parallel,
-            output_in_loss=has_output_in_loss(config),
+            plan=job.family.TENSOR_PLAN,
+            num_kv_heads=job.sizes.n_kv_heads,
+            loss_parallel=techniques.loss_parallel,
+            output_in_loss=techniques.output_in_loss,
         )
     blocks = list(model.get_submodule("layers").children())
     cp = submesh(mesh, "cp")
@@ -120,13 +116,17 @@ def parallelize(
     for moe in moes_of(model).values():
         moe.experts.chunk_rows = config.moe.expert_chunk_rows
         # A backward pass in two parts would compute both gradients twice, and torch 2.11 fails to.
-        moe.router.gate.into_fp32 = not _splits_backward(parallel)
+        moe.router.gate.into_fp32 = not techniques.splits_backward
         if config.debug.moe_force_load_balance:
             moe.route_sources.append(RoundRobin(mesh, balanced=parallel.splits_from_both_ends))
-    if (grouped := grouped_section(config)) is not None:
-        recipe, section = grouped
+    if techniques.grouped is not None:
+        recipe, section = techniques.grouped
         apply_grouped_float8(model, recipe=recipe, fqns=section.fqns, emulate=section.emulate)
-    _recompute_and_compile(model, config)
+    _recompute_and_compile(
+        model,
+        config.activation_checkpoint,
+        config.compile if techniques.compiles_blocks else None,
+    )
     if config.activation_checkpoint.cpu_offload:
         apply_offload(model)
     # Ranks that hold the same experts shard them among themselves. They are fewer than those that
@@ -137,7 +137,12 @@ def parallelize(
         names = tuple(axis for axis in ("dp_replicate", "efsdp") if axis in axes)
         own_mesh = {moe.experts: sparse_mesh[names] for moe in moes_of(model).values()}
     _apply_data_parallel(
-        model, training=config.training, parallel=parallel, mesh=mesh, own_mesh=own_mesh
+        model,
+        training=config.training,
+        parallel=parallel,
+        keeps_weights=techniques.keeps_weights,
+        mesh=mesh,
+        own_mesh=own_mesh,
     )
 
 
@@ -153,8 +158,9 @@ def _sum_over(group: dist.ProcessGroup, value: Tensor) -> Tensor:
     return value
 
 
-def _recompute_and_compile(model: nn.Module, config: JobConfig) -> None:
-    section, compile_section = config.activation_checkpoint, config.compile
+def _recompute_and_compile(
+    model: nn.Module, section: ActivationCheckpointSection, compiler: CompileSection | None
+) -> None:
     every = _recompute_every(section)
     preserves = section.preserve_rng_state or bool(drawing_modules(model))
     by_op = section.mode == "selective" and section.selective_ac_option == "op"
@@ -186,17 +192,16 @@ def _recompute_and_compile(model: nn.Module, config: JobConfig) -> None:
                 contexts=keep_routes,
             )
 
-    compiled = compile_section.enable and "model" in compile_section.components
     # Recomputation that must draw the same random numbers goes around the compiled blocks (see above).
-    from_outside = compiled and preserves and not by_op
+    from_outside = compiler is not None and preserves and not by_op
     if every and not from_outside:
         recompute()
-    if compiled:
+    if compiler is not None:
         apply_compile(
             model,
             container=containers,
-            backend=compile_section.backend,
-            mode=compile_section.mode,
+            backend=compiler.backend,
+            mode=compiler.mode,
             memory_budget=section.memory_budget if section.mode == "memory_budget" else 1.0,
             preserve_rng_state=preserves,
             kinds=len(kept),
@@ -255,6 +260,7 @@ def _apply_data_parallel(
     *,
     training: TrainingSection,
     parallel: ParallelismSection,
+    keeps_weights: bool,
     mesh: DeviceMesh,
     own_mesh: Mapping[nn.Module, DeviceMesh],
 ) -> None:
@@ -291,7 +297,7 @@ def _apply_data_parallel(
         apply_fsdp(
             model,
             mesh=fsdp_mesh,
-            reshard_after_forward=not keeps_weights(parallel, mesh),
+            reshard_after_forward=not keeps_weights,
             kept_blocks=parallel.fsdp_kept_blocks,
             blocks_per_unit=parallel.fsdp_blocks_per_unit,
             cpu_offload=offload,
@@ -301,22 +307,14 @@ def _apply_data_parallel(
         )
 
 
-def keeps_weights(parallel: ParallelismSection, mesh: DeviceMesh) -> bool:
-    """Return whether gathered weights stay from a forward pass to its backward pass (ZeRO-2)."""
-    # With a pipeline, a microbatch follows the other: gathering again for each would cost more. On one rank nothing is gathered,
-    # and a second cast would cost more than the memory is worth.
-    usual = parallel.pipeline_parallel_degree > 1 or axis_size(mesh, "dp_shard", "cp") == 1
-    return {"always": False, "never": True}.get(parallel.fsdp_reshard_after_forward, usual)
-
-
-def backward_preparer(config: JobConfig, mesh: DeviceMesh) -> Callable[..., None]:
-    """Return what to call with the model before each micro-batch, and with `is_last` of those of a step: it sets when FSDP reduces and reshards."""
+def backward_preparer(job: ResolvedJob) -> Callable[..., None]:
+    """Return a function that sets when FSDP reduces and reshards. It takes the model, before each micro-batch, and `is_last` in its step."""
     # Sharded gradients are small, whole ones are the size of the model: reduce those of each micro-batch, unless
     # the whole ones are there anyway.
-    is_sharded = axis_size(mesh, "dp_shard", "cp") > 1
+    is_sharded = job.layout.dp_shard * job.layout.cp > 1
     # Shards that wait for their sum over replicas wait on the device, which offloading spares.
-    at_once = config.training.enable_cpu_offload
-    keeps = keeps_weights(config.parallelism, mesh)
+    at_once = job.config.training.enable_cpu_offload
+    keeps = job.techniques.keeps_weights
 
     def prepare(model: nn.Module, *, is_last: bool) -> None:
         reduce, all_reduce = is_last or is_sharded, is_last or at_once
@@ -325,35 +323,28 @@ def backward_preparer(config: JobConfig, mesh: DeviceMesh) -> Callable[..., None
     return prepare
 
 
-def convert_to_float8(
-    model: nn.Module,
-    *,
-    config: JobConfig,
-    mesh: DeviceMesh,
-    tensor_plan: Mapping[str, str],
-    num_kv_heads: int,
-) -> list[Conversion]:
+def convert_to_float8(model: nn.Module, job: ResolvedJob) -> list[Conversion]:
     """Convert linear layers to float8 or MXFP8 if the job asks for it; return what was converted. Raises Float8Error."""
-    section = quantize_section(config)
+    techniques, tp = job.techniques, job.layout.tp
+    section = techniques.quantize
     if section is None:
         return []
-    if _splits_backward(config.parallelism) and not can_split_custom_functions():
+    if techniques.splits_backward and not can_split_custom_functions():
         raise Float8Error(
             f"torch {torch.__version__} cannot split the backward pass of float8 layers, as this pipeline schedule "
             "does; use 1F1B or Interleaved1F1B, or torch 2.13"
         )
     in_loss = {"output": "tensor-parallel ranks share it within the loss (loss.chunk_output)"}
-    shared = has_output_in_loss(config) and axis_size(mesh, "tp") > 1
     return apply_float8(
         model,
         recipe=section.recipe_name or "tensorwise",
         filter_fqns=section.filter_fqns,
         emulate=section.emulate,
-        keep=in_loss if shared else {},
-        fsdp_all_gather=gathers_float8(config, mesh),
-        tensor_plan=tensor_plan,
-        tp=axis_size(mesh, "tp"),
-        num_kv_heads=num_kv_heads,
+        keep=in_loss if techniques.output_in_loss and tp > 1 else {},
+        fsdp_all_gather=techniques.gathers_float8,
+        tensor_plan=job.family.TENSOR_PLAN,
+        tp=tp,
+        num_kv_heads=job.sizes.n_kv_heads,
     )
 
 
@@ -373,32 +364,6 @@ def require_trained(model: nn.Module, stages: Sequence[Sequence[str]]) -> None:
                 f"model.freeze: nothing is left to train in pipeline stage {number} ({', '.join(names)}): choose fewer stages, or a split in "
                 "which each has something to train (parallelism.module_fqns_per_model_part)"
             )
-
-
-def has_output_in_loss(config: JobConfig) -> bool:
-    """Return whether the loss applies the output layer itself, chunk by chunk (titan/loss.py)."""
-    return (
-        config.loss.chunk_output
-        and predicts_tokens(config)
-        and not config.parallelism.disable_loss_parallel
-        and (not _splits_backward(config.parallelism) or can_split_custom_functions())
-    )
-
-
-def gathers_float8(config: JobConfig, mesh: DeviceMesh) -> bool:
-    """Return whether FSDP gathers weights in float8: the job asks for it, and there are weights to gather."""
-    section = quantize_section(config)
-    return (
-        isinstance(section, Float8Section)
-        and section.enable_fsdp_float8_all_gather
-        and axis_size(mesh, "dp_shard", "cp") > 1
-    )
-
-
-def _splits_backward(section: ParallelismSection) -> bool:
-    return section.pipeline_parallel_degree > 1 and splits_backward(
-        section.pipeline_parallel_schedule, csv=section.pipeline_parallel_schedule_csv
-    )
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -31,10 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan.async_scalars import AsyncScalars
-from titan.config.layout import stage_split
-from titan.config.model import family as import_family
-from titan.config.model import model_config
-from titan.config.phases import phases_of
+from titan.config.phases import Phase
 from titan.config.schema import CompileSection, JobConfig
 from titan.optim.average import WeightAverage
 from titan.optim.balance import Balance
@@ -49,20 +46,19 @@ from titan.parallel.float8 import Conversion, precompute_scales
 from titan.parallel.mesh import StepGroups, axis_size, build_sparse_mesh, submesh
 from titan.parallelize import (
     backward_preparer,
-    gathers_float8,
-    has_output_in_loss,
     moes_of,
     parallelize,
     require_trained,
 )
 from titan.random_draws import RandomDraws
-from titan.task import LossFunction, Microbatch, Task, task_of
-from titan.task_loss import config_for, try_loss
+from titan.resolved import ResolvedJob
+from titan.tasks.base import LossFunction, Microbatch
 from titan.whole_model import build_whole_model, sent_by_stage
 
 if TYPE_CHECKING:
     from titan.parallel.pipeline import Pipeline
     from titan.parallel.schedules import Schedule
+    from titan.parallel.stage_split import StageSplit
 
 
 @dataclass(frozen=True)
@@ -93,7 +89,7 @@ class TrainStep:
     is_fake: tensors hold no numbers: none are drawn, and labels cannot be counted to leave out updates without any.
     """
 
-    config: JobConfig
+    job: ResolvedJob
     model_parts: list[nn.Module]
     pipeline: Pipeline | None
     optimizer: torch.optim.Optimizer
@@ -101,34 +97,27 @@ class TrainStep:
     device: torch.device
     mesh: DeviceMesh
     groups: StepGroups
-    task: Task
     loss_sum: LossFunction
     async_tp: Rewrites | None
     compile_log: CompileLog | None
     float8: list[Conversion]
     balance: Balance
     average: WeightAverage | None = None
-    on_gradients: Callable[[], None] | None = None
-    num_groups: int = 1
-    sum_over_groups: Callable[[Sequence[Tensor]], None] = lambda _: None
-    mark: Callable[[str], None] = lambda _: None
-    before_change: Callable[..., None] = lambda: None
     is_fake: bool = False
 
     def __post_init__(self) -> None:
-        self.prepare_backward = backward_preparer(self.config, self.mesh)
+        self.on_gradients: Callable[[], None] = lambda: None
+        self.on_event: Callable[[str], None] = lambda _: None
+        self.before_change: Callable[..., None] = lambda: None
+        self.join_groups(1, lambda _: None)
+        self.config, self.task = self.job.config, self.job.task
+        self.prepare_backward = backward_preparer(self.job)
         self.shape = _shape(self.config)  # of the micro-batches of this phase
         self.context = submesh(self.mesh, "cp")
         self.draws = RandomDraws(self.config, self.model_parts, mesh=self.mesh, device=self.device)
         # Kept, because a walk over the modules costs a small model a hundredth of its step.
         self.parameters = [p for part in self.model_parts for p in part.parameters()]
         self.num_replicas = axis_size(self.mesh, "dp_replicate", "dp_shard")  # of the data
-        self.phases = phases_of(self.config, dp=self.num_replicas)
-        float8 = self.config.quantize.linear.float8
-        # Under TP always: FSDP alone would take the maximum of a rank's part, and the numbers would depend on the layout.
-        self.precompute_scales = gathers_float8(self.config, self.mesh) and (
-            float8.precompute_float8_dynamic_scale_for_fsdp or axis_size(self.mesh, "tp") > 1
-        )
 
     def train(
         self,
@@ -248,7 +237,7 @@ class TrainStep:
         return self.task.microbatch(batch.map(part))
 
     def compute_scales(self) -> None:
-        if self.precompute_scales:
+        if self.job.techniques.precomputes_scales:
             for part in self.model_parts:
                 precompute_scales(part)
 
@@ -258,33 +247,49 @@ class TrainStep:
             step,
             section=self.config.lr_scheduler,
             total_steps=self.config.training.steps,
-            phases=self.phases,
+            phases=self.job.phases,
         )
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
         return self.optimizer.param_groups[0]["lr"]
+
+    def join_groups(self, num_groups: int, sum_: Callable[[Sequence[Tensor]], None]) -> None:
+        """Train together with other replica groups.
+
+        Args:
+            num_groups: number of groups.
+            sum_: sums tensors over the groups, in place.
+        """
+        self.num_groups, self.sum_over_groups = num_groups, sum_
+
+    def call_on_event(self, function: Callable[[str], None]) -> None:
+        """Call a function with "forward" and "backward" after these passes of a micro-batch; of a pipeline, which interleaves them, with
+        "backward" after both."""
+        self.on_event = function
+
+    def call_with_gradients(self, function: Callable[[], None]) -> None:
+        """Call a function when the gradients of a step are complete, before they are clipped."""
+        self.on_gradients = function
 
     def call_before_change(self, function: Callable[..., None]) -> None:
         """Call a function before each update of the weights, and before they are exchanged for their average."""
         self.optimizer.register_step_pre_hook(function)
         self.before_change = function
 
-    def change(self, config: JobConfig) -> None:
-        """Go on with the batch and the sequences of another phase's job (titan/config/phases.py)."""
-        if self.compile_log is not None and (new := _shape(config)) != self.shape:
+    def change(self, phase: Phase) -> None:
+        """Continue with the batch and the sequences of another phase of the job."""
+        if self.compile_log is not None and (new := _shape(phase.config)) != self.shape:
             self.shape = new
             # Else the next programs would be for any shape, since torch has seen two: slower than those of a run that begins here.
             torch.compiler.reset()
         if self.pipeline is not None:
-            num_layers = model_config(config.model).n_layers
-            self.pipeline.change(stage_split(config, num_layers=num_layers).schedule)
+            self.pipeline.change(self.job.splits[phase.number - 1].schedule)
 
     def _clip(self) -> Tensor:
         """Clip the gradients by their global norm and return it. Early steps have used them up, and only have the norm."""
         if self.early_step is not None:
             return self.early_step.finish()
-        if self.on_gradients is not None:
-            self.on_gradients()
+        self.on_gradients()
         with torch.profiler.record_function("titan: clip"):
             return clip_gradients(
                 self.parameters,
@@ -298,15 +303,15 @@ class TrainStep:
             losses = self.pipeline.step(
                 batch.input, batch.targets, divide_by=divisor, **batch.inputs
             )
-            self.mark("backward")
+            self.on_event("backward")
             return self._total(losses)
         (model,) = self.model_parts
         self.prepare_backward(model, is_last=is_last)
         loss_sum = self.loss_sum(model(batch.input, **batch.inputs), batch.targets)
-        self.mark("forward")
+        self.on_event("forward")
         # Divide before backward: gradients then add up over micro-batches and ranks to those of the global mean.
         (loss_sum / divisor).backward()
-        self.mark("backward")
+        self.on_event("backward")
         return loss_sum.detach()
 
     def _forward(self, batch: Microbatch, loss: LossFunction | None = None) -> list[Tensor]:
@@ -330,22 +335,16 @@ class TrainStep:
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
 
 
-def build_train_step(
-    config: JobConfig, *, device: torch.device, mesh: DeviceMesh, task: Task | None = None
-) -> TrainStep:
+def build_train_step(job: ResolvedJob, *, device: torch.device, mesh: DeviceMesh) -> TrainStep:
     """Build model, parallelism, loss, optimizer and schedule; weights are drawn from debug.seed.
 
     Args:
-        config: must have passed titan.checks.rules, which report a user's mistakes.
+        job: the job with its task, resolved for the ranks of `mesh` (titan/resolved.py).
+        device: where the rank computes.
         mesh: built by `titan.parallel.build_mesh` over the default process group.
-        task: what to train on; None: the job's.
     """
-    if task is not None:  # that of a run, not of a simulation
-        try_loss(task, mesh, device)
-    task = task or task_of(config)
-    training = (config := config_for(task, config.on_device(device.type))).training
-    family, sizes = import_family(config.model.name), model_config(config.model)
-    model, float8 = build_whole_model(config, mesh)
+    config, sizes, training = job.config, job.sizes, job.config.training
+    model, float8 = build_whole_model(job)
     # Experts are laid out like everything else unless ranks share them, or tensor parallelism would leave them whole.
     sparse_mesh, ep = None, config.parallelism.expert_parallel_degree
     if getattr(sizes, "num_experts", 0) and (ep > 1 or axis_size(mesh, "tp") > 1):
@@ -358,27 +357,25 @@ def build_train_step(
     schedule = None
     pp = submesh(mesh, "pp")
     if pp is not None:
-        schedule, stages = _split(config, model, num_layers=sizes.n_layers, pp=pp)
+        schedule, stages = _split(job.splits[0], model, pp=pp)
     # Layout first, then memory for this rank's shards alone, then weights.
     for stage in stages.values():
-        parallelize(
-            stage,
-            config=config,
-            mesh=mesh,
-            tensor_plan=family.TENSOR_PLAN,
-            num_kv_heads=sizes.n_kv_heads,
-            sparse_mesh=sparse_mesh,
-        )
+        parallelize(stage, job=job, mesh=mesh, sparse_mesh=sparse_mesh)
         home = torch.device("cpu") if training.enable_cpu_offload else device
         materialize(stage, device=home, buffers_on=device)
         initialize(stage, seed=config.debug.seed, std_of=model.init_std)
-    output = getattr(stages[max(stages)], "output", None) if has_output_in_loss(config) else None
-    loss_sum = task.loss(mesh, output=output, float8=float8)
+    in_loss = job.techniques.output_in_loss
+    output = getattr(stages[max(stages)], "output", None) if in_loss else None
+    loss_sum = job.task.loss(mesh, output=output, float8=float8)
     pipeline = None
     if pp is not None and schedule is not None:
-        sent = partial(sent_by_stage, config, axis_size(mesh, "tp"), sizes.dim)
         pipeline = _pipeline(
-            stages, schedule=schedule, mesh=pp, device=device, loss_fn=loss_sum, boundary=sent
+            stages,
+            schedule=schedule,
+            mesh=pp,
+            device=device,
+            loss_fn=loss_sum,
+            boundary=partial(sent_by_stage, job),
         )
     model_parts = list(stages.values())
     num_blocks = sum(len(part.get_submodule("layers")) for part in model_parts)  # pyright: ignore
@@ -389,7 +386,7 @@ def build_train_step(
     )
     early = getattr(config.optimizer, "early_step_in_backward", False)
     return TrainStep(
-        config=config,
+        job=job,
         model_parts=model_parts,
         pipeline=pipeline,
         optimizer=optimizer,
@@ -397,7 +394,6 @@ def build_train_step(
         device=device,
         mesh=mesh,
         groups=StepGroups.of(mesh),
-        task=task,
         loss_sum=loss_sum,
         async_tp=async_tp,
         compile_log=_compile_log(config.compile, num_blocks),
@@ -408,12 +404,11 @@ def build_train_step(
 
 
 def _split(
-    config: JobConfig, model: nn.Module, *, num_layers: int, pp: DeviceMesh
+    split: StageSplit, model: nn.Module, *, pp: DeviceMesh
 ) -> tuple[Schedule, dict[int, nn.Module]]:
     """Return a pipeline's schedule and, by their numbers, this rank's stages of the model."""
     from titan.parallel.stages import extract_stages
 
-    split = stage_split(config, num_layers=num_layers)
     require_trained(model, split.modules)
     numbers = split.schedule.stages_of(pp.get_local_rank())
     return split.schedule, extract_stages(model, split.modules, numbers=numbers)

@@ -1,4 +1,4 @@
-"""Build the parts of a run, and own the loop. Everything that happens beside training is a hook (titan/hook.py).
+"""The trainer: the parts of a run, and its loop. Everything that happens beside training is a hook (titan/hook.py).
 
     set-up   process group, mesh, data, program (model, parallelism, optimizer), hooks
     start    hooks resume from a checkpoint; console, clock and event log open; hooks start
@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,11 +30,11 @@ from torch import Tensor
 from titan.async_scalars import AsyncScalars, to_device
 from titan.checks.rules import resolve_layout
 from titan.config.layout import AXES
-from titan.config.model import model_config
-from titan.config.phases import Phase, phases_of
-from titan.config.quantize import eight_bit_sections, quantize_section
+from titan.config.phases import Phase
+from titan.config.quantize import eight_bit_sections
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
+from titan.data.base import RankShare
 from titan.data.tokenizer_files import keep_tokenizer
 from titan.hardware import by_name, recognise
 from titan.health import flight_recorder
@@ -50,9 +50,9 @@ from titan.parallel.float8 import require_hardware, table
 from titan.parallel.init_distributed import start_process_group
 from titan.parallel.mesh import axis_rank
 from titan.parallel.torch_compat import set_timeout
-from titan.phases import enter_phase
+from titan.resolved import resolve_job
 from titan.run_folder import open_rank_log, write_environment, write_status
-from titan.task import task_of
+from titan.tasks.trial import try_loss
 from titan.train_step import build_train_step
 
 _LOG = logging.getLogger("titan")
@@ -60,12 +60,9 @@ _Hook = TypeVar("_Hook", bound=Hook)
 
 
 class Trainer:
-    """Run one rank of a training run."""
+    """One rank of a training run."""
 
-    # Of the newest step; titan/phases.py sets them.
-    phase: Phase
-    sequences_per_step: int
-    tokens_per_step: int
+    phase: Phase  # of the newest step
 
     def __init__(
         self,
@@ -84,7 +81,7 @@ class Trainer:
             connected: called once the process group exists.
         """
         self.config = config
-        self.stop = stop or StopRequest()
+        self.stop_request = stop or StopRequest()
         self.rank = int(os.environ.get("RANK", 0))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         self.run_dir = Path(config.job.dump_folder)
@@ -95,13 +92,14 @@ class Trainer:
         self.config = config = config.on_device(self.device.type)
         connected()
         _seed(config)
+        self.num_groups = 1  # replica groups whose samples a step trains on
         # The order is the user's: cheap checks first, then what reads files, then the model.
         self._build_mesh()
         self._build_data()  # before the model, since it fails more often, and sooner
-        self.train_step = build_train_step(
-            config, device=self.device, mesh=self.mesh, task=self.task
-        )
-        enter_phase(self, 1)
+        try_loss(self.task, self.mesh, self.device)
+        self.train_step = build_train_step(self.job, device=self.device, mesh=self.mesh)
+        self.is_started = False
+        self._enter_phase(1)
         # Groups of a mesh start with torch's limits. All of them exist now, and none has communicated yet.
         set_timeout(timedelta(seconds=config.comm.init_timeout_seconds))
         self.step = self.tokens_seen = 0
@@ -110,12 +108,10 @@ class Trainer:
         self.is_writer = True
         self.is_stopping = False
         self.decision = ""  # the last about a step that was not taken
-        # Says on every rank alike whether to update; the host then waits for each step.
-        self.accept: Callable[[Tensor, Tensor], bool] | None = None
         # Steps whose numbers are still on the device, oldest first.
         self.pending: deque[StepResult] = deque()
         self.max_pending = 0 if self.device.type == "cpu" else 1
-        self.is_started = False
+        self.is_void = False  # the step that runs does not count
         self.hooks = list(hooks(self))
 
     # ---- the loop ------------------------------------------------------------------------------
@@ -138,11 +134,14 @@ class Trainer:
 
     def train_one_step(self) -> None:
         """Train one step. The order of the calls is that of the collectives."""
+        self.is_void = False
+        for hook in self.hooks:
+            hook.before_step()
         self.step += 1
+        step = self.step
         for hook in self.hooks:
             hook.step_begin()
-        step = self.step  # a hook may have taken over the state of another group
-        enter_phase(self, step)
+        self._enter_phase(step)
         if step % self.config.training.gc_freq == 0:
             gc.collect(1)
         with self.timer.data_wait():
@@ -151,14 +150,13 @@ class Trainer:
         first_sample = self.loader.state_dict()["position"] - self.sequences_per_step
         for hook in self.hooks:
             hook.before_forward(batches)
-        report = self.train_step.train(batches, step=step, accept=self.accept)
+        report = self.train_step.train(batches, step=step, accept=self._judge())
         # Also for a step that is judged bad: its samples are used up.
         self.tokens_seen += self.tokens_per_step
         for hook in self.hooks:
             hook.updated(report)
-            # Recovery may have loaded an earlier step; the numbers of this one are void.
-            if self.step != step:
-                return  # back to a checkpoint
+            if self.is_void:  # the run continues from an earlier step
+                return
         flags = {hook: hook.flags() for hook in self.hooks}
         scalars = AsyncScalars([report.loss, report.grad_norm, self._max_over_ranks(flags)])
         self.pending.append(StepResult(step, first_sample, report, scalars=scalars, flags=flags))
@@ -182,9 +180,18 @@ class Trainer:
                 hook.result(result)
             self.is_stopping |= stop > 0
 
+    def _judge(self) -> Callable[[Tensor, Tensor], bool] | None:
+        """Return the function that decides whether a step updates the weights, the same on every rank; None: each step does."""
+        if not (judges := [hook for hook in self.hooks if hook.judges]):
+            return None
+        return lambda loss, grad_norm: all(hook.accept(loss, grad_norm) for hook in judges)
+
     def _max_over_ranks(self, flags: dict[Hook, Sequence[float]]) -> Tensor:
         """Return the maximum over ranks of "stop", then of all flags."""
-        numbers = [self.stop.requested, *(flag for of_hook in flags.values() for flag in of_hook)]
+        numbers = [
+            self.stop_request.requested,
+            *(flag for of_hook in flags.values() for flag in of_hook),
+        ]
         # One all-reduce for all hooks, whatever their number.
         agreed = to_device(numbers, self.device)
         if self.world_size > 1:
@@ -215,14 +222,71 @@ class Trainer:
         if self.rank == 0:
             write_status(self.run_dir, state="running", step=self.step, reason=self.decision)
 
-    def go_back(self, *, failed_at: int) -> None:
-        """Restart from self.step, which a hook has just loaded, after step `failed_at` went wrong."""
+    def advance(self, step: int, *, tokens: int) -> None:
+        """Take over the counters of a checkpoint or a peer, and enter the phase of its step."""
+        self.step, self.tokens_seen = step, tokens
+        self._enter_phase(step)
+
+    def rewind(self, *, failed_at: int) -> None:
+        """Restart from self.step, whose state a hook has just loaded, after step `failed_at` went wrong."""
+        self.is_void = True
         self.pending.clear()  # a rank that was asked to stop says so again in the next step
         for hook in self.hooks:
             hook.rewound()
         self.events.rewind(failed_at, to=self.step, spent=self.timer.total_s)
         # A new timer, since its step counts and averages were those of the failed attempt.
         self.timer = StepTimer(total_steps=self.last_step, step=self.step)
+
+    def repeat(self, data: dict[str, Any]) -> None:
+        """Take back the step that runs. The next one begins at `data`, a state of the loader."""
+        self.is_void = True
+        self.tokens_seen -= self.tokens_per_step
+        self.step -= 1
+        self.loader.load_state_dict(data)
+
+    def reshare(self, share: RankShare, *, num_groups: int, is_writer: bool) -> None:
+        """Continue as a data-parallel rank of another share of the samples, in a run of `num_groups` replica groups."""
+        self.loader.reshare(share)
+        self.num_groups, self.is_writer = num_groups, is_writer
+
+    def saved(self) -> None:
+        """Record that a checkpoint holds this step."""
+        self.saved_step = self.step
+
+    def stop(self) -> None:
+        """Make this step the last one of the run."""
+        self.last_step = self.step
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Return the sequences of a step over all ranks and replica groups."""
+        batch = self.phase.config.training.local_batch_size
+        return batch * self.layout.dp * self.job.accumulation(self.phase) * self.num_groups
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Return the tokens of a step over all ranks and replica groups."""
+        return self.sequences_per_step * self.phase.config.training.seq_len
+
+    def _enter_phase(self, step: int) -> None:
+        """Continue with the batch, the sequences and the data of the phase of a step. The learning rate follows the step by itself."""
+        # Steps past the end belong to the last phase.
+        phase = [phase for phase in self.phases if phase.first_step <= max(step, 1)][-1]
+        if phase is getattr(self, "phase", None):
+            return
+        self.phase, training = phase, phase.config.training
+        self.loader.change(
+            batch=training.local_batch_size,
+            accumulation=self.job.accumulation(phase),
+            seq_len=training.seq_len,
+            weights=[source.weight for source in phase.config.data.sources],
+        )
+        self.train_step.change(phase)
+        if self.is_started:
+            self.timer.forget_mean()
+            # No warning, for it begins as planned.
+            self.console.message(str(phase), always=True)
+            self.events.write("decision", step=self.step, text=str(phase))
 
     # ---- set-up --------------------------------------------------------------------------------
 
@@ -242,10 +306,10 @@ class Trainer:
 
     def _build_data(self) -> None:
         config = self.config
-        self.task, self.sizes = task_of(config), model_config(config.model)
+        self.job = resolve_job(config, self.layout, device=self.device.type)
+        self.task, self.sizes, self.phases = self.job.task, self.job.sizes, self.job.phases
         self.tokenizer = self.task.tokenizer
         self.dp_rank = axis_rank(self.mesh, "dp_replicate", "dp_shard")
-        self.phases = phases_of(config, dp=self.layout.dp)
         # Ranks that differ only in tp, cp or pp get the same samples.
         share = {"rank": self.dp_rank, "world": self.layout.dp}
         self.loader = self.task.loader(**share, accumulation=self.layout.accumulation)
@@ -255,7 +319,6 @@ class Trainer:
 
     def start(self) -> None:
         """Resume, open the console and the records of the run, and print what is about to run. `run` calls it."""
-        self.is_started = True
         # Before the console opens: the page at the top says where the run resumes.
         for hook in self.hooks:
             hook.resume()
@@ -293,10 +356,9 @@ class Trainer:
                 ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", 0)),
             )
         )
-        if quantize := quantize_section(config):
+        if quantize := self.job.techniques.quantize:
             recipe = quantize.recipe_name or "tensorwise"
-            compiled = config.compile.enable and "model" in config.compile.components
-            emulated = quantize.emulate
+            compiled, emulated = self.job.techniques.compiles_blocks, quantize.emulate
             self.console.message(
                 table(self.train_step.float8, recipe=recipe, emulated=emulated, compiled=compiled)
             )
@@ -306,6 +368,7 @@ class Trainer:
             text = f"nothing to do: step {self.step:,} of {self.last_step:,} is done"
             self.console.message(text, always=True)
         self.timer = StepTimer(total_steps=self.last_step, step=self.step)
+        self.is_started = True
         for hook in self.hooks:
             hook.start()
 
@@ -318,7 +381,7 @@ class Trainer:
         if self.is_stopping and self.step < self.last_step:
             state, code = "stopped", EXIT_STOPPED
             is_lost = self.saved_step != self.step
-            signal_name = self.stop.signal_name or "a signal to another rank"
+            signal_name = self.stop_request.signal_name or "a signal to another rank"
             text = f"stopped by {signal_name} after step {self.step:,}"
             if is_lost:
                 # A scheduler that starts the run again would stop it in the same place forever.
@@ -335,7 +398,7 @@ class Trainer:
             self.console.message(self.events.summary(), always=True)
             write_status(self.run_dir, state=state, exit_code=code, step=self.step, reason=reason)
         # The grace time may still end the process, and should then leave with this code.
-        self.stop.exit_code = code
+        self.stop_request.exit_code = code
         return code
 
     def close(self, *, failed: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Build the model of a job before it is laid out, and say what its pipeline stages send each other."""
+"""The model of a job before it is laid out, and the tensors that its pipeline stages exchange."""
 
 from __future__ import annotations
 
@@ -6,55 +6,58 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor, nn
 
-from titan.config.model import family as import_family
-from titan.config.model import model_config
-from titan.config.phases import longest_sequence
-from titan.config.schema import JobConfig
 from titan.loss import leave_output_to_loss
 from titan.parallel.float8 import Conversion
 from titan.parallelize import (
     convert_to_float8,
     default_dtype,
     freeze,
-    has_output_in_loss,
     torch_dtype,
 )
-from titan.task_loss import require_output_last
+from titan.resolved import ResolvedJob
+from titan.untrusted import InputError
 
 
-def build_whole_model(config: JobConfig, mesh: DeviceMesh) -> tuple[Any, list[Conversion]]:
+def build_whole_model(job: ResolvedJob) -> tuple[Any, list[Conversion]]:
     """Return the model of all stages, on meta and not laid out, and its layers that compute in 8 bits."""
-    family, sizes = import_family(config.model.name), model_config(config.model)
+    config = job.config
     # On meta a model of any size costs nothing; memory is allocated after it is sharded.
     with torch.device("meta"), default_dtype(torch_dtype(config.training.dtype)):
-        model = family.build_model(sizes)
+        model = job.family.build_model(job.sizes)
         # Rotations of all positions are computed once for the run, where the family can.
         if (reserve := getattr(model, "reserve_positions", None)) is not None:
-            reserve(max(longest_sequence(config), config.validation.seq_len or 0))
+            reserve(job.longest_sequence)
     # Before the split: which layers are converted is decided for the whole model.
-    float8 = convert_to_float8(
-        model,
-        config=config,
-        mesh=mesh,
-        tensor_plan=family.TENSOR_PLAN,
-        num_kv_heads=sizes.n_kv_heads,
-    )
+    float8 = convert_to_float8(model, job)
     freeze(model, config.model.freeze)
-    if has_output_in_loss(config):
+    if job.techniques.output_in_loss:
         leave_output_to_loss(model.output)
         require_output_last(model)
     return model, float8
 
 
-def sent_by_stage(
-    config: JobConfig, tp: int, dim: int, input: Tensor, inputs: Mapping[str, Tensor]
-) -> Tensor:
-    """Return what a pipeline stage sends to the next, on meta: a residual stream (B, S / tp, D), and embeddings of further tokens after it."""
+def require_output_last(model: Any) -> None:
+    """Have a model raise InputError if it computes with what its output layer, which was left to the loss, hands on."""
+    handed: list[Any] = []
+    model.output.register_forward_hook(lambda _, __, x: handed.append(x))
+
+    def check(model: nn.Module, _: Any, result: Any) -> None:
+        if handed and handed.pop() is not result:
+            raise InputError(
+                f"{type(model).__name__} computes with what its output layer returns, as for a soft cap, and the loss applies that layer "
+                "itself: set loss.chunk_output = false"
+            )
+
+    model.register_forward_hook(check)
+
+
+def sent_by_stage(job: ResolvedJob, input: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Return the tensor that a pipeline stage sends to the next, on meta: the residual stream (B, S / tp, D), followed along B by the
+    embeddings of multi-token prediction."""
     rows, length = input.shape[:2]
     if (further := inputs.get("further_targets_BSM")) is not None:
         rows *= 1 + further.shape[-1]
-    dtype = torch_dtype(config.training.compute_dtype)
-    return torch.empty(rows, length // tp, dim, dtype=dtype, device="meta")
+    dtype = torch_dtype(job.config.training.compute_dtype)
+    return torch.empty(rows, length // job.layout.tp, job.sizes.dim, dtype=dtype, device="meta")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan.data.packing import Batch
-from titan.hook import Hook, Run
+from titan.hook import Hook, RunContext
 from titan.models.moe import MoE
 from titan.parallel.expert import is_recomputation, local_tokens
 from titan.train_step import StepReport
@@ -30,7 +30,9 @@ _NAME = "samples-{:012d}-{}.npy"
 class Routes(Hook):
     """Give the experts' routers recorded routes, and write those that they take."""
 
-    def __init__(self, trainer: Run, *, record: str = "", replay: str = "", every: int = 1) -> None:
+    def __init__(
+        self, trainer: RunContext, *, record: str = "", replay: str = "", every: int = 1
+    ) -> None:
         """Args:
         record: folder below the run folder to write to; "": write nothing.
         replay: folder to read from; "": the routers choose.
@@ -114,7 +116,7 @@ class Routes(Hook):
         raise ValueError(f"no record in {self.replay} has sample {sample}")
 
 
-def from_environment(trainer: Run) -> Hook:
+def from_environment(trainer: RunContext) -> Hook:
     """Return the hook that the variables TITAN_RECORD_ROUTES and TITAN_REPLAY_ROUTES ask for; it does nothing without them."""
     asked = {key: os.environ.get(f"TITAN_{key.upper()}_ROUTES", "") for key in ("record", "replay")}
     if not any(asked.values()):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .config import FLAVORS, LlavaConfig, TaskOptions
+from .config import FLAVORS, LlavaConfig
 from .plan import TENSOR_PLAN
 
 if TYPE_CHECKING:
     from .model import Llava
-    from .task import DescribePictures
 
-__all__ = ["FLAVORS", "TENSOR_PLAN", "LlavaConfig", "TaskOptions", "build_model", "build_task"]
+__all__ = ["FLAVORS", "TASK", "TENSOR_PLAN", "LlavaConfig", "build_model"]
+
+TASK = "image_text"  # of titan/tasks, unless the job names another
 
 
 def build_model(config: LlavaConfig) -> Llava:
@@ -19,10 +20,3 @@ def build_model(config: LlavaConfig) -> Llava:
     from .model import Llava
 
     return Llava(config)
-
-
-def build_task(config: Any, options: TaskOptions) -> DescribePictures:
-    """Return the task."""
-    from .task import DescribePictures
-
-    return DescribePictures(config, options)

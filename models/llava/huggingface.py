@@ -96,7 +96,7 @@ def hf_config(config: LlavaConfig) -> dict[str, Any]:
 
 
 def hf_files(config: LlavaConfig) -> dict[str, dict[str, Any]]:
-    """Return the further files that say how transformers prepares a picture, as `titan.models.llava.task` does."""
+    """Return the further files that say how transformers prepares a picture, as `titan.tasks.image_text` does."""
     side = config.image_size
     return {
         # All else as CLIPImageProcessor does by itself.

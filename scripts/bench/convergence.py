@@ -107,7 +107,7 @@ def torchtitan() -> None:
     from torchtitan.train import Trainer
 
     from titan.config.model import model_config
-    from titan.task import task_of
+    from titan.tasks import task_of
 
     class Batches(BaseDataLoader):
         def __iter__(self) -> Any:

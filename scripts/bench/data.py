@@ -38,7 +38,7 @@ import torch
 from titan.config import schema as s
 from titan.data.loader import Loader
 from titan.data.tokenizer import build_tokenizer
-from titan.task import NextToken
+from titan.tasks.next_token import NextToken
 from titan.tools.prepare import main as prepare
 from titan.tools.tokenizer import main as tokenizer_cli
 

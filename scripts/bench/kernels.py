@@ -84,7 +84,7 @@ def count(changes: dict[str, Any]) -> dict[str, Counter[str]]:
         for number in (1, 2, 3):
             parts.clear()
             counter.by_name.clear()
-            step.mark = mark
+            step.call_on_event(mark)
             with counter:
                 step.train(trainer.loader.next_step(), step=number)
             mark("update")

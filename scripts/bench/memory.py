@@ -21,12 +21,13 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from titan.config.layout import Layout
+from titan.config.layout import Layout, resolve_layout
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
 from titan.data.packing import Batch
 from titan.observe.estimate import activation_elements
 from titan.parallel import build_mesh
+from titan.resolved import resolve_job
 from titan.train_step import TrainStep, build_train_step
 
 MODES: dict[str, dict[str, Any]] = {
@@ -68,7 +69,8 @@ def job(settings: dict[str, Any]) -> JobConfig:
 def measure(config: JobConfig) -> tuple[float, float]:
     """Bytes kept when the loss begins, and at the step's peak, both above those at its beginning."""
     mesh = build_mesh("cpu", dp_shard=1)
-    train_step = build_train_step(config, device=torch.device("cpu"), mesh=mesh)
+    job = resolve_job(config, resolve_layout(config, mesh.size()), device="cpu")
+    train_step = build_train_step(job, device=torch.device("cpu"), mesh=mesh)
     rows = torch.randint(model_config(config.model).vocab_size, (BATCH, SEQUENCE + 1))
     batch = Batch(tokens_BS=rows[:, :-1].contiguous(), labels_BS=rows[:, 1:].contiguous())
     _train(train_step, batch)

@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 
 from tests.support import jobs
 from tests.support.ranks import Pool, RankFailed
+from tests.support.steps import build_step
 from tests.support.trainers import PoolTrainer
 from titan import cli
 from titan.checkpoint import SaveFailed, export, huggingface
@@ -40,7 +41,6 @@ from titan.config.model import family, model_config
 from titan.config.schema import CheckpointSection, JobConfig, TokenizerSection
 from titan.parallel import build_mesh, materialize
 from titan.tools import convert
-from titan.train_step import build_train_step
 
 transformers = pytest.importorskip("transformers")
 
@@ -177,7 +177,7 @@ def through_titan(source: Path, degrees: Degrees, folder: Path) -> tuple[int, in
     check_to_run(config, world_size=dist.get_world_size())
     layout = resolve_layout(config, dist.get_world_size())
     mesh = build_mesh("cpu", **{axis: getattr(layout, axis) for axis in (*KEYS, "cp")})
-    train_step = build_train_step(config, device=torch.device("cpu"), mesh=mesh)
+    train_step = build_step(config, mesh)
     state = checkpoints.model_state(train_step.model_parts)
     local = [t.to_local() if isinstance(t, DTensor) else t for t in state.values()]
 

@@ -23,6 +23,7 @@ from tests.checkpoint.test_huggingface import (
     train,
 )
 from tests.support.ranks import Pool, RankFailed
+from tests.support.steps import build_step
 from titan.checkpoint import CheckpointError, SaveFailed, huggingface
 from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.commit import CheckpointGroup
@@ -34,7 +35,6 @@ from titan.config.schema import JobConfig
 from titan.models.deepseek_v3.config import FLAVORS
 from titan.parallel import build_mesh, materialize
 from titan.tools import convert
-from titan.train_step import build_train_step
 
 transformers = pytest.importorskip("transformers")
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # noqa: E402
@@ -164,7 +164,7 @@ def through_ranks(source: Path, degrees: Degrees, ep: int, folder: Path) -> tupl
     layout = resolve_layout(config, dist.get_world_size())
     axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     mesh = build_mesh("cpu", **{axis: getattr(layout, axis) for axis in axes})
-    train_step = build_train_step(config, device=torch.device("cpu"), mesh=mesh)
+    train_step = build_step(config, mesh)
     state = checkpoints.model_state(train_step.model_parts)
     model = HFModel.of(config.model.name, model_config(config.model))
     huggingface.load(source, state, model=model, group=CheckpointGroup())

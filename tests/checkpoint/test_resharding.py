@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.support.ranks import Pool
+from tests.support.steps import build_step
 from tests.support.trainers import PoolTrainer
 from titan.checkpoint import manager as checkpoints
 from titan.checks.rules import check_to_run, resolve_layout
@@ -22,7 +23,7 @@ from titan.config.schema import JobConfig
 from titan.parallel import build_mesh
 from titan.parallel.mesh import axis_rank, axis_size
 from titan.tools import convert
-from titan.train_step import TrainStep, build_train_step
+from titan.train_step import TrainStep
 
 GLOBAL_BATCH, SEQUENCE, VOCABULARY = 8, 32, 512
 KEYS = {
@@ -184,7 +185,7 @@ def build(degrees: Degrees, folder: Path, *, seed: int) -> TrainStep:
     config = job(degrees, folder=folder, steps=STEPS, seed=seed, blocks=2)
     layout = resolve_layout(config, dist.get_world_size())
     mesh = build_mesh("cpu", **{axis: getattr(layout, axis) for axis in KEYS})
-    return build_train_step(config, device=torch.device("cpu"), mesh=mesh)
+    return build_step(config, mesh)
 
 
 def train_a_step(train_step: TrainStep) -> None:

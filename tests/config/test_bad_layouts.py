@@ -259,13 +259,13 @@ def run_a_step(case: Case) -> list[float]:
     """Loss and gradient norm of a step, and a validation loss, on one rank of the pool."""
     import torch
 
+    from tests.support.steps import build_step
     from titan.parallel import build_mesh
-    from titan.train_step import build_train_step
 
     config = case.config()
     layout = resolve_layout(config, case.world)
     mesh = build_mesh("cpu", **{axis: getattr(layout, axis) for axis in DEGREES})
-    program = build_train_step(config, device=torch.device("cpu"), mesh=mesh)
+    program = build_step(config, mesh)
 
     def batch(length: int) -> Any:
         rows = torch.randint(

@@ -20,7 +20,7 @@ from titan.checks.rules import check
 from titan.config import base, model
 from titan.config.toml import tomllib
 from titan.loss import IGNORED
-from titan.task import task_of
+from titan.tasks import task_of
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "masked_tokens"
@@ -59,8 +59,8 @@ def masked(**sections: Any) -> Any:
 
 def two_steps(degrees: dict[str, int], settings: dict[str, Any]) -> list[tuple[float, float]]:
     """Loss and gradient norm of two steps on the task's first 8 samples."""
+    from tests.support.steps import build_step
     from titan.parallel import axis_rank, build_mesh
-    from titan.train_step import build_train_step
 
     forget()  # read before this process's path had the package
     world = degrees.get("dp_shard", 1)
@@ -79,7 +79,7 @@ def two_steps(degrees: dict[str, int], settings: dict[str, Any]) -> list[tuple[f
         },
     )
     mesh = build_mesh("cpu", **degrees)
-    train_step = build_train_step(config, device=torch.device("cpu"), mesh=mesh)
+    train_step = build_step(config, mesh)
     loader = train_step.task.loader(rank=axis_rank(mesh, "dp_shard"), world=world)
     reports = [train_step.train(loader.next_step(), step=step) for step in (1, 2)]
     loader.close()
@@ -122,7 +122,7 @@ def test_a_batch_has_masks_of_its_samples(installed: Path) -> None:
     # Padding, -1 in a row, is never masked.
     rows = np.full((1, 65), -1)
     rows[0, :10] = 65
-    padded: Any = task.collate(task.samples("train", rank=0, world=1))(rows, first_sample=0)
+    padded: Any = task.collate(task.dataset("train", rank=0, world=1))(rows, first_sample=0)
     assert (padded.labels_BS[0, 10:] == IGNORED).all() and (padded.labels_BS[0, :10] == 65).any()
 
 

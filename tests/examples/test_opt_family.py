@@ -48,11 +48,11 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def two_steps(degrees: dict[str, int], overrides: dict[str, Any]) -> list[tuple[float, float]]:
     """Loss and gradient norm of two steps on one global batch of 4 sequences."""
+    from tests.support.steps import build_step
     from titan.checks.rules import check_to_run
     from titan.config.base import installed_entry_points
     from titan.config.schema import JobConfig
     from titan.parallel import axis_rank, build_mesh
-    from titan.train_step import build_train_step
 
     installed_entry_points.cache_clear()  # this process may have read them before its path had the package
 
@@ -75,7 +75,7 @@ def two_steps(degrees: dict[str, int], overrides: dict[str, Any]) -> list[tuple[
     world = torch.distributed.get_world_size()
     check_to_run(config, world_size=world)
     mesh = build_mesh("cpu", **degrees)
-    train_step = build_train_step(config, device=torch.device("cpu"), mesh=mesh)
+    train_step = build_step(config, mesh)
     rows = torch.randint(2048, (4, 33), generator=torch.Generator().manual_seed(0))
     mine = rows.chunk(degrees.get("dp_shard", 1))[axis_rank(mesh, "dp_shard")]
     batch = Batch(tokens_BS=mine[:, :-1], labels_BS=mine[:, 1:].contiguous())

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from tests.support.steps import build_step
 from tests.support.trainers import Trainer
 from titan.config.schema import JobConfig
 from titan.data.packing import Batch
 from titan.parallel import build_mesh
-from titan.train_step import build_train_step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,8 +39,8 @@ def _train(device: str, precision: str, weights: dict[str, torch.Tensor] | None)
         }
     )
     mesh = build_mesh(device)
-    train_step = build_train_step(
-        config, device=torch.device(device if device == "cpu" else f"{device}:0"), mesh=mesh
+    train_step = build_step(
+        config, mesh, device=torch.device(device if device == "cpu" else f"{device}:0")
     )
     parameters = dict(train_step.model_parts[0].named_parameters())
     local = {n: p.to_local() if isinstance(p, DTensor) else p for n, p in parameters.items()}

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.jobs import ROOT, job
 from tests.support.metrics import read_json_lines
+from tests.support.steps import build_step
 from tests.support.trainers import Trainer
 from titan.data.packing import Batch
 from titan.models.moe import grouped_products, looped_products
@@ -25,7 +26,6 @@ from titan.parallel import block_attention, build_mesh, ring
 from titan.parallel.block_attention import Sight
 from titan.sim.price import calibrate
 from titan.sim.price.profiles import load_profile
-from titan.train_step import build_train_step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -73,7 +73,7 @@ def expert_losses(**sections: Any) -> list[float]:
         training={"mixed_precision_param": "bfloat16", "steps": 3},
         **sections,
     )
-    step = build_train_step(config, device=DEVICE, mesh=build_mesh(DEVICE.type))
+    step = build_step(config, build_mesh(DEVICE.type), device=DEVICE)
     losses = []
     for number in range(1, 4):
         generator = torch.Generator().manual_seed(number)

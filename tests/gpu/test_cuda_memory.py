@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.steps import build_step
 from titan.config.schema import JobConfig
 from titan.data.packing import Batch
 from titan.parallel import build_mesh
-from titan.train_step import build_train_step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,7 +39,7 @@ def run(**sections: Any) -> tuple[list[float], list[float], int]:
         }
     )
     torch.manual_seed(0)
-    train_step = build_train_step(config, device=torch.device("cuda:0"), mesh=build_mesh("cuda"))
+    train_step = build_step(config, build_mesh("cuda"), device=torch.device("cuda:0"))
     losses, norms = [], []
     for step in range(1, 4):
         torch.accelerator.reset_peak_memory_stats()

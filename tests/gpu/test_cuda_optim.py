@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.support.steps import build_step
 from titan.config.schema import AdamW8bitSection, AdamWSection, JobConfig, MuonSection
 from titan.data.packing import Batch
 from titan.optim.optimizers import build_optimizer
 from titan.parallel import build_mesh
-from titan.train_step import build_train_step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -113,7 +113,7 @@ def losses(**sections: Any) -> list[float]:
             **sections,
         }
     )
-    step = build_train_step(config, device=torch.device("cuda:0"), mesh=build_mesh("cuda"))
+    step = build_step(config, build_mesh("cuda"), device=torch.device("cuda:0"))
     results = []
     for number in range(1, 6):
         generator = torch.Generator().manual_seed(number)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -26,10 +27,9 @@ from titan.data import DataError
 from titan.models.flux import FLAVORS, build_model
 from titan.models.flux.config import TIME_CHANNELS
 from titan.models.flux.huggingface import hf_config, hf_name_of, read_config
-from titan.models.flux.pictures import write_png
-from titan.models.flux.task import FlowMatching, squared_error_sum
 from titan.parallel import initialize
-from titan.task import task_of
+from titan.tasks import task_of
+from titan.tasks.flow_matching import FlowMatching, squared_error_sum
 from titan.tools.convert import main as convert
 from titan.tools.generate import main as generate
 
@@ -160,16 +160,18 @@ def test_sources_on_disk(tmp_path: Path) -> None:
     pictures = np.random.default_rng(0).integers(256, size=(40, 16, 16, 1), dtype=np.uint8)
     lines = []
     for number, picture in enumerate(pictures):
-        write_png(tmp_path / f"{number}.png", picture)
+        Image.fromarray(picture.squeeze(-1) if picture.shape[-1] == 1 else picture).save(
+            tmp_path / f"{number}.png"
+        )
         lines.append(f'{{"file": "{number}.png", "label": {number % 8}}}')
     (tmp_path / "labels.jsonl").write_text("\n".join(lines))
     held_out = task_of(flux_job(task={"options": {"source": "pictures", "path": str(tmp_path)}}))
-    samples = held_out.samples("validation", rank=0, world=1)
+    samples = held_out.dataset("validation", rank=0, world=1)
     rows = samples.get(np.arange(2))
     assert samples.num_samples == 2
     np.testing.assert_allclose((rows.pictures[1, 0] + 1) * 127.5, pictures[20, :, :, 0], atol=1e-4)
     assert rows.pooled_BC[1].argmax() == 20 % 8
-    train = held_out.samples("train", rank=0, world=1)
+    train = held_out.dataset("train", rank=0, world=1)
     assert len({p.tobytes() for p in train.get(np.arange(38)).pictures}) == 38  # each once an epoch
     for name, shape in {
         "latents": (40, 1, 16, 16),
@@ -178,7 +180,7 @@ def test_sources_on_disk(tmp_path: Path) -> None:
     }.items():
         np.save(tmp_path / f"{name}.npy", np.random.default_rng(1).standard_normal(shape))
     encoded = task_of(flux_job(task={"options": {"source": "encoded", "path": str(tmp_path)}}))
-    context = encoded.samples("validation", rank=0, world=1).get(np.arange(2)).context_BTC
+    context = encoded.dataset("validation", rank=0, world=1).get(np.arange(2)).context_BTC
     np.testing.assert_allclose(context[1], np.load(tmp_path / "context.npy")[20], rtol=1e-6)
 
 

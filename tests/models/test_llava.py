@@ -45,15 +45,16 @@ from titan.data import DataError
 from titan.data.base import TensorBatch
 from titan.data.packing import IGNORED, pack
 from titan.data.special_tokens import SpecialTokens
-from titan.models.llava import FLAVORS, TaskOptions, build_model
+from titan.models.llava import FLAVORS, build_model
 from titan.models.llava.huggingface import hf_config, hf_files, read_config
-from titan.models.llava.task import (
+from titan.tasks import task_of
+from titan.tasks.image_text import (
     PictureBatch,
     Pictures,
     image_index,
     patches_of,
 )
-from titan.task import task_of
+from titan.tasks.image_text_options import ImageTextOptions
 from titan.tools.convert import from_hf, to_hf
 from titan.tools.generate import load_model
 from titan.tools.generate import main as generate
@@ -266,7 +267,7 @@ def test_pictures_are_prepared_as_transformers_does(folder: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     settings = hf_files(SMALL)["preprocessor_config.json"]
     prepare = clip.CLIPImageProcessorPil(**{k: settings[k] for k in ("size", "crop_size")})
-    pictures = Pictures.open(TaskOptions(path=str(folder)))
+    pictures = Pictures.open(ImageTextOptions(path=str(folder)))
     for number in range(10):
         pixels = prepare(image.open(folder / f"{number}.png"), return_tensors="np")["pixel_values"]
         ours = patches_of(pictures.pixels(number, side=8), SMALL)
@@ -328,12 +329,12 @@ def test_parquet_has_the_same_pictures(folder: Path) -> None:
     rows = [{"picture": (folder / row["image"]).read_bytes(), "text": row["text"]} for row in lines]
     (folder / "parquet").mkdir()
     parquet.write_table(arrow.Table.from_pylist(rows), folder / "parquet" / "0.parquet")
-    ours = Pictures.open(TaskOptions(path=str(folder / "parquet"), image_key="picture"))
-    theirs = Pictures.open(TaskOptions(path=str(folder)))
+    ours = Pictures.open(ImageTextOptions(path=str(folder / "parquet"), image_key="picture"))
+    theirs = Pictures.open(ImageTextOptions(path=str(folder)))
     assert len(ours.texts) == 10 and ours.texts == theirs.texts
     np.testing.assert_array_equal(ours.pixels(3, side=8), theirs.pixels(3, side=8))
     with pytest.raises(DataError, match="no column 'image'; its columns are picture, text"):
-        Pictures.open(TaskOptions(path=str(folder / "parquet")))
+        Pictures.open(ImageTextOptions(path=str(folder / "parquet")))
 
 
 def run(config: JobConfig, kind: type[Trainer] = Trainer) -> list[dict[str, Any]]:

@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.ranks import Pool
+from tests.support.steps import build_step
 from titan.config.model import family
 from titan.config.schema import JobConfig
 from titan.data.packing import IGNORED, Batch
 from titan.loss import LossSum
 from titan.parallel import build_mesh, initialize
-from titan.task import FurtherLoss
-from titan.train_step import build_train_step
+from titan.tasks.next_token import MTPLoss
 
 
 def sizes(name: str, count: int = 2) -> Any:
@@ -80,7 +80,7 @@ def test_all_tokens_share_a_gradient_of_the_output_layer(chunk: int) -> None:
     """And it is the sum of those that autograd finds with torch's own loss, as are the input's and the value."""
     torch.manual_seed(0)
     output = torch.nn.Linear(16, 500, bias=False)
-    loss = FurtherLoss(LossSum(chunk, output=output), 0.3)
+    loss = MTPLoss(LossSum(chunk, output=output), 0.3)
     x_BSD = torch.randn(6, 4, 16, requires_grad=True)
     labels_BSN = torch.randint(500, (2, 4, 3)).index_fill(1, torch.tensor([2]), IGNORED)
     with _Zeros((500, 16)) as zeros:
@@ -139,7 +139,7 @@ def differences(name: str, chunk_output: bool) -> dict[str, float]:
             "loss": {"chunk_output": chunk_output, "chunk_tokens": 20},
         }
     )
-    step = build_train_step(config, device=torch.device("cpu"), mesh=build_mesh("cpu"))
+    step = build_step(config, build_mesh("cpu"))
     (model,) = step.model_parts
     row = torch.randint(2048, (2, 25), generator=torch.Generator().manual_seed(0))
     batch = Batch(tokens_BS=row[:, :-1], labels_BS=row[:, 1:])

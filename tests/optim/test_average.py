@@ -12,11 +12,12 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.layouts import REPLICAS, Layout, cp, fsdp, job_of, pp, text_batch, tp
 from tests.support.ranks import Pool
+from tests.support.steps import build_step
 from tests.support.trainers import PoolTrainer
 from titan.config.schema import AverageSection, JobConfig
 from titan.parallel import build_mesh
 from titan.parallel.mesh import axis_rank, axis_size
-from titan.train_step import TrainStep, build_train_step
+from titan.train_step import TrainStep
 
 AVERAGE = {"enable": True, "decay": 0.4, "start_step": 2}
 STEPS = 5
@@ -38,7 +39,7 @@ def train(layout: Layout, precision: str) -> tuple[list[float], list[float], flo
         section = AverageSection.model_validate(AVERAGE | {"enable": enable})
         config = job_of(layout, precision=precision, steps=STEPS)
         config = config.model_copy(update={"average": section})
-        of = build_train_step(config, device=torch.device("cpu"), mesh=mesh)
+        of = build_step(config, mesh)
         losses, validated, expected, apart = [], [], {}, 0.0
         for step in range(1, STEPS + 1):
             # The second time step 4 has no update.

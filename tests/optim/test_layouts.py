@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.support.ranks import Pool, RankFailed
+from tests.support.steps import build_step
 from titan.checkpoint import manager as checkpoints
 from titan.config.schema import CheckpointSection, JobConfig
 from titan.data.packing import Batch
 from titan.parallel import build_mesh
 from titan.parallel.init_weights import canonical_name
 from titan.parallel.mesh import axis_rank, axis_size
-from titan.train_step import TrainStep, build_train_step
+from titan.train_step import TrainStep
 
 GLOBAL_BATCH, SEQUENCE, VOCABULARY = 4, 32, 256
 Options = dict[str, Any]
@@ -59,7 +60,7 @@ def build(degrees: Degrees, optimizer: Options, **training: Any) -> TrainStep:
             "parallelism": {"pipeline_parallel_degree": degrees.get("pp", 1)},
         }
     )
-    return build_train_step(config, device=torch.device("cpu"), mesh=mesh)
+    return build_step(config, mesh)
 
 
 def steps(

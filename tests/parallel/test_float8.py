@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.ranks import Pool, RankFailed
+from tests.support.steps import build_step
 from titan.checkpoint import manager as checkpoints
 from titan.config.schema import CheckpointSection, JobConfig
 from titan.data.packing import Batch
@@ -33,7 +34,7 @@ from titan.parallel.init_weights import canonical_name
 from titan.parallel.mesh import axis_rank, axis_size
 from titan.parallel.torch_compat import can_split_custom_functions
 from titan.train import main
-from titan.train_step import TrainStep, build_train_step
+from titan.train_step import TrainStep
 
 pytest.importorskip("torchao")
 
@@ -84,7 +85,7 @@ def job(recipe: str, degrees: dict[str, int], **sections: Any) -> JobConfig:
 
 def build(recipe: str, degrees: dict[str, int], **sections: Any) -> TrainStep:
     config = job(recipe, degrees, **sections)
-    return build_train_step(config, device=torch.device("cpu"), mesh=build_mesh("cpu", **degrees))
+    return build_step(config, build_mesh("cpu", **degrees))
 
 
 def global_batch(step: int) -> Tensor:

@@ -17,13 +17,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.jobs import job
 from tests.support.ranks import Pool
+from tests.support.steps import build_step
 from tests.support.trainers import PoolTrainer
 from titan.checkpoint.commit import CheckpointGroup
 from titan.config.schema_course import PhaseSection
 from titan.parallel import build_mesh
 from titan.parallel.init_distributed import start_process_group
 from titan.parallel.torch_compat import limit_gloo
-from titan.train_step import build_train_step
 
 RACE = Path(__file__).with_name("gloo_race.py")
 
@@ -168,7 +168,7 @@ def groups_of_all_axes() -> list[str]:
         training={"local_batch_size": 8},
         parallelism=degrees,
     )
-    build_train_step(config, device=torch.device("cpu"), mesh=build_mesh("cpu", **axes))
+    build_step(config, build_mesh("cpu", **axes))
     return [group.group_desc for group in dist.distributed_c10d._world.pg_map]
 
 

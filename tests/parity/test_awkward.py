@@ -32,10 +32,11 @@ from tests.support.layouts import (
 )
 from tests.support.ranks import Pool, RankFailed
 from tests.support.runs import saved_tensors
+from tests.support.steps import build_step
 from titan.data.packing import IGNORED
 from titan.parallel import axis_rank, build_mesh
 from titan.parallel.mesh import axis_size
-from titan.train_step import TrainStep, build_train_step
+from titan.train_step import TrainStep
 
 STEPS = 3
 ONE = Layout("one process", accumulation=2)
@@ -131,7 +132,7 @@ def dropped(layout: Layout) -> dict[str, Any]:
     install()
     mesh = build_mesh("cpu", **dict(layout.degrees))
     config = job_of(layout)
-    step = build_train_step(config, device=torch.device("cpu"), mesh=mesh)
+    step = build_step(config, mesh)
     masks: dict[str, list[int]] = {}
 
     def note(name: str, _: nn.Module, args: tuple[Tensor, ...], kept: Tensor) -> None:
@@ -265,7 +266,7 @@ def test_a_run_resumes_with_unused_parameters_and_dropout(
 def labelled(layout: Layout) -> list[bool]:
     """Whether the weights changed in a step without any label, and in the next one."""
     mesh = build_mesh("cpu", **dict(layout.degrees))
-    step = build_train_step(job_of(layout), device=torch.device("cpu"), mesh=mesh)
+    step = build_step(job_of(layout), mesh)
     changed = []
     rank, world = (
         axis_rank(mesh, "dp_replicate", "dp_shard"),
@@ -315,7 +316,7 @@ def test_a_step_without_labels_updates_nothing(layout: Layout, pool: Pool) -> No
 def early(layout: Layout) -> list[float]:
     install()
     mesh = build_mesh("cpu")
-    step: TrainStep = build_train_step(job_of(layout), device=torch.device("cpu"), mesh=mesh)
+    step: TrainStep = build_step(job_of(layout), mesh)
     whole = layout.batch(layout, 1)
     batches = [whole.map(lambda _, t, i=i: t.chunk(2)[i]) for i in range(2)]
     return [step.train(batches, step=n).loss.item() for n in (1, 2, 3)]

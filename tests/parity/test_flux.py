@@ -31,13 +31,13 @@ from tests.support.layouts import (
 )
 from tests.support.ranks import Pool
 from titan.data.base import TensorBatch
-from titan.task import task_of
+from titan.tasks import task_of
 
 
 def flow_batch(layout: Layout, step: int) -> TensorBatch:
     """Return the global batch of a step, whose last sample does not count."""
     task = task_of(job_of(layout))
-    samples = task.samples("train", rank=0, world=1)
+    samples = task.dataset("train", rank=0, world=1)
     first = GLOBAL_BATCH * (step - 1)
     rows = samples.get(np.arange(first, first + GLOBAL_BATCH))
     batch = task.collate(samples)(rows, first_sample=first)

@@ -11,8 +11,8 @@ import pytest
 from tests.support import layouts
 from tests.support.layouts import REPLICAS, ZERO_BUBBLE, Layout, fsdp, pp, tp
 from tests.support.ranks import Pool
+from tests.support.steps import build_step
 from titan.observe.norms import LayerNorms
-from titan.train_step import build_train_step
 
 LAYOUTS = [
     Layout("FSDP2 x TP+SP", (*fsdp(2), *tp(2))),
@@ -33,12 +33,12 @@ def norms(layout: Layout) -> dict[str, Any]:
     found: list[dict[str, Any]] = []
 
     def build(*args: Any, **kwargs: Any) -> Any:
-        train_step = build_train_step(*args, **kwargs)
+        train_step = build_step(*args, **kwargs)
         norms = LayerNorms(train_step.model_parts, stages=train_step.groups.stages)
-        train_step.on_gradients = lambda: found.append(norms.row(norms.measure()))
+        train_step.call_with_gradients(lambda: found.append(norms.row(norms.measure())))
         return train_step
 
-    layouts.build_train_step, layouts.STEPS = build, 1  # type: ignore
+    layouts.build_step, layouts.STEPS = build, 1  # type: ignore
     total = layouts.train(layout)["norms"][0]
     return found[0] | {"total": total}
 

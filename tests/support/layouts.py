@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tests.support.steps import build_step
 from titan.config.schema import JobConfig
 from titan.data.base import TensorBatch
 from titan.data.packing import IGNORED, Batch
 from titan.parallel import build_mesh
 from titan.parallel.init_weights import canonical_name
 from titan.parallel.mesh import axis_rank, axis_size
-from titan.train_step import TrainStep, build_train_step
+from titan.train_step import TrainStep
 
 STEPS, GLOBAL_BATCH, SEQUENCE, VOCABULARY = 10, 8, 64, 2048
 # Four blocks are enough for two ranks with two stages each, for a first, a last and two that are neither.
@@ -343,7 +344,7 @@ def train(layout: Layout, precision: str = "float32", steps: int = STEPS) -> dic
     """Run on one rank: losses and norms of each step, whole gradients of the first, whole weights at the end."""
     mesh = build_mesh("cpu", **dict(layout.degrees))
     config = job_of(layout, precision=precision, steps=steps)
-    train_step = build_train_step(config, device=torch.device("cpu"), mesh=mesh)
+    train_step = build_step(config, mesh)
     parameters = {
         canonical_name(n): p for part in train_step.model_parts for n, p in part.named_parameters()
     }

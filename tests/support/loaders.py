@@ -7,7 +7,7 @@ from typing import Any
 from titan.config import schema as s
 from titan.data.loader import Loader
 from titan.data.tokenizer import Tokenizer
-from titan.task import NextToken
+from titan.tasks.next_token import NextToken
 
 
 def _task(tokenizer: Tokenizer, **sections: Any) -> NextToken:

@@ -19,13 +19,14 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.support.steps import build_step
 from titan.checks.rules import resolve_layout
 from titan.config.schema import JobConfig
 from titan.data.packing import Batch
 from titan.parallel import build_mesh
 from titan.sim.record.trace import Allocate, Event, Free, Trace, Transfer
 from titan.sim.record.trace_jobs import DeviceKind, Job, Prepare, distinct_ranks, trace_jobs
-from titan.train_step import TrainStep, build_train_step
+from titan.train_step import TrainStep
 
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -107,7 +108,7 @@ def in_turn(names: Collection[str], *, slow: Collection[str]) -> list[Any]:
 def real_program(config: JobConfig) -> TrainStep:
     layout = resolve_layout(config, dist.get_world_size())
     mesh = build_mesh("cpu", **{axis: getattr(layout, axis) for axis in _AXES})
-    return build_train_step(config, device=torch.device("cpu"), mesh=mesh)
+    return build_step(config, mesh)
 
 
 def real_batches(config: JobConfig) -> list[Any]:

@@ -14,7 +14,8 @@ import torch
 from tests.support.ranks import Pool
 from tests.support.scripted import SHAPES, write_folder
 from titan.cli import main as titan
-from titan.task import NextToken, task_of
+from titan.tasks import task_of
+from titan.tasks.next_token import NextToken
 from titan.tools import evaluate
 
 transformers = pytest.importorskip("transformers")
@@ -113,7 +114,7 @@ def scored(
     section = weights.config.validation.model_copy(update=section)
     task.config = weights.config.model_copy(update={"validation": section})
     task._scorer = scorer
-    return scores, task.sample(SimpleNamespace(train_step=scorer.train_step))  # pyright: ignore
+    return scores, task.generate(SimpleNamespace(train_step=scorer.train_step))  # pyright: ignore
 
 
 def test_log_likelihoods_are_transformers(

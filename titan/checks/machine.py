@@ -21,7 +21,7 @@ from titan.checks.evaluation_rules import check_task_files
 from titan.checks.text_identity import other_tokenizer, sources_of
 from titan.config import schema as s
 from titan.config.errors import Problem, RuleViolation, violations_of
-from titan.config.model import model_config, resolve_model
+from titan.config.model import resolve_model
 from titan.config.phases import sequence_lengths
 from titan.config.quantize import eight_bit_sections
 from titan.config.schema import JobConfig
@@ -31,7 +31,7 @@ from titan.data.examples import read_task
 from titan.data.reading import Conversation
 from titan.data.sources import open_documents
 from titan.data.special_tokens import SpecialTokens
-from titan.data.tokenizer import Tokenizer, build_tokenizer
+from titan.data.tokenizer import Tokenizer, open_tokenizer
 from titan.data.tokenizer_base import LOSSY
 from titan.hardware import count_accelerators
 from titan.untrusted import InputError
@@ -55,18 +55,6 @@ def check_machine(config: JobConfig, *, device: str | None = None) -> list[Probl
         for rule in rules
         for violation in violations_of(rule, config)
     ]
-
-
-def open_tokenizer(config: JobConfig) -> Tokenizer:
-    """Return the job's tokenizer. Raises `DataError` if it cannot be read, or has more tokens than the model."""
-    tokenizer = build_tokenizer(config.tokenizer, hf_assets_path=config.model.hf_assets_path)
-    model, size = model_config(config.model), tokenizer.vocab_size
-    if size > model.vocab_size:
-        raise DataError(
-            f"the tokenizer has {size:,} tokens, but {config.model.name} {config.model.flavor} has a vocabulary of "
-            f"{model.vocab_size:,}; set model.overrides.vocab_size = {size}, or use another tokenizer"
-        )
-    return tokenizer
 
 
 # ---- folders -----------------------------------------------------------------------------------

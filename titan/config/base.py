@@ -81,6 +81,7 @@ GROUPS = (
         "titan.sources",
         "titan.tasks",
     ),
+    "titan.pictures",
     "torch_dynamo_backends",
 )
 

@@ -1,13 +1,15 @@
-"""Find what `[task]` trains a model on, and check its options. Imports no torch.
+"""The module of a job's task, and checks of its options. Imports no torch.
 
-A task is a module with `TaskOptions`, a frozen dataclass of its options, and `build_task(config, options)`, which returns a
-`titan.task.Task`. A family whose models are not trained on the next token has both in its package; another package registers such
-a module under the entry point `titan.tasks`. docs/own_task.md says what titan reads, with an example.
+The module of a task has `TaskOptions`, a frozen dataclass of its options, and `build_task(config, options)`, which returns a
+`titan.tasks.base.Task`. A family names its task in `TASK`, or its package is such a module itself. Another package registers one
+under the entry point `titan.tasks`. docs/own_task.md has an example.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
 from types import ModuleType
 from typing import Any
 
@@ -19,16 +21,45 @@ from .schema import JobConfig
 NEXT_TOKEN = "next_token"
 
 
-def task_module(config: JobConfig) -> ModuleType | None:
+@dataclass(frozen=True)
+class BuiltInTask:
+    """A task of titan, in place of a package's module. Both names are "module:class", since tasks are above the config."""
+
+    options: str  # imports no torch
+    task: str
+
+    @property
+    def TaskOptions(self) -> type[Any]:
+        return EntryPoint("", self.options, "").load()
+
+    def build_task(self, config: JobConfig, options: Any) -> Any:
+        return EntryPoint("", self.task, "").load()(config, options)
+
+
+BUILT_IN = {
+    "flow_matching": BuiltInTask(
+        "titan.tasks.flow_options:FlowOptions", "titan.tasks.flow_matching:FlowMatching"
+    ),
+    "image_text": BuiltInTask(
+        "titan.tasks.image_text_options:ImageTextOptions", "titan.tasks.image_text:DescribePictures"
+    ),
+}
+
+
+def task_module(config: JobConfig) -> ModuleType | BuiltInTask | None:
     """Return the module of a job's task; None: next-token prediction. Raises KeyError for a task or family that is not installed,
     ConfigError for a package that cannot be imported."""
-    name = config.task.name
+    name, package = config.task.name, None
+    if not name:
+        package = family(config.model.name)
+        name = getattr(package, "TASK", NEXT_TOKEN)
+    if package is not None and hasattr(package, "build_task"):
+        return package
     if name == NEXT_TOKEN:
         return None
-    if name:
-        return load_plug_in({entry.name: entry for entry in plug_ins("titan.tasks")}[name])
-    package = family(config.model.name)
-    return package if hasattr(package, "build_task") else None
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    return load_plug_in({entry.name: entry for entry in plug_ins("titan.tasks")}[name])
 
 
 def task_options(config: JobConfig) -> Any:
@@ -67,7 +98,7 @@ def check_task(config: JobConfig) -> Iterator[RuleViolation]:
         module = task_module(config)
     except KeyError:
         if section.name:
-            names = [NEXT_TOKEN, *(entry.name for entry in plug_ins("titan.tasks"))]
+            names = [NEXT_TOKEN, *BUILT_IN, *(entry.name for entry in plug_ins("titan.tasks"))]
             yield "name", f'unknown task "{section.name}"{choose(section.name, names)}'
         return
     if module is None:
@@ -78,7 +109,11 @@ def check_task(config: JobConfig) -> Iterator[RuleViolation]:
             )
         return
     if not hasattr(module, "TaskOptions") or not hasattr(module, "build_task"):
-        yield "name", f"{module.__name__} lacks TaskOptions or build_task; see docs/own_task.md"
+        name = getattr(module, "__name__", section.name)
+        yield "name", f"{name} lacks TaskOptions or build_task; see docs/own_task.md"
+            "name",
+            f"{getattr(module, '__name__', section.name)} lacks TaskOptions or build_task; see docs/own_task.md",
+        )
         return
     violations = [*check_fields(section.options, module.TaskOptions(), prefix="task.options")]
     yield from violations

@@ -10,21 +10,23 @@ B rows, S tokens of a row, V vocabulary, D model, N tokens that are scored
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from titan.config.schema import JobConfig
 from titan.data import DataError
 from titan.data.packing import Batch
 from titan.data.special_tokens import begin_ids, start_ids
 from titan.data.tokenizer import Tokenizer
 from titan.loss import IGNORED, LossSum
-from titan.parallel.mesh import axis_rank, axis_size
+from titan.parallel.mesh import StepGroups, axis_rank, axis_size
 
 UNIT = 32  # tokens of a rank's part of a row: a multiple
 _WIDTH = 3  # figures of a row
@@ -91,13 +93,32 @@ def plan_passes(
     return passes
 
 
+class Scorable(Protocol):
+    """The part of a training step that scores and generates: a model that is laid out, and where."""
+
+    config: JobConfig
+    mesh: DeviceMesh
+    device: torch.device
+    groups: StepGroups
+    context: DeviceMesh | None
+    model_parts: list[nn.Module]
+    loss_sum: Any  # of next tokens: a LossSum
+    num_replicas: int
+
+    def score(
+        self, batches: Iterable[Any], of_rows: Callable[[Tensor, Tensor], Tensor], *, width: int
+    ) -> Tensor: ...
+
+    def to_local(self, batch: Any) -> Any: ...
+
+
 class Scorer:
     """Score texts with the model of a training step. All ranks call the same methods with the same texts.
 
-    train_step: a titan.train_step.TrainStep. max_length: inputs of the longest row; of a longer text only the end is seen.
+    max_length: inputs of the longest row; of a longer text only the end is seen.
     """
 
-    def __init__(self, train_step: Any, tokenizer: Tokenizer) -> None:
+    def __init__(self, train_step: Scorable, tokenizer: Tokenizer) -> None:
         self.train_step, self.tokenizer, config = train_step, tokenizer, train_step.config
         mesh = train_step.mesh
         self.rank = axis_rank(mesh, "dp_replicate", "dp_shard")

@@ -20,7 +20,8 @@ from typing import Any
 
 import tiktoken
 
-from titan.config.schema import TokenizerSection
+from titan.config.model import model_config
+from titan.config.schema import JobConfig, TokenizerSection
 from titan.data import DataError, require
 from titan.data import named_tokens as beside
 from titan.data.reading import pieces
@@ -287,6 +288,18 @@ def build_tokenizer(section: TokenizerSection, *, hf_assets_path: str) -> Tokeni
     tokenizer.chat_template = (
         read_text(template) if section.chat_template else _template_beside(tokenizer)
     )
+    return tokenizer
+
+
+def open_tokenizer(config: JobConfig) -> Tokenizer:
+    """Return the job's tokenizer. Raises `DataError` if it cannot be read, or has more tokens than the model."""
+    tokenizer = build_tokenizer(config.tokenizer, hf_assets_path=config.model.hf_assets_path)
+    model, size = model_config(config.model), tokenizer.vocab_size
+    if size > model.vocab_size:
+        raise DataError(
+            f"the tokenizer has {size:,} tokens, but {config.model.name} {config.model.flavor} has a vocabulary of "
+            f"{model.vocab_size:,}; set model.overrides.vocab_size = {size}, or use another tokenizer"
+        )
     return tokenizer
 
 

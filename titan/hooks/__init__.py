@@ -12,7 +12,7 @@ from importlib.metadata import EntryPoint
 
 from titan.config.base import plug_ins
 from titan.health.monitor import Monitor
-from titan.hook import Hook, Run
+from titan.hook import Hook, RunContext
 from titan.hooks.checkpointing import Checkpointing
 from titan.hooks.compilation import Compilation
 from titan.hooks.evaluation import Evaluation
@@ -32,7 +32,7 @@ from titan.hooks.validation import Validation
 TWIN = EntryPoint("twin", "titan.sim.twin.hook:Twin", "titan.hooks")
 
 
-def standard_hooks(trainer: Run, *, monitor: Monitor | None = None) -> list[Hook]:
+def standard_hooks(trainer: RunContext, *, monitor: Monitor | None = None) -> list[Hook]:
     """Return the hooks of `titan train` in their order, and after them those of installed packages.
 
     Args:

@@ -19,18 +19,17 @@ from titan.checkpoint.storage import Location, as_location
 from titan.checks.text_identity import other_tokenizer, text_changes, text_facts
 from titan.config.render import to_toml
 from titan.config.resume_diff import changed_model, changed_settings, job_facts
-from titan.hook import Hook, Run, StepResult
+from titan.hook import Hook, RunContext, StepResult
 from titan.optim.schedule import rate_jump
 from titan.parallel.torch_compat import set_timeout
 from titan.parallelize import torch_dtype
-from titan.phases import enter_phase
 from titan.untrusted import InputError
 
 
 class Checkpointing(Hook):
     """Save when a save is due by step or by time, or because the run has to stop. All ranks save together."""
 
-    def __init__(self, trainer: Run) -> None:
+    def __init__(self, trainer: RunContext) -> None:
         self.trainer, self.section = trainer, trainer.config.checkpoint
         self.manager = CheckpointManager(self.section, run_dir=trainer.run_dir)
         # Where the data or the rate changes is where another run may want to go on from.
@@ -42,7 +41,7 @@ class Checkpointing(Hook):
         self.text_changes: list[str] = []
         self.jump = ""  # of the learning rate
         self.is_due_by_time = False
-        self.more: Callable[[], checkpoints.StateDict] = dict  # another hook's tensors
+        self._more: Callable[[], checkpoints.StateDict] = dict  # another hook's tensors
         # The copy overlaps the next step until its update.
         if self.section.async_mode == "async_with_pinned_mem":
             trainer.train_step.call_before_change(self._before_update)
@@ -69,7 +68,7 @@ class Checkpointing(Hook):
         if self.section.create_seed_checkpoint:
             if trainer.step == 0 and self.resumed_from is None:
                 self._save(final=True)
-            trainer.last_step = trainer.step
+            trainer.stop()
 
     def flags(self) -> Sequence[float]:
         """Return whether a save is due by this rank's clock, and whether one in the background failed."""
@@ -101,6 +100,16 @@ class Checkpointing(Hook):
             trainer = self.trainer
             self._save(final=trainer.step == trainer.last_step or trainer.is_stopping)
 
+    def add_state(self, state: Callable[[], checkpoints.StateDict]) -> None:
+        """Save and load the tensors of another hook, too."""
+        self._more = state
+
+    def take_over(self, metadata: Mapping[str, Any]) -> None:
+        """Continue from a peer's `metadata`, whose tensors are there already."""
+        self.load_train_state(metadata)
+        self.changes.clear()  # of a peer there are none that matter
+        self.trainer.loader.load_state_dict(metadata["data"])
+
     def save_now(self) -> None:
         """Save this step, due or not."""
         self._save(final=False)
@@ -114,7 +123,7 @@ class Checkpointing(Hook):
         """Save this step. If it is the `final` one, wait for the save and raise if it fails."""
         trainer, section = self.trainer, self.section
         if not trainer.is_writer:
-            trainer.saved_step = trainer.step  # by another replica group
+            trainer.saved()  # by another replica group
             return
         is_last = trainer.step == trainer.config.training.steps
         with trainer.timer.pause("checkpoint"):
@@ -126,7 +135,7 @@ class Checkpointing(Hook):
                     model_only=is_last and section.last_save_model_only,
                     wait=final,
                 )
-                trainer.saved_step = trainer.step
+                trainer.saved()
             except SaveFailed as error:
                 if final or section.on_failure == "stop":
                     raise
@@ -146,7 +155,7 @@ class Checkpointing(Hook):
             **checkpoints.optimizer_state(parts, optimizer),
             **checkpoints.average_state(trainer.train_step.average),
             **checkpoints.rng_state(trainer.rank, trainer.device),
-            **self.more(),
+            **self._more(),
         }
 
     def metadata(self) -> dict[str, Any]:
@@ -293,7 +302,7 @@ class Checkpointing(Hook):
         if has_optimizer and "optimizer" not in exclude:
             checkpoints.load(path, checkpoints.empty_optimizer_state(path, parts, optimizer))
         stored = checkpoints.stored_shapes(path)
-        for names in (checkpoints.average_state(average), self.more()):
+        for names in (checkpoints.average_state(average), self._more()):
             if names.keys() <= stored.keys():
                 checkpoints.load(path, names)
         try:
@@ -313,8 +322,7 @@ class Checkpointing(Hook):
     def load_train_state(self, metadata: Mapping[str, Any]) -> None:
         """Take over the counters of a checkpoint, and what hooks keep in it."""
         trainer = self.trainer
-        trainer.step, trainer.tokens_seen = metadata["step"], metadata["tokens"]
-        enter_phase(trainer, trainer.step)
+        trainer.advance(metadata["step"], tokens=metadata["tokens"])
         if self.text:
             self.text_changes = text_changes(metadata.get("text") or {}, self.text)
         saved = metadata.get("config") or ""

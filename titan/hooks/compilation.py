@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from datetime import timedelta
 
-from titan.hook import Hook, Run
+from titan.hook import Hook, RunContext
 from titan.hooks.checkpointing import Checkpointing
 from titan.hooks.evaluation import Evaluation
 from titan.hooks.validation import Validation
@@ -17,7 +17,7 @@ _LOG = logging.getLogger("titan")
 class Compilation(Hook):
     """Start the compiler's processes, set limits, report once after the first step, and warn of recompilations at logged steps."""
 
-    def __init__(self, trainer: Run) -> None:
+    def __init__(self, trainer: RunContext) -> None:
         self.trainer = trainer
         self._seconds = trainer.config.comm.init_timeout_seconds  # as the trainer begins
         section = trainer.config.compile

@@ -19,7 +19,7 @@ from titan.config.resume_diff import changed_settings
 from titan.config.toml import tomllib
 from titan.data.base import RankShare
 from titan.health.replica_groups import ReplicaGroups, in_fragments
-from titan.hook import Hook, Run
+from titan.hook import Hook, RunContext
 from titan.hooks.checkpointing import Checkpointing
 from titan.observe.clock import Window
 from titan.optim.optimizers import allocate_state
@@ -27,20 +27,22 @@ from titan.train_step import StepReport
 from titan.untrusted import InputError
 
 
-def elastic_hook(trainer: Run) -> Hook:
+def elastic_hook(trainer: RunContext) -> Hook:
     """Return the hook of a job with `fault_tolerance.enable`."""
     method = trainer.config.fault_tolerance.semi_sync_method
     return Elastic(trainer) if method is None else SemiSync(trainer)
 
 
 class Elastic(Hook):
-    """Be the first hook: it decides which step comes next.
+    """Membership of a replica group. It must be the first hook: it decides whether a step counts or is repeated.
 
     With n groups, a step has n times the samples of one. Losses and gradients are divided by the tokens of all of them. If a
     group is lost, nothing of the step counts: the others repeat it, with the samples that follow the last step that counts.
     """
 
-    def __init__(self, trainer: Run) -> None:
+    judges = True
+
+    def __init__(self, trainer: RunContext) -> None:
         self.trainer = trainer
         self.groups = ReplicaGroups(
             trainer.config.fault_tolerance,
@@ -48,12 +50,10 @@ class Elastic(Hook):
             state=self._state,
             load=self._load,
         )
-        self.accept, self.is_committed, self.is_first = None, False, False
+        self.is_committed = self.is_first = False
         self.before: dict[str, Any] = {}
         self.began_s = 0.0
         self.size = 0
-        self.sequences_per_group = trainer.sequences_per_step
-        trainer.train_step.sum_over_groups = self.groups.sum_
 
     def resume(self) -> None:
         """Join the groups that are training, if there are any; else Checkpointing loads what is on disk.
@@ -63,18 +63,13 @@ class Elastic(Hook):
         self._begin()
         self.is_first = True
 
-    def start(self) -> None:
-        # What other hooks decide comes after the groups' own decision.
-        self.accept = self.trainer.accept
-        self.trainer.accept = self._accept
+    def before_step(self) -> None:
+        if not self.is_first:
+            self._begin()
+        self.is_first = False
 
     def step_begin(self) -> None:
         trainer = self.trainer
-        if not self.is_first:
-            trainer.step -= 1
-            self._begin()
-            trainer.step += 1
-        self.is_first = False
         self.groups.at(trainer.step - 1)
         groups, batch = self.groups, trainer.config.training.local_batch_size
         share = RankShare(
@@ -82,10 +77,8 @@ class Elastic(Hook):
             world=groups.size * trainer.layout.dp,
             batch=batch,
         )
-        trainer.loader.reshare(share)
-        trainer.sequences_per_step = self.sequences_per_group * groups.size
-        trainer.tokens_per_step = trainer.sequences_per_step * trainer.config.training.seq_len
-        trainer.is_writer, trainer.train_step.num_groups = groups.rank == 0, groups.size
+        trainer.reshare(share, num_groups=groups.size, is_writer=groups.rank == 0)
+        trainer.train_step.join_groups(groups.size, groups.sum_)
         self.before, self.began_s = trainer.loader.state_dict(), time.monotonic()
         if groups.size != self.size:
             if self.size:
@@ -99,10 +92,8 @@ class Elastic(Hook):
             return
         trainer = self.trainer
         trainer.announce(f"step {trainer.step}: a replica group was lost; its samples come again")
-        trainer.tokens_seen -= trainer.tokens_per_step
-        trainer.loader.load_state_dict(self.before)
         trainer.events.repeat(time.monotonic() - self.began_s)
-        trainer.step -= 1
+        trainer.repeat(self.before)
 
     def columns(self, window: Window, result: Any) -> dict[str, Any]:
         return {"replica_groups": self.size, "first_sample": result.first_sample}
@@ -110,15 +101,15 @@ class Elastic(Hook):
     def close(self) -> None:
         self.groups.close()
 
-    def _accept(self, loss: Tensor, grad_norm: Tensor) -> bool:
+    def accept(self, loss: Tensor, grad_norm: Tensor) -> bool:
         self.is_committed = self.groups.commit()
-        return self.is_committed and (self.accept is None or self.accept(loss, grad_norm))
+        return self.is_committed
 
     def _begin(self) -> None:
         self.waited_for = ""
         trainer = self.trainer
         text = to_toml(trainer.config)
-        pause = trainer.timer.pause("quorum") if hasattr(trainer, "timer") else nullcontext()
+        pause = trainer.timer.pause("quorum") if trainer.is_started else nullcontext()
         with pause:
             others = self.groups.begin(step=trainer.step, text=text, waiting=self._wait)
         for name, other in others:
@@ -132,7 +123,7 @@ class Elastic(Hook):
         if text == self.waited_for:
             return
         self.waited_for = text
-        if not hasattr(trainer, "events"):  # before the start
+        if not trainer.is_started:
             print(text, flush=True)
             return
         trainer.announce(text)
@@ -172,9 +163,7 @@ class Elastic(Hook):
         for name, tensor in state["tensors"].items():
             if not name.startswith("rng."):
                 _local(mine[name]).copy_(tensor)
-        checkpointing.load_train_state(metadata)
-        checkpointing.changes.clear()
-        trainer.loader.load_state_dict(metadata["data"])
+        checkpointing.take_over(metadata)
 
 
 class SemiSync(Elastic):
@@ -184,18 +173,19 @@ class SemiSync(Elastic):
     first meeting. What a lost group did since the last one is lost.
     """
 
-    def __init__(self, trainer: Run) -> None:
+    judges = False
+
+    def __init__(self, trainer: RunContext) -> None:
         super().__init__(trainer)
         section, layout = trainer.config.fault_tolerance, trainer.layout
-        trainer.train_step.sum_over_groups = lambda _: None
-        trainer.sequences_per_step *= section.replica_groups
-        trainer.tokens_per_step *= section.replica_groups
-        trainer.is_writer = section.replica_id == 0
         self.size = section.replica_groups
         self.share = RankShare(
             rank=section.replica_id * layout.dp + trainer.dp_rank,
             world=section.replica_groups * layout.dp,
             batch=trainer.config.training.local_batch_size,
+        )
+        trainer.reshare(
+            self.share, num_groups=section.replica_groups, is_writer=section.replica_id == 0
         )
         manager = self.groups.manager
         manager.start_quorum, self.vote = self._meet, manager.should_commit
@@ -217,7 +207,7 @@ class SemiSync(Elastic):
             for optimizer in self.outer:
                 for parameter in optimizer.param_groups[0]["params"]:
                     optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-            checkpointing.more = self._momentum
+            checkpointing.add_state(self._momentum)
 
     def _momentum(self) -> StateDict:
         parts = self.trainer.train_step.model_parts
@@ -228,7 +218,6 @@ class SemiSync(Elastic):
         from torchft.local_sgd import DiLoCo, LocalSGD
 
         trainer, section = self.trainer, self.trainer.config.fault_tolerance
-        trainer.loader.reshare(self.share)
         step, manager = trainer.train_step, self.groups.manager
         if section.semi_sync_method == "local_sgd":
             whole = nn.ModuleList(step.model_parts)
@@ -245,6 +234,8 @@ class SemiSync(Elastic):
                 fragment_update_alpha=section.fragment_update_alpha,
             )
         method.__enter__()
+
+    def before_step(self) -> None: ...
 
     def step_begin(self) -> None: ...
 
@@ -278,7 +269,8 @@ class SemiSync(Elastic):
             others = self.groups.begin(step=step, text=text, waiting=self._wait)
         for name, other in others:
             self._require_same(other, name=name)
-        self.size, self.trainer.is_writer = self.groups.size, self.groups.rank == 0
+        self.size, count = self.groups.size, self.trainer.config.fault_tolerance.replica_groups
+        self.trainer.reshare(self.share, num_groups=count, is_writer=self.groups.rank == 0)
 
 
 def _fragments(parts: Sequence[nn.Module], count: int) -> list[nn.Module]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from titan.data.examples import read_task
-from titan.hook import Hook, Run, StepResult
+from titan.hook import Hook, RunContext, StepResult
 from titan.observe.clock import Window
 from titan.observe.rows import Row
 from titan.optim.average import averaged
@@ -14,7 +14,7 @@ from titan.optim.average import averaged
 class Evaluation(Hook):
     """Evaluate the same examples each time. `row` has the figures of this step, by names such as "eval/stdlib_cloze/acc"."""
 
-    def __init__(self, trainer: Run) -> None:
+    def __init__(self, trainer: RunContext) -> None:
         self.trainer = trainer
         self.row: Row = {}
         self.scorer: Any = None

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from titan.async_scalars import AsyncScalars
 from titan.config.model import num_blocks
-from titan.hook import Hook, Run, StepResult
+from titan.hook import Hook, RunContext, StepResult
 from titan.hooks.metrics import Metrics
 from titan.observe.clock import Window
 from titan.train_step import StepReport
@@ -26,7 +26,7 @@ from titan.train_step import StepReport
 class ExpertLoads(Hook):
     """Copy loads and biases to the host at logged steps, and compute a row's figures from them."""
 
-    def __init__(self, trainer: Run) -> None:
+    def __init__(self, trainer: RunContext) -> None:
         self.trainer, sizes = trainer, trainer.sizes
         self.num_experts: int = getattr(sizes, "num_experts", 0)
         is_moe = [self.num_experts > 0 and sizes.is_moe_layer(n) for n in range(num_blocks(sizes))]

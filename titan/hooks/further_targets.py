@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from titan.async_scalars import AsyncScalars
 from titan.data.base import TensorBatch
-from titan.hook import Hook, Run, StepResult
+from titan.hook import Hook, RunContext, StepResult
 from titan.observe.clock import Window
 from titan.train_step import StepReport
 
@@ -18,7 +18,7 @@ from titan.train_step import StepReport
 class FurtherTargets(Hook):
     """Add up the loss of further tokens over all ranks at logged steps."""
 
-    def __init__(self, trainer: Run) -> None:
+    def __init__(self, trainer: RunContext) -> None:
         self.trainer = trainer
         self.means: list[torch.Tensor] = getattr(trainer.train_step.loss_sum, "means", [])
         self.measured: AsyncScalars | None = None

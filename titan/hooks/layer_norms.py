@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from titan.async_scalars import AsyncScalars
-from titan.hook import Hook, Run
+from titan.hook import Hook, RunContext
 from titan.hooks.metrics import Metrics
 from titan.observe.norms import LayerNorms
 
@@ -11,14 +11,14 @@ from titan.observe.norms import LayerNorms
 class LayerNormsLog(Hook):
     """Measure norms between the backward pass and clipping, and write them when the step is over."""
 
-    def __init__(self, trainer: Run) -> None:
+    def __init__(self, trainer: RunContext) -> None:
         self.trainer = trainer
         self.every = trainer.config.metrics.log_layer_norms_every_n_steps
         self.measured: AsyncScalars | None = None
         if self.every:
             step = trainer.train_step
             self.norms = LayerNorms(step.model_parts, stages=step.groups.stages)
-            step.on_gradients = self._measure  # called between the backward pass and clipping
+            step.call_with_gradients(self._measure)
 
     def _measure(self) -> None:
         if self.trainer.step % self.every == 0:

@@ -6,7 +6,7 @@ import math
 from statistics import fmean
 
 from titan.config.phases import Phase
-from titan.hook import Hook, Run, StepResult
+from titan.hook import Hook, RunContext, StepResult
 from titan.hooks.evaluation import Evaluation
 from titan.hooks.validation import Validation
 from titan.observe.columns import empty_row
@@ -19,7 +19,7 @@ from titan.observe.rows import Row
 class Metrics(Hook):
     """Collect the columns of all hooks in one row."""
 
-    def __init__(self, trainer: Run) -> None:
+    def __init__(self, trainer: RunContext) -> None:
         self.trainer = trainer
         self.log: MetricsLog | None = None
         self.losses: list[float] = []  # finite ones since the last row

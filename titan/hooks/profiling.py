@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from titan.hook import Hook, Run
+from titan.hook import Hook, RunContext
 from titan.observe.profiler import Profiler
 
 
 class Profiling(Hook):
     """Call the profiler around each step, and take the time that it needs out of the throughput."""
 
-    def __init__(self, trainer: Run) -> None:
+    def __init__(self, trainer: RunContext) -> None:
         self.trainer = trainer
         self.profiler: Profiler | None = None
 

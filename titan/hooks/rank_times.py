@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from titan.hook import Hook, Run, StepResult
+from titan.hook import Hook, RunContext, StepResult
 from titan.observe.clock import Window
 from titan.observe.ranks import ForwardClock, Stragglers, TimesLog
 
@@ -20,7 +20,7 @@ _LOG = logging.getLogger("titan")
 class RankTimes(Hook):
     """Share own times among ranks at logged steps, and write rows to logs/rank-N.times.jsonl."""
 
-    def __init__(self, trainer: Run) -> None:
+    def __init__(self, trainer: RunContext) -> None:
         self.trainer = trainer
         self.hosts: list[str] = [socket.gethostname()] * trainer.world_size
         if trainer.world_size > 1:

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from titan.async_scalars import AsyncScalars
 from titan.health.recovery import NonFiniteError, Recovery, SpikeError, StepAction
-from titan.hook import Hook, Run, StepResult
+from titan.hook import Hook, RunContext, StepResult
 from titan.hooks.checkpointing import Checkpointing
 from titan.observe.clock import Window
 from titan.train_step import StepReport
@@ -21,12 +22,11 @@ class StepRecovery(Hook):
 
     state_key = "recovery"
 
-    def __init__(self, trainer: Run) -> None:
+    def __init__(self, trainer: RunContext) -> None:
         self.trainer = trainer
         self.recovery = Recovery(trainer.config.fault_tolerance, device=trainer.device)
         # Judging needs the loss before the update, so the host waits for the device in each step.
-        if self.recovery.is_on:
-            trainer.accept = self.recovery.judge
+        self.judges = self.recovery.is_on
         self.is_told = False  # of a step without targets
         self.skipped: set[int] = set()  # steps whose results were not read yet
 
@@ -35,6 +35,9 @@ class StepRecovery(Hook):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.recovery.load_state_dict(state)
+
+    def accept(self, loss: Tensor, grad_norm: Tensor) -> bool:
+        return self.recovery.judge(loss, grad_norm)
 
     def updated(self, report: StepReport) -> None:
         """Act on the decision about this step. Raises SpikeError or NonFiniteError if the run has to stop."""
@@ -96,7 +99,7 @@ class StepRecovery(Hook):
         trainer.announce(
             f"step {failed_at}: {reason}. BACK TO STEP {trainer.step}, ON WITHOUT SAMPLES {first} TO {end - 1}"
         )
-        trainer.go_back(failed_at=failed_at)
+        trainer.rewind(failed_at=failed_at)
 
     def _samples(self, first: int) -> str:
         return f"samples {first} to {first + self.trainer.sequences_per_step - 1}"

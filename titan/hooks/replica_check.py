@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from titan.hook import Hook, Run
+from titan.hook import Hook, RunContext
 from titan.parallel.replicas import require_equal_replicas
 from titan.train_step import StepReport
 
@@ -10,7 +10,7 @@ from titan.train_step import StepReport
 class ReplicaCheck(Hook):
     """Raise ReplicaError on all ranks if replicas differ."""
 
-    def __init__(self, trainer: Run) -> None:
+    def __init__(self, trainer: RunContext) -> None:
         self.trainer = trainer
 
     def updated(self, report: StepReport) -> None:

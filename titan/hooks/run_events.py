@@ -7,14 +7,14 @@ from collections import deque
 from typing import Any
 
 from titan.health.recovery import spike_score
-from titan.hook import Hook, Run, StepResult
+from titan.hook import Hook, RunContext, StepResult
 from titan.observe.clock import Window
 
 
 class RunEvents(Hook):
     """Record when steps begin, spikes, and goodput."""
 
-    def __init__(self, trainer: Run) -> None:
+    def __init__(self, trainer: RunContext) -> None:
         self.trainer = trainer
         section = trainer.config.fault_tolerance
         self.threshold = section.spike_threshold

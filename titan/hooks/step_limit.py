@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from titan.health.monitor import Monitor
-from titan.hook import Hook, Run
+from titan.hook import Hook, RunContext
 
 
 class StepLimit(Hook):
     """Let the monitor know when a step begins and ends. Validation and saving are not limited."""
 
-    def __init__(self, trainer: Run, monitor: Monitor | None) -> None:
+    def __init__(self, trainer: RunContext, monitor: Monitor | None) -> None:
         self.trainer = trainer
         self.monitor = monitor or Monitor(trainer.run_dir)  # not started, so nothing watches
 

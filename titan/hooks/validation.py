@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from titan.async_scalars import AsyncScalars, to_device
 from titan.data.base import TensorBatch
-from titan.hook import Hook, Run, StepResult
+from titan.hook import Hook, RunContext, StepResult
 from titan.observe.clock import Window
 from titan.observe.rows import Row
 from titan.optim.average import averaged
@@ -18,7 +18,7 @@ from titan.optim.average import averaged
 class Validation(Hook):
     """Evaluate the model on the same samples each time. `row` is the result of this step, or None; `texts`: what it made last."""
 
-    def __init__(self, trainer: Run) -> None:
+    def __init__(self, trainer: RunContext) -> None:
         self.trainer, self.section = trainer, trainer.config.validation
         self.row: Row | None = None
         self.texts: Mapping[str, str] | None = None
@@ -54,7 +54,7 @@ class Validation(Hook):
             loss, valid, sum_measured = AsyncScalars([loss_sum, num_valid, total[0]]).values()
             with averaged(trainer.train_step):
                 trainer.train_step.compute_scales()
-                self.texts = trainer.task.sample(trainer)
+                self.texts = trainer.task.generate(trainer)
         # The mean over all ranks' tokens, or what else counts as valid. Nothing valid divides by 1.
         mean_loss = loss / max(valid, 1)
         trainer.events.write(

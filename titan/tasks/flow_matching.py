@@ -10,13 +10,11 @@ B batch, S patches, T context positions, C channels of a patch, or of what the n
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,38 +22,22 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan.config.model import model_config
-from titan.config.schema import JobConfig
-from titan.data import DataError
+from titan.data import DataError, require
 from titan.data.base import Samples, TensorBatch
-from titan.data.files import walk
 from titan.data.loader import Collate
-from titan.data.order import derive_key, permute
+from titan.data.order import derive_key
 from titan.parallel.context import unshard_sequence
-from titan.task import LossFunction, Microbatch, Task
-from titan.untrusted import is_plain_name, parse_json, read_lines
+from titan.tasks.base import LossFunction, Microbatch, SampleContext, Task
+from titan.tasks.flow_data import Encoded, FlowSamples, Rows, open_samples
+from titan.tasks.flow_options import SHAPES, FlowOptions
+from titan.tasks.patches import grid, to_patches, to_pictures
 
-from ..pictures import read_picture
-from .config import FluxConfig
-from .options import SHAPES, TaskOptions
-from .pictures import grid, to_patches, to_pictures, write_png
-
-_HELD_OUT = 20  # every so manieth picture of a folder is for validation
-_NUM_DRAWN = 1024  # shapes to validate on
 _TIMES = 8  # of validation, in turn
-
-
-class Rows(NamedTuple):
-    """Hold samples as `Samples.get` returns them: pictures or latents (B, channels, height, width) fp32, and their conditions."""
-
-    pictures: np.ndarray
-    context_BTC: np.ndarray
-    pooled_BC: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlowBatch(TensorBatch):
-    """Hold what a rank trains on. valid_B: int64, 1 for samples that count."""
+    """Micro-batch of pictures. valid_B is 1 for samples that count, int64."""
 
     ALONG_SEQUENCE = ("patches_BSC", "noise_BSC", "positions_BSA", "context_BTC")
 
@@ -71,194 +53,17 @@ class FlowBatch(TensorBatch):
         self.valid_B[row:] = 0
 
 
-# ---- pictures ------------------------------------------------------------------------------------
-
-
-class FlowSamples(Samples):
-    """Give the samples of a split. A subclass has `num_items`, 0 for no end, and returns them by their places."""
-
-    num_items = 0
-
-    def __init__(self, options: TaskOptions, sizes: FluxConfig, *, split: str, seed: int) -> None:
-        self.options, self.sizes, self.split, self.seed = options, sizes, split, seed
-        self.shape = (options.channels, options.size, options.size)
-        if options.source != "shapes" and not options.path:
-            raise DataError(f'task.options.path: missing; source = "{options.source}" reads it')
-        self.open()
-
-    def open(self) -> None:
-        """Look at the files. Raises DataError."""
-
-    @abstractmethod
-    def item(self, place: int) -> tuple[np.ndarray, ...]:
-        """Return a picture and its conditions, as in `Rows`."""
-
-    @property
-    def num_samples(self) -> int | None:
-        return self.num_items or None
-
-    def get(self, indices: np.ndarray) -> Rows:
-        return Rows(
-            *map(np.stack, zip(*(self.item(self._place(int(i))) for i in indices), strict=True))
-        )
-
-    def _place(self, index: int) -> int:
-        """Return which item a sample is: each epoch of training has its own order."""
-        if not self.num_items:
-            return index
-        epoch, place = divmod(index, self.num_items)
-        if self.split == "validation":
-            return place
-        key = derive_key(self.seed, "pictures", epoch)
-        return int(permute(np.array([place]), length=self.num_items, key=key)[0])
-
-    def of_split(self, items: Sequence[Any]) -> list[Any]:
-        """Return the split's part of a folder. Raises DataError if it is empty."""
-        is_held_out = self.split == "validation"
-        part = [item for n, item in enumerate(items) if (n % _HELD_OUT == 0) == is_held_out]
-        if not part:
-            raise DataError(f"{self.options.path}: too few pictures for the {self.split} split")
-        return part
-
-    def conditions(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return context and pooled vectors to draw pictures of, one of each label."""
-        context, pooled = zip(*map(self.label, range(count)), strict=True)
-        return np.stack(context), np.stack(pooled)
-
-    def label(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return a label as context, a one in its channel of the first position, and as a pooled vector."""
-        context = np.zeros((self.options.context_len, self.sizes.context_dim), dtype=np.float32)
-        pooled = np.zeros(self.sizes.pooled_dim, dtype=np.float32)
-        context[0, number] = pooled[number] = 1
-        return context, pooled
-
-
-class Shapes(FlowSamples):
-    """Draw light shapes of any size and place, in grey or colours."""
-
-    def open(self) -> None:
-        self.num_items = 0 if self.split == "train" else _NUM_DRAWN
-
-    def item(self, place: int) -> tuple[np.ndarray, ...]:
-        random = np.random.Generator(np.random.Philox(key=derive_key(self.seed, self.split, place)))
-        label = int(random.integers(self.options.classes))
-        radius, (x, y) = random.uniform(0.55, 0.8), random.uniform(-0.2, 0.2, size=2)
-        size = self.options.size
-        rows, columns = np.meshgrid(*[(np.arange(size) + 0.5) * 2 / size - 1] * 2, indexing="ij")
-        distance = _distance(SHAPES[label], (columns - x) / radius, (rows - y) / radius) * radius
-        inside = np.clip(0.5 - distance * size / 2, 0, 1)  # an edge is a pixel wide
-        light = random.uniform(0.5, 1, size=(self.options.channels, 1, 1))
-        return ((2 * light * inside - 1).astype(np.float32), *self.label(label))
-
-
-def _distance(shape: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Return about how far points are from the edge of a shape of radius 1, negative inside."""
-    far, square = np.hypot(x, y), np.maximum(abs(x), abs(y))
-    if shape in ("plus", "cross"):
-        if shape == "cross":
-            x, y = (x + y) / 2**0.5, (x - y) / 2**0.5
-        return np.maximum(np.minimum(abs(x), abs(y)) - 0.3, np.maximum(abs(x), abs(y)) - 1)
-    return {
-        "disc": far - 1,
-        "ring": abs(far - 0.75) - 0.25,
-        "square": square - 0.9,
-        "frame": abs(square - 0.7) - 0.22,
-        "triangle": np.maximum(0.87 * abs(x) - 0.5 * y, y) - 0.6,
-        "bars": np.maximum(abs(x) - 0.9, abs(abs(y) - 0.55) - 0.27),
-    }[shape]
-
-
-@dataclass
-class _Line:
-    """A line of labels.jsonl."""
-
-    file: str
-    label: int
-
-
-class PictureFolder(FlowSamples):
-    """Read PNG files, or NPY files of (channels, height, width) from -1 to 1, that labels.jsonl lists: {"file": NAME, "label": NUMBER}."""
-
-    def open(self) -> None:
-        self.folder = Path(self.options.path)
-        name = self.folder / "labels.jsonl"
-        lines = read_lines(name, within=self.folder)
-        items = [parse_json(line, _Line, name=f"{name}:{number}") for number, line in lines]
-        for item in items:
-            if not is_plain_name(item.file) or not 0 <= item.label < self.options.classes:
-                raise DataError(
-                    f"{name}: {item} has no label below {self.options.classes}, or a path"
-                )
-        self.items = self.of_split(items)
-        self.num_items = len(self.items)
-
-    def item(self, place: int) -> tuple[np.ndarray, ...]:
-        line = self.items[place]
-        file = self.folder / line.file
-        if file.suffix.lower() == ".npy":
-            picture = _read(np.load, file)
-        else:
-            mode = "L" if self.options.channels == 1 else "RGB"
-            picture = np.asarray(_read(partial(read_picture, mode=mode), file))
-            picture = np.atleast_3d(picture).transpose(2, 0, 1) / 127.5 - 1
-        if picture.shape != self.shape:
-            raise DataError(f"{file}: has shape {picture.shape}; the task has {self.shape}")
-        return (picture.astype(np.float32), *self.label(line.label))
-
-
-def _read(reader: Callable[[Path], Any], file: Path) -> Any:
-    """Read a file. Raises DataError."""
-    try:
-        return reader(file)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file}: cannot be read: {error}") from error
-
-
-class Encoded(FlowSamples):
-    """Read folders of latents.npy (N, channels, height, width), context.npy (N, T, C) and pooled.npy (N, C), mapped into memory."""
-
-    def open(self) -> None:
-        options, sizes = self.options, self.sizes
-        shapes = self.shape, (options.context_len, sizes.context_dim), (sizes.pooled_dim,)
-        self.files = []
-        for latents in sorted(f for f in walk(Path(options.path)) if f.name == "latents.npy"):
-            names = [latents.with_name(f"{name}.npy") for name in ("latents", "context", "pooled")]
-            arrays = [_read(partial(np.load, mmap_mode="r"), name) for name in names]
-            for name, array, shape in zip(names, arrays, shapes, strict=True):
-                if array.shape != (len(arrays[0]), *shape):
-                    raise DataError(f"{name}: has shape {array.shape}; the job has (N, *{shape})")
-            self.files.append(arrays)
-        places = [(n, row) for n, arrays in enumerate(self.files) for row in range(len(arrays[0]))]
-        self.items = self.of_split(places)
-        self.num_items = len(self.items)
-
-    def item(self, place: int) -> tuple[np.ndarray, ...]:
-        file, row = self.items[place]
-        return tuple(array[row].astype(np.float32) for array in self.files[file])
-
-    def conditions(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return those of the first items."""
-        return self.get(np.arange(count))[1:]
-
-
-_SOURCES = {"shapes": Shapes, "pictures": PictureFolder, "encoded": Encoded}
-
-
 # ---- the task ------------------------------------------------------------------------------------
 
 
 class FlowMatching(Task):
-    """Predict the velocity between a picture and noise."""
+    """Flow matching: the model predicts the velocity between a picture and noise."""
 
-    options: TaskOptions
+    options: FlowOptions
 
-    def __init__(self, config: JobConfig, options: TaskOptions) -> None:
-        super().__init__(config, options)
-        self.sizes: FluxConfig = model_config(config.model)
-
-    def samples(self, split: str, *, rank: int, world: int) -> FlowSamples:
+    def dataset(self, split: str, *, rank: int, world: int) -> FlowSamples:
         seed = self.config.debug.seed if split == "train" else 0
-        return _SOURCES[self.options.source](self.options, self.sizes, split=split, seed=seed)
+        return open_samples(self.options, self.sizes, split=split, seed=seed)
 
     def collate(self, samples: Samples) -> Collate:
         assert isinstance(samples, FlowSamples)
@@ -346,7 +151,7 @@ class FlowMatching(Task):
 
     # ---- pictures of the model -------------------------------------------------------------------
 
-    def sample(self, run: Any) -> None:
+    def generate(self, run: SampleContext) -> None:
         """Draw pictures, a column for each label, into samples/step-N.png; latents into .npy. The same on every layout."""
         patches = self.drawn(run.train_step)
         if run.rank == 0:
@@ -382,7 +187,10 @@ class FlowMatching(Task):
         if file.suffix == ".npy":
             np.save(file, pictures)
         else:
-            write_png(file, grid(pictures, self.options.sample_rows))
+            image = require("PIL.Image", purpose="pictures", extra="vision")
+            pixels = grid(pictures, self.options.sample_rows)
+            # Pillow has no third dimension for grey.
+            image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).save(file)
 
     def drawn(self, train_step: Any) -> np.ndarray:
         """Return patches of `sample_rows` pictures of each label, (rows x labels, S, C) fp32. All ranks call it, and all draw all of them."""
@@ -392,7 +200,7 @@ class FlowMatching(Task):
 
     def _conditions(self) -> FlowSamples:
         """Return what knows the conditions of pictures to draw. Those of labels need no files."""
-        kind = Encoded if self.options.source == "encoded" else Shapes
+        kind = Encoded if self.options.source == "encoded" else FlowSamples
         return kind(self.options, self.sizes, split="validation", seed=0)
 
     def _of_noise(self, *, seed: int = 0, label: int | None = None) -> FlowBatch:

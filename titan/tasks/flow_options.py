@@ -1,9 +1,10 @@
-"""Define the options of Flux's task, and check them against a job. Imports no torch."""
+"""Options of flow matching. Importing this imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,25 @@ _CHOICES = {
 
 
 @dataclass(frozen=True)
-class TaskOptions:
-    """Say what pictures a model learns to draw, and how.
+class FlowOptions:
+    """Options of flow matching.
 
-    source: "shapes", drawn by the task; "pictures", PNG or NPY files of the folder `path` with their labels in labels.jsonl; "encoded",
-    latents and encodings of text, which .npy files below `path` hold (models/flux/task.py). size: height and width of a picture, or of
-    its latents, with as many channels. patch: height and width of a patch. context_len: positions of the context. classes: labels.
-
-    time: how times are drawn, "logit_normal" or "uniform"; shift: more noise for larger pictures (arXiv:2403.03206, section 5.3.2).
-    dropout: how often a sample's context is left out, so that samples can be guided. guidance: what a model with guidance_embed gets.
-
-    sample_steps, sample_guidance, sample_rows: of the pictures that are drawn at each validation, a column for each label.
+    Attributes:
+        source: "shapes", drawn by titan/contrib/demo_pictures; "pictures", PNG or NPY files of the folder `path` with their labels in
+            labels.jsonl; "encoded", latents and encodings of text in .npy files below `path` (titan/tasks/flow_data.py).
+        path: folder of the data.
+        size: height and width of a picture, or of its latents.
+        channels: channels of a picture or of its latents.
+        patch: height and width of a patch.
+        context_len: positions of the context.
+        classes: number of labels.
+        time: distribution of times, "logit_normal" or "uniform".
+        shift: more noise for larger pictures (arXiv:2403.03206, section 5.3.2).
+        dropout: share of the samples that are trained on without their context, for classifier-free guidance.
+        guidance: guidance strength that a model with guidance_embed gets.
+        sample_steps: Euler steps of the pictures that are drawn at each validation.
+        sample_guidance: guidance strength of these pictures.
+        sample_rows: rows of these pictures; each has a column for each label.
     """
 
     source: str = "shapes"
@@ -54,11 +63,16 @@ class TaskOptions:
 
     @property
     def num_patches(self) -> int:
-        """Return the patches of a picture."""
+        """Return the number of patches of a picture."""
         return (self.size // self.patch) ** 2
 
+    def missing(self) -> Iterator[tuple[str, str]]:
+        """Yield the key and the message of each package that this machine lacks."""
+        if self.channels in (1, 3) and find_spec("PIL") is None:
+            yield "task.options", "pictures need pillow: pip install 'titan-pretrain[vision]'"
+
     def problems(self, config: Any, sizes: Any) -> Iterator[tuple[str, str]]:
-        """Yield what is wrong with a job of this task, key and message."""
+        """Yield the key and the message of each problem with a job of this task."""
         for name, choices in _CHOICES.items():
             if (value := getattr(self, name)) not in choices:
                 yield f"options.{name}", f'must be one of {", ".join(choices)}, got "{value}"'

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titan.config.model import model_config
+from titan.config.base import load_plug_in, plug_ins
 from titan.data import DataError, require
 from titan.data.base import Samples
 from titan.data.best_fit import best_fit
@@ -27,20 +27,21 @@ from titan.data.files import PARQUET, find_files
 from titan.data.loader import Collate
 from titan.data.order import derive_key, permute
 from titan.data.packing import Batch
+from titan.data.pictures import read_picture
 from titan.data.reading import field, read_row
 from titan.data.sources import in_validation
 from titan.data.special_tokens import SpecialTokens, begin_ids
 from titan.data.text import collate_rows
 from titan.loss import IGNORED
+from titan.models.llava.config import LlavaConfig
+from titan.models.llava.huggingface import IMAGE_MEAN, IMAGE_STD
+from titan.models.llava.model import Llava
 from titan.parallel import materialize
 from titan.parallel.init_weights import canonical_name
-from titan.task import Microbatch, NextToken
+from titan.tasks.base import Microbatch, SampleContext
+from titan.tasks.image_text_options import ImageTextOptions
+from titan.tasks.next_token import NextToken
 from titan.untrusted import InputError, open_regular, read_lines
-
-from ..pictures import read_picture
-from .config import LlavaConfig, TaskOptions
-from .huggingface import IMAGE_MEAN, IMAGE_STD
-from .model import Llava
 
 _ROW = ("images", "image_index_BS")
 _DRAWN = 24  # at most, of the pictures that are described
@@ -86,7 +87,7 @@ class Pictures:
     files: Sequence[Any]
 
     @staticmethod
-    def open(options: TaskOptions) -> Pictures:
+    def open(options: ImageTextOptions) -> Pictures:
         """Open what the options name. Raises DataError."""
         where, keys = Path(options.path).expanduser(), (options.text_key, options.image_key)
         captions = where / "captions.jsonl"
@@ -177,13 +178,8 @@ class PictureSamples(Samples):
 class DescribePictures(NextToken):
     """Predict the text that belongs to a picture."""
 
-    options: TaskOptions
+    options: ImageTextOptions
     described: float | None = None  # known to rank 0
-
-    @cached_property
-    def sizes(self) -> LlavaConfig:
-        """Return the model's."""
-        return model_config(self.config.model)
 
     @cached_property
     def pictures(self) -> Pictures:
@@ -219,7 +215,7 @@ class DescribePictures(NextToken):
             found["validation" if is_held else "train"].append(number)
         return found
 
-    def samples(self, split: str, *, rank: int, world: int) -> Samples:
+    def dataset(self, split: str, *, rank: int, world: int) -> Samples:
         numbers, config = self.numbers[split], self.config
         if not numbers:
             fix = "change data.validation_fraction"
@@ -267,7 +263,9 @@ class DescribePictures(NextToken):
             text, inputs={**text.inputs, **{name: getattr(batch, name) for name in _ROW}}
         )
 
-    def report(self, run: Any, *, loss: float, num_valid: float, measured: float) -> dict[str, Any]:
+    def report(
+        self, run: SampleContext, *, loss: float, num_valid: float, measured: float
+    ) -> dict[str, Any]:
         columns = {"bits_per_byte": loss / math.log(2) / measured if measured else None}
         return columns | ({"described": self.described} if self.options.samples else {})
 
@@ -294,7 +292,7 @@ class DescribePictures(NextToken):
         return [*(begin or ()), *ids], inputs
 
     @torch.no_grad()
-    def sample(self, run: Any) -> None:
+    def generate(self, run: SampleContext) -> None:
         """Describe held-out pictures, with the likeliest token each time, and write them to samples/step-N.png.
 
         All ranks gather the weights, and rank 0 computes alone. `described` becomes the share of descriptions that equal the text.
@@ -319,7 +317,9 @@ class DescribePictures(NextToken):
         pixels = [self.pictures.pixels(n, side=self.sizes.image_size) for n in numbers[:_DRAWN]]
         file = run.run_dir / "samples" / f"step-{run.step}.png"
         file.parent.mkdir(exist_ok=True)
-        write_page(file, pixels, found, expected)
+        for entry in plug_ins("titan.pictures"):
+            if entry.name == "captions":
+                load_plug_in(entry)(file, pixels, found, expected)
 
     def _describe(self, model: nn.Module, images_NPC: Tensor) -> list[str]:
         """Return a description of each picture."""
@@ -335,21 +335,3 @@ class DescribePictures(NextToken):
                 break
         texts = [ids[: (*ids, stop).index(stop)] for ids in tokens_NS[:, len(prompt) :].tolist()]
         return [self.tokenizer.decode(ids) for ids in texts]
-
-
-def write_page(file: Path, pixels: list[np.ndarray], found: list[str], expected: list[str]) -> None:
-    """Draw pictures in four columns, each above its description, green if it is the text, else red and above the text."""
-    image, drawing = (
-        require(f"PIL.{name}", purpose="pictures", extra="vision")
-        for name in ("Image", "ImageDraw")
-    )
-    width, height, side = 260, 170, 120
-    page = image.new("RGB", (4 * width, height * -(-len(pixels) // 4)), "white")
-    pen = drawing.Draw(page)
-    for number, (picture, text, truth) in enumerate(zip(pixels, found, expected, strict=False)):
-        x, y = number % 4 * width + 10, number // 4 * height + 10
-        page.paste(image.fromarray(picture).resize((side, side), image.NEAREST), (x, y))
-        lines = ((text, "darkgreen" if text == truth else "darkred"), (truth, "black"))
-        for line, (words, colour) in enumerate(lines[: 1 + (text != truth)]):
-            pen.text((x, y + side + 4 + 14 * line), words[:42], fill=colour)
-    page.save(file)

@@ -1,18 +1,13 @@
-"""Cut pictures into patches, put them together again, and write them as PNG files.
+"""Conversion of pictures to patches and back.
 
 B batch, S patches, C channels of a patch, or of what the name says
 """
 
 from __future__ import annotations
 
-import struct
-import zlib
-from collections.abc import Iterable
-from pathlib import Path
-
 import numpy as np
 
-from .options import TaskOptions
+from titan.tasks.flow_options import FlowOptions
 
 
 def to_patches(pictures: np.ndarray, patch: int) -> np.ndarray:
@@ -24,8 +19,8 @@ def to_patches(pictures: np.ndarray, patch: int) -> np.ndarray:
     )
 
 
-def to_pictures(patches_BSC: np.ndarray, options: TaskOptions) -> np.ndarray:
-    """Return what `to_patches` has cut."""
+def to_pictures(patches_BSC: np.ndarray, options: FlowOptions) -> np.ndarray:
+    """Return the pictures of patches: the inverse of `to_patches`."""
     side, patch, size = options.size // options.patch, options.patch, options.size
     parts = patches_BSC.reshape(-1, side, side, options.channels, patch, patch)
     return parts.transpose(0, 3, 1, 4, 2, 5).reshape(-1, options.channels, size, size)
@@ -38,18 +33,3 @@ def grid(pictures: np.ndarray, rows: int) -> np.ndarray:
     columns, size = len(values) // rows, values.shape[-1]
     values = values.reshape(rows, columns, -1, size, size).transpose(0, 3, 1, 4, 2)
     return values.reshape(rows * size, columns * size, -1)
-
-
-def write_png(file: Path, pixels: np.ndarray) -> None:
-    """Write (height, width, 1 or 3) uint8 as a PNG file (W3C's specification, second edition)."""
-    height, width, channels = pixels.shape
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2 if channels == 3 else 0, 0, 0, 0)
-    lines: Iterable[bytes] = (b"\0" + row.tobytes() for row in pixels)  # 0: no filter
-    body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"".join(lines)))
-    file.write_bytes(b"\x89PNG\r\n\x1a\n" + body + chunk(b"IEND", b""))

@@ -19,7 +19,6 @@ from titan.checkpoint import huggingface
 from titan.checkpoint.storage import Location
 from titan.checks.rules import check_to_run
 from titan.config.layout import AXES, Layout
-from titan.config.model import model_config
 from titan.config.options import command_parser, positive, whole
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
@@ -129,17 +128,17 @@ def build_scorer(weights: Weights, *, device: Any, average: bool = False) -> Sco
     """Return what scores texts with a model of these weights, or of their average. All ranks call it, in a process group."""
     from titan.parallel import build_mesh
     from titan.parallel.block_attention import prefer_backend
-    from titan.task import task_of
+    from titan.resolved import resolve_job
     from titan.train_step import build_train_step
 
     config = weights.config
     prefer_backend(config.model.attention_backend, device.type)
     mesh = build_mesh(device.type, **{axis: getattr(weights.layout, axis) for axis in AXES})
-    train_step = build_train_step(config.on_device(device.type), device=device, mesh=mesh)
-    name, sizes = config.model.name, model_config(config.model)
-    parts = train_step.model_parts
-    load_weights(weights.where, parts, name=name, sizes=sizes, average=average)
-    tokenizer = task_of(config).tokenizer
+    job = resolve_job(config, weights.layout, device=device.type)
+    train_step = build_train_step(job, device=device, mesh=mesh)
+    parts, name = train_step.model_parts, config.model.name
+    load_weights(weights.where, parts, name=name, sizes=job.sizes, average=average)
+    tokenizer = job.task.tokenizer
     assert tokenizer is not None, "a task without text"
     return Scorer(train_step, tokenizer)
 

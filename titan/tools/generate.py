@@ -41,7 +41,7 @@ from titan.health.launch import launch_command
 from titan.parallel import apply_tp, build_mesh, materialize
 from titan.parallel.init_distributed import start_process_group, usable_accelerator
 from titan.parallelize import default_dtype, torch_dtype
-from titan.task import task_of
+from titan.tasks import task_of
 from titan.tools.sampling import sample, streamed
 from titan.tools.saved_model import (
     AVERAGE_OPTION,

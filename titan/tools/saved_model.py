@@ -24,13 +24,12 @@ from titan.checkpoint.manifest import METADATA, TITAN_JSON
 from titan.checkpoint.manifest import NAME as MANIFEST
 from titan.checkpoint.saved import read_metadata
 from titan.checkpoint.storage import Location, as_location, join, storage_of
-from titan.checks.machine import open_tokenizer
 from titan.config.errors import ConfigError
 from titan.config.load import load_config
 from titan.config.schema import CheckpointSection, JobConfig
 from titan.config.task import reads_text
 from titan.data import DataError
-from titan.data.tokenizer import Tokenizer
+from titan.data.tokenizer import Tokenizer, open_tokenizer
 from titan.data.tokenizer_files import with_tokenizer
 
 LOCATION_OPTION: dict[str, Any] = {

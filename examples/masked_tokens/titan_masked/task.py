@@ -13,7 +13,7 @@ from titan.data.base import Samples
 from titan.data.order import derive_key
 from titan.data.packing import Batch
 from titan.loss import IGNORED
-from titan.task import NextToken
+from titan.tasks.next_token import NextToken
 
 
 class MaskedTokens(NextToken):

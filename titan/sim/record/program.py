@@ -23,6 +23,7 @@ from titan.config.layout import Layout
 from titan.config.schema import JobConfig
 from titan.optim.adam import local
 from titan.parallel.init_weights import canonical_name
+from titan.resolved import ResolvedJob, resolve_job
 from titan.sim.record.microbatches import Microbatches, repeating
 from titan.sim.record.trace import BEGINS, Allocate, Event, Free, Trace, number_of
 
@@ -46,7 +47,8 @@ class Program:
 
 def job_program(config: JobConfig, layout: Layout, device: Any, mesh: Any) -> Program:
     """Return the program of a job."""
-    train_step = module.build_train_step(config, device=device, mesh=mesh)
+    job = resolve_job(config, layout, device=device.type)
+    train_step = module.build_train_step(job, device=device, mesh=mesh)
     train_step.is_fake = True
     batches = [train_step.task.fake_batch() for _ in range(layout.accumulation)]
     # A pipeline learns shapes in its first step, and an early update makes states in the backward pass.
@@ -146,10 +148,10 @@ def once_for_each(programs: Sequence[JobConfig], build: Callable[..., Any]) -> C
     # They differ in their models alone.
     numbers = {program.model.model_dump_json(): n for n, program in enumerate(programs)}
 
-    def get(config: JobConfig, mesh: Any) -> Any:
-        number = numbers[config.model.model_dump_json()]
+    def get(job: ResolvedJob) -> Any:
+        number = numbers[job.config.model.model_dump_json()]
         if number not in built:
-            built[number] = build(config, mesh)
+            built[number] = build(job)
         return built[number]
 
     return get

@@ -18,12 +18,12 @@ from titan.checkpoint.interval import (
     num_spares,
     young_interval_s,
 )
-from titan.checks.machine import open_tokenizer
 from titan.config.model import model_config
 from titan.config.schema import EvaluationSection, JobConfig
 from titan.data import DataError
 from titan.data.examples import read_task
 from titan.data.scoring import UNIT, plan_passes
+from titan.data.tokenizer import open_tokenizer
 from titan.observe.estimate import estimate_memory
 from titan.sim.report.text import duration
 from titan.sim.simulate import Facts, Simulation

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from titan import bench
 from titan.data.packing import Batch
-from titan.hook import Hook, Run, StepResult
+from titan.hook import Hook, RunContext, StepResult
 from titan.hooks.rank_times import RankTimes
 from titan.observe.clock import Window
 from titan.observe.memory import allocator_retries
@@ -55,10 +55,10 @@ _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK
 class Twin(Hook):
     """Write predicted and measured times at logged steps, and report drifts."""
 
-    def __init__(self, trainer: Run) -> None:
+    def __init__(self, trainer: RunContext) -> None:
         self.trainer, config = trainer, trainer.config
         self.clock = PhaseClock(device=trainer.device)
-        trainer.train_step.mark = self.clock.mark
+        trainer.train_step.call_on_event(self.clock.mark)
         self.shares_cores = is_cpu = trainer.device.type == "cpu"
         self.watch = DriftWatch(
             log_freq=config.metrics.log_freq,
@@ -273,7 +273,7 @@ class Twin(Hook):
 class Prediction:
     """Simulate the job in a separate process."""
 
-    def __init__(self, trainer: Run) -> None:
+    def __init__(self, trainer: RunContext) -> None:
         self.trainer = trainer
         self.file = trainer.run_dir / "twin.json"
         self.messages = trainer.run_dir / "logs" / "twin.txt"

@@ -22,7 +22,7 @@ from titan.config.schema import JobConfig
 from titan.observe.memory import peak_memory
 from titan.parallel.mesh import axis_rank
 from titan.parallel.torch_compat import set_timeout
-from titan.task import task_of
+from titan.resolved import resolve_job
 from titan.train_step import build_train_step
 
 NUM_STEPS = 2
@@ -73,9 +73,10 @@ def dry_run(config: JobConfig, layout: Layout, *, device: torch.device, mesh: De
         torch.get_device_module(device).empty_cache()
         peak_memory(reset=True)
     rank = axis_rank(mesh, "dp_replicate", "dp_shard")
-    loader = task_of(config).loader(rank=rank, world=layout.dp, accumulation=layout.accumulation)
+    job = resolve_job(config, layout, device=device.type)
+    loader = job.task.loader(rank=rank, world=layout.dp, accumulation=layout.accumulation)
     try:
-        train_step = build_train_step(config, device=device, mesh=mesh)
+        train_step = build_train_step(job, device=device, mesh=mesh)
         set_timeout(timedelta(seconds=config.comm.init_timeout_seconds))  # of its new groups, too
         seconds, losses = [], []
         for step in range(1, NUM_STEPS + 1):

@@ -1,0 +1,1 @@
+"""Optional capabilities behind entry points. The core imports none of them."""

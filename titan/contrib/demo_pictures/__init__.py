@@ -1,0 +1,1 @@
+"""Pictures that the demos of diffusion and of vision and language draw."""

@@ -1,0 +1,200 @@
+"""Next-token prediction, the task of language models, with multi-token prediction as an option.
+
+B batch, S sequence, N next tokens of each position (the next one, and one for each module of multi-token prediction)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan.config.loss import loss_function
+from titan.data.base import Samples
+from titan.data.loader import Collate
+from titan.data.packing import Batch
+from titan.data.scoring import Scorable, Scorer
+from titan.data.statistics import unigram_bits_per_byte
+from titan.data.text import (
+    collate_rows,
+    describe_sources,
+    num_bytes,
+    training_samples,
+    validation_samples,
+)
+from titan.data.tokenizer import Tokenizer, open_tokenizer
+from titan.loss import IGNORED, Kernels, LossSum, VocabularyShard, compiled_loss, product_of
+from titan.parallel.float8 import Conversion
+from titan.parallel.mesh import submesh
+from titan.tasks.base import LossFunction, Microbatch, SampleContext, Task
+
+
+class NextToken(Task):
+    """Next-token prediction (the default task)."""
+
+    applies_output = True
+    knows_shards = True
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Return the job's tokenizer. Raises DataError."""
+        return open_tokenizer(self.config)
+
+    def dataset(self, split: str, *, rank: int, world: int) -> Samples:
+        of_split = training_samples if split == "train" else validation_samples
+        return of_split(self.config, tokenizer=self.tokenizer, rank=rank, world=world)
+
+    def collate(self, samples: Samples) -> Collate:
+        return collate_rows(samples, self.config.data)
+
+    def describe(self) -> str:
+        tokenizer = f"{self.tokenizer.kind}, {self.tokenizer.vocab_size:,} tokens"
+        return f"{describe_sources(self.config)}; tokenizer {tokenizer}"
+
+    def fake_batch(self) -> Batch:
+        training, data = self.config.training, self.config.data
+
+        def numbers() -> Tensor:
+            shape = (training.local_batch_size, training.seq_len)
+            return torch.zeros(shape, dtype=torch.int64)
+
+        ids = numbers() if data.document_mask else None
+        return Batch(
+            tokens_BS=numbers(),
+            labels_BS=numbers(),
+            positions_BS=numbers() if data.reset_positions else None,
+            document_ids_BS=ids,
+            document_ends_BN=None if ids is None else ids[:, : -(-ids.shape[1] // 256)].int(),
+        )
+
+    def complete(self, batch: Any, *, device: torch.device, is_cut: bool) -> Batch:
+        """Return the batch with positions where a model part could not count them itself. batch: anything with the tensors of `Batch`."""
+        positions_BS = batch.positions_BS
+        if positions_BS is None and is_cut:
+            length = batch.tokens_BS.shape[1]
+            positions_BS = torch.arange(length, device=device).expand(batch.tokens_BS.shape)
+        whole = Batch(
+            tokens_BS=batch.tokens_BS,
+            labels_BS=batch.labels_BS,
+            positions_BS=positions_BS,
+            document_ids_BS=batch.document_ids_BS,
+            document_ends_BN=getattr(batch, "document_ends_BN", None),  # another loader may lack it
+        )
+        if not self.num_further:
+            return whole
+        # On the device, where pinned memory goes without a wait.
+        return whole.to(device).with_further_targets(self.num_further)
+
+    @cached_property
+    def num_further(self) -> int:
+        """Return how many further tokens the model learns to predict."""
+        return getattr(self.sizes, "num_mtp_modules", 0)
+
+    def microbatch(self, batch: Any) -> Microbatch:
+        names = ("positions_BS", "document_ids_BS", "document_ends_BN", "further_targets_BSM")
+        targets = batch.labels_BS
+        if self.num_further:
+            targets = torch.cat([targets[..., None], batch.further_labels_BSM], dim=-1)
+        return Microbatch(
+            batch.tokens_BS,
+            targets,
+            (batch.labels_BS != IGNORED).sum(),
+            {name: value for name in names if (value := getattr(batch, name, None)) is not None},
+        )
+
+    def loss(
+        self, mesh: DeviceMesh, *, output: nn.Module | None, float8: Sequence[Conversion]
+    ) -> LossFunction:
+        config = self.config
+        compiles = config.compile.enable and "loss" in config.compile.components
+        backend = config.compile.backend if compiles else ""
+        product = None
+        if output is not None and any(c.name == "output" and not c.kept for c in float8):
+            product = product_of(output, backend=backend)
+        shared = not config.parallelism.disable_loss_parallel
+        loss = LossSum(
+            config.loss.chunk_tokens,
+            shard=VocabularyShard.of(submesh(mesh, "tp"), self.sizes.vocab_size)
+            if shared
+            else None,
+            output=output,
+            kernels=Kernels.compiled(backend) if backend else None,
+            product=product,
+            custom=compiled_loss(loss_function(config.loss), backend=backend),
+        )
+        return MTPLoss(loss, self.sizes.mtp_coeff) if self.num_further else loss
+
+    def measure(self, batch: Any) -> float:
+        """Return the bytes of text, for a figure that does not depend on the tokenizer."""
+        return num_bytes(batch, self.tokenizer)
+
+    def report(
+        self, run: SampleContext, *, loss: float, num_valid: float, measured: float
+    ) -> dict[str, Any]:
+        return {
+            "bits_per_byte": loss / math.log(2) / measured if measured else None,
+            # Only rank 0 prints it, and computing it reads the text.
+            "unigram_bits_per_byte": self._unigram_bits(run) if run.rank == 0 else None,
+        }
+
+    def scorer(self, train_step: Scorable) -> Scorer:
+        """Return what scores texts with the model of the run, always the same."""
+        if not hasattr(self, "_scorer"):
+            self._scorer = Scorer(train_step, self.tokenizer)
+        return self._scorer
+
+    def generate(self, run: SampleContext) -> Mapping[str, str]:
+        """Return the greedy continuations of validation.prompts."""
+        section = self.config.validation
+        if not section.prompts:
+            return {}
+        scorer = self.scorer(run.train_step)
+        prompts = [scorer.encode(prompt) for prompt in section.prompts]
+        new = scorer.continue_greedily(
+            prompts,
+            num_new=section.prompt_tokens,
+            batch=section.local_batch_size,
+        )
+        texts = map(self.tokenizer.continuation, prompts, new)
+        return dict(zip(section.prompts, texts, strict=True))
+
+    def _unigram_bits(self, run: SampleContext) -> float | None:
+        """Return the bits per byte that byte frequencies alone reach on the validation text, as a yardstick."""
+        if not hasattr(self, "_bits"):
+            assert run.validation_loader is not None
+            self._bits = unigram_bits_per_byte(
+                run.loader, validation=run.validation_loader, tokenizer=self.tokenizer
+            )
+        return self._bits
+
+
+@dataclass(frozen=True)
+class MTPLoss:
+    """Train on further tokens besides (DeepSeek-V3, arXiv:2412.19437, eq. 24 and 25).
+
+    The value is the loss of the next token, comparable with that of other models. The gradient is that of its sum with `coeff` times the
+    mean over the modules of multi-token prediction, which goes to `means`, one for each call with a gradient; a reader clears them before a step.
+    """
+
+    loss: LossSum
+    coeff: float
+    means: list[Tensor] = field(default_factory=list)
+
+    def __call__(self, input: Tensor, labels_BSN: Tensor) -> Tensor:
+        """Return the sum. input: of B rows for the next token, then of B for each further one, whose labels are labels_BSN[..., 1:]."""
+        further = labels_BSN.shape[-1] - 1
+        scales = [1.0, *[self.coeff / further] * further]
+        # At once, since each call of the loss would keep a gradient of the output layer in fp32.
+        labels = labels_BSN.movedim(-1, 0).flatten(0, 1)
+        total, sums = self.loss.scaled(input, labels, scales)
+        mean = sums[1:].mean()
+        if torch.is_grad_enabled():
+            self.means.append(mean)
+            del self.means[:-10_000]  # more than a step has: nobody reads them
+        return sums[0] + (total - total.detach())
