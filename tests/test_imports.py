@@ -3,37 +3,52 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# What each part may import of titan. A part is a package, or a module directly in titan/. Parts without a row, such as the
-# trainer and the list of hooks, are one part, "trainer". titan.tools and titan.sim are above it: tools may import everything, sim
-# everything but tools, and only cli.py imports them.
+# What each part may import of titan, from the bottom up. A part is a package, or a module directly in titan/. Imports for type
+# checkers count like all others: a reader follows them, too.
 ALLOWED = {
     "untrusted": "",
     "hardware": "",
     "async_scalars": "",
-    "run_folder": "titan untrusted",
-    "models": "parallel tasks",  # rows.py, documents.py; a family's package builds its task
-    "parallel": "untrusted",
-    "loss": "loss_kernels parallel",
     "loss_kernels": "",
-    "config": "titan hardware untrusted parallel",
-    "optim": "config models parallel",
+    "parallel": "untrusted",
+    "models": "parallel",
+    "loss": "loss_kernels parallel",
+    "config": "titan parallel untrusted",
+    "run_folder": "titan untrusted",
     "data": "config loss parallel untrusted",
-    "checkpoint": "config data health optim parallel untrusted",
+    "optim": "config models parallel",
+    "tasks": "config data loss models parallel untrusted",
     "health": "async_scalars config hardware parallel run_folder untrusted",
-    "observe": "async_scalars config hardware health optim parallel run_folder untrusted",
-    # What a family's models are trained on: titan/models/NAME/task.py.
-    "tasks": "config data loss models parallel task untrusted",
-    "task": "checks config data loss models parallel",
-    # Above data and checkpoints, below the trainer.
-    "checks": "checkpoint config data hardware loss models optim parallel untrusted",
+    "observe": "async_scalars config hardware optim parallel run_folder untrusted",
+    "checkpoint": "config data health optim parallel untrusted",
+    "checks": "checkpoint config data hardware optim parallel untrusted",
+    # The program of a step: titan.train_step builds it, and the simulator and the tests build the same one.
+    "resolved": "config parallel tasks",
+    "parallelize": "config models parallel resolved untrusted",
+    "random_draws": "config parallel untrusted",
+    "whole_model": "loss parallel parallelize resolved untrusted",
+    "train_step": "async_scalars config optim parallel parallelize random_draws resolved tasks whole_model",
+    # The run.
+    "hook": "async_scalars config data hardware observe resolved tasks train_step",
+    "hooks": "async_scalars checkpoint checks config data health hook observe optim parallel parallelize train_step untrusted",
+    "trainer": "async_scalars checks config data hardware health hook observe parallel resolved run_folder tasks train_step",
+    "train": "checkpoint checks config data health hooks parallel run_folder trainer untrusted",
 }
-ABOVE = {"sim": {"sim", "cli", "tools"}, "tools": {"tools", "cli"}}  # who may import these
+# Who may import these. They may import all parts, but not each other against this order.
+ABOVE = {
+    "bench": {"bench", "sim", "tools"},
+    "sim": {"sim", "cli", "tools"},
+    "tools": {"tools", "cli"},
+    "cli": {"cli", "tools"},
+    "contrib": {"contrib"},
+}
 # They build the model of a plug-in, and call the loss of one, to check it.
 TORCH_IN_CONFIG = {"titan.config.loss", "titan.config.model"}
 
@@ -50,11 +65,11 @@ SOURCES = dict(_sources())
 
 @cache
 def imports(module: str, *, top_level: bool = False) -> frozenset[str]:
-    """Return the modules that a module imports, without those for type checkers.
+    """Return the modules that a module imports, for type checkers too.
 
     Args:
         module: its name.
-        top_level: only those that it imports as soon as it is imported itself.
+        top_level: only those that it imports as soon as it is imported itself, and not those for type checkers.
     """
     path, names = SOURCES[module], set()
 
@@ -62,7 +77,8 @@ def imports(module: str, *, top_level: bool = False) -> frozenset[str]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and top_level:
                 continue
-            if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            is_typing = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+            if is_typing and top_level:
                 child = ast.Module(body=child.orelse, type_ignores=[])
             if isinstance(child, ast.Import):
                 names.update(alias.name for alias in child.names)
@@ -79,11 +95,8 @@ def imports(module: str, *, top_level: bool = False) -> frozenset[str]:
 
 
 def part_of(module: str) -> str:
-    """Return the part that a module belongs to; "trainer" stands for all parts without a row."""
-    if module.startswith("titan.models.") and module.endswith((".task", ".pictures")):
-        return "tasks"
-    part = [*module.split("."), "titan"][module != "titan"]
-    return part if part in (*ALLOWED, *ABOVE, "cli", "titan") else "trainer"
+    """Return the part that a module belongs to."""
+    return [*module.split("."), "titan"][module != "titan"]
 
 
 def test_parts_import_only_what_they_may() -> None:
@@ -93,6 +106,7 @@ def test_parts_import_only_what_they_may() -> None:
         for name in imports(module)
         if name.partition(".")[0] == "titan"
     }
+    assert {part for arrow in arrows for part in arrow} <= {*ALLOWED, *ABOVE, "titan"}
     forbidden = {
         (part, other)
         for part, other in arrows
@@ -106,14 +120,14 @@ def test_parts_import_only_what_they_may() -> None:
     assert forbidden == set()
 
 
-def test_only_a_package_knows_its_task() -> None:
-    knowing = {m for m in SOURCES if any(part_of(name) == "tasks" for name in imports(m))}
-    others = {m for m in knowing if part_of(m) != "tasks"}
-    assert {SOURCES[m].name for m in others} == {"__init__.py"}
+def test_no_part_imports_one_above_it() -> None:
+    """The rows are in order: each imports rows before it."""
+    for number, (part, others) in enumerate(ALLOWED.items()):
+        assert {*others.split()} <= {"titan", *[*ALLOWED][:number]}, part
 
 
 def test_hooks_know_their_run_and_not_the_trainer() -> None:
-    """What a hook may use is declared: titan.hook.Run."""
+    """What a hook may use is declared: titan.hook.RunContext."""
     hooks = [m for m in SOURCES if m.startswith(("titan.hooks.", "titan.sim.twin."))]
     assert hooks and not any("titan.trainer" in imports(module) for module in hooks)
 
@@ -134,10 +148,6 @@ def test_models_import_only_torch_and_plans() -> None:
     assert others <= {"torch", "titan", "__future__", "collections", "dataclasses", "math", "pathlib", "re", "typing"}  # fmt: skip
 
 
-# Modules that may be in a circle, and why.
-CIRCLES: dict[str, str] = {}
-
-
 def _circles(arrows: Mapping[str, AbstractSet[str]]) -> set[str]:
     """Return the modules that are in a circle, or lie between two."""
     left = dict(arrows)
@@ -151,7 +161,7 @@ def _circles(arrows: Mapping[str, AbstractSet[str]]) -> set[str]:
 
 def test_no_import_circle() -> None:
     """Imports inside functions count: one that waits until a function runs only hides a circle."""
-    assert _circles({m: (imports(m) & SOURCES.keys()) - {m} for m in SOURCES}) == {*CIRCLES}
+    assert _circles({m: (imports(m) & SOURCES.keys()) - {m} for m in SOURCES}) == set()
 
 
 def test_a_circle_is_found() -> None:
@@ -165,3 +175,19 @@ def test_the_tracer_knows_none_of_its_users() -> None:
     used = imports("titan.sim.record.tracer")
     assert not used & {f"titan.sim.record.{name}" for name in users}
     assert not imports("titan.sim.record.observers") & SOURCES.keys()
+
+
+def test_no_hook_assigns_a_field_of_the_run_or_of_another_hook() -> None:
+    """What a hook needs of the run is a method of it: titan.hook.RunState."""
+    assigned = [
+        f"{module}: {ast.unparse(target)}"
+        for module in SOURCES
+        if re.match(r"titan\.(hooks|contrib)\.|titan\.sim\.twin\.hook", module)
+        for node in ast.walk(ast.parse(SOURCES[module].read_text(encoding="utf-8")))
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign)
+        for targets in [node.targets if isinstance(node, ast.Assign) else [node.target]]
+        for whole in targets
+        for target in (whole.elts if isinstance(whole, ast.Tuple) else [whole])
+        if isinstance(target, ast.Attribute) and ast.unparse(target.value) != "self"
+    ]
+    assert assigned == []

@@ -111,9 +111,6 @@ def check_task(config: JobConfig) -> Iterator[RuleViolation]:
     if not hasattr(module, "TaskOptions") or not hasattr(module, "build_task"):
         name = getattr(module, "__name__", section.name)
         yield "name", f"{name} lacks TaskOptions or build_task; see docs/own_task.md"
-            "name",
-            f"{getattr(module, '__name__', section.name)} lacks TaskOptions or build_task; see docs/own_task.md",
-        )
         return
     violations = [*check_fields(section.options, module.TaskOptions(), prefix="task.options")]
     yield from violations

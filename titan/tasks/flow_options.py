@@ -20,7 +20,7 @@ class FlowOptions:
     """Options of flow matching.
 
     Attributes:
-        source: "shapes", drawn by titan/contrib/demo_pictures; "pictures", PNG or NPY files of the folder `path` with their labels in
+        source: "shapes", drawn for a demo by an entry point of the group `titan.pictures`; "pictures", PNG or NPY files of the folder `path` with their labels in
             labels.jsonl; "encoded", latents and encodings of text in .npy files below `path` (titan/tasks/flow_data.py).
         path: folder of the data.
         size: height and width of a picture, or of its latents.
