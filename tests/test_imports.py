@@ -77,9 +77,9 @@ def imports(module: str, *, top_level: bool = False) -> frozenset[str]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and top_level:
                 continue
-            is_typing = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
-            if is_typing and top_level:
-                child = ast.Module(body=child.orelse, type_ignores=[])
+            if top_level and isinstance(child, ast.If):
+                if ast.unparse(child.test) == "TYPE_CHECKING":
+                    child = ast.Module(body=child.orelse, type_ignores=[])
             if isinstance(child, ast.Import):
                 names.update(alias.name for alias in child.names)
             elif isinstance(child, ast.ImportFrom):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
@@ -63,8 +63,23 @@ _WAIT_AT_CLOSE_S = 60  # for a save in the background when the run has failed
 class CheckpointManager:
     """Save and load the steps of one run folder. Every rank creates one, and the ranks call it together."""
 
-    def __init__(self, section: CheckpointSection, *, run_dir: Path) -> None:
-        self.section = section
+    def __init__(
+        self,
+        section: CheckpointSection,
+        *,
+        run_dir: Path,
+        kept: Container[int] = (),
+        require_same: Callable[[Location], None] = lambda _: None,
+    ) -> None:
+        """Open the folder of checkpoints.
+
+        Args:
+            section: the section [checkpoint].
+            run_dir: folder of the run.
+            kept: steps that are always saved and never deleted, such as the last one before a phase.
+            require_same: raises CheckpointError for a step of another model.
+        """
+        self.section, self.kept, self.require_same = section, kept, require_same
         remote = "://" in section.folder
         self.folder = as_location(section.folder) if remote else run_dir / section.folder
         self.staging = Staging(overlap=section.async_mode == "async_with_pinned_mem")
@@ -73,10 +88,6 @@ class CheckpointManager:
         self.background_step, self.blocked_s = 0, 0.0
         self.failure_kind = "save_failed"  # of the last failed save; titan/health/errors.py
         self.messages: list[str] = []
-        # Steps that are saved in any case and never deleted, before a phase begins.
-        self.kept: frozenset[int] = frozenset()
-        # Raises CheckpointError for a step of another model.
-        self.require_same: Callable[[Location], None] = lambda _: None
         self.saved_at = time.monotonic()
 
     @cached_property

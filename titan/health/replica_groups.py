@@ -288,6 +288,10 @@ class ReplicaGroups:
         """Return whether the step counts: no group was lost in it."""
         return self.manager.should_commit()
 
+    def synchronize_by(self, begin: Callable[..., None], *, commit: Callable[..., bool]) -> None:
+        """Have torchft's local methods call these functions where a synchronization begins and where it is committed."""
+        self.manager.start_quorum, self.manager.should_commit = begin, commit
+
     def close(self) -> None:
         """Leave the groups."""
         self.manager.shutdown(wait=False)

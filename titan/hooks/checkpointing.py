@@ -31,10 +31,13 @@ class Checkpointing(Hook):
 
     def __init__(self, trainer: RunContext) -> None:
         self.trainer, self.section = trainer, trainer.config.checkpoint
-        self.manager = CheckpointManager(self.section, run_dir=trainer.run_dir)
-        # Where the data or the rate changes is where another run may want to go on from.
-        self.manager.kept = frozenset(phase.first_step - 1 for phase in trainer.phases[1:])
-        self.manager.require_same = partial(require_same_model, config=trainer.config)
+        self.manager = CheckpointManager(
+            self.section,
+            run_dir=trainer.run_dir,
+            # Another run may want to begin where the data or the learning rate changes.
+            kept=frozenset(phase.first_step - 1 for phase in trainer.phases[1:]),
+            require_same=partial(require_same_model, config=trainer.config),
+        )
         self.export = self._describe_export()
         self.resumed_from: Location | None = None
         self.changes: list[str] = []  # settings that differ from those of the checkpoint
@@ -282,8 +285,8 @@ class Checkpointing(Hook):
         parts, optimizer = trainer.train_step.model_parts, trainer.train_step.optimizer
         # Weights come first: a job may want them alone. With a pipeline, other ranks have other stages.
         gather = self.manager.group.gather if trainer.layout.pp > 1 else None
-        self.manager.messages += checkpoints.load_model(
-            path, parts, gather=gather, is_strict=is_strict
+        self.manager.messages.extend(
+            checkpoints.load_model(path, parts, gather=gather, is_strict=is_strict)
         )
         average = trainer.train_step.average
         if average is not None:

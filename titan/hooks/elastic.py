@@ -187,9 +187,8 @@ class SemiSync(Elastic):
         trainer.reshare(
             self.share, num_groups=section.replica_groups, is_writer=section.replica_id == 0
         )
-        manager = self.groups.manager
-        manager.start_quorum, self.vote = self._meet, manager.should_commit
-        manager.should_commit = self._commit_with_buffers
+        self.vote = self.groups.manager.should_commit
+        self.groups.synchronize_by(self._meet, commit=self._commit_with_buffers)
 
     def resume(self) -> None:
         """Leave it to Checkpointing, the outer optimizers' momentum too: peers in the middle of their steps would have to wait."""
