@@ -77,9 +77,12 @@ def imports(module: str, *, top_level: bool = False) -> frozenset[str]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and top_level:
                 continue
-            if top_level and isinstance(child, ast.If):
-                if ast.unparse(child.test) == "TYPE_CHECKING":
-                    child = ast.Module(body=child.orelse, type_ignores=[])
+            if (
+                isinstance(child, ast.If)
+                and top_level
+                and "TYPE_CHECKING" in ast.unparse(child.test)
+            ):
+                child = ast.Module(body=child.orelse, type_ignores=[])
             if isinstance(child, ast.Import):
                 names.update(alias.name for alias in child.names)
             elif isinstance(child, ast.ImportFrom):

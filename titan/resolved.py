@@ -20,9 +20,7 @@ from titan.config.schema import (
     GroupedFloat8Section,
     JobConfig,
     MXSection,
-    ParallelismSection,
 )
-from titan.config.task import predicts_tokens
 from titan.parallel.schedules import splits_backward
 from titan.parallel.stage_split import StageSplit
 from titan.parallel.torch_compat import can_split_custom_functions
@@ -122,8 +120,11 @@ def resolve_job(
 
 
 def _techniques(config: JobConfig, layout: Layout, task: Task) -> Techniques:
-    parallel, quantize = config.parallelism, quantize_section(config)
-    splits, num_shards = _splits_backward(parallel), layout.dp_shard * layout.cp
+    parallel, num_shards = config.parallelism, layout.dp_shard * layout.cp
+    splits = parallel.pipeline_parallel_degree > 1 and splits_backward(
+        parallel.pipeline_parallel_schedule, csv=parallel.pipeline_parallel_schedule_csv
+    )
+    quantize, grouped = quantize_section(config), grouped_section(config)
     # A task's own loss gets whole logits, unless its class says that it can take more.
     loss_parallel = not parallel.disable_loss_parallel and task.loss_can("knows_shards")
     applies_output = config.loss.chunk_output and task.loss_can("applies_output")
@@ -139,13 +140,13 @@ def _techniques(config: JobConfig, layout: Layout, task: Task) -> Techniques:
         loss_parallel=loss_parallel,
         output_in_loss=(
             applies_output
-            and predicts_tokens(config)
+            and getattr(task.options, "predicts_tokens", True)
             and loss_parallel
             and (not splits or can_split_custom_functions())
         ),
         splits_backward=splits,
         quantize=quantize,
-        grouped=grouped_section(config),
+        grouped=grouped,
         gathers_float8=gathers_float8,
         # Under TP always: FSDP alone would take the maximum of a rank's shard, and the numbers would depend on the layout.
         precomputes_scales=gathers_float8
@@ -156,10 +157,4 @@ def _techniques(config: JobConfig, layout: Layout, task: Task) -> Techniques:
             parallel.fsdp_reshard_after_forward, keeps
         ),
         compiles_blocks=config.compile.enable and "model" in config.compile.components,
-    )
-
-
-def _splits_backward(section: ParallelismSection) -> bool:
-    return section.pipeline_parallel_degree > 1 and splits_backward(
-        section.pipeline_parallel_schedule, csv=section.pipeline_parallel_schedule_csv
     )

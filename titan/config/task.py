@@ -16,7 +16,7 @@ from typing import Any
 from .base import load_plug_in, plug_ins
 from .errors import RuleViolation, choose
 from .model import check_fields, family, replace_fields, resolve_model
-from .schema import JobConfig
+from .schema import JobConfig, TaskSection
 
 NEXT_TOKEN = "next_token"
 
@@ -65,7 +65,12 @@ def task_module(config: JobConfig) -> ModuleType | BuiltInTask | None:
 def task_options(config: JobConfig) -> Any:
     """Return the task's options as its dataclass; None: next-token prediction, which has none."""
     module = task_module(config)
-    return None if module is None else replace_fields(module.TaskOptions(), config.task.options)
+    return None if module is None else options_of(module, config.task)
+
+
+def options_of(module: ModuleType | BuiltInTask, section: TaskSection) -> Any:
+    """Return the options of a task, as the dataclass of its module."""
+    return replace_fields(module.TaskOptions(), section.options)
 
 
 def reads_text(config: JobConfig) -> bool:

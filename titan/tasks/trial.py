@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan.config.task import predicts_tokens
 from titan.tasks.base import Task
 from titan.untrusted import InputError
 
@@ -15,7 +14,7 @@ _NUM_LOGITS = 2**24  # of the trial: 64 MiB
 
 def try_loss(task: Task, mesh: DeviceMesh, device: torch.device) -> None:
     """Try a task's own loss of logits on a sample of zeros, and on two. Raises InputError if it is no sum that can be trained on."""
-    if not predicts_tokens(task.config) or task.loss_can("applies_output"):
+    if not getattr(task.options, "predicts_tokens", True) or task.loss_can("applies_output"):
         return
     try:
         one, two = (_value(task, mesh, device, count) for count in (1, 2))
