@@ -1,4 +1,4 @@
-"""Sample tokens that follow prompts, for a batch of prompts of any lengths (`titan generate`).
+"""Text generation for a batch of prompts of any lengths: `titan generate`, and descriptions of pictures in a validation.
 
 The inner attention of each block is replaced from outside by one that caches keys and values
 (titan.models.attention.CachedAttention), so each new token costs one position. Shorter prompts are padded on their left. A
@@ -10,6 +10,8 @@ B prompts, S sequence, V vocabulary
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +25,7 @@ _EVEN = 1e9  # and temperatures above it are infinite in fp32, or as good as tha
 
 
 def cache_attention(model: nn.Module) -> Callable[[], None]:
-    """Let each inner attention of `model` remember keys and values. Return a function that undoes this."""
+    """Cache keys and values in each inner attention of a model. Return a function that undoes this."""
     swapped: list[tuple[nn.Module, str, nn.Module]] = []
     # Lists, since the loop changes what it walks over.
     for parent in list(model.modules()):
@@ -39,90 +41,108 @@ def cache_attention(model: nn.Module) -> Callable[[], None]:
     return undo
 
 
-@torch.no_grad()
-def sample(
-    model: nn.Module,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    stop: Collection[int | None] = (),
-    inputs_of: Callable[[Tensor], Mapping[str, Tensor]] | None = None,
-) -> Iterator[list[int | None]]:
-    """Yield the next token of each prompt, None after its end. Ranks of tensor parallelism call this together.
+@dataclass(frozen=True, kw_only=True)
+class Generator:
+    """A model that generates text, with a cache of keys and values.
 
-    Args:
-        prompts: token ids, at least one each.
+    Attributes:
+        model: a whole model, or one that tensor parallelism splits. Its ranks call the methods together.
+        max_new_tokens: longest continuation.
         temperature: 0 takes the likeliest token.
         top_k: sample among the k likeliest tokens; 0: among all.
         top_p: sample among the likeliest tokens that together have this probability (nucleus sampling, arXiv:1904.09751).
-        seed: of the first prompt; the next ones have the numbers after it.
+        seed: seed of the first prompt; the next prompts have the numbers after it.
         stop: tokens that end a text, in addition to max_new_tokens.
-        inputs_of: returns further arguments of the model's first forward, of its tokens (B, S), which are -1 where there is padding.
     """
-    parameters = list(model.parameters())
-    device = parameters[0].device
-    # A sequence must divide by the number of ranks.
-    ranks = next((p.device_mesh.size() for p in parameters if isinstance(p, DTensor)), 1)
-    # The same seed gives the same text on a device, whatever ran before.
-    generators = [
-        torch.Generator(device=device).manual_seed(seed + row) for row in range(len(prompts))
-    ]
-    length = max(map(len, prompts), default=0)
-    length += -length % ranks
-    tokens_BS = torch.zeros(len(prompts), length, dtype=torch.int64, device=device)
-    ids_BS = torch.zeros_like(tokens_BS)  # 0 for padding, 1 for the text
-    for row, prompt in enumerate(prompts):
-        tokens_BS[row, length - len(prompt) :] = torch.tensor(prompt, device=device)
-        ids_BS[row, length - len(prompt) :] = 1
-    positions_BS = (ids_BS.cumsum(1) - 1).clamp(min=0)
-    further = inputs_of(tokens_BS.masked_fill(ids_BS == 0, -1)) if inputs_of else {}
-    is_padded, has_ended = not ids_BS.all(), [False] * len(prompts)
-    # The model is left as it was, even if the caller stops half-way.
-    undo = cache_attention(model)
-    try:
-        for _ in range(max_new_tokens):
-            logits_BSV = model(tokens_BS, positions_BS, ids_BS if is_padded else None, **further)
-            further = {}
-            chosen = _choose(
-                logits_BSV[:, -1].float(), temperature, top_k=top_k, top_p=top_p, of=generators
-            )
-            found = chosen.tolist()
-            has_ended = [end or t in stop for end, t in zip(has_ended, found, strict=True)]
-            if all(has_ended):
-                return
-            yield [None if end else t for end, t in zip(has_ended, found, strict=True)]
-            # The cache has the positions before, so only the new token goes through the model, once for each rank.
-            tokens_BS = chosen[:, None].expand(-1, ranks)
-            positions_BS = (positions_BS[:, -1:] + 1).expand(-1, ranks)
-            ids_BS = torch.ones_like(tokens_BS)
-    finally:
-        undo()
 
+    model: nn.Module
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stop: Collection[int | None] = ()
 
-def _choose(
-    logits_BV: Tensor, temperature: float, *, top_k: int, top_p: float, of: list[torch.Generator]
-) -> Tensor:
-    """Return a token for each row, int64 (B,), drawn by its generator."""
-    if temperature < _GREEDY:  # logits divided by less overflow
-        return logits_BV.argmax(-1)
-    if top_k:
-        # Tokens below the k-th likeliest get probability 0.
-        kth_B1 = logits_BV.topk(min(top_k, logits_BV.shape[1])).values[:, -1:]
-        logits_BV = logits_BV.masked_fill(logits_BV < kth_B1, float("-inf"))
-    p_BV, order_BV = torch.softmax(logits_BV / min(temperature, _EVEN), dim=-1).sort(
-        descending=True
-    )
-    if top_p < 1:
-        # A token is left out if those before it have that much. The likeliest one always stays.
-        left_out_BV = p_BV.cumsum(-1) - p_BV >= top_p
-        left_out_BV[:, 0] = False
-        p_BV = p_BV.masked_fill(left_out_BV, 0)
-    drawn = [torch.multinomial(p_V, 1, generator=g) for p_V, g in zip(p_BV, of, strict=True)]
-    return order_BV.gather(-1, torch.stack(drawn))[:, 0]
+    def complete(self, prompts: Sequence[Sequence[int]], **inputs: Any) -> list[list[int]]:
+        """Return the tokens that follow each prompt. The arguments are those of `stream`."""
+        steps = list(self.stream(prompts, **inputs))
+        return [
+            [t for step in steps if (t := step[row]) is not None] for row in range(len(prompts))
+        ]
+
+    @torch.no_grad()
+    def stream(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        inputs_of: Callable[[Tensor], Mapping[str, Tensor]] | None = None,
+    ) -> Iterator[list[int | None]]:
+        """Yield the next token of each prompt, None after its end.
+
+        Args:
+            prompts: token ids, at least one each.
+            inputs_of: maps tokens (B, S), which are -1 where there is padding, to further arguments of the model's first forward.
+        """
+        parameters = list(self.model.parameters())
+        device = parameters[0].device
+        # A sequence must divide by the number of ranks.
+        ranks = next((p.device_mesh.size() for p in parameters if isinstance(p, DTensor)), 1)
+        # The same seed gives the same text on a device, whatever ran before.
+        generators = [
+            torch.Generator(device=device).manual_seed(self.seed + row)
+            for row in range(len(prompts))
+        ]
+        length = max(map(len, prompts), default=0)
+        length += -length % ranks
+        tokens_BS = torch.zeros(len(prompts), length, dtype=torch.int64, device=device)
+        ids_BS = torch.zeros_like(tokens_BS)  # 0 for padding, 1 for the text
+        for row, prompt in enumerate(prompts):
+            tokens_BS[row, length - len(prompt) :] = torch.tensor(prompt, device=device)
+            ids_BS[row, length - len(prompt) :] = 1
+        positions_BS = (ids_BS.cumsum(1) - 1).clamp(min=0)
+        inputs = inputs_of(tokens_BS.masked_fill(ids_BS == 0, -1)) if inputs_of else {}
+        is_padded, has_ended = not ids_BS.all(), [False] * len(prompts)
+        # The model is left as it was, even if the caller stops half-way.
+        undo = cache_attention(self.model)
+        try:
+            for _ in range(self.max_new_tokens):
+                logits_BSV = self.model(
+                    tokens_BS, positions_BS, ids_BS if is_padded else None, **inputs
+                )
+                inputs = {}
+                chosen = self._choose(logits_BSV[:, -1].float(), generators)
+                found = chosen.tolist()
+                has_ended = [end or t in self.stop for end, t in zip(has_ended, found, strict=True)]
+                if all(has_ended):
+                    return
+                yield [None if end else t for end, t in zip(has_ended, found, strict=True)]
+                # The cache has the positions before, so only the new token goes through the model, once for each rank.
+                tokens_BS = chosen[:, None].expand(-1, ranks)
+                positions_BS = (positions_BS[:, -1:] + 1).expand(-1, ranks)
+                ids_BS = torch.ones_like(tokens_BS)
+        finally:
+            undo()
+
+    def _choose(self, logits_BV: Tensor, generators: list[torch.Generator]) -> Tensor:
+        """Return a token for each prompt, int64 (B,), drawn by its generator."""
+        if self.temperature < _GREEDY:  # logits divided by less overflow
+            return logits_BV.argmax(-1)
+        if self.top_k:
+            # Tokens below the k-th likeliest get probability 0.
+            kth_B1 = logits_BV.topk(min(self.top_k, logits_BV.shape[1])).values[:, -1:]
+            logits_BV = logits_BV.masked_fill(logits_BV < kth_B1, float("-inf"))
+        p_BV, order_BV = torch.softmax(logits_BV / min(self.temperature, _EVEN), dim=-1).sort(
+            descending=True
+        )
+        if self.top_p < 1:
+            # A token is left out if those before it have that much. The likeliest one always stays.
+            left_out_BV = p_BV.cumsum(-1) - p_BV >= self.top_p
+            left_out_BV[:, 0] = False
+            p_BV = p_BV.masked_fill(left_out_BV, 0)
+        drawn = [
+            torch.multinomial(p_V, 1, generator=g) for p_V, g in zip(p_BV, generators, strict=True)
+        ]
+        return order_BV.gather(-1, torch.stack(drawn))[:, 0]
 
 
 def streamed(

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from titan.generation import Generator
 from titan.models import gemma3, mistral
 from titan.models.gemma3 import huggingface as gemma3_hf
 from titan.models.mistral import huggingface as mistral_hf
 from titan.parallel import initialize
-from titan.tools.sampling import sample
 
 FAMILIES = {
     "mistral": (mistral, mistral_hf, "MistralForCausalLM"),
@@ -103,7 +103,11 @@ def test_generated_text_is_that_of_whole_sequences() -> None:
     model = gemma3.build_model(small("gemma3", {"window": 5}))
     initialize(model, seed=1, std_of=lambda _: 0.2)
     tokens = [7, 8, 9]
-    text = [token for [token] in sample(model, [tokens], max_new_tokens=30) if token is not None]
+    text = [
+        token
+        for [token] in Generator(model=model, max_new_tokens=30).stream([tokens])
+        if token is not None
+    ]
     with torch.no_grad():
         logits = model(torch.tensor([tokens + text]))
     assert text == logits[0].argmax(-1)[2:-1].tolist()

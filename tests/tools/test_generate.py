@@ -184,7 +184,7 @@ def converse(words: list[str]) -> list[str]:
     set_timeout(timedelta(seconds=1))
     answered: list[str] = []
     args = generate.parse(["--checkpoint", "unused", "--interactive"])
-    generator = generate.Generator(
+    generator = generate.Answers(
         torch.nn.Linear(1, 1), build_tokenizer(TokenizerSection(), hf_assets_path=""), args
     )
     generator.of_messages = lambda messages, **_: messages[-1]["content"]  # pyright: ignore

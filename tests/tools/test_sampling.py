@@ -12,9 +12,9 @@ import torch
 
 from tests.support.ranks import Pool
 from titan.data.tokenizer import bytes_tokenizer
+from titan.generation import Generator, streamed
 from titan.parallel import apply_tp, build_mesh, initialize, materialize
 from titan.tools.generate import load_model
-from titan.tools.sampling import sample, streamed
 
 # Of lengths that share no factor; the second fills the batch.
 PROMPTS = [[7, 8, 9], [*range(20, 37)], [5]]
@@ -48,7 +48,7 @@ def built(name: str, degrees: dict[str, int] | None = None) -> Any:
 
 
 def greedy(model: Any, prompts: list[list[int]], new: int = NEW) -> list[list[int | None]]:
-    steps = list(sample(model, prompts, max_new_tokens=new))
+    steps = list(Generator(model=model, max_new_tokens=new).stream(prompts))
     return [list(row) for row in zip(*steps, strict=True)]
 
 
@@ -115,7 +115,7 @@ def test_draws_are_limited_and_repeat() -> None:
     options: dict[str, Any] = {"max_new_tokens": 1, "temperature": 2.0}
 
     def first(**more: Any) -> set[int | None]:
-        [tokens] = sample(model, [PROMPTS[0]] * 200, **options, **more)
+        [tokens] = Generator(model=model, **options, **more).stream([PROMPTS[0]] * 200)
         return {*tokens}
 
     assert first(top_k=2) == {*ranked[:2]}
@@ -124,10 +124,12 @@ def test_draws_are_limited_and_repeat() -> None:
     assert first(top_p=float(p_V[ranked[:2]].sum()) - 1e-4) == {*ranked[:2]}
     assert first(top_p=1e-9) == {ranked[0]}
     options["max_new_tokens"] = 8
-    two = [list(sample(model, PROMPTS[:2], **options, seed=seed)) for seed in (4, 4, 5)]
+    two = [
+        list(Generator(model=model, **options, seed=seed).stream(PROMPTS[:2])) for seed in (4, 4, 5)
+    ]
     assert two[0] == two[1] != two[2]
     # The second prompt's draws are those of the seed after.
-    [alone] = zip(*sample(model, PROMPTS[1:2], **options, seed=5), strict=True)
+    [alone] = zip(*Generator(model=model, **options, seed=5).stream(PROMPTS[1:2]), strict=True)
     assert list(alone) == [row[1] for row in two[0]]
 
 
@@ -137,7 +139,7 @@ def test_a_text_ends_at_a_stop_token_and_the_others_go_on() -> None:
     stop = {whole[0][3]}
     ends = [row.index(next(iter(stop))) if stop & {*row} else NEW for row in whole]
     assert ends[0] <= 3 < max(ends)
-    steps = list(sample(model, PROMPTS, max_new_tokens=NEW, stop=stop))
+    steps = list(Generator(model=model, max_new_tokens=NEW, stop=stop).stream(PROMPTS))
     for row, end in enumerate(ends):
         assert [step[row] for step in steps] == whole[row][:end] + [None] * (len(steps) - end)
 

@@ -32,6 +32,7 @@ from titan.data.reading import field, read_row
 from titan.data.sources import in_validation
 from titan.data.special_tokens import SpecialTokens, begin_ids
 from titan.data.text import collate_rows
+from titan.generation import Generator
 from titan.loss import IGNORED
 from titan.models.llava.config import LlavaConfig
 from titan.models.llava.huggingface import IMAGE_MEAN, IMAGE_STD
@@ -325,13 +326,13 @@ class DescribePictures(NextToken):
         """Return a description of each picture."""
         token, stop, count = self.sizes.image_token, self.tokenizer.eos_id, len(images_NPC)
         head = [] if self.special_tokens.bos_id is None else [self.special_tokens.bos_id]
-        prompt = torch.tensor([*head, *[token] * self.sizes.num_patches], device=images_NPC.device)
-        tokens_NS = prompt.expand(count, -1)
-        for _ in range(self.options.max_new_tokens):
+        prompt = [*head, *[token] * self.sizes.num_patches]
+
+        def inputs(tokens_NS: Tensor) -> dict[str, Tensor]:
             index_NS = image_index(tokens_NS, image_token=token)
-            logits = model(tokens_NS, images=images_NPC[:, None], image_index_BS=index_NS)
-            tokens_NS = torch.cat([tokens_NS, logits[:, -1:].argmax(dim=-1)], dim=1)
-            if (tokens_NS[:, len(prompt) :] == stop).any(dim=1).all():
-                break
-        texts = [ids[: (*ids, stop).index(stop)] for ids in tokens_NS[:, len(prompt) :].tolist()]
-        return [self.tokenizer.decode(ids) for ids in texts]
+            return dict(zip(_ROW, (images_NPC[:, None], index_NS), strict=True))
+
+        most = self.options.max_new_tokens
+        generator = Generator(model=model, max_new_tokens=most, stop={stop})
+        found = generator.complete([prompt] * count, inputs_of=inputs)
+        return [self.tokenizer.decode(ids) for ids in found]

@@ -1,7 +1,7 @@
 """Sample text from a checkpoint or a Hugging Face folder (`titan generate`): of a prompt, of a file of prompts, of a picture, or in a
 conversation. A model that draws pictures writes them into a file.
 
-sampling.py chooses the tokens. With --nproc, or under torchrun, tensor parallelism splits the model over all ranks. Every rank
+titan/generation.py chooses the tokens. With --nproc, or under torchrun, tensor parallelism splits the model over all ranks. Every rank
 computes the same tokens, and rank 0 reads and prints.
 """
 
@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -36,13 +36,13 @@ from titan.data.files import is_jsonl
 from titan.data.reading import messages_of, read_row
 from titan.data.special_tokens import begin_ids, start_ids
 from titan.data.tokenizer import Tokenizer
+from titan.generation import Generator, streamed
 from titan.health.beats import default_store
 from titan.health.launch import launch_command
 from titan.parallel import apply_tp, build_mesh, materialize
 from titan.parallel.init_distributed import start_process_group, usable_accelerator
 from titan.parallelize import default_dtype, torch_dtype
 from titan.tasks import task_of
-from titan.tools.sampling import sample, streamed
 from titan.tools.saved_model import (
     AVERAGE_OPTION,
     LOCATION_OPTION,
@@ -120,20 +120,20 @@ def _load(
 
 @dataclass(frozen=True)
 class _Prompt:
-    """Hold what a text, a picture or a conversation becomes. given: what the answer's line repeats. inputs_of: see `sample`."""
+    """Token ids of a text, a picture or a conversation. given: what the answer's line repeats. inputs_of: see `Generator.stream`."""
 
     ids: list[int]
     given: dict[str, Any]
     inputs_of: Callable[[Tensor], Mapping[str, Tensor]] | None = None
 
 
-class Generator:
-    """Answer prompts with a model, by the command's options."""
+class Answers:
+    """Answers to prompts, by the command's options."""
 
     def __init__(self, model: nn.Module, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
-        self.model, self.tokenizer, self.batch_size = model, tokenizer, args.batch_size
+        self.tokenizer, self.batch_size = tokenizer, args.batch_size
         names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
-        self.options = {name: getattr(args, name) for name in names}
+        self.generator = Generator(model=model, **{name: getattr(args, name) for name in names})
         self.is_first = not dist.is_initialized() or dist.get_rank() == 0
         self._template: ChatTemplate | None = None
         self._lines = 0  # read so far
@@ -157,16 +157,17 @@ class Generator:
         """Return a conversation that is to be answered."""
         return _Prompt(self.template.prompt(messages, where=where), {"messages": messages})
 
-    def tokens(self, prompts: Sequence[_Prompt]) -> Iterator[list[int | None]]:
-        """Yield what `sample` yields for these prompts."""
+    @property
+    def stopping(self) -> Generator:
+        """Return the generator with the tokens that end an answer."""
         # Who speaks next in a conversation is no part of its answer.
         ends = answer_ends(self.tokenizer) if self._template else self.tokenizer.end_ids
-        more = {"stop": {*ends}, "inputs_of": prompts[0].inputs_of}
-        return sample(self.model, [prompt.ids for prompt in prompts], **self.options, **more)
+        return replace(self.generator, stop={*ends})
 
     def stream(self, prompt: _Prompt) -> Iterator[str]:
         """Yield the text that follows a prompt, as it comes."""
-        tokens = (token for [token] in self.tokens([prompt]) if token is not None)
+        steps = self.stopping.stream([prompt.ids], inputs_of=prompt.inputs_of)
+        tokens = (token for [token] in steps if token is not None)
         return streamed(self.tokenizer, tokens, prompt=prompt.ids)
 
     def answer_file(self, prompts: Sequence[_Prompt]) -> None:
@@ -176,9 +177,8 @@ class Generator:
         answers = [""] * len(prompts)
         for begin in range(0, len(order), self.batch_size):
             numbers = order[begin : begin + self.batch_size]
-            steps = list(self.tokens([prompts[number] for number in numbers]))
-            for row, number in enumerate(numbers):
-                ids = [token for step in steps if (token := step[row]) is not None]
+            found = self.stopping.complete([prompts[number].ids for number in numbers])
+            for number, ids in zip(numbers, found, strict=True):
                 answers[number] = self.tokenizer.continuation(prompts[number].ids, ids)
         for prompt, answer in zip(prompts, answers, strict=True):
             if self.is_first:
@@ -224,23 +224,23 @@ class Generator:
         return line or None
 
 
-def _read_prompts(file: Path, generator: Generator) -> list[_Prompt]:
+def _read_prompts(file: Path, answers: Answers) -> list[_Prompt]:
     """Return the prompts of a file: its lines or, of JSON Lines, their `prompt` or `messages`. Raises DataError."""
     prompts = []
     for number, line in read_lines(file):
         if not is_jsonl(file):
-            prompts.append(generator.of_text(line))
+            prompts.append(answers.of_text(line))
             continue
         row, where = read_row(line.encode(), where=f"{file}:{number}"), f"{file}:{number}"
         if isinstance(row, dict) and isinstance(row.get("prompt"), str):
-            prompts.append(generator.of_text(row["prompt"]))
+            prompts.append(answers.of_text(row["prompt"]))
         elif not isinstance(row, dict) or "messages" not in row:
             raise DataError(
                 f'{where}: has no text under "prompt", and no list of messages under "messages"'
             )
         else:
             messages = messages_of(row, "messages", where=where)
-            prompts.append(generator.of_messages(messages, where=where))
+            prompts.append(answers.of_messages(messages, where=where))
     if not prompts:
         raise DataError(f"{file}: holds no prompts; write one in each line")
     return prompts
@@ -362,24 +362,24 @@ def _answer(args: argparse.Namespace, device: torch.device) -> None:
         return _draw(config, step, args, **options)
     tokenizer = _open_tokenizer(config)
     given = task_of(config).prompt_with(args.image, args.prompt) if args.image else None
-    generator = Generator(_load(config, step, **options), tokenizer, args)
-    prompts = _read_prompts(args.prompts, generator) if args.prompts else []
+    answers = Answers(_load(config, step, **options), tokenizer, args)
+    prompts = _read_prompts(args.prompts, answers) if args.prompts else []
     if given:
         prompts = [_Prompt(given[0], {}, given[1])]
     if args.chat:
         messages = [{"role": "user", "content": args.prompt}]
-        prompts = [generator.of_messages(messages, where="--prompt")]
+        prompts = [answers.of_messages(messages, where="--prompt")]
     elif args.interactive:
-        _ = generator.template  # its absence is said before the first question
+        _ = answers.template  # its absence is said before the first question
     elif not prompts:
-        prompts = [generator.of_text(args.prompt)]
-    if generator.is_first:
+        prompts = [answers.of_text(args.prompt)]
+    if answers.is_first:
         settings = f"temperature {args.temperature:g}, top-k {args.top_k}, top-p {args.top_p:g}"
         print(f"[{step}, {settings}]", file=sys.stderr)
     if args.interactive:
-        generator.converse()
+        answers.converse()
     elif args.prompts:
-        generator.answer_file(prompts)
+        answers.answer_file(prompts)
     else:
         before = "" if args.chat or args.image else args.prompt
-        generator.print_stream(chain([before], generator.stream(prompts[0])))
+        answers.print_stream(chain([before], answers.stream(prompts[0])))
