@@ -107,18 +107,7 @@ def parallelize(
             whole=cp is None or method == "ulysses",
         )
         share_document_mask(model, partial(make, form=form))
-    # Experts are dealt out before FSDP shards what each rank keeps of them.
-    if sparse_mesh is not None and (ep := submesh(sparse_mesh, "ep")) is not None:
-        apply_ep(model, mesh=ep, moe_type=MoE)
-    if (sequence := submesh(mesh, "cp", "tp", flatten=True)) is not None:
-        for moe in moes_of(model).values():
-            moe.sum_over_sequence = partial(_sum_over, sequence.get_group())
-    for moe in moes_of(model).values():
-        moe.experts.chunk_rows = config.moe.expert_chunk_rows
-        # A backward pass in two parts would compute both gradients twice, and torch 2.11 fails to.
-        moe.router.gate.into_fp32 = not techniques.splits_backward
-        if config.debug.moe_force_load_balance:
-            moe.route_sources.append(RoundRobin(mesh, balanced=parallel.splits_from_both_ends))
+    _lay_out_experts(model, job, mesh=mesh, sparse_mesh=sparse_mesh)
     if techniques.grouped is not None:
         recipe, section = techniques.grouped
         apply_grouped_float8(model, recipe=recipe, fqns=section.fqns, emulate=section.emulate)
@@ -150,6 +139,27 @@ def moes_of(model: nn.Module) -> dict[str, MoE]:
     """Return the model's mixtures of experts, by name."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     return {canonical_name(name): moe for name, moe in found.items()}
+
+
+def _lay_out_experts(
+    model: nn.Module, job: ResolvedJob, *, mesh: DeviceMesh, sparse_mesh: DeviceMesh | None
+) -> None:
+    """Distribute experts over ranks, and set how mixtures of experts route and compute."""
+    config = job.config
+    # Before FSDP, which shards the experts that a rank keeps.
+    if sparse_mesh is not None and (ep := submesh(sparse_mesh, "ep")) is not None:
+        apply_ep(model, mesh=ep, moe_type=MoE)
+    if (sequence := submesh(mesh, "cp", "tp", flatten=True)) is not None:
+        for moe in moes_of(model).values():
+            moe.sum_over_sequence = partial(_sum_over, sequence.get_group())
+    for moe in moes_of(model).values():
+        moe.experts.chunk_rows = config.moe.expert_chunk_rows
+        # A backward pass in two parts would compute both gradients twice, and torch 2.11 fails to.
+        moe.router.gate.into_fp32 = not job.techniques.splits_backward
+        if config.debug.moe_force_load_balance:
+            moe.route_sources.append(
+                RoundRobin(mesh, balanced=config.parallelism.splits_from_both_ends)
+            )
 
 
 def _sum_over(group: dist.ProcessGroup, value: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The random numbers that a step draws on a rank, for dropout and the like: their seed, and whether a recomputation would draw the same.
+"""Random numbers of a run, and those that a step draws on a rank, for dropout and the like.
 
 Ranks that hold other samples, other parts of a sequence or other layers must drop other activations. Between the layers that tensor
 parallelism splits, a rank has its part of the sequence, of the heads or of the columns, so its numbers are its own as well.
@@ -7,14 +7,18 @@ parallelism splits, a rank has its part of the sequence, of the heads or of the 
 from __future__ import annotations
 
 import logging
+import os
+import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan.config.schema import JobConfig
+from titan.config.schema_run import DebugSection
 from titan.parallel.init_weights import derived_seed
 from titan.parallel.random_numbers import drawing_modules
 from titan.untrusted import InputError
@@ -23,7 +27,7 @@ _LOG = logging.getLogger("titan")
 
 
 class RandomDraws:
-    """Seed torch's generators for each step, and look in the first one whether something draws of which nobody knew."""
+    """Seeds of torch's generators for each step, and a check in the first step for modules that draw without titan's knowledge."""
 
     def __init__(
         self,
@@ -62,3 +66,15 @@ class RandomDraws:
         if self.device.type == "cpu":
             raise InputError(text)
         _LOG.warning(text)  # and no more: kernels of attention may count as drawing some
+
+
+def seed_all(section: DebugSection) -> None:
+    """Seed the generators of torch, Python and NumPy, and choose deterministic algorithms if the job asks for them."""
+    seed = section.seed
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    if section.deterministic:
+        # cuBLAS is deterministic only with a workspace of fixed size.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import random
 import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +21,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -50,6 +48,7 @@ from titan.parallel.float8 import require_hardware, table
 from titan.parallel.init_distributed import start_process_group
 from titan.parallel.mesh import axis_rank
 from titan.parallel.torch_compat import set_timeout
+from titan.random_draws import seed_all
 from titan.resolved import resolve_job
 from titan.run_folder import open_rank_log, write_environment, write_status
 from titan.tasks.trial import try_loss
@@ -91,7 +90,7 @@ class Trainer:
         self.device = self._init_distributed()
         self.config = config = config.on_device(self.device.type)
         connected()
-        _seed(config)
+        seed_all(config.debug)
         self.num_groups = 1  # replica groups whose samples a step trains on
         # The order is the user's: cheap checks first, then what reads files, then the model.
         self._build_mesh()
@@ -438,14 +437,3 @@ def _start_process_group(config: JobConfig) -> torch.device:
         host_tensors=config.training.enable_cpu_offload,
         numa_binding=config.comm.numa_binding,
     )
-
-
-def _seed(config: JobConfig) -> None:
-    seed = config.debug.seed
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    if config.debug.deterministic:
-        # cuBLAS is deterministic only with a workspace of fixed size.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
