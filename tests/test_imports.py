@@ -39,7 +39,7 @@ ALLOWED = {
     # The run.
     "hook": "async_scalars config data hardware observe resolved tasks train_step",
     "hooks": "async_scalars checkpoint checks config data health hook observe optim parallel parallelize train_step untrusted",
-    "trainer": "async_scalars checks config data hardware health hook observe parallel resolved run_folder tasks train_step",
+    "trainer": "async_scalars checks config data hardware health hook observe parallel random_draws resolved run_folder tasks train_step",
     "train": "checkpoint checks config data health hooks parallel run_folder trainer untrusted",
 }
 # Who may import these. They may import all parts, but not each other against this order.
