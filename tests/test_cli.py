@@ -376,3 +376,29 @@ def test_the_shell_completes_commands_and_keys() -> None:
     assert complete("titan", "pl") == ["plan", "plot"]
     assert complete("titan", "train", "job.toml", "--training.seq") == ["--training.seq_len="]
     assert complete("titan", "train", "jo") == []  # files, by the shell's default
+
+
+def test_a_package_adds_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    code = 'def bark(argv):\n    """bark as often as it is asked\n\n    No more."""\n    print("wuff " * len(argv))\n    return 5\n'
+    (tmp_path / "my_dog.py").write_text(code)
+    entries = {"bark": "my_dog:bark", "check": "my_dog:bark", "lost": "not_there:main"}
+    install(tmp_path, "my-dog", commands=entries)
+    _, shown, _ = titan("--help")
+    assert re.search(r"\n  bark +bark as often as it is asked\n", shown)
+    assert re.search(r"\n  check +check a job", shown)  # titan's own names are taken
+    # A broken package does not take the help away.
+    assert re.search(r"\n  lost +cannot be loaded: ModuleNotFoundError", shown)
+    assert titan("bark", "a", "b")[:2] == (5, "wuff wuff \n")
+    exit_code, _, [line] = titan("barks")
+    assert (exit_code, line) == (
+        2,
+        "command line: barks: unknown command; did you mean 'bark'?",
+    )
+    exit_code, _, [line] = titan("zzzzzz")
+    assert exit_code == 2 and "evaluate, bark, lost" in line
+    said = "entry point lost (package my-dog) cannot be loaded: ModuleNotFoundError"
+    exit_code, _, [line, *_] = titan("lost")
+    assert exit_code == 2 and line.startswith(said)
+    _, script, _ = titan("completion")
+    assert "evaluate bark lost" in script

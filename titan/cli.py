@@ -9,13 +9,14 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titan.commands import command_names, load_command, summary_of
 from titan.config.options import JOB, add_quiet, command_parser, positive, whole
 
 if TYPE_CHECKING:
@@ -35,18 +36,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"titan {__version__}")
         return 0
-    if name not in COMMANDS:
+    names = command_names()
+    if name not in names:
         # The nearest name, or all of them.
-        match = get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean '{match[0]}'?" if match else f"there are {', '.join(COMMANDS)}"
+        match = get_close_matches(name, names, n=1)
+        hint = f"did you mean '{match[0]}'?" if match else f"there are {', '.join(names)}"
         print(f"command line: {name}: unknown command; {hint}", file=sys.stderr)
         return 2
-    command = COMMANDS[name][1]
     # pydantic looks for plug-ins in every installed package, which takes 0.1 s. titan has none.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
-        # A string is a module whose `main` is imported only now.
-        return import_module(command).main(rest) if isinstance(command, str) else command(rest)
+        return load_command(name)(rest)
     except SystemExit as request:  # by argparse, after --help or a wrong option
         return request.code if isinstance(request.code, int) else 1
     except (
@@ -68,8 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _overview() -> str:
-    width = max(map(len, COMMANDS))
-    rows = (f"  {name:{width}}  {summary}" for name, (summary, _) in COMMANDS.items())
+    names = command_names()
+    width = max(map(len, names))
+    rows = (f"  {name:{width}}  {summary_of(name)}" for name in names)
     return "\n".join(
         [
             "usage: titan COMMAND ...",
@@ -82,12 +83,7 @@ def _overview() -> str:
 
 
 def _parser(name: str, arguments: str = JOB) -> argparse.ArgumentParser:
-    return command_parser(name, arguments, summary=COMMANDS[name][0])
-
-
-def init(argv: list[str]) -> int:
-    """Run `titan init`."""
-    return import_module("titan.config.shipped").init(argv)
+    return command_parser(name, arguments, summary=summary_of(name))
 
 
 def train(argv: list[str]) -> int:
@@ -374,70 +370,6 @@ def _page(facts: dict[str, Any], judged: dict[str, Any]) -> str:
         ]
     )
 
-
-Run = Callable[[list[str]], int]
-COMMANDS: dict[str, tuple[str, Run | str]] = {
-    # name: its line in `titan --help`, and the function, or the module whose `main` is imported when it runs
-    "init": ("write a commented job file to start from", init),
-    "configs": ("list the jobs that come with titan, or copy one", "titan.config.shipped"),
-    "train": ("train a model: one process per accelerator, one on a CPU, or --nproc N", train),
-    "check": (
-        "check a job for a number of ranks: layout and memory; with --hardware also if it fits; --hf: a Hugging Face folder",
-        check,
-    ),
-    "sim": ("predict time and memory of a step on some hardware, without a GPU", "titan.sim.cli"),
-    "autofsdp": (
-        "choose what FSDP gathers together, keeps and gathers ahead",
-        "titan.sim.search.autofsdp",
-    ),
-    "autosac": ("choose what each block keeps and what it recomputes", "titan.sim.search.autosac"),
-    "plan": (
-        "find the fastest layouts of a job that fit, as TOML overlays",
-        "titan.sim.search.plan",
-    ),
-    "slurm": (
-        "check a job, write its script for sbatch, and submit it",
-        "titan.tools.cluster.slurm",
-    ),
-    "reproduce": (
-        "list published runs; simulate one, submit it, compare what was measured",
-        "titan.tools.reproduce",
-    ),
-    "config": ("print the resolved job as TOML", config),
-    "schema": ("print the JSON schema of job files, for editors", schema),
-    "prepare": ("tokenize text into memory-mapped shards", "titan.tools.prepare"),
-    "tokenizer": ("train or inspect a tokenizer", "titan.tools.tokenizer"),
-    "plot": ("draw loss and throughput curves of runs", "titan.tools.plot"),
-    "profile": (
-        "read a profiler trace: where a step's time went, by kind of work and by module",
-        "titan.tools.profile",
-    ),
-    "pipeline": (
-        "draw a job's pipeline schedule, with its bubble and activations in flight",
-        "titan.tools.pipeline",
-    ),
-    "doctor": (
-        "explain what happened to a run: which rank, which collective, which line, what to do",
-        "titan.tools.doctor.cli",
-    ),
-    "preflight": (
-        "before a run: check devices, links, disks and versions of all ranks, then try a step",
-        "titan.tools.preflight.cli",
-    ),
-    "watch": (
-        "serve a live page of runs: curves, throughput, ranks, events",
-        "titan.tools.watch.cli",
-    ),
-    "verify": ("check a checkpoint and name any damaged file", "titan.tools.verify"),
-    "convert": ("Hugging Face folders to checkpoints, and back", "titan.tools.convert"),
-    "average": ("write the mean of the weights of checkpoints", "titan.tools.average"),
-    "generate": ("sample text from a checkpoint", "titan.tools.generate"),
-    "completion": ("let the shell complete commands, files and keys", "titan.tools.completion"),
-    "evaluate": (
-        "score tasks, also those of lm-evaluation-harness, with a checkpoint or a Hugging Face folder",
-        "titan.tools.evaluate",
-    ),
-}
 
 if __name__ == "__main__":
     code = main()

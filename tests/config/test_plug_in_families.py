@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from titan.config import base, model
+from titan.config import model, plug_ins
 from titan.config.layout import check_layout
 from titan.config.schema import JobConfig, ModelSection
 
@@ -43,7 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (metadata / "entry_points.txt").write_text("[titan.models]\nmine = mine_family")
     for path in (OPT, tmp_path):
         monkeypatch.syspath_prepend(path)
-    caches = (model.families, model.family, base.installed_entry_points, model._check_module)
+    caches = (model.families, model.family, plug_ins.installed_entry_points, model._check_module)
     for cached in caches:
         cached.cache_clear()
     yield tmp_path

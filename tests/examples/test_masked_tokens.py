@@ -17,7 +17,7 @@ import torch
 from tests.support.jobs import job
 from tests.support.ranks import Pool
 from titan.checks.rules import check
-from titan.config import base, model
+from titan.config import model, plug_ins
 from titan.config.toml import tomllib
 from titan.loss import IGNORED
 from titan.tasks import task_of
@@ -28,7 +28,12 @@ FOLDER = ROOT / "examples" / "masked_tokens"
 
 def forget() -> None:
     """Have families and entry points looked up again."""
-    for cached in (model.families, model.family, base.installed_entry_points, model._check_module):
+    for cached in (
+        model.families,
+        model.family,
+        plug_ins.installed_entry_points,
+        model._check_module,
+    ):
         cached.cache_clear()
 
 

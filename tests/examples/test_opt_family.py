@@ -50,7 +50,7 @@ def two_steps(degrees: dict[str, int], overrides: dict[str, Any]) -> list[tuple[
     """Loss and gradient norm of two steps on one global batch of 4 sequences."""
     from tests.support.steps import build_step
     from titan.checks.rules import check_to_run
-    from titan.config.base import installed_entry_points
+    from titan.config.plug_ins import installed_entry_points
     from titan.config.schema import JobConfig
     from titan.parallel import axis_rank, build_mesh
 

@@ -16,7 +16,7 @@ from tests.support.jobs import job
 from tests.support.layouts import BOUND, Layout, cp, differences, fsdp, pp, tp, train
 from tests.support.ranks import Pool
 from titan.checks.rules import check
-from titan.config import base
+from titan.config import plug_ins
 from titan.config.toml import tomllib
 
 FOLDER = Path(__file__).parents[2] / "examples" / "z_loss"
@@ -41,14 +41,14 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     )
     for folder in (tmp_path, FOLDER):
         monkeypatch.syspath_prepend(folder)
-    base.installed_entry_points.cache_clear()
+    plug_ins.installed_entry_points.cache_clear()
     yield tmp_path
     sys.modules.pop("wrong_losses", None)
-    base.installed_entry_points.cache_clear()
+    plug_ins.installed_entry_points.cache_clear()
 
 
 def train_it(layout: Layout) -> dict[str, Any]:
-    base.installed_entry_points.cache_clear()  # read before this process's path had the package
+    plug_ins.installed_entry_points.cache_clear()  # read before this process's path had the package
     return train(layout)
 
 

@@ -1,4 +1,4 @@
-"""Define the base class of sections and the types of their fields, and load plug-ins.
+"""Base class of sections, and types of their fields.
 
 A plug-in derives its sections from here. It cannot import titan.config.schema, which imports every plug-in, including the one
 that is being imported.
@@ -6,13 +6,11 @@ that is being imported.
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from .errors import ConfigError, KeyPath, Problem, UnknownValue
+from .errors import KeyPath, UnknownValue
 
 
 def _split_commas(value: Any) -> Any:
@@ -70,40 +68,3 @@ class DocumentOptions(Section):
 
     weight: Annotated[float, Field(gt=0, le=1e12)] = 1.0
     """Share of the samples drawn from this source, relative to the other sources' weights."""
-
-
-GROUPS = (
-    *(
-        "titan.hooks",
-        "titan.losses",
-        "titan.models",
-        "titan.optimizers",
-        "titan.sources",
-        "titan.tasks",
-    ),
-    "titan.pictures",
-    "torch_dynamo_backends",
-)
-
-
-@cache
-def installed_entry_points() -> dict[str, list[EntryPoint]]:
-    """Return the entry points that titan asks for, by group. Python reads a file of each installed package to find them."""
-    found = entry_points()
-    return {group: list(found.select(group=group)) for group in GROUPS}
-
-
-def plug_ins(group: str) -> list[EntryPoint]:
-    """Return the entry points that packages register under a group, by name."""
-    return sorted(installed_entry_points()[group], key=lambda entry: entry.name)
-
-
-def load_plug_in(entry: EntryPoint) -> Any:
-    """Return what an entry point names. Raises `ConfigError` if its package cannot be imported."""
-    try:
-        return entry.load()
-    except Exception as error:
-        package = f" (package {entry.dist.name})" if entry.dist else ""
-        reason = f"cannot be loaded: {type(error).__name__}: {error}"
-        problem = Problem("", 0, "", f"entry point {entry.name}{package} {reason}")
-        raise ConfigError([problem]) from error

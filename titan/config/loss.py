@@ -10,9 +10,9 @@ from functools import partial
 from inspect import Parameter, signature
 from typing import Any
 
-from .base import load_plug_in, plug_ins
 from .errors import RuleViolation, choose
 from .model import resolve_model
+from .plug_ins import load_plug_in, plug_ins
 from .schema import JobConfig, LossSection
 
 BUILT_IN = "cross_entropy"

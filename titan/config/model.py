@@ -21,8 +21,8 @@ from typing import Any, get_type_hints
 
 from titan.untrusted import InputError
 
-from .base import load_plug_in, plug_ins
 from .errors import ConfigError, Problem, RuleViolation, choose, divisors, either, neighbours
+from .plug_ins import is_ours, load_plug_in, plug_ins
 from .schema import ModelSection
 from .toml import format_value
 
@@ -95,8 +95,9 @@ def _plug_ins() -> dict[str, EntryPoint]:
 
 
 def is_plug_in(name: str) -> bool:
-    """Return whether a family is another package's."""
-    return name in _plug_ins()
+    """Return whether a family is another package's, not one of titan's own in titan/contrib."""
+    entry = _plug_ins().get(name)
+    return entry is not None and not is_ours(entry)
 
 
 @cache

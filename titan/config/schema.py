@@ -27,10 +27,9 @@ from .base import (
     PositiveOrAuto,
     Section,
     StrList,
-    load_plug_in,
-    plug_ins,
 )
 from .errors import SourceMap
+from .plug_ins import load_plug_in, plug_ins
 from .schema_course import EvaluationSection, PhaseSection
 from .schema_faults import FaultToleranceSection
 from .schema_run import (

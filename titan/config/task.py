@@ -13,9 +13,9 @@ from importlib.metadata import EntryPoint
 from types import ModuleType
 from typing import Any
 
-from .base import load_plug_in, plug_ins
 from .errors import RuleViolation, choose
 from .model import check_fields, family, replace_fields, resolve_model
+from .plug_ins import load_plug_in, plug_ins
 from .schema import JobConfig, TaskSection
 
 NEXT_TOKEN = "next_token"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from importlib.metadata import EntryPoint
 
-from titan.config.base import plug_ins
+from titan.config.plug_ins import plug_ins
 from titan.health.monitor import Monitor
 from titan.hook import Hook, RunContext
 from titan.hooks.checkpointing import Checkpointing

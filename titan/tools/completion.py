@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from titan.commands import command_names
 from titan.config.keys import fields_at
 from titan.config.schema import JobConfig
 
@@ -28,8 +29,7 @@ def main(argv: Sequence[str]) -> int:
         description="Print what makes bash and zsh complete commands, files and keys of a job.",
     )
     parser.parse_args(argv)
-    from titan.cli import COMMANDS
 
     keys = [f"--{name}.{key}=" for name in JobConfig.model_fields for key in fields_at((name,))]
-    print(_SCRIPT.format(commands=" ".join(COMMANDS), keys=" ".join(keys)))
+    print(_SCRIPT.format(commands=" ".join(command_names()), keys=" ".join(keys)))
     return 0

@@ -1,0 +1,121 @@
+"""Commands of `titan`, as data. Imports nothing of size: `titan --help` reads all of it.
+
+An installed package adds commands through the entry point group `titan.commands` (titan/config/plug_ins.py). titan's own
+commands keep their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.metadata import EntryPoint
+from typing import Any
+
+from titan.config.plug_ins import load_plug_in, plug_ins
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    # name: its line in `titan --help`, and the function, whose module is imported when it runs
+    "init": ("write a commented job file to start from", "titan.config.shipped:init"),
+    "configs": ("list the jobs that come with titan, or copy one", "titan.config.shipped:main"),
+    "train": (
+        "train a model: one process per accelerator, one on a CPU, or --nproc N",
+        "titan.cli:train",
+    ),
+    "check": (
+        "check a job for a number of ranks: layout and memory; with --hardware also if it fits; --hf: a Hugging Face folder",
+        "titan.cli:check",
+    ),
+    "sim": (
+        "predict time and memory of a step on some hardware, without a GPU",
+        "titan.sim.cli:main",
+    ),
+    "autofsdp": (
+        "choose what FSDP gathers together, keeps and gathers ahead",
+        "titan.sim.search.autofsdp:main",
+    ),
+    "autosac": (
+        "choose what each block keeps and what it recomputes",
+        "titan.sim.search.autosac:main",
+    ),
+    "plan": (
+        "find the fastest layouts of a job that fit, as TOML overlays",
+        "titan.sim.search.plan:main",
+    ),
+    "slurm": (
+        "check a job, write its script for sbatch, and submit it",
+        "titan.tools.cluster.slurm:main",
+    ),
+    "reproduce": (
+        "list published runs; simulate one, submit it, compare what was measured",
+        "titan.tools.reproduce:main",
+    ),
+    "config": ("print the resolved job as TOML", "titan.cli:config"),
+    "schema": ("print the JSON schema of job files, for editors", "titan.cli:schema"),
+    "prepare": ("tokenize text into memory-mapped shards", "titan.tools.prepare:main"),
+    "tokenizer": ("train or inspect a tokenizer", "titan.tools.tokenizer:main"),
+    "plot": ("draw loss and throughput curves of runs", "titan.tools.plot:main"),
+    "profile": (
+        "read a profiler trace: where a step's time went, by kind of work and by module",
+        "titan.tools.profile:main",
+    ),
+    "pipeline": (
+        "draw a job's pipeline schedule, with its bubble and activations in flight",
+        "titan.tools.pipeline:main",
+    ),
+    "doctor": (
+        "explain what happened to a run: which rank, which collective, which line, what to do",
+        "titan.tools.doctor.cli:main",
+    ),
+    "preflight": (
+        "before a run: check devices, links, disks and versions of all ranks, then try a step",
+        "titan.tools.preflight.cli:main",
+    ),
+    "watch": (
+        "serve a live page of runs: curves, throughput, ranks, events",
+        "titan.tools.watch.cli:main",
+    ),
+    "verify": ("check a checkpoint and name any damaged file", "titan.tools.verify:main"),
+    "convert": ("Hugging Face folders to checkpoints, and back", "titan.tools.convert:main"),
+    "average": ("write the mean of the weights of checkpoints", "titan.tools.average:main"),
+    "generate": ("sample text from a checkpoint", "titan.tools.generate:main"),
+    "completion": (
+        "let the shell complete commands, files and keys",
+        "titan.tools.completion:main",
+    ),
+    "evaluate": (
+        "score tasks, also those of lm-evaluation-harness, with a checkpoint or a Hugging Face folder",
+        "titan.tools.evaluate:main",
+    ),
+}
+
+
+def command_names() -> list[str]:
+    """Return the names of titan's commands, then of those that packages add."""
+    return [*COMMANDS, *_added()]
+
+
+def load_command(name: str) -> Callable[[Sequence[str]], int]:
+    """Return the function behind a command. Raises `KeyError` for an unknown one, `ConfigError` for a broken package."""
+    if name not in COMMANDS:
+        return load_plug_in(_added()[name])
+    module, _, function = COMMANDS[name][1].partition(":")
+    return getattr(import_module(module), function)
+
+
+def summary_of(name: str) -> str:
+    """Return a command's line in `titan --help`. It imports the module of one that a package adds."""
+    if name in COMMANDS:
+        return COMMANDS[name][0]
+    try:
+        return _first_line(_added()[name].load())
+    except Exception as error:  # help must not fail because of a package
+        return f"cannot be loaded: {type(error).__name__}: {error}"
+
+
+def _first_line(function: Any) -> str:
+    return (function.__doc__ or "").strip().partition("\n")[0]
+
+
+def _added() -> dict[str, EntryPoint]:
+    entries = plug_ins("titan.commands")
+    return {entry.name: entry for entry in entries if entry.name not in COMMANDS}

@@ -1,0 +1,63 @@
+"""Entry points, through which an installed package adds to titan. Imports nothing of size.
+
+A package names them in its pyproject.toml, under `[project.entry-points."GROUP"]`. titan's own optional parts in
+titan/contrib do the same, and nothing else in titan knows them:
+
+    titan.hooks        NAME = a function of the run that returns a titan.hook.Hook, or None for a run that needs none
+    titan.rules        SECTION.NAME = a rule like those of titan/checks/section_rules.py, between the sections of a job.
+                       machine.NAME = one that asks the machine that is to run the job, as titan/checks/machine.py does
+    titan.commands     NAME = the function behind `titan NAME`: it takes the arguments and returns the exit code. The first
+                       line of its docstring is shown by `titan --help`
+    titan.sections     SECTION.NAME = a base.py `Section`, whose keys [SECTION] then has, too. A section of a new name is
+                       a new table of the job
+    titan.extensions   COMMAND.NAME = an object with the functions that `titan COMMAND` looks for (see `extensions`)
+    titan.tasks, titan.models, titan.optimizers, titan.losses, titan.sources
+                       NAME = a choice of task.name, model.name, optimizer.name, loss.name, type of [[data.sources]]
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+GROUPS = (
+    *("titan.hooks", "titan.rules", "titan.commands", "titan.sections", "titan.extensions"),
+    *("titan.tasks", "titan.models", "titan.optimizers", "titan.losses", "titan.sources"),
+    *("titan.pictures", "torch_dynamo_backends"),
+)
+
+
+@cache
+def installed_entry_points() -> dict[str, list[EntryPoint]]:
+    """Return the entry points that titan asks for, by group. Python reads a file of each installed package to find them."""
+    found = entry_points()
+    return {group: list(found.select(group=group)) for group in GROUPS}
+
+
+def plug_ins(group: str, *, of: str = "") -> list[EntryPoint]:
+    """Return the entry points that packages register under a group, by name.
+
+    Args:
+        of: only those that are named `of` or begin with `of` and a dot.
+    """
+    found = sorted(installed_entry_points()[group], key=lambda entry: entry.name)
+    return [entry for entry in found if not of or entry.name.partition(".")[0] == of]
+
+
+def load_plug_in(entry: EntryPoint) -> Any:
+    """Return what an entry point names. Raises `ConfigError` if its package cannot be imported."""
+    try:
+        return entry.load()
+    except Exception as error:
+        from .errors import ConfigError, Problem  # imports pydantic
+
+        package = f" (package {entry.dist.name})" if entry.dist else ""
+        reason = f"cannot be loaded: {type(error).__name__}: {error}"
+        problem = Problem("", 0, "", f"entry point {entry.name}{package} {reason}")
+        raise ConfigError([problem]) from error
+
+
+def is_ours(entry: EntryPoint) -> bool:
+    """Return whether an entry point is titan's own: tests check it, so that it is not checked when it is loaded."""
+    return entry.module.startswith("titan.")
