@@ -27,7 +27,7 @@ if [ "${lane[*]}" != "--lane quick" ]; then
 fi
 echo "tests: pytest"
 # More workers than the two cores, since ranks wait for each other. The tests of a file stay on one worker: they share
-# fixtures. tests/conftest.py puts long files first.
+# fixtures. conftest.py puts long files first.
 failed=0
 workers=3
 [ "${lane[*]}" != "--lane quick" ] || workers=0 # each worker imports torch

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[1]
-COPIED = ("titan", "models", "train_configs", "tests", "pyproject.toml")
+COPIED = ("titan", "models", "train_configs", "tests", "conftest.py", "pyproject.toml")
 # In a test that is itself the change: the line without which it must fail.
 CHANGE = "# the change"
 

@@ -79,10 +79,12 @@ class Hook:
     Attributes:
         state_key: if set, `state_dict` is saved under this name in each checkpoint's titan.json and given back on a resume.
         judges: `accept` decides about each step. The host then waits for the device in each step.
+        is_first: a package's hook comes before the standard ones, not after them.
     """
 
     state_key = ""
     judges = False
+    is_first = False
 
     def resume(self) -> None: ...
 

@@ -57,7 +57,7 @@ def touched_tests(paths: Iterable[str], touched: Mapping[str, list[str]]) -> lis
         if fnmatch(path, pattern)
         for test in tests
     }
-    named |= {path for path in paths if fnmatch(path, "tests/*test_*.py")}
+    named |= {path for path in paths if fnmatch(path, "t*/test_*.py")}
     return sorted(named)
 
 

@@ -23,6 +23,7 @@ from titan.config import schema as s
 from titan.config.errors import Problem, RuleViolation, violations_of
 from titan.config.model import resolve_model
 from titan.config.phases import sequence_lengths
+from titan.config.plug_ins import load_plug_ins
 from titan.config.quantize import eight_bit_sections
 from titan.config.schema import JobConfig
 from titan.config.task import check_task, reads_text, task_options
@@ -49,6 +50,7 @@ def check_machine(config: JobConfig, *, device: str | None = None) -> list[Probl
         _check_answers,
         _check_checkpoints,
         partial(_check_packages, device=device),
+        *load_plug_ins("titan.rules", of="machine"),
     )
     return [
         config.source_map.problem(*violation)

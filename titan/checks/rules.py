@@ -21,11 +21,12 @@ from titan.config.errors import ConfigError, Problem, violations_of
 from titan.config.layout import Layout, check_layout, resolve_layout
 from titan.config.load import load_from_argv, print_warnings
 from titan.config.phases import later_jobs
+from titan.config.plug_ins import load_plug_in, plug_ins
 from titan.config.schema import JobConfig
 from titan.hardware import count_accelerators
 from titan.optim.schedule import phases
 
-# ---- entry points ------------------------------------------------------------------------------
+MACHINE = "machine"  # section of a package's rule that is about no section: machine.py asks it
 
 
 def load_to_run(
@@ -102,10 +103,15 @@ def _problems(
 
 def check(config: JobConfig) -> list[Problem]:
     """Return everything about the config that is wrong for any number of ranks, in any of its phases."""
+    added = [
+        (section, load_plug_in(entry))
+        for entry in plug_ins("titan.rules")
+        if (section := entry.name.partition(".")[0]) != MACHINE
+    ]
     problems = [
         job.source_map.problem(key if "." in key or "[" in key else f"{section}.{key}", message)
         for job in [config, *later_jobs(config)]
-        for section, rule in RULES
+        for section, rule in [*RULES, *added]
         for key, message in violations_of(rule, job)
     ]
     return [*dict.fromkeys(problems)]  # most rules find the same in each phase

@@ -10,7 +10,7 @@ titan/contrib do the same, and nothing else in titan knows them:
                        line of its docstring is shown by `titan --help`
     titan.sections     SECTION.NAME = a base.py `Section`, whose keys [SECTION] then has, too. A section of a new name is
                        a new table of the job
-    titan.extensions   COMMAND.NAME = an object with the functions that `titan COMMAND` looks for (see `extensions`)
+    titan.extensions   COMMAND.NAME = a part of `titan COMMAND`, such as an option: a subclass of what the command names
     titan.tasks, titan.models, titan.optimizers, titan.losses, titan.sources
                        NAME = a choice of task.name, model.name, optimizer.name, loss.name, type of [[data.sources]]
 """
@@ -39,7 +39,7 @@ def plug_ins(group: str, *, of: str = "") -> list[EntryPoint]:
     """Return the entry points that packages register under a group, by name.
 
     Args:
-        of: only those that are named `of` or begin with `of` and a dot.
+        of: only those whose name is this one, or begins with it and a dot.
     """
     found = sorted(installed_entry_points()[group], key=lambda entry: entry.name)
     return [entry for entry in found if not of or entry.name.partition(".")[0] == of]
@@ -56,6 +56,11 @@ def load_plug_in(entry: EntryPoint) -> Any:
         reason = f"cannot be loaded: {type(error).__name__}: {error}"
         problem = Problem("", 0, "", f"entry point {entry.name}{package} {reason}")
         raise ConfigError([problem]) from error
+
+
+def load_plug_ins(group: str, *, of: str = "") -> list[Any]:
+    """Return what the entry points of a group name, in the order of their names; `of` as for `plug_ins`."""
+    return [load_plug_in(entry) for entry in plug_ins(group, of=of)]
 
 
 def is_ours(entry: EntryPoint) -> bool:

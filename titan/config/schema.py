@@ -8,8 +8,8 @@ The string below a field is its documentation: docs/config.md, the JSON schema a
 what the key does, the unit, what the default means, and when to change it.
 
 A choice with its own options (the optimizer, a data source) is a union, and one key names the member. Other packages add
-members through the entry-point groups `titan.optimizers` and `titan.sources`, with a subclass of base.py's `Section`. This
-module imports no torch.
+members through the entry-point groups `titan.optimizers` and `titan.sources`, with a subclass of base.py's `Section`, and keys
+and sections through `titan.sections`. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 
+from .added_sections import extend
 from .base import (
     LIMIT,
     DocumentOptions,
@@ -48,15 +49,9 @@ from .schema_run import (
     TokenizerSection,
     ValidationSection,
 )
-from .schema_run import (
-    Float8Section as Float8Section,
-)
-from .schema_run import (
-    GroupedFloat8Section as GroupedFloat8Section,
-)
-from .schema_run import (
-    MXSection as MXSection,
-)
+from .schema_run import Float8Section as Float8Section
+from .schema_run import GroupedFloat8Section as GroupedFloat8Section
+from .schema_run import MXSection as MXSection
 from .schema_simulator import HardwareSection, SimulatorSection
 
 
@@ -447,3 +442,7 @@ class JobConfig(Section):
         dtype = "float32" if kind == "cpu" else training.compute_dtype
         training = training.model_copy(update={"mixed_precision_param": dtype})
         return self.model_copy(update={"training": training})
+
+
+if not TYPE_CHECKING:
+    JobConfig = extend(JobConfig, globals())

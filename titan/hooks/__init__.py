@@ -3,7 +3,7 @@
 An installed package adds a hook through the entry point group "titan.hooks":
 
     [project.entry-points."titan.hooks"]
-    my_hook = "my_package.hooks:MyHook"       # called with the trainer, returns a titan.hook.Hook
+    my_hook = "my_package.hooks:MyHook"       # called with the trainer, returns a titan.hook.Hook, or None: this run needs none
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TWIN = EntryPoint("twin", "titan.sim.twin.hook:Twin", "titan.hooks")
 
 
 def standard_hooks(trainer: RunContext, *, monitor: Monitor | None = None) -> list[Hook]:
-    """Return the hooks of `titan train` in their order, and after them those of installed packages.
+    """Return the hooks of `titan train` in their order, with those of installed packages.
 
     Args:
         monitor: watches the run; None: nothing limits the time of a step.
@@ -58,7 +58,8 @@ def standard_hooks(trainer: RunContext, *, monitor: Monitor | None = None) -> li
     # By name, since every rank must call hooks in the same order. Before Metrics, so that their
     # columns reach its row.
     for entry in plug_ins("titan.hooks"):
-        hooks.insert(-1, entry.load()(trainer))
+        if hook := entry.load()(trainer):
+            hooks.insert(0 if hook.is_first else -1, hook)
     if trainer.config.fault_tolerance.enable:
         from titan.hooks.elastic import elastic_hook  # imports torchft
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from titan.config.base import load_plug_in, plug_ins
+from titan.config.plug_ins import load_plug_in, plug_ins
 from titan.data import DataError
 from titan.data.base import Samples
 from titan.data.files import walk

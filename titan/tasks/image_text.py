@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titan.config.base import load_plug_in, plug_ins
+from titan.config.plug_ins import load_plug_in, plug_ins
 from titan.data import DataError, require
 from titan.data.base import Samples
 from titan.data.best_fit import best_fit

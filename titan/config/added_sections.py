@@ -1,0 +1,41 @@
+"""Keys and tables of a job that installed packages add, through the entry point group `titan.sections`."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from pydantic import create_model
+
+from .base import Section
+from .errors import ConfigError, Problem
+from .plug_ins import load_plug_in, plug_ins
+
+Job = TypeVar("Job", bound=Section)
+
+
+def extend(job: type[Job], names: dict[str, Any]) -> type[Job]:
+    """Return the class of a job with what packages add. Raises `ConfigError` for a key that its section has already.
+
+    Args:
+        names: of the module of `job`. A section with more keys takes the place of the one without them, since pickle looks
+            for it there.
+    """
+    sections: dict[str, Any] = {}
+    for entry in plug_ins("titan.sections"):
+        name, more = entry.name.partition(".")[0], load_plug_in(entry)
+        field = job.model_fields.get(name)
+        known = sections.get(name, field.annotation if field else None)
+        if known is None:
+            sections[name] = more
+            continue
+        is_section = isinstance(known, type) and issubclass(known, Section)
+        if not is_section or known.model_fields.keys() & more.model_fields.keys():
+            what = "already has one of its keys" if is_section else "is a choice, which has a group"
+            raise ConfigError([Problem("", 0, "", f"entry point {entry.name}: [{name}] {what}")])
+        about = {"__doc__": known.__doc__, "__module__": job.__module__}
+        sections[name] = names[known.__name__] = type(known.__name__, (known, more), about)
+    if not sections:
+        return job
+    fields: dict[str, Any] = {name: (section, section()) for name, section in sections.items()}
+    about = {"__doc__": job.__doc__, "__module__": job.__module__}
+    return create_model(job.__name__, __base__=job, **about, **fields)
