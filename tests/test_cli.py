@@ -380,7 +380,7 @@ def test_the_shell_completes_commands_and_keys() -> None:
 
 def test_a_package_adds_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
-    code = 'def bark(argv):\n    """bark as often as it is asked\n\n    No more."""\n    print("wuff " * len(argv))\n    return 5\n'
+    code = 'def bark(argv):\n    """Bark as often as it is asked.\n\n    No more."""\n    print("wuff " * len(argv))\n    return 5\n'
     (tmp_path / "my_dog.py").write_text(code)
     entries = {"bark": "my_dog:bark", "check": "my_dog:bark", "lost": "not_there:main"}
     install(tmp_path, "my-dog", commands=entries)

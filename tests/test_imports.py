@@ -21,6 +21,7 @@ ALLOWED = {
     "models": "parallel",
     "loss": "loss_kernels parallel",
     "config": "titan parallel untrusted",
+    "commands": "config",
     "run_folder": "titan untrusted",
     "data": "config loss parallel untrusted",
     "optim": "config models parallel",

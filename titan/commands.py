@@ -70,10 +70,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "before a run: check devices, links, disks and versions of all ranks, then try a step",
         "titan.tools.preflight.cli:main",
     ),
-    "watch": (
-        "serve a live page of runs: curves, throughput, ranks, events",
-        "titan.tools.watch.cli:main",
-    ),
     "verify": ("check a checkpoint and name any damaged file", "titan.tools.verify:main"),
     "convert": ("Hugging Face folders to checkpoints, and back", "titan.tools.convert:main"),
     "average": ("write the mean of the weights of checkpoints", "titan.tools.average:main"),
@@ -113,7 +109,8 @@ def summary_of(name: str) -> str:
 
 
 def _first_line(function: Any) -> str:
-    return (function.__doc__ or "").strip().partition("\n")[0]
+    line = (function.__doc__ or "").strip().partition("\n")[0].rstrip(".")
+    return line[:1].lower() + line[1:]
 
 
 def _added() -> dict[str, EntryPoint]:

@@ -66,13 +66,13 @@ def write_run(folder: Path, *, rows: int, checkpoints: int) -> None:
 
 
 def watch(folder: Path) -> Callable[[], object]:
-    from titan.tools.watch.reading import RunReader
+    from titan.contrib.watch.reading import RunReader
 
     return lambda: json.dumps(RunReader(folder, name="run").data())
 
 
 def watch_again(folder: Path) -> Callable[[], object]:
-    from titan.tools.watch.reading import RunReader
+    from titan.contrib.watch.reading import RunReader
 
     reader = RunReader(folder, name="run")
     answer = reader.data()

@@ -16,7 +16,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_uri == "log.md":
         page.meta["search"] = {"exclude": True}
     return re.sub(
-        r"\[([^\]]*)\]\((?:\.\./)+([^)#]*\.(?:py|yaml|toml|sbatch)|examples/[^)]*|(?:AGENTS|README)\.md)[^)]*\)",
+        r"\[([^\]]*)\]\((?:\.\./)+([^)#]*\.(?:py|yaml|toml|sbatch)|examples/[^)]*|titan/contrib/[^)#]*|(?:AGENTS|README)\.md)[^)]*\)",
         r"`\2`",
         markdown,
     )

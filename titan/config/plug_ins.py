@@ -7,7 +7,7 @@ titan/contrib do the same, and nothing else in titan knows them:
     titan.rules        SECTION.NAME = a rule like those of titan/checks/section_rules.py, between the sections of a job.
                        machine.NAME = one that asks the machine that is to run the job, as titan/checks/machine.py does
     titan.commands     NAME = the function behind `titan NAME`: it takes the arguments and returns the exit code. The first
-                       line of its docstring is shown by `titan --help`
+                       line of its docstring is its line in `titan --help`
     titan.sections     SECTION.NAME = a base.py `Section`, whose keys [SECTION] then has, too. A section of a new name is
                        a new table of the job
     titan.extensions   COMMAND.NAME = a part of `titan COMMAND`, such as an option: a subclass of what the command names

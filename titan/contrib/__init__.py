@@ -1,1 +1,1 @@
-"""Optional capabilities behind entry points. The core imports none of them."""
+"""Optional parts of titan, one folder each. The core knows none of them: pyproject.toml registers them as entry points."""

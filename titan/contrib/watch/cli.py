@@ -7,9 +7,9 @@ import socket
 import sys
 from pathlib import Path
 
+from titan.contrib.watch.reading import RunReader, read_all
+from titan.contrib.watch.server import LOOPBACK, Server, page
 from titan.observe.rows import MAX_ROWS, run_names, with_groups
-from titan.tools.watch.reading import RunReader, read_all
-from titan.tools.watch.server import LOOPBACK, Server, page
 from titan.untrusted import InputError
 
 PORT = 6060

@@ -17,7 +17,7 @@ from importlib.resources import files
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from titan.tools.watch.reading import RunReader, read_all
+from titan.contrib.watch.reading import RunReader, read_all
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -31,7 +31,7 @@ def page(data: Any = None) -> str:
 
 @cache
 def _template() -> str:
-    return (files("titan.tools.watch") / "page.html").read_text(encoding="utf-8")
+    return (files("titan.contrib.watch") / "page.html").read_text(encoding="utf-8")
 
 
 def _policy(text: str) -> str:

@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 
 from titan.cli import main
+from titan.contrib.watch.cli import open_runs
+from titan.contrib.watch.reading import COLUMNS, RunReader, read_all
+from titan.contrib.watch.server import Server
 from titan.observe.rows import MAX_ROWS
 from titan.tools.plot import mark, read_metrics, read_starts
-from titan.tools.watch.cli import open_runs
-from titan.tools.watch.reading import COLUMNS, RunReader, read_all
-from titan.tools.watch.server import Server
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"alert(1)\"> & <!--"
-PAGE = Path(__file__).parents[2] / "titan/tools/watch/page.html"
+PAGE = Path(__file__).parents[1] / "page.html"
 Get = Callable[..., tuple[int, str]]
 
 
@@ -269,7 +269,7 @@ def test_mistakes_are_one_line(tmp_path: Path, run_dir: Path, capsys: Any) -> No
 
 
 def test_no_torch_is_imported(run_dir: Path, tmp_path: Path) -> None:
-    code = "import sys; from titan.tools.watch.cli import main; main(sys.argv[1:]); print('torch' in sys.modules)"
+    code = "import sys; from titan.contrib.watch.cli import main; main(sys.argv[1:]); print('torch' in sys.modules)"
     command = [sys.executable, "-c", code, str(run_dir), "--once", str(tmp_path / "x.html")]
     assert subprocess.check_output(command, text=True).endswith("False\n")
 

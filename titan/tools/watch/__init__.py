@@ -1,1 +1,0 @@
-"""Serve a live page of runs (`titan watch`)."""
