@@ -21,9 +21,9 @@ from readme_figures import rows as cells_of
 from titan.checks.rules import check_to_run
 from titan.config.load import load_config
 from titan.config.toml import read_toml
+from titan.contrib.reproduce.cli import published
 from titan.sim.price.profiles import load_profile
 from titan.sim.simulate import simulate
-from titan.tools.reproduce import published
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "paper.md"
@@ -292,13 +292,7 @@ def document() -> str:
             *today_on_these_machines(),
             "## Repeat a run",
             "",
-            "```bash",
-            "titan reproduce                 # list the published runs",
-            "titan reproduce R1              # simulate one, beside what was published",
-            "titan reproduce R1 --submit     # write its Slurm job; synthetic data, 100 steps",
-            "titan reproduce R1 --measured outputs/published_R1 --record R1.toml   # afterwards: a file for a pull request",
-            "```",
-            "",
+            "[titan/contrib/reproduce](../titan/contrib/reproduce/README.md) repeats any of them.",
             "The simulation of `titan reproduce` is neither of the two columns above. It imitates no old software, and keeps the loss and the kernel",
             "of the job file. `--hardware` names another machine.",
             "",

@@ -7,7 +7,7 @@ import sys
 
 from tests.support.jobs import ROOT
 from titan.config.toml import read_toml
-from titan.tools.reproduce import published
+from titan.contrib.reproduce.cli import published
 
 sys.path.insert(0, str(ROOT / "scripts"))
 PAGE = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")

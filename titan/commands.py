@@ -45,10 +45,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "check a job, write its script for sbatch, and submit it",
         "titan.tools.cluster.slurm:main",
     ),
-    "reproduce": (
-        "list published runs; simulate one, submit it, compare what was measured",
-        "titan.tools.reproduce:main",
-    ),
     "config": ("print the resolved job as TOML", "titan.cli:config"),
     "schema": ("print the JSON schema of job files, for editors", "titan.cli:schema"),
     "prepare": ("tokenize text into memory-mapped shards", "titan.tools.prepare:main"),

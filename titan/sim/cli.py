@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan.checks.rules import load_to_run
 from titan.config.load import load_from_argv
+from titan.sim.extension import sim_extensions
 from titan.sim.price.profiles import load_profile
 from titan.sim.report.text import (
     job_parser,
@@ -46,10 +47,14 @@ def main(argv: list[str] | None = None) -> int:
     if (options.world_size is None and not swept) or options.hardware is None:
         parser.error("--world-size and --hardware are needed")
     require_positive(options, "world_size", "processes")
-    require_folders(options, "json", "trace", "chakra", "html")
+    require_folders(options, "json", "trace", "html", *_files())
     if options.script:
         return _simulate_script(options, job)
     return _sweep(options, job) if options.sweep else _simulate(options, job)
+
+
+def _files() -> list[str]:
+    return [name for extension in sim_extensions() for name in extension.files]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,9 +70,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="a trace for ui.perfetto.dev; into a folder, a file for each rank, as HTA reads them",
     )
-    parser.add_argument(
-        "--chakra", type=Path, metavar="FOLDER", help="execution traces of MLCommons' Chakra"
-    )
+    for extension in sim_extensions():
+        extension.add_options(parser)
     parser.add_argument("--html", type=Path, metavar="FILE", help="a page: timeline, memory")
     parser.add_argument(
         "--measured",
@@ -209,10 +213,8 @@ def _show(options: argparse.Namespace, run: Callable[[], tuple[StepSimulation, F
             from titan.sim.report.perfetto import write_trace
 
             write_trace(simulation, options.trace)
-        if options.chakra:
-            from titan.sim.report.chakra import write_chakra
-
-            write_chakra(simulation, options.chakra)
+        for extension in sim_extensions():
+            extension.write(simulation, options)
         if options.html:
             from titan.sim.report.html import write_page
 
@@ -234,7 +236,7 @@ def _sweep(options: argparse.Namespace, job: list[str]) -> int:
     """Simulate all variants: print a table, or with --json everything."""
     from titan.sim.search.variants import WORLD_SIZE, combinations, simulate_variants, table
 
-    for name in ("trace", "chakra", "html", "measured", "whole", "no_cache", "run"):
+    for name in ("trace", *_files(), "html", "measured", "whole", "no_cache", "run"):
         if getattr(options, name):
             raise mistake(f"--{name.replace('_', '-')}", "is for one job, not for a sweep")
     axes: dict[str, list[str]] = {}

@@ -9,4 +9,4 @@ def main(argv: Sequence[str]) -> int:
     """Serve a live page of runs: curves, throughput, ranks, events."""
     from .cli import main
 
-    return main(argv)
+    return main([*argv])

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.support.traces import job
+from titan.contrib.chakra.chakra import write_chakra
 from titan.sim.price.profiles import load_profile
 from titan.sim.record.trace import HOST, Launch, Transfer
-from titan.sim.report.chakra import write_chakra
 from titan.sim.simulate import simulate
 
 pytest.importorskip("google.protobuf")

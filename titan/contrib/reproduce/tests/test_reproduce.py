@@ -13,7 +13,7 @@ from titan.cli import main
 from titan.config.load import load_config
 from titan.config.render import to_toml
 from titan.config.toml import read_toml
-from titan.tools.reproduce import published
+from titan.contrib.reproduce.cli import published
 
 R1 = ROOT / "train_configs" / "published" / "R1.toml"
 
