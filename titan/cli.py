@@ -281,9 +281,9 @@ def _is_datasheet(hardware: str) -> bool:
 
 def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[str, Any]:
     """Return the answer of `titan check` as data. A profile of the simulator replaces the job's hardware."""
+    from titan.checks.extension import check_extensions
     from titan.config.model import model_config
     from titan.config.phases import phases_of
-    from titan.config.torchtitan import differences
     from titan.hardware import MARGIN, by_name
     from titan.observe.estimate import estimate_memory
 
@@ -315,7 +315,7 @@ def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[s
             for phase, gib in zip(phases, memory, strict=True)
         ],
         "precision": training.compute_dtype,
-        "differences": differences(config),
+        **{k: v for part in check_extensions() for k, v in part.facts(config).items()},
         "memory_gib": memory_gib,
         "memory_method": "formula",
         "hardware": hardware.name if hardware else None,
@@ -327,6 +327,7 @@ def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[s
 
 def _page(facts: dict[str, Any], judged: dict[str, Any]) -> str:
     """Return the answer of `titan check` for people. `judged` is the simulator's part, if it was asked."""
+    from titan.checks.extension import check_extensions
     from titan.hardware import MARGIN
 
     model, layout = facts["model"], facts["layout"]
@@ -345,7 +346,6 @@ def _page(facts: dict[str, Any], judged: dict[str, Any]) -> str:
     num_active = model["active_parameters"]
     active = "" if num_active == model["parameters"] else f", {num_active:,} of them active"
     holds = "the simulation below holds" if "simulation" in judged else "not measured"
-    differs = [f"    {line}" for line in facts["differences"]]
     memory = [f"    {name:<12} {gib:10.3f}" for name, gib in facts["memory_gib"].items()]
     if gpus := facts.get("on_gpus"):
         what = f"{gpus['gib']:.1f} GiB in {gpus['precision']}"
@@ -361,8 +361,7 @@ def _page(facts: dict[str, Any], judged: dict[str, Any]) -> str:
             *phases,
             f"memory   GiB on the fullest rank, in {facts['precision']}, by formula ({holds})",
             *memory,
-            *(["differs  from TorchTitan v0.2.2 with the same file:"] if differs else []),
-            *differs,
+            *(line for part in check_extensions() for line in part.lines(facts)),
             *verdict,
             "no mistakes in the job, but it does not fit with room to spare"
             if facts["fits"] is False

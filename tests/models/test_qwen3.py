@@ -1,4 +1,4 @@
-"""Qwen3 against transformers' implementation; its published counts are in test_torchtitan.py."""
+"""Qwen3 against transformers' implementation; its published counts are in titan/contrib/torchtitan_import/tests/test_models.py."""
 
 from __future__ import annotations
 

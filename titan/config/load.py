@@ -19,7 +19,6 @@ from pydantic import ValidationError
 
 from titan.untrusted import MAX_TEXT, printable
 
-from .aliases import ConfigLayer, apply_aliases, apply_flavor
 from .errors import (
     COMMAND_LINE,
     ConfigError,
@@ -33,7 +32,9 @@ from .errors import (
     parent,
 )
 from .keys import field_at, sections_with
+from .layer import ConfigLayer
 from .messages import explain, likely_key
+from .plug_ins import load_plug_ins
 from .schema import JobConfig
 from .toml import parse_value, read_toml
 
@@ -83,12 +84,15 @@ def load_config(
         raise ConfigError(problems)
     source_map = SourceMap(str(job), 1)
     merged: dict[str, Any] = {}
+    extensions = [extension() for extension in load_plug_ins("titan.extensions", of="load")]
     for layer in layers:
-        warnings, mistakes = apply_aliases(layer)
-        source_map.warnings += warnings
-        problems += mistakes
+        for extension in extensions:
+            warnings, mistakes = extension.rename(layer)
+            source_map.warnings += warnings
+            problems += mistakes
         _merge(merged, layer.data, locations=source_map.locations, new=layer.locations)
-    source_map.warnings += apply_flavor(merged, source_map.locations)
+    for extension in extensions:
+        source_map.warnings += extension.complete(merged, source_map.locations)
     config, mistakes = _validate(merged, source_map)
     if problems := problems + mistakes:
         raise ConfigError(problems, partial=config)

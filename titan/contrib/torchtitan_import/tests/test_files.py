@@ -9,7 +9,7 @@ import pytest
 from titan.checks.rules import check, check_layout
 from titan.config.load import ConfigError, load_config
 from titan.config.schema import JobConfig
-from titan.config.torchtitan import differences
+from titan.contrib.torchtitan_import.differences import differences
 
 EVERY_KEY = """
 [job]

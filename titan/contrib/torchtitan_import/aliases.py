@@ -1,4 +1,4 @@
-"""Rename and remove keys of TorchTitan v0.2.2's files that have another name here or no use.
+"""Keys of TorchTitan v0.2.2's files that have another name here or no use.
 
 A renamed key moves to its new place, with a warning. A key that titan has no use for is ignored, with a warning, unless its
 value asks for something: then it is an error. The tables are applied to each file before files are merged, so that an overlay
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
-from .errors import Problem, SourceLocation, key_text, parent
-from .model import family
-from .schema import ModelSection
+from titan.config.errors import Problem, SourceLocation, key_text
+from titan.config.layer import ConfigLayer, LoadExtension, last
+from titan.config.model import family
+from titan.config.schema import ModelSection
 
 # Old key and its new place.
 RENAMED: dict[str, str] = {
@@ -61,44 +61,14 @@ _INSTEAD = {
 _MASKED_FLAVOR = re.compile(r"(.+)_(?:flex|varlen)(?:_attn)?")
 
 
-@dataclass
-class ConfigLayer:
-    """Hold what one file, or the command line, sets: its tables, and where each key was written."""
+class TorchTitanFiles(LoadExtension):
+    """Old names, unused keys and flavors of TorchTitan's files."""
 
-    data: dict[str, Any]
-    locations: dict[str, SourceLocation]
+    def rename(self, layer: ConfigLayer) -> tuple[list[str], list[Problem]]:
+        return apply_aliases(layer)
 
-    def table_of(self, key: str, *, create: bool = False) -> dict[str, Any]:
-        """Return the table that holds the last part of `key`. Empty if there is no such table."""
-        table = self.data
-        for name in parent(key).split(".") if parent(key) else []:
-            inner = table.setdefault(name, {}) if create else table.get(name)
-            if not isinstance(inner, dict):
-                return {}
-            table = inner
-        return table
-
-    def remove(self, key: str) -> Any:
-        """Remove a key, and the table around it if that is empty now. Return its value."""
-        table = self.table_of(key)
-        value = table.pop(_last(key))
-        if not table and parent(key):
-            self.remove(parent(key))
-        return value
-
-    def move(self, old: str, new: str, value: Any) -> None:
-        """Set `new` instead of `old`. Errors about it still name the old key and its line."""
-        self.remove(old)
-        self.table_of(new, create=True)[_last(new)] = value
-        for key in [k for k in self.locations if k == old or k.startswith((f"{old}.", f"{old}["))]:
-            location = self.locations.pop(key)
-            self.locations[new + key[len(old) :]] = SourceLocation(
-                location.file, location.line, key
-            )
-
-
-def _last(key: str) -> str:
-    return key.rpartition(".")[2]
+    def complete(self, data: dict[str, Any], locations: dict[str, SourceLocation]) -> list[str]:
+        return apply_flavor(data, locations)
 
 
 def apply_aliases(layer: ConfigLayer) -> tuple[list[str], list[Problem]]:
@@ -107,7 +77,7 @@ def apply_aliases(layer: ConfigLayer) -> tuple[list[str], list[Problem]]:
     problems: list[Problem] = []
     for old, new in RENAMED.items():
         table = layer.table_of(old)
-        if _last(old) not in table:
+        if last(old) not in table:
             continue
         location = layer.locations[old]
         # Within one file neither of the two wins.
@@ -116,10 +86,10 @@ def apply_aliases(layer: ConfigLayer) -> tuple[list[str], list[Problem]]:
             problems.append(location.problem(message))
             layer.remove(old)
             continue
-        layer.move(old, new, table[_last(old)])
+        layer.move(old, new, table[last(old)])
         warnings.append(f"{location}: {old} is now {new}")
     for key in (*IGNORED, *UNUSED):
-        if _last(key) not in layer.table_of(key):
+        if last(key) not in layer.table_of(key):
             continue
         value, location = layer.remove(key), layer.locations[key]
         if key in IGNORED or _is_off(value) or UNUSED[key] == value:

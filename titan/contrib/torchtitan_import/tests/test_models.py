@@ -13,7 +13,7 @@ import torch
 from tests.models.test_experts import COUNTS
 from titan.config.model import family, model_config
 from titan.config.schema import ModelSection
-from titan.config.torchtitan import FLAVORS
+from titan.contrib.torchtitan_import.differences import FLAVORS
 from titan.models.llama3.model import rope_frequencies
 
 # Family and flavor: parameters, head dim, theta, factor of Llama 3.1's scaling. Counts are those of the published weights

@@ -1,4 +1,4 @@
-"""Find what TorchTitan v0.2.2 computes differently from the same file, for `titan check`. Imports no torch.
+"""What TorchTitan v0.2.2 computes differently from the same file, for `titan check`. Imports no torch.
 
 docs/architecture.md lists what differs in every run, such as how initial weights are drawn.
 """
@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from functools import reduce
 from typing import Any
 
-from .errors import COMMAND_LINE, RuleViolation
-from .model import family
-from .quantize import FLOAT8
-from .schema import JobConfig
-from .toml import format_value
+from titan.checks.extension import CheckExtension
+from titan.config.errors import COMMAND_LINE, RuleViolation
+from titan.config.model import family
+from titan.config.quantize import FLOAT8
+from titan.config.schema import JobConfig
+from titan.config.toml import format_value
 
-# Flavors that both have. They are the same models: tests/models/test_torchtitan.py.
+# Flavors that both have. They are the same models: tests/test_models.py.
 FLAVORS = {
     "llama3": ("debugmodel", "8B", "70B", "405B"),
     "qwen3": (
@@ -55,6 +56,17 @@ _OURS = (
     *("average", "data", "hardware", "loss", "model.overrides", "moe", "simulator", "task"),
     "tokenizer",
 )
+
+
+class Differences(CheckExtension):
+    """The lines of `differences` in `titan check`."""
+
+    def facts(self, config: JobConfig) -> dict[str, Any]:
+        return {"differences": differences(config)}
+
+    def lines(self, facts: dict[str, Any]) -> list[str]:
+        lines = [f"    {line}" for line in facts["differences"]]
+        return ["differs  from TorchTitan v0.2.2 with the same file:", *lines] if lines else []
 
 
 def differences(config: JobConfig) -> list[str]:

@@ -1,0 +1,64 @@
+"""One file of a job before it is merged with others, and base class of what a package does to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import Problem, SourceLocation, parent
+
+
+@dataclass
+class ConfigLayer:
+    """What one file, or the command line, sets: its tables, and where each key was written."""
+
+    data: dict[str, Any]
+    locations: dict[str, SourceLocation]
+
+    def table_of(self, key: str, *, create: bool = False) -> dict[str, Any]:
+        """Return the table that holds the last part of `key`. Empty if there is no such table."""
+        table = self.data
+        for name in parent(key).split(".") if parent(key) else []:
+            inner = table.setdefault(name, {}) if create else table.get(name)
+            if not isinstance(inner, dict):
+                return {}
+            table = inner
+        return table
+
+    def remove(self, key: str) -> Any:
+        """Remove a key, and the table around it if that is empty now. Return its value."""
+        table = self.table_of(key)
+        value = table.pop(last(key))
+        if not table and parent(key):
+            self.remove(parent(key))
+        return value
+
+    def move(self, old: str, new: str, value: Any) -> None:
+        """Set `new` instead of `old`. Errors about it still name the old key and its line."""
+        self.remove(old)
+        self.table_of(new, create=True)[last(new)] = value
+        for key in [k for k in self.locations if k == old or k.startswith((f"{old}.", f"{old}["))]:
+            location = self.locations.pop(key)
+            self.locations[new + key[len(old) :]] = SourceLocation(
+                location.file, location.line, key
+            )
+
+
+def last(key: str) -> str:
+    """Return the last part of a key."""
+    return key.rpartition(".")[2]
+
+
+class LoadExtension:
+    """Changes to job files before their keys are checked, such as old names of keys.
+
+    A package registers a subclass under the entry point group `titan.extensions` as load.NAME (plug_ins.py).
+    """
+
+    def rename(self, layer: ConfigLayer) -> tuple[list[str], list[Problem]]:
+        """Change one file in place. Return warnings and problems."""
+        return [], []
+
+    def complete(self, data: dict[str, Any], locations: dict[str, SourceLocation]) -> list[str]:
+        """Change the merged tables in place. Return warnings."""
+        return []

@@ -1,0 +1,1 @@
+"""TorchTitan's job files: their old names, and what differs in TorchTitan."""
