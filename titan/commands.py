@@ -75,7 +75,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "titan.tools.completion:main",
     ),
     "evaluate": (
-        "score tasks, also those of lm-evaluation-harness, with a checkpoint or a Hugging Face folder",
+        "score tasks with a checkpoint or a Hugging Face folder",
         "titan.tools.evaluate:main",
     ),
 }

@@ -43,12 +43,12 @@ from titan.checkpoint.quantized import values_name
 from titan.checkpoint.storage import Location, as_location
 from titan.checks.text_identity import tokenizer_facts
 from titan.config.load import ConfigError
+from titan.config.plug_ins import load_plug_ins
 from titan.config.schema import CheckpointSection
 from titan.config.task import reads_text
 from titan.config.toml import format_value
 from titan.data.tokenizer import tokenizer_named
 from titan.data.tokenizer_files import FOLDER, read_asset, tokenizer_files, write_files
-from titan.tools.model_card import model_card, newest_row
 from titan.tools.saved_model import (
     AVERAGE_OPTION,
     TOKENIZER_OPTION,
@@ -190,15 +190,10 @@ def to_hf(
     size = f"{model.sizes.num_params:,} parameters in {precision}"
     saved = checkpoints.read_metadata(step, "step", "tokens")
     run = Path(str(step)).parents[1]
-    card = model_card(
-        config,
-        f"{model.architecture}, {size}",
-        name=output.name,
-        saved=saved,
-        row=newest_row(run, saved["step"]),
-        is_average=average,
-    )
-    (output / "README.md").write_text(card, encoding="utf-8")
+    about = {"what": f"{model.architecture}, {size}", "saved": saved, "is_average": average}
+    # What packages write beside the weights: each is called with the folder, the job, its run, and these facts.
+    for write in load_plug_ins("titan.extensions", of="convert"):
+        write(output, config, run, **about)
     messages = [f"{output}: {model.architecture}, {size}"]
     if opened and not export.assets:
         text = f'no tokenizer files: the run used "{opened.kind}", which has none'

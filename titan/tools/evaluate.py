@@ -1,7 +1,7 @@
 """Score tasks with a checkpoint or a Hugging Face folder: `titan evaluate FOLDER --tasks NAME,FILE.jsonl,... [--nproc N]`.
 
 The model is laid out as a job of N ranks lays it out, FSDP unless `--parallelism.KEY=VALUE` says otherwise, and scored as
-[[evaluation]] scores it during a run. Tasks that are neither shipped nor files are lm-evaluation-harness's (extra `evaluate`).
+[[evaluation]] scores it during a run. Tasks that are neither shipped nor files are those of an installed package.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from titan.checkpoint.storage import Location
 from titan.checks.rules import check_to_run
 from titan.config.layout import AXES, Layout
 from titan.config.options import command_parser, positive, whole
+from titan.config.plug_ins import load_plug_ins
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
-from titan.data import DataError, require
+from titan.data import DataError
 from titan.data.examples import ExampleTask, is_file, read_task, shipped
 from titan.data.scoring import Scorer
 from titan.health.launch import launch_command
@@ -45,18 +46,45 @@ _MAX_LENGTH, _UNKNOWN_LENGTH = 8192, 2048
 _ARGUMENTS = "FOLDER --tasks NAME,FILE.jsonl,... [--nproc N] [--section.key=value ...]"
 
 
+class EvaluateExtension:
+    """More tasks of `titan evaluate`.
+
+    A package registers a subclass under the entry point group `titan.extensions` as evaluate.NAME (titan/config/plug_ins.py).
+    about: the tasks, for --help.
+    """
+
+    about = ""
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        """Add options to the command."""
+
+    def check(self, names: Sequence[str], args: argparse.Namespace, *, what: str) -> None:
+        """Raise DataError for a name that is no task of this package. what: why titan has not the first of them."""
+
+    def evaluate(
+        self, scorer: Scorer, names: Sequence[str], args: argparse.Namespace
+    ) -> dict[str, float]:
+        """Return the figures of tasks by name. Every rank calls this."""
+        return {}
+
+
+def extensions() -> list[EvaluateExtension]:
+    """Return an instance of each extension that is installed."""
+    return [extension() for extension in load_plug_ins("titan.extensions", of="evaluate")]
+
+
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Return the command's options, and the overrides of the job."""
     parser = command_parser("evaluate", _ARGUMENTS, summary=main.__doc__ or "")
     add = parser.add_argument
     add("folder", metavar="FOLDER", **LOCATION_OPTION)
-    names = f"{', '.join(shipped())}, .jsonl files (docs/evaluation.md), or names of lm-eval"
-    add("--tasks", required=True, metavar="A,B", help=names)
+    names = [*shipped(), ".jsonl files (docs/evaluation.md)", *(e.about for e in extensions())]
+    add("--tasks", required=True, metavar="A,B", help=", ".join(names))
     add("--average", **AVERAGE_OPTION)
     add("--nproc", type=positive, default=1, metavar="N", help="processes; default: 1")
     add("--num-examples", type=whole, default=0, metavar="N", help="of each task; default: all")
-    add("--num-fewshot", type=whole, metavar="N", help="of lm-eval's tasks; default: the task's")
-    add("--include-path", metavar="FOLDER", help="more tasks of lm-eval, as YAML")
+    for extension in extensions():
+        extension.add_options(parser)
     add("--batch-size", type=positive, default=8, metavar="B", help="rows of a rank; default: 8")
     add("--tokenizer", **TOKENIZER_OPTION)
     add("--json", type=Path, metavar="FILE", help="also write the figures there")
@@ -108,7 +136,7 @@ def hf_length(where: Location) -> int:
 
 
 def split_tasks(args: argparse.Namespace) -> tuple[list[ExampleTask], list[str]]:
-    """Return the tasks that titan reads, and the names of lm-eval's. Raises DataError for one that nobody knows."""
+    """Return the tasks that titan reads, and the names of packages' tasks. Raises DataError for one that nobody knows."""
     names = [name.strip() for name in args.tasks.split(",") if name.strip()]
     ours = [name for name in names if is_file(name) or name in shipped()]
     theirs = [name for name in names if name not in ours]
@@ -116,11 +144,11 @@ def split_tasks(args: argparse.Namespace) -> tuple[list[ExampleTask], list[str]]
     if not names:
         raise DataError("--tasks: names no task")
     if theirs:
-        purpose = f'"{theirs[0]}" is none of {", ".join(shipped())} and no .jsonl file, and a task of lm-evaluation-harness'
-        require("lm_eval", purpose=purpose, extra="evaluate")
-        from titan.tools.lm_eval_model import check_names
-
-        check_names(theirs, include_path=args.include_path)
+        what = f'"{theirs[0]}" is none of {", ".join(shipped())} and no .jsonl file'
+        if not extensions():
+            raise DataError(f"--tasks: {what}")
+        for extension in extensions():
+            extension.check(theirs, args, what=what)
     return tasks, theirs
 
 
@@ -144,7 +172,7 @@ def build_scorer(weights: Weights, *, device: Any, average: bool = False) -> Sco
 
 
 def score(scorer: Scorer, args: argparse.Namespace) -> dict[str, float]:
-    """Return the figures of all tasks. Every rank calls this; ranks other than a node's first get none of lm-eval's."""
+    """Return the figures of all tasks. Every rank calls this; ranks above 0 may get none of a package's tasks."""
     tasks, theirs = split_tasks(args)
     figures = {}
     for task in tasks:
@@ -152,10 +180,8 @@ def score(scorer: Scorer, args: argparse.Namespace) -> dict[str, float]:
             scorer.score([*starmap(scorer.row, task.pairs)], batch=args.batch_size)
         )
         figures |= {f"{task.name}/{name}": value for name, value in found.items()}
-    if theirs:
-        from titan.tools.lm_eval_model import evaluate
-
-        figures |= evaluate(scorer, theirs, args)
+    for extension in extensions() if theirs else ():
+        figures |= extension.evaluate(scorer, theirs, args)
     return figures
 
 

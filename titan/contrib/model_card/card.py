@@ -1,4 +1,4 @@
-"""Write README.md of an exported model, a model card of the hub: what titan knows of its training. Imports no torch."""
+"""README.md of an exported model, a model card of the hub: what titan knows of its training. Imports no torch."""
 
 from __future__ import annotations
 
@@ -71,6 +71,17 @@ def model_card(
         "\n".join([*lines, "Add what titan cannot know: the license, intended use, and limits."])
         + "\n"
     )
+
+
+def write_card(output: Path, config: JobConfig, run: Path, **about: Any) -> None:
+    """Write README.md into an exported folder: the extension of `titan convert`.
+
+    Args:
+        run: folder of the run with metrics.jsonl. about: `what`, `saved` and `is_average` of `model_card`.
+    """
+    row = newest_row(run, about["saved"]["step"])
+    card = model_card(config, name=output.name, row=row, **about)
+    (output / "README.md").write_text(card, encoding="utf-8")
 
 
 def newest_row(run: Path, step: int) -> Mapping[str, Any]:

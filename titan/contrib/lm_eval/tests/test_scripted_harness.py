@@ -48,10 +48,10 @@ def write(folder: Path, tasks: dict[str, str]) -> str:
 
 def asked(argv: list[str]) -> tuple[dict[str, float], list[str]]:
     """On a rank: the harness's figures with titan's model, and all that it writes freely."""
-    from titan.tools import lm_eval_model
+    from titan.contrib.lm_eval import harness
 
     texts: list[str] = []
-    model = lm_eval_model.TitanLM
+    model = harness.TitanLM
     answer = model.generate_until
     model.generate_until = lambda *of: texts.extend(answer(*of)) or texts[-len(of[1]) :]  # pyright: ignore
     args, overrides = evaluate.parse(argv)

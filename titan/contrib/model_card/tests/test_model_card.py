@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 from tests.support.jobs import job
-from titan.tools.model_card import model_card, newest_row
+from titan.config.plug_ins import load_plug_ins
+from titan.contrib.model_card.card import model_card, newest_row, write_card
 
 
 def test_the_card_has_the_training_and_the_newest_figures(tmp_path: Path) -> None:
@@ -35,3 +36,16 @@ def test_a_converted_folder_has_no_training() -> None:
     saved = {"step": 0, "tokens": 0}
     card = model_card(job(), "A model", name="my", saved=saved, row={}, is_average=False)
     assert "## " not in card and "the license" in card
+
+
+def test_convert_writes_the_card(tmp_path: Path) -> None:
+    [write] = load_plug_ins("titan.extensions", of="convert")
+    assert write is write_card
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 10, "loss": 5.5}\n{"step": 20, "loss": 4.5}\n'
+    )
+    (output := tmp_path / "my_model").mkdir()
+    saved = {"step": 10, "tokens": 640}
+    write(output, job(), tmp_path, what="A model", saved=saved, is_average=False)
+    text = (output / "README.md").read_text()
+    assert "# my_model" in text and "| loss | 5.5000 |" in text and "A model, written by" in text

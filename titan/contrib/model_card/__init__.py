@@ -1,0 +1,1 @@
+"""Model card of an exported model."""
