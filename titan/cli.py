@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan.commands import command_names, load_command, summary_of
 from titan.config.options import JOB, add_quiet, command_parser, positive, whole
+from titan.config.plug_ins import load_plug_ins
 
 if TYPE_CHECKING:
     from titan.config.layout import Layout
@@ -88,30 +89,23 @@ def _parser(name: str, arguments: str = JOB) -> argparse.ArgumentParser:
 
 def train(argv: list[str]) -> int:
     """Run `titan train`: this process alone, or as the launcher of several."""
-    parser = _parser(
-        "train", f"{JOB} [--nproc N] [--max-restarts R] [--elastic --groups G] [--quiet]"
-    )
+    extensions = [extension() for extension in load_plug_ins("titan.extensions", of="train")]
+    more = "".join(f" {extension.usage}" for extension in extensions)
+    parser = _parser("train", f"{JOB} [--nproc N] [--max-restarts R]{more} [--quiet]")
     parser.add_argument(
         "--nproc",
         type=positive,
         metavar="N",
-        help="processes on this machine, of each group with --elastic; default: one per accelerator, else one",
+        help="processes on this machine; default: one per accelerator, else one",
     )
     parser.add_argument(
         "--max-restarts",
         type=whole,
         metavar="R",
-        help="times to go on from the newest checkpoint after a process has failed; default: 0, "
-        "and 100 for each group with --elastic",
+        help="times to go on from the newest checkpoint after a process has failed; default: 0",
     )
-    parser.add_argument(
-        "--elastic",
-        action="store_true",
-        help="train in replica groups of --nproc processes, which may fail one by one (docs/elastic.md)",
-    )
-    parser.add_argument(
-        "--groups", type=positive, metavar="G", help="with --elastic: replica groups; default: 2"
-    )
+    for extension in extensions:
+        extension.add_options(parser)
     add_quiet(parser)
     options, job = parser.parse_known_args(argv)
     # torchrun sets RANK. Then this process is a rank already, and starts no others.
@@ -119,25 +113,18 @@ def train(argv: list[str]) -> int:
         from titan.hardware import count_accelerators
         from titan.health.launch import launch
 
-        num_groups = options.groups or 2
-        if options.elastic:
-            from titan.health.launch_groups import launch_groups, processes_of_group
+        known = [f"--{name.replace('_', '-')}" for name in vars(options)]
 
-            num_processes = processes_of_group(num_groups, options.nproc)
-        else:
-            num_processes = options.nproc or max(1, count_accelerators())
-        options_here = ["--nproc", "--max-restarts", "--elastic", "--groups", "--quiet"]
-        config, _ = _load_to_run(
-            job, world_size=num_processes, options=options_here, here=True, warn=False
-        )  # rank 0 warns
-        if options.elastic:
-            return launch_groups(
-                job,
-                config,
-                num_groups=num_groups,
-                num_processes=num_processes,
-                max_restarts=100 if options.max_restarts is None else options.max_restarts,
-            )
+        def load(num_processes: int) -> JobConfig:
+            # Rank 0 warns.
+            how: dict[str, Any] = {"options": known, "here": True, "warn": False}
+            return _load_to_run(job, world_size=num_processes, **how)[0]
+
+        for extension in extensions:
+            if (code := extension.launch(options, job, load)) is not None:
+                return code
+        num_processes = options.nproc or max(1, count_accelerators())
+        config = load(num_processes)
         # One process without restarts needs no launcher.
         if num_processes > 1 or options.max_restarts:
             code = import_module("titan.train").before_start(config)

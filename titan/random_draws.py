@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from titan.config.layout import replica_group
 from titan.config.schema import JobConfig
 from titan.config.schema_run import DebugSection
 from titan.parallel.init_weights import derived_seed
@@ -37,11 +38,10 @@ class RandomDraws:
         mesh: DeviceMesh,
         device: torch.device,
     ) -> None:
-        faults, recompute = config.fault_tolerance, config.activation_checkpoint
+        recompute = config.activation_checkpoint
         self.seed, self.device = config.debug.seed, device
         # Replica groups hold other samples, too.
-        group = faults.replica_id if faults.enable else 0
-        self.place = (group, *(mesh.get_coordinate() or ()))
+        self.place = (replica_group(config), *(mesh.get_coordinate() or ()))
         known = recompute.preserve_rng_state or any(map(drawing_modules, parts))
         self.is_watched = recompute.mode != "none" and not known
         self.source: Any = torch.random if device.type == "cpu" else torch.get_device_module(device)

@@ -83,7 +83,7 @@ class TrainStep:
 
     model_parts: the whole model, or this rank's pipeline stages. float8: the layers that compute in 8 bits.
     async_tp, compile_log: what the compiler did. on_gradients: called with whole gradients, before they are clipped.
-    num_groups, sum_over_groups: replica groups of this step, and a sum over them in place (titan/hooks/elastic.py).
+    num_groups, sum_over_groups: replica groups of this step, and a sum over them in place (`join_groups`).
     mark: called after the forward and after the backward pass of a micro-batch; of a pipeline, whose passes are interleaved, after both.
     before_change: called before the weights change otherwise than by an update: a copy of them may be under way.
     is_fake: tensors hold no numbers: none are drawn, and labels cannot be counted to leave out updates without any.

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from titan.checks.elastic_rules import check_groups
 from titan.checks.evaluation_rules import check_evaluation
 from titan.checks.phase_rules import check_phases, has_conversations
 from titan.checks.stage_rules import check_modules
@@ -433,5 +432,4 @@ RULES: tuple[tuple[str, Callable[[JobConfig], Iterator[RuleViolation]]], ...] = 
     ("checkpoint", _checkpoint),
     ("profiling", _profiling),
     ("fault_tolerance", _fault_tolerance),
-    ("fault_tolerance", check_groups),
 )

@@ -84,8 +84,13 @@ def resolve_layout(config: JobConfig, world_size: int) -> Layout:
 
 
 def replica_groups(config: JobConfig) -> int:
-    section = config.fault_tolerance
-    return section.replica_groups if section.enable else 1
+    """Return how many copies of the job's layout train together. Only a package's keys of [fault_tolerance] make it more than 1."""
+    return getattr(config.fault_tolerance, "num_groups", 1)
+
+
+def replica_group(config: JobConfig) -> int:
+    """Return which one of these copies the run is, from 0."""
+    return getattr(config.fault_tolerance, "group_number", 0)
 
 
 def check_layout(config: JobConfig, *, world_size: int) -> list[Problem]:

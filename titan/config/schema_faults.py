@@ -1,4 +1,4 @@
-"""Define the section of a job file about failures: bad losses, signals, lost replica groups. Import it from titan.config.schema."""
+"""Section of a job file about failures: bad losses, signals. Import it from titan.config.schema."""
 
 from __future__ import annotations
 
@@ -12,42 +12,6 @@ from .base import LIMIT, NonNegative, Positive, Section
 class FaultToleranceSection(Section):
     """What a run does about bad losses, differing weights, slow steps and signals. See docs/fault-tolerance.md."""
 
-    enable: bool = False
-    """Train in replica groups that may come and go, on torchft (docs/elastic.md). Needs the extra `elastic`."""
-    replica_groups: Positive = 1
-    """Replica groups at full strength. training.global_batch_size is that of all of them together."""
-    replica_id: NonNegative = 0
-    """Number of this group, from 0. `titan train --elastic` sets it."""
-    min_replicas: Positive = 1
-    """Groups without which no step is made: fewer wait for the others."""
-    lighthouse: str = ""
-    """Address of torchft's lighthouse, such as "http://node0:29510", or the absolute path of a file that holds
-    it and is read again while nobody answers. Empty: the variable TORCHFT_LIGHTHOUSE."""
-    healing_timeout_seconds: Positive = 600
-    """Seconds in which a group that comes back must get a peer's state. The others wait meanwhile. After two
-    failures it ends, and they go on."""
-    process_group_timeout_ms: Positive = 60_000
-    """Milliseconds that a group waits for the others' part of a sum, in which they may still compute. After
-    that the step is repeated."""
-    semi_sync_method: Literal["local_sgd", "diloco"] | None = None
-    """How groups meet if not in every step: "local_sgd" averages their weights every sync_steps steps,
-    "diloco" (arXiv:2311.08105) takes the average of their moves as the gradient of an outer optimizer.
-    For groups with a slow link between them."""
-    sync_steps: Positive = 50
-    """Steps of a group from one meeting to the next."""
-    num_fragments: Positive = 1
-    """Parts of the model that meet by turns, at even distances (streaming
-    DiLoCo, arXiv:2501.18512). Divides sync_steps."""
-    fragment_sync_delay: NonNegative = 0
-    """Steps in which a part's average is under way while training goes on."""
-    fragment_update_alpha: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of a group's own weights that stays after a meeting."""
-    should_quantize: bool = False
-    """Send DiLoCo's moves in 8 bits. Needs a GPU with Triton."""
-    outer_lr: Annotated[float, Field(gt=0)] = 0.7
-    """Learning rate of DiLoCo's outer optimizer, SGD with Nesterov momentum."""
-    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Momentum of the outer optimizer. 0: plain SGD."""
     grace_seconds: Positive = 120
     """Seconds to finish the step and save after SIGTERM, SIGUSR1 or SIGINT; then the process ends.
     Set it below what the scheduler grants before SIGKILL."""

@@ -59,10 +59,6 @@ class SimulatorSection(Section):
     expert_imbalance: Annotated[float | None, Field(ge=1)] = None
     """Rows of the busiest expert-parallel rank, as times the mean, in place of what follows from
     routing. It sets time and memory. A run reports its own. Without expert parallelism: no effect."""
-    group_link_gbit_per_s: Annotated[float | None, Field(gt=0)] = None
-    """Gbit/s that each rank has of the link between replica groups (docs/elastic.md). Unset: its network card's."""
-    group_link_latency_us: Annotated[float, Field(ge=0)] = 0.0
-    """Microseconds of that link, one way, on top of those between two nodes."""
     run: WholeRunSection = WholeRunSection()
 
     @field_validator("routing")

@@ -17,11 +17,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titan.config.options import is_quiet
 from titan.health import warm_start
@@ -35,9 +35,36 @@ from titan.health.signals import (
 )
 from titan.run_folder import read_status, write_status, write_text_atomically
 
+if TYPE_CHECKING:
+    from titan.config.schema import JobConfig
+
 # Faults in native code, which Python cannot report.
 FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, ASKING)
+
+
+class LaunchExtension:
+    """Another way of `titan train` to start its processes.
+
+    A package registers a subclass under the entry point group `titan.extensions` as train.NAME (titan/config/plug_ins.py).
+    usage: its options in the usage line.
+    """
+
+    usage = ""
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        """Add options to the command."""
+
+    def launch(
+        self, options: argparse.Namespace, argv: Sequence[str], load: Callable[[int], JobConfig]
+    ) -> int | None:
+        """Start the processes, wait for them, and return the exit code. None: the options do not ask for it.
+
+        Args:
+            argv: the files and overrides of the job.
+            load: returns the checked job for a number of processes.
+        """
+        return None
 
 
 def launch(

@@ -60,8 +60,4 @@ def standard_hooks(trainer: RunContext, *, monitor: Monitor | None = None) -> li
     for entry in plug_ins("titan.hooks"):
         if hook := entry.load()(trainer):
             hooks.insert(0 if hook.is_first else -1, hook)
-    if trainer.config.fault_tolerance.enable:
-        from titan.hooks.elastic import elastic_hook  # imports torchft
-
-        hooks.insert(0, elastic_hook(trainer))
     return hooks

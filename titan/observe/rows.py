@@ -58,7 +58,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def with_groups(paths: Iterable[Path]) -> list[Path]:
-    """Return run folders, with those of its replica groups (docs/elastic.md) in the place of a run that has some."""
+    """Return run folders, with those of its replica groups in the place of a run that has some."""
     found: list[Path] = []
     for path in paths:
         groups = [file.parent for file in path.glob("group-[0-9]*/status.json")]

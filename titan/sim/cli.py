@@ -133,11 +133,10 @@ def _simulate(options: argparse.Namespace, job: list[str]) -> int:
         for overlay in ([], *([file] for file in options.phase))
     )
 
-    if options.run and config.fault_tolerance.enable:
-        raise mistake("--run", "does not know replica groups; add --fault_tolerance.enable=false")
+    for extension in sim_extensions():
+        extension.check(options, config)
 
     # torch comes with these imports, so the config's mistakes are reported before.
-    from titan.sim.report.groups import group_facts
     from titan.sim.report.measured import compare
     from titan.sim.report.phases import phase_rows, simulate_phases
     from titan.sim.report.whole_run import whole_run, whole_run_page
@@ -153,7 +152,9 @@ def _simulate(options: argparse.Namespace, job: list[str]) -> int:
     def run_job() -> tuple[StepSimulation, Facts, str]:
         parts = simulate_phases(config, **how)
         simulation, more = parts[0][1], ""
-        figures = facts(simulation) | {"phases": phase_rows(parts)} | group_facts(simulation, **how)
+        figures = facts(simulation) | {"phases": phase_rows(parts)}
+        for extension in sim_extensions():
+            figures |= extension.facts(simulation, **how)
         if run:
             figures["measured"] = compare(simulation, run)
         if options.run:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from titan.config.errors import ConfigError, Problem
 from titan.config.options import add_quiet, is_quiet
+from titan.sim.extension import sim_extensions
 from titan.sim.price.profiles import Profile, hardware_names
 from titan.sim.simulate import Facts
 
@@ -135,7 +136,7 @@ def page(facts: Facts) -> str:
             *_memory(facts),
             *([f"  experts   {line}"] if (line := uneven_routing(facts)) else []),
             *_ranks(facts["per_rank"]),
-            *_groups(facts.get("groups", {})),
+            *(line for extension in sim_extensions() for line in extension.lines(facts)),
             *_measured(facts.get("measured", ())),
             "",
             f"  simulated in {facts['wall_s']:.1f} s",
@@ -280,20 +281,6 @@ def _ranks(ranks: Iterable[Facts]) -> Iterator[str]:
             f"{duration(rank['bubble_s']):>9}   {rank['peak_active_gib']:>10.1f}   {rank['needed_gib']:>10.1f}"
             + ("" if rank["fits"] else "   without the margin")
         )
-
-
-def _groups(facts: Facts) -> Iterator[str]:
-    """Yield what replica groups cost, beside HSDP. The rest of the page describes one group."""
-    if not facts:
-        return
-    link, steps = f"{facts['link_gbit_per_s']:g} Gbit/s a rank", facts["steps_per_meeting"]
-    link += f" and {facts['link_latency_us']:g} us" * (facts["link_latency_us"] > 0)
-    often = "every step" if steps == 1 else f"every {steps:g} steps"
-    yield f"  groups    {facts['replica_groups']} of these, joined by {link}: {facts['method']}, a meeting {often}"
-    yield f"            a rank sends {facts['sent_bytes'] / 1e9:,.2f} GB a meeting, in {duration(facts['meeting_s'])}, for which a step waits {duration(facts['exposed_s'])} on average"
-    for name, row in {"a step": facts, "as HSDP": facts["hsdp"]}.items():
-        if row:
-            yield f"            {name} {duration(row['step_time_s'])}, {row['tokens_per_s']:,.0f} tokens/s in all"
 
 
 def _measured(rows: Iterable[Facts]) -> Iterator[str]:

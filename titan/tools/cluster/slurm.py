@@ -20,6 +20,7 @@ from titan.checks.rules import load_to_run
 from titan.config.errors import COMMAND_LINE, ConfigError, Problem
 from titan.config.load import parse_args
 from titan.config.options import JOB, command_parser, positive, whole
+from titan.config.plug_ins import load_plug_ins
 from titan.config.schema import JobConfig
 
 SUMMARY = "Check a job, write its script for sbatch, and submit it on request. docs/cluster.md"
@@ -36,9 +37,37 @@ _PATTERNS = {
 }
 
 
+class SlurmExtension:
+    """More of a script for sbatch, and scripts beside it.
+
+    A package registers a subclass under the entry point group `titan.extensions` as slurm.NAME (titan/config/plug_ins.py).
+    usage: its options in the usage line.
+    """
+
+    usage = ""
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        """Add options to the command."""
+
+    def array(self, options: argparse.Namespace) -> str | None:
+        """Return the numbers of an array of jobs, such as "0-3"; None: it is one job."""
+
+    def lines(self, options: argparse.Namespace, config: JobConfig, folder: str) -> list[str]:
+        """Return lines that come before the launch, when "$@" is the job. folder: the run's."""
+        return []
+
+    def write(
+        self, options: argparse.Namespace, job: Sequence[str], folder: Path, path: Path
+    ) -> list[list[str]]:
+        """Write other scripts than that at `path`. Return the commands that submit them, which run first."""
+        return []
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code. Raises ConfigError, which titan.cli reports."""
-    usage = "[--time T] [--partition P] [--account A] [--container IMAGE] [--preflight] [--elastic --groups G] [--submit] [-- --qos=Q ...]"
+    extensions = [extension() for extension in load_plug_ins("titan.extensions", of="slurm")]
+    more = "".join(f" {extension.usage}" for extension in extensions)
+    usage = f"[--time T] [--partition P] [--account A] [--container IMAGE] [--preflight]{more} [--submit] [-- --qos=Q ...]"
     parser = command_parser(
         "slurm", f"{JOB} --nodes N [--gpus-per-node G] {usage}", summary=SUMMARY
     )
@@ -58,9 +87,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--account", metavar="A")
     add("--container", metavar="IMAGE", help="run in this image, through pyxis")
     add("--mounts", metavar="FROM:TO,...", help="folders of the container beside this one")
-    help_ = "make an array of G jobs, replica groups of --nodes machines each (docs/elastic.md)"
-    add("--groups", type=positive, metavar="G", help=help_)
-    add("--elastic", action="store_true", help="replica groups; two without --groups")
+    for extension in extensions:
+        extension.add_options(parser)
     add("--submit", action="store_true", help="pass the script to sbatch")
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
@@ -71,7 +99,6 @@ def main(argv: list[str] | None = None) -> int:
         raise ConfigError([Problem(COMMAND_LINE, 0, "--spare-nodes", fault)])
     if options.max_restarts is None:
         options.max_restarts = 3 if options.nodes > 1 else 0
-    options.groups = options.groups or (2 if options.elastic else None)
     # Without GPUs one rank uses the cores of a node.
     ranks = options.ranks_per_node or options.gpus_per_node or 1
     known = [f"--{name.replace('_', '-')}" for name in vars(options)]
@@ -81,10 +108,10 @@ def main(argv: list[str] | None = None) -> int:
     size = options.nodes * ranks
     config, _ = load_to_run(job, world_size=size, options=known, here=here, device=device)
     # Nothing is written before everything is checked.
-    folder = _run_folder(config)
+    folder = run_folder(config)
     options.name = _job_name(job)
     job, copies = _snapshot(job, folder / "submitted")
-    text = script(config, options, job, ranks_per_node=ranks)
+    text = script(config, options, job, ranks_per_node=ranks, extensions=extensions)
     path: Path = options.output or folder / "job.sbatch"
     try:
         # Slurm opens its log in the folder, and makes none.
@@ -98,11 +125,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     print(text, end="", flush=True)
     commands = [["sbatch", str(path)]]
-    if options.groups:
-        beside = path.with_name("lighthouse.sbatch")
-        beside.write_text(_lighthouse_script(options, job, folder), encoding="utf-8")
-        (folder / "lighthouse").unlink(missing_ok=True)  # the address of an earlier submission
-        commands.insert(0, ["sbatch", str(beside)])
+    for extension in extensions:
+        commands = [*extension.write(options, job, folder, path), *commands]
     if not options.submit:
         text = " && ".join(map(shlex.join, commands))
         print(f"\nwritten. To submit it: {text}", file=sys.stderr)
@@ -115,7 +139,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def script(
-    config: JobConfig, options: argparse.Namespace, job: Sequence[str], *, ranks_per_node: int
+    config: JobConfig,
+    options: argparse.Namespace,
+    job: Sequence[str],
+    *,
+    ranks_per_node: int,
+    extensions: Sequence[SlurmExtension] = (),
 ) -> str:
     """Return the text of the script. Raises ConfigError if a value cannot stand in a line of #SBATCH.
 
@@ -131,7 +160,7 @@ def script(
         if not re.fullmatch(_SBATCH_OPTION, word):
             message = f"{word!r}: expected such as --qos=high, and no option that titan slurm sets"
             raise ConfigError([Problem(COMMAND_LINE, 0, "--sbatch", message)])
-    folder = str(_run_folder(config))
+    folder = str(run_folder(config))
     # Slurm replaces %j and the like in the name of its log, and has no way to escape a line break.
     if not folder.isprintable() or "%" in folder:
         message = f"Slurm cannot write its log there: {folder!r} has a %, or characters that are not printable"
@@ -139,7 +168,7 @@ def script(
     log = f"{folder}/slurm-%j.out".replace("\\", "\\\\").replace('"', '\\"')
     directives = {
         "job-name": options.name,
-        "array": f"0-{options.groups - 1}" if options.groups else None,
+        "array": next(filter(None, (e.array(options) for e in extensions)), None),
         "nodes": options.nodes + options.spare_nodes,
         "gpus-per-node": options.gpus_per_node or None,
         "time": options.time,
@@ -177,7 +206,7 @@ def script(
             f"cd -- {shlex.quote(str(Path.cwd()))} || exit 2",
             *(f"{key}={shlex.quote(str(value))}" for key, value in settings.items()),
             f"set -- {shlex.join(job)}",
-            *(_group_lines(options.groups, config, folder) if options.groups else ()),
+            *(line for e in extensions for line in e.lines(options, config, folder)),
             "",
             rest[rest.index("set -uo pipefail") :],
         ]
@@ -198,57 +227,8 @@ def _snapshot(job: Sequence[str], folder: Path) -> tuple[list[str], dict[Path, b
     return words, {copy: Path(file).read_bytes() for file, copy in copies.items()}
 
 
-def _group_lines(groups: int, config: JobConfig, folder: str) -> list[str]:
-    """Return what makes an element of the array a replica group."""
-    file, checkpoints = f"{folder}/lighthouse", config.checkpoint.folder
-    saved = checkpoints if "://" in checkpoints else str(Path(folder) / checkpoints)
-    settings = ["--fault_tolerance.enable=true", f"--fault_tolerance.replica_groups={groups}"]
-    return [
-        f'set -- "$@" {shlex.join([*settings, f"--checkpoint.folder={saved}"])} \\',
-        '  --fault_tolerance.replica_id="$SLURM_ARRAY_TASK_ID" \\',
-        f"  {shlex.quote(f'--fault_tolerance.lighthouse={file}')} \\",  # lighthouse.sbatch writes it
-        f'  --job.dump_folder={shlex.quote(folder)}/group-"$SLURM_ARRAY_TASK_ID"',
-    ]
-
-
-def _lighthouse_script(options: argparse.Namespace, job: Sequence[str], folder: Path) -> str:
-    """Return the script of the groups' lighthouse, a process that needs one core.
-
-    It is queued again while groups run or wait, also at its time limit. The groups read its new address in the file.
-    """
-    directives = {
-        "job-name": f"{options.name}-lighthouse",
-        "ntasks": 1,
-        "open-mode": "append",
-        "signal": "B:USR1@60",
-        "time": options.time,
-        "partition": options.partition,
-        "account": options.account,
-        "output": f'"{folder}/lighthouse-%j.out"',
-    }
-    python = "python" if options.container else sys.executable
-    command = ["-m", "titan.health.launch_groups", f"{folder}/lighthouse", *job]
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            *(f"#SBATCH --{key}={value}" for key, value in directives.items() if value is not None),
-            "#SBATCH --requeue",
-            *(f"#SBATCH {word}" for word in options.sbatch),
-            "",
-            f"cd -- {shlex.quote(str(Path.cwd()))} || exit 2",
-            "trap 'kill $(jobs -p)' USR1  # a minute before the time limit",
-            f"{shlex.join([python, *command])} &",
-            'wait "$!"; code=$?',
-            "((code == 2)) && exit 2  # a mistake, which it would make again",
-            f'groups=$(squeue --noheader --user="$(id -un)" --name={shlex.quote(options.name)})',
-            '[[ $groups ]] && scontrol requeue "$SLURM_JOB_ID"',
-            'exit "$code"',
-            "",
-        ]
-    )
-
-
-def _run_folder(config: JobConfig) -> Path:
+def run_folder(config: JobConfig) -> Path:
+    """Return the whole path of a job's run folder."""
     return Path(config.job.dump_folder).absolute()
 
 

@@ -75,7 +75,7 @@ def test_figures_are_the_harness_own(
 ) -> None:
     pytest.importorskip("lm_eval", reason="needs the extra `evaluate`")
     pytest.importorskip("accelerate", reason="the harness's own model needs it")
-    from lm_eval import simple_evaluate
+    from lm_eval import simple_evaluate  # pyright: ignore[reportAttributeAccessIssue] # takes the folder above for it
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 

@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.traces import job
 from titan.config.model import model_config
+from titan.contrib.elastic.cost import group_facts
 from titan.sim.price.profiles import load_profile
-from titan.sim.report.groups import group_facts
 from titan.sim.report.text import page
 from titan.sim.simulate import Facts, Simulation, facts, simulate
 

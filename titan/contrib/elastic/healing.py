@@ -1,4 +1,4 @@
-"""Carry a rank's state to the same rank of another replica group (titan/health/replica_groups.py), tensor by tensor.
+"""Carry a rank's state to the same rank of another replica group (replica_groups.py), tensor by tensor.
 
     the one behind -> peer      SECRET/STEP and a line break
     peer -> the one behind      8 bytes: length of the header; the header: the state with tensors that have a shape and a dtype only;

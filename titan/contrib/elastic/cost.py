@@ -1,4 +1,4 @@
-"""Say what replica groups cost (docs/elastic.md): what they send each other, and how long a step waits for it.
+"""Say what replica groups cost (README.md): what they send each other, and how long a step waits for it.
 
 The simulated job is one group. Rank r of each group meets rank r of the others in a ring all-reduce, which network.py prices as any
 other. How often, and of what, is fault_tolerance.semi_sync_method's choice:
@@ -18,12 +18,14 @@ from math import ceil
 from typing import Any
 
 from titan.config.schema import JobConfig
-from titan.health.replica_groups import in_buckets, in_fragments
 from titan.sim.price.network import price_transfer
 from titan.sim.price.profiles import Profile, Tier
 from titan.sim.record.trace import Allocate, Group, Scope, Trace, Transfer
 from titan.sim.report.whole_run import BYTES
 from titan.sim.simulate import Facts, Simulation, simulate
+
+from .replica_groups import in_buckets, in_fragments
+from .section import groups_of, link_of
 
 
 def group_facts(simulation: Simulation, **how: Any) -> Facts:
@@ -33,7 +35,7 @@ def group_facts(simulation: Simulation, **how: Any) -> Facts:
         simulation: of one group. how: as for `simulate`, for the same job as HSDP.
     """
     config, step_s = simulation.config, simulation.timeline.step_s
-    section, training, profile = config.fault_tolerance, config.training, linked(simulation)
+    section, training, profile = groups_of(config), config.training, linked(simulation)
     if not section.enable:
         return {}
     count, is_diloco = section.replica_groups, section.semi_sync_method == "diloco"
@@ -74,7 +76,7 @@ def group_facts(simulation: Simulation, **how: Any) -> Facts:
 
 def linked(simulation: Simulation) -> Profile:
     """Return the hardware of all groups: no two share a node, and a link leads out of them."""
-    section, size, profile = simulation.config.simulator, simulation.world_size, simulation.profile
+    section, size, profile = link_of(simulation.config), simulation.world_size, simulation.profile
     per_node, card = min(profile.gpus_per_node, size), 8 * profile.nic_gb_per_s
     link = Tier(
         nodes=ceil(size / per_node),
@@ -87,7 +89,7 @@ def linked(simulation: Simulation) -> Profile:
 
 def _meetings(trace: Trace, config: JobConfig) -> list[list[int]]:
     """Return the bytes of the tensors that a rank sums in each meeting of a round. After a round, all repeats."""
-    section, width = config.fault_tolerance, BYTES[config.training.dtype]
+    section, width = groups_of(config), BYTES[config.training.dtype]
     # What belongs to no module is a table of positions.
     tensors = [e for e in trace.setup if isinstance(e, Allocate) and e.scope.module]
     if section.semi_sync_method is None:
@@ -108,12 +110,12 @@ def _meetings(trace: Trace, config: JobConfig) -> list[list[int]]:
 def _hsdp(simulation: Simulation, **how: Any) -> Facts | None:
     """Return time and speed of the job with replicas in place of groups. None: its ranks would not be those of the groups."""
     config, layout, size = simulation.config, simulation.layout, simulation.world_size
-    count, section = config.fault_tolerance.replica_groups, config.parallelism
+    count, section = groups_of(config).replica_groups, config.parallelism
     # Pipeline stages come before replicas in the order of ranks.
     if layout.pp > 1 or size % how["profile"].gpus_per_node:
         return None
     degree = {"data_parallel_replicate_degree": count * layout.dp_replicate}
-    alone = config.fault_tolerance.model_copy(update={"enable": False})
+    alone = groups_of(config).model_copy(update={"enable": False})
     sections = {"parallelism": section.model_copy(update=degree), "fault_tolerance": alone}
     how["world_size"] = count * size
     hsdp = simulate(config.model_copy(update=sections), **how)

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from tests.health.test_elastic import JOB, ROOT, drill, needs_torchft
 from tests.support.hosts import Hosts, why_not
 from tests.support.runs import logged_steps
+from titan.contrib.elastic.tests.test_elastic import JOB, ROOT, drill, needs_torchft
 
 pytestmark = [needs_torchft, pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")]
 

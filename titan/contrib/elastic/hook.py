@@ -1,4 +1,4 @@
-"""Train in replica groups (titan/health/replica_groups.py): share out each step's samples among those that live, and take back a step that a lost group broke."""
+"""Train in replica groups (replica_groups.py): share out each step's samples among those that live, and take back a step that a lost group broke."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from titan.config.render import to_toml
 from titan.config.resume_diff import changed_settings
 from titan.config.toml import tomllib
 from titan.data.base import RankShare
-from titan.health.replica_groups import ReplicaGroups, in_fragments
 from titan.hook import Hook, RunContext
 from titan.hooks.checkpointing import Checkpointing
 from titan.observe.clock import Window
@@ -26,10 +25,13 @@ from titan.optim.optimizers import allocate_state
 from titan.train_step import StepReport
 from titan.untrusted import InputError
 
+from .replica_groups import ReplicaGroups, in_fragments
+from .section import groups_of
+
 
 def elastic_hook(trainer: RunContext) -> Hook:
     """Return the hook of a job with `fault_tolerance.enable`."""
-    method = trainer.config.fault_tolerance.semi_sync_method
+    method = groups_of(trainer.config).semi_sync_method
     return Elastic(trainer) if method is None else SemiSync(trainer)
 
 
@@ -40,12 +42,12 @@ class Elastic(Hook):
     group is lost, nothing of the step counts: the others repeat it, with the samples that follow the last step that counts.
     """
 
-    judges = True
+    judges = is_first = True
 
     def __init__(self, trainer: RunContext) -> None:
         self.trainer = trainer
         self.groups = ReplicaGroups(
-            trainer.config.fault_tolerance,
+            groups_of(trainer.config),
             device=trainer.device,
             state=self._state,
             load=self._load,
@@ -118,7 +120,7 @@ class Elastic(Hook):
     def _wait(self, reason: str) -> None:
         """Say what is waited for, and save what would be lost, once."""
         trainer = self.trainer
-        needed = trainer.config.fault_tolerance.min_replicas
+        needed = groups_of(trainer.config).min_replicas
         text = f"waiting for {needed} replica group{'s' * (needed > 1)}: {reason}"
         if text == self.waited_for:
             return
@@ -138,7 +140,7 @@ class Elastic(Hook):
         changes = changed_settings(other, trainer.config, sequences=sequences)
         changes += _changes_of_shape(other, to_toml(trainer.config))
         if changes:
-            mine = f"group-{trainer.config.fault_tolerance.replica_id}"
+            mine = f"group-{groups_of(trainer.config).replica_id}"
             raise InputError(f"{mine} runs another job than {name}: {'; '.join(changes)}")
 
     # ---- healing
@@ -177,7 +179,7 @@ class SemiSync(Elastic):
 
     def __init__(self, trainer: RunContext) -> None:
         super().__init__(trainer)
-        section, layout = trainer.config.fault_tolerance, trainer.layout
+        section, layout = groups_of(trainer.config), trainer.layout
         self.size = section.replica_groups
         self.share = RankShare(
             rank=section.replica_id * layout.dp + trainer.dp_rank,
@@ -192,7 +194,7 @@ class SemiSync(Elastic):
 
     def resume(self) -> None:
         """Leave it to Checkpointing, the outer optimizers' momentum too: peers in the middle of their steps would have to wait."""
-        trainer, section = self.trainer, self.trainer.config.fault_tolerance
+        trainer, section = self.trainer, groups_of(self.trainer.config)
         if section.semi_sync_method != "diloco":
             return
         momentum = section.outer_momentum
@@ -216,7 +218,7 @@ class SemiSync(Elastic):
     def start(self) -> None:
         from torchft.local_sgd import DiLoCo, LocalSGD
 
-        trainer, section = self.trainer, self.trainer.config.fault_tolerance
+        trainer, section = self.trainer, groups_of(self.trainer.config)
         step, manager = trainer.train_step, self.groups.manager
         if section.semi_sync_method == "local_sgd":
             whole = nn.ModuleList(step.model_parts)
@@ -268,7 +270,7 @@ class SemiSync(Elastic):
             others = self.groups.begin(step=step, text=text, waiting=self._wait)
         for name, other in others:
             self._require_same(other, name=name)
-        self.size, count = self.groups.size, self.trainer.config.fault_tolerance.replica_groups
+        self.size, count = self.groups.size, groups_of(self.trainer.config).replica_groups
         self.trainer.reshare(self.share, num_groups=count, is_writer=self.groups.rank == 0)
 
 

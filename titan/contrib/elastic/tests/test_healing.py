@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten
 
-from titan.health import healing
-from titan.health.healing import Healing
+from titan.contrib.elastic import healing
+from titan.contrib.elastic.healing import Healing
 
 STATE: dict[str, Any] = {
     "default": {

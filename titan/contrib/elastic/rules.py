@@ -1,4 +1,4 @@
-"""Check the replica groups of a job (docs/elastic.md)."""
+"""Check the replica groups of a job (README.md)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from titan.config.errors import RuleViolation
 from titan.config.schema import JobConfig
 
+from .section import groups_of
+
 
 def check_groups(config: JobConfig) -> Iterator[RuleViolation]:
     """Check their numbers, and that a step can be taken back."""
-    section = config.fault_tolerance
+    section = groups_of(config)
     if not section.enable:
         return
     count = section.replica_groups
@@ -32,3 +34,5 @@ def check_groups(config: JobConfig) -> Iterator[RuleViolation]:
         yield "enable", "cannot undo optimizer.early_step_in_backward; set that to false"
     if any(getattr(source, "streaming", False) for source in config.data.sources):
         yield "enable", "divides the samples again in each step, and no stream can do that"
+    if config.phase:
+        yield "phase[0]", "replica groups train one phase; set fault_tolerance.enable = false"

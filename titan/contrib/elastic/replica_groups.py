@@ -4,7 +4,7 @@ A replica group is a separate run: processes, a process group, a layout. The lig
 step, the groups that live make a quorum, and torchft connects rank r of each group with rank r of the others. A group that is
 behind gets weights, optimizer and counters from a peer's memory.
 
-    begin   the quorum of the next step; heals this group if it is behind (titan/health/healing.py)
+    begin   the quorum of the next step; heals this group if it is behind (healing.py)
     sum_    a sum over the groups; after an error it does nothing, and the step does not count
     commit  whether the step counts, the same on all ranks of a group
 
@@ -32,11 +32,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan.config.schema import FaultToleranceSection
-from titan.health.healing import Healing
-from titan.health.launch_groups import LOCAL
 from titan.parallel.torch_compat import gloo_options
 from titan.untrusted import InputError
+
+from .healing import Healing
+from .launch_groups import LOCAL
+from .section import GroupsSection
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # torchft's name
 T = TypeVar("T")
@@ -60,7 +61,7 @@ class ReplicaGroups:
 
     def __init__(
         self,
-        section: FaultToleranceSection,
+        section: GroupsSection,
         *,
         device: torch.device,
         state: Callable[[], dict[str, Any]],

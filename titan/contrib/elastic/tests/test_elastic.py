@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.jobs import job
+from tests.support.jobs import ROOT, job
 from tests.support.runs import logged_rows, logged_steps, same_tensors, saved_tensors
 from titan.checks.rules import check
 from titan.cli import main
 from titan.config.load import load_from_argv
+from titan.contrib.elastic.section import groups_of
 from titan.untrusted import InputError
 
-ROOT = Path(__file__).parents[2]
 needs_torchft = pytest.mark.skipif(
     importlib.util.find_spec("torchft") is None, reason="needs torchft"
 )
@@ -163,7 +163,7 @@ def start_group(number: int, folder: Path, address: str, *settings: str) -> subp
 SLOW_STATE = """
 import sys, time
 from titan.cli import main
-from titan.hooks.elastic import Elastic
+from titan.contrib.elastic.hook import Elastic
 
 state = Elastic._state
 Elastic._state = lambda self: time.sleep(float(sys.argv[1])) or state(self)
@@ -301,13 +301,16 @@ def test_the_script_of_groups_is_an_array_that_finds_its_lighthouse(
     assert main(["slurm", *arguments, *options]) == 0
     script = (run / "job.sbatch").read_text()
     assert "#SBATCH --array=0-2" in script and not (run / "lighthouse").exists()
-    assert f"titan.health.launch_groups {run}/lighthouse" in (run / "lighthouse.sbatch").read_text()
+    assert (
+        f"titan.contrib.elastic.launch_groups {run}/lighthouse"
+        in (run / "lighthouse.sbatch").read_text()
+    )
     # What an element of the array gives to titan.
     shown = script[: script.index("set -uo pipefail")] + "printf '%s\\n' \"$@\""
     variables = {**os.environ, "SLURM_ARRAY_TASK_ID": "1"}
     done = subprocess.run(["bash", "-c", shown], capture_output=True, text=True, env=variables)
     job = load_from_argv(done.stdout.splitlines())
-    section = job.fault_tolerance
+    section = groups_of(job)
     assert (section.enable, section.replica_id, section.replica_groups) == (True, 1, 3)
     assert section.lighthouse == f"{run}/lighthouse"  # each group reads it, again after a loss
     assert job.job.dump_folder == f"{run}/group-1" and job.checkpoint.folder == f"{run}/checkpoint"
@@ -428,7 +431,7 @@ def test_groups_have_the_same_buffers_after_a_meeting(method: str, tmp_path: Pat
 
 
 def test_without_torchft_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    from titan.health.launch_groups import launch_groups
+    from titan.contrib.elastic.launch_groups import launch_groups
 
     monkeypatch.setitem(sys.modules, "torchft", None)
     monkeypatch.setitem(sys.modules, "torchft.coordination", None)
@@ -474,7 +477,7 @@ def test_a_run_is_done_when_a_group_is_and_each_loss_is_said(
     code: int,
     lines: list[str],
 ) -> None:
-    from titan.health import launch_groups
+    from titan.contrib.elastic import launch_groups
 
     def start(group: Any) -> None:
         program = f"import os; {programs[group.number]}"
@@ -494,7 +497,7 @@ def test_a_run_is_done_when_a_group_is_and_each_loss_is_said(
 
 def environments_of_groups(monkeypatch: pytest.MonkeyPatch, *options: str) -> list[Any]:
     """Return the environments in which `titan train --elastic` starts its groups here, if there were eight GPUs."""
-    from titan.health import launch_groups
+    from titan.contrib.elastic import launch_groups
 
     found: list[Any] = []
 

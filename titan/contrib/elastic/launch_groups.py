@@ -12,7 +12,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
@@ -21,17 +22,48 @@ from typing import IO, Any
 from titan import hardware
 from titan.config.errors import COMMAND_LINE, ConfigError, Problem
 from titan.config.load import load_from_argv
+from titan.config.options import positive
 from titan.config.schema import JobConfig
-from titan.health.launch import FORWARDED, environment
+from titan.health.launch import FORWARDED, LaunchExtension, environment
 from titan.health.signals import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR
 from titan.run_folder import write_text_atomically
 from titan.untrusted import InputError
+
+from .section import groups_of
 
 # Set for groups that have no others beside them: all of them, and their lighthouse, are on this machine.
 LOCAL = "TITAN_LOCAL_GROUPS"
 # Without a sign of life for so long, a group counts as lost. Lost connections are noticed at once.
 _HEARTBEAT_S = 3
 _ENDS = (EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR)
+
+
+class GroupLauncher(LaunchExtension):
+    """Options --elastic and --groups of `titan train`."""
+
+    usage = "[--elastic --groups G]"
+
+    def add_options(self, parser: ArgumentParser) -> None:
+        add = parser.add_argument
+        help_text = "train in replica groups of --nproc processes, which may fail one by one; --max-restarts is of each group, by default 100"
+        add("--elastic", action="store_true", help=help_text)
+        help_text = "with --elastic: replica groups; default: 2"
+        add("--groups", type=positive, metavar="G", help=help_text)
+
+    def launch(
+        self, options: Namespace, argv: Sequence[str], load: Callable[[int], JobConfig]
+    ) -> int | None:
+        if not options.elastic:
+            return None
+        num_groups = options.groups or 2
+        num_processes = processes_of_group(num_groups, options.nproc)
+        return launch_groups(
+            argv,
+            load(num_processes),
+            num_groups=num_groups,
+            num_processes=num_processes,
+            max_restarts=100 if options.max_restarts is None else options.max_restarts,
+        )
 
 
 def launch_groups(
@@ -49,7 +81,7 @@ def launch_groups(
     Args:
         num_processes: of each group. max_restarts: of each group.
     """
-    address, lighthouse = config.fault_tolerance.lighthouse, None
+    address, lighthouse = groups_of(config).lighthouse, None
     os.environ.setdefault("RUST_LOG", "error")  # torchft reports every quorum
     if not address:
         lighthouse = _lighthouse(config, "127.0.0.1:0")
@@ -133,7 +165,7 @@ def _lighthouse(config: JobConfig, bind: str) -> Any:
         raise InputError("--elastic needs torchft: pip install 'titan-pretrain[elastic]'") from None
     return LighthouseServer(
         bind=bind,
-        min_replicas=config.fault_tolerance.min_replicas,
+        min_replicas=groups_of(config).min_replicas,
         # Nobody is left behind who lives: a group may save for long.
         join_timeout_ms=1000 * config.comm.train_timeout_seconds,
         heartbeat_timeout_ms=1000 * _HEARTBEAT_S,

@@ -1,0 +1,19 @@
+"""Replica groups that come and go, on torchft."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from titan.hook import Hook, RunContext
+
+
+def hook(run: RunContext) -> Hook | None:
+    """Return the hook of a run with `fault_tolerance.enable`."""
+    from .section import groups_of
+
+    if not groups_of(run.config).enable:
+        return None
+    from .hook import elastic_hook  # imports torchft
+
+    return elastic_hook(run)

@@ -1,0 +1,82 @@
+"""Keys that replica groups add to [fault_tolerance] and [simulator]."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal, cast
+
+from pydantic import Field
+
+from titan.config.base import NonNegative, Positive, Section
+
+if TYPE_CHECKING:
+    from titan.config.schema import JobConfig
+
+
+class GroupsSection(Section):
+    """Replica groups: which there are, and how they meet."""
+
+    enable: bool = False
+    """Train in replica groups that may come and go, on torchft (titan/contrib/elastic/README.md). Needs the extra `elastic`."""
+    replica_groups: Positive = 1
+    """Replica groups at full strength. training.global_batch_size is that of all of them together."""
+    replica_id: NonNegative = 0
+    """Number of this group, from 0. `titan train --elastic` sets it."""
+    min_replicas: Positive = 1
+    """Groups without which no step is made: fewer wait for the others."""
+    lighthouse: str = ""
+    """Address of torchft's lighthouse, such as "http://node0:29510", or the absolute path of a file that holds
+    it and is read again while nobody answers. Empty: the variable TORCHFT_LIGHTHOUSE."""
+    healing_timeout_seconds: Positive = 600
+    """Seconds in which a group that comes back must get a peer's state. The others wait meanwhile. After two
+    failures it ends, and they go on."""
+    process_group_timeout_ms: Positive = 60_000
+    """Milliseconds that a group waits for the others' part of a sum, in which they may still compute. After
+    that the step is repeated."""
+    semi_sync_method: Literal["local_sgd", "diloco"] | None = None
+    """How groups meet if not in every step: "local_sgd" averages their weights every sync_steps steps,
+    "diloco" (arXiv:2311.08105) takes the average of their moves as the gradient of an outer optimizer.
+    For groups with a slow link between them."""
+    sync_steps: Positive = 50
+    """Steps of a group from one meeting to the next."""
+    num_fragments: Positive = 1
+    """Parts of the model that meet by turns, at even distances (streaming
+    DiLoCo, arXiv:2501.18512). Divides sync_steps."""
+    fragment_sync_delay: NonNegative = 0
+    """Steps in which a part's average is under way while training goes on."""
+    fragment_update_alpha: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of a group's own weights that stays after a meeting."""
+    should_quantize: bool = False
+    """Send DiLoCo's moves in 8 bits. Needs a GPU with Triton."""
+    outer_lr: Annotated[float, Field(gt=0)] = 0.7
+    """Learning rate of DiLoCo's outer optimizer, SGD with Nesterov momentum."""
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Momentum of the outer optimizer. 0: plain SGD."""
+
+    @property
+    def num_groups(self) -> int:
+        """Return how many copies of the job's layout train together, which titan.config.layout asks."""
+        return self.replica_groups if self.enable else 1
+
+    @property
+    def group_number(self) -> int:
+        """Return which one of them this run is."""
+        return self.replica_id if self.enable else 0
+
+
+class LinkSection(Section):
+    """The link between replica groups, for `titan sim`."""
+
+    group_link_gbit_per_s: Annotated[float | None, Field(gt=0)] = None
+    """Gbit/s that each rank has of the link between replica groups (titan/contrib/elastic/README.md). Unset: its network card's."""
+    group_link_latency_us: Annotated[float, Field(ge=0)] = 0.0
+    """Microseconds of that link, one way, on top of those between two nodes."""
+
+
+def groups_of(config: JobConfig) -> GroupsSection:
+    """Return [fault_tolerance] with the keys of replica groups."""
+    return cast("GroupsSection", config.fault_tolerance)
+
+
+def link_of(config: JobConfig) -> LinkSection:
+    """Return [simulator] with the keys of the link."""
+    return cast("LinkSection", config.simulator)

@@ -1,0 +1,44 @@
+"""What replica groups cost, in `titan sim`. Imports no torch before a job has them."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from titan.config.schema import JobConfig
+from titan.sim.extension import SimExtension
+from titan.sim.report.text import duration, mistake
+
+from .section import groups_of
+
+if TYPE_CHECKING:
+    from titan.sim.simulate import Facts, Simulation
+
+
+class GroupCosts(SimExtension):
+    """The facts `groups`, and their lines on the page."""
+
+    def check(self, options: Namespace, config: JobConfig) -> None:
+        if options.run and groups_of(config).enable:
+            message = "does not know replica groups; add --fault_tolerance.enable=false"
+            raise mistake("--run", message)
+
+    def facts(self, simulation: Simulation, **how: Any) -> Facts:
+        from .cost import group_facts
+
+        return group_facts(simulation, **how)
+
+    def lines(self, facts: Facts) -> Iterator[str]:
+        """Yield what the groups cost, beside HSDP. The rest of the page describes one group."""
+        facts = facts.get("groups", {})
+        if not facts:
+            return
+        link, steps = f"{facts['link_gbit_per_s']:g} Gbit/s a rank", facts["steps_per_meeting"]
+        link += f" and {facts['link_latency_us']:g} us" * (facts["link_latency_us"] > 0)
+        often = "every step" if steps == 1 else f"every {steps:g} steps"
+        yield f"  groups    {facts['replica_groups']} of these, joined by {link}: {facts['method']}, a meeting {often}"
+        yield f"            a rank sends {facts['sent_bytes'] / 1e9:,.2f} GB a meeting, in {duration(facts['meeting_s'])}, for which a step waits {duration(facts['exposed_s'])} on average"
+        for name, row in {"a step": facts, "as HSDP": facts["hsdp"]}.items():
+            if row:
+                yield f"            {name} {duration(row['step_time_s'])}, {row['tokens_per_s']:,.0f} tokens/s in all"
