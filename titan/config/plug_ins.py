@@ -52,6 +52,8 @@ def load_plug_in(entry: EntryPoint) -> Any:
     except Exception as error:
         from .errors import ConfigError, Problem  # imports pydantic
 
+        if isinstance(error, ConfigError):  # of a plug-in that this one needs
+            raise
         package = f" (package {entry.dist.name})" if entry.dist else ""
         reason = f"cannot be loaded: {type(error).__name__}: {error}"
         problem = Problem("", 0, "", f"entry point {entry.name}{package} {reason}")
