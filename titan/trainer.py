@@ -27,7 +27,7 @@ from torch import Tensor
 
 from titan.async_scalars import AsyncScalars, to_device
 from titan.checks.rules import resolve_layout
-from titan.config.layout import AXES, replica_groups
+from titan.config.layout import AXES, is_replica_group
 from titan.config.phases import Phase
 from titan.config.quantize import eight_bit_sections
 from titan.config.render import to_toml
@@ -428,7 +428,7 @@ def _why_unsaved(config: JobConfig, first_step: int) -> str:
 
 
 def _start_process_group(config: JobConfig) -> torch.device:
-    if replica_groups(config) > 1:
+    if is_replica_group(config):
         # NCCL's watchdog would end this process a minute after it has lost a group, though torchft goes on without that group.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     return start_process_group(

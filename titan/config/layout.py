@@ -88,6 +88,11 @@ def replica_groups(config: JobConfig) -> int:
     return getattr(config.fault_tolerance, "num_groups", 1)
 
 
+def is_replica_group(config: JobConfig) -> bool:
+    """Return whether the run is one of such copies, even if it is the only one."""
+    return getattr(config.fault_tolerance, "enable", False)
+
+
 def replica_group(config: JobConfig) -> int:
     """Return which one of these copies the run is, from 0."""
     return getattr(config.fault_tolerance, "group_number", 0)

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.text import Text
 
-from titan.config.layout import AXES, Layout, replica_groups
+from titan.config.layout import AXES, Layout, is_replica_group, replica_groups
 from titan.config.model import num_blocks, num_frozen
 from titan.config.phases import phases_of
 from titan.config.schema import JobConfig
@@ -88,7 +88,7 @@ def startup_page(
             **_experts(config, model_config, layout, ranks_per_node),
             "data": data,
             "layout": _layout(config, layout),
-            **({"groups": _groups(groups)} if groups > 1 else {}),
+            **({"groups": _groups(groups)} if is_replica_group(config) else {}),
             "precision": f"{training.compute_dtype} compute, "
             f"{training.mixed_precision_reduce} gradient reduction, {_states(config)}",
             f"{_units(config)[1]} per step": f"{_factors(config, layout)} = {tokens:,}",
