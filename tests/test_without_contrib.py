@@ -82,8 +82,6 @@ def test_commands_of_the_core(python: Path) -> None:
 
 
 def test_tests_of_the_core(python: Path) -> None:
-    done = run(
-        python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--lane=default", *CORE
-    )
+    done = run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--lane=default", *CORE)
     assert done.returncode == 0, done.stdout[-8000:]
     assert " skipped" not in done.stdout.splitlines()[-1]

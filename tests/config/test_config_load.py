@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from titan.config.errors import ConfigError, key_text, parent
-from titan.config.load import Arguments, load_config, load_from_argv, parse_args
+from titan.config.load import Arguments, load_config, parse_args
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
 from titan.config.toml import KeyPath, format_value, parse_value, read_toml
@@ -212,18 +212,6 @@ def test_a_wrong_command_line_is_reported(argv: list[str], message: str) -> None
     with pytest.raises(ConfigError) as caught:
         parse_args(argv, options=["--nproc"])
     assert str(caught.value).startswith(message)
-
-
-def test_warnings_are_printed_once_a_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "job.toml"
-    path.write_text("[model]\ntokenizer_path = ''\n")
-    load_from_argv([str(path)])
-    assert capsys.readouterr().err == f"{path}:2: model.tokenizer_path is now tokenizer.path\n"
-    monkeypatch.setenv("RANK", "1")
-    load_from_argv([str(path)])
-    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("comments", [False, True])
