@@ -50,7 +50,7 @@ def test_pages_name_files_that_exist() -> None:
     }
     # A placeholder, and nanochat's script.
     assert missing == {
-        ("docs/simulator_accuracy.md", "train_configs/published/ID.toml"),
+        ("train_configs/published/accuracy.md", "train_configs/published/ID.toml"),
         ("docs/architecture.md", "scripts/base_train.py"),
     }
 

@@ -10,7 +10,7 @@ from .base import LIMIT, NonNegative, Positive, Section
 
 
 class FaultToleranceSection(Section):
-    """What a run does about bad losses, differing weights, slow steps and signals. See docs/fault-tolerance.md."""
+    """What a run does about bad losses, differing weights, slow steps and signals. See docs/cluster.md."""
 
     enable: bool = False
     """Train in replica groups that may come and go, on torchft (docs/elastic.md). Needs the extra `elastic`."""
