@@ -64,6 +64,8 @@ class Block:
 def pages() -> dict[str, str]:
     """Return the text of each page by its path in the repository."""
     files = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
+    files += ROOT.glob("titan/**/*.md")
+    files += [ROOT / folder / "README.md" for folder in ("models", "tests")]
     return {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file in sorted(files)}
 
 
