@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import io
-import re
 import tokenize
 from collections import Counter, defaultdict
 from pathlib import Path
