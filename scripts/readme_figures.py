@@ -63,7 +63,7 @@ def search(pattern: str) -> re.Match[str]:
 
 def table() -> str:
     """Return the table, between its marks."""
-    loss = search(r"losses differ by at most ([\d.e-]+) of\s+their value")[1]
+    loss = search(r"losses\s+differ\s+by\s+at\s+most\s+([\d.e-]+)\s+of")[1]
     start = search(
         r"Width 64[^\n]*one rank.*?\| titan \|[^|]*\|[^|]*\|[^|]*\(([\d.]+)\).*?"
         r"\| TorchTitan \|[^|]*\|[^|]*\|[^|]*\(([\d.]+)\).*?\| HF Trainer \|[^|]*\|[^|]*\|[^|]*\(([\d.]+)\)"
