@@ -6,7 +6,6 @@ import ast
 import io
 import tokenize
 from collections import Counter, defaultdict
-from pathlib import Path
 
 from tests.support.lanes import tomllib
 from tests.test_imports import ROOT, SOURCES

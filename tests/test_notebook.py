@@ -33,9 +33,7 @@ def test_it_has_the_form_of_a_notebook() -> None:
 
 def test_its_cells_are_the_commands_of_the_page_which_run_there() -> None:
     cells = [re.sub(r"%%bash\n(command -v .*\n)?", "", cell) for cell in CODE[1:]]
-    assert cells == [
-        block.text.strip("\n") for block in blocks("docs/index.md", "bash")
-    ]
+    assert cells == [block.text.strip("\n") for block in blocks("docs/index.md", "bash")]
 
 
 @pytest.mark.parametrize("folder", [FILE.parent, Path("/")])

@@ -1,7 +1,7 @@
 """The rows of the parity tests, and the table of docs/parity.md that sums them up.
 
-    pytest tests/parity -m "slow or not slow"     writes build/parity/TABLE.csv when all rows of a table ran
-    python -m tests.support.parity_page           takes these into tests/parity/rows.csv, and renews the page's table
+pytest tests/parity -m "slow or not slow"     writes build/parity/TABLE.csv when all rows of a table ran
+python -m tests.support.parity_page           takes these into tests/parity/rows.csv, and renews the page's table
 """
 
 from __future__ import annotations

@@ -115,7 +115,10 @@ def check_task(config: JobConfig) -> Iterator[RuleViolation]:
         return
     if not hasattr(module, "TaskOptions") or not hasattr(module, "build_task"):
         name = getattr(module, "__name__", section.name)
-        yield "name", f"{name} lacks TaskOptions or build_task; see docs/models.md, A task of your own"
+        yield (
+            "name",
+            f"{name} lacks TaskOptions or build_task; see docs/models.md, A task of your own",
+        )
         return
     violations = [*check_fields(section.options, module.TaskOptions(), prefix="task.options")]
     yield from violations
