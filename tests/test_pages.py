@@ -51,6 +51,23 @@ def test_pages_name_files_that_exist() -> None:
     assert not missing
 
 
+def test_the_source_names_pages_and_sections_that_exist() -> None:
+    """In messages, docstrings and comments: `docs/NAME.md`, and its heading behind a comma."""
+    missing = set()
+    for folder in ("titan", "models", "scripts", "examples", "train_configs"):
+        files = (
+            file for kind in ("py", "toml", "sh") for file in (ROOT / folder).rglob(f"*.{kind}")
+        )
+        for file in files:
+            # A message may go on in the next line.
+            text = re.sub(r'"\n\s*f?"', "", file.read_text(encoding="utf-8"))
+            for page, title in re.findall(r'(docs/[\w/-]+\.md)(?:, "?([A-Z][\w ]+))?', text):
+                slug = title.lower().replace(" ", "-")
+                if not (ROOT / page).exists() or (slug and slug not in slugs(page)):
+                    missing.add((str(file.relative_to(ROOT)), page, title))
+    assert not missing
+
+
 def test_commands_are_labelled() -> None:
     """A block whose lines begin with a program is one of commands, so that it runs in a test."""
     unlabelled = {
