@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 8 examples/transformers_llama.py OUT      # FSDP2 2 x CP 2 x TP 2; any multiple of 4 ranks
     titan sim --script examples/transformers_llama.py:build --world-size 64 --hardware h100-sxm
 
-docs/transformers.md says why each line is there.
+docs/huggingface.md says why each line is there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measure the sentences of the pages in the root and in docs/: words on average and at most, and words to avoid.
+"""Measure the sentences of the pages in the root, in docs/ and beside the code: words on average and at most, and words to avoid.
 
     python scripts/check_prose.py [FILE...]      exit code 1 if a page is above a limit
 
@@ -80,6 +80,8 @@ def main() -> int:
         ROOT / "CONTRIBUTING.md",
         ROOT / "AGENTS.md",
         *sorted((ROOT / "docs").glob("**/*.md")),
+        *sorted((ROOT / "titan").glob("**/README.md")),
+        *(ROOT / folder / "README.md" for folder in ("models", "tests")),
     ]
     code = 0
     for file in files:

@@ -1,8 +1,7 @@
-"""Write docs/config.md and docs/schema.json from the config classes, and notebooks from pages. A test fails if they are stale."""
+"""Write docs/config.md and docs/schema.json from the config classes, and a notebook from docs/index.md. A test fails if they are stale."""
 
 from __future__ import annotations
 
-import ast
 import json
 import sys
 from collections.abc import Iterator
@@ -35,13 +34,6 @@ An editor with a TOML language server completes and checks keys in a file that b
 path is relative to the file).
 """
 
-_API = """\
-# Signatures of titan.parallel
-
-Generated from titan/parallel by `python scripts/gen_docs.py`; do not edit. [From Python](python.md) shows how to call them, and
-[parallelism.md](parallelism.md#the-helpers-alone) what each needs from a model.
-"""
-
 _SCHEDULE = """\
 The learning rate at step s = 1, 2, ... of T = `total_steps` (or `training.steps`), with W = `warmup_steps`:
 
@@ -59,56 +51,9 @@ def generated() -> dict[Path, str]:
     """Return path and content of every generated page."""
     return {
         DOCS / "config.md": reference_markdown(),
-        DOCS / "api.md": api_markdown(),
-        DOCS / "tutorials/first_run.ipynb": notebook(DOCS / "tutorials/first_run.md"),
+        DOCS / "first_run.ipynb": notebook(DOCS / "index.md"),
         DOCS / "schema.json": json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n",
     }
-
-
-def api_markdown() -> str:
-    """Return the page docs/api.md: the signatures of titan.parallel, read from its source, and how each docstring begins."""
-    package = ROOT / "titan" / "parallel"
-    [modules] = [
-        ast.literal_eval(node.value)
-        for node in ast.parse((package / "__init__.py").read_text()).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_MODULES"
-    ]
-    lines = [_API]
-    for module, names in modules.items():
-        defined = {
-            node.name: node
-            for node in ast.parse((package / f"{module}.py").read_text()).body
-            if isinstance(node, ast.FunctionDef | ast.ClassDef)
-        }
-        for name in names:
-            lines += [f"## {name}\n", "```text", *_signature(defined[name]), "```\n"]
-            about = (ast.get_docstring(defined[name]) or "").split("\n\n")[0]
-            lines += [f"{about}\n", f"Defined in titan/parallel/{module}.py, with its arguments.\n"]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def _signature(node: ast.FunctionDef | ast.ClassDef) -> Iterator[str]:
-    """Yield the lines of a call: a parameter on each, as in the source."""
-    init = node
-    if isinstance(node, ast.ClassDef):
-        [init] = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
-    assert isinstance(init, ast.FunctionDef)
-    arguments = init.args
-    positional = [a for a in arguments.args if a.arg != "self"]
-    defaults = [None] * (len(positional) - len(arguments.defaults)) + [*arguments.defaults]
-    pairs = [*zip(positional, defaults, strict=True), None]
-    pairs += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    if not arguments.kwonlyargs:
-        pairs.remove(None)
-    yield f"{node.name}("
-    for pair in pairs:
-        if pair is None:
-            yield "    *,"
-        else:
-            default = f" = {ast.unparse(pair[1])}" if pair[1] is not None else ""
-            yield f"    {ast.unparse(pair[0])}{default},"
-    result = f" -> {ast.unparse(init.returns)}" if init.returns and init is node else ""
-    yield f"){result}"
 
 
 def reference_markdown() -> str:

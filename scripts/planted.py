@@ -1,6 +1,6 @@
 """Plant a fault in a copy of the project, one in each subsystem, and see that the default lane finds it.
 
-    python scripts/planted.py             all of them; prints the table of CONTRIBUTING.md
+    python scripts/planted.py             all of them; prints a table
     python scripts/planted.py clipping    those whose names hold a word
 
 Each fault replaces one text of one file by another. A fault whose text is no longer there is an error.

@@ -1,4 +1,4 @@
-"""Write docs/simulator_accuracy.md: what the simulator predicts for published measurements, row by row.
+"""Compare the simulator with published measurements: rows in train_configs/published/accuracy.md, a table in docs/simulator.md.
 
     python scripts/sim_accuracy.py [ID ...] [--write]     some rows only: printed, and with --write written, too
 
@@ -8,6 +8,7 @@ three factors of the profile (titan/sim/hardware/h100-96g-500w.toml); all others
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Iterable
@@ -31,6 +32,8 @@ from titan.sim.simulate import simulate
 
 ROOT = Path(__file__).parents[1]
 JOBS = ROOT / "train_configs" / "published"
+ROWS, PAGE = JOBS / "accuracy.md", ROOT / "docs" / "simulator.md"
+BEGIN, END = "<!-- accuracy: written by scripts/sim_accuracy.py -->", "<!-- end of accuracy -->"
 MAIN, PAPER = "torchtitan-2024-12", "paper-2410.06511"
 # What people choose by: (what, row, row it is compared with).
 RATIOS = [
@@ -168,8 +171,18 @@ def main(arguments: list[str]) -> int:
         print(f"{run['id']:>24} {run['use']:<9} {result}", flush=True)
     if not request or "--write" in arguments:
         rows = {run["id"]: rows.get(run["id"], Row(run, failure="not run")) for run in every}
-        (ROOT / "docs" / "simulator_accuracy.md").write_text(document(rows), encoding="utf-8")
+        ROWS.write_text(document(rows), encoding="utf-8")
+        PAGE.write_text(updated(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     return any(row.failure for row in rows.values())
+
+
+def updated(page: str) -> str:
+    """Return docs/simulator.md with the means of the file of rows in its table."""
+    means = re.findall(r"^\| ([^|]+) \| ([\d.]+%) \| ([+-][\d.]+%) \|$", ROWS.read_text(encoding="utf-8"), re.M)  # fmt: skip
+    lines = ["| | mean absolute error | worst |", "|---|--:|--:|"]
+    lines += [f"| {' | '.join(row)} |" for row in means]
+    before, rest = page.split(BEGIN)
+    return "\n".join([before + BEGIN, *lines, END]) + rest.split(END)[1]
 
 
 def predict(run: dict[str, Any], config: JobConfig, *, imitate: bool = True) -> Row:
@@ -199,8 +212,8 @@ def document(rows: dict[str, Row]) -> str:
     lines = [
         "# How accurate the simulator is",
         "",
-        "This page compares the simulator's predictions with published measurements, row by row. `python scripts/sim_accuracy.py`",
-        "writes it; do not edit it.",
+        "This file compares the simulator's predictions with published measurements, row by row. `python scripts/sim_accuracy.py`",
+        "writes it; do not edit it. docs/simulator.md has the means.",
         "",
         "- Rows R and C are from TorchTitan's performance page of December 2024, and rows P from its paper, arXiv:2410.06511. They",
         "  ran on H100s with 96 GB of HBM2e, limited to 500 W. Each job is train_configs/published/ID.toml.",

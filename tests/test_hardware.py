@@ -58,7 +58,7 @@ def test_figures() -> None:
 
 
 def test_docs_list_every_profile() -> None:
-    docs = Path(__file__).parents[1] / "docs" / "metrics.md"
+    docs = Path(__file__).parents[1] / "docs" / "evaluation.md"
     listed = docs.read_text(encoding="utf-8").split("The profiles are ")[1].split(";")[0]
     assert re.split(r",\s+|\s+and\s+", listed) == [hardware.name for hardware in HARDWARE]
 

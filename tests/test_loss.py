@@ -21,7 +21,7 @@ from titan.loss import (
     LossSum,
     VocabularyShard,
     cross_entropy_sum,
-    leave_output_to_loss,
+    defer_lm_head,
 )
 
 
@@ -334,4 +334,4 @@ def test_mistakes_that_would_compute_another_loss() -> None:
     with pytest.raises(ValueError, match=r"labels are \(1,\) and the input is \(8, 5\)"):
         cross_entropy_sum(torch.randn(8, 5), torch.tensor([3]), chunk_tokens=8)
     with pytest.raises(ValueError, match="build it with bias=False"):
-        leave_output_to_loss(torch.nn.Linear(4, 5))
+        defer_lm_head(torch.nn.Linear(4, 5))

@@ -1,4 +1,4 @@
-"""The notebook of the first tutorial has the form of nbformat 4.5, and its cells run: tests/config/test_config_docs.py keeps it fresh."""
+"""The notebook of the first page has the form of nbformat 4.5, and its cells run: tests/config/test_config_docs.py keeps it fresh."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from tests.support.jobs import ROOT
 from tests.support.pages import blocks
 
-FILE = ROOT / "docs/tutorials/first_run.ipynb"
+FILE = ROOT / "docs/first_run.ipynb"
 BOOK = json.loads(FILE.read_text(encoding="utf-8"))
 CODE = ["".join(cell["source"]) for cell in BOOK["cells"] if cell["cell_type"] == "code"]
 
@@ -33,9 +33,7 @@ def test_it_has_the_form_of_a_notebook() -> None:
 
 def test_its_cells_are_the_commands_of_the_page_which_run_there() -> None:
     cells = [re.sub(r"%%bash\n(command -v .*\n)?", "", cell) for cell in CODE[1:]]
-    assert cells == [
-        block.text.strip("\n") for block in blocks("docs/tutorials/first_run.md", "bash")
-    ]
+    assert cells == [block.text.strip("\n") for block in blocks("docs/index.md", "bash")]
 
 
 @pytest.mark.parametrize("folder", [FILE.parent, Path("/")])

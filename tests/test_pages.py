@@ -48,11 +48,24 @@ def test_pages_name_files_that_exist() -> None:
         for name in pattern.findall(prose(page) if page == "AGENTS.md" else pages()[page])
         if not (ROOT / name).exists()
     }
-    # A placeholder, and nanochat's script.
-    assert missing == {
-        ("docs/simulator_accuracy.md", "train_configs/published/ID.toml"),
-        ("docs/architecture.md", "scripts/base_train.py"),
-    }
+    assert not missing
+
+
+def test_the_source_names_pages_and_sections_that_exist() -> None:
+    """In messages, docstrings and comments: `docs/NAME.md`, and its heading behind a comma."""
+    missing = set()
+    for folder in ("titan", "models", "scripts", "examples", "train_configs"):
+        for file in (ROOT / folder).rglob("*.*"):
+            # The published runs name pages of others.
+            if file.suffix not in (".py", ".toml", ".sh") or file.parent.name == "published":
+                continue
+            # A message may go on in the next line.
+            text = re.sub(r'"\n\s*f?"', "", file.read_text(encoding="utf-8"))
+            for page, title in re.findall(r'(docs/[\w/-]+\.md)(?:, "?([A-Z][\w ]+))?', text):
+                slug = title.lower().replace(" ", "-")
+                if not (ROOT / page).exists() or (slug and slug not in slugs(page)):
+                    missing.add((str(file.relative_to(ROOT)), page, title))
+    assert not missing
 
 
 def test_commands_are_labelled() -> None:

@@ -131,7 +131,7 @@ def test_the_step_before_a_phase_is_saved_and_kept(
     assert "\nphase 2, steps 4 to 6: " in said and "warning" not in said
     dist.destroy_process_group() if dist.is_initialized() else None
     # The page's number is the step before the phase of the job that it trains, and its two settings go on from there.
-    page = (ROOT / "docs/tutorials/fineweb_edu.md").read_text()
+    page = (ROOT / "docs/data.md").read_text()
     [annealing] = load_config(ROOT / "train_configs/fineweb_edu_1b.toml").phase
     step = annealing.from_step - 1  # pyright: ignore[reportOptionalOperand]
     assert f"step {step:,}" in page and f"checkpoint/step-{step}" in page

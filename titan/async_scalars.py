@@ -1,4 +1,4 @@
-"""Copy numbers between the host and the device without making either wait. The training loop reads the device only here."""
+"""Asynchronous copies of numbers between host and device. The training loop reads the device only here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from torch import Tensor
 
 
 class AsyncScalars:
-    """Start copying scalars, or longer tensors, to the host. `values` waits for this copy, not for work queued after it."""
+    """An asynchronous copy of scalars, or of longer tensors, to the host.
+
+    `values` waits for this copy, and not for work that is queued after it.
+    """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         # One copy for all of them. float64 holds every float32 and every count of tokens exactly.

@@ -148,7 +148,7 @@ class Generator:
 def streamed(
     tokenizer: Tokenizer, tokens: Iterable[int], *, prompt: Sequence[int] = ()
 ) -> Iterator[str]:
-    """Yield the text of tokens that follow a prompt, each time what is new. A character comes when its last byte has."""
+    """Yield the text of tokens that follow a prompt, piece by piece. A character is yielded after its last byte."""
     ids, shown = [], 0
     for token in tokens:
         ids.append(token)

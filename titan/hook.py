@@ -18,7 +18,7 @@
 
 Every rank calls each event of every hook, in the order of `trainer.hooks`. A hook that communicates must do so on all
 ranks, so the order of hooks is the order of their collectives. The standard hooks are in titan/hooks/, and
-docs/hooks.md shows how to add one.
+docs/api.md shows how to add one.
 """
 
 from __future__ import annotations

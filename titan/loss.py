@@ -1,20 +1,20 @@
-"""Compute output layer and cross entropy in chunks, so that neither logits nor their gradient exist whole.
+"""Cross entropy and output layer in chunks, so that neither the logits nor their gradient exist as a whole.
 
-Over N positions with vocabulary V, the plain loss in bf16 training holds N x V logits in bf16, again in fp32, and
-their log-probabilities in fp32: ten bytes a logit, 78 GiB for Llama 3's vocabulary and 65,536 tokens. Here C positions at a time go
-through the output layer and the loss, and their gradient (softmax minus one-hot) goes back through the output layer there
-and then: what is kept is the gradient of the output layer's input and weight, which the backward pass only scales. The three matrix
-products are those of the plain loss. (Known from Liger Kernel, arXiv:2410.10989, and Cut Cross-Entropy, arXiv:2411.09009.)
+For N tokens and vocabulary V, the plain loss in bf16 training holds N x V logits in bf16, again in fp32, and their
+log-probabilities in fp32. These are ten bytes for each logit: 78 GiB for Llama 3's vocabulary and 65,536 tokens. Here, C tokens at a
+time go through the output layer and the loss. Their gradient (softmax minus one-hot) goes back through the output layer at once. Only
+the gradients of the output layer's input and weight are kept, and the backward pass scales them. The three matmuls are those of the
+plain loss. (Known from Liger Kernel, arXiv:2410.10989, and Cut Cross-Entropy, arXiv:2411.09009.)
 
-Logits that someone else computed are accepted as well, and then only fp32 copies are kept to a chunk.
+The input may also be logits that the caller has computed. Then chunks limit the fp32 copies alone.
 
-Under tensor parallelism the logits may stay split over the vocabulary: ranks then exchange three numbers a row, not
-the row (Megatron-LM, arXiv:1909.08053, section 3).
+Under tensor parallelism the logits may stay sharded over the vocabulary. Ranks then exchange three numbers for each token, and not
+its logits (Megatron-LM, arXiv:1909.08053, section 3).
 
-A package's loss takes the place of the cross entropy (docs/optimizers.md). It gets whole rows of logits in fp32, a chunk at a
-time: where the vocabulary is split, ranks gather the rows of a chunk, and each keeps the gradient of its columns.
+A package's loss can replace the cross entropy (docs/optimizers.md). It gets the fp32 logits of a chunk over the whole vocabulary.
+Where the vocabulary is sharded, ranks gather the logits of a chunk, and each rank keeps the gradient of its own columns.
 
-N positions, C of a chunk, D model, V vocabulary, or this rank's part of it
+N tokens, C tokens of a chunk, D model, V vocabulary or this rank's shard of it
 """
 
 from __future__ import annotations
@@ -36,55 +36,65 @@ from titan.parallel.products import multiplies_into_fp32
 from titan.parallel.torch_compat import enable_loss_parallel
 
 IGNORED = -100  # torch's cross entropy leaves this label out
-_FLOAT8_ROWS = 128  # what the rows of products in 8 bits divide by, at most: those of each chunk but the last, as all rows do
+# Tokens of a matmul in 8 bits are a multiple of 128 at most, those of each chunk but the last.
+_FLOAT8_TOKENS = 128
 
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """Describe logits split over the vocabulary (loss parallel) as DTensor cuts: this rank's begin
-    at `start`, and `group` holds all of them."""
+    """This rank's shard of logits that are split over the vocabulary as DTensor splits them (loss parallel).
+
+    Attributes:
+        group: the ranks that hold all shards.
+        start: first column of this rank's shard.
+        mesh: mesh of the group, with one axis, for torch's own loss.
+        vocab_size: size of the whole vocabulary, for a package's loss.
+    """
 
     group: dist.ProcessGroup
     start: int
-    mesh: DeviceMesh | None = None  # of the group, one axis: for torch's own loss
-    vocab_size: int = 0  # of the whole vocabulary: for a package's loss
+    mesh: DeviceMesh | None = None
+    vocab_size: int = 0
 
     @staticmethod
     def of(tp: DeviceMesh | None, vocab_size: int) -> VocabularyShard | None:
-        """Return this rank's part of the logits, cut as DTensor cuts: equal parts rounded up, the last one shorter."""
+        """Return this rank's shard: shards are of equal size, rounded up, and the last one is shorter."""
         if tp is None:
             return None
         start = tp.get_local_rank() * -(-vocab_size // tp.size())
         return VocabularyShard(tp.get_group(), start=start, mesh=tp, vocab_size=vocab_size)
 
 
-# What computes logits of an input, differentiable in it and in a weight that it knows.
-Product = Callable[[Tensor], Tensor]
+# Maps the output layer's input (N, D) to logits (N, V), differentiable in the input and in a weight of its own.
+LogitsFn = Callable[[Tensor], Tensor]
 # A package's loss: fp32 logits (C, V) and labels (C,), IGNORED where not trained on, to the sum over the valid tokens.
 CustomLoss = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class _Settings:
+    """Options of `_ChunkedCrossEntropy`, as for `scaled_cross_entropy`."""
+
     chunk_tokens: int
     shard: VocabularyShard | None
     kernels: Kernels
-    product: Product | None
+    logits_fn: LogitsFn | None
     custom: CustomLoss | None
     scales: Sequence[float]
 
-    def chunks(self, rows: Tensor) -> list[tuple[int, Tensor]]:
-        """Return the chunks of rows, each with the number of its part."""
-        parts = rows.chunk(len(self.scales))
+    def chunks(self, x: Tensor) -> list[tuple[int, Tensor]]:
+        """Return the chunks of a tensor along its tokens, each with the number of its part."""
+        parts = x.chunk(len(self.scales))
         return [
             (n, chunk) for n, part in enumerate(parts) for chunk in part.split(self.chunk_tokens)
         ]
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """input_ND: what the output layer of weight_VD gets; without weight_VD it is the logits. Its rows are as many parts as there are scales.
+    """Autograd function of the loss. It computes gradients in the forward pass, and scales them in the backward pass.
 
-    Returns the scaled total and, of several parts, the sum of each, which nothing differentiates.
+    `input_ND` is the input of an output layer with `weight_VD`, or the logits if there is no weight. Its tokens have as many parts as
+    there are scales. The result is the scaled total and, for several parts, the sum of each part, which is not differentiable.
     """
 
     @staticmethod
@@ -98,7 +108,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         d_weight_VD = None
         if weight_VD is not None and ctx.needs_input_grad[1]:  # a sum over chunks: in fp32
             d_weight_VD = torch.zeros(weight_VD.shape, dtype=torch.float32, device=input_ND.device)
-        # Logits in fp32 from the product itself, where the device can: exact to the inputs, and no cast of them.
+        # Logits in fp32 from the matmul itself, where the device can: exact to the inputs, and no cast of them.
         into_fp32: Any = (
             {"out_dtype": torch.float32}
             if multiplies_into_fp32(input_ND.dtype, input_ND.device.type)
@@ -110,10 +120,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         chunks = zip(inputs, d_inputs, settings.chunks(labels_N), strict=True)
         for (part, input_CD), (_, d_input_CD), (_, labels_C) in chunks:
             scale = settings.scales[part]
-            if settings.product is not None:
+            if settings.logits_fn is not None:
                 input_CD = input_CD.detach().requires_grad_()
                 with torch.set_grad_enabled(differentiate):
-                    logits_CV = settings.product(input_CD)
+                    logits_CV = settings.logits_fn(input_CD)
             else:
                 logits_CV = (
                     input_CD if weight_VD is None else torch.mm(input_CD, weight_VD.T, **into_fp32)
@@ -131,7 +141,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 # The logits' gradient is the result: the caller's own backward pass goes on from it.
                 _scale(d_input_CD.copy_(d_logits_CV), scale)
                 continue
-            if settings.product is not None:
+            if settings.logits_fn is not None:
                 wanted = [input_CD] if d_weight_VD is None else [input_CD, weight_VD]
                 d_input, *d_weight = torch.autograd.grad(logits_CV, wanted, d_logits_CV)
                 _scale(d_input_CD.copy_(d_input), scale)
@@ -184,14 +194,14 @@ def _one_chunk(
     settings: _Settings,
     gradient_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the summed loss of a chunk, a scalar in fp32, and its gradient in the logits, if that is wanted."""
+    """Return the summed loss of a chunk, a scalar in fp32, and its gradient in the logits if `gradient_dtype` is given."""
     shard, kernels = settings.shard, settings.kernels
     if settings.custom is not None:
         return _custom_chunk(logits_CV, labels_C, settings.custom, shard, gradient_dtype)
     is_valid_C = labels_C != IGNORED
     column_C, is_mine_C = labels_C.clamp(min=0), is_valid_C
     if shard is not None:
-        # A label outside this rank's rows contributes nothing here; another rank has its logit.
+        # A label outside this rank's shard contributes nothing here; another rank has its logit.
         column_C = column_C - shard.start
         is_mine_C = is_valid_C & (column_C >= 0) & (column_C < logits_CV.shape[1])
         # Any valid column will do for labels of other ranks: the mask leaves them out.
@@ -200,11 +210,11 @@ def _one_chunk(
     whole_lse_C = lse_C
     if shard is not None:
         whole_lse_C, target_logit_C = _across_ranks(lse_C, target_logit_C, is_mine_C, shard.group)
-    # Masked by filling, since a product would keep the nan of an ignored row.
+    # Masked by filling, since a multiplication would keep the nan of an ignored token.
     loss = (whole_lse_C - target_logit_C).masked_fill(~is_valid_C, 0.0).sum()
     if gradient_dtype is None:
         return loss, None
-    # Rows that are not valid get probabilities of exp(-inf).
+    # Tokens that are not valid get probabilities of exp(-inf).
     whole_lse_C = whole_lse_C.masked_fill(~is_valid_C, torch.inf)
     return loss, kernels.gradient(state, lse_C, whole_lse_C, column_C, is_mine_C, gradient_dtype)
 
@@ -216,11 +226,11 @@ def _custom_chunk(
     shard: VocabularyShard | None,
     gradient_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what `_one_chunk` does, by a package's loss, whose gradient autograd finds."""
+    """Return loss and gradient of a chunk as `_one_chunk` does, by a package's loss, which autograd differentiates."""
     columns = slice(None)
     if shard is not None:
         columns = slice(shard.start, shard.start + logits_CV.shape[1])
-        logits_CV = _whole_rows(logits_CV, shard)
+        logits_CV = _gather_vocabulary(logits_CV, shard)
     logits_CV = logits_CV.float().detach().requires_grad_(gradient_dtype is not None)
     with torch.set_grad_enabled(gradient_dtype is not None):
         loss = custom(logits_CV, labels_C)
@@ -230,25 +240,25 @@ def _custom_chunk(
     return loss.detach(), d_logits_CV[:, columns].to(gradient_dtype)
 
 
-def _whole_rows(logits_CV: Tensor, shard: VocabularyShard) -> Tensor:
-    """Gather rows of logits whose columns the ranks of a group share: (C, V/tp) to (C, V)."""
+def _gather_vocabulary(logits_CV: Tensor, shard: VocabularyShard) -> Tensor:
+    """Gather logits over the vocabulary: (C, V/tp) to (C, V)."""
     size = dist.get_world_size(shard.group)
     width = -(-shard.vocab_size // size)
     # The last ranks may have fewer columns, and a collective takes equal parts.
     mine_CW = F.pad(logits_CV, (0, width - logits_CV.shape[1])).contiguous()
-    rows_WC = mine_CW.new_empty(size * len(mine_CW), width)
-    dist.all_gather_into_tensor(rows_WC, mine_CW, group=shard.group)
-    whole_CV = rows_WC.view(size, len(mine_CW), width).transpose(0, 1).flatten(1)
+    gathered = mine_CW.new_empty(size * len(mine_CW), width)
+    dist.all_gather_into_tensor(gathered, mine_CW, group=shard.group)
+    whole_CV = gathered.view(size, len(mine_CW), width).transpose(0, 1).flatten(1)
     return whole_CV[:, : shard.vocab_size]
 
 
 def _across_ranks(
     lse_C: Tensor, target_logit_C: Tensor, is_mine_C: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-sum-exp over the whole vocabulary, and the target's logit, from those of this rank's part.
+    """Return the log-sum-exp over the whole vocabulary and the target's logit, from those of this rank's shard.
 
-    Two all-reduces of one and two numbers a row: the largest log-sum-exp; then the sums of the ranks'
-    exponentials and of the target's logit, which one rank has.
+    There are two all-reduces. The first finds the largest log-sum-exp of each token. The second sums the ranks' exponentials and the
+    target's logit, which one rank has.
     """
     # Subtract the largest before taking exponentials, as in any log-sum-exp.
     largest_C = lse_C.clone()
@@ -259,7 +269,7 @@ def _across_ranks(
 
 
 def cross_entropy_sum(input: Tensor, labels: Tensor, **options: Any) -> Tensor:
-    """Return the sum of the cross entropy of all rows, a scalar in fp32 (`scaled_cross_entropy`, with its options)."""
+    """Return the sum of the cross entropy over all tokens, a scalar in fp32. The options are those of `scaled_cross_entropy`."""
     return scaled_cross_entropy(input, labels, **options)[0]
 
 
@@ -271,28 +281,32 @@ def scaled_cross_entropy(
     weight: Tensor | None = None,
     shard: VocabularyShard | None = None,
     kernels: Kernels | None = None,
-    product: Product | None = None,
+    logits_fn: LogitsFn | None = None,
     custom: CustomLoss | None = None,
     scales: Sequence[float] = (1.0,),
 ) -> tuple[Tensor, ...]:
-    """Return the sum of the cross entropy in nats over the valid labels, a scalar in fp32, the same on every rank of a shard.
-
-    With several scales, the rows are that many parts of one size, and the sum has each part's times its scale, of which the first is 1. All
-    share one gradient of the weight. A second result, fp32 (P,), are then the sums of the parts, which are not differentiable.
-
-    Differentiable once in input and weight. Raises ValueError for labels of another shape, and for a weight that is not gathered.
+    """Return the sum of the cross entropy in nats over the valid labels. It is differentiable once, in input and weight.
 
     Args:
-        input: (..., D) of an output layer, or without `weight` the logits (..., V), in any floating dtype. With `shard`, its gradient
-            is this rank's part of a sum over the ranks.
-        labels: (...) int64 in the whole vocabulary, IGNORED where not trained on. Others are not looked for: the loss then means nothing.
-        chunk_tokens: tokens computed at once; 0: all. A single chunk is torch's own cross entropy on an fp32 copy of the logits.
-        weight: (V, D) of the output layer; with `shard` this rank's rows (V/tp, D), also as the DTensor that tensor parallelism made.
-            Under FSDP take it from the layer after the forward pass, when it is gathered.
-        shard: this rank's part of the vocabulary; logits are then its columns (..., V/tp).
-        kernels: computes a chunk's loss in fused kernels.
-        product: computes the logits of (N, D) in place of a product with `weight`, which it reads (a layer in 8 bits).
-        custom: computes the sum from rows of logits, in place of the cross entropy.
+        input: (..., D), input of the output layer; or the logits (..., V) if there is no `weight`. Any floating dtype. With `shard`, its
+            gradient is this rank's part of a sum over the ranks.
+        labels: (...) int64 ids of the whole vocabulary, IGNORED where not trained on. Ids outside the vocabulary are not checked for.
+        chunk_tokens: tokens that are computed at once; 0: all. A single chunk is torch's own cross entropy on an fp32 copy of the logits.
+        weight: (V, D), weight of the output layer. With `shard`, it is this rank's shard (V/tp, D), also as the DTensor that tensor
+            parallelism made. Under FSDP, take it from the layer after the forward pass, when it is gathered.
+        shard: this rank's shard of the vocabulary; logits are then its columns (..., V/tp).
+        kernels: fused kernels for the loss of a chunk.
+        logits_fn: computes the logits of (N, D) in place of a matmul with `weight`, which it reads (a layer in 8 bits).
+        custom: computes the sum from logits and labels, in place of the cross entropy.
+        scales: with P scales, the first of which is 1, the tokens are P parts of equal size, and the sum has each part times its scale.
+            All parts share one gradient of the weight.
+
+    Returns:
+        The sum, a scalar in fp32, the same on every rank of a shard; and with several scales the sums of the parts, fp32 (P,), which
+        are not differentiable.
+
+    Raises:
+        ValueError: labels have another shape, or the weight is not gathered.
     """
     # Shapes are checked here: a broadcast would give a wrong loss without an error.
     if labels.shape != input.shape[:-1]:
@@ -302,34 +316,34 @@ def scaled_cross_entropy(
     if isinstance(weight, DTensor):
         weight = _local_rows(weight, shard)
     input_ND, labels_N = input.reshape(-1, input.shape[-1]), labels.reshape(-1)
-    part_rows = len(input_ND) // len(scales)
-    num_chunks = -(-part_rows // (chunk_tokens or part_rows))
+    part_tokens = len(input_ND) // len(scales)
+    num_chunks = -(-part_tokens // (chunk_tokens or part_tokens))
     loss = custom or partial(F.cross_entropy, ignore_index=IGNORED, reduction="sum")
     # A single chunk gains nothing from the code for several, unless ranks share the vocabulary or a compiler fuses it.
     if num_chunks == 1 and shard is None and (kernels is None or not chunk_tokens):
-        linear = product or (lambda x: x if weight is None else F.linear(x, weight))
+        linear = logits_fn or (lambda x: x if weight is None else F.linear(x, weight))
         return _parts(lambda x, y: loss(linear(x).float(), y), input_ND, labels_N, scales)
     is_plain = not chunk_tokens and weight is None and custom is None
     if is_plain and shard is not None and shard.mesh is not None:
         plain = partial(_plain_over_vocabulary, mesh=shard.mesh, start=shard.start)
         return _parts(plain, input_ND, labels_N, scales)
-    size = -(-part_rows // num_chunks)
-    if product is not None:
-        size = -(-size // _FLOAT8_ROWS) * _FLOAT8_ROWS
-    settings = _Settings(size, shard, kernels or Kernels(), product, custom, scales)
+    size = -(-part_tokens // num_chunks)
+    if logits_fn is not None:
+        size = -(-size // _FLOAT8_TOKENS) * _FLOAT8_TOKENS
+    settings = _Settings(size, shard, kernels or Kernels(), logits_fn, custom, scales)
     return _ChunkedCrossEntropy.apply(input_ND, weight, labels_N, settings)  # pyright: ignore[reportReturnType]
 
 
 def _parts(
     loss: CustomLoss, input_ND: Tensor, labels_N: Tensor, scales: Sequence[float]
 ) -> tuple[Tensor, ...]:
-    """Return what `scaled_cross_entropy` does, of a loss that autograd differentiates."""
-    parts = (rows.chunk(len(scales)) for rows in (input_ND, labels_N))
+    """Return the result of `scaled_cross_entropy` for a loss that autograd differentiates."""
+    parts = (x.chunk(len(scales)) for x in (input_ND, labels_N))
     return _scaled_total([*map(loss, *parts)], scales)
 
 
 def _scaled_total(sums: list[Tensor], scales: Sequence[float]) -> tuple[Tensor, ...]:
-    """Return the sum of all parts, each times its scale, and of several also their own sums."""
+    """Return the sum of all parts, each times its scale, and for several parts their own sums."""
     if len(sums) == 1:
         return (sums[0],)
     total = sums[0]
@@ -339,7 +353,7 @@ def _scaled_total(sums: list[Tensor], scales: Sequence[float]) -> tuple[Tensor, 
 
 
 def _local_rows(weight: DTensor, shard: VocabularyShard | None) -> Tensor:
-    """Return this rank's rows of a weight that is split over the ranks of `shard` and over no others."""
+    """Return this rank's shard of a weight that is split over the ranks of `shard` and over no others."""
     mesh, ranks = weight.device_mesh, dist.get_process_group_ranks
     if (
         shard is None
@@ -357,7 +371,7 @@ def _local_rows(weight: DTensor, shard: VocabularyShard | None) -> Tensor:
 def _plain_over_vocabulary(
     logits_NV: Tensor, labels_N: Tensor, mesh: DeviceMesh, *, start: int
 ) -> Tensor:
-    """Compute torch's loss parallel: cross entropy of an fp32 copy of logits that are split over the vocabulary."""
+    """Return torch's loss parallel: the cross entropy of an fp32 copy of logits that are split over the vocabulary."""
     enable_loss_parallel()
     # The last ranks may have fewer columns. All must give one shape, or labels are looked for in the wrong places: equal parts.
     rank = mesh.get_local_rank()
@@ -376,52 +390,59 @@ def _plain_over_vocabulary(
     return loss.to_local()
 
 
-def leave_output_to_loss(output: nn.Module) -> None:
-    """Make the output layer hand its input on, so that the loss can apply its weight in chunks. ValueError if it has a bias."""
+def defer_lm_head(output: nn.Module) -> None:
+    """Make the output layer return its input, so that the loss can apply its weight in chunks.
+
+    Raises:
+        ValueError: the layer has a bias.
+    """
     if getattr(output, "bias", None) is not None:
         raise ValueError(
             "the loss applies the output layer's weight only: build it with bias=False"
         )
-    output.forward = _hand_on
+    output.forward = _identity_head
 
 
-def product_of(output: nn.Module, *, backend: str = "") -> Product:
-    """Return what a layer that was left to the loss would compute, through torch.compile with a backend."""
-    product = partial(
-        type(output).forward, output
-    )  # the class's, as the layer itself hands its input on
-    return torch.compile(product, backend=backend) if backend else product
+def logits_fn_of(output: nn.Module, *, backend: str = "") -> LogitsFn:
+    """Return the forward pass of an output layer after `defer_lm_head`, through torch.compile if a backend is given."""
+    # The class's, since the layer itself returns its input.
+    forward = partial(type(output).forward, output)
+    return torch.compile(forward, backend=backend) if backend else forward
 
 
 def compiled_loss(custom: CustomLoss | None, *, backend: str) -> CustomLoss | None:
-    """Return a package's loss through torch.compile with a backend; "": as it is."""
+    """Return a package's loss, through torch.compile if a backend is given."""
     return torch.compile(custom, backend=backend) if custom is not None and backend else custom
 
 
-def _hand_on(x: Tensor) -> Tensor:
+def _identity_head(x: Tensor) -> Tensor:
     return x
 
 
 @dataclass(frozen=True)
 class LossSum:
-    """Map a model's output and labels to the summed loss.
+    """Loss function: maps a model's output and labels to the summed loss.
 
-    chunk_tokens: positions at a time. shard: where logits are split over the vocabulary. output: the layer that
-    was left to the loss; None: the model's output are logits. product: its own, if it multiplies in 8 bits.
-    custom: what is trained on in place of the cross entropy. Without gradients, in validation, it is the cross entropy.
+    Attributes:
+        chunk_tokens: tokens that are computed at once.
+        shard: this rank's shard of logits that are split over the vocabulary.
+        output: output layer that the loss applies; None: the model's output are logits.
+        kernels: fused kernels for the loss of a chunk.
+        logits_fn: the output layer's own forward pass, if it multiplies in 8 bits.
+        custom: training loss in place of the cross entropy. Without gradients, in validation, the loss is the cross entropy.
     """
 
     chunk_tokens: int
     shard: VocabularyShard | None = None
     output: nn.Module | None = None
     kernels: Kernels | None = None
-    product: Product | None = None
+    logits_fn: LogitsFn | None = None
     custom: CustomLoss | None = None
 
     def __call__(
         self, input: Tensor, labels_BS: Tensor, *, custom: CustomLoss | None = None
     ) -> Tensor:
-        """Return the sum; custom: computes it from rows of logits, in place of everything else."""
+        """Return the sum. `custom` computes it from logits and labels, in place of the training loss."""
         return self.scaled(input, labels_BS, (1.0,), custom=custom)[0]
 
     def scaled(
@@ -432,7 +453,7 @@ class LossSum:
         *,
         custom: CustomLoss | None = None,
     ) -> tuple[Tensor, ...]:
-        """Return the scaled sum of parts of the rows, and the sum of each (`scaled_cross_entropy`)."""
+        """Return the scaled sum of parts of the tokens, and the sum of each part, as `scaled_cross_entropy` does."""
         # FSDP keeps the unit of the output layer gathered after its forward pass.
         weight = None if self.output is None else self.output.get_parameter("weight")
         with torch.profiler.record_function("titan: loss"):  # a module's range, to `titan profile`
@@ -443,7 +464,7 @@ class LossSum:
                 weight=weight,
                 shard=self.shard,
                 kernels=self.kernels,
-                product=self.product,
+                logits_fn=self.logits_fn,
                 custom=custom or (self.custom if torch.is_grad_enabled() else None),
                 scales=scales,
             )

@@ -1,6 +1,6 @@
-"""Compute the elementwise parts of the cross entropy, eagerly or through torch.compile.
+"""Elementwise parts of the cross entropy, eager or through torch.compile.
 
-C positions of a chunk, V vocabulary, or this rank's part of it
+C tokens of a chunk, V vocabulary or this rank's shard of it
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-# The elementwise parts, as few kernels of torch's own. `statistics` returns the log-sum-exp of each row and the logit in its column, in
-# fp32, and what `gradient` then uses up. `gradient` returns that of the summed loss in the logits: softmax, less one where the target
-# is. lse_C is this rank's, whole_lse_C that of the whole vocabulary, and inf in rows that are not valid.
+# `statistics` returns the log-sum-exp of each token and the logit of its target, in fp32, and a tensor that `gradient` then
+# overwrites. `gradient` returns the gradient of the summed loss in the logits: softmax, less one at the target. lse_C is over this
+# rank's shard, whole_lse_C over the whole vocabulary, and inf for tokens that are not valid.
 
 
 def _statistics(logits_CV: Tensor, column_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,14 +60,14 @@ def _fused_gradient(
 
 @dataclass(frozen=True)
 class Kernels:
-    """Hold the two elementwise parts, which a compiler may fuse."""
+    """The two elementwise parts, which a compiler may fuse."""
 
     statistics: Callable[..., tuple[Tensor, Tensor, Tensor]] = _statistics
     gradient: Callable[..., Tensor] = _gradient
 
     @staticmethod
     def compiled(backend: str) -> Kernels:
-        """Return both through torch.compile: two passes over the logits. Compilation happens at the first call."""
+        """Return both parts through torch.compile: two passes over the logits. Compilation happens at the first call."""
         compiled = partial(torch.compile, backend=backend, fullgraph=True)
         statistics = compiled(_fused_statistics)
         return Kernels(lambda *args: (*statistics(*args), args[0]), compiled(_fused_gradient))

@@ -1,5 +1,4 @@
-"""Apply the techniques to a model in their order. This is the one place that states it, and it
-reads the job's sections.
+"""The techniques of parallel training, applied to a model in their order. No other place states this order.
 
     float8 -> pipeline split -> TP/SP -> CP -> EP -> AC -> compile -> FSDP / HSDP / DDP
 
@@ -10,10 +9,10 @@ Float8 and the pipeline split work on the whole model, before `parallelize` gets
 parallelism and FSDP must find layers and weights that know how to cast themselves, and which layers are converted is decided for
 the whole model.
 
-Compile goes around AC: the compiler sees what is recomputed, fuses it with the backward pass, and leaves out what that pass does
-not need (the last product of a block, and its reduction over TP). If recomputation has to draw the same random numbers again,
+Compile goes around AC: the compiler sees the recomputation, fuses it with the backward pass, and leaves out operations that this
+pass does not need (the last matmul of a block, and its reduction over TP). If recomputation has to draw the same random numbers again,
 compiled blocks are recomputed from outside: torch 2.13 loses the state of the generators where weights are DTensors.
-Offloading of activations goes around both: it moves what they leave.
+Offloading of activations goes around both: it moves the activations that they keep.
 """
 
 from __future__ import annotations
@@ -221,15 +220,18 @@ def _recompute_and_compile(
 
 
 def containers_of(model: nn.Module) -> list[str]:
-    """Return the names of what holds blocks, each a ModuleDict `layers`: that of the model, and those of encoders in it."""
+    """Return the names of the containers of blocks, each a ModuleDict `layers`: that of the model, and those of its encoders."""
     modules = model.named_modules()
     found = [name for name, module in modules if isinstance(module, nn.ModuleDict)]
     return [name for name in found if name.rpartition(".")[2] == "layers"]
 
 
 def _blocks_with_gradient(model: nn.Module, container: str) -> set[int]:
-    """Return the numbers of the blocks, without the first ones if nothing up to them is trained: they keep nothing for a backward pass,
-    and torch cannot compile them to be recomputed."""
+    """Return the numbers of the blocks that need a backward pass.
+
+    Those are all blocks, without the first ones if no parameter up to them is trained. Such blocks keep no activations, and torch
+    cannot compile them to be recomputed.
+    """
     before = _before_blocks(model.get_submodule(container.rpartition(".")[0])).values()
     blocks = {int(name): block for name, block in model.get_submodule(container).named_children()}
     is_trained = not before or any(p.requires_grad for m in before for p in m.parameters())
@@ -248,7 +250,7 @@ def _before_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _encoders(model: nn.Module) -> list[nn.Module]:
-    """Return what runs before the blocks beside the embedding: each part, and then each of its own blocks."""
+    """Return the modules that run before the blocks, without the embedding: each part, followed by its own blocks."""
     found = []
     for name, part in _before_blocks(model).items():
         if name != "tok_embeddings" and any(True for _ in part.parameters()):
@@ -318,7 +320,7 @@ def _apply_data_parallel(
 
 
 def backward_preparer(job: ResolvedJob) -> Callable[..., None]:
-    """Return a function that sets when FSDP reduces and reshards. It takes the model, before each micro-batch, and `is_last` in its step."""
+    """Return a function that sets when FSDP reduces and reshards. It takes the model before each micro-batch, and `is_last` of the step."""
     # Sharded gradients are small, whole ones are the size of the model: reduce those of each micro-batch, unless
     # the whole ones are there anyway.
     is_sharded = job.layout.dp_shard * job.layout.cp > 1
@@ -334,7 +336,11 @@ def backward_preparer(job: ResolvedJob) -> Callable[..., None]:
 
 
 def convert_to_float8(model: nn.Module, job: ResolvedJob) -> list[Conversion]:
-    """Convert linear layers to float8 or MXFP8 if the job asks for it; return what was converted. Raises Float8Error."""
+    """Convert linear layers to float8 or MXFP8 if the job asks for it. Return the conversions.
+
+    Raises:
+        Float8Error: the layers, the schedule or the hardware do not fit the recipe.
+    """
     techniques, tp = job.techniques, job.layout.tp
     section = techniques.quantize
     if section is None:
@@ -359,14 +365,23 @@ def convert_to_float8(model: nn.Module, job: ResolvedJob) -> list[Conversion]:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Exclude the parameters whose names match a pattern from training. Raises InputError as `frozen_names` does."""
+    """Exclude the parameters whose names match a pattern from training.
+
+    Raises:
+        InputError: as `titan.config.model.frozen_names`.
+    """
     parameters = dict(model.named_parameters())
     for name in frozen_names(parameters, patterns):
         parameters[name].requires_grad_(False)
 
 
 def require_trained(model: nn.Module, stages: Sequence[Sequence[str]]) -> None:
-    """Raise InputError, on all ranks, if `freeze` left a pipeline stage, a list of modules' names, with nothing to train."""
+    """Raise InputError, on all ranks, if a pipeline stage has no parameter to train.
+
+    Args:
+        model: the whole model, after `freeze`.
+        stages: names of the modules of each stage.
+    """
     for number, names in enumerate(stages):
         modules = [model.get_submodule(name) for name in names]
         if not any(p.requires_grad for module in modules for p in module.parameters()):
@@ -377,7 +392,7 @@ def require_trained(model: nn.Module, stages: Sequence[Sequence[str]]) -> None:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the dtype of a name, as in "bfloat16" -> torch.bfloat16."""
+    """Return the dtype of a name: torch.bfloat16 for "bfloat16"."""
     return getattr(torch, name)
 
 

@@ -53,7 +53,7 @@ class RandomDraws:
             self.before = self.source.get_rng_state()
 
     def end(self) -> None:
-        """Raise InputError if the passes have drawn numbers, as functions may that no module shows, and a recomputation would draw others."""
+        """Raise InputError if the passes have drawn random numbers that a recomputation would draw differently."""
         if not self.is_watched:
             return
         self.is_watched = False

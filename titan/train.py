@@ -242,7 +242,7 @@ def run_rank() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     # Not sys.exit: gloo's threads may still free a work object while the interpreter is torn down, and abort a
-    # run that has ended well (docs/torch.md).
+    # run that has ended well (docs/architecture.md).
     os._exit(code)
 
 

@@ -1,10 +1,8 @@
-"""Build everything that a training step needs, in one function (the seam), from the config, a
-device type and a mesh.
+"""The training step, and the one function that builds everything it needs (the seam): `build_train_step`.
 
-The trainer calls it with a real device and process group, the simulator with fake ones, the parity tests with a
-few gloo ranks. It is the same program each time, and that is why the simulator and the tests can be believed. So
-nothing in here names a device or a backend, and nothing waits for one: what a step computes comes back as
-tensors on the device, for the caller to read when it likes.
+The trainer calls it with a real device and process group, the simulator with fake ones, and the parity tests with a few gloo ranks.
+All of them run the same program, which is why the simulator and the tests can be believed. So no code here names a device or a
+backend, or waits for a device. A step returns its numbers as tensors on the device, and the caller decides when to read them.
 
 One step, with the global batch of B sequences spread over dp ranks and A micro-batches:
 
@@ -63,11 +61,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepReport:
-    """Hold the numbers of a step, as scalars on the device. Reading one waits for it.
+    """The numbers of a step, as scalars on the device. Reading one waits for the device.
 
-    loss: mean over the global batch's valid tokens, in nats. grad_norm: global, before clipping.
-    num_valid: valid tokens of the global batch. local_losses: this rank's sums, one for each micro-batch; zeros
-    on a pipeline stage that is not the last. has_targets: num_valid is above 0; otherwise the weights were not updated.
+    Attributes:
+        loss: mean over the valid tokens of the global batch, in nats.
+        grad_norm: global gradient norm before clipping.
+        num_valid: valid tokens of the global batch.
+        local_losses: this rank's summed loss of each micro-batch; zeros on a pipeline stage that is not the last.
+        has_targets: num_valid is above 0. Otherwise the weights were not updated.
     """
 
     loss: Tensor
@@ -79,14 +80,24 @@ class StepReport:
 
 @dataclass
 class TrainStep:
-    """Hold a model, laid out and with weights, and the steps that train and evaluate it.
+    """A model with its layout and weights, and the steps that train and evaluate it.
 
-    model_parts: the whole model, or this rank's pipeline stages. float8: the layers that compute in 8 bits.
-    async_tp, compile_log: what the compiler did. on_gradients: called with whole gradients, before they are clipped.
-    num_groups, sum_over_groups: replica groups of this step, and a sum over them in place (`join_groups`).
-    mark: called after the forward and after the backward pass of a micro-batch; of a pipeline, whose passes are interleaved, after both.
-    before_change: called before the weights change otherwise than by an update: a copy of them may be under way.
-    is_fake: tensors hold no numbers: none are drawn, and labels cannot be counted to leave out updates without any.
+    Attributes:
+        job: the resolved job.
+        model_parts: the whole model, or this rank's pipeline stages.
+        pipeline: runs the stages, if there is pipeline parallelism.
+        optimizer: updates the parameters of all parts.
+        early_step: updates parameters in the backward pass.
+        device: where the rank computes.
+        mesh: the device mesh.
+        groups: process groups of the step's sums.
+        loss_sum: the task's loss.
+        async_tp: graphs that async TP has rewritten.
+        compile_log: compilations and recompilations.
+        float8: layers that compute in 8 bits.
+        balance: balances the load of experts by their routing biases.
+        average: average of the weights.
+        is_fake: tensors hold no numbers, as in the simulator. Random numbers are not drawn, and labels cannot be counted.
     """
 
     job: ResolvedJob
@@ -129,9 +140,13 @@ class TrainStep:
         """Train on this rank's micro-batches of step 1, 2, ...: forward, backward, clip, update.
 
         Args:
-            batches: the task's, on any device; of text, anything with the tensors of `titan.data.packing.Batch`.
-            accept: gets the loss and the gradient norm and returns whether to update, the same on all ranks. It waits for
-                the device, so the host no longer runs ahead.
+            batches: batches of the task, on any device. A batch of text is anything with the tensors of `titan.data.packing.Batch`.
+            step: number of the step.
+            accept: maps loss and gradient norm to the decision whether to update, the same on all ranks. It waits for the device, so
+                the host no longer runs ahead.
+
+        Returns:
+            The numbers of the step.
         """
         if not self.is_fake:
             self.draws.begin(step)
@@ -184,7 +199,7 @@ class TrainStep:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Any]) -> tuple[Tensor, Tensor]:
-        """Return the summed loss in nats and the number of valid tokens over all ranks' batches, as device scalars."""
+        """Return the summed loss in nats, and the number of valid tokens, of all ranks' batches, as scalars on the device."""
         loss = torch.zeros((), device=self.device)
         num_valid = torch.zeros((), dtype=torch.int64, device=self.device)
         with self._evaluating():
@@ -195,11 +210,17 @@ class TrainStep:
 
     @torch.no_grad()
     def score(self, batches: Iterable[Any], of_rows: LossFunction, *, width: int) -> Tensor:
-        """Return this rank's part of what a function says of each sample of its batches, (samples, width) fp64 in their order.
+        """Return this rank's part of the figures of each sample of its batches.
 
-        Pipeline and context parallel ranks have parts of one sum. All ranks pass equally many batches, of the same shapes.
+        The parts of pipeline- and context-parallel ranks add up. All ranks pass the same number of batches, of the same shapes.
 
-        of_rows: maps the model's output and the targets of B samples to (B, width) fp64.
+        Args:
+            batches: batches of the task.
+            of_rows: maps the model's output and the targets of B samples to figures (B, width) fp64.
+            width: figures of a sample.
+
+        Returns:
+            Figures (samples, width) fp64, in the order of the samples.
         """
         with self._evaluating():
             rows = [
@@ -212,7 +233,7 @@ class TrainStep:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Turn off dropout and the like in the block."""
+        """Put the model in evaluation mode within a block."""
         self.compute_scales()
         for part in self.model_parts:
             part.eval()
@@ -221,7 +242,7 @@ class TrainStep:
             part.train()
 
     def to_local(self, batch: Any) -> Microbatch:
-        """Return what this rank computes with: the batch on its device and, under context parallelism, its part of each sequence."""
+        """Return the batch on this rank's device and, under context parallelism, its shard of each sequence."""
         is_cut = self.context is not None or self.pipeline is not None
         batch = self.task.complete(batch, device=self.device, is_cut=is_cut)
         balanced = self.config.parallelism.splits_from_both_ends
@@ -242,7 +263,7 @@ class TrainStep:
                 precompute_scales(part)
 
     def set_learning_rate(self, step: int) -> float:
-        """Set each group's learning rate for a step, its own peak times the schedule; returns that of the first."""
+        """Set the learning rate of each parameter group for a step, its own peak times the schedule. Return that of the first group."""
         factor = learning_rate_factor(
             step,
             section=self.config.lr_scheduler,
@@ -263,8 +284,11 @@ class TrainStep:
         self.num_groups, self.sum_over_groups = num_groups, sum_
 
     def call_on_event(self, function: Callable[[str], None]) -> None:
-        """Call a function with "forward" and "backward" after these passes of a micro-batch; of a pipeline, which interleaves them, with
-        "backward" after both."""
+        """Call a function after the passes of each micro-batch.
+
+        It gets "forward" after the forward pass and "backward" after the backward pass. A pipeline interleaves the passes, so it
+        calls the function once, with "backward", after both.
+        """
         self.on_event = function
 
     def call_with_gradients(self, function: Callable[[], None]) -> None:
@@ -286,7 +310,7 @@ class TrainStep:
             self.pipeline.change(self.job.splits[phase.number - 1].schedule)
 
     def _clip(self) -> Tensor:
-        """Clip the gradients by their global norm and return it. Early steps have used them up, and only have the norm."""
+        """Clip the gradients by their global norm and return the norm. Updates in the backward pass have used the gradients up."""
         if self.early_step is not None:
             return self.early_step.finish()
         self.on_gradients()
@@ -298,7 +322,7 @@ class TrainStep:
             )
 
     def _forward_backward(self, batch: Microbatch, divisor: Tensor, *, is_last: bool) -> Tensor:
-        """Add the gradients of a micro-batch; return its loss, summed over this rank's tokens."""
+        """Add the gradients of a micro-batch. Return its loss, summed over this rank's tokens."""
         if self.pipeline is not None:
             losses = self.pipeline.step(
                 batch.input, batch.targets, divide_by=divisor, **batch.inputs
@@ -315,7 +339,7 @@ class TrainStep:
         return loss_sum.detach()
 
     def _forward(self, batch: Microbatch, loss: LossFunction | None = None) -> list[Tensor]:
-        """Return the loss of a micro-batch, or of each of a pipeline's, over this rank's tokens; nothing but on the last stage."""
+        """Return the loss of a micro-batch, or of each microbatch of a pipeline, over this rank's tokens; an empty list before the last stage."""
         if self.pipeline is not None:
             size = self.config.parallelism.pipeline_parallel_microbatch_size
             # A batch that does not divide is one microbatch, so that validation may have any size.
@@ -331,7 +355,7 @@ class TrainStep:
         return [(loss or self.loss_sum)(model(batch.input, **batch.inputs), batch.targets)]
 
     def _total(self, losses: list[Tensor]) -> Tensor:
-        """Return the sum, which is 0 except on the last pipeline stage."""
+        """Return the sum of losses, which is 0 except on the last pipeline stage."""
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
 
 
@@ -406,7 +430,7 @@ def build_train_step(job: ResolvedJob, *, device: torch.device, mesh: DeviceMesh
 def _split(
     split: StageSplit, model: nn.Module, *, pp: DeviceMesh
 ) -> tuple[Schedule, dict[int, nn.Module]]:
-    """Return a pipeline's schedule and, by their numbers, this rank's stages of the model."""
+    """Return a pipeline's schedule, and this rank's stages of the model by their numbers."""
     from titan.parallel.stages import extract_stages
 
     require_trained(model, split.modules)
@@ -431,7 +455,7 @@ def _compile_log(section: CompileSection, num_blocks: int) -> CompileLog | None:
 
 
 def _count_valid(batches: Sequence[Microbatch]) -> Tensor:
-    """Return the number of labels that are trained on, a scalar int64 on their device."""
+    """Return the number of labels that are trained on, an int64 scalar on their device."""
     return torch.stack([batch.num_valid for batch in batches]).sum()
 
 

@@ -116,7 +116,7 @@ class Trainer:
     # ---- the loop ------------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Train to the last step, or until asked to stop; return the exit code."""
+        """Train to the last step, or until a signal asks to stop. Return the exit code."""
         if not self.is_started:
             self.start()
         gc.disable()  # ranks that collect at different times wait for each other; see train_one_step
@@ -180,7 +180,7 @@ class Trainer:
             self.is_stopping |= stop > 0
 
     def _judge(self) -> Callable[[Tensor, Tensor], bool] | None:
-        """Return the function that decides whether a step updates the weights, the same on every rank; None: each step does."""
+        """Return the function that decides whether a step updates the weights, or None if each step does."""
         if not (judges := [hook for hook in self.hooks if hook.judges]):
             return None
         return lambda loss, grad_norm: all(hook.accept(loss, grad_norm) for hook in judges)
@@ -205,7 +205,7 @@ class Trainer:
 
     @property
     def logs_this_step(self) -> bool:
-        """Return whether this step writes a row of metrics. The last of a phase does, so that no row has steps of two."""
+        """Return whether this step writes a row of metrics. The last step of a phase does, so that no row covers two phases."""
         every = self.config.metrics.log_freq
         return self.step in (1, self.last_step, self.phase.last_step) or self.step % every == 0
 
@@ -374,7 +374,7 @@ class Trainer:
     # ---- the end -------------------------------------------------------------------------------
 
     def _end(self) -> int:
-        """Record how the run ended; return the exit code."""
+        """Record how the run ended. Return the exit code."""
         state, code, reason = "done", EXIT_DONE, ""
         is_lost = False
         if self.is_stopping and self.step < self.last_step:

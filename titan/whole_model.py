@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titan.loss import leave_output_to_loss
+from titan.loss import defer_lm_head
 from titan.parallel.float8 import Conversion
 from titan.parallelize import (
     convert_to_float8,
@@ -21,7 +21,7 @@ from titan.untrusted import InputError
 
 
 def build_whole_model(job: ResolvedJob) -> tuple[Any, list[Conversion]]:
-    """Return the model of all stages, on meta and not laid out, and its layers that compute in 8 bits."""
+    """Return the model of all stages, on meta and without a layout, and its layers that compute in 8 bits."""
     config = job.config
     # On meta a model of any size costs nothing; memory is allocated after it is sharded.
     with torch.device("meta"), default_dtype(torch_dtype(config.training.dtype)):
@@ -33,13 +33,13 @@ def build_whole_model(job: ResolvedJob) -> tuple[Any, list[Conversion]]:
     float8 = convert_to_float8(model, job)
     freeze(model, config.model.freeze)
     if job.techniques.output_in_loss:
-        leave_output_to_loss(model.output)
+        defer_lm_head(model.output)
         require_output_last(model)
     return model, float8
 
 
 def require_output_last(model: Any) -> None:
-    """Have a model raise InputError if it computes with what its output layer, which was left to the loss, hands on."""
+    """Make a model raise InputError if it computes with the output of its output layer, which the loss applies."""
     handed: list[Any] = []
     model.output.register_forward_hook(lambda _, __, x: handed.append(x))
 
@@ -54,8 +54,10 @@ def require_output_last(model: Any) -> None:
 
 
 def sent_by_stage(job: ResolvedJob, input: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return the tensor that a pipeline stage sends to the next, on meta: the residual stream (B, S / tp, D), followed along B by the
-    embeddings of multi-token prediction."""
+    """Return the tensor that a pipeline stage sends to the next one, on meta.
+
+    It is the residual stream (B, S / tp, D), followed along B by the embeddings of multi-token prediction.
+    """
     rows, length = input.shape[:2]
     if (further := inputs.get("further_targets_BSM")) is not None:
         rows *= 1 + further.shape[-1]

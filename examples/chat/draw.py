@@ -1,4 +1,4 @@
-"""Draw a toy corpus and toy conversations about it, for docs/tutorials/chat.md.
+"""Draw a toy corpus and toy conversations about it, for docs/data.md.
 
     python examples/chat/draw.py FOLDER
 

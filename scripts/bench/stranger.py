@@ -30,17 +30,18 @@ def parts() -> list[tuple[str, list[str]]]:
     return [
         ("The tour", list(commands(tour))[:1]),
         ("Own text", ["mkdir my_text; cp docs/*.md my_text", *commands(own_text)]),
-        ("First tutorial", _of("docs/tutorials/first_run.md", "titan init")),
-        ("Own Hugging Face model", _of("docs/tutorials/hugging_face.md", "pip install")),
+        ("First run", _of("docs/index.md", "titan init", "--nproc 2")),
+        ("Own Hugging Face model", _of("docs/huggingface.md", "pip install", "AutoTokenizer")),
         ("Own family of models", _of("docs/architecture.md", "cp -r examples")),
     ]
 
 
-def _of(page: str, first: str) -> list[str]:
-    """Return a page's commands from the block on that begins with a command; only that block if the page is no tutorial."""
+def _of(page: str, first: str, last: str = "") -> list[str]:
+    """Return a page's commands from the block that begins with `first` to the one that holds `last`, or of that block alone."""
     found = blocks(page, "bash")
     start = next(i for i, block in enumerate(found) if block.text.startswith(first))
-    chosen: list[Block] = found[start:] if "tutorials" in page else [found[start]]
+    end = next((i for i, block in enumerate(found) if last and last in block.text), start)
+    chosen: list[Block] = found[start : end + 1]
     # There may be no internet; the page says what to do then.
     return [line for block in chosen for line in commands(block) if "hf download" not in line]
 

@@ -1,5 +1,4 @@
-"""Hooks of MkDocs: links from docs/ to files outside of it, such as examples, become their paths in the repository, and the
-search leaves out the log of experiments, whose hundreds of rows would hide the pages."""
+"""Hooks of MkDocs: links from docs/ to files outside of it, such as examples, become their paths in the repository."""
 
 from __future__ import annotations
 
@@ -12,11 +11,9 @@ def on_config(config: Any) -> None:
     config.edit_uri = "edit/main/docs/" if config.repo_url else None
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    if page.file.src_uri == "log.md":
-        page.meta["search"] = {"exclude": True}
+def on_page_markdown(markdown: str, **_: Any) -> str:
     return re.sub(
-        r"\[([^\]]*)\]\((?:\.\./)+([^)#]*\.(?:py|yaml|toml|sbatch)|examples/[^)]*|titan/contrib/[^)#]*|(?:AGENTS|README)\.md)[^)]*\)",
+        r"\[([^\]]*)\]\((?:\.\./)+([^)#]*\.(?:py|yaml|toml|sbatch)|examples/[^)]*|(?:titan/contrib|train_configs)/[^)#]*|(?:AGENTS|README)\.md)[^)]*\)",
         r"`\2`",
         markdown,
     )

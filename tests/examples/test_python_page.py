@@ -1,4 +1,4 @@
-"""The programs of docs/python.md run as they stand there, and compute what plain torch computes."""
+"""The programs of docs/api.md run as they stand there, and compute what plain torch computes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.support.jobs import ROOT
 from tests.support.metrics import read_json_lines
 
-PROGRAMS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.S)
+PROGRAMS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "api.md").read_text(), re.S)
 # What two ranks and one process have to agree on: the loss, and sums over the updated weights.
 SAID = """
 import os

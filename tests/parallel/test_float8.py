@@ -26,7 +26,7 @@ from tests.support.steps import build_step
 from titan.checkpoint import manager as checkpoints
 from titan.config.schema import CheckpointSection, JobConfig
 from titan.data.packing import Batch
-from titan.loss import cross_entropy_sum, product_of
+from titan.loss import cross_entropy_sum, logits_fn_of
 from titan.models.llama3 import FLAVORS, build_model
 from titan.parallel import apply_float8, build_mesh
 from titan.parallel.float8 import RECIPES, Float8Error, plain, require_hardware, table
@@ -273,7 +273,7 @@ def test_the_chunked_loss_multiplies_as_the_layer_does(recipe: str) -> None:
         # The second time by plain autograd.
         if not results:
             loss = cross_entropy_sum(
-                x, labels, chunk_tokens=100, weight=weight, product=product_of(output)
+                x, labels, chunk_tokens=100, weight=weight, logits_fn=logits_fn_of(output)
             )
         else:
             parts = zip(x.split(128), labels.split(128), strict=True)

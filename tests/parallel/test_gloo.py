@@ -1,5 +1,5 @@
 """Process groups: which backends a run starts, limits and number of the groups, and one thread for each gloo group, because
-torch's two free the same string twice (docs/torch.md)."""
+torch's two free the same string twice (docs/architecture.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Thirty layouts again with what makes them fast stacked on top; docs/composition.md is written from it."""
+"""Thirty layouts again with what makes them fast stacked on top; docs/parity.md sums it up."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_float8(layout: Layout, references, pool, composition_table) -> None:
     found = differences(pool.run(layout.ranks, train, replace(layout, **settings)), reference)
     # Sums in another order come before a cast to 8 bits only where TP or CP adds up parts: a value next to the middle of two
     # of float8's then falls on the other side, a sixteenth to an eighth of itself away.
-    # A wrong scale makes 1e-1, see docs/float8.md.
+    # A wrong scale makes 1e-1, see docs/memory.md.
     bound = 2e-2 if "tp" in degrees or "cp" in degrees else BOUND
     assert found["gradients"] < bound, found
     assert found["losses"] < 1e-4 and found["norms"] < 1e-3, found

@@ -1,11 +1,11 @@
-"""Every layout computes the same losses, norms, gradients and weights as one process; docs/parity.md is written from it."""
+"""Every layout computes the same losses, norms, gradients and weights as one process; docs/parity.md sums it up."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tests.support.jobs import ROOT
+from tests.support import parity_page
 from tests.support.layouts import (
     BOUND,
     LAYOUTS,
@@ -67,8 +67,12 @@ def test_bf16_computes_the_same_on_every_layout(references, pool: Pool) -> None:
         assert 1e-3 < gradients < 4e-2  # and it is bf16 that was used
 
 
-def test_the_page_has_a_row_for_each_layout() -> None:
-    page = (ROOT / "docs" / "parity.md").read_text()
-    assert [
-        name for name in sorted({layout.name for layout in LAYOUTS}) if f"| {name} |" not in page
-    ] == []
+def test_there_is_a_row_for_each_layout() -> None:
+    names = {row.layout for row in parity_page.read() if row.table == "dense"}
+    assert {layout.name for layout in LAYOUTS} <= names
+
+
+def test_the_page_sums_up_the_rows() -> None:
+    """`python -m tests.support.parity_page` writes it."""
+    page = parity_page.PAGE.read_text(encoding="utf-8")
+    assert parity_page.updated(page) == page

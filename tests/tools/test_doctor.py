@@ -1,4 +1,4 @@
-"""Faults in real runs, and what `titan doctor` says of them; docs/troubleshooting.md has the same table."""
+"""Faults in real runs, and what `titan doctor` says of them; docs/operate.md has the same table."""
 
 from __future__ import annotations
 

@@ -283,5 +283,5 @@ def test_a_fault_in_native_code_outranks_what_its_victims_say(folder: Folder) ->
 
 
 def test_the_page_lists_every_kind() -> None:
-    page = (Path(__file__).parents[2] / "docs/troubleshooting.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/operate.md").read_text()
     assert [kind for kind in _ADVICE if f"`{kind}`" not in page] == []

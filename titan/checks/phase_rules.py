@@ -1,4 +1,4 @@
-"""Check the `[[phase]]` tables of a job (docs/phases.md). titan/config/layout.py checks their order, which depends on the ranks."""
+"""Check the `[[phase]]` tables of a job (docs/optimizers.md). titan/config/layout.py checks their order, which depends on the ranks."""
 
 from __future__ import annotations
 

@@ -203,13 +203,13 @@ def _schedule(config: JobConfig) -> Iterator[RuleViolation]:
     except ValueError:
         return  # layout.py reports what is wrong with the file
     why = f"with schedule {file or name}, which splits the backward pass"
-    # torch raises nothing, and up to half of the gradients are missing; docs/torch.md.
+    # torch raises nothing, and up to half of the gradients are missing; docs/architecture.md.
     if parallel.fsdp_reshard_after_forward == "always":
         yield "fsdp_reshard_after_forward", f'"always" gives wrong gradients {why}; use "default"'
     # A compiled block has one backward function, which torch cannot split.
     if _compiles_model(config):
         yield "compile.enable", f"blocks cannot be compiled {why}; use false, or schedule 1F1B"
-    # torch cannot cut such a backward pass in two either, nor the next one; docs/torch.md.
+    # torch cannot cut such a backward pass in two either, nor the next one; docs/architecture.md.
     if ac.mode == "selective" and ac.selective_ac_option == "op":
         fix = 'use a number such as 2, mode = "full", or schedule 1F1B'
         yield "activation_checkpoint.selective_ac_option", f'"op" keeps no graph {why}; {fix}'

@@ -1,4 +1,4 @@
-"""Check [quantize.linear.*]: which converter is on, and what goes with it. See docs/float8.md."""
+"""Check [quantize.linear.*]: which converter is on, and what goes with it. See docs/memory.md."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class EvaluationSection(Section):
 
 class PhaseSection(Section):
     """A phase of the run: from a step or a number of tokens on, these settings in place of those before.
-    docs/phases.md has the details. The first phase needs no table, since it has the job's own settings."""
+    docs/optimizers.md has the details. The first phase needs no table, since it has the job's own settings."""
 
     from_step: Annotated[int | None, Field(ge=2, le=LIMIT)] = None
     """First step of the phase. Steps count from 1."""

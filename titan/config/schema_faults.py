@@ -10,7 +10,7 @@ from .base import LIMIT, NonNegative, Positive, Section
 
 
 class FaultToleranceSection(Section):
-    """What a run does about bad losses, differing weights, slow steps and signals. See docs/fault-tolerance.md."""
+    """What a run does about bad losses, differing weights, slow steps and signals. See docs/cluster.md."""
 
     grace_seconds: Positive = 120
     """Seconds to finish the step and save after SIGTERM, SIGUSR1 or SIGINT; then the process ends.

@@ -251,7 +251,7 @@ class CompileSection(Section):
 
 
 class Float8Section(Section):
-    """Float8 matrix products through torchao, if model.converters has "quantize.linear.float8". See docs/float8.md."""
+    """Float8 matrix products through torchao, if model.converters has "quantize.linear.float8". See docs/memory.md."""
 
     enable_fsdp_float8_all_gather: bool = False
     """Gather parameters in float8, which halves the bytes of bf16. Only for recipe "tensorwise"."""
@@ -323,7 +323,7 @@ class CommSection(Section):
     heartbeat_timeout_seconds: NonNegative = 30
     """Seconds without a heartbeat after which a rank counts as lost: its host is down, its process
     is stopped, or an extension holds the GIL. The run then ends on all ranks and names that rank
-    and its host. 0 disables heartbeats. See docs/fault-tolerance.md."""
+    and its host. 0 disables heartbeats. See docs/cluster.md."""
     trace_buf_size: Annotated[int, Field(ge=0, le=10_000_000)] = 2_000
     """Number of the newest collectives that the flight recorder keeps. Writing 20,000 takes a rank
     some seconds, 2,000 a tenth of that. 0 disables the recorder."""

@@ -41,7 +41,7 @@ class SimulatorSection(Section):
 
     twin: bool = False
     """Simulate the job beside the run, and write predicted and measured times of each logged step.
-    If the run drifts, name the part responsible. docs/twin.md has the details."""
+    If the run drifts, name the part responsible. docs/simulator.md has the details."""
     twin_hardware: str = "auto"
     """Profile that the twin is simulated on: a name or a file of titan sim. "auto": that of the
     device; on a CPU "cpu", whose times are scaled to the first steps."""

@@ -2,7 +2,7 @@
 
 The module of a task has `TaskOptions`, a frozen dataclass of its options, and `build_task(config, options)`, which returns a
 `titan.tasks.base.Task`. A family names its task in `TASK`, or its package is such a module itself. Another package registers one
-under the entry point `titan.tasks`. docs/own_task.md has an example.
+under the entry point `titan.tasks`. docs/models.md has an example.
 """
 
 from __future__ import annotations
@@ -115,7 +115,10 @@ def check_task(config: JobConfig) -> Iterator[RuleViolation]:
         return
     if not hasattr(module, "TaskOptions") or not hasattr(module, "build_task"):
         name = getattr(module, "__name__", section.name)
-        yield "name", f"{name} lacks TaskOptions or build_task; see docs/own_task.md"
+        yield (
+            "name",
+            f"{name} lacks TaskOptions or build_task; see docs/models.md, A task of your own",
+        )
         return
     violations = [*check_fields(section.options, module.TaskOptions(), prefix="task.options")]
     yield from violations

@@ -73,7 +73,7 @@ def default_store() -> Any:
 class FolderStore:
     """Offer the part of torch's store that the monitor needs, as files.
 
-    torch's FileStore appends each value to its file, which would grow with every beat (docs/torch.md).
+    torch's FileStore appends each value to its file, which would grow with every beat (docs/architecture.md).
     """
 
     def __init__(self, folder: Path) -> None:

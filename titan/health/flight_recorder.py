@@ -12,7 +12,7 @@ the stacks of all threads into logs/rank-N.stacks.txt. It is called on
 from threads that do not need the main one, which may wait in a collective forever. `titan doctor` joins the files.
 
 Ranks are compared by how many collectives each has begun in a group, and not by the state of an entry: gloo's entries
-stay "scheduled" (docs/torch.md). torch does not record gloo's sends and receives either; `_record_p2p` counts them.
+stay "scheduled" (docs/architecture.md). torch does not record gloo's sends and receives either; `_record_p2p` counts them.
 """
 
 from __future__ import annotations

@@ -214,7 +214,7 @@ def environment(num_processes: int) -> dict[str, str]:
 
     The processes share the cores: torchrun would give each one thread, and warn. And each attempt has its own store:
     in the one that torchrun keeps over restarts, a fast rank finds the address of a dead one (6 of 10 restarts, torch
-    2.13; pytorch#135712; docs/torch.md).
+    2.13; pytorch#135712; docs/architecture.md).
     """
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1

@@ -13,7 +13,7 @@
              its torchrun, which would wait for TCP to give up for a quarter of an hour
 
 One thread, "monitor", decides all this and touches the run lock. It never waits for the store: a request to a store
-whose host is lost does not return (docs/torch.md). A second thread, "beats", carries the messages (peers.py).
+whose host is lost does not return (docs/architecture.md). A second thread, "beats", carries the messages (peers.py).
 
 Each rank measures time by its own beats, so a rank that was itself paused does not report its peers as silent.
 A silent rank on a machine where others live is sent SIGABRT: faulthandler, which needs no interpreter, writes its stack.

@@ -1,6 +1,6 @@
 """Exchange beats, and the run's failure, with the other ranks through the store that they met in.
 
-A thread, "beats", carries the messages: a request to a store whose host is lost does not return (docs/torch.md), so
+A thread, "beats", carries the messages: a request to a store whose host is lost does not return (docs/architecture.md), so
 nothing else may wait for one. All other requests go through `call_with_timeout`.
 """
 

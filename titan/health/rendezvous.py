@@ -6,7 +6,7 @@ without a password. titan.health.launch and titan.tools.cluster.node use this ha
     one machine     launcher: a store in its own memory    ranks: a file in a folder that only their user can open
     several nodes   both: a TCP store of node 0's launcher, bound to the address that the nodes were given
 
-titan/parallel/init_distributed.py is the ranks' side. docs/security.md says what remains open, and to whom.
+titan/parallel/init_distributed.py is the ranks' side. docs/cluster.md says what remains open, and to whom.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class _Rendezvous(RendezvousHandler):
     def _open_tcp_store(self, port: int) -> Store:
         listening: dict[str, Any] = {}
         if self.rank == 0:
-            # torch would listen on every interface (docs/torch.md).
+            # torch would listen on every interface (docs/architecture.md).
             listening["master_listen_fd"] = listen(self.host, port).detach()
         return TCPStore(
             self.host,

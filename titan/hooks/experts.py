@@ -74,7 +74,7 @@ class ExpertLoads(Hook):
 
 
 def load_figures(loads_LE: Tensor, bias_LE: Tensor, *, ep: int) -> dict[str, Tensor]:
-    """Return a tensor (L,) for each figure that docs/metrics.md defines.
+    """Return a tensor (L,) for each figure that docs/evaluation.md defines.
 
     Args:
         loads_LE: tokens of each expert in a step, over all ranks, float64.

@@ -1,7 +1,7 @@
 """Write rows of metrics: always to metrics.jsonl, and to TensorBoard and Weights & Biases if enabled.
 
 metrics.jsonl holds one JSON object for each logged step, in order and each step once. This holds over crashes: a resume at
-step N cuts the rows after N, which the crashed run wrote, and a torn last line. docs/metrics.md defines every key. If a sink
+step N cuts the rows after N, which the crashed run wrote, and a torn last line. docs/evaluation.md defines every key. If a sink
 fails (disk full, server down), it warns once and training continues.
 """
 

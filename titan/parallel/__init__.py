@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .pipeline import Pipeline
     from .replicas import require_equal_replicas
     from .stage_split import split_stages
+    from .stages import extract_stages
     from .tensor import apply_tp
 
 _MODULES = {

@@ -70,7 +70,7 @@ def apply_float8(
     """Convert the linear layers of `model` in place, before it is split, and say what became of each. Raises Float8Error.
 
     Args:
-        recipe: how values are scaled (docs/float8.md).
+        recipe: how values are scaled (docs/memory.md).
         filter_fqns: parts of names to leave alone. None: the output layer, whose rounding would go straight into the loss. By torchao's
             advice it is the last linear layer, unless a ModuleList or ModuleDict of blocks holds it.
         emulate: compute in the model's precision, with rounded values.

@@ -3,7 +3,7 @@ mesh between draw the same numbers from the same seed, without communication and
 
 Each parameter has its own generator, seeded with the run's seed and the parameter's name. Every rank draws
 the full tensor and keeps its shard; of parameters stacked by expert it draws its own experts. (DTensor's own generator is no help: on a CPU it gives every shard the
-same numbers, and elsewhere they depend on the degrees; see docs/torch.md.) The numbers
+same numbers, and elsewhere they depend on the degrees; see docs/architecture.md.) The numbers
 do depend on the device type, whose generators differ.
 """
 

@@ -283,7 +283,7 @@ class Pipeline:
 
 
 class _Stage(PipelineStage):
-    """torch's stage, with three faults worked around (docs/torch.md). With the shapes given, torch runs no pass to learn them."""
+    """torch's stage, with three faults worked around (docs/architecture.md). With the shapes given, torch runs no pass to learn them."""
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         super().__init__(module, *args, **kwargs)

@@ -270,7 +270,7 @@ def limit_gloo(*, loopback: bool) -> None:
     torch gives a group two threads. Both assign the name of the operation that they have completed to one
     std::string without a lock (ProcessGroupGloo::runLoop, `lastCompletedWorkName`), and free it twice where the name
     does not fit into the string itself ("ALLGATHER_COALESCED", which DTensor's all-gather is). The heap is
-    then corrupt, and the process dies later, anywhere: docs/torch.md. GLOO_SOCKET_IFNAME wins over `loopback`.
+    then corrupt, and the process dies later, anywhere: docs/architecture.md. GLOO_SOCKET_IFNAME wins over `loopback`.
     """
     gloo: Any = dist.ProcessGroupGloo
     original = getattr(gloo.__init__, "original", gloo.__init__)

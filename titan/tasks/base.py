@@ -124,8 +124,10 @@ class Task(ABC):
 
     @abstractmethod
     def collate(self, samples: Samples) -> Collate:
-        """Return the collate function of a dataset. It maps the return value of `samples.get` and `first_sample`, the number of the
-        first sample, to a batch on the CPU."""
+        """Return the collate function of a dataset.
+
+        It maps the return value of `samples.get` and `first_sample`, the number of the first sample, to a batch on the CPU.
+        """
 
     def loader(self, *, rank: int, world: int, accumulation: int = 1) -> Loader:
         """Return the training data of a data-parallel rank, of `world`. Raises DataError."""

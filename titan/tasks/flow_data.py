@@ -47,7 +47,7 @@ class FlowSamples(Samples):
         self.open()
 
     def open(self) -> None:
-        """Open the files. Raises DataError."""
+        """Open the files, or raise DataError."""
 
     def item(self, place: int) -> tuple[np.ndarray, ...]:
         """Return a picture and its conditions, as in `Rows`."""
@@ -73,7 +73,7 @@ class FlowSamples(Samples):
         return int(permute(np.array([place]), length=self.num_items, key=key)[0])
 
     def of_split(self, items: Sequence[Any]) -> list[Any]:
-        """Return the split's part of a folder. Raises DataError if it is empty."""
+        """Return the split's part of a folder, or raise DataError if it is empty."""
         is_held_out = self.split == "validation"
         part = [item for n, item in enumerate(items) if (n % _HELD_OUT == 0) == is_held_out]
         if not part:
@@ -86,7 +86,7 @@ class FlowSamples(Samples):
         return np.stack(context), np.stack(pooled)
 
     def label(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return a label as context, a one in its channel of the first position, and as a pooled vector."""
+        """Return a label as context, one-hot in the first position, and as a one-hot pooled vector."""
         context = np.zeros((self.options.context_len, self.sizes.context_dim), dtype=np.float32)
         pooled = np.zeros(self.sizes.pooled_dim, dtype=np.float32)
         context[0, number] = pooled[number] = 1
@@ -102,7 +102,11 @@ class _Line:
 
 
 class PictureFolder(FlowSamples):
-    """Folder of PNG files, or NPY files of (channels, height, width) from -1 to 1, with a list in labels.jsonl: {"file": NAME, "label": NUMBER}."""
+    """Folder of pictures with their labels.
+
+    The pictures are PNG files, or NPY files of (channels, height, width) from -1 to 1. The lines of labels.jsonl list them:
+    {"file": NAME, "label": NUMBER}.
+    """
 
     def open(self) -> None:
         self.folder = Path(self.options.path)
@@ -132,7 +136,7 @@ class PictureFolder(FlowSamples):
 
 
 def _read(reader: Callable[[Path], Any], file: Path) -> Any:
-    """Read a file. Raises DataError."""
+    """Return the contents of a file, or raise DataError."""
     try:
         return reader(file)
     except (OSError, ValueError) as error:
@@ -162,7 +166,7 @@ class Encoded(FlowSamples):
         return tuple(array[row].astype(np.float32) for array in self.files[file])
 
     def conditions(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return those of the first items."""
+        """Return the conditions of the first items."""
         return self.get(np.arange(count))[1:]
 
 
@@ -170,7 +174,11 @@ _SOURCES: dict[str, type[FlowSamples]] = {"pictures": PictureFolder, "encoded": 
 
 
 def open_samples(options: FlowOptions, sizes: FluxConfig, *, split: str, seed: int) -> FlowSamples:
-    """Return the dataset of a split: of titan, or of a package by its entry point of the group `titan.pictures`. Raises DataError."""
+    """Return the dataset of a split, of titan or of a package's entry point in the group `titan.pictures`.
+
+    Raises:
+        DataError: the source is not installed, or cannot be read.
+    """
     source = _SOURCES.get(options.source)
     if source is None:
         entries = {entry.name: entry for entry in plug_ins("titan.pictures")}

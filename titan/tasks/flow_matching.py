@@ -1,9 +1,9 @@
-"""Train by flow matching, on pictures or their latents, and draw pictures (rectified flow, arXiv:2209.03003; the times of
-Stable Diffusion 3, arXiv:2403.03206, section 3.1).
+"""Flow matching, the task of diffusion models, on pictures or their latents.
 
-A sample has a picture x, noise n and a time t. The model sees (1 - t) x + t n, and predicts the velocity n - x. The loss is the mean
-of the squared error over all elements of the global batch. Noise, time, and whether the context is left out belong to the sample's
-number, so that every layout, accumulation and resumed run draws the same.
+It is rectified flow (arXiv:2209.03003) with the times of Stable Diffusion 3 (arXiv:2403.03206, section 3.1). A sample has a picture
+x, noise n and a time t. The model sees (1 - t) x + t n, and predicts the velocity n - x. The loss is the mean of the squared error
+over all elements of the global batch. Noise, time and dropout of the context belong to the sample's number, so that every layout,
+accumulation and resumed run draws the same numbers.
 
 B batch, S patches, T context positions, C channels of a patch, or of what the name says, A axes of a position
 """
@@ -98,7 +98,7 @@ class FlowMatching(Task):
         return noise, self._shifted(float(time)), random.random() >= options.dropout
 
     def _shifted(self, time: float) -> float:
-        """Return the time that has as much noise in a larger picture (arXiv:2403.03206, equation 23)."""
+        """Return the time that corresponds to `time` in a larger picture (arXiv:2403.03206, equation 23)."""
         shift = self.options.shift
         return shift * time / (1 + (shift - 1) * time)
 
@@ -152,7 +152,7 @@ class FlowMatching(Task):
     # ---- pictures of the model -------------------------------------------------------------------
 
     def generate(self, run: SampleContext) -> None:
-        """Draw pictures, a column for each label, into samples/step-N.png; latents into .npy. The same on every layout."""
+        """Draw pictures, a column for each label, into samples/step-N.png, or latents into a file .npy. They are the same on every layout."""
         patches = self.drawn(run.train_step)
         if run.rank == 0:
             file = run.run_dir / "samples" / f"step-{run.step}.png"
@@ -161,7 +161,17 @@ class FlowMatching(Task):
             self._write(patches, file if draws else file.with_suffix(".npy"))
 
     def draw(self, model: nn.Module, text: str, *, seed: int, file: Path) -> None:
-        """Draw pictures of a label, its number or the name of a shape, or without one a column for each label, into .png or .npy."""
+        """Draw pictures of a label, or without a label a column for each one, into a file .png or .npy.
+
+        Args:
+            model: the model.
+            text: number of the label, or name of the shape; empty: all labels.
+            seed: seed of the noise.
+            file: the file to write.
+
+        Raises:
+            DataError: there is no such label, or no such kind of file.
+        """
         options, label = self.options, None
         names = SHAPES[: options.classes] if options.source == "shapes" else ()
         what, count = "label of this task", options.classes
@@ -193,18 +203,18 @@ class FlowMatching(Task):
             image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).save(file)
 
     def drawn(self, train_step: Any) -> np.ndarray:
-        """Return patches of `sample_rows` pictures of each label, (rows x labels, S, C) fp32. All ranks call it, and all draw all of them."""
+        """Return patches of `sample_rows` pictures of each label, (rows x labels, S, C) fp32. All ranks call this, and draw all pictures."""
         (model,) = train_step.model_parts
         local = train_step.to_local(self._of_noise())
         return self._drawn(model, local, train_step.context)
 
     def _conditions(self) -> FlowSamples:
-        """Return what knows the conditions of pictures to draw. Those of labels need no files."""
+        """Return the dataset with the conditions of pictures to draw. Conditions of labels need no files."""
         kind = Encoded if self.options.source == "encoded" else FlowSamples
         return kind(self.options, self.sizes, split="validation", seed=0)
 
     def _of_noise(self, *, seed: int = 0, label: int | None = None) -> FlowBatch:
-        """Return noise at time 1, to draw `sample_rows` pictures of each label or of one: each twice, with its context and without."""
+        """Return noise at time 1, to draw `sample_rows` pictures of each label or of one label: each twice, with context and without."""
         options = self.options
         which = slice(label, None if label is None else label + 1)
         count = options.classes if label is None else label + 1
@@ -221,7 +231,7 @@ class FlowMatching(Task):
 
     @torch.no_grad()
     def _drawn(self, model: nn.Module, local: Microbatch, cp: Any) -> np.ndarray:
-        """Return patches that Euler steps of the guided velocity make of noise (arXiv:2207.12598). cp: context parallelism's mesh, or None."""
+        """Return the patches at time 0, after Euler steps with the guided velocity (arXiv:2207.12598). `cp`: mesh of context parallelism."""
         options = self.options
         x_BSC = local.input
         times = [

@@ -1,7 +1,8 @@
-"""Train on pictures with text: each document is a begin token, the patches of a picture, its text and an end token.
+"""Pictures with text, the task of vision-language models.
 
-Several documents share a row, packed best-fit once for all epochs. Labels of patches and padding are IGNORED, so that the divisor
-counts text alone. A hash of its text decides whether a picture is held out for validation, as for documents of text.
+A document is a begin token, the patches of a picture, its text and an end token. Several documents share a sequence, packed best-fit
+once for all epochs. Labels of patches and padding are IGNORED, so that the divisor of the loss counts text alone. A hash of its text
+decides whether a picture is held out for validation, as for documents of text.
 """
 
 from __future__ import annotations
@@ -50,7 +51,12 @@ _DRAWN = 24  # at most, of the pictures that are described
 
 @dataclass(frozen=True, kw_only=True)
 class PictureBatch(Batch):
-    """Hold a micro-batch of text with pictures. images: fp32 (B, I, P, C), zeros where a row has fewer. image_index_BS: see `Llava`."""
+    """A micro-batch of text with pictures.
+
+    Attributes:
+        images: patches (B, I, P, C) fp32, zeros where a sequence has fewer pictures.
+        image_index_BS: as for `Llava`.
+    """
 
     ALONG_SEQUENCE: ClassVar[tuple[str, ...]] = (*Batch.ALONG_SEQUENCE, "image_index_BS")
 
@@ -59,20 +65,20 @@ class PictureBatch(Batch):
 
     @classmethod
     def of(cls, batch: Batch, images: Tensor, *, image_token: int) -> PictureBatch:
-        """Return packed rows with their pictures, whose patches are `image_token` in the rows."""
+        """Return packed sequences with their pictures, whose patches are `image_token` in the sequences."""
         batch.labels_BS[batch.labels_BS == image_token] = IGNORED
         index_BS = image_index(batch.tokens_BS, image_token=image_token)
         return cls(**vars(batch), images=images, image_index_BS=index_BS)
 
 
 def image_index(tokens_BS: Tensor, *, image_token: int) -> Tensor:
-    """Return which of a row's patches stands at each position, int64 (B, S); -1: none."""
+    """Return the index of the patch at each position, int64 (B, S), -1 where there is text."""
     is_patch_BS = tokens_BS == image_token
     return torch.where(is_patch_BS, is_patch_BS.cumsum(dim=1) - 1, -1)
 
 
 def patches_of(pixels: np.ndarray, config: LlavaConfig) -> np.ndarray:
-    """Return the patches of a picture, uint8 (height, width, 3), as fp32 (P, C): rows first, and in each the colours first."""
+    """Return the patches of a picture, from uint8 (height, width, 3) to fp32 (P, C): row by row, the colours of a patch first."""
     side, normal = config.patch_size, (pixels / 255 - IMAGE_MEAN) / IMAGE_STD
     across = config.image_size // side
     cut = normal.reshape(across, side, across, side, 3).transpose(0, 2, 4, 1, 3)
@@ -81,7 +87,7 @@ def patches_of(pixels: np.ndarray, config: LlavaConfig) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Pictures:
-    """Hold texts, and the file of each one's picture below `root`, or the bytes of one, as values of Arrow."""
+    """Texts, each with the file of its picture below `root`, or with the bytes of its picture as a value of Arrow."""
 
     root: Path
     texts: list[str]
@@ -89,7 +95,11 @@ class Pictures:
 
     @staticmethod
     def open(options: ImageTextOptions) -> Pictures:
-        """Open what the options name. Raises DataError."""
+        """Open the data of a job.
+
+        Raises:
+            DataError: they cannot be read.
+        """
         where, keys = Path(options.path).expanduser(), (options.text_key, options.image_key)
         captions = where / "captions.jsonl"
         if not captions.is_file():
@@ -111,7 +121,11 @@ class Pictures:
         return Pictures(where, [text for text, _ in rows], [where / name for _, name in rows])
 
     def pixels(self, number: int, *, side: int) -> np.ndarray:
-        """Return the middle square of a picture, uint8 (side, side, 3), as CLIP's preparation has it. Raises DataError."""
+        """Return the middle square of a picture, uint8 (side, side, 3), as CLIP prepares it.
+
+        Raises:
+            DataError: the picture cannot be read.
+        """
         source, image = self.files[number], require("PIL.Image", purpose="pictures", extra="vision")
         try:
             if isinstance(source, Path):
@@ -134,15 +148,22 @@ class Pictures:
 
 
 class PictureSamples(Samples):
-    """Give rows of documents with pictures, int64 (B, S + 1) and fp32 (B, I, P, C), in another order each epoch."""
+    """Dataset of packed documents with pictures: int64 (B, S + 1) and fp32 (B, I, P, C), in another order each epoch."""
 
     def __init__(
         self, task: DescribePictures, numbers: list[int], *, seq_len: int, key: int | None
     ) -> None:
-        """numbers: of the pictures. key: of the orders; None: the order is always the same."""
+        """Pack the documents.
+
+        Args:
+            task: the task.
+            numbers: numbers of the pictures.
+            seq_len: length of a sequence.
+            key: key of the epochs' orders; None: the order is always the same.
+        """
         self.special_tokens = task.special_tokens
         self._task, self._length, self._key = task, seq_len + 1, key
-        # A document takes as much as lets no more than `room` of them into a row.
+        # The least length of a document, so that at most `room` documents fit into a sequence.
         least = self._length // task.room(seq_len)
         lengths = {n: max(least, min(len(task.document(n)), self._length)) for n in numbers}
         longest_first = sorted(numbers, key=lambda number: -lengths[number])
@@ -177,7 +198,7 @@ class PictureSamples(Samples):
 
 
 class DescribePictures(NextToken):
-    """Predict the text that belongs to a picture."""
+    """Prediction of the text that belongs to a picture."""
 
     options: ImageTextOptions
     described: float | None = None  # known to rank 0
@@ -194,7 +215,7 @@ class DescribePictures(NextToken):
         return SpecialTokens.of(self.tokenizer, add_bos=data.add_bos, add_eos=data.add_eos)
 
     def room(self, seq_len: int) -> int:
-        """Return the pictures of a row."""
+        """Return the number of pictures that a sequence has room for."""
         return self.options.images or self.sizes.images_in(seq_len)
 
     def document(self, number: int) -> list[int]:
@@ -271,7 +292,7 @@ class DescribePictures(NextToken):
         return columns | ({"described": self.described} if self.options.samples else {})
 
     def prompt_with(self, file: Path, text: str) -> tuple[list[int], Callable[[Tensor], Any]]:
-        """Return a prompt with the picture of a file where the text says so, by the image token's name, or else before the text."""
+        """Return a prompt with the picture of a file: at the image token's name in the text, or before the text."""
         tokenizer, token = self.tokenizer, self.sizes.image_token
         names = [name for name, i in tokenizer.special_ids.items() if i == token and name in text]
         if names:
@@ -294,9 +315,10 @@ class DescribePictures(NextToken):
 
     @torch.no_grad()
     def generate(self, run: SampleContext) -> None:
-        """Describe held-out pictures, with the likeliest token each time, and write them to samples/step-N.png.
+        """Describe held-out pictures greedily.
 
-        All ranks gather the weights, and rank 0 computes alone. `described` becomes the share of descriptions that equal the text.
+        All ranks gather the weights, and rank 0 computes alone. `described` becomes the share of descriptions that equal the text. An
+        entry point `captions` of the group `titan.pictures` draws them into samples/step-N.png.
         """
         numbers = self.numbers["validation"][: self.options.samples]
         if not numbers:

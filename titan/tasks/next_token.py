@@ -29,7 +29,7 @@ from titan.data.text import (
     validation_samples,
 )
 from titan.data.tokenizer import Tokenizer, open_tokenizer
-from titan.loss import IGNORED, Kernels, LossSum, VocabularyShard, compiled_loss, product_of
+from titan.loss import IGNORED, Kernels, LossSum, VocabularyShard, compiled_loss, logits_fn_of
 from titan.parallel.float8 import Conversion
 from titan.parallel.mesh import submesh
 from titan.tasks.base import LossFunction, Microbatch, SampleContext, Task
@@ -43,7 +43,7 @@ class NextToken(Task):
 
     @cached_property
     def tokenizer(self) -> Tokenizer:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Return the job's tokenizer. Raises DataError."""
+        """Return the job's tokenizer."""
         return open_tokenizer(self.config)
 
     def dataset(self, split: str, *, rank: int, world: int) -> Samples:
@@ -74,7 +74,7 @@ class NextToken(Task):
         )
 
     def complete(self, batch: Any, *, device: torch.device, is_cut: bool) -> Batch:
-        """Return the batch with positions where a model part could not count them itself. batch: anything with the tensors of `Batch`."""
+        """Return the batch with positions, if a model part could not count them itself. It may be anything with the tensors of `Batch`."""
         positions_BS = batch.positions_BS
         if positions_BS is None and is_cut:
             length = batch.tokens_BS.shape[1]
@@ -93,7 +93,7 @@ class NextToken(Task):
 
     @cached_property
     def num_further(self) -> int:
-        """Return how many further tokens the model learns to predict."""
+        """Return the number of modules for multi-token prediction."""
         return getattr(self.sizes, "num_mtp_modules", 0)
 
     def microbatch(self, batch: Any) -> Microbatch:
@@ -114,9 +114,9 @@ class NextToken(Task):
         config = self.config
         compiles = config.compile.enable and "loss" in config.compile.components
         backend = config.compile.backend if compiles else ""
-        product = None
+        logits_fn = None
         if output is not None and any(c.name == "output" and not c.kept for c in float8):
-            product = product_of(output, backend=backend)
+            logits_fn = logits_fn_of(output, backend=backend)
         shared = not config.parallelism.disable_loss_parallel
         loss = LossSum(
             config.loss.chunk_tokens,
@@ -125,13 +125,13 @@ class NextToken(Task):
             else None,
             output=output,
             kernels=Kernels.compiled(backend) if backend else None,
-            product=product,
+            logits_fn=logits_fn,
             custom=compiled_loss(loss_function(config.loss), backend=backend),
         )
         return MTPLoss(loss, self.sizes.mtp_coeff) if self.num_further else loss
 
     def measure(self, batch: Any) -> float:
-        """Return the bytes of text, for a figure that does not depend on the tokenizer."""
+        """Return the number of bytes of text, for a figure that does not depend on the tokenizer."""
         return num_bytes(batch, self.tokenizer)
 
     def report(
@@ -144,7 +144,7 @@ class NextToken(Task):
         }
 
     def scorer(self, train_step: Scorable) -> Scorer:
-        """Return what scores texts with the model of the run, always the same."""
+        """Return the scorer of texts with the model of the run, always the same."""
         if not hasattr(self, "_scorer"):
             self._scorer = Scorer(train_step, self.tokenizer)
         return self._scorer
@@ -165,7 +165,7 @@ class NextToken(Task):
         return dict(zip(section.prompts, texts, strict=True))
 
     def _unigram_bits(self, run: SampleContext) -> float | None:
-        """Return the bits per byte that byte frequencies alone reach on the validation text, as a yardstick."""
+        """Return the bits per byte of a model that knows byte frequencies alone, on the validation text."""
         if not hasattr(self, "_bits"):
             assert run.validation_loader is not None
             self._bits = unigram_bits_per_byte(
@@ -176,10 +176,15 @@ class NextToken(Task):
 
 @dataclass(frozen=True)
 class MTPLoss:
-    """Train on further tokens besides (DeepSeek-V3, arXiv:2412.19437, eq. 24 and 25).
+    """Loss of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, equations 24 and 25).
 
-    The value is the loss of the next token, comparable with that of other models. The gradient is that of its sum with `coeff` times the
-    mean over the modules of multi-token prediction, which goes to `means`, one for each call with a gradient; a reader clears them before a step.
+    The value is the loss of the next token, which is comparable with that of other models. The gradient is that of this loss plus
+    `coeff` times the mean loss of the modules for multi-token prediction.
+
+    Attributes:
+        loss: loss of next tokens.
+        coeff: weight of the mean over the modules.
+        means: mean over the modules, for each call with a gradient. The reader clears the list before a step.
     """
 
     loss: LossSum
@@ -187,7 +192,7 @@ class MTPLoss:
     means: list[Tensor] = field(default_factory=list)
 
     def __call__(self, input: Tensor, labels_BSN: Tensor) -> Tensor:
-        """Return the sum. input: of B rows for the next token, then of B for each further one, whose labels are labels_BSN[..., 1:]."""
+        """Return the sum. The input has B sequences for the next token, then B for each module, whose labels are labels_BSN[..., 1:]."""
         further = labels_BSN.shape[-1] - 1
         scales = [1.0, *[self.coeff / further] * further]
         # At once, since each call of the loss would keep a gradient of the output layer in fp32.

@@ -8,7 +8,7 @@ behind gets weights, optimizer and counters from a peer's memory.
     sum_    a sum over the groups; after an error it does nothing, and the step does not count
     commit  whether the step counts, the same on all ranks of a group
 
-torchft's manager listens on every interface, on random ports (docs/security.md). The state that heals a group is read without
+torchft's manager listens on every interface, on random ports (docs/cluster.md). The state that heals a group is read without
 unpickling.
 """
 

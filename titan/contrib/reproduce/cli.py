@@ -29,7 +29,9 @@ from titan.untrusted import MAX_TEXT, InputError, printable, read_json
 if TYPE_CHECKING:
     from titan.sim.simulate import Simulation
 
-SUMMARY = "Simulate a published run, write its Slurm job, and compare a run of it. docs/paper.md"
+SUMMARY = (
+    "Simulate a published run, write its Slurm job, and compare a run of it. docs/simulator.md"
+)
 SPEED, MEMORY = "tokens_per_s_per_gpu", "memory_gib"
 _NAMES = {SPEED: ("tokens/s/GPU", ",.0f"), MEMORY: ("reserved, GiB", ".1f")}
 # Speed does not depend on the text, and no tokenizer is needed. Published figures are of about 100 steps.

@@ -50,7 +50,7 @@ WIDTHS = {
     "schedule": 0.03,
     "shard": 0.03,
 }
-"""Mean errors of predicted ratios between jobs that differ in these settings alone (docs/simulator_accuracy.md). Speeds this
+"""Mean errors of predicted ratios between jobs that differ in these settings alone (train_configs/published/accuracy.md). Speeds this
 close to the fastest are shown as equal to it."""
 WIDTH = 0.05
 """The same of any other setting, such as the degree of TP."""

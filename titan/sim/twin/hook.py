@@ -6,7 +6,7 @@ If it cannot be simulated, a warning says why, and the run is still held against
 Everything that is measured has a measurer already: RankTimes times ranks, the step timer waits and saves, torch's allocator counts
 its retries. This hook adds marks between the phases of a step, and the links, which titan.bench measures when a step has become
 slow and nothing else explains it. What the ranks have to tell each other travels in the trainer's one all-reduce.
-titan/sim/twin/drift.py decides. docs/twin.md defines the columns.
+titan/sim/twin/drift.py decides. docs/simulator.md defines the columns.
 """
 
 from __future__ import annotations
