@@ -38,9 +38,7 @@ class RoundingSeeds:
     def seeded(self, parameter: Tensor, step: float) -> Iterator[None]:
         """Seed torch's generators for one update of a parameter, and put them back afterwards."""
         devices = [parameter.device] if parameter.device.type != "cpu" else []
-        kind = {"device_type": parameter.device.type} if devices else {}
-
-        with torch.random.fork_rng(devices, **kind):
+        with torch.random.fork_rng(devices, device_type=parameter.device.type):
             torch.manual_seed(
                 derived_seed(self.seed, f"rounding {self.places[parameter]}, step {int(step)}")
             )
