@@ -35,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"titan {__version__}")
         return 0
+    if name == "autofsdp":
+        print("command line: autofsdp: is now `titan plan --only fsdp`", file=sys.stderr)
+        return 2
     if name not in COMMANDS:
         # The nearest name, or all of them.
         match = get_close_matches(name, COMMANDS, n=1)
@@ -386,10 +389,6 @@ COMMANDS: dict[str, tuple[str, Run | str]] = {
         check,
     ),
     "sim": ("predict time and memory of a step on some hardware, without a GPU", "titan.sim.cli"),
-    "autofsdp": (
-        "choose what FSDP gathers together, keeps and gathers ahead",
-        "titan.sim.search.autofsdp",
-    ),
     "autosac": ("choose what each block keeps and what it recomputes", "titan.sim.search.autosac"),
     "plan": (
         "find the fastest layouts of a job that fit, as TOML overlays",
