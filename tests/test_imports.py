@@ -170,6 +170,23 @@ def test_models_import_only_torch_and_plans() -> None:
     assert others <= {"torch", "titan", "__future__", "collections", "dataclasses", "math", "pathlib", "re", "typing"}  # fmt: skip
 
 
+# A family that is another one with changed parts may import these of it. All else that families share is in models/common.
+SUBCLASSES = {"llama3.model": "deepseek_v3 gemma3 gpt_oss llava mistral mixtral olmoe qwen3", "qwen3.model": "gemma3"}  # fmt: skip
+# LLaVA has a whole Llama as its language model.
+CONTAINED = {"llama3.config": "llava", "llama3.huggingface": "llava"}
+
+
+def test_families_import_what_they_share_from_common() -> None:
+    found: dict[str, set[str]] = {}
+    for module in SOURCES:
+        family = module.removeprefix("titan.models.").split(".")[0]
+        for name in imports(module) if module.startswith("titan.models.") else ():
+            other = name.removeprefix("titan.models.")
+            if name.startswith("titan.models.") and other.split(".")[0] not in ("common", family):
+                found.setdefault(other, set()).add(family)
+    assert found == {k: {*v.split()} for k, v in (SUBCLASSES | CONTAINED).items()}
+
+
 def _circles(arrows: Mapping[str, AbstractSet[str]]) -> set[str]:
     """Return the modules that are in a circle, or lie between two."""
     left = dict(arrows)

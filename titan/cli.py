@@ -37,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"titan {__version__}")
         return 0
+    if name == "autofsdp":
+        print("command line: autofsdp: is now `titan plan --only fsdp`", file=sys.stderr)
+        return 2
     names = command_names()
     if name not in names:
         # The nearest name, or all of them.

@@ -29,10 +29,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "predict time and memory of a step on some hardware, without a GPU",
         "titan.sim.cli:main",
     ),
-    "autofsdp": (
-        "choose what FSDP gathers together, keeps and gathers ahead",
-        "titan.sim.search.autofsdp:main",
-    ),
     "autosac": (
         "choose what each block keeps and what it recomputes",
         "titan.sim.search.autosac:main",

@@ -1,7 +1,7 @@
 """Text generation for a batch of prompts of any lengths: `titan generate`, and descriptions of pictures in a validation.
 
 The inner attention of each block is replaced from outside by one that caches keys and values
-(titan.models.attention.CachedAttention), so each new token costs one position. Shorter prompts are padded on their left. A
+(titan.models.common.attention.CachedAttention), so each new token costs one position. Shorter prompts are padded on their left. A
 document mask keeps the padding out, and positions begin after it, so that each prompt gets the tokens that it would get alone.
 
 B prompts, S sequence, V vocabulary
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan.data.tokenizer import Tokenizer
-from titan.models.attention import CachedAttention, InnerAttention
+from titan.models.common.attention import CachedAttention, InnerAttention
 
 _GREEDY = 1e-6  # temperatures below it take the likeliest token
 _EVEN = 1e9  # and temperatures above it are infinite in fp32, or as good as that

@@ -34,8 +34,8 @@ from titan.config.schema import (
     ParallelismSection,
     TrainingSection,
 )
-from titan.models.attention import InnerAttention
-from titan.models.moe import MoE
+from titan.models.common.attention import InnerAttention
+from titan.models.common.moe import MoE
 from titan.parallel.activation import apply_ac
 from titan.parallel.compile import apply_compile
 from titan.parallel.context import Method, apply_cp, mask_over_ranks, sequence_part
@@ -51,6 +51,7 @@ from titan.parallel.offload import apply_offload
 from titan.parallel.random_numbers import drawing_modules
 from titan.parallel.tensor import apply_tp
 from titan.parallel.torch_compat import can_split_custom_functions
+from titan.parallel.traits import ModelEnds, ends_of
 from titan.resolved import ResolvedJob
 from titan.untrusted import InputError
 
@@ -126,6 +127,7 @@ def parallelize(
         own_mesh = {moe.experts: sparse_mesh[names] for moe in moes_of(model).values()}
     _apply_data_parallel(
         model,
+        ends=ends_of(job.sizes),
         training=config.training,
         parallel=parallel,
         keeps_weights=techniques.keeps_weights,
@@ -249,11 +251,11 @@ def _before_blocks(model: nn.Module) -> dict[str, nn.Module]:
     return {name: children[name] for name in [*children][: [*children].index("layers")]}
 
 
-def _encoders(model: nn.Module) -> list[nn.Module]:
+def _encoders(model: nn.Module, embedding: str) -> list[nn.Module]:
     """Return the modules that run before the blocks, without the embedding: each part, followed by its own blocks."""
     found = []
     for name, part in _before_blocks(model).items():
-        if name != "tok_embeddings" and any(True for _ in part.parameters()):
+        if name != embedding and any(True for _ in part.parameters()):
             blocks = [part.get_submodule(container).children() for container in containers_of(part)]
             found += [part, *chain(*blocks)]
     return found
@@ -270,6 +272,7 @@ def _recompute_every(section: ActivationCheckpointSection) -> int:
 def _apply_data_parallel(
     model: nn.Module,
     *,
+    ends: ModelEnds,
     training: TrainingSection,
     parallel: ParallelismSection,
     keeps_weights: bool,
@@ -287,11 +290,12 @@ def _apply_data_parallel(
     offload = training.enable_cpu_offload
     casts = training.compute_dtype != training.dtype
     # A pipeline stage may lack some of them.
-    ends = {"first": ["tok_embeddings"], "last": ["norm", "output"]}
+    last = [getattr(model, name) for name in ends.last if not name.startswith("layers.")]
     options = {
         "blocks": list(model.get_submodule("layers").children()),
-        "encoders": _encoders(model),
-        **{end: [m for n in names if (m := getattr(model, n))] for end, names in ends.items()},
+        "encoders": _encoders(model, ends.embedding),
+        "first": list(filter(None, [getattr(model, ends.embedding)])),
+        "last": list(filter(None, last)),
         "param_dtype": torch_dtype(training.compute_dtype) if casts else None,
         "reduce_dtype": torch_dtype(training.mixed_precision_reduce),
         "cast_forward_inputs": False,

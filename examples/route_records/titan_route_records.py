@@ -19,7 +19,7 @@ from torch import Tensor
 
 from titan.data.packing import Batch
 from titan.hook import Hook, RunContext
-from titan.models.moe import MoE
+from titan.models.common.moe import MoE
 from titan.parallel.expert import is_recomputation, local_tokens
 from titan.train_step import StepReport
 from titan.untrusted import InputError
@@ -79,7 +79,7 @@ class Routes(Hook):
     def updated(self, report: StepReport) -> None:
         self.batches, self.array = (), None  # an evaluation is not recorded
 
-    # ---- titan.models.moe.RouteSource ----------------------------------------------------------
+    # ---- titan.models.common.moe.RouteSource ----------------------------------------------------------
 
     def get(self, moe: MoE, tokens: Tensor) -> Tensor | None:
         if not self.batches or self.replay is None:

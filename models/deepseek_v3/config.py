@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from ..moe_config import MoEConfig
+from ..common.moe_config import MoEConfig
 
 
 @dataclass(frozen=True, kw_only=True)

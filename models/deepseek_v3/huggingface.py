@@ -1,20 +1,20 @@
 """Translate DeepSeek to and from `transformers` (DeepseekV3ForCausalLM, DeepseekV2ForCausalLM). Imports no torch.
 
-V3 is the one with sigmoid scores. Weights are not permuted: `rotate_pairs` in model.py pairs neighbours, as they do.
+V3 is the one with sigmoid scores. Weights are not permuted: `rotate_pairs` in common/rotary.py pairs neighbours, as they do.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..llama3 import huggingface as llama3
+from ..common import hf_names
 from .config import DeepSeekConfig
 
 ARCHITECTURES = {"DeepseekV3ForCausalLM": "deepseek_v3", "DeepseekV2ForCausalLM": "deepseek_v2"}
 
 _BLOCK = {
-    **llama3.BLOCK,
-    **llama3.MOE_BLOCK,
+    **hf_names.BLOCK,
+    **hf_names.MOE_BLOCK,
     "attention.wq": "self_attn.q_proj",
     "attention.wq_a": "self_attn.q_a_proj",
     "attention.q_norm": "self_attn.q_a_layernorm",
@@ -26,9 +26,9 @@ _BLOCK = {
     "moe.shared_experts.w2": "mlp.shared_experts.down_proj",
     "moe.shared_experts.w3": "mlp.shared_experts.up_proj",
 }
-_FIELDS: tuple[llama3.Field, ...] = (
-    *llama3.FIELDS,
-    llama3.MTP,
+_FIELDS: tuple[hf_names.Field, ...] = (
+    *hf_names.FIELDS,
+    hf_names.MTP,
     ("q_lora_rank", "q_lora_rank", 0),
     ("kv_lora_rank", "kv_lora_rank", 512),
     ("qk_nope_head_dim", "qk_nope_head_dim", 128),
@@ -44,7 +44,7 @@ _FIELDS: tuple[llama3.Field, ...] = (
     ("num_groups", "n_group", 0),
     ("top_groups", "topk_group", 0),
 )
-_YARN: tuple[llama3.Field, ...] = (
+_YARN: tuple[hf_names.Field, ...] = (
     ("rope_factor", "factor", ...),
     ("rope_mscale", "mscale", ...),
     ("original_context", "original_max_position_embeddings", ...),
@@ -56,7 +56,7 @@ _YARN_DEFAULTS = {"truncate": True, "attention_factor": None}
 
 def hf_name(name: str) -> str:
     """Name in transformers of one of our parameters. Raises KeyError for a name that is not DeepSeek's."""
-    return llama3.hf_name(name, block=_BLOCK)
+    return hf_names.hf_name(name, block=_BLOCK)
 
 
 def hf_buffer(name: str, config: DeepSeekConfig) -> str | None:
@@ -82,11 +82,11 @@ def hf_config(config: DeepSeekConfig) -> dict[str, Any]:
     else:
         architecture, method = "DeepseekV2ForCausalLM", "greedy"
         method = "group_limited_greedy" if has_groups else method
-    yarn = {**_YARN_ONLY, **llama3.fields_of(config, _YARN), "mscale_all_dim": config.rope_mscale}
+    yarn = {**_YARN_ONLY, **hf_names.fields_of(config, _YARN), "mscale_all_dim": config.rope_mscale}
     return {
-        **llama3.hf_config(config),
-        **llama3.header(ARCHITECTURES, architecture),
-        **llama3.fields_of(config, _FIELDS),
+        **hf_names.header(ARCHITECTURES, architecture),
+        **hf_names.hf_config(config),
+        **hf_names.fields_of(config, _FIELDS),
         "q_lora_rank": config.q_lora_rank or None,
         # One group of which one is chosen: none.
         "n_group": config.num_groups or 1,
@@ -105,10 +105,10 @@ def read_config(hf: dict[str, Any]) -> DeepSeekConfig:
     is_v3 = "v3" in str(hf.get("model_type") or hf.get("architectures")).lower()
     score, normalizes = ("sigmoid", {}) if is_v3 else ("softmax", {"norm_topk_prob": False})
     only = {"scoring_func": score, "moe_layer_freq": 1, "rope_interleave": True, **normalizes}
-    llama3.require(hf, only)
-    rope = llama3.rope_of(hf)
-    theta: llama3.Field = ("rope_theta", "rope_theta", ...)
-    sizes = llama3.read_fields(
+    hf_names.require(hf, only)
+    rope = hf_names.rope_of(hf)
+    theta: hf_names.Field = ("rope_theta", "rope_theta", ...)
+    sizes = hf_names.read_fields(
         {**hf, "rope_theta": rope["rope_theta"]}, DeepSeekConfig, (*_FIELDS, theta)
     )
     sizes["rope_factor"] = 0.0
@@ -118,7 +118,7 @@ def read_config(hf: dict[str, Any]) -> DeepSeekConfig:
         if changed or any(rope.get(key, kind) != value for key, value in same.items()):
             same |= _YARN_DEFAULTS
             raise ValueError(f"rope_scaling is {rope}; titan's model has YaRN with {same}")
-        sizes |= llama3.read_fields(rope, DeepSeekConfig, _YARN)
+        sizes |= hf_names.read_fields(rope, DeepSeekConfig, _YARN)
     if sizes["num_groups"] <= 1 or hf.get("topk_method") == "greedy":
         sizes |= {"num_groups": 0, "top_groups": 0}
     elif not is_v3:

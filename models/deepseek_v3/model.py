@@ -11,57 +11,16 @@ E = all heads' channels
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from ..attention import InnerAttention
-from ..llama3.model import Llama, rope_frequencies, rotate
+from ..common.attention import InnerAttention
+from ..common.rotary import rotate_pairs, yarn_frequencies
+from ..llama3.model import Llama
 from .config import DeepSeekConfig
 
 # Published models have it whatever their rms_norm_eps.
 _LATENT_EPS = 1e-6
-# YaRN leaves channels alone that turn so often within the original context, and stretches those that turn less than once.
-_FAST_TURNS, _SLOW_TURNS = 32, 1
-
-
-def yarn_frequencies(
-    config: Any, size: int, device: torch.device, *, truncate: bool = True
-) -> Tensor:
-    """Return the rotation per position of each pair of channels, (R/2,) fp32, in radians (YaRN, arXiv:2309.00071).
-
-    Args:
-        config: a family's sizes, with rope_theta, rope_factor and original_context. size: channels of a head that rotate.
-        truncate: round the first and the last stretched pair outwards to whole pairs.
-    """
-    theta = config.rope_theta
-    frequencies = rope_frequencies(size, theta, None, device)
-    if not config.rope_factor:
-        return frequencies
-
-    def pair_that_turns(times: float) -> float:
-        ratio = config.original_context / (times * 2 * math.pi)
-        return size * math.log(ratio) / (2 * math.log(theta))
-
-    # Between these pairs of channels frequencies go from unchanged to divided by the factor.
-    first, last = pair_that_turns(_FAST_TURNS), pair_that_turns(_SLOW_TURNS)
-    if truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, size - 1)
-    pairs = torch.arange(size // 2, dtype=torch.float32, device=device)
-    # 0 for fast pairs, 1 for slow ones. The tiny number avoids a division by zero.
-    stretch = ((pairs - first) / max(last - first, 1e-3)).clamp(0, 1)
-    return (1 - stretch) * frequencies + stretch * frequencies / config.rope_factor
-
-
-def rotate_pairs(x_BSHR: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate channel 2i against channel 2i + 1, and return all first channels before all second ones.
-
-    Queries and keys then have the same order, which leaves their products as they are.
-    """
-    return rotate(torch.cat([x_BSHR[..., 0::2], x_BSHR[..., 1::2]], dim=-1), cos_sin)
 
 
 class LatentAttention(nn.Module):

@@ -1,8 +1,8 @@
 """Say what of DeepSeek may be split how: latents are made of each rank's tokens, heads are dealt
 out, experts as everywhere."""
 
-from ..llama3.plan import MOE_PLAN
-from ..llama3.plan import TENSOR_PLAN as LLAMA_PLAN
+from ..common.plan import MOE_PLAN
+from ..common.plan import TENSOR_PLAN as LLAMA_PLAN
 
 TENSOR_PLAN: dict[str, str] = {
     **{pattern: style for pattern, style in LLAMA_PLAN.items() if ".attention" not in pattern},

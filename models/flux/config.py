@@ -35,8 +35,6 @@ class FluxConfig:
     rope_theta: float = 10_000.0
     guidance_embed: bool = False
     gate_init_std: float = 0.0
-    # What every family has: no words here.
-    vocab_size = 0
     tied_embeddings = False
 
     @property

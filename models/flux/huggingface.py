@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from ..llama3 import huggingface as llama3
+from ..common import hf_names
 from .config import FluxConfig
 
 ARCHITECTURES = {"FluxTransformer2DModel": "FluxTransformer2DModel"}
@@ -53,7 +53,7 @@ _SINGLE = {
     "joint.wo": "proj_out",
     "joint.w2": "proj_out",
 }
-_FIELDS: tuple[llama3.Field, ...] = (
+_FIELDS: tuple[hf_names.Field, ...] = (
     ("n_double", "num_layers", ...),
     ("n_heads", "num_attention_heads", ...),
     ("in_channels", "in_channels", ...),
@@ -89,7 +89,7 @@ def hf_config(config: FluxConfig) -> dict[str, Any]:
         "num_single_layers": config.n_layers - config.n_double,
         "attention_head_dim": config.head_dim,
         "axes_dims_rope": list(config.rope_axes),
-        **llama3.fields_of(config, _FIELDS),
+        **hf_names.fields_of(config, _FIELDS),
     }
 
 
@@ -99,7 +99,7 @@ def read_config(hf: dict[str, Any]) -> FluxConfig:
         raise ValueError("patch_size and out_channels are not those of Flux.1")
     # What follows from others is read under the name of one of our fields.
     more = (("n_layers", "num_single_layers", ...), ("dim", "attention_head_dim", ...))
-    sizes = llama3.read_fields(hf, FluxConfig, (*_FIELDS, *more))
+    sizes = hf_names.read_fields(hf, FluxConfig, (*_FIELDS, *more))
     sizes["n_layers"] += sizes["n_double"]
     sizes["dim"] *= sizes["n_heads"]
     axes = tuple(map(int, hf.get("axes_dims_rope", FluxConfig.rope_axes)))

@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention import InnerAttention
-from ..deepseek_v3.model import rotate_pairs
-from ..llama3.model import rope_frequencies
+from ..common.attention import InnerAttention
+from ..common.rotary import rope_frequencies, rotate_pairs
 from .config import TIME_CHANNELS, FluxConfig
 
 _EPS = 1e-6

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..llama3.config import LlamaConfig
+from ..common.config import LlamaConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,20 +8,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..llama3 import huggingface as llama3
+from ..common import hf_names
 from .config import Gemma3Config
 
 ARCHITECTURES = {"Gemma3ForCausalLM": "gemma3_text"}
 
 _BLOCK = {
-    **llama3.BLOCK,
+    **hf_names.BLOCK,
     "attention.q_norm": "self_attn.q_norm",
     "attention.k_norm": "self_attn.k_norm",
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffn_norm": "post_feedforward_layernorm",
 }
-_FIELDS: tuple[llama3.Field, ...] = (
+_FIELDS: tuple[hf_names.Field, ...] = (
     ("vocab_size", "vocab_size", 262_208),
     ("tied_embeddings", "tie_word_embeddings", True),
     ("window", "sliding_window", 0),
@@ -40,17 +40,17 @@ _ONLY: dict[str, Any] = {
 
 def hf_name(name: str) -> str:
     """Name in transformers of one of our parameters. Raises KeyError for a name that is not Gemma 3's."""
-    return llama3.hf_name(name, block=_BLOCK)
+    return hf_names.hf_name(name, block=_BLOCK)
 
 
 def hf_config(config: Gemma3Config) -> dict[str, Any]:
     """Return the config.json of these sizes, in the spelling that transformers 4 and 5 both read."""
-    written = {**llama3.hf_config(config), **llama3.header(ARCHITECTURES, "Gemma3ForCausalLM")}
+    written = {**hf_names.header(ARCHITECTURES, "Gemma3ForCausalLM"), **hf_names.hf_config(config)}
     del written["hidden_act"]
     factor = config.rope_factor
     return {
         **written,
-        **llama3.fields_of(config, _FIELDS),
+        **hf_names.fields_of(config, _FIELDS),
         **_ONLY,
         "rope_scaling": {"rope_type": "linear", "factor": factor} if factor else None,
         "layer_types": _layer_types(config),
@@ -75,7 +75,7 @@ def read_config(hf: dict[str, Any]) -> Gemma3Config:
         flat["sliding_window_pattern"] = is_global.index(True) + 1
     elif types:  # too few layers for a global one
         flat.setdefault("sliding_window_pattern", hf.get("_sliding_window_pattern", 6))
-    sizes = llama3.read_sizes(
+    sizes = hf_names.read_sizes(
         flat, Gemma3Config, n_kv_heads=4, head_dim=256, fields=_FIELDS, only=_ONLY
     )
     if local["rope_type"] != "default":
@@ -100,8 +100,8 @@ def _rope_tables(hf: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     # Each with the theta that stands beside the tables.
     thetas = hf.get("rope_theta", 1_000_000.0), hf.get("rope_local_base_freq", 10_000.0)
     return (
-        llama3.rope_of({"rope_scaling": wide | (hf.get("rope_scaling") or {})}, theta=thetas[0]),
-        llama3.rope_of({"rope_scaling": local}, theta=thetas[1]),
+        hf_names.rope_of({"rope_scaling": wide | (hf.get("rope_scaling") or {})}, theta=thetas[0]),
+        hf_names.rope_of({"rope_scaling": local}, theta=thetas[1]),
     )
 
 

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention import InnerAttention
+from ..common.attention import InnerAttention
+from ..common.rotary import rope_frequencies
 from ..llama3.model import Block as LlamaBlock
-from ..llama3.model import FeedForward, Llama, rope_frequencies
+from ..llama3.model import FeedForward, Llama
 from ..qwen3.model import Attention as NormedAttention
 from .config import Gemma3Config
 

@@ -1,6 +1,6 @@
 """Say what of Gemma 3 may be split how: as Llama, and its other norms. Those after a layer give plain tensors, which are added."""
 
-from ..llama3.plan import TENSOR_PLAN as LLAMA_PLAN
+from ..common.plan import TENSOR_PLAN as LLAMA_PLAN
 
 TENSOR_PLAN: dict[str, str] = {
     **LLAMA_PLAN,

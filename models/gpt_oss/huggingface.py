@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..llama3 import huggingface as llama3
+from ..common import hf_names
 from .config import GptOssConfig
 
 ARCHITECTURES = {"GptOssForCausalLM": "gpt_oss"}
 
-_BLOCK = {**llama3.BLOCK, "moe.router.gate": "mlp.router"}
+_BLOCK = {**hf_names.BLOCK, "moe.router.gate": "mlp.router"}
 # Ours, theirs, and which channels are ours: the first, and how far to the next.
 _PARTS = {
     "moe.experts.w1": ("mlp.experts.gate_up_proj", (0, 2)),
@@ -24,7 +24,7 @@ _PARTS = {
     "moe.experts.w2_bias": ("mlp.experts.down_proj_bias", (0, 1)),
     "moe.experts.w3_bias": ("mlp.experts.gate_up_proj_bias", (1, 2)),
 }
-_FIELDS: tuple[llama3.Field, ...] = (
+_FIELDS: tuple[hf_names.Field, ...] = (
     ("num_experts", "num_local_experts", 128),
     ("top_k", "num_experts_per_tok", 4),
     ("expert_dim", "intermediate_size", ...),
@@ -32,7 +32,7 @@ _FIELDS: tuple[llama3.Field, ...] = (
     ("window", "sliding_window", 128),
     ("swiglu_limit", "swiglu_limit", 7.0),
 )
-_YARN: tuple[llama3.Field, ...] = (
+_YARN: tuple[hf_names.Field, ...] = (
     ("rope_factor", "factor", ...),
     ("original_context", "original_max_position_embeddings", ...),
 )
@@ -49,7 +49,7 @@ def hf_name(name: str) -> str:
         return f"model.layers.{layer}.self_attn.sinks"
     if rest in _PARTS:
         return f"model.layers.{layer}.{_PARTS[rest][0]}"
-    return llama3.hf_name(name, block=_BLOCK)
+    return hf_names.hf_name(name, block=_BLOCK)
 
 
 def hf_part(name: str) -> tuple[int, int] | None:
@@ -60,11 +60,11 @@ def hf_part(name: str) -> tuple[int, int] | None:
 
 def hf_config(config: GptOssConfig) -> dict[str, Any]:
     """Return the config.json of these sizes."""
-    yarn = {**_YARN_ONLY, **llama3.fields_of(config, _YARN)}
+    yarn = {**_YARN_ONLY, **hf_names.fields_of(config, _YARN)}
     return {
-        **llama3.hf_config(config),
-        **llama3.header(ARCHITECTURES, "GptOssForCausalLM"),
-        **llama3.fields_of(config, _FIELDS),
+        **hf_names.header(ARCHITECTURES, "GptOssForCausalLM"),
+        **hf_names.hf_config(config),
+        **hf_names.fields_of(config, _FIELDS),
         **_ONLY,
         "sliding_window": config.window or 128,
         "layer_types": _layer_types(config),
@@ -77,9 +77,9 @@ def read_config(hf: dict[str, Any]) -> GptOssConfig:
     """Return the sizes of a config.json. Raises ValueError if it describes something else than gpt-oss."""
     if hf.get("rope_parameters") is None:
         hf = {**hf, "rope_parameters": _YARN_DEFAULT}
-    rope = llama3.rope_of(hf, theta=150_000.0)
+    rope = hf_names.rope_of(hf, theta=150_000.0)
     flat = {"rope_theta": rope["rope_theta"], "rope_parameters": None, "rope_scaling": None}
-    config = llama3.read_sizes(
+    config = hf_names.read_sizes(
         {**hf, **flat},
         GptOssConfig,
         n_kv_heads=8,
@@ -92,7 +92,7 @@ def read_config(hf: dict[str, Any]) -> GptOssConfig:
         same = {"truncate": True, **rope}
         if rope.get("attention_factor") or any(same.get(k, v) != v for k, v in _YARN_ONLY.items()):
             raise ValueError(f"rope_scaling is {rope}; titan's model has YaRN with {_YARN_ONLY}")
-        config = replace(config, **llama3.read_fields(rope, GptOssConfig, _YARN))
+        config = replace(config, **hf_names.read_fields(rope, GptOssConfig, _YARN))
     types = hf.get("layer_types")
     if types and set(types) == {"full_attention"}:
         config = replace(config, window=0)

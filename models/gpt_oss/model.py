@@ -1,6 +1,6 @@
 """Define where gpt-oss differs from Llama: sinks, windows and biases in attention, and YaRN.
 
-Its experts are those of models/moe.py with `moe_biases` and `swiglu_limit`.
+Its experts are those of models/common/moe.py with `moe_biases` and `swiglu_limit`.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..attention import InnerAttention, Sinks
-from ..deepseek_v3.model import yarn_frequencies
+from ..common.attention import InnerAttention, Sinks
+from ..common.rotary import yarn_frequencies
 from ..llama3.model import Attention as LlamaAttention
 from ..llama3.model import Llama
 from .config import GptOssConfig

@@ -1,7 +1,7 @@
 """Say what of gpt-oss may be split how: as Llama, its experts, and a sink for each head."""
 
-from ..llama3.plan import MOE_PLAN
-from ..llama3.plan import TENSOR_PLAN as LLAMA_PLAN
+from ..common.plan import MOE_PLAN
+from ..common.plan import TENSOR_PLAN as LLAMA_PLAN
 
 TENSOR_PLAN: dict[str, str] = {
     **LLAMA_PLAN,

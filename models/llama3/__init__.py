@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .config import FLAVORS, LlamaConfig
-from .plan import TENSOR_PLAN
+from ..common.config import LlamaConfig
+from ..common.plan import TENSOR_PLAN
+from .config import FLAVORS
 
 if TYPE_CHECKING:
     from .model import Llama

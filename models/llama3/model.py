@@ -17,44 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention import InnerAttention, Sinks
-from ..moe import MoE
-from ..moe_config import MoEConfig
-from .config import LlamaConfig, RopeScaling
+from titan.parallel.traits import BlockTraits
 
-
-def rope_frequencies(
-    head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device
-) -> Tensor:
-    """Return the rotation per position of each pair of channels, (K/2,) fp32, in radians (RoFormer, arXiv:2104.09864).
-
-    `scaling` is Llama 3.1's: wavelengths that fit often enough into the original context stay, those longer than
-    it are stretched by `factor`, those between are interpolated.
-    """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-    frequencies = 1.0 / theta**exponents
-    if scaling is None:
-        return frequencies
-    turns = scaling.original_context * frequencies / (2 * math.pi)  # within the original context
-    # 1 for short wavelengths, 0 for long ones, and between them in proportion.
-    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    keep = keep.clamp(0, 1)
-    return keep * frequencies + (1 - keep) * frequencies / scaling.factor
-
-
-def rotation_table(positions: Tensor, frequencies: Tensor) -> Tensor:
-    """Return what `rotate` multiplies with, (..., 2K) fp32: the cosines of all channels, then their sines, negative in the first half."""
-    angles = positions[..., None].float() * frequencies
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat([cos, cos, -sin, sin], dim=-1)
-
-
-def rotate(x_BSHK: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate channel i against channel i + K/2 by the position's angle, in fp32; dtype as x."""
-    cos, sin = cos_sin
-    x = x_BSHK.float()
-    # Channel i + K/2 comes to place i, and the reverse. Not addcmul, which rounds once less than transformers does.
-    return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x_BSHK.dtype)
+from ..common.attention import InnerAttention, Sinks
+from ..common.config import LlamaConfig
+from ..common.moe import MoE
+from ..common.moe_config import MoEConfig
+from ..common.rotary import rope_frequencies, rotate, rotation_table
 
 
 class Attention(nn.Module):
@@ -139,9 +108,10 @@ class Block(nn.Module):
         h_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), cos_sin, document_ids_BS)
         return h_BSD, self.ffn_norm(h_BSD)
 
-    def compiled_parts(self) -> list[tuple[nn.Module, str]]:
-        """Return the functions to compile, as attributes; none: the whole block. Experts wait for the device between them."""
-        return [] if self.moe is None else [(self, "attend"), *self.moe.compiled_parts()]
+    @property
+    def traits(self) -> BlockTraits:
+        """Return what to compile: the whole block, or what experts leave of it, as they wait for the device."""
+        return BlockTraits() if self.moe is None else self.moe.traits.within("moe", "attend")
 
 
 def build_moe(config: LlamaConfig, layer: int) -> MoE | None:
@@ -176,9 +146,10 @@ class FurtherToken(nn.Module):
         both = torch.cat([self.enorm(token_BSD), self.hnorm(x_BSD)], dim=-1)
         return self.head_norm(self.block(self.eh_proj(both), cos_sin, document_ids_BS))
 
-    def compiled_parts(self) -> list[tuple[nn.Module, str]]:
-        """Return the functions to compile, as `Block` does."""
-        return self.block.compiled_parts()
+    @property
+    def traits(self) -> BlockTraits:
+        """Return what to compile, as `Block` does."""
+        return self.block.traits.within("block")
 
 
 class Llama(nn.Module):

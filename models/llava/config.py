@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ..common.config import LlamaConfig
 from ..llama3.config import FLAVORS as LLAMA
-from ..llama3.config import LlamaConfig
 
 
 @dataclass(frozen=True, kw_only=True)

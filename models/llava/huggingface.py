@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ..common import hf_names
 from ..llama3 import huggingface as llama3
 from .config import LlavaConfig
 
@@ -37,7 +38,7 @@ _BLOCK = {
     "feed_forward.w1": "mlp.fc1",
     "feed_forward.w2": "mlp.fc2",
 }
-_VISION_FIELDS: tuple[llama3.Field, ...] = (
+_VISION_FIELDS: tuple[hf_names.Field, ...] = (
     ("vision_dim", "hidden_size", 1024),
     ("vision_heads", "num_attention_heads", 16),
     ("vision_ffn_dim", "intermediate_size", 4096),
@@ -78,11 +79,11 @@ def hf_config(config: LlavaConfig) -> dict[str, Any]:
     """Return the config.json of these sizes."""
     text = llama3.hf_config(config)
     return {
-        **llama3.header(ARCHITECTURES, "LlavaForConditionalGeneration"),
+        **hf_names.header(ARCHITECTURES, "LlavaForConditionalGeneration"),
         "text_config": {**text, "max_position_embeddings": 4096},
         "vision_config": {
             **_ONLY_VISION,
-            **llama3.fields_of(config, _VISION_FIELDS),
+            **hf_names.fields_of(config, _VISION_FIELDS),
             "num_hidden_layers": config.vision_layers,
             "projection_dim": config.dim,  # unused
         },
@@ -123,7 +124,7 @@ def read_config(hf: dict[str, Any]) -> LlavaConfig:
     """Return the sizes of a config.json. Raises ValueError if it describes something else than LLaVA 1.5."""
     text, vision = ({**hf[name]} for name in ("text_config", "vision_config"))
     text = {**_TEXT, **text}
-    llama3.require(hf, _ONLY)
+    hf_names.require(hf, _ONLY)
     kind = text.get("model_type", "llama")
     if kind != "llama":
         raise ValueError(f"text_config is of a {kind}; titan's decoder is a Llama")
@@ -131,8 +132,8 @@ def read_config(hf: dict[str, Any]) -> LlavaConfig:
         if vision.get(key, value) != value:
             raise ValueError(f"vision_config: {key} is {vision[key]!r}; titan's has {value!r}")
     decoder = llama3.read_config(text)
-    sizes = llama3.read_fields(vision, LlavaConfig, _VISION_FIELDS)
-    token = llama3.read_fields(hf, LlavaConfig, (("image_token", "image_token_index", 32_000),))
+    sizes = hf_names.read_fields(vision, LlavaConfig, _VISION_FIELDS)
+    token = hf_names.read_fields(hf, LlavaConfig, (("image_token", "image_token_index", 32_000),))
     fields = {name: getattr(decoder, name) for name in decoder.__dataclass_fields__}
     return LlavaConfig(**{**fields, **sizes, **token}, vision_layers=_layers_read(hf))
 

@@ -1,6 +1,6 @@
 """Say what of LLaVA may be split how, as data for titan.parallel.tensor: the decoder as Llama, and patches as the encoder's sequence."""
 
-from ..llama3 import TENSOR_PLAN as LLAMA
+from ..common.plan import TENSOR_PLAN as LLAMA
 
 TENSOR_PLAN: dict[str, str] = {
     "vision.embed": "cut_sequence",

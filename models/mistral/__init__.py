@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..llama3.plan import TENSOR_PLAN
+from ..common.plan import TENSOR_PLAN
 from .config import FLAVORS, MistralConfig
 
 if TYPE_CHECKING:

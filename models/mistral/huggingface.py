@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..llama3 import huggingface as llama3
+from ..common import hf_names
 from .config import MistralConfig
 
 ARCHITECTURES = {"MistralForCausalLM": "mistral"}
-hf_name = llama3.hf_name
+hf_name = hf_names.hf_name
 
 
 def hf_config(config: MistralConfig) -> dict[str, Any]:
     """Return the config.json of these sizes."""
-    written = {**llama3.hf_config(config), **llama3.header(ARCHITECTURES, "MistralForCausalLM")}
+    written = {**hf_names.header(ARCHITECTURES, "MistralForCausalLM"), **hf_names.hf_config(config)}
     del written["attention_bias"]  # a key of Llama's
     return {
         **written,
@@ -26,5 +26,5 @@ def read_config(hf: dict[str, Any]) -> MistralConfig:
     """Return the sizes of a config.json. Raises ValueError if it describes something else than Mistral."""
     # null: no window.
     hf = {**hf, "sliding_window": hf.get("sliding_window", 4096) or 0}
-    window: llama3.Field = ("window", "sliding_window", 0)
-    return llama3.read_sizes(hf, MistralConfig, n_kv_heads=8, head_dim=0, fields=(window,))
+    window: hf_names.Field = ("window", "sliding_window", 0)
+    return hf_names.read_sizes(hf, MistralConfig, n_kv_heads=8, head_dim=0, fields=(window,))

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..llama3 import huggingface as llama3
+from ..common import hf_names
 from .config import MixtralConfig
 
 ARCHITECTURES = {"MixtralForCausalLM": "mixtral"}
 
 _BLOCK = {
-    **llama3.BLOCK,
+    **hf_names.BLOCK,
     "moe.router.gate": "block_sparse_moe.gate",
     "moe.experts.w1": "block_sparse_moe.experts.{}.w1",
     "moe.experts.w2": "block_sparse_moe.experts.{}.w2",
     "moe.experts.w3": "block_sparse_moe.experts.{}.w3",
 }
-_FIELDS: tuple[llama3.Field, ...] = (
+_FIELDS: tuple[hf_names.Field, ...] = (
     ("num_experts", "num_local_experts", 8),
     ("top_k", "num_experts_per_tok", 2),
     ("expert_dim", "intermediate_size", ...),
@@ -26,15 +26,15 @@ _FIELDS: tuple[llama3.Field, ...] = (
 
 def hf_name(name: str) -> str:
     """Name in transformers of one of our parameters. Raises KeyError for a name that is not Mixtral's."""
-    return llama3.hf_name(name, block=_BLOCK)
+    return hf_names.hf_name(name, block=_BLOCK)
 
 
 def hf_config(config: MixtralConfig) -> dict[str, Any]:
     """Return the config.json of these sizes."""
     return {
-        **llama3.hf_config(config),
-        **llama3.header(ARCHITECTURES, "MixtralForCausalLM"),
-        **llama3.fields_of(config, _FIELDS),
+        **hf_names.header(ARCHITECTURES, "MixtralForCausalLM"),
+        **hf_names.hf_config(config),
+        **hf_names.fields_of(config, _FIELDS),
         "max_position_embeddings": 32_768,
         "sliding_window": None,
     }
@@ -43,6 +43,6 @@ def hf_config(config: MixtralConfig) -> dict[str, Any]:
 def read_config(hf: dict[str, Any]) -> MixtralConfig:
     """Return the sizes of a config.json. Raises ValueError if it describes something else than Mixtral."""
     only = {"sliding_window": None}
-    return llama3.read_sizes(
+    return hf_names.read_sizes(
         hf, MixtralConfig, n_kv_heads=8, head_dim=0, fields=_FIELDS, only=only, theta=1_000_000.0
     )

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..llama3 import huggingface as llama3
+from ..common import hf_names
 from .config import OlmoeConfig
 
 ARCHITECTURES = {"OlmoeForCausalLM": "olmoe"}
 
 _BLOCK = {
-    **llama3.BLOCK,
-    **llama3.MOE_BLOCK,
+    **hf_names.BLOCK,
+    **hf_names.MOE_BLOCK,
     "attention.q_norm": "self_attn.q_norm",
     "attention.k_norm": "self_attn.k_norm",
 }
-_FIELDS: tuple[llama3.Field, ...] = (
+_FIELDS: tuple[hf_names.Field, ...] = (
     ("num_experts", "num_experts", 64),
     ("top_k", "num_experts_per_tok", 8),
     ("expert_dim", "intermediate_size", ...),
@@ -26,15 +26,15 @@ _FIELDS: tuple[llama3.Field, ...] = (
 
 def hf_name(name: str) -> str:
     """Name in transformers of one of our parameters. Raises KeyError for a name that is not OLMoE's."""
-    return llama3.hf_name(name, block=_BLOCK)
+    return hf_names.hf_name(name, block=_BLOCK)
 
 
 def hf_config(config: OlmoeConfig) -> dict[str, Any]:
     """Return the config.json of these sizes."""
     return {
-        **llama3.hf_config(config),
-        **llama3.header(ARCHITECTURES, "OlmoeForCausalLM"),
-        **llama3.fields_of(config, _FIELDS),
+        **hf_names.header(ARCHITECTURES, "OlmoeForCausalLM"),
+        **hf_names.hf_config(config),
+        **hf_names.fields_of(config, _FIELDS),
         "max_position_embeddings": 4096,
         "clip_qkv": None,
     }
@@ -43,6 +43,6 @@ def hf_config(config: OlmoeConfig) -> dict[str, Any]:
 def read_config(hf: dict[str, Any]) -> OlmoeConfig:
     """Return the sizes of a config.json. Raises ValueError if it describes something else than OLMoE."""
     heads, only = hf.get("num_attention_heads"), {"clip_qkv": None}
-    return llama3.read_sizes(
+    return hf_names.read_sizes(
         hf, OlmoeConfig, n_kv_heads=heads, head_dim=0, fields=_FIELDS, only=only
     )

@@ -1,7 +1,7 @@
 """Say what of OLMoE may be split how: as Llama, its experts, and norms over heads of all ranks."""
 
-from ..llama3.plan import MOE_PLAN
-from ..llama3.plan import TENSOR_PLAN as LLAMA_PLAN
+from ..common.plan import MOE_PLAN
+from ..common.plan import TENSOR_PLAN as LLAMA_PLAN
 
 TENSOR_PLAN: dict[str, str] = {
     **LLAMA_PLAN,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..moe_config import MoEConfig
+from ..common.moe_config import MoEConfig
 
 
 @dataclass(frozen=True, kw_only=True)

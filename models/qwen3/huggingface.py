@@ -5,18 +5,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..llama3 import huggingface as llama3
+from ..common import hf_names
 from .config import Qwen3Config
 
 ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe"}
 
 _BLOCK = {
-    **llama3.BLOCK,
-    **llama3.MOE_BLOCK,
+    **hf_names.BLOCK,
+    **hf_names.MOE_BLOCK,
     "attention.q_norm": "self_attn.q_norm",
     "attention.k_norm": "self_attn.k_norm",
 }
-_EXPERTS: tuple[llama3.Field, ...] = (
+_EXPERTS: tuple[hf_names.Field, ...] = (
     ("num_experts", "num_experts", ...),
     ("top_k", "num_experts_per_tok", ...),
     ("expert_dim", "moe_intermediate_size", ...),
@@ -28,16 +28,16 @@ _ONLY: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 def hf_name(name: str) -> str:
     """Name in transformers of one of our parameters. Raises KeyError for a name that is not Qwen3's."""
-    return llama3.hf_name(name, block=_BLOCK)
+    return hf_names.hf_name(name, block=_BLOCK)
 
 
 def hf_config(config: Qwen3Config) -> dict[str, Any]:
     """Return the config.json of these sizes."""
     architecture = "Qwen3MoeForCausalLM" if config.num_experts else "Qwen3ForCausalLM"
-    experts = {**llama3.fields_of(config, _EXPERTS), **_ONLY} if config.num_experts else {}
+    experts = {**hf_names.fields_of(config, _EXPERTS), **_ONLY} if config.num_experts else {}
     return {
-        **llama3.hf_config(config),
-        **llama3.header(ARCHITECTURES, architecture),
+        **hf_names.header(ARCHITECTURES, architecture),
+        **hf_names.hf_config(config),
         **experts,
         "max_position_embeddings": 40_960,
     }
@@ -46,6 +46,8 @@ def hf_config(config: Qwen3Config) -> dict[str, Any]:
 def read_config(hf: dict[str, Any]) -> Qwen3Config:
     """Return the sizes of a config.json. Raises ValueError if it describes something else than Qwen3."""
     if "moe" not in str(hf.get("model_type") or hf.get("architectures")).lower():
-        return llama3.read_sizes(hf, Qwen3Config, n_kv_heads=32, head_dim=128)
+        return hf_names.read_sizes(hf, Qwen3Config, n_kv_heads=32, head_dim=128)
     hf = {"num_experts": hf.get("num_local_experts"), **hf}  # as transformers 5 writes it
-    return llama3.read_sizes(hf, Qwen3Config, n_kv_heads=4, head_dim=0, fields=_EXPERTS, only=_ONLY)
+    return hf_names.read_sizes(
+        hf, Qwen3Config, n_kv_heads=4, head_dim=0, fields=_EXPERTS, only=_ONLY
+    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ..llama3.config import LlamaConfig
+from ..common.config import LlamaConfig
 from ..llama3.model import Attention as LlamaAttention
 
 

@@ -1,7 +1,7 @@
 """Say what of Qwen3 may be split how: as Llama, and the norms within heads."""
 
-from ..llama3.plan import MOE_PLAN
-from ..llama3.plan import TENSOR_PLAN as LLAMA_PLAN
+from ..common.plan import MOE_PLAN
+from ..common.plan import TENSOR_PLAN as LLAMA_PLAN
 
 TENSOR_PLAN: dict[str, str] = {
     **LLAMA_PLAN,

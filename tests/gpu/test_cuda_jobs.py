@@ -21,7 +21,7 @@ from tests.support.metrics import read_json_lines
 from tests.support.steps import build_step
 from tests.support.trainers import Trainer
 from titan.data.packing import Batch
-from titan.models.moe import grouped_products, looped_products
+from titan.models.common.moe import grouped_products, looped_products
 from titan.parallel import block_attention, build_mesh, ring
 from titan.parallel.block_attention import Sight
 from titan.sim.price import calibrate

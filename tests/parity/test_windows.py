@@ -26,7 +26,7 @@ from tests.support.layouts import (
 )
 from tests.support.ranks import Pool
 from titan.models import mistral
-from titan.models.attention import Sinks
+from titan.models.common.attention import Sinks
 
 LAYOUTS = [
     Layout("FSDP2", fsdp(2)),

@@ -18,7 +18,7 @@ from scripts.published_compat import (
 from tests.support.traces import job, left_behind, trace_ranks
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
-from titan.models.llama3.model import rotate, rotation_table
+from titan.models.common.rotary import rotate, rotation_table
 from titan.models.qwen3.config import FLAVORS
 from titan.models.qwen3.model import Attention
 from titan.sim.record.trace import AwaitWork, Launch, Trace, Transfer

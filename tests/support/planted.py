@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tests.support.layouts import Layout, train
 from titan import train_step
-from titan.models import moe
+from titan.models.common import moe
 from titan.optim import balance
 
 

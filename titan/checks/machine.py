@@ -287,9 +287,10 @@ def advise_text(config: JobConfig) -> list[str]:
 
 
 def _check_packages(config: JobConfig, *, device: str | None) -> Iterator[RuleViolation]:
-    """Check the hardware and the packages of 8-bit products and of the sinks for metrics."""
+    """Check the hardware and the packages of 8-bit products, of the optimizer and of the sinks for metrics."""
     sections = [section for _, section in eight_bit_sections(config)]
-    metrics = config.metrics
+    metrics, optimizer = config.metrics, config.optimizer
+    moments = getattr(optimizer, "state_dtype", None)
     has_gpu = (
         device == "cuda" or count_accelerators() > 0 or Path("/dev/kfd").exists()
     )  # AMD's driver
@@ -300,6 +301,17 @@ def _check_packages(config: JobConfig, *, device: str | None) -> Iterator[RuleVi
         "metrics.enable_tensorboard": ("tensorboard", "tensorboard", metrics.enable_tensorboard),
         "metrics.enable_wandb": ("wandb", "wandb", metrics.enable_wandb),
         "model.converters": ("torchao", "float8", bool(sections)),
+        "optimizer.name": ("torchao", "float8", optimizer.name == "AdamW8bit"),
+        "optimizer.stochastic_rounding": (
+            "torchao",
+            "float8",
+            getattr(optimizer, "stochastic_rounding", False),
+        ),
+        "optimizer.state_dtype": (
+            "torchao",
+            "float8",
+            moments not in (None, config.training.dtype),
+        ),
     }
     for key, (package, extra, is_needed) in needed.items():
         if is_needed and find_spec(package) is None:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from titan.config.errors import RuleViolation, did_you_mean
 from titan.config.model import family, resolve_model
 from titan.config.schema import JobConfig
-from titan.parallel.stage_split import FIRST, LAST, split_modules
+from titan.parallel.stage_split import split_modules
+from titan.parallel.traits import USUAL_ENDS, ends_of
 
 
 def check_modules(config: JobConfig) -> Iterator[RuleViolation]:
@@ -20,19 +21,16 @@ def check_modules(config: JobConfig) -> Iterator[RuleViolation]:
         return  # a plug-in's modules may have other names, which only its model knows
     key = "module_fqns_per_model_part"
     # One stage has all modules, in the order of the model.
-    ends = {
-        "first": getattr(model, "first_modules", FIRST),
-        "last": getattr(model, "last_modules", LAST),
-    }
-    [modules] = split_modules(layers, num_stages=1, first_less=0, last_less=0, **ends)
+    ends = ends_of(model)
+    [modules] = split_modules(layers, num_stages=1, first_less=0, last_less=0, ends=ends)
     named = [name for names in stages for name in names]
     for name in dict.fromkeys(named):
         if name not in modules:
             yield key, f"the model has no module '{name}'{did_you_mean(name, modules)}"
         elif named.count(name) > 1:
             yield key, f"module '{name}' is named {named.count(name)} times; name it in one stage"
-    if ends["last"] != LAST and not {*ends["last"]} <= {*stages[-1]}:
-        yield key, f"multi-token prediction needs {', '.join(ends['last'])} in the last stage"
+    if ends.last != USUAL_ENDS.last and not {*ends.last} <= {*stages[-1]}:
+        yield key, f"multi-token prediction needs {', '.join(ends.last)} in the last stage"
     if missing := [name for name in modules if name not in named]:
         listed = ", ".join(missing[:5]) + f" and {len(missing) - 5} more" * (len(missing) > 5)
         yield key, f"{listed} would be in no stage; name each module of the model in one stage"

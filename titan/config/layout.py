@@ -15,7 +15,8 @@ from math import prod
 from typing import Any
 
 from titan.parallel.schedules import canonical_schedule
-from titan.parallel.stage_split import FIRST, LAST, StageSplit, split_stages
+from titan.parallel.stage_split import StageSplit, split_stages
+from titan.parallel.traits import ends_of
 
 from .errors import (
     ConfigError,
@@ -339,8 +340,7 @@ def stage_split(config: JobConfig, *, num_layers: int, **changes: int) -> StageS
         last_less=section.pipeline_parallel_last_stage_less_layers
         + getattr(sizes, "num_mtp_modules", 0),
         modules=section.module_fqns_per_model_part,
-        first=getattr(sizes, "first_modules", FIRST),
-        last=getattr(sizes, "last_modules", LAST),
+        ends=ends_of(sizes),
     )
 
 

@@ -85,7 +85,9 @@ def num_blocks(sizes: Any) -> int:
 def families() -> list[str]:
     """Return the names of the model families that are installed."""
     built_in = [
-        m.name for m in pkgutil.iter_modules(import_module("titan.models").__path__) if m.ispkg
+        m.name
+        for m in pkgutil.iter_modules(import_module("titan.models").__path__)
+        if m.ispkg and m.name != "common"
     ]
     return sorted({*built_in, *_plug_ins()})
 

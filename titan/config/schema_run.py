@@ -88,10 +88,10 @@ class ParallelismSection(Section):
     parallelism and on a rank that shares its weights with none."""
     fsdp_kept_blocks: Positive = 1
     """Last blocks of each stage that stay gathered until their backward pass all the same. The last one
-    always does. Each more saves one gathering and costs its memory. `titan autofsdp` chooses."""
+    always does. Each more saves one gathering and costs its memory. `titan plan --only fsdp` chooses."""
     fsdp_blocks_per_unit: Positive = 1
     """Neighbouring blocks that FSDP gathers and reduces as one. More of them make fewer and larger
-    messages, which pays where messages are small, and cost memory. `titan autofsdp` chooses."""
+    messages, which pays where messages are small, and cost memory. `titan plan --only fsdp` chooses."""
     fsdp_prefetch: NonNegativeOrAuto = -1
     """Units (blocks, with their experts) whose parameters FSDP gathers ahead, at the cost of their memory.
     0: one, as soon as the host reaches it. -1: 1 where experts are gathered over ranks other than the rest

@@ -134,8 +134,8 @@ def torchrun(argv: Sequence[str]) -> int:
     oom_kills_before = count_oom_kills()
     # torchrun would replace what nohup has set by a handler that ends the run.
     handled = os.environ.get("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(",")
-    ignored = {signal.Signals(number).name for number in warm_start.IGNORED}
-    os.environ["PET_SIGNALS_TO_HANDLE"] = ",".join(n for n in handled if n not in ignored)
+    kept = [n for n in handled if getattr(signal, n, None) not in warm_start.IGNORED]
+    os.environ["PET_SIGNALS_TO_HANDLE"] = ",".join(kept)
     if "titan.train" in argv:
         warm_start.prepare()
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -35,7 +35,7 @@ from titan.parallel.kept_operations import parse_blocks, parse_rule
 
 ModelSizes: TypeAlias = Any
 """A family's config. Read of it: dim, n_layers, n_heads, n_kv_heads, head_dim, ffn_dim, vocab_size, num_params,
-num_block_params, num_embedding_params; of a mixture of experts titan.models.moe_config.MoEConfig's fields."""
+num_block_params, num_embedding_params; of a mixture of experts titan.models.common.moe_config.MoEConfig's fields."""
 
 _GIB = 2**30
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -203,7 +203,7 @@ def _logits_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, token
     In the compute precision: of a chunk, with the gradients of the output layer's input and, in float32, of its
     weight; or of all tokens, where the output layer is not computed in chunks.
     """
-    if layout.pp > 1:
+    if layout.pp > 1 or not hasattr(model, "vocab_size"):
         return 0.0
     # 0 tokens a chunk means all at once.
     chunk = min(config.loss.chunk_tokens or tokens, tokens)

@@ -4,7 +4,7 @@
     LineFile    a Tail, and what is kept of its lines (a subclass says what); starts again when the file is cut or replaced
     RowFile     the LineFile of a metrics.jsonl: thinned rows, and the newest ones in full
     Thin        keeps, for each stretch of rows, the rows with the smallest and largest loss, the last validation and the
-                last row. Stretches are joined in pairs when there are too many. Rows that are dropped are never parsed
+                last row. Stretches are joined in pairs when there are too many
 
 Used by `titan watch`, `titan plot` and the log of metrics. Imports no torch.
 """
@@ -14,10 +14,8 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -29,11 +27,6 @@ _MAX_LINE_BYTES = 2**20
 _BLOCK_BYTES = 2**18
 _CHECK_BYTES = 64  # compared to notice that a file of the same inode was rewritten
 _RECENT = 500  # rows that a page can fetch one by one between two polls
-# A row as json.dumps writes it, with step and loss first. NaN and null do not match, and count as no loss.
-_LOSS = re.compile(rb'"loss": (-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)[,}]')
-_HEAD_BYTES = 64  # of a row, which hold its step and loss
-# Or an evaluation, which may come in another step.
-_VALIDATION = re.compile(b'"validation_loss"|"eval/')
 
 
 def parse(line: bytes, *, key: str = "step") -> Row | None:
@@ -129,93 +122,54 @@ class Tail:
 
 
 class _Kept(NamedTuple):
-    loss: float
     number: int
-    line: bytes
-
-
-@dataclass
-class _Stretch:
-    """Consecutive rows. `kept` has the ones that stay, by the reason: least, largest, validation, last."""
-
-    count: int
-    kept: dict[str, _Kept]
-
-    def join(self, later: _Stretch) -> None:
-        """Take over a stretch that follows this one."""
-        self.count += later.count
-        for why, new in later.kept.items():
-            old = self.kept.get(why)
-            keep_old = old is not None and (
-                (why == "least" and old.loss <= new.loss)
-                or (why == "largest" and old.loss >= new.loss)
-            )
-            if not keep_old:
-                self.kept[why] = new
-
-
-def _stretch(lines: list[bytes], first: int) -> _Stretch:
-    losses = _losses(lines)
-    known = [n for n, loss in enumerate(losses) if loss == loss]  # without NaN
-    by_loss = losses.__getitem__
-    chosen = {}
-    if known:
-        chosen = {"least": min(known, key=by_loss), "largest": max(known, key=by_loss)}
-    # The last one: a stretch with many validations shows one of them.
-    with_validation = (n for n in range(len(lines) - 1, -1, -1) if _VALIDATION.search(lines[n]))
-    if (n := next(with_validation, None)) is not None:
-        chosen["validation"] = n
-    chosen["last"] = len(lines) - 1
-    kept = {why: _Kept(losses[n], first + n, lines[n]) for why, n in chosen.items()}
-    return _Stretch(len(lines), kept)
-
-
-def _losses(lines: list[bytes]) -> list[float]:
-    """Return the losses of rows as titan writes them, NaN for rows without one. Rows are not parsed."""
-    texts = _LOSS.findall(b"\n".join([line[:_HEAD_BYTES] for line in lines]))
-    # One search for all lines is fast, but cannot say which line has no loss.
-    if len(texts) != len(lines):
-        texts = [(_LOSS.findall(line) or [b"nan"])[0] for line in lines]
-    return [float(text) for text in texts]
+    loss: float
+    row: Row
 
 
 class Thin:
-    """Keep about `limit` rows of any number. While there are few, all are kept."""
+    """About `limit` rows of any number of them. While there are few, all are kept.
+
+    With a limit of 8 there are two stretches. After 4 rows each has two of them; the fifth row joins both into one of four rows, and
+    begins the second. A stretch keeps at most four rows: the ones with the least and largest loss, the last validation and the last row.
+    """
 
     def __init__(self, limit: int = MAX_ROWS) -> None:
         self.count = 0
-        # A stretch keeps at most four rows.
         self._most = max(limit // 8 * 2, 2)  # even, so that all pairs are whole
         self._size = 1
-        self._stretches: list[_Stretch] = []
-        self._parsed: dict[int, Row | None] = {}
+        self._stretches: list[dict[str, _Kept]] = []  # by the reason why a row stays
 
-    def add(self, lines: list[bytes]) -> None:
-        """Add lines at the end. Where there are too many, neighbouring stretches become one."""
-        begin = 0
-        while begin < len(lines):
-            last = self._stretches[-1] if self._stretches else None
-            if last is None or last.count == self._size:
-                if len(self._stretches) == self._most:
-                    self._join_pairs()
-                self._stretches.append(last := _Stretch(0, {}))
-            part = lines[begin : begin + self._size - last.count]
-            last.join(_stretch(part, self.count))
-            begin, self.count = begin + len(part), self.count + len(part)
-
-    def _join_pairs(self) -> None:
-        for first, second in zip(self._stretches[::2], self._stretches[1::2], strict=False):
-            first.join(second)
-        self._stretches = self._stretches[::2]
-        self._size *= 2
+    def add(self, row: Row) -> None:
+        """Add a row at the end. Where there are too many stretches, neighbours become one."""
+        if self.count % self._size == 0:
+            if len(self._stretches) == self._most:
+                for first, second in zip(self._stretches[::2], self._stretches[1::2], strict=True):
+                    _join(first, second)
+                self._stretches = self._stretches[::2]
+                self._size *= 2
+            self._stretches.append({})
+        loss = number(row.get("loss"))
+        kept = _Kept(self.count, loss or 0.0, row)
+        reasons = ["last"] if loss is None else ["least", "largest", "last"]
+        # An evaluation may come in another step than a validation.
+        if any(key == "validation_loss" or key.startswith("eval/") for key in row):
+            reasons.append("validation")
+        _join(self._stretches[-1], dict.fromkeys(reasons, kept))
+        self.count += 1
 
     def rows(self) -> list[Row]:
         """Return the rows that were kept, in order."""
-        lines = {k.number: k.line for s in self._stretches for k in s.kept.values()}
-        known = self._parsed
-        # Parse only what was not among the kept rows of the last call.
-        self._parsed = {n: known[n] if n in known else parse(lines[n]) for n in sorted(lines)}
-        return [row for row in self._parsed.values() if row is not None]
+        kept = {k.number: k.row for stretch in self._stretches for k in stretch.values()}
+        return [kept[n] for n in sorted(kept)]
+
+
+def _join(stretch: dict[str, _Kept], later: Mapping[str, _Kept]) -> None:
+    """Take the rows to keep of a later stretch into this one."""
+    for why, new in later.items():
+        old = stretch.get(why, new)
+        keeps_old = (why == "least" and old.loss <= new.loss) or (why == "largest" and old.loss >= new.loss)  # fmt: skip
+        stretch[why] = old if keeps_old else new
 
 
 class LineFile:
@@ -268,11 +222,13 @@ class RowFile(LineFile):
 
     def begin(self) -> None:
         self.thin = Thin(self._limit)
-        self._recent = deque[bytes](maxlen=min(_RECENT, self._limit))
+        self._recent = deque[Row](maxlen=min(_RECENT, self._limit))
 
     def take(self, lines: list[bytes]) -> None:
-        self.thin.add(lines)
-        self._recent.extend(lines)
+        rows = [row for line in lines if (row := parse(line))]
+        for row in rows:
+            self.thin.add(row)
+        self._recent.extend(rows)
 
     def since(self, count: int) -> list[Row] | None:
         """Return the rows after the first `count`, or None if not all of them are still there."""
@@ -280,8 +236,7 @@ class RowFile(LineFile):
         # A client that has no rows, or rows of another file, gets all of them.
         if not 0 < count <= self.thin.count or new > len(self._recent):
             return None
-        lines: Iterable[bytes] = list(self._recent)[len(self._recent) - new :]
-        return [row for line in lines if (row := parse(line)) is not None]
+        return list(self._recent)[len(self._recent) - new :]
 
 
 def cut_after(path: Path, *, step: int) -> Row | None:
@@ -294,9 +249,11 @@ def cut_after(path: Path, *, step: int) -> Row | None:
     # A run of weeks has a large file, and the row is near its end: read backwards.
     with open_regular(path, within=path.parent) as file:
         for line, end in _lines_backwards(file):
-            at = _step(line)
-            any_row = any_row or at is not None
-            if at is None or at > step or (row := parse(line)) is None:
+            row = parse(line)
+            if row is None or not isinstance(row["step"], int):
+                continue
+            any_row = True
+            if row["step"] > step:
                 continue
             os.truncate(path, end)
             if not line.endswith(b"\n"):  # the crash came between a row and its end
@@ -308,16 +265,6 @@ def cut_after(path: Path, *, step: int) -> Row | None:
     else:
         path.unlink()
     return None
-
-
-def _step(line: bytes) -> int | None:
-    """Return the step of a row. Rows as titan writes them are not parsed."""
-    start = b'{"step": '
-    if line.startswith(start) and (comma := line.find(b",", 0, 40)) > 0:
-        text = line[len(start) : comma]
-        return int(text) if text.isdigit() else None
-    row = parse(line) if line.startswith(b"{") else None
-    return row["step"] if row and isinstance(row["step"], int) else None
 
 
 def _lines_backwards(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:

@@ -107,7 +107,8 @@ def _model(model: ModelSizes) -> str:
     # A model may have experts in all of its blocks.
     has_dense = not getattr(model, "num_experts", 0) or getattr(model, "n_dense_layers", 0)
     ffn = f", ffn {model.ffn_dim:,}" if has_dense else ""
-    vocabulary = f", vocabulary {model.vocab_size:,}" if model.vocab_size else ""
+    words = getattr(model, "vocab_size", 0)  # a model of pictures has none
+    vocabulary = f", vocabulary {words:,}" if words else ""
     return (
         f"{_count(model.n_layers, 'layers')}, dim {model.dim:,}, {_count(model.n_heads, 'heads')}"
         f"{kv}{ffn}{vocabulary}"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan.models.moe import MoE
+from titan.models.common.moe import MoE
 from titan.parallel.mesh import submesh
 
 

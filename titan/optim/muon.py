@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -35,11 +35,12 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from titan.parallel.float8 import plain
 
-from .adam import LARGEST, begin_step, load_as_saved, local
-from .rounding import Dice, RoundingNoise, rounded
+from .adam import begin_step, load_as_saved, local
+from .rounding import RoundingSeeds
 
 # a X + b (X X^T) X + c (X X^T)^2 X lifts small singular values fast and leaves those near 1 within 0.7 .. 1.2 (Jordan).
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+LARGEST = 2**23  # elements that are copied to fp32 at once: 32 MiB
 BATCH_BYTES = (
     2**27
 )  # of a rank's matrices of a batch in `ns_dtype`, of which it holds about ten copies; a larger matrix comes alone
@@ -56,7 +57,7 @@ class Muon(torch.optim.Optimizer):
         others: the optimizer of the remaining parameters; its groups are also this one's.
         lr, weight_decay, momentum, nesterov: as in SGD with decoupled decay.
         ns_steps, ns_dtype: iterations of Newton-Schulz, and the precision in which they run and send.
-        noise: for each matrix that is rounded stochastically.
+        seeds: of stochastic rounding; None: round to the nearest.
     """
 
     def __init__(
@@ -70,11 +71,11 @@ class Muon(torch.optim.Optimizer):
         nesterov: bool = True,
         ns_steps: int = 5,
         ns_dtype: torch.dtype = torch.bfloat16,
-        noise: Mapping[Tensor, RoundingNoise] | None = None,
+        seeds: RoundingSeeds | None = None,
     ) -> None:
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay})
         self.momentum, self.nesterov = momentum, nesterov
-        self.ns_steps, self.ns_dtype, self.dice = ns_steps, ns_dtype, Dice(noise)
+        self.ns_steps, self.ns_dtype, self.seeds = ns_steps, ns_dtype, seeds
         self.others = others
         # The groups are shared with `others`, so a learning rate is set once.
         self.param_groups += others.param_groups
@@ -128,9 +129,17 @@ class Muon(torch.optim.Optimizer):
             mine = [local(p) for p in batch[part]]
             new = torch.stack(mine).float().mul_(1 - group["lr"] * group["weight_decay"])
             new.sub_(x[part], alpha=scale)
-            pieces = [(p, 0, mine[0].numel()) for p in batch[part]]
-            noise = self.dice.at_step(self.state[batch[0]]["step"].item(), pieces)
-            torch._foreach_copy_(mine, list(rounded(new, noise).unbind()))
+            if self.seeds:
+                new = self._rounded(new, batch[part][0])
+            torch._foreach_copy_(mine, list(new.unbind()))
+
+    def _rounded(self, new: Tensor, first: Tensor) -> Tensor:
+        """Return fp32 values in bf16, rounded stochastically. first: the first matrix of those stacked."""
+        from torchao.optim.quant_utils import _fp32_to_bf16_sr
+
+        assert self.seeds is not None
+        with self.seeds.seeded(first, self.state[first]["step"].item()):
+            return _fp32_to_bf16_sr(new)
 
     def init_state(self, matrix: Tensor) -> None:
         """Fill the state with zeros, laid out like the matrix."""

@@ -14,7 +14,7 @@ from itertools import repeat
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from titan.config.schema import (
     AdamOptions,
@@ -27,9 +27,9 @@ from titan.config.schema import (
 from titan.parallel.float8 import plain
 from titan.parallel.init_weights import canonical_name
 
-from .adam import CompactAdam
+from .adam import SmallAdam
 from .muon import Muon
-from .rounding import RoundingNoise
+from .rounding import RoundingSeeds
 
 
 def is_matrix(name: str, parameter: nn.Parameter) -> bool:
@@ -95,13 +95,13 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> bool:
     # amsgrad keeps a third moment, which is not made here.
     is_torchs = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
     is_torchs = is_torchs and not optimizer.defaults["amsgrad"]
-    if not (is_torchs or isinstance(optimizer, CompactAdam)):
+    if not (is_torchs or isinstance(optimizer, SmallAdam)):
         return False
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if optimizer.state[parameter]:
                 continue
-            if isinstance(optimizer, CompactAdam):
+            if isinstance(optimizer, SmallAdam):
                 optimizer.init_state(parameter)
                 continue
             # torch's fused kernels read the step on the device, the others on the host.
@@ -139,11 +139,11 @@ def _adam(
             foreach=section.implementation == "foreach",
             **options,
         )
-    return CompactAdam(
+    return SmallAdam(
         groups,
         state_dtype=state_dtype or weight_dtypes.pop(),
         decoupled=decoupled,
-        noise=_rounding_noise(section, named, seed=seed),
+        seeds=RoundingSeeds(named, seed=seed) if section.stochastic_rounding else None,
         compiled=section.implementation == "fused",
         **options,
     )
@@ -168,7 +168,7 @@ def _muon(
         nesterov=section.nesterov,
         ns_steps=section.ns_steps,
         ns_dtype=getattr(torch, section.ns_dtype),
-        noise=_rounding_noise(section, in_blocks, seed=seed),
+        seeds=RoundingSeeds(in_blocks, seed=seed) if section.stochastic_rounding else None,
     )
 
 
@@ -177,11 +177,3 @@ def _state_dtype(section: AdamOptions) -> torch.dtype | None:
         return torch.uint8
     name = section.state_dtype if isinstance(section, AdamWSection) else None
     return getattr(torch, name) if name else None
-
-
-def _rounding_noise(
-    section: AdamOptions, named: Mapping[str, nn.Parameter], *, seed: int
-) -> dict[Tensor, RoundingNoise] | None:
-    if not section.stochastic_rounding:
-        return None
-    return {p: RoundingNoise(p, seed=seed, name=name) for name, p in named.items()}

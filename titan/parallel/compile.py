@@ -27,6 +27,7 @@ from .torch_compat import (
     keep_random_state_in_graphs,
     set_memory_budget,
 )
+from .traits import traits_of
 
 CompileMode = Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"]
 
@@ -48,10 +49,8 @@ def apply_compile(
 ) -> None:
     """Compile every block in `model.<container>` (a ModuleDict or ModuleList, or several), in place; names do not change.
 
-    A block with a method `compiled_parts` has the functions compiled that it returns as (module, attribute), if it returns any; one
-    whose first argument has another number of rows each time says so by an attribute `has_varying_rows`. In a block that is recomputed
-    selectively, each part decides what to keep as a block would, and is not run again. A part with an attribute `is_recomputed_whole`
-    is run again as a whole, since its results would take more memory than they save time.
+    A block whose `traits` (traits.py) name functions has these compiled instead. In a block that is recomputed selectively, each of them
+    decides what to keep as a block would, and is not run again, but for those that the traits name as recomputed.
 
     Compilation happens in the first forward and backward pass. Call this after `apply_tp`, before FSDP. Raises BackendError for a
     backend that torch does not have.
@@ -89,24 +88,25 @@ def apply_compile(
     # Each call of a block looks up the program that the first block of its shape compiled.
     for block in blocks:
         unwrapped: Any = getattr(block, "_checkpoint_wrapped_module", block)
-        parts = getattr(unwrapped, "compiled_parts", list)()
-        select = selection_of(block) if parts else None
+        traits = traits_of(unwrapped)
+        select = selection_of(block) if traits.compiled else None
         if select is not None:
             show_programs_to_checkpoints()
-        for owner, name in parts:
+        for path in traits.compiled:
+            inside_of, _, name = path.rpartition(".")
+            owner = unwrapped.get_submodule(inside_of)
             function = getattr(owner, name)
-            varies = getattr(function, "has_varying_rows", False)
             passed_over = getattr(function, "is_outside_selection", False)
             if passed_over:
                 function = function.__wrapped__
             elif select is not None:
-                passed_over = getattr(function, "is_recomputed_whole", False)
+                passed_over = path in traits.recomputed
                 function = function if passed_over else select(function)
             compiled = torch.compile(function, **settings)
-            if varies:
+            if path in traits.varying:
                 compiled = _with_any_rows(compiled)
             setattr(owner, name, outside_selection(compiled) if passed_over else compiled)
-        if not parts:
+        if not traits.compiled:
             block.compile(**settings)
 
 

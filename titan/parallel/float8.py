@@ -247,6 +247,14 @@ def _gather_bytes(mesh: DeviceMesh) -> None:
 # ---- torchao -----------------------------------------------------------------------------------
 
 
+def quiet_torchao(*, has_kernels: bool) -> None:
+    """Keep torchao from warnings when it is imported. has_kernels: load its own kernels, which may not fit this torch."""
+    if not has_kernels:
+        os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
+        logging.getLogger("torchao").setLevel(logging.ERROR)  # says that it skips them
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # torchao's enums, deprecated
+
+
 def _is_mx(recipe: str) -> bool:
     return recipe.startswith("mxfp8")
 
@@ -262,10 +270,7 @@ def _converter(
     recipe: str, *, emulate: bool, fsdp_all_gather: bool
 ) -> Callable[[nn.Module, set[str]], Any]:
     """Return the function that converts the named layers of a model in place; they keep their weights."""
-    if emulate:  # torchao's kernels, which may not fit this torch, are not needed
-        os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
-        logging.getLogger("torchao").setLevel(logging.ERROR)  # says that it skips them
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # torchao's enums, deprecated
+    quiet_torchao(has_kernels=not emulate)
     try:
         if _is_mx(recipe):
             return _mx_converter(recipe, emulate=emulate)

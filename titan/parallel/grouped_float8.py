@@ -46,8 +46,6 @@ def apply_grouped_float8(
         module.grouped = partial(
             _products, function=module.grouped, product=product, multiple=multiple
         )
-        module.grouped.has_varying_rows = True  # pyright: ignore
-        module.grouped.is_recomputed_whole = True  # pyright: ignore
         module.grouped_dtypes = (torch.bfloat16, torch.float32)
         names.append(name)
     return names

@@ -16,9 +16,7 @@ from .schedules import (
     read_schedule,
     stages_per_rank,
 )
-
-# What comes before and after the blocks, in most families.
-FIRST, LAST = ("tok_embeddings",), ("norm", "output")
+from .traits import USUAL_ENDS, ModelEnds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +52,7 @@ def split_stages(
     first_less: int = 1,
     last_less: int = 1,
     modules: Sequence[Sequence[str]] | None = None,
-    first: Sequence[str] = FIRST,
-    last: Sequence[str] = LAST,
+    ends: ModelEnds = USUAL_ENDS,
 ) -> StageSplit:
     """Split a model into stages. Raises SplitError, with the nearest numbers that would work; ValueError for the CSV or a name.
 
@@ -64,7 +61,7 @@ def split_stages(
         layers_per_stage: makes as many stages as that takes; None: one or two for each rank, as the schedule has.
         first_less, last_less: how many layers embedding and output layer count for.
         modules: names for each stage, instead of an even split.
-        first, last: names of the modules that come before and after the blocks, and go to the first and to the last stage.
+        ends: names of the modules that come before and after the blocks, and go to the first and to the last stage.
     """
     custom = read_schedule(csv) if csv else None
     # Embedding and output layer count as layers here, too. The division rounds up.
@@ -106,8 +103,7 @@ def split_stages(
             num_stages=num_stages,
             first_less=first_less,
             last_less=last_less,
-            first=first,
-            last=last,
+            ends=ends,
         ),
         schedule_name=schedule,
         custom=custom,
@@ -122,12 +118,12 @@ def split_modules(
     num_stages: int,
     first_less: int = 1,
     last_less: int = 1,
-    first: Sequence[str] = FIRST,
-    last: Sequence[str] = LAST,
+    ends: ModelEnds = USUAL_ENDS,
 ) -> list[list[str]]:
     """Return the names of each stage's modules, named as in models/, as even as can be.
 
-    The embedding, with all that is in `first`, counts as `first_less` layers, norm and output layer, with all in `last`, as `last_less`. What does not divide goes
+    The embedding, with all in `ends.first`, counts as `first_less` layers; norm and output layer, with all in `ends.last`, as
+    `last_less`. What does not divide goes
     one by one to the middle stages, later ones first, since earlier ones hold more microbatches in flight; then to
     the first stage, and not to the last, which has the logits.
     """
@@ -157,6 +153,6 @@ def split_modules(
     layers = iter(range(num_layers))
     for stage, count in enumerate(counts):
         names[stage] = [f"layers.{next(layers)}" for _ in range(count)]
-    names[0][:0] = first
-    names[-1] += last
+    names[0][:0] = ends.first
+    names[-1] += ends.last
     return names

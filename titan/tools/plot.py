@@ -61,7 +61,7 @@ def read_metrics(file: Path) -> list[Row]:
     metrics.update()
     rows = metrics.thin.rows()
     if metrics.problem or not rows:
-        empty = "its lines are not rows of metrics" if metrics.thin.count else "no step was logged"
+        empty = "its lines are not rows of metrics" if file.stat().st_size else "no step was logged"
         raise InputError(f"titan plot: {file}: {metrics.problem or empty}")
     return rows
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan.models.attention import InnerAttention
+from titan.models.common.attention import InnerAttention
 
 from .config import OPTConfig
 

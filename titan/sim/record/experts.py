@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from titan.models import moe
+from titan.models.common import moe
 from titan.parallel import expert
 from titan.sim.record.device import current_stream
 from titan.sim.record.trace import Event, Synchronize

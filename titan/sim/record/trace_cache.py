@@ -26,7 +26,7 @@ from titan.config.layout import Layout, stage_split
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
 from titan.observe.routing import busiest_rank
-from titan.parallel.stage_split import FIRST, LAST
+from titan.parallel.traits import USUAL_ENDS, ends_of
 from titan.sim.record import trace as events
 from titan.sim.record.extrapolate import CannotExtrapolate, Depth, extrapolate
 from titan.sim.record.ranks import remap_ranks
@@ -270,7 +270,7 @@ def shallow(request: TraceRequest) -> list[Depth] | None:
         return None  # local and global layers
     if size > 1 and getattr(model, "num_mtp_modules", 0):
         return None  # a unit may have one of its modules and a block
-    if getattr(model, "first_modules", FIRST) != FIRST:
+    if ends_of(model).first != USUAL_ENDS.first:
         return None  # an encoder's results are read past the first block
     if layout.pp == 1:
         depths = [Depth(0, -(-model.n_layers // size))]
@@ -323,8 +323,8 @@ def at_depth(request: TraceRequest, depth: int) -> JobConfig:
             [f"layers.{stage * depth + n}" for n in range(depth)] for stage in range(num_stages)
         ]
         sizes = replace(model_config(config.model), n_layers=depth * num_stages)
-        names[0][:0] = getattr(sizes, "first_modules", FIRST)
-        names[-1] += getattr(sizes, "last_modules", LAST)
+        names[0][:0] = ends_of(sizes).first
+        names[-1] += ends_of(sizes).last
         parallelism = parallelism.model_copy(
             update={"module_fqns_per_model_part": names, "pipeline_parallel_layers_per_stage": None}
         )

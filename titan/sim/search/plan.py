@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 import time
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from titan.sim.report.text import (
     degrees,
     job_parser,
     known_options,
+    memory_limit,
     mistake,
     put_json,
     require_folders,
@@ -37,6 +39,7 @@ from titan.sim.report.text import (
     say,
     utilization,
 )
+from titan.sim.search import fsdp
 from titan.sim.search.candidates import ALSO, Point, Search
 from titan.sim.search.command import settings_overlay
 from titan.sim.search.variants import Variant, simulate_variants
@@ -219,11 +222,10 @@ def _fixed(search: Search, also: Sequence[str]) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command. Return 1 if nothing fits."""
+def _parser() -> ArgumentParser:
     parser = job_parser(
         "plan",
-        f"[--simulate {_BUDGET}] [--also A,B] [--most 5] [--output DIR] [--json FILE]",
+        f"[--only fsdp] [--simulate {_BUDGET}] [--also A,B] [--most 5] [--memory GIB] [--output DIR] [--json FILE]",
         "The fastest ways to run a job on so many devices, by simulation, as TOML overlays, beside the job as it is. Model, data and "
         "global batch stay; degrees, ZeRO, batch, schedule and recomputation are searched.",
     )
@@ -236,12 +238,25 @@ def main(argv: list[str] | None = None) -> int:
         help=f"search with and without these, too: {', '.join(ALSO)}",
     )
     parser.add_argument("--most", type=int, default=5, metavar="M", help="overlays; default: 5")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/plan-1.toml, ...")
+    memory = "of a device, to be used; default: 90%% of it"
+    parser.add_argument("--memory", type=float, metavar="GIB", help=memory)
+    output = "write DIR/plan-1.toml, ...; with --only, a file"
+    parser.add_argument("--output", type=Path, metavar="DIR", help=output)
+    only = "choose what FSDP gathers together, keeps and gathers ahead, and nothing else"
+    parser.add_argument("--only", choices=["fsdp"], help=only)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command. Return 1 if nothing fits."""
+    parser = _parser()
     options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     require_positive(options, "world_size", "simulate", "most")
     require_folders(options, "json")
-    profile = load_profile(options.hardware)
+    profile = memory_limit(load_profile(options.hardware), options.memory)
     config = load_from_argv(job, options=known_options(parser))
+    if options.only:
+        return fsdp.run(options, job, profile, config)
     print_warnings(advise(config, device=profile.device_kind))
     also = list(filter(None, options.also.split(",")))
     for name in also:

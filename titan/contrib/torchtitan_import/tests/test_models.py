@@ -14,7 +14,7 @@ from tests.models.test_experts import COUNTS
 from titan.config.model import family, model_config
 from titan.config.schema import ModelSection
 from titan.contrib.torchtitan_import.differences import FLAVORS
-from titan.models.llama3.model import rope_frequencies
+from titan.models.common.rotary import rope_frequencies
 
 # Family and flavor: parameters, head dim, theta, factor of Llama 3.1's scaling. Counts are those of the published weights
 # (Llama 3.1 and Qwen3 at Hugging Face; of Qwen3 with tied embeddings counted once). Those of the debug models follow from the sizes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .llama3.config import LlamaConfig
+from .config import LlamaConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,4 @@
-"""Run `titan autofsdp JOB.toml --world-size N --hardware H --memory G`: choose what FSDP gathers together, keeps and gathers ahead,
-so that the job fits in G GiB and takes the least time.
+"""`titan plan --only fsdp`: the choice of what FSDP gathers together, keeps and gathers ahead, so that a job fits and takes the least time.
 
     fsdp_blocks_per_unit             1, 2, 3, 4 and 8
     fsdp_prefetch                    -1 (1 for experts, else 0) and 2
@@ -7,20 +6,21 @@ so that the job fits in G GiB and takes the least time.
 
 Blocks that stay gathered only save time and only cost memory. So a simulation that keeps all bounds the speed of all others with
 its units and prefetch, and the most blocks that fit are found by bisection. Units whose bound is no better than what was found
-are left out. The result is that of trying everything (tests/sim/test_autofsdp.py). The job as it is counts as a choice, too.
+are left out. The result is that of trying everything (tests/sim/test_plan_fsdp.py). The job as it is counts as a choice, too.
 """
 
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 
 from titan.checks.rules import check_to_run
-from titan.config.load import load_from_argv
 from titan.config.model import model_config
+from titan.config.schema import JobConfig
 from titan.sim.price.profiles import Profile
 from titan.sim.report.text import say
-from titan.sim.search.command import read_command, settings_overlay, show
+from titan.sim.search.command import settings_overlay, show
 from titan.sim.search.variants import Variant, simulate_variants
 
 UNITS, PREFETCH = (1, 2, 3, 4, 8), (-1, 2)
@@ -79,57 +79,31 @@ def choose(
     return max(found, key=lambda v: (v.speed, -v.needed_gib), default=None)
 
 
-def autofsdp(
-    job: Sequence[str], *, world_size: int, profile: Profile, processes: int | None = None
-) -> tuple[Variant, Variant | None]:
-    """Return a job as it is, and with the fastest choice that fits into the profile's memory; None: none does.
-
-    Args:
-        job: files and overrides, as on the command line.
-        world_size: ranks in all.
-        profile: the devices; `memory_gib` is what may be used.
-        processes: how many trace at once. All cores by default.
-
-    Raises ConfigError.
-    """
-    config = load_from_argv(job)
-    check_to_run(config, world_size=world_size)
+def run(options: Namespace, job: Sequence[str], profile: Profile, config: JobConfig) -> int:
+    """Run `titan plan --only fsdp`. Return 1 if no choice fits."""
+    check_to_run(config, world_size=options.world_size)
     # Without a limit the allocator never gives memory back, which would be slow and hide what is needed.
     roomy = profile.model_copy(update={"memory_gib": 2.0**20})
 
     def simulate(choices: list[dict[str, str]]) -> list[Variant]:
         say(f"simulating {choices[-1]}")
-        how = {"world_size": world_size, "processes": processes}
+        how = {"world_size": options.world_size, "processes": options.processes}
         return simulate_variants(job, choices, profiles=[roomy], **how)
 
     [now] = simulate([{}])
     num_blocks = model_config(config.model).n_layers // config.parallelism.pipeline_parallel_degree
-    limit = profile.usable_gib
-    return now, choose(simulate, now=now, num_blocks=num_blocks, limit_gib=limit)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command. Return 1 if no choice fits."""
-    options, job, profile, _ = read_command(
-        "autofsdp",
-        "",
-        "Choose how many blocks FSDP gathers together, which stay gathered and how far ahead it gathers, so that the job fits and takes "
-        "the least time, by simulation.",
-        argv,
-    )
-    how = {"world_size": options.world_size, "processes": options.processes}
-    now, best = autofsdp(job, profile=profile, **how)
-    say("")
     limit_gib = profile.usable_gib
+    best = choose(simulate, now=now, num_blocks=num_blocks, limit_gib=limit_gib)
+    say("")
     if best is None:
         reason = now.problem or f"it needs {now.needed_gib:.1f} GiB as it is"
         where = f"{limit_gib:.1f} of {profile.memory_gib:g} GiB"
-        print(f"titan autofsdp: no choice fits in {where}; {reason}", file=sys.stderr)
+        print(f"titan plan: no choice fits in {where}; {reason}", file=sys.stderr)
         return 1
     comment = "" if best.settings else "# the job as it is\n"
-    command = f"titan train {' '.join(job)} autofsdp.toml"
+    command = f"titan train {' '.join(job)} fsdp.toml"
     overlay = comment or settings_overlay(best.settings, command)
-    results = {"as it is": now.facts, "autofsdp": best.facts}
+    results = {"as it is": now.facts, "fsdp": best.facts}
     data = {"settings": best.settings, "results": results}
     show(options, data, results, overlay, limit_gib=limit_gib)
     return 0

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from titan.parallel.products import linear_in_fp32
 from titan.parallel.rows import host_counts, permute
+from titan.parallel.traits import BlockTraits
 
 from .moe_config import MoEConfig
 
@@ -191,10 +192,6 @@ def grouped_products(
     return multiply(hidden_RF, w2_eDF, w2_bias)
 
 
-grouped_products.has_varying_rows = True  # pyright: ignore[reportFunctionMemberAccess]
-grouped_products.is_recomputed_whole = True  # pyright: ignore[reportFunctionMemberAccess]
-
-
 def looped_products(
     rows_RD: Tensor, counts_e: Tensor, *weights: Tensor, limit: float = 0.0
 ) -> Tensor:
@@ -330,21 +327,22 @@ class MoE(nn.Module):
         y_BSD = self.combine(rows_TKD, weights_TK).view(x_BSD.shape)
         return y_BSD + shared[0] if shared else y_BSD
 
-    def compiled_parts(self) -> list[tuple[nn.Module, str]]:
-        """Return the functions that can be compiled, as attributes: all but the exchange, which waits for the device."""
-        parts: list[tuple[nn.Module, str]] = [
-            (self.router, name) for name in ("forward", "choose", "weigh")
-        ]
-        parts += [(self.experts, "grouped"), (self, "combine")]
-        return parts if self.shared_experts is None else [*parts, (self.shared_experts, "forward")]
+    @property
+    def traits(self) -> BlockTraits:
+        """Return what can be compiled: all but the exchange, which waits for the device."""
+        shared = () if self.shared_experts is None else ("shared_experts.forward",)
+        router = ("router.forward", "router.choose", "router.weigh")
+        return BlockTraits(
+            compiled=(*router, "experts.grouped", "combine", *shared),
+            varying=frozenset({"experts.grouped"}),
+            # What they keep has a row for each expert of a token.
+            recomputed=frozenset({"experts.grouped", "combine"}),
+        )
 
     def combine(self, rows_TKD: Tensor, weights_TK: Tensor) -> Tensor:
         """Return the weighted sum of each token's rows, (T, D) in their dtype, added up in the order of K."""
         y_TD = (rows_TKD.to(weights_TK.dtype) * weights_TK[..., None]).sum(1)
         return y_TD.to(rows_TKD.dtype)
-
-    # Read when parts are compiled. What it keeps has a row for each expert of a token.
-    combine.is_recomputed_whole = True  # pyright: ignore[reportFunctionMemberAccess]
 
     def term_gradients(
         self, ids_TK: Tensor, log_sum_T: Tensor, batch: int

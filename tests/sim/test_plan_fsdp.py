@@ -1,4 +1,4 @@
-"""AutoFSDP: the choice against all others at every limit, what it tries, the command and its overlay."""
+"""`titan plan --only fsdp`: the choice against all others at every limit, what it tries, the command and its overlay."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.jobs import ROOT
+from titan import cli
 from titan.checks.rules import check_to_run
 from titan.config.load import load_from_argv
 from titan.sim.price.profiles import load_profile
-from titan.sim.search.autofsdp import PREFETCH, UNITS, choose, main, settings
+from titan.sim.search.fsdp import PREFETCH, UNITS, choose, settings
+from titan.sim.search.plan import main
 from titan.sim.search.variants import Variant, simulate_variants
 from titan.sim.simulate import simulate
 
@@ -88,10 +90,10 @@ def test_the_overlay_is_the_job_that_was_simulated(
     now, *choices = variants
     most = max(v.needed_gib for v in choices)
     limit = (min(v.needed_gib for v in choices) + most) / 2
-    found, overlay = tmp_path / "found.json", tmp_path / "autofsdp.toml"
+    found, overlay = tmp_path / "found.json", tmp_path / "fsdp.toml"
     where = [f"--world-size={WORLD}", "--hardware=h100-sxm", f"--memory={limit}"]
-    assert main([*JOB, *where, f"--json={found}", f"--output={overlay}"]) == 0
-    claim = json.loads(found.read_text())["results"]["autofsdp"]
+    assert main([*JOB, "--only=fsdp", *where, f"--json={found}", f"--output={overlay}"]) == 0
+    claim = json.loads(found.read_text())["results"]["fsdp"]
     config = load_from_argv([*JOB, str(overlay)])
     check_to_run(config, world_size=1)  # also where nothing is shared
     check_to_run(config, world_size=WORLD)
@@ -106,5 +108,15 @@ def test_the_overlay_is_the_job_that_was_simulated(
 
 def test_a_limit_that_nothing_meets(capsys: pytest.CaptureFixture[str]) -> None:
     where = [f"--world-size={WORLD}", "--hardware=h100-sxm"]
-    assert main([*JOB, *where, "--memory=2"]) == 1
+    assert main([*JOB, "--only=fsdp", *where, "--memory=2"]) == 1
     assert "no choice fits in 2.0 of 2 GiB; it needs" in capsys.readouterr().err
+
+
+def test_the_old_command_names_the_new_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["autofsdp", *JOB]) == 2
+    assert capsys.readouterr().err == "command line: autofsdp: is now `titan plan --only fsdp`\n"
+
+
+def test_only_takes_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", *JOB, "--only=tp", "--world-size=2", "--hardware=h100-sxm"]) == 2
+    assert "fsdp" in capsys.readouterr().err

@@ -1,0 +1,88 @@
+"""Rotary position embeddings (RoFormer, arXiv:2104.09864), and the ways in which families stretch them.
+
+B batch, S sequence, H heads, K head dim, R channels of a head that rotate
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .config import RopeScaling
+
+# YaRN leaves channels alone that turn so often within the original context, and stretches those that turn less than once.
+_FAST_TURNS, _SLOW_TURNS = 32, 1
+
+
+def rope_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device
+) -> Tensor:
+    """Return the rotation per position of each pair of channels, (K/2,) fp32, in radians (RoFormer, arXiv:2104.09864).
+
+    `scaling` is Llama 3.1's: wavelengths that fit often enough into the original context stay, those longer than
+    it are stretched by `factor`, those between are interpolated.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    frequencies = 1.0 / theta**exponents
+    if scaling is None:
+        return frequencies
+    turns = scaling.original_context * frequencies / (2 * math.pi)  # within the original context
+    # 1 for short wavelengths, 0 for long ones, and between them in proportion.
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = keep.clamp(0, 1)
+    return keep * frequencies + (1 - keep) * frequencies / scaling.factor
+
+
+def rotation_table(positions: Tensor, frequencies: Tensor) -> Tensor:
+    """Return what `rotate` multiplies with, (..., 2K) fp32: the cosines of all channels, then their sines, negative in the first half."""
+    angles = positions[..., None].float() * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([cos, cos, -sin, sin], dim=-1)
+
+
+def rotate(x_BSHK: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate channel i against channel i + K/2 by the position's angle, in fp32; dtype as x."""
+    cos, sin = cos_sin
+    x = x_BSHK.float()
+    # Channel i + K/2 comes to place i, and the reverse. Not addcmul, which rounds once less than transformers does.
+    return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x_BSHK.dtype)
+
+
+def yarn_frequencies(
+    config: Any, size: int, device: torch.device, *, truncate: bool = True
+) -> Tensor:
+    """Return the rotation per position of each pair of channels, (R/2,) fp32, in radians (YaRN, arXiv:2309.00071).
+
+    Args:
+        config: a family's sizes, with rope_theta, rope_factor and original_context. size: channels of a head that rotate.
+        truncate: round the first and the last stretched pair outwards to whole pairs.
+    """
+    theta = config.rope_theta
+    frequencies = rope_frequencies(size, theta, None, device)
+    if not config.rope_factor:
+        return frequencies
+
+    def pair_that_turns(times: float) -> float:
+        ratio = config.original_context / (times * 2 * math.pi)
+        return size * math.log(ratio) / (2 * math.log(theta))
+
+    # Between these pairs of channels frequencies go from unchanged to divided by the factor.
+    first, last = pair_that_turns(_FAST_TURNS), pair_that_turns(_SLOW_TURNS)
+    if truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, size - 1)
+    pairs = torch.arange(size // 2, dtype=torch.float32, device=device)
+    # 0 for fast pairs, 1 for slow ones. The tiny number avoids a division by zero.
+    stretch = ((pairs - first) / max(last - first, 1e-3)).clamp(0, 1)
+    return (1 - stretch) * frequencies + stretch * frequencies / config.rope_factor
+
+
+def rotate_pairs(x_BSHR: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate channel 2i against channel 2i + 1, and return all first channels before all second ones.
+
+    Queries and keys then have the same order, which leaves their products as they are.
+    """
+    return rotate(torch.cat([x_BSHR[..., 0::2], x_BSHR[..., 1::2]], dim=-1), cos_sin)
