@@ -128,10 +128,10 @@ def _matmul_share(known: Profile, seconds_of: SecondsOf, sizes: Sizes, dtype: st
         return high
 
     # The median, since single shapes meet a tile that fits them unusually well or badly.
-    return _share(statistics.median(map(share_of, _products(sizes, dtype))))
+    return _share(statistics.median(map(share_of, _matmuls(sizes, dtype))))
 
 
-def _products(sizes: Sizes, dtype: str) -> Iterator[Kernel]:
+def _matmuls(sizes: Sizes, dtype: str) -> Iterator[Kernel]:
     # Bytes of an operand's element; float8's result is bf16.
     width = {"float8": 1, "float32": 4}.get(dtype, 2)
     for k, n in sizes.widths:
@@ -304,7 +304,7 @@ def _of_device(device: torch.device) -> Figures:
 
 def _of_host(seconds_of: SecondsOf) -> Figures:
     """Return the peaks of a CPU, which has no datasheet here: the best product, and the bandwidth of a large copy."""
-    best = max(k.flops / seconds_of(k) for k in _products(SMALL, "float32")) / 1e12
+    best = max(k.flops / seconds_of(k) for k in _matmuls(SMALL, "float32")) / 1e12
     moved = SMALL.moved[-1]
     bandwidth = moved / seconds_of(_pointwise(moved)) / 1e12
     return {

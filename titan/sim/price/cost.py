@@ -57,8 +57,8 @@ class Cost:
         """Return the seconds that the host takes to compute on its own memory."""
         moved = kernel.read_bytes + kernel.write_bytes
         # The roofline of the host: the slower of arithmetic and memory.
-        products_s = kernel.flops / (self.profile.host_tflops * 1e12)
-        return max(products_s, moved / (self.profile.host_memory_gb_per_s * 1e9))
+        matmul_s = kernel.flops / (self.profile.host_tflops * 1e12)
+        return max(matmul_s, moved / (self.profile.host_memory_gb_per_s * 1e9))
 
     def launch_s(self, kernel: Kernel) -> float:
         """Return the seconds that the host takes. Launches beyond an operation's first come from a

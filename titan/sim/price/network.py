@@ -125,8 +125,8 @@ def price_transfer(
     others = (ranks - 1) / ranks
     if transfer.kind == "all_to_all":
         # What is counted before rows are sent is in integers.
-        sends_rows = "ep" in group.axes and "int" not in transfer.dtype
-        return _price_all_to_all(size, group.ranks, nodes, profile, dispatch if sends_rows else None)  # fmt: skip
+        sends_tokens = "ep" in group.axes and "int" not in transfer.dtype
+        return _price_all_to_all(size, group.ranks, nodes, profile, dispatch if sends_tokens else None)  # fmt: skip
     if transfer.kind == "broadcast":
         # Every byte passes every rank once, so the volume is the whole tensor.
         ways = _rings(ranks, nodes, ranks - 1, size, profile, card, delay)

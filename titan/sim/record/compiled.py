@@ -89,8 +89,8 @@ def _compile(
     program["get_raw_stream"] = int
     program["reinterpret_tensor"] = _reinterpret
     compiled = RecordedProgram(tracer, program["call"])
-    # `_Wrapper` writes calls of `at` before each operation.
-    program["at"] = compiled.at
+    # `_Wrapper` writes calls of `enter_module` before each operation.
+    program["enter_module"] = compiled.enter_module
     if is_backward:
         return compiled
     # As a program of Inductor's own: a selective checkpoint around it sees it as one operation.
@@ -217,7 +217,7 @@ class _Wrapper(inductor.PythonWrapperCodegen):
         if self.recomputed is None:
             # Found once for each graph.
             self.recomputed = _recomputed(ctx.graph) if inductor.V.graph.is_backward else set()
-        self.writeline(f"at({_module_of(ctx)!r}, {ctx in self.recomputed})")
+        self.writeline(f"enter_module({_module_of(ctx)!r}, {ctx in self.recomputed})")
 
 
 def _module_of(node: torch.fx.Node) -> str:

@@ -17,7 +17,7 @@ from titan.sim.record.device import current_stream
 from titan.sim.record.trace import Event, Synchronize
 
 
-def assume_rows(busiest: float, record: Callable[[Event], None]) -> None:
+def assume_token_counts(busiest: float, record: Callable[[Event], None]) -> None:
     """Replace the counts of rows by an assumption, for the life of the process. busiest: rows that arrive over those sent.
 
     `record` gets the host's waits for the counts.
@@ -34,14 +34,14 @@ def assume_rows(busiest: float, record: Callable[[Event], None]) -> None:
         # What is sent to each rank, and then what comes from each: at most all that there is.
         ranks = count // 2
         arriving = round(num_rows * min(busiest, ranks))
-        return [*deal_out(num_rows, ranks), *deal_out(arriving, ranks)]
+        return [*split_evenly(num_rows, ranks), *split_evenly(arriving, ranks)]
 
     # A rank's rows, by its experts, and by the ranks of the exchange.
-    moe.host_counts = waits(lambda count, num_rows: deal_out(num_rows, count))
+    moe.host_counts = waits(lambda count, num_rows: split_evenly(num_rows, count))
     expert.host_counts = waits(of_ranks)
 
 
-def deal_out(total: int, parts: int) -> list[int]:
+def split_evenly(total: int, parts: int) -> list[int]:
     """Return a total in parts that differ by one at most."""
     each, rest = divmod(total, parts)
     return [each + (n < rest) for n in range(parts)]

@@ -106,7 +106,7 @@ class ScopeTracker:
         """Note the module, within the running one, that compiled code has reached, and whether it recomputes there."""
         self._compiled = (inner, recomputes)
 
-    def calling(self, operation: str, place: int) -> AbstractContextManager[None]:
+    def in_call(self, operation: str, place: int) -> AbstractContextManager[None]:
         """Set the operation of a block that is recomputed operation by operation."""
         return self.within(call=f"{operation}@{place}")
 

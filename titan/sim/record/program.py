@@ -24,7 +24,7 @@ from titan.config.schema import JobConfig
 from titan.optim.adam import local
 from titan.parallel.init_weights import canonical_name
 from titan.resolved import ResolvedJob, resolve_job
-from titan.sim.record.microbatches import Microbatches, repeating
+from titan.sim.record.microbatches import Microbatches, wrap_part
 from titan.sim.record.trace import BEGINS, Allocate, Event, Free, Trace, number_of
 
 
@@ -81,14 +81,14 @@ def record_program(
     with tracer:
         program = build()
         # Weights are the only memory so far, so all that was made is a parameter or a buffer.
-        tracer.storages.mark_made("parameters")
+        tracer.storages.categorize_new("parameters")
         for parameter, owner in _owners(program).items():
             tracer.storages.attribute([local(parameter)], owner)
         # What stays of the construction: temporary memory is gone before the first step.
         trace.setup, trace.tokens = _left(tracer.events), program.tokens
         tracer.microbatches = None
         pipeline = program.pipeline
-        repeats = repeats and tracer.remembers
+        repeats = repeats and tracer.replays_programs
         if pipeline is not None and repeats and not pipeline.schedule.splits_backward:
             stages = {*pipeline.stages}
             orders = (
@@ -142,7 +142,9 @@ def _is_closed(events: list[Event]) -> bool:
     return used <= begun and blocks <= used
 
 
-def once_for_each(programs: Sequence[JobConfig], build: Callable[..., Any]) -> Callable[..., Any]:
+def cache_by_program(
+    programs: Sequence[JobConfig], build: Callable[..., Any]
+) -> Callable[..., Any]:
     """Return a function that builds the model of each program when it is first asked for."""
     built: dict[int, Any] = {}
     # They differ in their models alone.
@@ -188,7 +190,7 @@ def _watched(program: Program, tracer: Any) -> Iterator[list[Any]]:
     @torch.no_grad()  # or a DTensor's shard would be a new tensor with a gradient function
     def mark_gradients() -> None:
         grads = (p.grad for p in owners if p.grad is not None)
-        storages.mark((local(grad) for grad in grads), "gradients")
+        storages.categorize((local(grad) for grad in grads), "gradients")
 
     def clipping(clip: Callable[..., Any]) -> Callable[..., Any]:
         def clip_gradients(*args: Any, **kwargs: Any) -> Any:
@@ -206,7 +208,7 @@ def _watched(program: Program, tracer: Any) -> Iterator[list[Any]]:
             storages.begin()
             with scopes.within(phase="optimizer"):
                 result = step(*args, **kwargs)
-            storages.mark_made("optimizer")
+            storages.categorize_new("optimizer")
             attribute_states(optimizer)
             return result
 
@@ -221,7 +223,7 @@ def _watched(program: Program, tracer: Any) -> Iterator[list[Any]]:
     for optimizer in program.optimizers:
         optimizer.step = updating(optimizer, optimizer.step)  # pyright: ignore
     if program.pipeline is not None:
-        program.pipeline.loss_fn = repeating(tracer, program.pipeline.loss_fn, "L")
+        program.pipeline.loss_fn = wrap_part(tracer, program.pipeline.loss_fn, "L")
     with ExitStack() as replaced:
         # A program finds the function by its module's global name, so replacing that is enough.
         for where, name in program.clips:

@@ -134,7 +134,7 @@ class Storages:
 
     # ---- what it was for -----------------------------------------------------------------------
 
-    def mark(self, tensors: Iterable[Tensor], category: Category) -> None:
+    def categorize(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Set the category of these tensors' memory, also for its past."""
         for tensor in tensors:
             entry = self._live.get(tensor.untyped_storage()._cdata)
@@ -152,7 +152,7 @@ class Storages:
             if entry is not None and entry.event is not None:
                 entry.event.scope = replace(entry.event.scope, module=module)
 
-    def mark_made(self, category: Category) -> None:
+    def categorize_new(self, category: Category) -> None:
         """Set the category of what was made since the last `begin`, still exists and has none."""
         for entry in self._live.values():
             if entry.event is not None and entry.event.block in self._made and not entry.category:
@@ -173,5 +173,5 @@ class Storages:
         self._made.clear()
 
     def begin(self) -> None:
-        """Begin a pass: what is made from here on is what `mark_made` marks."""
+        """Begin a pass: what is made from here on is what `categorize_new` marks."""
         self._made.clear()

@@ -115,7 +115,7 @@ def _shape_of_addmm(
 
 
 @contextmanager
-def no_memory_of_calls(tensor: Any) -> Iterator[None]:
+def uncached_calls(tensor: Any) -> Iterator[None]:
     """Turn off the cache of calls on a tensor's fake mode, which would keep storages alive that
     were arguments."""
     mode = tensor.fake_mode
@@ -126,7 +126,7 @@ def no_memory_of_calls(tensor: Any) -> Iterator[None]:
         mode.cache_enabled = before
 
 
-def read_meshes_for_real(paused: Callable[..., Any]) -> None:
+def compute_meshes_unfaked(paused: Callable[..., Any]) -> None:
     """Let DeviceMesh compute with real tensors, since it wants their values. `paused` is a
     decorator."""
 
@@ -155,7 +155,7 @@ def read_meshes_for_real(paused: Callable[..., Any]) -> None:
         find(module, "DeviceMesh").mesh = property(for_real(rank_map.fget))
 
 
-def swap_fake_tensors() -> None:
+def allow_swapping_fake_tensors() -> None:
     """Let `module.to(device)` swap tensors that their fake mode has weak references to. It looks for real ones there."""
     find("torch.utils", "swap_tensors").__globals__["weakref"] = SimpleNamespace(
         getweakrefs=lambda _: []
@@ -176,7 +176,7 @@ def watch_meshes(note: Callable[[Any], None]) -> None:
     replace("torch.distributed.device_mesh", "DeviceMesh.__init__", wrap)
 
 
-def keep_slices_of_meshes() -> None:
+def cache_mesh_slices() -> None:
     """Make a mesh's slices once. Compiled code asks whether they are the very same objects, and
     would be compiled again."""
 
@@ -194,7 +194,7 @@ def keep_slices_of_meshes() -> None:
     replace("torch.distributed.device_mesh", "DeviceMesh.__getitem__", wrap)
 
 
-def make_shards_when_asked() -> None:
+def make_shards_lazily() -> None:
     """Cut only the shards that FSDP looks at, the first and its own, where it would cut as many as
     there are ranks."""
 
@@ -228,7 +228,7 @@ def pause_in_sharding_propagation(paused: Callable[..., Any]) -> None:
     replace("torch.distributed.tensor._sharding_prop", propagator, paused)
 
 
-def wait_late() -> None:
+def defer_waits() -> None:
     """Make DTensor wait for a collective only when its result is needed.
 
     It does so on real tensors. On fake ones it believes that a compiler traces it, and waits at once.
@@ -250,7 +250,7 @@ def wait_late() -> None:
             replace(module.__name__, "_are_we_tracing", wrap)
 
 
-def know_pipeline_shapes() -> None:
+def fix_pipeline_shapes() -> None:
     """Let stages of a pipeline, which are given their shapes, agree without the others, which are not here; and compile as they run."""
     find("titan.parallel.pipeline", "Pipeline").compiles_first = False
     if not hasattr(find("torch.distributed.pipelining.stage", "PipelineStage"), "_recv_meta"):
@@ -283,7 +283,7 @@ def release_sent_outputs() -> None:
     replace(module, f"{stage}.{method}", wrap)
 
 
-def tell_of_unpacking(tell: Callable[[Exception], None]) -> None:
+def report_unpack_errors(tell: Callable[[Exception], None]) -> None:
     """Call `tell` with errors that leave the unpacking of a saved tensor, which may be a recomputation, for C++."""
 
     def wrap(init: Callable[..., None]) -> Callable[..., None]:

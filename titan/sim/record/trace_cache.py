@@ -232,26 +232,26 @@ def _extended(
     def to_block(number: re.Match[str]) -> str:
         return f"layers.{int(number[1]) * size + int(number[2]) - missing}"
 
-    def to_further(number: re.Match[str], first: int) -> str:
-        return f"further.{place}" if (place := int(number[1]) - first) >= 0 else number[0]
+    def to_mtp(number: re.Match[str], first: int) -> str:
+        return f"mtp.{place}" if (place := int(number[1]) - first) >= 0 else number[0]
 
     if size == 1:
         # Modules of multi-token prediction come after the blocks, and do not repeat.
         firsts = (depth * len(stages), (depth + 1) * len(stages))
         apart = (
-            _renamed(t, LAYER, partial(to_further, first=n))
+            _renamed(t, LAYER, partial(to_mtp, first=n))
             for t, n in zip(traces, firsts, strict=True)
         )
         whole = extrapolate(*apart, depth=depth, stages=stages)
         first = sum(stage.count for stage in stages)
-        return _renamed(whole, _FURTHER, lambda number: f"layers.{first + int(number[1])}")
+        return _renamed(whole, _MTP, lambda number: f"layers.{first + int(number[1])}")
     # Units repeat where blocks do not, so they are what is counted meanwhile.
     small, big = (_renamed(trace, LAYER, to_unit) for trace in traces)
     whole = extrapolate(small, big, depth=depth, stages=stages)
     return _renamed(whole, _IN_UNIT, to_block)
 
 
-_FURTHER = re.compile(r"^further\.(\d+)")
+_MTP = re.compile(r"^mtp\.(\d+)")
 _IN_UNIT = re.compile(LAYER.pattern + r"\.block (\d+)")
 
 

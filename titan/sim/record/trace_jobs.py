@@ -85,7 +85,7 @@ def trace_job(
     job: Job,
     *,
     steps: int = 2,
-    remembers: bool = True,
+    replays_programs: bool = True,
     on_backward_error: Callable[[TraceError], None] = lambda _: None,
 ) -> Iterator[Trace]:
     """Yield the trace of each of a job's ranks, then those of its others. Raises TraceError, and what `join` raises.
@@ -95,7 +95,7 @@ def trace_job(
     Args:
         job: what to record.
         steps: how many to run. The last one becomes the trace's `step`.
-        remembers: replay compiled programs instead of running them each time.
+        replays_programs: replay compiled programs instead of running them each time.
         on_backward_error: called at once with an error that may end the process.
     """
     from titan.sim.record import torch_compat
@@ -107,7 +107,7 @@ def trace_job(
     layout = None if job.script else _layout(job)
     where = {"rank": rank, "world_size": job.world_size, "device_kind": job.device_kind}
     with fake_world(layout, **where) as (device, mesh):
-        tracer = Tracer(mesh, remembers=remembers)
+        tracer = Tracer(mesh, replays_programs=replays_programs)
         tracer.scopes.watch_fsdp()
         if job.script is not None:
             with torch_compat.unset_fake_temporarily():  # what it imports may compute values
@@ -122,7 +122,7 @@ def trace_job(
             reported[id(error)] = TraceError(_describe(error, tracer, rank))
             on_backward_error(reported[id(error)])
 
-        tracer.observers.append(_Follower(tracer, tell))
+        tracer.observers.append(_JobObserver(tracer, tell))
 
         def recorded(build: Callable[[], Any]) -> Trace:
             record = partial(record_program, build, rank, job.world_size, tracer, steps)
@@ -167,25 +167,25 @@ def _prepare(job: Job, layout: Layout, tracer: Any) -> None:
     """Change what titan's own program finds in its modules."""
     from titan import train_step as module
     from titan.sim.record import torch_compat
-    from titan.sim.record.experts import assume_rows
-    from titan.sim.record.microbatches import watch_actions
-    from titan.sim.record.program import once_for_each
+    from titan.sim.record.experts import assume_token_counts
+    from titan.sim.record.microbatches import track_actions
+    from titan.sim.record.program import cache_by_program
 
     config = job.programs[0]
     module.initialize = lambda *_, **__: None  # drawing weights leaves nothing behind
-    assume_rows(busiest_rank(config, model_config(config.model), layout), tracer.record)
+    assume_token_counts(busiest_rank(config, model_config(config.model), layout), tracer.record)
     module.build_sparse_mesh = tracer.transfers.with_names(module.build_sparse_mesh)
     if layout.pp > 1:
-        watch_actions(tracer)
-        torch_compat.know_pipeline_shapes()
+        track_actions(tracer)
+        torch_compat.fix_pipeline_shapes()
         torch_compat.release_sent_outputs()
         # Each rank takes copies of its stages out of it.
-        module.build_whole_model = once_for_each(job.programs, module.build_whole_model)
+        module.build_whole_model = cache_by_program(job.programs, module.build_whole_model)
     if job.prepare is not None:
         job.prepare(config, layout)
 
 
-class _Follower(Observer):
+class _JobObserver(Observer):
     """Install the compiler's backend when the first compilation begins, and report errors of backward passes.
 
     tell: called with such an error.

@@ -52,15 +52,15 @@ class Tracer(TorchDispatchMode):
     """Record what is dispatched inside a FakeTensorMode. `events` holds what was recorded; assign a
     new list to start over.
 
-    mesh: whose axes give groups their names; None: of the meshes that the program builds. remembers: replay what a compiled
+    mesh: whose axes give groups their names; None: of the meshes that the program builds. replays_programs: replay what a compiled
     program did instead of running it each time.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, mesh: DeviceMesh | None, *, remembers: bool = True) -> None:
+    def __init__(self, mesh: DeviceMesh | None, *, replays_programs: bool = True) -> None:
         super().__init__()
-        self.remembers = remembers
+        self.replays_programs = replays_programs
         self.events: list[Event] = []
         self.scopes = ScopeTracker()
         self.storages = Storages(
@@ -79,11 +79,11 @@ class Tracer(TorchDispatchMode):
         self._kernels: dict[Kernel, Kernel] = {}
         self.scopes.on_backward = self._backward_begins
         device.report_to(self.record)
-        selective.watch_selected_calls = self.scopes.calling
+        selective.watch_selected_calls = self.scopes.in_call
         self._patch()
         if mesh is None:
             torch_compat.watch_meshes(self.transfers.note_mesh)
-            torch_compat.swap_fake_tensors()
+            torch_compat.allow_swapping_fake_tensors()
         else:
             self.transfers.note_mesh(mesh)
 
@@ -210,7 +210,7 @@ class Tracer(TorchDispatchMode):
         # FSDP's buffers: the gathered parameter, and the whole gradient that waits to be reduced.
         if op.name in _UNSHARDED:
             whole = args[1:2] if op.name == "c10d::_reduce_scatter_base_" else (*args, result)
-            self.storages.mark(tensors_in((*whole, *kwargs.values())), "unsharded")
+            self.storages.categorize(tensors_in((*whole, *kwargs.values())), "unsharded")
         collective = self._collectives[op.func]
         if collective is not None:
             self.transfers.issue(collective, op.func, args, kwargs, result, self.scopes.current())
@@ -270,7 +270,7 @@ class Tracer(TorchDispatchMode):
             self.scopes.enter_compiled("", False)
 
     def _uncached(self, op: Operator, args: Any, kwargs: Any) -> Any:
-        with torch_compat.no_memory_of_calls(args[0]):
+        with torch_compat.uncached_calls(args[0]):
             return op.func(*args, **kwargs)
 
     def _read(self, tensor: Tensor) -> int | float | bool:
@@ -283,16 +283,16 @@ class Tracer(TorchDispatchMode):
 
     def _backward_begins(self) -> None:
         # What still lives now was kept for the backward pass.
-        self.storages.mark_made("activations")
+        self.storages.categorize_new("activations")
 
     def _patch(self) -> None:
         torch_compat.pause_in_compilation(self._compilation_begins, self._compilation_ends)
         torch_compat.pause_in_sharding_propagation(self.paused)
-        torch_compat.wait_late()
-        torch_compat.tell_of_unpacking(self._note_error)
-        torch_compat.read_meshes_for_real(self.paused)
-        torch_compat.keep_slices_of_meshes()
-        torch_compat.make_shards_when_asked()
+        torch_compat.defer_waits()
+        torch_compat.report_unpack_errors(self._note_error)
+        torch_compat.compute_meshes_unfaked(self.paused)
+        torch_compat.cache_mesh_slices()
+        torch_compat.make_shards_lazily()
         # Not an operator, so it is not dispatched: FSDP frees and takes memory by it.
         resize = torch.UntypedStorage.resize_
 

@@ -186,7 +186,7 @@ class Transfers:
         """Return a number that no work has yet."""
         return next(self._works)
 
-    def again(self, transfer: Transfer, *, work: int, scope: Scope, shift: int) -> None:
+    def repeat(self, transfer: Transfer, *, work: int, scope: Scope, shift: int) -> None:
         """Issue an earlier transfer again. shift: distance of the rank that issued it. No transfer goes to another stage."""
         # Stages are the slowest axis, so ranks of another stage are at a fixed distance.
         moved = self.shift - shift

@@ -103,8 +103,8 @@ def memory_report(trace: Trace, profile: Profile, *, expandable: bool = True) ->
 def _unlimited(trace: Trace, workspace_bytes: int, expandable: bool) -> MemoryReport:
     """Report on a device that has any amount of memory."""
     events = list(_events(trace, workspace_bytes))
-    run = _Run(Allocator(expandable=expandable))
-    run.all(events)
+    run = _AllocatorRun(Allocator(expandable=expandable))
+    run.play(events)
     # The last of the steps is the timeline's: as many events at the end of the list.
     of_step = sum(isinstance(event, (Allocate, Free)) for event in trace.step)
     first = max(0, len(events) - of_step)
@@ -190,9 +190,9 @@ def _try_within(
 ) -> None:
     """Find out whether the run goes through once cached memory is given back, and set the report's
     fields."""
-    run = _Run(Allocator(expandable=expandable, limit_bytes=max(0, limit_bytes)))
+    run = _AllocatorRun(Allocator(expandable=expandable, limit_bytes=max(0, limit_bytes)))
     try:
-        run.all(events)
+        run.play(events)
     except OutOfMemory as error:
         # The run stopped at the allocation that failed, whose scope is the last one noted.
         scope = run.scope
@@ -208,7 +208,7 @@ def _try_within(
 
 
 @dataclass
-class _Run:
+class _AllocatorRun:
     """Passes events through an allocator. sizes: rounded, by block. peak_at: number of the event of
     the highest active memory."""
 
@@ -217,7 +217,7 @@ class _Run:
     peak_at: int = 0
     scope: Scope = _NOWHERE
 
-    def all(self, events: Iterable[Allocate | Free]) -> None:
+    def play(self, events: Iterable[Allocate | Free]) -> None:
         allocator, highest = self.allocator, -1
         for number, event in enumerate(events):
             if isinstance(event, Free):

@@ -65,7 +65,7 @@ def phase_lines(rows: Sequence[Facts]) -> Iterator[str]:
     yield "  the rest of this page is about phase 1"
 
 
-def together(parts: Sequence[tuple[Phase, Facts]]) -> Facts:
+def combine_phases(parts: Sequence[tuple[Phase, Facts]]) -> Facts:
     """Return the facts of phases as those of one step, to rank ways to run a job: the memory is that of the phase which needs
     most, the speed that of the whole run."""
     _, worst = max(parts, key=lambda part: part[1]["memory"]["needed_gib"])

@@ -35,7 +35,7 @@ _POINTWISE = ("aten._fused_rms_norm", "aten.silu", "aten.mul")
 
 
 @dataclass
-class _Run:
+class _CallRun:
     """Hold one run of an operation in a block: the numbers of its events, of the next event that is none of them, and the
     blocks of memory that hold its results."""
 
@@ -53,7 +53,7 @@ class Block:
     block has.
     """
 
-    runs: dict[str, list[tuple[_Run, _Run]]] = field(default_factory=dict)
+    runs: dict[str, list[tuple[_CallRun, _CallRun]]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     whole: tuple[int, float] = (0, 0.0)
@@ -76,8 +76,8 @@ class Block:
 def find_blocks(trace: Trace, cost: Cost) -> dict[int, Block]:
     """Return the blocks of a rank that recompute operation by operation, by number."""
     step = trace.step
-    runs: defaultdict[tuple[int, str, bool], list[_Run]] = defaultdict(list)
-    run, last = _Run(), None
+    runs: defaultdict[tuple[int, str, bool], list[_CallRun]] = defaultdict(list)
+    run, last = _CallRun(), None
     freed: dict[int, int] = {}
     for index, event in enumerate(step):
         if isinstance(event, Free):
@@ -86,7 +86,7 @@ def find_blocks(trace: Trace, cost: Cost) -> dict[int, Block]:
         if scope is None:
             continue
         if scope is not last:
-            run.until, run, last = index, _Run(), scope
+            run.until, run, last = index, _CallRun(), scope
             layer = block_of(scope)
             if scope.call and layer is not None and scope.phase in ("forward", "recompute"):
                 runs[layer, scope.call, scope.phase == "recompute"].append(run)
@@ -103,7 +103,7 @@ def find_blocks(trace: Trace, cost: Cost) -> dict[int, Block]:
     return blocks
 
 
-def _pair(first: _Run, again: _Run, step: Sequence[Event], freed: Mapping[int, int]) -> None:
+def _pair(first: _CallRun, again: _CallRun, step: Sequence[Event], freed: Mapping[int, int]) -> None:
     """Find the results of an operation and of its repetition.
 
     They come with its last step. What is made before, such as what DTensor gathers for it, counts if it outlives the
@@ -206,13 +206,13 @@ def choose(trace: Trace, blocks: Mapping[int, Block], extra: int) -> dict[int, K
     moments, peak = _moments(trace, blocks)
     limit = peak + extra
     # Passes in flight are counted when they are the most.
-    fullest = max((m[0] for m in moments), key=lambda flying: sum(flying.values()), default={})
+    fullest = max((m[0] for m in moments), key=lambda in_flight: sum(in_flight.values()), default={})
     order = sorted(blocks)
     limits: dict[int, int] = {}
-    for flying, used in moments:
+    for in_flight, used in moments:
         for n, layer in enumerate(order):
             # Without a pipeline the first blocks are in flight and the others are not.
-            if flying == {one: fullest[one] * (one in order[: n + 1]) for one in blocks}:
+            if in_flight == {one: fullest[one] * (one in order[: n + 1]) for one in blocks}:
                 limits[layer] = limit - used
     over = 0
     while True:
@@ -220,8 +220,8 @@ def choose(trace: Trace, blocks: Mapping[int, Block], extra: int) -> dict[int, K
         sizes = {layer: blocks[layer].cost(calls)[0] for layer, calls in kept.items()}
         lacking = max(
             (
-                sum(n * sizes[layer] for layer, n in flying.items()) - (limit - used)
-                for flying, used in moments
+                sum(n * sizes[layer] for layer, n in in_flight.items()) - (limit - used)
+                for in_flight, used in moments
             ),
             default=0,
         )
@@ -242,16 +242,16 @@ def _moments(
             # From here on the recomputation makes what is not kept.
             changes[min(run.events[0] for _, run in runs)].append((layer, -1))
     alive: dict[int, int] = {}
-    used, flying = 0, dict.fromkeys(blocks, 0)
+    used, in_flight = 0, dict.fromkeys(blocks, 0)
     most: dict[tuple[int, ...], int] = {}
     for number, event in enumerate([*trace.setup, *trace.first_step, *trace.step]):
         for layer, change in changes.get(number - len(trace.setup) - len(trace.first_step), ()):
-            flying[layer] += change
+            in_flight[layer] += change
         if isinstance(event, Allocate):
             used += alive.setdefault(event.block, event.size_bytes)
         elif isinstance(event, Free):
             used -= alive.pop(event.block, 0)
-        key = tuple(flying.values())
+        key = tuple(in_flight.values())
         most[key] = max(most.get(key, 0), used)
     moments = [
         (dict(zip(blocks, key, strict=True)), used) for key, used in most.items() if any(key)
@@ -260,13 +260,13 @@ def _moments(
 
 
 def solve(
-    blocks: Mapping[int, Block], flying: Mapping[int, int], limits: Mapping[int, int]
+    blocks: Mapping[int, Block], in_flight: Mapping[int, int], limits: Mapping[int, int]
 ) -> dict[int, Kept]:
     """Return the choice that saves the most seconds.
 
     Args:
         blocks: the blocks of a rank.
-        flying: passes of each block that are in flight together.
+        in_flight: passes of each block that are in flight together.
         limits: bytes that the blocks up to one may keep together in these passes, by its number. At least for the last one.
     """
     if not blocks:
@@ -278,7 +278,7 @@ def solve(
     fronts: dict[Any, list[_Option]] = {}
     alike: defaultdict[Any, list[int]] = defaultdict(list)
     for layer in sorted(blocks):
-        block, count = blocks[layer], flying[layer]
+        block, count = blocks[layer], in_flight[layer]
         key = (block.kind, count)
         alike[key].append(layer)
         front = fronts.setdefault(key, _front(block) if key not in fronts else [])
@@ -301,7 +301,7 @@ def solve(
     for layer, bound, front, at in reversed(chosen):
         left = min(left, bound)
         size, _, kept[layer] = front[at[left]]
-        left -= -(-size * flying[layer] // unit)
+        left -= -(-size * in_flight[layer] // unit)
     # The last of equal blocks keep the most: their backward passes come first. The bytes of all are the same.
     for layers in alike.values():
         by_size = sorted((kept[layer] for layer in layers), key=blocks[layers[0]].cost)

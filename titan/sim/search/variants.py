@@ -24,7 +24,7 @@ from titan.sim.record.ranks import remap_ranks
 from titan.sim.record.trace import Trace, no_garbage_collection
 from titan.sim.record.trace_cache import TraceRequest, get_traces
 from titan.sim.replay.queues import ReplayError
-from titan.sim.report.phases import together
+from titan.sim.report.phases import combine_phases
 from titan.sim.report.text import columns, utilization
 from titan.sim.simulate import GIB, Facts, facts, not_simulated, price
 
@@ -35,7 +35,7 @@ WORLD_SIZE = "world_size"
 @dataclass
 class Variant:
     """Hold settings of a job on some hardware. facts: those of titan.sim.simulate.facts, of all phases
-    together; problem: why there are none; parts: the phases that are simulated so far."""
+    combine_phases; problem: why there are none; parts: the phases that are simulated so far."""
 
     settings: dict[str, str]
     hardware: str
@@ -133,7 +133,7 @@ def simulate_variants(
             _price(variant, request, traces, profile, phase)
             missing[id(variant)] -= 1
             if not missing[id(variant)]:
-                variant.facts = {} if variant.problem else together(variant.parts)
+                variant.facts = {} if variant.problem else combine_phases(variant.parts)
                 variant.parts.clear()
                 settled += 1
                 progress(settled, len(variants))

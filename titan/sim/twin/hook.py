@@ -45,11 +45,11 @@ _PHASES = {
     "backward": ("recompute", "backward"),
     "update": ("clip", "optimizer"),
 }
-_ALONE = (
+_CHILD_PROGRAM = (
     "import os, sys; from titan.health.signals import die_with_parent; die_with_parent(); os.nice(19); "
     "from titan.cli import main; sys.exit(main(sys.argv[1:]))"
 )
-_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 
 class Twin(Hook):
@@ -296,11 +296,11 @@ class Prediction:
         job = [str(trainer.run_dir / "config.toml"), "--world-size", str(trainer.world_size)]
         options = ["--hardware", name, "--json", str(self.file), "--processes", "1"]
         # As a laptop would run it: not as a rank, and without a device.
-        environment = {k: v for k, v in os.environ.items() if k not in _OF_RANKS}
+        environment = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES}
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         with suppress(OSError), self.messages.open("wb") as messages:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _ALONE, "sim", *job, *options],
+                [sys.executable, "-c", _CHILD_PROGRAM, "sim", *job, *options],
                 stdin=subprocess.DEVNULL,
                 stdout=messages,
                 stderr=messages,
