@@ -1,8 +1,9 @@
-"""Assume how many rows experts get. A recording has no tokens, so that nothing says where they go.
+"""Assumed numbers of tokens for experts. A recording has no tokens, so their routing is unknown.
 
-A run asks the device once for each layer (`titan.parallel.rows.host_counts`), and the host waits for the answer. Here the answer is
-that each rank sends as many rows to all others, and that the rank at hand is the busiest of each layer: it gets as many more than
-the mean, which it sends, as titan.observe.routing says. All its experts get equal shares.
+A run asks the device once for each layer (`titan.parallel.rows.host_counts`), and the host waits
+for the answer. A recording assumes that each rank sends equally many tokens to every rank, and that
+the current rank is the busiest rank of each layer: it receives `busiest` times the tokens that it
+sends, as titan.observe.routing says. All its experts get equal shares.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from titan.sim.record.trace import Event, Synchronize
 
 
 def assume_token_counts(busiest: float, record: Callable[[Event], None]) -> None:
-    """Replace the counts of rows by an assumption, for the life of the process. busiest: rows that arrive over those sent.
+    """Replace the counts of tokens by an assumption, for the life of the process.
 
-    `record` gets the host's waits for the counts.
+    Args:
+        busiest: Number of tokens that arrive, as a multiple of the number of tokens sent.
+        record: Receives the host's waits for the counts.
     """
 
     def waits(assume: Callable[[int, int], list[int]]) -> Callable[..., list[int]]:
@@ -42,6 +45,6 @@ def assume_token_counts(busiest: float, record: Callable[[Event], None]) -> None
 
 
 def split_evenly(total: int, parts: int) -> list[int]:
-    """Return a total in parts that differ by one at most."""
+    """Return a total as a list of parts that differ by at most 1."""
     each, rest = divmod(total, parts)
     return [each + (n < rest) for n in range(parts)]

@@ -1,9 +1,10 @@
-"""Record one program by one rank: build it, run its steps, and tell the tracer what torch does not: clipping, updates, states.
+"""Recording of one program by one rank: its construction, its steps, and its marks for clipping, updates and states.
 
-The program is that of titan.train_step.build_train_step, or what a script's build function returns (script.py). The optimizer of a
-job makes its states first, as in the first step. If a step then ends what it begins and refers to nothing else, every later one is
-like it. If not, and always for scripts, a second one runs: the first one then has learned the shapes that pipeline stages
-exchange, and left what steps leave to the next.
+The program is that of titan.train_step.build_train_step, or the result of a script's build function
+(script.py). The optimizer of a job makes its states first, as in the first step. If a step then
+ends everything that it begins and refers to nothing before it, every later step is like it. In
+other cases, and always for scripts, a second step runs: by then the first step has learned the
+shapes that pipeline stages exchange, and left the memory that a step leaves to the next step.
 """
 
 from __future__ import annotations
@@ -30,10 +31,16 @@ from titan.sim.record.trace import BEGINS, Allocate, Event, Free, Trace, number_
 
 @dataclass
 class Program:
-    """Hold what is recorded.
+    """Program to record.
 
-    parts: the model, or this rank's pipeline stages. train: runs a step of a number. clips: where the functions are that it clips
-    by: a module, and a name in it. needs_two: a second step is not like the first. tokens: of a step over all ranks.
+    Attributes:
+        parts: The model, or this rank's pipeline stages.
+        optimizers: Its optimizers.
+        train: Runs the step of a number.
+        clips: Places of the functions that clip gradients: a module, and a name in it.
+        pipeline: titan's pipeline, if the program has one.
+        needs_two: Whether a second step differs from the first.
+        tokens: Tokens of a step over all ranks, or 0.
     """
 
     parts: Sequence[nn.Module]
@@ -71,10 +78,16 @@ def record_program(
     *,
     repeats: bool = True,
 ) -> Trace:
-    """Return what a rank does in a step of a program. Raises what stops the program.
+    """Return the trace of a rank in a step of a program. Errors of the program pass through.
 
-    steps: how many to run. The last one counts, but of two the second is left out where it would be like the first.
-    repeats: take such short cuts, and have microbatches repeat others.
+    Args:
+        build: Builds the program.
+        rank: Global rank.
+        world_size: Number of ranks.
+        tracer: The tracer.
+        steps: Number of steps to run. The last one counts; the second of two is left out if it
+            would be like the first.
+        repeats: Whether to take such short cuts, and to repeat microbatches.
     """
     trace = Trace(rank, world_size)
     tracer.begin()
@@ -124,7 +137,7 @@ def record_program(
 
 
 def _make_states(program: Program) -> None:
-    """Have the optimizer make its states, as in the first step, which then need not be recorded."""
+    """Make the optimizer's states, so that the first step need not be recorded."""
     for part in program.parts:
         for parameter in part.parameters():
             if parameter.requires_grad:
@@ -135,7 +148,7 @@ def _make_states(program: Program) -> None:
 
 
 def _is_closed(events: list[Event]) -> bool:
-    """Return whether a step ends what it begins, and refers to nothing else."""
+    """Return whether a step ends everything that it begins, and refers to nothing before it."""
     begun = {number_of(e) for e in events if isinstance(e, BEGINS)}
     used = {number_of(e) for e in events if not isinstance(e, BEGINS)} - {None}
     blocks = {key for key in begun if key and key[0] == "block"}
@@ -145,7 +158,7 @@ def _is_closed(events: list[Event]) -> bool:
 def cache_by_program(
     programs: Sequence[JobConfig], build: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return a function that builds the model of each program when it is first asked for."""
+    """Return a function that builds the model of each program on first use, and returns the same model later."""
     built: dict[int, Any] = {}
     # They differ in their models alone.
     numbers = {program.model.model_dump_json(): n for n, program in enumerate(programs)}
@@ -178,9 +191,9 @@ def _owners(program: Program) -> dict[Any, str]:
 def _watched(program: Program, tracer: Any) -> Iterator[list[Any]]:
     """Tell the tracer when the program clips and updates, and which memory holds gradients and states.
 
-    Yields the parameters, as they come, that were updated without a gradient.
+    Yields:
+        List of the parameters that were updated without a gradient. It grows during the steps.
     """
-
     scopes, storages = tracer.scopes, tracer.storages
     for part in program.parts:
         scopes.watch(part)
