@@ -26,12 +26,12 @@ from titan.sim.record.trace import COMPUTE_STREAM, AwaitEvent, AwaitStream, Reco
 NAME = "sim"
 _aten = torch.ops.aten
 
-# What the device tells goes here; the recorder puts its own function in.
+# Receiver of the device's events; the recorder replaces it.
 _report: Callable[[Any], None] = lambda _: None  # noqa: E731
 _stream_numbers, _event_numbers = count(), count()
 _TYPE = 20  # c10::DeviceType::PrivateUse1
 SECOND_STREAM = COMPUTE_STREAM + 1
-"""The one that fused collectives and products of compiled programs run on by turns, in whichever program they are."""
+"""Stream that fused collectives and matmuls of compiled programs alternate with, in any program."""
 
 
 def begin() -> None:
@@ -205,7 +205,7 @@ def current_stream() -> int:
 
 
 DeviceKind = Literal["cuda", "cpu"]
-"""Whose kernels the device has: torch takes some operations apart on a CPU."""
+"""Device whose kernels are declared. torch decomposes some operations on a CPU."""
 
 
 def register(device_kind: DeviceKind = "cuda") -> torch.device:
@@ -220,7 +220,7 @@ def register(device_kind: DeviceKind = "cuda") -> torch.device:
     return torch.device(NAME, 0)
 
 
-# Operators that torch takes apart, or does by other means, on a device that has no kernel of them.
+# Operators that torch decomposes, or runs by other means, on a device without a kernel for them.
 _DECLARED = (
     "silu_backward",
     "_fused_rms_norm",

@@ -43,14 +43,14 @@ Host = Literal[
     "compiled",
 ]
 Phase = Literal["setup", "forward", "backward", "recompute", "clip", "optimizer"]
-# Whose memory it is; storages.py says when which category holds.
+# Purpose of memory; storages.py defines each category.
 Category = Literal["parameters", "gradients", "optimizer", "activations", "unsharded", "temporary"]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 COMPUTE_STREAM = 0
 """The device's default stream; other streams are numbered as they are made."""
 HOST = -1
-"""In place of a stream: the host."""
+"""Number of the host, in place of a stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +258,7 @@ Event: TypeAlias = (
 
 
 BEGINS = (Allocate, RecordEvent, Transfer)
-"""What gives a block, an event or a work its number. Others refer to it by that."""
+"""Events that give a block, an event or a work its number, by which other events refer to it."""
 
 
 def number_of(event: Event) -> tuple[str, int] | None:

@@ -39,7 +39,7 @@ from titan.untrusted import InputError
 
 DeviceKind = Literal["cuda", "cpu"]
 Prepare = Callable[[JobConfig, Layout], None]
-"""Changes torch or the model in a recording process, before the program is built. A function of a module, so that it pickles."""
+"""Function of a module (so that it pickles) that changes torch or the model in a recording process, before the program is built."""
 
 
 class TraceError(RuntimeError):

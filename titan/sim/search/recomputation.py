@@ -1,15 +1,16 @@
-"""Choose which results each block of a rank keeps for its backward pass, from a trace in which it keeps none.
+"""Choice of the results that each block of a rank saves for its backward pass, from a trace in which it saves none.
 
-The trace has, for each operation of each block, the seconds that its recomputation takes and the bytes that its results hold. A
-block that runs eagerly repeats every operation whose result is not kept, so both add up, and the best choice is that of a
-knapsack:
+The trace has, for each operation of each block, the seconds of its recomputation and the bytes of
+its results. A block that runs eagerly repeats every operation whose result is not saved, so both
+add up, and the best choice is that of a knapsack:
 
     maximize    seconds of recomputation saved, over blocks and operations
     subject to  bytes kept while the blocks up to one wait for their backward pass <= bytes free at that time
 
-A block may also keep everything, which needs fewer bytes than the results of all its operations. Dynamic programming over
-the blocks solves it, exactly up to the rounding of each block's bytes to 1/16384 of the memory. `keep` makes the trace of a choice:
-it moves allocations and leaves out what is not recomputed. Imports no torch.
+A block may also save everything, which needs fewer bytes than the results of all its operations.
+Dynamic programming over the blocks solves it, exactly up to the rounding of each block's bytes to
+1/16384 of the memory. `keep` makes the trace of a choice: it moves allocations and leaves out
+operations that are not recomputed. Imports no torch.
 """
 
 from __future__ import annotations
@@ -36,8 +37,13 @@ _POINTWISE = ("aten._fused_rms_norm", "aten.silu", "aten.mul")
 
 @dataclass
 class _CallRun:
-    """Hold one run of an operation in a block: the numbers of its events, of the next event that is none of them, and the
-    blocks of memory that hold its results."""
+    """One run of an operation in a block.
+
+    Attributes:
+        events: Numbers of its events.
+        until: Number of the next event that does not belong to it.
+        results: Blocks of memory that hold its results.
+    """
 
     events: list[int] = field(default_factory=list)
     until: int = 0
@@ -46,11 +52,14 @@ class _CallRun:
 
 @dataclass
 class Block:
-    """Hold a block's calls that are recomputed. runs: forward and repeated, of each microbatch.
+    """Operations of a block that are recomputed.
 
-    sizes: bytes that the results of a call that may be kept hold, of one microbatch. seconds: of each call's recomputation, in a
-    step. whole: the bytes and seconds of keeping everything. measured: the bytes and seconds of the choices that a compiled
-    block has.
+    Attributes:
+        runs: Forward run and repetition of each call, for each microbatch.
+        sizes: Bytes of the results of each call that may be kept, for one microbatch.
+        seconds: Recomputation of each call, in a step.
+        whole: Bytes and seconds of keeping everything.
+        measured: Bytes and seconds of the choices that a compiled block has.
     """
 
     runs: dict[str, list[tuple[_CallRun, _CallRun]]] = field(default_factory=dict)
@@ -61,7 +70,7 @@ class Block:
 
     @property
     def kind(self) -> Any:
-        """Return what equal blocks have in common."""
+        """Properties that equal blocks have in common."""
         return (*self.sizes.items(), *self.seconds.items(), self.whole)
 
     def cost(self, kept: Kept) -> tuple[int, float]:
@@ -103,11 +112,13 @@ def find_blocks(trace: Trace, cost: Cost) -> dict[int, Block]:
     return blocks
 
 
-def _pair(first: _CallRun, again: _CallRun, step: Sequence[Event], freed: Mapping[int, int]) -> None:
+def _pair(
+    first: _CallRun, again: _CallRun, step: Sequence[Event], freed: Mapping[int, int]
+) -> None:
     """Find the results of an operation and of its repetition.
 
-    They come with its last step. What is made before, such as what DTensor gathers for it, counts if it outlives the
-    repetition.
+    They come with its last step. Earlier results, such as tensors that DTensor gathers for it,
+    count if they outlive the repetition.
     """
     steps = [
         n
@@ -127,6 +138,7 @@ def _pair(first: _CallRun, again: _CallRun, step: Sequence[Event], freed: Mappin
 
 
 def _measure(block: Block, trace: Trace, cost: Cost, freed: Mapping[int, int]) -> None:
+    """Set the bytes and seconds of a block."""
     step = trace.step
     sizes: dict[int, int] = {}
     for call, runs in block.runs.items():
@@ -145,6 +157,7 @@ def _measure(block: Block, trace: Trace, cost: Cost, freed: Mapping[int, int]) -
 
 
 def _seconds(event: Event, trace: Trace, cost: Cost) -> float:
+    """Return the seconds of an event."""
     if isinstance(event, Launch):
         return cost.kernel_s(event.kernel)
     if isinstance(event, Transfer):
@@ -156,7 +169,7 @@ def _seconds(event: Event, trace: Trace, cost: Cost) -> float:
 
 
 def keep(trace: Trace, blocks: Mapping[int, Block], kept: Mapping[int, Kept]) -> Trace:
-    """Return the trace of a rank whose blocks keep these results, from one in which they keep nothing."""
+    """Return the trace of a rank whose blocks keep these results, from a trace in which they keep nothing."""
     freed = {e.block: n for n, e in enumerate(trace.step) if isinstance(e, Free)}
     dropped: set[int] = set()
     works: set[int] = set()
@@ -196,17 +209,19 @@ def keep(trace: Trace, blocks: Mapping[int, Block], kept: Mapping[int, Kept]) ->
 
 
 def choose(trace: Trace, blocks: Mapping[int, Block], extra: int) -> dict[int, Kept]:
-    """Return what each block of a rank keeps.
+    """Return the results that each block of a rank keeps.
 
     Args:
-        trace: of the rank, keeping nothing.
-        blocks: its blocks.
-        extra: bytes that may be in use beyond the trace's own peak.
+        trace: Trace of the rank, keeping nothing.
+        blocks: Its blocks.
+        extra: Bytes that may be in use beyond the trace's own peak.
     """
     moments, peak = _moments(trace, blocks)
     limit = peak + extra
     # Passes in flight are counted when they are the most.
-    fullest = max((m[0] for m in moments), key=lambda in_flight: sum(in_flight.values()), default={})
+    fullest = max(
+        (m[0] for m in moments), key=lambda in_flight: sum(in_flight.values()), default={}
+    )
     order = sorted(blocks)
     limits: dict[int, int] = {}
     for in_flight, used in moments:
@@ -233,8 +248,11 @@ def choose(trace: Trace, blocks: Mapping[int, Block], extra: int) -> dict[int, K
 def _moments(
     trace: Trace, blocks: Mapping[int, Block]
 ) -> tuple[list[tuple[dict[int, int], int]], int]:
-    """Return how many passes of each block await their backward pass, with the most bytes in use while it is so; and the
-    most bytes at any time."""
+    """Return the states of a step, and the most bytes at any time.
+
+    A state is the number of passes of each block that await their backward pass, with the most
+    bytes in use during the state.
+    """
     changes: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     for layer, block in blocks.items():
         for runs in zip(*block.runs.values(), strict=True):
@@ -265,9 +283,10 @@ def solve(
     """Return the choice that saves the most seconds.
 
     Args:
-        blocks: the blocks of a rank.
-        in_flight: passes of each block that are in flight together.
-        limits: bytes that the blocks up to one may keep together in these passes, by its number. At least for the last one.
+        blocks: Blocks of a rank.
+        in_flight: Passes of each block that are in flight at the same time.
+        limits: Bytes that all blocks up to a block may keep in these passes, by the block's number.
+            At least for the last block.
     """
     if not blocks:
         return {}
@@ -314,7 +333,7 @@ _Option: TypeAlias = "tuple[int, float, Kept]"
 
 
 def _front(block: Block) -> list[_Option]:
-    """Return what is worth keeping, by rising bytes: each saves more than all that need less."""
+    """Return the options worth keeping, by rising bytes: each saves more than all options that need less."""
     if block.measured:
         return _best([(*cost, kept) for kept, cost in block.measured.items()])
     options: list[_Option] = [(0, 0.0, frozenset())]
@@ -327,6 +346,7 @@ def _front(block: Block) -> list[_Option]:
 
 
 def _best(options: list[_Option]) -> list[_Option]:
+    """Return the options that save more than all options with fewer bytes."""
     front: list[_Option] = []
     for option in sorted(options, key=lambda o: (o[0], -o[1])):
         if not front or option[1] > front[-1][1]:
@@ -340,9 +360,10 @@ def _best(options: list[_Option]) -> list[_Option]:
 def samples(blocks: Mapping[int, Block], most: int = 14) -> dict[int, Kept]:
     """Return a choice to be measured for each block: equal blocks take turns, from nothing to everything.
 
-    What a compiled block keeps changes what is fused, so that bytes and seconds of operations do not add up. Equal blocks have
-    equal costs, so one job whose blocks all keep something else measures many choices. The first and the last of
-    equal blocks measure nothing, since their neighbours differ.
+    The saved results of a compiled block change its fusions, so that bytes and seconds of
+    operations do not add up. Equal blocks have equal costs, so one job whose blocks all keep
+    different results measures many choices. The first and the last of equal blocks measure nothing,
+    since their neighbours differ.
     """
     chosen: dict[int, Kept] = dict.fromkeys(blocks, frozenset())
     for inner in _kinds(blocks):
@@ -359,7 +380,14 @@ def samples(blocks: Mapping[int, Block], most: int = 14) -> dict[int, Kept]:
 def measure(
     blocks: Mapping[int, Block], traces: Iterable[Trace], chosen: Mapping[int, Kept], cost: Cost
 ) -> None:
-    """Give each block the costs of the choices that were measured. traces: of a compiled job with the choices of `samples`."""
+    """Set the costs of the measured choices in each block.
+
+    Args:
+        blocks: Blocks of all ranks.
+        traces: Traces of a compiled job with the choices of `samples`.
+        chosen: These choices.
+        cost: Prices of kernels and transfers.
+    """
     num_bytes, seconds = Counter[int](), defaultdict[int, float](float)
     for trace in traces:
         made: dict[int, tuple[int, int]] = {}
