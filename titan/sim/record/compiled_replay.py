@@ -25,7 +25,7 @@ shape in block 5.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from titan.sim.record import device
+from titan.sim.record.operators import tensors_in
 from titan.sim.record.torch_compat import uncached_calls
 from titan.sim.record.trace import (  # fmt: skip
     BEGINS,
@@ -197,7 +198,9 @@ class RecordedProgram:
         with tracer.compiled():
             # A result that is still under way ties the run to the collective outside, so it cannot
             # be repeated.
-            if not tracer.replays_programs or any(map(tracer.transfers.is_awaited, _tensors(args))):
+            if not tracer.replays_programs or any(
+                map(tracer.transfers.is_awaited, tensors_in(args))
+            ):
                 return [_plain(output) for output in self.call(args)]
             inputs, addresses = list(args), [_address(a) for a in args]
             # The caller's list must not keep the inputs alive: they end where the program is done
@@ -279,7 +282,7 @@ class RecordedProgram:
         # -1: memory that this run did not allocate. Such an output, a result under way or a wait
         # for something from before could not be repeated.
         blocks = [memory[1] for memory, _ in filter(_is_tensor, described)]
-        awaited = any(map(tracer.transfers.is_awaited, _tensors(outputs)))
+        awaited = any(map(tracer.transfers.is_awaited, tensors_in(outputs)))
         return None if -1 in blocks or awaited or _refers_outside(run) else run, outputs
 
     # ---- later ones
@@ -340,11 +343,6 @@ class RecordedProgram:
 def _is_tensor(output: Any) -> bool:
     """Return whether an output's description is that of a tensor."""
     return isinstance(output, tuple)
-
-
-def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors among values."""
-    return [v for v in values if isinstance(v, Tensor)]
 
 
 def _address(value: Any) -> int:

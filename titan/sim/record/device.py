@@ -11,6 +11,7 @@ There is one device per process, and a process records one trace.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import count
 from typing import Any, Literal
 
@@ -124,12 +125,6 @@ class Event:
         return True
 
 
-class _NoStream:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: Any) -> None: ...
-
-
 class Module:
     """Fake device module torch.sim, with the functions of torch.cuda that torch and titan call."""
 
@@ -139,7 +134,7 @@ class Module:
         self.default = self.current = Stream(number=COMPUTE_STREAM)
 
     def stream(self, stream: Stream | None) -> Any:
-        return _NoStream() if stream is None else stream
+        return nullcontext() if stream is None else stream
 
     def current_stream(self, device: Any = None) -> Stream:
         return self.current

@@ -307,13 +307,12 @@ class _Extrapolation:
         """Extrapolate the numbers in which events, kernels or shapes of the two depths differ."""
         if few == more:
             return more
-        if type(few) is not type(more) or (isinstance(more, tuple) and len(few) != len(more)):
-            raise CannotExtrapolate(f"{few} where the deeper trace has {more}")
-        if isinstance(more, int):
+        same_kind = type(few) is type(more)
+        if same_kind and isinstance(more, int):
             return self._grown(few, more)
-        if isinstance(more, tuple):
+        if same_kind and isinstance(more, tuple) and len(few) == len(more):
             return tuple(map(self._grow, few, more))
-        if not isinstance(more, Kernel | Event):
+        if not same_kind or not isinstance(more, Kernel | Event):
             raise CannotExtrapolate(f"{few} where the deeper trace has {more}")
         values = {
             name: self._grow(getattr(few, name), getattr(more, name))

@@ -114,9 +114,8 @@ class Microbatches:
             order: The rank's actions in a step. Each has a stage, a kind and a microbatch.
         """
         self.tracer, self.failure = tracer, ""
-        self.turns: dict[
-            tuple[int, str], list[int]
-        ] = {}  # microbatches in order, by stage and part
+        # Microbatches in order, by stage and part.
+        self.turns: dict[tuple[int, str], list[int]] = {}
         for action in order:
             for part in "FL" if action.kind == "F" else action.kind:
                 self.turns.setdefault((action.stage, part), []).append(action.microbatch)
@@ -138,7 +137,8 @@ class Microbatches:
             CannotRepeat: The microbatches of this stage differ.
         """
         match = re.fullmatch(r"(\d+)\D(\d+)", self.tracer.scopes.action)
-        if match is None:  # torch learns the shapes that stages exchange
+        # Without an action, torch learns the shapes that stages exchange.
+        if match is None:
             return function()
         stage, number = int(match[1]), int(match[2])
         if part == "F":
@@ -259,9 +259,8 @@ class Microbatches:
             scope: Any = getattr(event, "scope", None)
             if scope not in scopes:
                 scopes[scope] = tracer.scopes.in_action(scope)
-            if (
-                isinstance(event, Free) and count in own.held
-            ):  # its tensor's memory ends here, whoever has it
+            # The tensor's memory ends here, even if it has other references.
+            if isinstance(event, Free) and count in own.held:
                 own.held.pop(count)[0].event = None
             own.emit(event, count, scopes[scope])
             if isinstance(event, Allocate):

@@ -179,19 +179,7 @@ class Transfers:
         detached = collective.functional or bool(self._batch) or peer >= 0
         if collective.asynchronous >= 0:
             detached |= bool(argument(collective.asynchronous))
-        self.record(
-            Transfer(
-                collective.kind,
-                group.name,
-                size,
-                str(data[0].dtype)[6:],
-                self.stream(),
-                detached,
-                work,
-                scope,
-                peer,
-            )
-        )
+        self._record(collective.kind, group, size, data[0], detached, work, scope, peer)
         # Who waits for it: a functional result by its storage, all others by their handle.
         if collective.functional:
             for tensor in tensors_in([result]):
@@ -229,22 +217,16 @@ class Transfers:
     def read(self, data: Tensor, group_name: str, peer: int, *, scope: Scope) -> None:
         """Record a read of `data`'s bytes from the memory of a rank of a group."""
         group = self._group(group_name)
-        size, dtype = data.numel() * data.dtype.itemsize, str(data.dtype)[6:]
         # `peer` counts within the group.
-        source = group.ranks[peer]
-        self.record(
-            Transfer(
-                "read",
-                group.name,
-                size,
-                dtype,
-                self.stream(),
-                False,
-                next(self._works),
-                scope,
-                source,
-            )
-        )
+        source, work = group.ranks[peer], next(self._works)
+        self._record("read", group, _bytes_of([data]), data, False, work, scope, source)
+
+    def _record(
+        self, kind: CollectiveKind, group: Group, size: int, data: Tensor, *more: Any
+    ) -> None:
+        """Record a transfer of `size` bytes on the current stream. `more`: the fields of Transfer after its stream."""
+        dtype = str(data.dtype)[6:]
+        self.record(Transfer(kind, group.name, size, dtype, self.stream(), *more))
 
     def wait(self, work: int) -> None:
         """Record that the current stream waits for a work."""

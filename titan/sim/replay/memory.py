@@ -73,10 +73,10 @@ class MemoryReport:
     by_category: dict[Category, int]
     by_module: dict[str, int]
     timeline: list[MemoryPoint]
-    outside_bytes: int
-    capacity_bytes: int
-    usable_bytes: int
-    runs: bool
+    outside_bytes: int = 0
+    capacity_bytes: int = 0
+    usable_bytes: int = 0
+    runs: bool = True
     num_retries: int = 0
     failure: str = ""
     by_both: Counter[tuple[Category, str]] = field(default_factory=Counter)
@@ -141,10 +141,6 @@ def _unlimited(trace: Trace, workspace_bytes: int, expandable: bool) -> MemoryRe
         by_category=dict.fromkeys(CATEGORIES, 0),
         by_module={},
         timeline=[],
-        outside_bytes=0,
-        capacity_bytes=0,
-        usable_bytes=0,
-        runs=True,
     )
     in_use = dict.fromkeys(CATEGORIES, 0)
     alive: dict[int, Allocate] = {}

@@ -36,6 +36,7 @@ _HIDDEN = 0.7  # of the computation, that FSDP's transfers hide behind
 _MARGIN = 1.1  # of the memory, that a candidate may seem to need: the estimate is one
 _LONG = 16384  # tokens, from which on sequences may be worth splitting
 _MOST_STAGES = 16
+_RESHARD = {2: "never", 3: "always"}  # fsdp_reshard_after_forward by ZeRO stage
 _SCHEDULES = {
     "1F1B": (1,),
     "Interleaved1F1B": (2, 4),
@@ -92,6 +93,13 @@ class Point:
         # Candidates of one kind compete with each other first. Replicas of a good one are its neighbours.
         return self.tp, self.cp, self.pp, self.ep
 
+    @property
+    def checkpointing(self) -> dict[str, str]:
+        """Section activation_checkpoint."""
+        is_every = self.recompute.isdecimal()
+        mode, option = ("selective", self.recompute) if is_every else (self.recompute, "op")
+        return {"mode": mode, "selective_ac_option": option}
+
     def settings(self, global_batch: int, *, num_layers: int) -> dict[str, str]:
         """Return the point as overrides of a job."""
         degrees: dict[str, int | str] = {
@@ -114,17 +122,13 @@ class Point:
                 degrees["pipeline_parallel_layers_per_stage"] = layers
         # The default is ZeRO-3 where weights are sharded, without a pipeline, and ZeRO-2 elsewhere.
         is_default = self.zero == (3 if self.pp == 1 < self.shard * self.cp else 2)
-        degrees["fsdp_reshard_after_forward"] = (
-            "default" if is_default else {2: "never", 3: "always"}[self.zero]
-        )
-        every = self.recompute.isdecimal()
+        degrees["fsdp_reshard_after_forward"] = "default" if is_default else _RESHARD[self.zero]
         more = (settings for name in self.also for settings in ALSO[name][0].items())
         return {
             **{f"parallelism.{key}": str(value) for key, value in degrees.items()},
             "training.local_batch_size": str(self.batch),
             "training.global_batch_size": str(global_batch),
-            "activation_checkpoint.mode": "selective" if every else self.recompute,
-            "activation_checkpoint.selective_ac_option": self.recompute if every else "op",
+            **{f"activation_checkpoint.{key}": value for key, value in self.checkpointing.items()},
             **dict(more),
         }
 
@@ -248,12 +252,9 @@ class Search:
         """
         changes = {
             "training": {"local_batch_size": point.batch},
-            "activation_checkpoint": {
-                "mode": "selective" if point.recompute.isdecimal() else point.recompute,
-                "selective_ac_option": point.recompute if point.recompute.isdecimal() else "op",
-            },
+            "activation_checkpoint": point.checkpointing,
             "parallelism": {
-                "fsdp_reshard_after_forward": {2: "never", 3: "always"}[point.zero],
+                "fsdp_reshard_after_forward": _RESHARD[point.zero],
                 "pipeline_parallel_schedule": point.schedule,
                 "pipeline_parallel_microbatch_size": point.microbatch,
                 "expert_parallel_degree": point.ep or 1,

@@ -173,9 +173,8 @@ def keep(trace: Trace, blocks: Mapping[int, Block], kept: Mapping[int, Kept]) ->
     freed = {e.block: n for n, e in enumerate(trace.step) if isinstance(e, Free)}
     dropped: set[int] = set()
     works: set[int] = set()
-    ends: dict[
-        int, int
-    ] = {}  # a block that the recomputation would allocate, and the one kept in its place
+    # By block that the recomputation would allocate: the block kept in its place.
+    ends: dict[int, int] = {}
     for layer, calls in kept.items():
         block = blocks[layer]
         for microbatch in range(max((len(runs) for runs in block.runs.values()), default=0)):
