@@ -166,8 +166,8 @@ def recordings(request: TraceRequest, stages: list[Depth]) -> dict[int, tuple[Tr
     together = _Plan(request, stages, None, lambda *_: None).jobs(1)
     alone = [Job((request.config,), world, (rank,), request.device_kind) for rank in ranks]
     extended, whole = {}, {}
-    for jobs, actual, remembers in ((together, extended, True), (alone, whole, False)):
-        for number, traces in trace_jobs(jobs, 2, remembers=remembers):
+    for jobs, actual, replays_programs in ((together, extended, True), (alone, whole, False)):
+        for number, traces in trace_jobs(jobs, 2, replays_programs=replays_programs):
             assert isinstance(traces, list), traces
             actual |= zip(jobs[number].ranks, traces, strict=True)
     return {rank: (extended[rank], whole[rank]) for rank in ranks}

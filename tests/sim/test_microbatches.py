@@ -93,7 +93,7 @@ def test_repeated_is_run(name: str, tmp_path: Path) -> None:
     jobs = [Job((config,), world, (rank,), prepare=prepare) for rank in ranks]
     repeated: dict[int, Any] = dict(trace_jobs(jobs, 2))
     counts = Counter(file.read_text().split()) if file.exists() else Counter()
-    run: dict[int, Any] = dict(trace_jobs(jobs, 2, remembers=False))
+    run: dict[int, Any] = dict(trace_jobs(jobs, 2, replays_programs=False))
     # Gathering again, each microbatch awaits what the one before it has begun: then none repeats another.
     assert counts["F3"] == counts["B3"]
     assert (counts["F3"] > 0) is (name != "1F1B, resharded")

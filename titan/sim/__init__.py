@@ -1,4 +1,4 @@
-"""TorchSim: predict what a run costs in time and memory, without a GPU. docs/simulator.md says how."""
+"""TorchSim: prediction of a run's time and memory, without a GPU. docs/simulator.md describes it."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -7,6 +7,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    """Return `simulate_step`, imported on first use."""
     if name != "simulate_step":
         raise AttributeError(f"module {__name__} has no attribute {name}")
     from . import script  # when asked for: every command imports this package

@@ -1,5 +1,4 @@
-"""Run `titan sim JOB.toml --world-size N --hardware H`: predict what a training step costs in time
-and memory, with no GPU."""
+"""Command `titan sim JOB.toml --world-size N --hardware H`: time and memory of a training step, with no GPU."""
 
 from __future__ import annotations
 
@@ -58,6 +57,7 @@ def _files() -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's own options."""
     parser = job_parser(
         "sim",
         "[--json FILE] [--trace FILE] [--html FILE] [--sweep KEY=A,B,...] [--quiet]",
@@ -117,7 +117,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _simulate(options: argparse.Namespace, job: list[str]) -> int:
-    """Simulate one job: print its page, and write the files that were asked for. Return 1 if it does not fit."""
+    """Simulate one job: print its page, and write the requested files.
+
+    Return 1 if it does not fit.
+    """
     profile, size = load_profile(options.hardware), options.world_size
     if options.phase and not options.run:
         raise mistake("--phase", "is for --run")
@@ -197,7 +200,10 @@ def _simulate_script(options: argparse.Namespace, settings: list[str]) -> int:
 
 
 def _show(options: argparse.Namespace, run: Callable[[], tuple[StepSimulation, Facts, str]]) -> int:
-    """Run a simulation, print its page and write the files that were asked for. Return 1 if it does not fit."""
+    """Run a simulation, print its page and write the requested files.
+
+    Return 1 if it does not fit.
+    """
     from titan.sim.record.trace_jobs import TraceError
     from titan.sim.replay.queues import ReplayError
     from titan.sim.report.phases import phase_lines
@@ -234,7 +240,7 @@ def _show(options: argparse.Namespace, run: Callable[[], tuple[StepSimulation, F
 
 
 def _sweep(options: argparse.Namespace, job: list[str]) -> int:
-    """Simulate all variants: print a table, or with --json everything."""
+    """Simulate all variants of a sweep. Print a table, or all data with --json."""
     from titan.sim.search.variants import WORLD_SIZE, combinations, simulate_variants, table
 
     for name in ("trace", *_files(), "html", "measured", "whole", "no_cache", "run"):

@@ -1,7 +1,7 @@
-"""Simulate a training step of a user's script: `titan sim --script train.py:build`, and titan.sim.simulate_step in Python.
+"""Simulation of a user's training step: `titan sim --script train.py:build`, and titan.sim.simulate_step in Python.
 
-titan.sim.record.script defines what the script must have. Its traces are not cached, because any file that it imports may change
-what it does.
+titan.sim.record.script defines the script's protocol. Its traces are not cached, because any file
+that it imports may change its behaviour.
 """
 
 from __future__ import annotations
@@ -30,17 +30,25 @@ def simulate_step(
     processes: int | None = None,
     **settings: Any,
 ) -> StepSimulation:
-    """Simulate the step that a build function returns (titan.sim.record.script says what it must return).
+    """Simulate the step that a build function returns. titan.sim.record.script defines its protocol.
+
+    The allocator is that of PYTORCH_ALLOC_CONF.
 
     Args:
-        build: a function at the top level of a file, or "FILE.py:NAME".
-        world_size: ranks in all.
-        profile: the devices and their network, or the name of a profile.
-        ranks: one of each kind of rank that does different work. Other ranks are assumed to do as one of them.
-        processes: how many record at once. All cores by default.
-        settings: keyword arguments of `build`.
+        build: A function at the top level of a file, or "FILE.py:NAME".
+        world_size: Number of ranks.
+        profile: The devices and their network, or the name of a profile.
+        ranks: One rank of each kind of rank with different work. All other ranks are assumed to do
+            the same as one of them.
+        processes: Number of processes that record at once. All cores by default.
+        settings: Keyword arguments of `build`.
 
-    Raises TraceError and ReplayError. The allocator is that of PYTORCH_ALLOC_CONF.
+    Returns:
+        The simulated step, with one trace, timeline and memory report for each of `ranks`.
+
+    Raises:
+        TraceError: The step cannot be recorded.
+        ReplayError: The recorded ranks wait for each other forever.
     """
     started = time.monotonic()
     if isinstance(profile, str):
@@ -63,7 +71,10 @@ def simulate_step(
 
 
 def script_facts(simulation: StepSimulation, name: str) -> Facts:
-    """Return a simulated script as data for JSON. Its FLOPs are those recorded, without recomputation."""
+    """Return a simulated script as data for JSON.
+
+    Its FLOPs are the recorded ones, without recomputation.
+    """
     traces, step_s = [*simulation.traces.values()], simulation.timeline.step_s
     per_s: defaultdict[str, float] = defaultdict(float)  # TFLOPs, by the dtype whose peak counts
     for event in (event for trace in traces for event in trace.step):

@@ -1,4 +1,4 @@
-"""Simulate a job on hardware that is not there: trace it, price it, replay it, and state the result."""
+"""Simulation of a job on hardware that is not there: its trace, its prices, its replay, and the result as data."""
 
 from __future__ import annotations
 
@@ -33,7 +33,16 @@ Facts = dict[str, Any]
 
 @dataclass
 class StepSimulation:
-    """Hold a simulated step. traces, timeline and memory are by global rank, with one rank of each kind."""
+    """Simulated step.
+
+    Attributes:
+        world_size: Number of ranks.
+        profile: The hardware.
+        traces: Traces by global rank, with one rank of each kind.
+        timeline: Timeline of these ranks.
+        memory: Memory of these ranks.
+        wall_s: Duration of the simulation.
+    """
 
     world_size: int
     profile: Profile
@@ -44,36 +53,39 @@ class StepSimulation:
 
     @cached_property
     def fullest(self) -> MemoryReport:
-        """Return the memory of the rank that needs most."""
+        """Memory of the rank that needs most."""
         return max(self.memory.values(), key=lambda report: report.needed_bytes)
 
     @property
     def fits(self) -> bool:
-        """Return whether every stage's rank leaves the margin free."""
+        """Whether every stage's rank leaves the margin free."""
         return all(report.fits for report in self.memory.values())
 
     @property
     def runs(self) -> bool:
-        """Return whether every stage's rank goes through, however tight it is."""
+        """Whether every stage's rank goes through, with or without the margin."""
         return all(report.runs for report in self.memory.values())
 
     @property
     def tokens_per_step(self) -> int:
-        """Return the tokens of a step over all ranks, 0 if a script does not state them."""
+        """Tokens of a step over all ranks; 0 if a script does not state them."""
         return next(iter(self.traces.values())).tokens
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
-        """Return the throughput of one device."""
+        """Throughput of one device."""
         return self.tokens_per_step / self.timeline.step_s / self.world_size
 
 
 @dataclass
 class Simulation(StepSimulation):
-    """Hold a simulated step of a job, with one rank of each pipeline stage.
+    """Simulated step of a job, with one rank of each pipeline stage.
 
-    fits_up_to: times the mean load that the busiest rank of experts may get (titan.sim.report.imbalance); None: not asked for, or
-    it does not fit as it is.
+    Attributes:
+        config: The job.
+        layout: Its layout.
+        fits_up_to: Largest load of the busiest rank of experts that fits, as a multiple of the mean
+        (titan.sim.report.imbalance). None: not asked for, or the job does not fit as it is.
     """
 
     config: JobConfig
@@ -82,23 +94,23 @@ class Simulation(StepSimulation):
 
     @cached_property
     def model(self) -> Any:
-        """Return the model's sizes."""
+        """Sizes of the model."""
         return model_config(self.config.model)
 
     @cached_property
     def busiest_rank(self) -> float:
-        """Return the assumed rows of the busiest expert-parallel rank over the mean."""
+        """Assumed tokens of the busiest expert-parallel rank, over the mean."""
         return busiest_rank(self.config, self.model, self.layout)
 
     @property
     def tokens_per_step(self) -> int:
-        """Return the tokens of the global batch."""
+        """Tokens of the global batch."""
         training, layout = self.config.training, self.layout
         return training.local_batch_size * training.seq_len * layout.dp * layout.accumulation
 
 
 def not_simulated(config: JobConfig, profile: Profile) -> str:
-    """Return why a job cannot be simulated on some hardware, or an empty text."""
+    """Return the reason why a job cannot be simulated on some hardware, or an empty text."""
     section = quantize_section(config)
     if lacks := lacks_units(config, profile.name, profile.peak_tflops):
         return lacks
@@ -108,7 +120,7 @@ def not_simulated(config: JobConfig, profile: Profile) -> str:
 
 
 class HardwareError(ValueError):
-    """Report that the hardware cannot run the job. The message is for the user."""
+    """Hardware that cannot run the job. The message is for the user."""
 
 
 def simulate(
@@ -126,17 +138,22 @@ def simulate(
     """Simulate a step of a job that passed titan.checks.rules.
 
     Args:
-        config: the job.
-        world_size: ranks in all.
-        profile: the devices and their network.
-        processes: how many trace at once. All cores by default.
-        whole: trace every block, even if all are alike.
-        use_cache: read and write traces in the user's cache folder.
-        device_kind: whose kernels the traced device has.
-        prepare: called in each tracing process, to change torch or the model. Such traces are not cached.
-        say: called with a line on what is being done.
+        config: The job.
+        world_size: Number of ranks.
+        profile: The devices and their network.
+        processes: Number of processes that trace at once. All cores by default.
+        whole: Trace every block, even if all are alike.
+        use_cache: Read and write traces in the user's cache folder.
+        device_kind: Device whose kernels are recorded.
+        prepare: Called in each tracing process, to change torch or the model. Such traces are not
+            cached.
+        say: Called with a line on the progress.
 
-    Raises ConfigError, HardwareError, TraceError and ReplayError.
+    Raises:
+        ConfigError: The layout does not suit the world size.
+        HardwareError: The hardware cannot run the job.
+        TraceError: The job cannot be traced.
+        ReplayError: The traced ranks wait for each other forever.
     """
     start = time.monotonic()
     if reason := not_simulated(config, profile):
@@ -170,7 +187,19 @@ def price(
     *,
     started: float | None = None,
 ) -> Simulation:
-    """Price and replay traces that exist already on some hardware."""
+    """Price and replay existing traces of a job on some hardware.
+
+    Args:
+        config: The job.
+        layout: Its layout.
+        traces: Traces by global rank, one rank of each stage.
+        profile: The hardware.
+        started: Time from which the duration of the simulation counts. None: now.
+
+    Raises:
+        ConfigError: The profile lacks the job's kernel of attention.
+        ReplayError: The traced ranks wait for each other forever.
+    """
     profile = profile.with_attention(config.simulator.attention_kernel)
     expandable = config.training.expandable_segments
     is_deepep = config.simulator.dispatch == "deepep"
@@ -189,7 +218,15 @@ def replayed(
     busiest: float = 1.0,
     started: float | None = None,
 ) -> tuple[Timeline, dict[int, MemoryReport], float]:
-    """Return the timeline and the memory of traces, and the seconds since `started`, by default of the replay. busiest: as in `replay`."""
+    """Return the timeline and the memory of traces, and the seconds of the simulation.
+
+    Args:
+        traces: Traces by global rank.
+        cost: Prices of kernels and transfers.
+        expandable: `training.expandable_segments`.
+        busiest: Tokens of the traced ranks' experts, over the mean.
+        started: Time from which the seconds count. None: now.
+    """
     started = time.monotonic() if started is None else started
     # Time and memory are independent: the allocator is replayed in the order of the host, without a
     # clock.
@@ -202,7 +239,7 @@ def replayed(
 
 
 def step_facts(simulation: StepSimulation) -> Facts:
-    """Return what is known of any simulated step, as data for JSON. docs/simulator.md defines every field."""
+    """Return the facts of any simulated step, as data for JSON. docs/simulator.md defines every field."""
     timeline, profile = simulation.timeline, simulation.profile
     return {
         "world_size": simulation.world_size,
@@ -260,7 +297,10 @@ def facts(simulation: Simulation) -> Facts:
 
 
 def _utilization(simulation: Simulation, flops_per_token: float) -> float | None:
-    """Return the model's FLOPs over the peaks of their precisions, as a share of the step; those in 8 bits as recorded."""
+    """Return the model's FLOPs over the peaks of their precisions, as a share of the step.
+
+    FLOPs in 8 bits are the recorded ones.
+    """
     peaks, world = simulation.profile.peak_tflops, simulation.layout.world_size
     eight: Counter[str] = Counter()
     for trace in simulation.traces.values():
@@ -277,7 +317,7 @@ def _utilization(simulation: Simulation, flops_per_token: float) -> float | None
 
 
 def _kin(simulation: StepSimulation) -> dict[str, float]:
-    """Return tokens/s on machines of the same name: the step with their kernels' time in place of this one's."""
+    """Return tokens/s on machines of the same name: the step with their kernels' time in place of this machine's."""
     trace = next(iter(simulation.traces.values()))
     # Equal kernels are one object within a trace, so counting is cheap.
     counts = Counter(id(e.kernel) for e in trace.step if isinstance(e, Launch))
@@ -298,7 +338,7 @@ def _kin(simulation: StepSimulation) -> dict[str, float]:
 
 
 def _experts(simulation: Simulation) -> Facts:
-    """Return what is said of experts, if the model has any."""
+    """Return the facts about experts, if the model has any."""
     config, model = simulation.config, simulation.model
     if not getattr(model, "num_experts", 0):
         return {}
@@ -316,6 +356,7 @@ def _experts(simulation: Simulation) -> Facts:
 
 
 def _communication(simulation: StepSimulation) -> Facts:
+    """Return the facts about transfers."""
     # Means over the traced ranks, one of each stage, as for all times on the page.
     mean_by = simulation.timeline.mean_by
     exposed, overlapped, volume = map(mean_by, ("exposed_s", "overlapped_s", "sent_bytes"))
@@ -336,6 +377,7 @@ def _communication(simulation: StepSimulation) -> Facts:
 
 
 def _memory(report: MemoryReport) -> Facts:
+    """Return the facts about a rank's memory."""
     where = report.at
     return {
         "rank": report.rank,
@@ -363,6 +405,7 @@ def in_gib(sizes: Mapping[Any, int]) -> dict[Any, float]:
 
 
 def _rank(simulation: StepSimulation, rank: int) -> Facts:
+    """Return the facts about a rank."""
     timeline, memory = simulation.timeline.ranks[rank], simulation.memory[rank]
     stage = [*simulation.traces].index(rank)  # ranks are numbered stage by stage
     return {

@@ -1,1 +1,1 @@
-"""Price kernels and transfers on a hardware."""
+"""Prices of kernels and transfers on some hardware."""

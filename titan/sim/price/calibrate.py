@@ -1,15 +1,16 @@
-"""Run `titan sim --calibrate MY.toml`: measure the machine at hand, and write what it reaches as a
-hardware profile.
+"""Calibration (`titan sim --calibrate MY.toml`): measurements of this machine, written as a hardware profile.
 
-Kernels are described as the simulator knows them (titan.sim.record.trace.Kernel), run, timed, and compared with what the base profile says:
+Kernels are described as the simulator knows them (titan.sim.record.trace.Kernel), run, timed, and
+compared with the base profile:
 
-    achievable share    that at which cost.py's formula gives the time measured, the middle one of several shapes; so a share means the same
-                        here and there: what the inner loop reaches, tiles and waves not counted
+    achievable share    the share at which cost.py's formula gives the measured time, the median of several shapes; so a share means
+                        the same here and there: the speed of the inner loop, without the cost of tiles and waves
     curves              one measurement a point: attention by length, memory by bytes
     host                launches without a device to wait for
     collectives         under torchrun: bus bandwidth of large messages between the ranks of this node
 
-Nothing is fitted to a training run. What is not measured (networks between nodes, compiled launches and kernels that transpose) stays the base profile's.
+Nothing is fitted to a training run. Figures that are not measured (networks between nodes, compiled
+launches and kernels that transpose) stay the base profile's.
 """
 
 from __future__ import annotations
@@ -41,7 +42,16 @@ SecondsOf = Callable[[Kernel], float]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Say how large the kernels are. A CPU would take minutes for a GPU's."""
+    """Sizes of the measured kernels. A CPU would take minutes for a GPU's.
+
+    Attributes:
+        tokens: Rows of the matmuls' left operand.
+        widths: K and N of the matmuls.
+        lengths: Sequence lengths of attention.
+        heads: Heads of attention.
+        moved: Bytes that pointwise kernels move.
+        message: Bytes of a collective.
+    """
 
     tokens: int
     widths: tuple[tuple[int, int], ...]  # K, N of matrix products
@@ -69,8 +79,16 @@ SMALL = Sizes(
 
 
 def fit(base: Profile, seconds_of: SecondsOf, *, sizes: Sizes, dtypes: tuple[str, ...]) -> Figures:
-    """Return the figures of a profile whose kernels take `seconds_of` them. The rest is
-    `base`'s."""
+    """Return the figures of a profile on which kernels take the measured times.
+
+    All other figures are `base`'s.
+
+    Args:
+        base: Profile to begin with.
+        seconds_of: Returns the measured seconds of a kernel.
+        sizes: Sizes of the kernels.
+        dtypes: Data types of the matmuls. Attention is measured in the first.
+    """
     # In this order: a kernel's fixed time is deducted from the memory's measurements, and both from
     # the products'.
     figures: Figures = {"kernel_min_us": 1e6 * seconds_of(_pointwise(0))}
@@ -90,6 +108,7 @@ def fit(base: Profile, seconds_of: SecondsOf, *, sizes: Sizes, dtypes: tuple[str
 
 
 def _pointwise(moved: int) -> Kernel:
+    """Return a kernel that moves this number of bytes."""
     return Kernel(
         "aten::add",
         "pointwise",
@@ -113,8 +132,10 @@ def _memory_rates(
 
 
 def _matmul_share(known: Profile, seconds_of: SecondsOf, sizes: Sizes, dtype: str) -> float:
-    """Find the share by bisection. The formula's time falls as it grows, but not in proportion (the
-    floor is memory's)."""
+    """Return the achievable share of matmuls, by bisection.
+
+    The formula's time falls as the share grows, but not in proportion, since memory sets a floor.
+    """
 
     def share_of(kernel: Kernel) -> float:
         measured, low, high = seconds_of(kernel), 0.001, 1.0
@@ -128,10 +149,11 @@ def _matmul_share(known: Profile, seconds_of: SecondsOf, sizes: Sizes, dtype: st
         return high
 
     # The median, since single shapes meet a tile that fits them unusually well or badly.
-    return _share(statistics.median(map(share_of, _products(sizes, dtype))))
+    return _share(statistics.median(map(share_of, _matmuls(sizes, dtype))))
 
 
-def _products(sizes: Sizes, dtype: str) -> Iterator[Kernel]:
+def _matmuls(sizes: Sizes, dtype: str) -> Iterator[Kernel]:
+    """Yield the matmuls to measure."""
     # Bytes of an operand's element; float8's result is bf16.
     width = {"float8": 1, "float32": 4}.get(dtype, 2)
     for k, n in sizes.widths:
@@ -148,6 +170,8 @@ def _products(sizes: Sizes, dtype: str) -> Iterator[Kernel]:
 
 
 def _attention(known: Profile, seconds_of: SecondsOf, sizes: Sizes, dtype: str) -> Figures:
+    """Return the rates of attention by length, and the share that a causal mask reaches."""
+
     def rate(length: int, *, backward: bool, causal: bool) -> float:
         """TFLOP/s that make the formula's time the measured one."""
         name = "attention_backward" if backward else "attention"
@@ -174,6 +198,7 @@ def _attention(known: Profile, seconds_of: SecondsOf, sizes: Sizes, dtype: str) 
 
 
 def _share(value: float) -> float:
+    """Return a value as a share between 0.001 and 1."""
     return round(min(1.0, max(0.001, value)), 4)
 
 
@@ -214,7 +239,10 @@ def make_work(kernel: Kernel, device: torch.device) -> Callable[[], Any]:
 
 
 def measure_links(device: torch.device, size_bytes: int) -> Figures:
-    """Return the bandwidths between the ranks of the default group, all on one node: those of the slowest rank."""
+    """Return the bandwidths between the ranks of the default group, all on one node.
+
+    The slowest rank counts.
+    """
     kinds = ("all-gather", "all-reduce", "all-to-all")
     rates = bench.collectives_gb_per_s(device, size_bytes, kinds=kinds)
     rates["link"] = bench.link_gb_per_s(device, size_bytes) or 0.0
@@ -228,8 +256,21 @@ def measure_links(device: torch.device, size_bytes: int) -> Figures:
 
 
 def calibrate(path: Path, *, base_name: str | None, say: Callable[[str], None]) -> int:
-    """Measure, write `path`, and print a table. Under torchrun rank 0 writes. Raises ConfigError for a profile that does
-    not exist."""
+    """Measure this machine, write the profile to `path`, and print a table.
+
+    Under torchrun rank 0 writes.
+
+    Args:
+        path: File of the new profile.
+        base_name: Profile to begin with. None: the profile of this device.
+        say: Receives lines on the progress.
+
+    Returns:
+        The command's exit code.
+
+    Raises:
+        ConfigError: There is no such profile.
+    """
     if not path.parent.is_dir():  # before a minute of measuring
         raise mistake("--calibrate", f"there is no folder {path.parent}")
     ranks = int(os.environ.get("WORLD_SIZE", 1))
@@ -282,6 +323,7 @@ def calibrate(path: Path, *, base_name: str | None, say: Callable[[str], None]) 
 
 
 def _base_of(name: str, on_gpu: bool) -> str:
+    """Return the name of the profile to begin with."""
     if not on_gpu:
         return "cpu"
     row = recognise(name)
@@ -295,6 +337,7 @@ def _base_of(name: str, on_gpu: bool) -> str:
 
 
 def _of_device(device: torch.device) -> Figures:
+    """Return the figures that a GPU states about itself."""
     properties = torch.cuda.get_device_properties(device)
     return {
         "num_sms": properties.multi_processor_count,
@@ -303,8 +346,8 @@ def _of_device(device: torch.device) -> Figures:
 
 
 def _of_host(seconds_of: SecondsOf) -> Figures:
-    """Return the peaks of a CPU, which has no datasheet here: the best product, and the bandwidth of a large copy."""
-    best = max(k.flops / seconds_of(k) for k in _products(SMALL, "float32")) / 1e12
+    """Return the peaks of a CPU, which has no datasheet here: the best matmul, and the bandwidth of a large copy."""
+    best = max(k.flops / seconds_of(k) for k in _matmuls(SMALL, "float32")) / 1e12
     moved = SMALL.moved[-1]
     bandwidth = moved / seconds_of(_pointwise(moved)) / 1e12
     return {
@@ -325,6 +368,7 @@ def to_toml(name: str, base: str, figures: Figures, *, note: str) -> str:
 
 
 def _value(value: Any) -> str:
+    """Return a figure in TOML's syntax."""
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{k} = {_value(v)}" for k, v in value.items()) + " }"
     if isinstance(value, list | tuple):
@@ -333,7 +377,7 @@ def _value(value: Any) -> str:
 
 
 def table(base: Profile, measured: Profile, figures: Figures) -> str:
-    """Return a table of what was measured beside what the base profile says."""
+    """Return a table of the measured figures beside the base profile's."""
     rows = [("figure", "measured", base.name)]
     for key in figures:
         one, other = getattr(measured, key), getattr(base, key)

@@ -1,7 +1,7 @@
-"""Compute the seconds that kernels take on some hardware.
+"""Seconds that kernels take on some hardware.
 
     matmul      tiles of the output go to the SMs in waves; each tile costs its share of K and a fixed time to fill and drain;
-                never faster than its bytes through memory. The best tile (and split of K) is what the library would choose
+                never faster than its bytes through memory. The best tile (and split of K) is the library's choice
     grouped     the same with the one tile that torch's kernel takes; each group's rows fill whole pairs of tiles
     attention   FLOPs that the mask leaves, at a rate by sequence length, if there are blocks of queries for all SMs
     all others  bytes at the bandwidth that kernels of that size reach; less if a fused kernel transposes
@@ -31,7 +31,12 @@ _GROUPED_SMALL = 128
 
 
 class Cost:
-    """Price kernels and transfers on one profile. Each distinct kernel is priced once. dispatch: of rows, if DeepEP sends them."""
+    """Prices of kernels and transfers on one profile. Each distinct kernel is priced once.
+
+    Attributes:
+        profile: The hardware.
+        dispatch: Choice of experts, if DeepEP dispatches the tokens.
+    """
 
     def __init__(self, profile: Profile, dispatch: Dispatch | None = None) -> None:
         self.profile = profile
@@ -47,7 +52,7 @@ class Cost:
         }
 
     def kernel_s(self, kernel: Kernel) -> float:
-        """Return the seconds that the device takes."""
+        """Return the seconds that the device takes for a kernel."""
         known = self._kernels.get(kernel)
         if known is None:
             known = self._kernels[kernel] = self._price(kernel)
@@ -57,26 +62,31 @@ class Cost:
         """Return the seconds that the host takes to compute on its own memory."""
         moved = kernel.read_bytes + kernel.write_bytes
         # The roofline of the host: the slower of arithmetic and memory.
-        products_s = kernel.flops / (self.profile.host_tflops * 1e12)
-        return max(products_s, moved / (self.profile.host_memory_gb_per_s * 1e9))
+        matmul_s = kernel.flops / (self.profile.host_tflops * 1e12)
+        return max(matmul_s, moved / (self.profile.host_memory_gb_per_s * 1e9))
 
     def launch_s(self, kernel: Kernel) -> float:
-        """Return the seconds that the host takes. Launches beyond an operation's first come from a
-        loop in C++."""
+        """Return the seconds that the host takes to launch a kernel.
+
+        Launches beyond an operation's first come from a loop in C++.
+        """
         first = self._launches[kernel.host]
         return first + (kernel.num_launches - 1) * self._launches["compiled"]
 
     def transfer(self, transfer: Transfer, group: Group, *, rank: int) -> TransferPrice:
-        """Return latency, volume and links. For a send or recv they are those of the side of
-        `rank`."""
+        """Return latency, volume and links of a transfer.
+
+        For a send or recv they are those of the side of `rank`.
+        """
         return price_transfer(transfer, group, self.profile, rank=rank, dispatch=self.dispatch)
 
     @property
     def launch_transfer_s(self) -> float:
-        """Return the seconds for which a host is busy when it issues a transfer."""
+        """Seconds for which a host is busy when it issues a transfer."""
         return self.profile.launch_transfer_us * 1e-6
 
     def _price(self, kernel: Kernel) -> float:
+        """Return the seconds of a kernel."""
         # Even an empty kernel occupies its stream for some microseconds.
         least = self.profile.kernel_min_us * 1e-6 * kernel.num_launches
         moved = kernel.read_bytes + kernel.write_bytes
@@ -96,6 +106,7 @@ class Cost:
         return least + busy
 
     def _memory_s(self, moved_bytes: float) -> float:
+        """Return the seconds to move bytes through the device's memory."""
         if not moved_bytes:
             return 0.0
         # Small kernels do not fill the memory pipeline: the share of the peak grows with the bytes.
@@ -103,6 +114,7 @@ class Cost:
         return moved_bytes / (share * self.profile.memory_tb_per_s * 1e12)
 
     def _matmul_s(self, kernel: Kernel) -> float:
+        """Return the seconds of a matmul's arithmetic, with the best tile and split of K."""
         batch, m, k, n = matmul_sizes(kernel)
         profile = self.profile
         dtype = peak_dtype(kernel.dtype, profile)
@@ -136,6 +148,7 @@ class Cost:
         return best
 
     def _attention_s(self, kernel: Kernel) -> float:
+        """Return the seconds of attention's arithmetic."""
         profile = self.profile
         (batch, heads, queries, _), (_, _, keys, _) = kernel.shapes[:2]
         # FLOPs per query, key and channel: two matrix products forward, five backward, where the
@@ -166,8 +179,10 @@ class Cost:
 
 
 def attended(queries: int, keys: int, causal: bool) -> float:
-    """Return the pairs of a query and a key that a mask leaves. A causal one lets query i see keys
-    0 to i, as torch aligns it."""
+    """Return the number of pairs of a query and a key that a mask leaves.
+
+    A causal mask lets query i see keys 0 to i, as torch aligns it.
+    """
     if not causal:
         return float(queries * keys)
     # The triangle of the first queries, then the rows that see every key.
@@ -176,7 +191,7 @@ def attended(queries: int, keys: int, causal: bool) -> float:
 
 
 def matmul_sizes(kernel: Kernel) -> tuple[int, int, int, int]:
-    """Return the batch, and M, K, N of a product (M, K) x (K, N)."""
+    """Return the batch, and M, K, N of a matmul (M, K) x (K, N)."""
     a, b = kernel.shapes[:2]
     assert len(a) == len(b) >= 2 and a[-1] == b[-2], (
         f"{kernel.name}: not a matrix product: {a}, {b}"
@@ -185,7 +200,9 @@ def matmul_sizes(kernel: Kernel) -> tuple[int, int, int, int]:
 
 
 def peak_dtype(dtype: str, profile: Profile) -> str:
-    """Return the entry of the profile's peaks for a dtype as torch prints it. All float8 formats
-    are one entry."""
+    """Return the entry of the profile's peaks for a dtype as torch prints it.
+
+    All float8 formats share an entry.
+    """
     short = "float8" if dtype.startswith("float8") else dtype
     return short if short in profile.peak_tflops else "bfloat16"

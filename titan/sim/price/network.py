@@ -1,18 +1,23 @@
-"""Compute the seconds that collectives take, by a simplified form of NCCL's choice of algorithm and protocol.
+"""Seconds that collectives take, by a simplified form of NCCL's choice of algorithm and protocol.
 
-A collective costs latency, which grows with the steps of its ring or tree, and volume over its bus bandwidth. As
-NCCL does, the cheapest of the algorithms (ring, tree, in-switch) and protocols (LL, LL128, Simple) is taken. NCCL's own latency
-constants (src/graph/tuning.cc, as in torch._inductor.comm_analysis) give the published times of 8 H200 from 4 MiB to 1 GiB within
-10%. Ranks are placed on nodes in order. A group with m ranks on a node uses m network cards: of the other
-ranks' groups, which run the same collective at the same time, each has its own. Beyond the cards the network is flat, unless the
-profile names blocks of nodes whose way out is narrower (`network`).
+A collective costs latency, which grows with the steps of its ring or tree, and volume over its bus
+bandwidth. As NCCL does, the cheapest of the algorithms (ring, tree, in-switch) and protocols (LL,
+LL128, Simple) is taken. NCCL's own latency constants (src/graph/tuning.cc, as in
+torch._inductor.comm_analysis) give the published times of 8 H200 from 4 MiB to 1 GiB within 10%.
+Ranks are placed on nodes in order. A group with m ranks on a node uses m network cards: the other
+ranks' groups, which run the same collective at the same time, have their own cards. Beyond the
+cards the network is flat, unless the profile names blocks of nodes with a narrower uplink
+(`network`).
 
-An exchange of experts' rows is an all-to-all: each of a token's K copies travels by itself. With a `Dispatch` it is priced as DeepEP
-does it: one copy goes over the card to each distinct node that has one of the token's experts, and from there over NVLink to each
-distinct rank. With K distinct experts drawn evenly from E, a node or rank that has u of them gets none with probability
-C(E - u, K) / C(E, K). The rates are the profile's, and give DeepEP's published ones (tests/sim/test_network.py).
+Dispatch and combine of experts' tokens are all-to-alls: each of a token's K copies travels
+separately. With a `Dispatch` they are priced as DeepEP sends them: one copy goes over the card to
+each distinct node that has one of the token's experts, and from there over NVLink to each distinct
+rank. With K distinct experts drawn evenly from E, a node or rank that has u of them gets none with
+probability C(E - u, K) / C(E, K). The rates are the profile's, and give DeepEP's published ones
+(tests/sim/test_network.py).
 
-This file prices a transfer alone. replay.py lets transfers that run at the same time share the links named here. Imports no torch.
+This file prices a transfer alone. The replay lets transfers that run at the same time share the
+links named here. Imports no torch.
 """
 
 from __future__ import annotations
@@ -30,8 +35,13 @@ NVLINK_OUT, NVLINK_IN, NIC_OUT, NIC_IN = range(4)
 
 
 class TransferPrice(NamedTuple):
-    """Hold the price of a transfer. latency_s: before and between the volume, shared with nobody.
-    volume_s: if no other transfer is on its links."""
+    """Price of a transfer.
+
+    Attributes:
+        latency_s: Time before and between the volume. No other transfer affects it.
+        volume_s: Time of the volume if no other transfer uses its links.
+        links: Links that the volume occupies.
+    """
 
     latency_s: float
     volume_s: float
@@ -39,12 +49,12 @@ class TransferPrice(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Return the time with no other transfer on the links."""
+        """Time with no other transfer on the links."""
         return self.latency_s + self.volume_s
 
 
 class Dispatch(NamedTuple):
-    """Say how tokens choose experts: top_k of num_experts, all in the top_groups best of num_groups groups."""
+    """Choice of experts for a token: top_k of num_experts, all in the top_groups best of num_groups groups."""
 
     num_experts: int
     top_k: int
@@ -53,7 +63,7 @@ class Dispatch(NamedTuple):
 
     @classmethod
     def of(cls, model: Any) -> Dispatch | None:
-        """Return the choice that a model's config describes. None: it has no experts."""
+        """Return the choice that a model's config describes, or None for a model without experts."""
         if not getattr(model, "num_experts", 0):
             return None
         groups = (model.num_groups, model.top_groups) if model.num_groups else (1, 1)
@@ -76,7 +86,7 @@ class Dispatch(NamedTuple):
 
 
 class _Protocol(NamedTuple):
-    """Microseconds to start, for each hop within a node and between nodes, and share of the bandwidth."""
+    """NCCL's protocol: microseconds to start, for each hop within a node and between nodes, and shares of the bandwidth."""
 
     ring: tuple[float, float, float]
     tree: tuple[float, float, float]
@@ -108,7 +118,15 @@ def price_transfer(
     rank: int,
     dispatch: Dispatch | None = None,
 ) -> TransferPrice:
-    """Return latency, volume and links of a transfer that `rank` takes part in. dispatch: of rows, if DeepEP sends them."""
+    """Return latency, volume and links of a transfer.
+
+    Args:
+        transfer: The transfer.
+        group: Its process group.
+        profile: The hardware.
+        rank: Rank that takes part in it.
+        dispatch: Choice of experts, if DeepEP dispatches the tokens.
+    """
     if transfer.kind in ("send", "recv", "read"):
         return _price_p2p(transfer, rank, profile)
     size, ranks = transfer.size_bytes, len(group.ranks)
@@ -125,8 +143,8 @@ def price_transfer(
     others = (ranks - 1) / ranks
     if transfer.kind == "all_to_all":
         # What is counted before rows are sent is in integers.
-        sends_rows = "ep" in group.axes and "int" not in transfer.dtype
-        return _price_all_to_all(size, group.ranks, nodes, profile, dispatch if sends_rows else None)  # fmt: skip
+        sends_tokens = "ep" in group.axes and "int" not in transfer.dtype
+        return _price_all_to_all(size, group.ranks, nodes, profile, dispatch if sends_tokens else None)  # fmt: skip
     if transfer.kind == "broadcast":
         # Every byte passes every rank once, so the volume is the whole tensor.
         ways = _rings(ranks, nodes, ranks - 1, size, profile, card, delay)
@@ -149,6 +167,7 @@ def price_transfer(
 
 
 def _links(nodes: int, members: int) -> tuple[int, ...]:
+    """Return the links that a group uses, with `members` ranks on the fullest node."""
     # One node has only NVLink. A group of one rank a node has only its network card.
     if nodes == 1:
         return (NVLINK_OUT, NVLINK_IN)
@@ -157,16 +176,17 @@ def _links(nodes: int, members: int) -> tuple[int, ...]:
 
 
 def _memory(profile: Profile) -> float:
+    """Return the bytes per second that the largest kernels reach."""
     # The bandwidth that the largest kernels reach.
     return profile.memory_share[-1][1] * profile.memory_tb_per_s * 1e12
 
 
 def _card(ranks: Sequence[int], profile: Profile) -> tuple[float, float]:
-    """Return the bytes per second that a card gets in a ring or tree over these ranks, and the microseconds that blocks add to
-    a hop between nodes, on average.
+    """Return the bandwidth of a card in a ring or tree over these ranks, and the delay of a hop between blocks of nodes.
 
-    Of a ring, one flow in as many as the group has nodes in a block leaves the block, and so do the rings of the block's other
-    ranks: oversubscription costs nothing up to that many.
+    The bandwidth is in bytes per second. The delay is the mean over hops between nodes, in
+    microseconds. One flow in every n of a ring leaves a block, if the group has n nodes in the
+    block, and so do the rings of the block's other ranks: oversubscription costs nothing up to n.
     """
     nodes = {rank // profile.gpus_per_node for rank in ranks}
     slowest, delay = 1.0, 0.0
@@ -179,8 +199,7 @@ def _card(ranks: Sequence[int], profile: Profile) -> tuple[float, float]:
 
 
 def _bus(ranks: int, nodes: int, profile: Profile, card: float) -> float:
-    """Return the bytes per second past each rank of a ring: cards in parallel, but not faster than
-    within the node."""
+    """Return the bytes per second past each rank of a ring: cards in parallel, but not faster than within the node."""
     within = profile.ring_gb_per_s * 1e9
     if nodes == 1:
         return within
@@ -207,8 +226,7 @@ def _rings(
 def _trees(
     ranks: int, nodes: int, volume: float, profile: Profile, card: float, delay: float
 ) -> list[tuple[float, float]]:
-    """Return latency and volume of a double binary tree over nodes, with chains in them. Within one
-    node there is none."""
+    """Return latency and volume of a double binary tree over nodes, with chains in them; nothing within one node."""
     if nodes == 1:
         return []
     ways = []
@@ -224,8 +242,11 @@ def _trees(
 def _price_all_to_all(
     size: float, group: Sequence[int], nodes: int, profile: Profile, dispatch: Dispatch | None
 ) -> TransferPrice:
-    """Price an all-to-all: every rank sends 1/ranks to every rank, and what leaves the node passes
-    the rank's own card. What leaves a block of nodes passes its way out."""
+    """Price an all-to-all, in which every rank sends 1/ranks of its tensor to every rank.
+
+    Bytes that leave the node pass the rank's own card. Bytes that leave a block of nodes pass its
+    uplink.
+    """
     ranks = len(group)
     # NCCL builds all-to-all from sends and receives, which use the Simple protocol only.
     start, hop, far_hop = _PROTOCOLS[-1].ring

@@ -1,11 +1,13 @@
-"""Read what a machine can do: the figures that kernels and transfers are priced with, each with its source.
+"""Hardware profiles: the figures that kernels and transfers are priced with, each with its source.
 
-A profile is a TOML file, by name in titan/sim/hardware/ or by its path (`titan sim --calibrate` writes such a file). `base`
-names another profile whose figures it takes over; whatever it states itself needs a line in [sources]. Peak rates and memory
-come from titan/hardware.py, by `device`, unless the file states them.
+A profile is a TOML file, by name in titan/sim/hardware/ or by its path (`titan sim --calibrate`
+writes such a file). `base` names another profile whose figures it takes over; every figure that it
+states itself needs a line in [sources]. Peak rates and memory come from titan/hardware.py, by
+`device`, unless the file states them.
 
-An achievable share says what a kernel's inner loop reaches of the peak while the device is busy for minutes (power, clocks); what
-tiles, waves, short kernels and small messages cost on top is computed by cost.py and network.py. Imports no torch.
+An achievable share is the share of the peak that a kernel's inner loop reaches while the device is
+busy for minutes (power, clocks). cost.py and network.py add the cost of tiles, waves, short kernels
+and small messages. Imports no torch.
 """
 
 from __future__ import annotations
@@ -26,15 +28,20 @@ from titan.hardware import HARDWARE, MARGIN, by_name
 
 _FOLDER = Path(__file__).parents[1] / "hardware"
 _SELF = {"note", "assumes", "kin", "unsupported"}
-"""What a profile says of itself. A base's is not taken over."""
+"""Entries about the profile itself. They are not taken over from a base."""
 _NOT_FIGURES = {"name", "device", "is_cpu", "margin", "sources", *_SELF}
 Curve = tuple[tuple[float, float], ...]
 """Points (size, value), by increasing size."""
 
 
 class Tile(NamedTuple):
-    """Describe a part of the output that one SM computes in a matrix product. rate: against that of
-    the best tile."""
+    """Part of the output that one SM computes in a matmul.
+
+    Attributes:
+        rows: Rows of the tile.
+        columns: Columns of the tile.
+        rate: Speed against the best tile.
+    """
 
     rows: int
     columns: int
@@ -42,11 +49,15 @@ class Tile(NamedTuple):
 
 
 class Tier(BaseModel):
-    """Describe the switches that join a block of nodes, and what leads out of the block.
+    """Switches that join a block of nodes, with the block's uplink.
 
-    nodes: in the block. oversubscription: of the cards' bandwidth to that of the way out. left: share of the way out that other jobs
-    leave. rails: cards of one place in each node share a switch, so that others meet above the block. latency_us: one way, on top of
-    that between nodes of a block.
+    Attributes:
+        nodes: Nodes in the block.
+        oversubscription: Bandwidth of the cards over that of the uplink.
+        left: Share of the uplink that other jobs leave.
+        rails: Whether cards of the same place in each node share a switch, so that other pairs of
+            cards connect above the block.
+        latency_us: One-way latency, on top of that between nodes of a block.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -59,13 +70,15 @@ class Tier(BaseModel):
 
     @property
     def share(self) -> float:
-        """Return what each card has of the way out, if all of the block use it."""
+        """Each card's share of its bandwidth on the uplink, if all of the block use it."""
         return self.left / self.oversubscription
 
 
 class Profile(BaseModel):
-    """Hold the figures of one kind of machine. GB/s and TFLOP/s are decimal, bandwidths count one
-    direction."""
+    """Figures of one kind of machine.
+
+    GB/s and TFLOP/s are decimal, bandwidths count one direction.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -73,60 +86,61 @@ class Profile(BaseModel):
     device: str = ""
     """Row of titan/hardware.py that peaks and memory are taken from."""
     is_cpu: bool = False
-    """Whether jobs there run on CPUs, which decides what training.mixed_precision_param = "auto" means."""
+    """Whether jobs run on CPUs, which decides the meaning of training.mixed_precision_param = "auto"."""
     peak_tflops: dict[str, float] = Field(min_length=1)
-    """Of matrix products, dense, by dtype of the operands."""
+    """Peak of dense matmuls, by dtype of the operands."""
     memory_gib: float = Field(gt=0)
     margin: float = Field(default=MARGIN, ge=0, lt=1)
-    """Share of it that a job must leave free to fit."""
+    """Share of the memory that a job must leave free to fit."""
     memory_tb_per_s: float = Field(gt=0)
 
     matmul_share: dict[str, float]
-    """Achievable share of the peak, by dtype; a dtype that is missing has bfloat16's."""
+    """Achievable share of the peak, by dtype; a missing dtype has bfloat16's."""
     num_sms: int = Field(ge=1)
     tiles: tuple[Tile, ...]
     grouped_tiles: tuple[Tile, Tile] | tuple[()]
-    """Of torch's grouped product in 16 bits: where a group has few rows or columns, and elsewhere. Empty: as any product's."""
+    """Tiles of torch's grouped matmul in 16 bits: for groups with few rows or columns, and for all others. Empty: as for other matmuls."""
     tile_fill_k: int
     """Time to start and finish a tile, as the length of K that bfloat16 multiplies in it."""
     attention_kernel: str
-    """Kernel that torch's scaled_dot_product_attention runs there in 16 bits: "flash2", "cudnn" or "flash3". Where it is "flash2",
-    the curve "efficient" is of what flash2 does not take."""
+    """Kernel that torch's scaled_dot_product_attention runs in 16 bits: "flash2", "cudnn" or "flash3". With "flash2", the curve
+    "efficient" is for inputs that flash2 does not support."""
     attention_forward_tflops: dict[str, Curve]
     attention_backward_tflops: dict[str, Curve]
-    """By kernel and sequence length, of FLOPs that a causal mask leaves. A plain list is of `attention_kernel`."""
+    """Rates by kernel and sequence length, of the FLOPs that a causal mask leaves. A plain list is for `attention_kernel`."""
     attention_causal_share: float
     memory_share: Curve
     """Achievable share of the memory bandwidth, by bytes that a kernel moves."""
     transpose_share: float = Field(gt=0, le=1)
-    """Part of that which a fused kernel reaches that reads along one dimension and writes along another, as float8's casts do."""
+    """Part of this share that a transposing fused kernel reaches: it reads along one dimension and writes along another, like
+    float8's casts."""
     kernel_min_us: float
-    """What a kernel takes that has next to nothing to do."""
+    """Duration of a kernel with almost no work."""
 
     launch_us: float
     launch_dtensor_us: float
     launch_compiled_us: float
     launch_transfer_us: float
-    """What the host needs to launch an eager kernel, one of an operation on DTensors, a compiled one, a collective."""
+    """Host time to launch an eager kernel, a kernel of an operation on DTensors, a compiled kernel, a collective."""
     host_gb_per_s: float
-    """Between the device and pinned host memory."""
+    """Bandwidth between the device and pinned host memory."""
     pageable_gb_per_s: float
-    """From the device into host memory that is neither pinned nor touched before, as `checkpoint.async_mode = "async"` copies."""
+    """Bandwidth from the device into host memory that is neither pinned nor touched before, as for `checkpoint.async_mode = "async"`."""
     host_us: float
     host_memory_gb_per_s: float
-    """Each GPU's share of what the host's processors reach with their own memory: they update parameters that are offloaded."""
+    """Each GPU's share of the bandwidth of the host's processors with their own memory: they update offloaded parameters."""
     host_tflops: float
-    """The same of their matrix products, which Muon's update of such parameters is made of."""
+    """Each GPU's share of the host's matmul rate, for Muon's update of offloaded parameters."""
 
     gpus_per_node: int = Field(ge=1)
     ring_gb_per_s: float
     """Bus bandwidth of rings within a node: all-gather, reduce-scatter."""
     all_reduce_gb_per_s: float
-    """Of the best all-reduce within a node (in the switch, where it can)."""
+    """Bus bandwidth of the best all-reduce within a node (in the switch, if it supports that)."""
     all_to_all_gb_per_s: float
     p2p_gb_per_s: float
     nic_gb_per_s: float
-    """Of each GPU's share of its node's network cards."""
+    """Bandwidth of each GPU's share of its node's network cards."""
     nic_share: float
     network: tuple[Tier, ...]
     """Blocks of nodes, the smallest first. Empty: all nodes reach each other at the speed of their cards."""
@@ -134,12 +148,13 @@ class Profile(BaseModel):
     compute_share_beside_transfer: float
     """Rate of kernels while a collective holds SMs and memory bandwidth."""
     speed_deviation: float
-    """Standard deviation of speed between devices of the kind: more of them wait for a slower slowest one."""
+    """Standard deviation of speed between devices of the kind. The more devices, the slower is the slowest."""
     slowest_of: int = Field(ge=1)
-    """Devices whose slowest the achievable shares describe: 1 where one device was measured, all of a job whose speed set them."""
+    """Number of devices whose slowest the achievable shares describe: 1 if one device was measured, all devices of a job if its
+    speed set the shares."""
 
     power_w: float = Field(ge=0)
-    """At most, of one device without its host and its cooling. 0: not known."""
+    """Most power of one device without its host and its cooling. 0: not known."""
 
     context_gib: float
     """Driver context and kernels, outside the allocator."""
@@ -150,17 +165,18 @@ class Profile(BaseModel):
 
     sources: dict[str, str]
     note: str = ""
-    """What is known of how its predictions compare with runs; shown beside them."""
+    """Known differences between its predictions and runs; shown with the predictions."""
     assumes: str = ""
-    """What of the machine its name leaves open: power, memory."""
+    """Properties of the machine that its name leaves open: power, memory."""
     kin: tuple[str, ...] = ()
-    """Profiles of machines that go by the same name. What a job does on them is the width of the guess."""
+    """Profiles of other machines with the same name. The speed of a job on them shows the uncertainty."""
     unsupported: bool = False
-    """Its main figures have no sources: times are not to be relied on."""
+    """Whether its main figures lack sources, so that times are not to be relied on."""
 
     @model_validator(mode="before")
     @classmethod
     def _name_curves(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Assign plain curves of attention to `attention_kernel`."""
         curves = {
             key: {values.get("attention_kernel", ""): curve}
             for key, curve in values.items()
@@ -170,6 +186,7 @@ class Profile(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Profile:
+        """Raise ValueError for shares outside (0, 1] and for missing figures."""
         memory = (share for _, share in self.memory_share)
         for share in (*self.matmul_share.values(), self.nic_share, *memory):
             if not 0 < share <= 1:
@@ -183,21 +200,25 @@ class Profile(BaseModel):
 
     @property
     def device_kind(self) -> str:
-        """Return the kind of device, as torch calls it."""
+        """Kind of the device, as torch calls it."""
         return "cpu" if self.is_cpu else "cuda"
 
     @property
     def usable_gib(self) -> float:
-        """Return the memory that a job which fits may need."""
+        """Most memory that a job may need to fit."""
         return self.memory_gib * (1 - self.margin)
 
     @property
     def card_bytes_per_s(self) -> float:
-        """Return what a card reaches."""
+        """Bytes per second that a card reaches."""
         return self.nic_gb_per_s * self.nic_share * 1e9
 
     def with_attention(self, kernel: str) -> Profile:
-        """Return the profile with another kernel of attention. "auto": its own. Raises ConfigError if it has no curve of it."""
+        """Return the profile with another kernel of attention; "auto" keeps its own.
+
+        Raises:
+            ConfigError: The profile has no curve of this kernel.
+        """
         known = self.attention_forward_tflops.keys() & self.attention_backward_tflops.keys()
         if kernel == "auto":
             return self
@@ -207,24 +228,22 @@ class Profile(BaseModel):
         return self.model_copy(update={"attention_kernel": kernel})
 
     def straggler(self, world_size: int) -> float:
-        """Return the time of computation on the slowest of `world_size` devices, over what the achievable shares say."""
+        """Return the time of computation on the slowest of `world_size` devices, relative to the achievable shares."""
         return 1 + self.lag(max(world_size, self.slowest_of)) - self.lag(self.slowest_of)
 
     def lag(self, world_size: int) -> float:
-        """Return how much longer the slowest of `world_size` devices takes than an average one, as a share."""
+        """Return how much longer the slowest of `world_size` devices takes than an average device, as a share."""
         return self.speed_deviation * _slowest_of(world_size)
 
 
 def _slowest_of(count: int) -> float:
-    """Return the expected largest of `count` draws from a normal distribution, in standard
-    deviations (Blom 1958)."""
+    """Return the expected largest of `count` draws from a normal distribution, in standard deviations (Blom 1958)."""
     # Blom's approximation: the quantile at (n - 3/8) / (n + 1/4).
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 
 def on_curve(curve: Curve, size: float) -> float:
-    """Return the value at `size`: between points by the logarithm of the size, and constant beyond
-    the ends."""
+    """Return the value at `size`: between points by the logarithm of the size, and constant beyond the ends."""
     place = bisect_left(curve, (size,))
     if place == 0 or place == len(curve):
         return curve[min(place, len(curve) - 1)][1]
@@ -248,7 +267,11 @@ def hardware_names() -> str:
 
 
 def load_profile(name_or_path: str | Path) -> Profile:
-    """Return a profile by its name, or from a file. Raises `ConfigError`."""
+    """Return a profile by its name, or from a file.
+
+    Raises:
+        ConfigError: There is no such profile, or its file has a mistake.
+    """
     file = _find(name_or_path, asked_in="hardware")
     values, lines = _merged(file)
     try:
@@ -263,7 +286,7 @@ def load_profile(name_or_path: str | Path) -> Profile:
 
 
 def _plain(error: ErrorDetails) -> str:
-    """Put pydantic's words into ours where a mistake is likely."""
+    """Return one of pydantic's messages, in our words if the mistake is likely."""
     if error["type"] == "extra_forbidden":
         return f"unknown figure{did_you_mean(str(error['loc'][0]), Profile.model_fields)}"
     if error["type"] == "missing":
@@ -272,6 +295,7 @@ def _plain(error: ErrorDetails) -> str:
 
 
 def _find(name_or_path: str | Path, *, asked_in: str) -> Path:
+    """Return the file of a profile."""
     name = str(name_or_path)
     if name.endswith(".toml"):
         return Path(name)
@@ -287,8 +311,7 @@ def _find(name_or_path: str | Path, *, asked_in: str) -> Path:
 
 
 def _merged(file: Path, *, below: Sequence[Path] = ()) -> tuple[dict[str, Any], dict[Any, int]]:
-    """Return the figures of a file on top of its base's and of its device's, and the lines that
-    state them."""
+    """Return the figures of a file on top of its base's and of its device's, and the lines that state them."""
     values, lines = read_toml(file)
     figures: dict[str, Any] = {}
     sources: dict[str, str] = {}

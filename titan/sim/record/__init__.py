@@ -1,1 +1,1 @@
-"""Record what the ranks of a job do."""
+"""Recorder: traces of the ranks of a job."""

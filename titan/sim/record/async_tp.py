@@ -1,11 +1,14 @@
-"""Run asynchronous tensor parallelism on the fake device as torch's fused collectives and matrix products do on CUDA.
+"""Asynchronous tensor parallelism on the fake device: torch's fused collectives and matmuls, as on CUDA.
 
-Inductor's pass puts symm_mem.fused_all_gather_matmul and the like into compiled graphs (titan/parallel/async_tp.py). torch implements them in Python
-for CUDA: as many chunks as ranks, on two streams by turns, each chunk read from a peer's memory before it is multiplied, or
-read by a peer after; with barriers in between. That code is run here, with memory of peers that is not there: reading it is
-recorded as a transfer of kind "read" on the stream where it happens, a barrier as a kernel without bytes.
+Inductor's pass puts symm_mem.fused_all_gather_matmul and the like into compiled graphs
+(titan/parallel/async_tp.py). torch implements them in Python for CUDA: one chunk for each rank, on
+two streams in turn. Each chunk is read from a peer's memory before its matmul, or read by a peer
+after it; with barriers in between. That code runs here, with placeholders for the memory of peers.
+A read of that memory is recorded as a transfer of kind "read" on the current stream, a barrier as a
+kernel without bytes.
 
-The workspace that peers read from is not recorded: it is not the caching allocator's.
+The workspace that peers read from is not recorded, since it does not come from the caching
+allocator.
 """
 
 from __future__ import annotations
@@ -52,6 +55,8 @@ def install(tracer: Tracer) -> None:
 
 
 def _with_peers(tracer: Tracer, implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the implementation of a fused operation, so that reads of peers' memory are recorded."""
+
     def run(*args: Any, **kwargs: Any) -> Any:
         with _Reads(tracer):
             return implementation(*args, **kwargs)
@@ -60,7 +65,7 @@ def _with_peers(tracer: Tracer, implementation: Callable[..., Any]) -> Callable[
 
 
 class _Workspace:
-    """Stands for the memory of all ranks of a group."""
+    """Placeholder of the symmetric memory of all ranks of a group."""
 
     def __init__(self, tracer: Tracer, group_name: str) -> None:
         group = torch_compat.resolve_group(group_name)
@@ -68,9 +73,11 @@ class _Workspace:
         self.rank, self.world_size = group.rank(), group.size()
 
     def barrier(self, channel: int = 0) -> None:
+        """Record the kernel of a barrier."""
         self.tracer.launch(_BARRIER)
 
     def get_buffer(self, rank: int, sizes: Any, dtype: torch.dtype, storage_offset: int = 0) -> Tensor:  # fmt: skip
+        """Return a tensor in the memory of a rank, marked if the rank is a peer."""
         # Memory of peers is made outside the record: it takes no space on this device.
         buffer = self.tracer.paused(torch.empty)(sizes, dtype=dtype, device=device.NAME)
         if rank != self.rank:
@@ -80,7 +87,7 @@ class _Workspace:
 
 
 class _Reads(TorchDispatchMode):
-    """Records a copy from a peer's memory as a transfer."""
+    """Dispatch mode that records a copy from a peer's memory as a transfer."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()

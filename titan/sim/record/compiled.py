@@ -1,12 +1,13 @@
-"""Run torch.compile on the fake device: Inductor does all that it does for a GPU, except that it writes no Triton kernels.
+"""torch.compile on the fake device: Inductor does all its work for a GPU, except that it writes no Triton kernels.
 
-Dynamo traces, AOTAutograd and the partitioner split what is saved from what is recomputed, Inductor rewrites, lowers and fuses, decides
-which memory is reused, and writes its Python program around the kernels. That program is run, on fake tensors and under the
-tracer: what it allocates, frees, multiplies and sends is seen as of any other program, and kept (compiled_replay.py). Where it
-calls a fused kernel, the launch of one is recorded that reads and writes the fused group's buffers.
+Dynamo traces, AOTAutograd and the partitioner split the graph into saved and recomputed values,
+Inductor rewrites, lowers and fuses, plans the reuse of memory, and writes its Python program around
+the kernels. That program runs on fake tensors under the tracer, which sees its allocations, matmuls
+and transfers as those of any other program, and keeps them (compiled_replay.py). A call of a fused
+kernel is recorded as a launch that reads and writes the fused group's buffers.
 
-Not modelled: kernels that Inductor chooses by measuring ("max-autotune" takes the same ones as the default mode), and the cheaper launches
-of CUDA graphs.
+Not modelled: kernels that Inductor chooses by measuring ("max-autotune" takes the same kernels as
+the default mode), and the cheaper launches of CUDA graphs.
 """
 
 from __future__ import annotations
@@ -71,8 +72,7 @@ def _compile(
     graph_id: int | None = None,
     **_: Any,
 ) -> Callable[[list[Any]], Any]:
-    """Run Inductor's inner compiler up to the point where it has written its program. Return that
-    program, to be called."""
+    """Run Inductor's inner compiler until it has written its program, and return that program as a callable."""
     # Inductor would write C++ for it, and look for a compiler.
     if {x.device.type for x in inputs if isinstance(x, Tensor)} == {"cpu"}:
         return _HostProgram(tracer, graph)
@@ -89,8 +89,8 @@ def _compile(
     program["get_raw_stream"] = int
     program["reinterpret_tensor"] = _reinterpret
     compiled = RecordedProgram(tracer, program["call"])
-    # `_Wrapper` writes calls of `at` before each operation.
-    program["at"] = compiled.at
+    # `_Wrapper` writes calls of `enter_module` before each operation.
+    program["enter_module"] = compiled.enter_module
     if is_backward:
         return compiled
     # As a program of Inductor's own: a selective checkpoint around it sees it as one operation.
@@ -100,8 +100,11 @@ def _compile(
 
 
 class _HostProgram:
-    """Runs a program of tensors on the host (the update of offloaded parameters). It counts as one loop, which reads the
-    inputs and writes those that it changes, and what it returns."""
+    """Compiled program of tensors on the host (the update of offloaded parameters).
+
+    It counts as one loop that reads the inputs, and writes the outputs and the inputs that it
+    changes.
+    """
 
     def __init__(self, tracer: Tracer, graph: torch.fx.GraphModule) -> None:
         self.tracer, self.graph = tracer, graph
@@ -113,6 +116,7 @@ class _HostProgram:
         self._boxed_call = True  # inputs come in a list
 
     def __call__(self, args: list[Any]) -> Any:
+        """Run the program, and record one launch on the host."""
         with self.tracer.pause():
             outputs = self.graph(*args)
         changed = [args[i] for i in self.changed]
@@ -130,19 +134,25 @@ class _HostProgram:
 
 @dataclass
 class _Fused:
-    """A compiled kernel. pointers: names of its arguments, if it was compiled for tensors of any size."""
+    """Compiled kernel.
+
+    Attributes:
+        kernel: The kernel as the trace describes it.
+        pointers: Names of its arguments, if it was compiled for tensors of any size.
+    """
 
     kernel: Kernel
     pointers: tuple[str, ...]
 
 
 class _Launcher:
-    """Stands in the place of a compiled kernel, and records its launch."""
+    """Replacement of a compiled kernel that records its launch."""
 
     def __init__(self, tracer: Tracer, fused: _Fused) -> None:
         self.tracer, self.fused = tracer, fused
 
     def run(self, *args: Any, stream: Any) -> None:
+        """Record a launch with these arguments."""
         kernel = self.fused.kernel
         # Compiled for any size: the bytes are known only now, from the tensors that come.
         if self.fused.pointers:
@@ -161,11 +171,12 @@ class _Launcher:
 
 
 def _reinterpret(tensor: Tensor, size: Any, stride: Any, offset: int = 0) -> Tensor:
+    """Return a view of a tensor's memory, as Inductor's reinterpret_tensor does."""
     return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
 
 
 class _Scheduling(inductor.TritonScheduling):
-    """Emits calls of fused kernels, and not the kernels."""
+    """Inductor's scheduling, which emits calls of fused kernels without the kernels."""
 
     kernel_type = inductor.SilentKernel
 
@@ -194,7 +205,7 @@ class _Scheduling(inductor.TritonScheduling):
 
 
 class _Wrapper(inductor.PythonWrapperCodegen):
-    """Writes into the program, before each operation, where in the model it comes from."""
+    """Writer of Inductor's program, which adds each operation's place in the model before the operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,25 +214,29 @@ class _Wrapper(inductor.PythonWrapperCodegen):
 
     @staticmethod
     def create(is_subgraph: bool, subgraph_name: Any, parent_wrapper: Any, *rest: Any) -> Any:
+        """Return the writer of a graph; torch's own for a subgraph."""
         if is_subgraph:
             return inductor.PythonWrapperCodegen.create(True, subgraph_name, parent_wrapper, *rest)
         return _Wrapper()
 
     # Headers that would import Triton and ask CUDA for a stream.
-    def write_triton_header_once(self) -> None: ...
+    def write_triton_header_once(self) -> None:
+        """Write nothing: the header would import Triton."""
 
-    def write_get_raw_stream_header(self) -> None: ...
+    def write_get_raw_stream_header(self) -> None:
+        """Write nothing: the header would ask CUDA for a stream."""
 
     def enter_context(self, ctx: torch.fx.Node) -> None:
+        """Write the module that the next operation belongs to."""
         super().enter_context(ctx)
         if self.recomputed is None:
             # Found once for each graph.
             self.recomputed = _recomputed(ctx.graph) if inductor.V.graph.is_backward else set()
-        self.writeline(f"at({_module_of(ctx)!r}, {ctx in self.recomputed})")
+        self.writeline(f"enter_module({_module_of(ctx)!r}, {ctx in self.recomputed})")
 
 
 def _module_of(node: torch.fx.Node) -> str:
-    """Return the module, within the compiled one, in which a node of a graph was traced."""
+    """Return the path of the module, within the compiled module, in which a node of a graph was traced."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     # Innermost last. Backward nodes carry the stack of the forward node that they belong to.
     paths = [path for path, _ in stack.values()]
@@ -231,8 +246,9 @@ def _module_of(node: torch.fx.Node) -> str:
 def _recomputed(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     """Return the nodes of a backward graph that repeat a part of the forward pass.
 
-    The partitioner has tagged most. A node of an autograd.Function's backward, or made by a pass, has no tag: it is of the backward
-    pass if it needs anything of it.
+    The partitioner has tagged most nodes. A node without a tag comes from an autograd.Function's
+    backward or from a pass. It belongs to the backward pass if it depends on a node of the backward
+    pass.
     """
     tags: dict[torch.fx.Node, str | None] = {}
     for node in graph.nodes:

@@ -1,15 +1,31 @@
-"""Run each compiled program once for each kind of inputs, then replay the events that it recorded.
+"""Replay of compiled programs: each runs once for each kind of inputs, and its events are copied.
 
-Every block of a model runs the same program, in every microbatch. What it allocates, launches and sends follows from the
-shapes, strides and aliasing of its inputs alone, and running it on fake tensors is most of what recording costs.
+Every block of a model runs the same program, in every microbatch. Its allocations, launches and
+transfers follow from the shapes, strides and aliasing of its inputs alone, and running it on fake
+tensors takes most of the time of a recording.
 
-The first run gets stand-ins for the inputs, which nobody else holds. So it shows where the program is done with an input. In
-every run the input itself is released at that point, and its memory ends there if nobody else holds it.
+The first run gets stand-ins for the inputs, which have no other reference. So their end shows the
+last use of an input. In every run the input itself is released at that point, and its memory ends
+there if it has no other reference.
+
+Example: a program computes y = mm(x, x) and z = relu(y), with x of shape (1024, 1024) in bfloat16,
+2 MiB. In the first run x is in block 0. In the second run, which is a replay, x is in block 3:
+
+    log of the first run             events of the first run      events of the second run
+    Allocate 1 (y)                   Allocate 1, 2 MiB            Allocate 4, 2 MiB
+    Launch aten::mm                  Launch aten::mm              Launch aten::mm
+    [0]  (input 0 is released)       Free 0                       Free 3
+    Allocate 2 (z)                   Allocate 2, 2 MiB            Allocate 5, 2 MiB
+    Launch aten::relu                Launch aten::relu            Launch aten::relu
+    Free 1 (y)                       Free 1                       Free 4
+
+The output is described as ("made", 2) with the shape of z: a replay returns a new tensor of this
+shape in block 5.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,7 +34,8 @@ import torch
 from torch import Tensor
 
 from titan.sim.record import device
-from titan.sim.record.torch_compat import no_memory_of_calls
+from titan.sim.record.operators import tensors_in
+from titan.sim.record.torch_compat import uncached_calls
 from titan.sim.record.trace import (  # fmt: skip
     BEGINS,
     Allocate,
@@ -43,7 +60,15 @@ or ("made", the block)."""
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape and memory of a tensor. whole: the tensor fills its memory."""
+    """Shape, strides and memory of a tensor.
+
+    Attributes:
+        dtype: Data type.
+        shape: Lengths of the dimensions.
+        stride: Strides in elements.
+        offset: First element within the memory.
+        num_bytes: Size of the memory.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -53,12 +78,14 @@ class Shape:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Shape:
+        """Return the shape of a tensor."""
         storage = tensor.untyped_storage()
         shape, stride = tuple(tensor.shape), tensor.stride()
         return cls(tensor.dtype, shape, stride, int(tensor.storage_offset()), storage.nbytes())
 
     @property
     def whole(self) -> bool:
+        """Whether the tensor fills its memory."""
         # The last element's place: compare it with the end of the memory.
         last = sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
         return not self.offset and (last + 1) * self.dtype.itemsize == self.num_bytes
@@ -72,8 +99,11 @@ class Shape:
         return self.within(torch.empty(self.num_bytes, dtype=torch.uint8, device=device.NAME))
 
     def within(self, memory: Tensor) -> Tensor:
-        """Return a tensor of this shape in another one's memory. Autograd must not take it for a view, on which FSDP's hooks fail."""
-        with no_memory_of_calls(memory):
+        """Return a tensor of this shape in another tensor's memory.
+
+        Autograd does not take it for a view, on which FSDP's hooks would fail.
+        """
+        with uncached_calls(memory):
             # set_ gives a tensor another one's memory and leaves no view relation, which as_strided
             # would.
             empty = torch.empty(0, dtype=self.dtype, device=device.NAME)
@@ -81,9 +111,12 @@ class Shape:
 
 
 class Repetition:
-    """Record events again, with new numbers. shift: distance of the rank that recorded them from this process's rank.
+    """Emission of recorded events with new numbers.
 
-    made, numbers: the blocks, and the events and works, by the keys that `emit` gets for the recorded ones.
+    Attributes:
+        shift: Distance of the rank that recorded the events from this process's rank.
+        made: New blocks, by the keys that `emit` gets for the recorded ones.
+        numbers: New events and works, by these keys.
     """
 
     def __init__(self, tracer: Tracer, shift: int) -> None:
@@ -92,7 +125,13 @@ class Repetition:
         self.numbers: dict[Any, int] = {}
 
     def emit(self, event: Event, key: Any, scope: Scope) -> None:
-        """Record an event in a scope. key: stands for the block, event or work that it names."""
+        """Record an event again.
+
+        Args:
+            event: The recorded event.
+            key: Identity of the block, event or work that it names.
+            scope: Scope of the new event.
+        """
         tracer, transfers = self.tracer, self.tracer.transfers
         match event:
             case Launch():
@@ -104,7 +143,7 @@ class Repetition:
                 tracer.record(Free(self.made[key].block))
             case Transfer():
                 work = self._number(key, transfers.number_of_work)
-                transfers.again(event, work=work, scope=scope, shift=self.shift)
+                transfers.repeat(event, work=work, scope=scope, shift=self.shift)
             case AwaitWork():
                 work = self._number(key, transfers.number_of_work)
                 tracer.record(replace(event, work=work))
@@ -115,18 +154,22 @@ class Repetition:
                 tracer.record(replace(event))
 
     def _number(self, key: Any, new: Callable[[], int]) -> int:
+        """Return the new number of a recorded event or work."""
         if key not in self.numbers:
             self.numbers[key] = new()
         return self.numbers[key]
 
 
 @dataclass
-class _Run:
-    """What a program did.
+class _RecordedRun:
+    """Record of one run of a program.
 
-    shift: distance of the rank that ran it from this process's rank. log: in order, events; pairs (module, whether it
-    recomputes) that the events after them belong to; and lists of inputs that are released there. outputs: their memory
-    and shape; an output that is no tensor is kept itself.
+    Attributes:
+        shift: Distance of the rank that ran it from this process's rank.
+        log: In order: events; pairs (module, whether it recomputes) that hold for the events after
+            them; and lists of inputs
+        that are released at this point.
+        outputs: Memory and shape of each output. An output that is no tensor stands for itself.
     """
 
     shift: int
@@ -135,22 +178,29 @@ class _Run:
 
 
 class RecordedProgram:
-    """Run a compiled program under a tracer. call: takes inputs in a list, which it empties, and
-    calls `at`."""
+    """Compiled program under a tracer.
+
+    Attributes:
+        call: The program. It takes its inputs in a list, which it empties, and calls
+            `enter_module`.
+    """
 
     def __init__(self, tracer: Tracer, call: Callable[[list[Any]], Any]) -> None:
         self.tracer, self.call = tracer, call
         self._boxed_call = True  # for torch: inputs are freed when they were last used
-        self._runs: dict[Any, _Run] = {}
-        self._marks: list[tuple[int, Any]] = []  # what is no event, and the number of the next one
+        self._runs: dict[Any, _RecordedRun] = {}
+        self._notes: list[tuple[int, Any]] = []  # what is no event, and the number of the next one
 
     def __call__(self, args: list[Any]) -> list[Any]:
+        """Run the program, or replay an earlier run with inputs of the same kind."""
         tracer = self.tracer
-        self._marks.clear()
+        self._notes.clear()
         with tracer.compiled():
             # A result that is still under way ties the run to the collective outside, so it cannot
             # be repeated.
-            if not tracer.remembers or any(map(tracer.transfers.is_awaited, _tensors(args))):
+            if not tracer.replays_programs or any(
+                map(tracer.transfers.is_awaited, tensors_in(args))
+            ):
                 return [_plain(output) for output in self.call(args)]
             inputs, addresses = list(args), [_address(a) for a in args]
             # The caller's list must not keep the inputs alive: they end where the program is done
@@ -163,22 +213,28 @@ class RecordedProgram:
             kind = (device.current_stream(), *(_kind(a, first) for a in inputs))
             if kind in self._runs:
                 return self._replay(self._runs[kind], inputs)
-            run, outputs = self._run(inputs, addresses, first)
+            run, outputs = self._record(inputs, addresses, first)
             if run is not None:
                 self._runs[kind] = run
             return outputs
 
-    def at(self, module: str, recomputes: bool) -> None:
-        """Note that what follows belongs to a module within the compiled one. The program calls this."""
+    def enter_module(self, module: str, recomputes: bool) -> None:
+        """Note the module within the compiled one that the events from here on belong to.
+
+        The program calls this.
+        """
         self.tracer.scopes.enter_compiled(module, recomputes)
-        self._marks.append((len(self.tracer.events), (module, recomputes)))
+        self._notes.append((len(self.tracer.events), (module, recomputes)))
 
     # ---- the first run
 
-    def _run(
+    def _record(
         self, inputs: list[Any], addresses: list[int], first: dict[int, int]
-    ) -> tuple[_Run | None, list[Any]]:
-        """Run the program. Return what it did, or None if it takes part in something outside itself, and its outputs."""
+    ) -> tuple[_RecordedRun | None, list[Any]]:
+        """Run the program, and return its record and its outputs.
+
+        The record is None if the program refers to something outside itself.
+        """
         tracer, storages = self.tracer, self.tracer.storages
         stand_ins, input_of = list(inputs), dict[int, int]()  # by address of the stand-in
 
@@ -186,7 +242,7 @@ class RecordedProgram:
         def done_with(address: int, stand_in: int) -> None:
             del input_of[stand_in]
             same = [i for i, a in enumerate(addresses) if a == address]
-            self._marks.append((len(tracer.events), same))
+            self._notes.append((len(tracer.events), same))
             for i in same:
                 inputs[i] = None
 
@@ -220,18 +276,18 @@ class RecordedProgram:
             whole = next((i for i in same if Shape.of(inputs[i]) == shape), None)
             described.append((("part", source) if whole is None else ("input", whole), shape))
             outputs.append(self._of_input(described[-1], inputs))
-        run = _Run(
-            tracer.transfers.shift, _in_order(tracer.events[start:], self._marks, start), described
+        run = _RecordedRun(
+            tracer.transfers.shift, _in_order(tracer.events[start:], self._notes, start), described
         )
         # -1: memory that this run did not allocate. Such an output, a result under way or a wait
         # for something from before could not be repeated.
         blocks = [memory[1] for memory, _ in filter(_is_tensor, described)]
-        awaited = any(map(tracer.transfers.is_awaited, _tensors(outputs)))
+        awaited = any(map(tracer.transfers.is_awaited, tensors_in(outputs)))
         return None if -1 in blocks or awaited or _refers_outside(run) else run, outputs
 
     # ---- later ones
 
-    def _replay(self, run: _Run, inputs: list[Any]) -> list[Any]:
+    def _replay(self, run: _RecordedRun, inputs: list[Any]) -> list[Any]:
         """Emit the events of an earlier run with new numbers, for other inputs of the same kind."""
         tracer, scopes = self.tracer, self.tracer.scopes
         # Inputs that come back as outputs must survive the releases in the log.
@@ -239,7 +295,7 @@ class RecordedProgram:
             o[0][1]: inputs[o[0][1]] for o in run.outputs if _is_tensor(o) and o[0][0] != "made"
         }
         repetition = Repetition(tracer, run.shift)
-        here = scopes.current()
+        current = scopes.current()
         known: dict[tuple[str, bool], Scope] = {}
         for entry in run.log:
             match entry:
@@ -248,14 +304,14 @@ class RecordedProgram:
                         # A Scope is looked up once for each module, and shared by its events.
                         scopes.enter_compiled(*entry)
                         known[entry] = scopes.current()
-                    here = known[entry]
+                    current = known[entry]
                 case list():
                     # The inputs' memory ends here if nobody else holds it, and storages.py records
                     # that.
                     for i in entry:
                         inputs[i] = None
                 case _:
-                    repetition.emit(entry, number_of(entry), here)
+                    repetition.emit(entry, number_of(entry), current)
         # Outputs: of each new memory one tensor without a record, adopted as the block allocated
         # above. Others in it become parts.
         outputs: list[Any] = []
@@ -276,6 +332,7 @@ class RecordedProgram:
         return outputs
 
     def _of_input(self, output: tuple[_Memory, Shape], inputs: Any) -> Tensor:
+        """Return an output that is an input, or a part of an input's memory."""
         (what, number), shape = output
         if what == "input":
             return inputs[number]
@@ -284,47 +341,52 @@ class RecordedProgram:
 
 
 def _is_tensor(output: Any) -> bool:
+    """Return whether an output's description is that of a tensor."""
     return isinstance(output, tuple)
 
 
-def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    return [v for v in values if isinstance(v, Tensor)]
-
-
 def _address(value: Any) -> int:
-    """Return the address of a tensor's memory on the device, or 0."""
+    """Return the address of a tensor's memory on the device, or 0 for other values."""
     if isinstance(value, Tensor) and value.fake_device.type == device.NAME:  # pyright: ignore
         return value.untyped_storage()._cdata
     return 0
 
 
 def _kind(value: Any, first: dict[int, int]) -> Any:
-    """Return what the run depends on, of one input. first: for each address, the first input that has it."""
+    """Return the properties of an input that the run depends on.
+
+    Args:
+        value: The input.
+        first: First input at each address.
+    """
     if not isinstance(value, Tensor):
         return value
     return (first.get(_address(value), -1), Shape.of(value))
 
 
 def _in_order(
-    events: list[Event], marks: list[tuple[int, Any]], start: int
+    events: list[Event], notes: list[tuple[int, Any]], start: int
 ) -> list[Event | tuple[str, bool] | list[int]]:
-    """Return the log of a run. Memory that ends within it but began before is left out: it may not end there again."""
+    """Return the log of a run: events and notes by position.
+
+    The end of memory that began before the run is left out, since it may not end there again.
+    """
     allocated_here = {event.block for event in events if isinstance(event, Allocate)}
     order: list[Any] = []
     position = 0
-    # Events and marks, merged by number. Events are copied, since their categories are still set
+    # Events and notes, merged by number. Events are copied, since their categories are still set
     # later on.
-    for number, mark in [*marks, (start + len(events), None)]:
+    for number, note in [*notes, (start + len(events), None)]:
         for event in events[position : number - start]:
             if not isinstance(event, Free) or event.block in allocated_here:
                 order.append(replace(event))  # noqa: PERF401
         position = number - start
-        if mark is not None:
-            order.append(mark)
+        if note is not None:
+            order.append(note)
     return order
 
 
-def _refers_outside(run: _Run) -> bool:
+def _refers_outside(run: _RecordedRun) -> bool:
     """Return whether a run waits for something that began before it."""
     events = [e for e in run.log if not isinstance(e, tuple | list)]
     begun = {number_of(e) for e in events if isinstance(e, BEGINS)}
@@ -332,7 +394,7 @@ def _refers_outside(run: _Run) -> bool:
 
 
 def _plain(output: Any) -> Any:
-    """Return an output as a plain tensor: autograd must not take it for a view."""
+    """Return an output as a plain tensor, so that autograd does not take it for a view."""
     if not isinstance(output, Tensor) or not output._is_view():
         return output
     return Shape.of(output).within(output)

@@ -1,15 +1,17 @@
-"""Provide the accelerator that is not there: device type "sim", which torch believes to run on and which records its work.
+"""Fake accelerator: the device type "sim", which torch believes to run on and which records its work.
 
-It is torch's PrivateUse1 backend in Python, so that any build of torch will do. Tensors on it are fake (no memory, no values); its
-streams and events only report what the host asks of them. Which operators it has a kernel of decides into what torch
-takes an operation apart, so those of CUDA are declared, as on an H100: fused attention, fused RMSNorm.
+It is torch's PrivateUse1 backend in Python, so that any build of torch will do. Tensors on it are
+fake (no memory, no values); its streams and events only report the host's calls. Whether a device
+has a kernel of an operator decides how torch decomposes an operation. So the kernels of CUDA are
+declared, as on an H100: fused attention, fused RMSNorm.
 
-One device per process, and a process records one trace.
+There is one device per process, and a process records one trace.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import count
 from typing import Any, Literal
 
@@ -25,23 +27,23 @@ from titan.sim.record.trace import COMPUTE_STREAM, AwaitEvent, AwaitStream, Reco
 NAME = "sim"
 _aten = torch.ops.aten
 
-# What the device tells goes here; the recorder puts its own function in.
+# Receiver of the device's events; the recorder replaces it.
 _report: Callable[[Any], None] = lambda _: None  # noqa: E731
 _stream_numbers, _event_numbers = count(), count()
 _TYPE = 20  # c10::DeviceType::PrivateUse1
 SECOND_STREAM = COMPUTE_STREAM + 1
-"""The one that fused collectives and products of compiled programs run on by turns, in whichever program they are."""
+"""Stream that fused collectives and matmuls of compiled programs alternate with, in any program."""
 
 
 def begin() -> None:
-    """Start the numbering of streams again, for another program."""
+    """Restart the numbering of streams for another program."""
     # Streams that the program makes are numbered in order, so equal programs get equal traces.
     global _stream_numbers
     _stream_numbers = count(SECOND_STREAM + 1)
 
 
 def report_to(function: Callable[[Any], None]) -> None:
-    """Have streams and events reported to a function, as events of titan.sim.record.trace."""
+    """Set the function that receives the calls of streams and events, as events of titan.sim.record.trace."""
     global _report
     _report = function
 
@@ -52,7 +54,7 @@ def number_of_event() -> int:
 
 
 class Stream:
-    """Offer torch.cuda.Stream's methods, as far as torch and titan call them."""
+    """Fake stream, with the methods of torch.cuda.Stream that torch and titan call."""
 
     def __init__(
         self, device: Any = None, priority: int = 0, *, number: int | None = None, **_: Any
@@ -63,20 +65,25 @@ class Stream:
         self._before: list[Stream] = []
 
     def wait_stream(self, other: Stream) -> None:
+        """Report a wait for all work of another stream."""
         _report(AwaitStream(self.number, other.number))
 
     def wait_event(self, event: Event) -> None:
+        """Report a wait for an event."""
         # An event that was never recorded is done, as in CUDA.
         if event.number >= 0:
             _report(AwaitEvent(self.number, event.number))
 
     def record_event(self, event: Event | None = None) -> Event:
+        """Record an event on this stream, and return it."""
         return (event or Event()).record(self)
 
     def synchronize(self) -> None:
+        """Report that the host waits for this stream."""
         _report(Synchronize(self.number, "stream synchronised"))
 
     def query(self) -> bool:
+        """Return True: all work is done."""
         # There is no progress to ask about during a recording. "Done" is the answer that makes no
         # caller poll.
         return True
@@ -91,38 +98,35 @@ class Stream:
 
 
 class Event:
-    """Stand for an event. Each recording has a separate number, so that waiting means the last
-    one."""
+    """Fake event. Each recording has a separate number, so that a wait refers to the last recording."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         # Not recorded yet.
         self.number = -1
 
     def record(self, stream: Stream | None = None) -> Event:
+        """Report a recording of this event."""
         self.number = number_of_event()
         _report(RecordEvent((stream or _module.current).number, self.number))
         return self
 
     def wait(self, stream: Stream | None = None) -> None:
+        """Make a stream wait for this event."""
         (stream or _module.current).wait_event(self)
 
     def synchronize(self) -> None:
+        """Report that the host waits for this event."""
         # Stream -1: the host waits.
         if self.number >= 0:
             _report(AwaitEvent(-1, self.number))
 
     def query(self) -> bool:
+        """Return True: the event has happened."""
         return True
 
 
-class _NoStream:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: Any) -> None: ...
-
-
 class Module:
-    """Be to this device what torch.cuda is to CUDA: torch.sim."""
+    """Fake device module torch.sim, with the functions of torch.cuda that torch and titan call."""
 
     Stream, Event = Stream, Event
 
@@ -130,7 +134,7 @@ class Module:
         self.default = self.current = Stream(number=COMPUTE_STREAM)
 
     def stream(self, stream: Stream | None) -> Any:
-        return _NoStream() if stream is None else stream
+        return nullcontext() if stream is None else stream
 
     def current_stream(self, device: Any = None) -> Stream:
         return self.current
@@ -151,6 +155,7 @@ class Module:
         return True
 
     def _is_in_bad_fork(self) -> bool:
+        """Return False. torch asks this before it seeds a device's generators."""
         # torch asks this before it seeds a device's generators.
         return False
 
@@ -195,11 +200,11 @@ def current_stream() -> int:
 
 
 DeviceKind = Literal["cuda", "cpu"]
-"""Whose kernels the device has: torch takes some operations apart on a CPU."""
+"""Device whose kernels are declared. torch decomposes some operations on a CPU."""
 
 
 def register(device_kind: DeviceKind = "cuda") -> torch.device:
-    """Make torch know the device. Only the first call in a process counts."""
+    """Register the device with torch, and return it. Only the first call in a process counts."""
     if not _library:
         torch_compat.register_backend(NAME, _module)
         _library.append(torch.library.Library("aten", "IMPL"))
@@ -210,7 +215,7 @@ def register(device_kind: DeviceKind = "cuda") -> torch.device:
     return torch.device(NAME, 0)
 
 
-# Operators that torch takes apart, or does by other means, on a device that has no kernel of them.
+# Operators that torch decomposes, or runs by other means, on a device without a kernel for them.
 _DECLARED = (
     "silu_backward",
     "_fused_rms_norm",
@@ -227,11 +232,15 @@ _DECLARED = (
 # Fake tensors stop a call before it reaches the backend, so a declared kernel is looked up and
 # never run.
 def _never(*_: Any, **__: Any) -> Any:
+    """Raise AssertionError.
+
+    Fake tensors stop a call before it reaches the backend, so a declared kernel never runs.
+    """
     raise AssertionError("a kernel of the fake device ran: its tensors must be fake")
 
 
 def _declare_cpu(library: Any) -> None:
-    """Declare a CPU's kernels: it has one fused attention, and takes RMSNorm apart."""
+    """Declare a CPU's kernels: it has one fused attention, and decomposes RMSNorm."""
     name = "_scaled_dot_product_flash_attention_for_cpu"
     for declared in ("silu_backward", name, f"{name}_backward"):
         library.impl(declared, _never, "PrivateUse1")
@@ -256,13 +265,14 @@ def _declare_cpu(library: Any) -> None:
 
 
 def _added(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """Return a mask as fused kernels take it: they add it to the scores."""
+    """Return a mask as an additive bias, as fused kernels take it."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.where(mask, 0.0, torch.full((), -torch.inf, dtype=q.dtype, device=q.device))
 
 
 def _declare_cuda(library: Any) -> None:
+    """Declare the kernels of an H100."""
     for name in _DECLARED:
         library.impl(name, _never, "PrivateUse1")
     # Autograd would see the composite operation otherwise, and take it apart before the kernels
@@ -273,6 +283,7 @@ def _declare_cuda(library: Any) -> None:
 
 
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:  # fmt: skip
+    """Run RMSNorm as one fused kernel."""
     return _aten._fused_rms_norm(x, shape, weight, eps)[0]
 
 
@@ -286,8 +297,10 @@ def _flex_attention(
     return_aux: AuxRequest | None = None,
     **_: Any,
 ) -> Any:
-    """Stand for compiled FlexAttention, which is FlashAttention's algorithm over the blocks of its mask: with a window, as if there
-    were so many keys."""
+    """Run FlashAttention in place of compiled FlexAttention, which uses the same algorithm over the blocks of its mask.
+
+    A sliding window is recorded as attention over `window` keys.
+    """
     if sight.window:
         k, v = k[:, :, : sight.window], v[:, :, : sight.window]
     found = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, sight.causal, scale=scale)
@@ -306,12 +319,14 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Choose as sdp_utils.cpp does on compute capability 9.0.
+    """Choose a kernel of attention as sdp_utils.cpp does on compute capability 9.0.
 
-    In 16 bits flash, or cuDNN where there is a mask. In 32 bits, and where values are of another size than keys (which flash
-    does not take), the memory-efficient kernel, except for grouped heads, which torch multiplies by hand. titan's models copy
-    heads first where that would happen (titan/parallel/block_attention.py: match_heads). In 16 bits cuDNN takes values of another
-    size, too: the same operation is recorded, and cost.py prices it as cuDNN's.
+    With 16-bit inputs this is flash, or cuDNN if there is a mask. With 32-bit inputs, and if the
+    head dimensions of values and keys differ (which flash does not support), it is the
+    memory-efficient kernel, except for grouped heads, which torch computes by separate matmuls.
+    titan's models copy heads first in that case (titan/parallel/block_attention.py: match_heads).
+    With 16-bit inputs cuDNN supports such values, too: the memory-efficient operation is recorded,
+    and cost.py prices it as cuDNN's.
     """
     q, k, v = q_BHSK, k_BGTK, v_BGTK
     is_short = q.dtype in (torch.bfloat16, torch.float16)

@@ -1,8 +1,9 @@
-"""Assume how many rows experts get. A recording has no tokens, so that nothing says where they go.
+"""Assumed numbers of tokens for experts. A recording has no tokens, so their routing is unknown.
 
-A run asks the device once for each layer (`titan.parallel.rows.host_counts`), and the host waits for the answer. Here the answer is
-that each rank sends as many rows to all others, and that the rank at hand is the busiest of each layer: it gets as many more than
-the mean, which it sends, as titan.observe.routing says. All its experts get equal shares.
+A run asks the device once for each layer (`titan.parallel.rows.host_counts`), and the host waits
+for the answer. A recording assumes that each rank sends equally many tokens to every rank, and that
+the current rank is the busiest rank of each layer: it receives `busiest` times the tokens that it
+sends, as titan.observe.routing says. All its experts get equal shares.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from titan.sim.record.device import current_stream
 from titan.sim.record.trace import Event, Synchronize
 
 
-def assume_rows(busiest: float, record: Callable[[Event], None]) -> None:
-    """Replace the counts of rows by an assumption, for the life of the process. busiest: rows that arrive over those sent.
+def assume_token_counts(busiest: float, record: Callable[[Event], None]) -> None:
+    """Replace the counts of tokens by an assumption, for the life of the process.
 
-    `record` gets the host's waits for the counts.
+    Args:
+        busiest: Number of tokens that arrive, as a multiple of the number of tokens sent.
+        record: Receives the host's waits for the counts.
     """
 
     def waits(assume: Callable[[int, int], list[int]]) -> Callable[..., list[int]]:
@@ -34,14 +37,14 @@ def assume_rows(busiest: float, record: Callable[[Event], None]) -> None:
         # What is sent to each rank, and then what comes from each: at most all that there is.
         ranks = count // 2
         arriving = round(num_rows * min(busiest, ranks))
-        return [*deal_out(num_rows, ranks), *deal_out(arriving, ranks)]
+        return [*split_evenly(num_rows, ranks), *split_evenly(arriving, ranks)]
 
     # A rank's rows, by its experts, and by the ranks of the exchange.
-    moe.host_counts = waits(lambda count, num_rows: deal_out(num_rows, count))
+    moe.host_counts = waits(lambda count, num_rows: split_evenly(num_rows, count))
     expert.host_counts = waits(of_ranks)
 
 
-def deal_out(total: int, parts: int) -> list[int]:
-    """Return a total in parts that differ by one at most."""
+def split_evenly(total: int, parts: int) -> list[int]:
+    """Return a total as a list of parts that differ by at most 1."""
     each, rest = divmod(total, parts)
     return [each + (n < rest) for n in range(parts)]

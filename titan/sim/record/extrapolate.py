@@ -1,18 +1,28 @@
-"""Extrapolate traces of few equal blocks to many: what a middle block does, the others do.
+"""Extrapolation of a trace from few equal blocks to many: all middle blocks do the same.
 
-A job is traced twice, with k and k + 1 blocks in each pipeline stage. In both traces the events are cut into segments:
+A job is traced twice, with k and k + 1 blocks in each pipeline stage. The events of both traces are
+cut into segments:
 
     layer passes   through all blocks of a stage, upwards (forward, updates) or downwards (backward). One part for each block
     series         of equal events, such as the norms of n gradients. One part for each event
     others         one event each
 
-Both traces must have the same segments in the same order. In a layer pass, two neighbouring blocks in the middle must do
-the same, to every number and every reference. One of the two is then repeated. The length of a series, and numbers that
-differ between the two traces (bytes that the optimizer moves), grow by their difference with each block. A reference (an
-event awaits another, a block of memory is freed) is stored relative to its own position, so that it holds at any depth.
+Both traces must have the same segments in the same order. In a layer pass, two neighbouring blocks
+in the middle must be equal in every number and every reference. One of the two is then repeated.
+The length of a series, and numbers that differ between the two traces (bytes that the optimizer
+moves), grow by their difference with each block. A reference (an event awaits another event, a
+block of memory is freed) is stored relative to its own position, so that it holds at any depth.
 
-If any of this fails, `CannotExtrapolate` is raised, and the job is traced whole. The result is exact, or there is none:
-tests/sim/test_extrapolate.py compares it with whole traces. Imports no torch.
+Example: the model of segments.py's example, traced with k = 3 and with 4 blocks, and wanted with 6
+blocks.
+
+    layer pass   parts 0 1 2 3 of the deeper trace become parts 0 1 1 1 2 3: part 1 is the template, since part 1 equals part 2
+    reference    Free of block n refers to the Allocate of block n: relative distance 0 in both traces, so 0 for all 6 blocks
+    update       one launch reads 350 bytes with 3 blocks and 450 with 4: 100 more for each block, 650 with 6
+
+If any of these conditions fails, `CannotExtrapolate` is raised, and the job is traced whole. The
+result is exact, or there is none: tests/sim/test_extrapolate.py compares it with whole traces.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -46,23 +56,32 @@ from titan.sim.record.trace import (
 
 
 class CannotExtrapolate(Exception):
-    """Report that the traces do not repeat as they must. The message says where."""
+    """Failure to extrapolate: the traces do not repeat as they must. The message says where."""
 
 
 @dataclass(frozen=True)
 class Depth:
-    """Describe the blocks of one pipeline stage in the whole model: how many, and the number of the
-    first one."""
+    """Blocks of one pipeline stage in the whole model.
+
+    Attributes:
+        first: Number of the stage's first block.
+        count: Number of blocks in the stage.
+    """
 
     first: int
     count: int
 
 
 class Reference(NamedTuple):
-    """Say what an event refers to: a segment, a block of it (or of a series, a part), and a number within the block.
+    """Target of a reference, in a form that holds at any depth.
 
-    The block is that at a distance from the first one or, counted backwards, from the last one (`from_end`): by itself, or on top
-    of the number of the block that the event is in (`relative`), as where a series is freed in order or in reverse.
+    Attributes:
+        segment: Segment of the target.
+        number: Number of the target within its part.
+        from_end: Whether `distance` counts from the last block of the segment, not from the first.
+        relative: Whether the number of the referring event's own block is added, as if a series is
+            freed in order or in reverse.
+        distance: Distance of the target's block. In a series, each event counts as a block.
     """
 
     segment: int
@@ -78,13 +97,16 @@ _IN_SERIES = ((False, True), (True, True))
 
 
 def extrapolate(small: Trace, big: Trace, *, depth: int, stages: Sequence[Depth]) -> Trace:
-    """Return the trace of a rank of the whole model. Raises CannotExtrapolate.
+    """Return the trace of a rank of the whole model.
 
     Args:
-        small: the rank's trace with `depth` blocks in every stage.
-        big: its trace with `depth` + 1 blocks.
-        depth: blocks of the smaller model's stages.
-        stages: all stages of the whole model, each with at least `depth` + 1 blocks.
+        small: The rank's trace with `depth` blocks in every stage.
+        big: Its trace with `depth` + 1 blocks.
+        depth: Blocks in each stage of the smaller model.
+        stages: All stages of the whole model, each with at least `depth` + 1 blocks.
+
+    Raises:
+        CannotExtrapolate: The traces do not repeat as they must.
     """
     few, more = parse_trace(small, depth), parse_trace(big, depth + 1)
     if [s.section for s in few.segments] != [s.section for s in more.segments]:
@@ -99,7 +121,13 @@ def extrapolate(small: Trace, big: Trace, *, depth: int, stages: Sequence[Depth]
 
 
 class _Extrapolation:
-    """Match the segments of two depths, and make the trace that follows from them. few, more: the depths."""
+    """Matched segments of two depths, and the trace of a deeper model that follows from them.
+
+    Attributes:
+        few: The shallower trace.
+        more: The deeper trace, with one more block in every stage.
+        stages: Blocks of each stage in the whole model.
+    """
 
     def __init__(self, few: ParsedTrace, more: ParsedTrace, stages: Sequence[Depth]) -> None:
         self.few, self.more, self.stages = few, more, stages
@@ -118,12 +146,13 @@ class _Extrapolation:
             segment.template = self._find_template(number, segment)
 
     def _fail(self, number: int, why: str, event_id: EventId | None = None) -> CannotExtrapolate:
+        """Return the error of a segment, with one of its events."""
         parts = self.more.segments[number].parts
         event = parts[event_id.part][event_id.number] if event_id else next(filter(None, parts))[0]
         return CannotExtrapolate(f"{why}: {event}")
 
     def _grown(self, few: int, more: int) -> int:
-        """Extrapolate a number that grows with the blocks to the whole model's depth."""
+        """Extrapolate a number that grows with the blocks to the depth of the whole model."""
         # One more block in every stage made the difference, so each added block makes its share of
         # it.
         added = (more - few) * self.num_added
@@ -132,7 +161,7 @@ class _Extrapolation:
         return more + added // len(self.used)
 
     def _length(self, number: int) -> int:
-        """Return how many parts a segment has in the whole model's trace."""
+        """Return the number of parts that a segment has in the trace of the whole model."""
         few, more = self.few.segments[number], self.more.segments[number]
         if (few.direction, few.stage) != (more.direction, more.stage):
             raise self._fail(number, "one depth passes through the blocks where the other does not")
@@ -141,7 +170,7 @@ class _Extrapolation:
         return self._grown(len(few.parts), len(more.parts))
 
     def _source(self, segment: Segment, part: int, length: int) -> int:
-        """Return the part of the deeper trace from which a part of the whole model's is made."""
+        """Return the part of the deeper trace that is copied to a part of the whole model's trace."""
         depth = len(segment.parts)
         # Up to the template as traced, near the end as far from the end as traced, and the template
         # in between.
@@ -153,13 +182,14 @@ class _Extrapolation:
     # ---- references
 
     def _references(self, number: int, segment: Segment) -> list[list[Reference | None]]:
+        """Return the references of a segment by part and event."""
         return [
             [self._reference(EventId(number, p, n)) for n in range(len(part))]
             for p, part in enumerate(segment.parts)
         ]
 
     def _reference(self, event_id: EventId) -> Reference | None:
-        """Return what an event refers to, in a form that holds at both depths. None: nothing."""
+        """Return the reference of an event in a form that holds at both depths, or None if the event refers to nothing."""
         target = self.more.targets.get(event_id)
         if target is None:
             return None
@@ -185,8 +215,11 @@ class _Extrapolation:
         )
 
     def _find_template(self, number: int, segment: Segment) -> int:
-        """Return the part to repeat: of a series the last, else one in the middle that equals the next one, and that the
-        shallower trace has one less of."""
+        """Return the part to repeat.
+
+        This is the last part of a series. In a layer pass, it is a middle part that equals its
+        successor, and without which the deeper trace's pass equals the shallower trace's.
+        """
         references = self.references[number]
         if not segment.direction:
             if any(part != references[0] for part in references):
@@ -210,6 +243,7 @@ class _Extrapolation:
     # ---- the trace
 
     def trace(self, big: Trace) -> Trace:
+        """Return the trace of the whole model. `big` gives its groups."""
         # By event of the new trace: its new number, for those that refer to it.
         self.numbers: dict[EventId, int] = {}
         # Scopes and kernels are shared between events, as in a recorded trace.
@@ -221,6 +255,7 @@ class _Extrapolation:
         return result
 
     def _emit(self, number: int, events: list[Event]) -> None:
+        """Append the events of a segment to those of the whole model."""
         segment, length = self.more.segments[number], self.lengths[number]
         for part in range(length):
             source = self._source(segment, part, length)
@@ -237,6 +272,7 @@ class _Extrapolation:
                 events.append(self._copy(event, event_id, target, self._layer(segment, part)))
 
     def _resolve(self, reference: Reference, event_id: EventId) -> EventId:
+        """Return the event of the whole model that a reference leads to."""
         # The inverse of `ParsedTrace.distance`, with the lengths of the whole model.
         own, segment = self.more.segments[event_id.segment], self.more.segments[reference.segment]
         length, block = self.lengths[reference.segment], reference.distance
@@ -247,7 +283,7 @@ class _Extrapolation:
         return EventId(reference.segment, segment.block(block, length), reference.number)
 
     def _layer(self, segment: Segment, part: int) -> Callable[[int], int]:
-        """Return the map from a block's number in the deeper trace to that in the whole model."""
+        """Return a function from a block's number in the deeper trace to its number in the whole model."""
         depth = self.more.depth
 
         def of_single_event(layer: int) -> int:
@@ -271,13 +307,12 @@ class _Extrapolation:
         """Extrapolate the numbers in which events, kernels or shapes of the two depths differ."""
         if few == more:
             return more
-        if type(few) is not type(more) or (isinstance(more, tuple) and len(few) != len(more)):
-            raise CannotExtrapolate(f"{few} where the deeper trace has {more}")
-        if isinstance(more, int):
+        same_kind = type(few) is type(more)
+        if same_kind and isinstance(more, int):
             return self._grown(few, more)
-        if isinstance(more, tuple):
+        if same_kind and isinstance(more, tuple) and len(few) == len(more):
             return tuple(map(self._grow, few, more))
-        if not isinstance(more, Kernel | Event):
+        if not same_kind or not isinstance(more, Kernel | Event):
             raise CannotExtrapolate(f"{few} where the deeper trace has {more}")
         values = {
             name: self._grow(getattr(few, name), getattr(more, name))
@@ -308,6 +343,7 @@ class _Extrapolation:
         return replace(event, **changes) if changes else event
 
     def _renumbered(self, scope: Scope, layer: Callable[[int], int]) -> Scope:
+        """Return a scope with its block's number in the whole model."""
         traced = block_of(scope)
         # An event outside all blocks keeps its scope.
         if traced is None:
@@ -321,7 +357,7 @@ class _Extrapolation:
 
 
 def _shapes(parsed: ParsedTrace, number: int, part: int) -> list[Any]:
-    """Return what each event of a part is, and the segment and the number within a block of the event that it refers to."""
+    """Return the comparable form of each event of a part, and the segment and number of the event that it refers to."""
     targets = parsed.targets
     # What a block with experts frees may look as what a dense one frees: only where it was allocated differs.
     return [
@@ -334,7 +370,7 @@ def _shapes(parsed: ParsedTrace, number: int, part: int) -> list[Any]:
 
 
 def _shape(event: Event) -> Any:
-    """Return what neighbouring blocks must have in common: all but references and the number of the block."""
+    """Return the fields that equal events have in common: all but references and the block's number."""
     kind, scope = type(event), getattr(event, "scope", None)
     where = scope and (scope.phase, any_layer(scope.module), scope.action, scope.call)
     return [kind, where, *(getattr(event, name) for name in compared_fields(kind))]

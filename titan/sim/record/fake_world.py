@@ -1,6 +1,6 @@
-"""Set up the world that the program believes to run in: a device, a process group of all ranks, fake tensors.
+"""Fake world of the recorded program: a device, a process group of all ranks, fake tensors.
 
-Everything set up here lasts for the life of the process, which records and ends.
+All changes to torch last for the life of the process, which records and ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 def fake_world(
     layout: Layout | None, *, rank: int, world_size: int, device_kind: device.DeviceKind
 ) -> Iterator[tuple[torch.device, DeviceMesh | None]]:
-    """Become a rank of a fake world. Tensors made inside are fake. Yields the device, and the mesh of a layout."""
+    """Become a rank of a fake world. Tensors made inside are fake.
+
+    Yields:
+        The device, and the mesh of the layout (None without a layout).
+    """
     # The device first: the process group names it as its backend, and the mesh asks both.
     fake_device = device.register(device_kind)
     torch_compat.init_fake_process_group(device.NAME, rank=rank, world_size=world_size)
@@ -38,11 +42,13 @@ def fake_world(
 
 
 def impersonate_rank(rank: int, mesh: DeviceMesh) -> int:
-    """Make the program believe that this rank is another one, in another pipeline stage. Return the distance in ranks.
+    """Make the program believe that this process is another rank, in another pipeline stage.
 
-    A stage's number depends only on the rank within the pipeline's group, so the two ranks change places there. Groups along
-    other axes stay this rank's own and have the same size. Not supported if the pipeline group is the whole world: torch does
-    not look up the rank there.
+    Return the distance in ranks.
+
+    A stage's number depends only on the rank within the pipeline's group, so the two ranks change
+    places there. Groups along other axes stay this rank's own and have the same size. Not supported
+    if the pipeline group is the whole world: torch does not look up the rank there.
     """
     own = dist.get_rank()
     shift = rank - own
@@ -60,14 +66,14 @@ def impersonate_rank(rank: int, mesh: DeviceMesh) -> int:
 
 
 def _replace_generic_names() -> None:
-    """Replace torch's device-independent streams and generators, which know only devices of its C++ side."""
+    """Replace torch's device-independent streams and generators, which support only devices of its C++ side."""
     torch.Stream, torch.Event = device.Stream, device.Event  # pyright: ignore
     torch.accelerator.current_stream = lambda *_: device.current()  # pyright: ignore
     torch.accelerator.is_available = lambda: False  # or Dynamo would look into its streams
     generator = torch.Generator
 
     class Generator:
-        """A generator of the host. No numbers are drawn from it."""
+        """Generator on the host. No numbers are drawn from it."""
 
         # __new__ returns torch's object: callers only pass it on.
         def __new__(cls, device: Any = "cpu") -> Any:

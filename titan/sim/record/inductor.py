@@ -1,8 +1,9 @@
-"""Find torch's private names that compilation on the fake device depends on.
+"""torch's private names for compilation on the fake device.
 
 They are apart from torch_compat.py because importing Inductor takes seconds.
 
-Tried on torch 2.11 to 2.15. A name that is missing fails here, with the torch that lacks it.
+Tried on torch 2.11 to 2.15. A missing name fails here, with an error that names it and the version
+of torch.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ TritonKernel: Any = find(_triton, "TritonKernel")
 
 
 class SilentKernel(TritonKernel):
-    """Keep a kernel's arguments and what it reads and writes, and write no source."""
+    """Triton kernel that keeps its arguments, its reads and its writes, and writes no source."""
 
     inductor_meta = None
 
@@ -39,18 +40,21 @@ class SilentKernel(TritonKernel):
         self.indices: set[Any] = set()
 
     def load(self, name: str, index: Any) -> Any:
+        """Note an index that is read."""
         self.indices.add(index)
         return super().load(name, index)
 
     def store(self, name: str, index: Any, value: Any, mode: Any = None) -> None:
+        """Note an index that is written."""
         self.indices.add(index)
         super().store(name, index, value, mode)
 
     @property
     def transposes(self) -> bool:
-        """Whether neighbours in memory lie along one dimension of its tiles in one tensor, and along another in another one.
+        """Whether consecutive elements of one tensor lie along another dimension of the tiles than those of another tensor.
 
-        A kernel that walks in tiles need not: torch 2.11 takes them for a vector along each dimension, too.
+        A kernel may compute in tiles and not transpose: torch 2.11 uses tiles for a vector along
+        each dimension, too.
         """
         along: set[str] = set()
         for index in self.indices:
@@ -62,21 +66,24 @@ class SilentKernel(TritonKernel):
         return {"x", "y"} <= along
 
     def codegen_kernel(self, name: str | None = None) -> str:
+        """Return no source."""
         return ""
 
 
 class _Device(find("torch._dynamo.device_interface", "DeviceInterface")):
-    """Answers as an H100 would, as far as Inductor asks: its answers decide how reductions are
-    split."""
+    """Device interface of an H100, as far as Inductor asks: its answers decide how reductions are split."""
 
     Event, Stream = torch.Event, torch.Stream
 
     class Worker:
+        """Properties of the device for Inductor's compile workers."""
+
         set_device = staticmethod(lambda device: None)
         current_device = staticmethod(lambda: 0)
 
         @staticmethod
         def get_device_properties(device: Any = None) -> Any:
+            """Return the properties of an H100 SXM."""
             # The figures of an H100 SXM.
             return SimpleNamespace(
                 type="cuda",
@@ -106,12 +113,20 @@ class _Device(find("torch._dynamo.device_interface", "DeviceInterface")):
 
 
 def register_device(name: str, scheduling: type, wrapper: type) -> None:
-    """Register the device with Dynamo and Inductor as a GPU."""
+    """Register the device with Dynamo and Inductor as a GPU.
+
+    Args:
+        name: Device type.
+        scheduling: Inductor's scheduling class.
+        wrapper: Class that writes Inductor's program.
+    """
     find("torch._dynamo.device_interface", "register_interface_for_device")(name, _Device)
     find(_common, "init_backend_registration")()
     find(_common, "register_backend_for_device")(name, scheduling, wrapper)
 
     class Overrides(find(_common, "DeviceOpOverrides")):
+        """Code that the generated program runs around its kernels. There is no device to select."""
+
         # The generated program enters these lines around its kernels. Here there is no device to
         # select.
         def device_guard(self, device_idx: int) -> str:
@@ -138,7 +153,7 @@ def register_device(name: str, scheduling: type, wrapper: type) -> None:
 
 
 def replace_compiler(inner: Callable[..., Any], settings: dict[str, Any]) -> None:
-    """Compile graphs by `inner` after Inductor's passes over them."""
+    """Compile graphs by `inner` after Inductor's passes over them, with these settings."""
 
     def wrap(compile_fx: Any) -> Any:
         def compile(*args: Any, **kwargs: Any) -> Any:
@@ -162,9 +177,11 @@ def write_program(
     is_inference: bool,
     graph_id: int | None,
 ) -> tuple[str, dict[str, Any]]:
-    """Do what Inductor's `codegen_and_compile` does, without compiling.
+    """Do the work of Inductor's `codegen_and_compile`, without compiling.
 
-    Returns the source, and what it refers to by name: what the wrapper collected as `kernels`, and constant tensors.
+    Returns:
+        The source, and the objects that it refers to by name: the kernels that the wrapper
+            collected, and constant tensors.
     """
     mode = find("torch._guards", "detect_fake_mode")(inputs)
     with ExitStack() as stack:
@@ -198,7 +215,7 @@ def write_program(
 
 
 class _OnHost(TorchDispatchMode):
-    """New tensors are made on the host, whatever device is asked for."""
+    """Dispatch mode that makes new tensors on the host, whatever device is asked for."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -208,7 +225,7 @@ class _OnHost(TorchDispatchMode):
 
 
 def _deduce_on_host(deduce: Callable[..., Any]) -> Callable[..., Any]:
-    """Let Inductor compute constants of a graph, tensors of one element, for real."""
+    """Wrap Inductor's evaluation of constants (tensors of one element), so that it computes real values."""
 
     def deduced(*args: Any) -> Any:
         with _OnHost():
@@ -218,11 +235,11 @@ def _deduce_on_host(deduce: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def fused_name(schedule: Any) -> str:
-    """Return a kernel's name, from the operations that were fused in it."""
+    """Return a kernel's name, made of its fused operations."""
     name = find("torch._inductor.utils", "get_fused_kernel_name")(schedule, "original_aten")
     return name.removeprefix("fused_")
 
 
 def pointers(kernel: Any) -> tuple[str, ...]:
-    """Return the names of a kernel's arguments, in order: in_ptr0, out_ptr0, in_out_ptr0, ..."""
+    """Return the names of a kernel's arguments in order: in_ptr0, out_ptr0, in_out_ptr0, ..."""
     return tuple(str(argument.name) for argument in kernel.args.python_argdefs()[0])

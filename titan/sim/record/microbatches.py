@@ -1,13 +1,26 @@
-"""Run few microbatches of a pipeline stage, then repeat the events that they recorded for all others.
+"""Repetition of microbatches: a pipeline stage runs few of them, and the recorded events are copied for all others.
 
-A microbatch passes through a stage in parts: forward (F), the loss (L), backward (B). In the first step, those run that are
-the first, second, third or last to pass through a part. The second and the third must record the same events, to every
-number and every reference, and the others repeat the third. In later steps, only the first and the last run: the first makes
-what others add to, such as gradients, and the last may finish it. Everything around the parts runs each time: torch's
-schedule, its sends and receives.
+A microbatch passes through a stage in parts: forward (F), the loss (L), backward (B). In the first
+step, the first, second, third and last microbatch of each part run. The second and the third must
+record the same events, to every number and every reference, and the others repeat the third. In
+later steps, only the first and the last run: the first allocates memory that others add to, such as
+gradients, and the last may finish it. Everything around the parts runs each time: torch's schedule,
+its sends and receives.
 
-Where microbatches differ, the program is recorded again, and all of them run. Zero-bubble schedules are left out: torch goes through the two halves of a
-backward pass in the order of sets, which are ordered by addresses.
+Example: a stage gets 6 microbatches, 0 to 5. In the first step 0, 1, 2 and 5 run, and 3 and 4
+repeat the events of 2. In the second step 0 and 5 run, and 1, 2, 3 and 4 repeat the events of 2.
+Events are compared by numbers that count from the beginning of a microbatch. Suppose that F of
+microbatch 1 allocates blocks 71 and 72 and frees 72, and that B frees 71:
+
+    F    Allocate 71 -> 0, Launch -> -1, Allocate 72 -> 1, Free 72 -> 1        (-1: the event has no number)
+    B    Free 71 -> 0
+
+Microbatch 2 allocates blocks 93 and 94 in their place, which have the numbers 0 and 1, too: the two
+are equal.
+
+If microbatches differ, the program is recorded again, and all of them run. Zero-bubble schedules
+are left out: torch goes through the two halves of a backward pass in the order of sets, which are
+ordered by addresses.
 """
 
 from __future__ import annotations
@@ -39,11 +52,18 @@ if TYPE_CHECKING:
 
 
 class CannotRepeat(Exception):
-    """Report that microbatches differ. The message says where."""
+    """Failure to repeat a microbatch, because microbatches differ. The message says where."""
 
 
 class _Output(NamedTuple):
-    """Stand for a tensor that a part returned. number: of its memory, counted from the microbatch's beginning; -1: of something else."""
+    """Placeholder of a tensor that a part returned.
+
+    Attributes:
+        number: Number of its block of memory, counted from the microbatch's beginning; -1 for
+            memory from elsewhere.
+        shape: Its shape and layout.
+        requires_grad: Whether it requires a gradient.
+    """
 
     number: int
     shape: Shape
@@ -51,10 +71,13 @@ class _Output(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Hold what a stage did in a part of a microbatch.
+    """Record of one part of a microbatch.
 
-    events: with what a microbatch's blocks, events and works are numbered by, counted from its beginning. described: all that
-    microbatches must have in common. outputs: what it returned, with _Outputs in place of tensors.
+    Attributes:
+        events: Events, each with the number of its block, event or work, counted from the
+            microbatch's beginning.
+        described: Everything that microbatches must have in common.
+        outputs: Return value of the part, with _Outputs in place of tensors.
     """
 
     events: list[tuple[Event, int]]
@@ -63,8 +86,11 @@ class _Part(NamedTuple):
 
 
 class _Repeated(Repetition):
-    """Hold a microbatch that repeats another, by numbers counted from the beginning. held: what autograd would keep for the
-    backward pass, with what follows its memory.
+    """Microbatch that repeats another, by numbers counted from the beginning.
+
+    Attributes:
+        held: Tensors that autograd would keep for the backward pass, by number, each with the entry
+            that follows its memory.
     """
 
     def __init__(self, tracer: Tracer) -> None:
@@ -73,16 +99,23 @@ class _Repeated(Repetition):
 
 
 class Microbatches:
-    """Repeat microbatches of one program's stages. failure: why the program cannot be recorded like this.
+    """Repetition of the microbatches of one program's stages.
 
-    order: the rank's actions in a step, of which each names a stage, a kind and a microbatch.
+    Attributes:
+        failure: Reason why the program cannot be recorded like this, or an empty text.
+        turns: Microbatches in their order, by stage and part.
     """
 
     def __init__(self, tracer: Tracer, order: Sequence[Any]) -> None:
+        """Begin to record a program.
+
+        Args:
+            tracer: The tracer that records the program.
+            order: The rank's actions in a step. Each has a stage, a kind and a microbatch.
+        """
         self.tracer, self.failure = tracer, ""
-        self.turns: dict[
-            tuple[int, str], list[int]
-        ] = {}  # microbatches in order, by stage and part
+        # Microbatches in order, by stage and part.
+        self.turns: dict[tuple[int, str], list[int]] = {}
         for action in order:
             for part in "FL" if action.kind == "F" else action.kind:
                 self.turns.setdefault((action.stage, part), []).append(action.microbatch)
@@ -94,9 +127,18 @@ class Microbatches:
         self._categories: list[tuple[Allocate, Allocate]] = []
 
     def run(self, part: str, function: Callable[[], Any]) -> Any:
-        """Run a part of the microbatch that the scope names, or repeat it. Raises CannotRepeat."""
+        """Run or repeat a part of the microbatch that the current scope names.
+
+        Args:
+            part: "F", "L" or "B".
+            function: Runs the part.
+
+        Raises:
+            CannotRepeat: The microbatches of this stage differ.
+        """
         match = re.fullmatch(r"(\d+)\D(\d+)", self.tracer.scopes.action)
-        if match is None:  # torch learns the shapes that stages exchange
+        # Without an action, torch learns the shapes that stages exchange.
+        if match is None:
             return function()
         stage, number = int(match[1]), int(match[2])
         if part == "F":
@@ -117,12 +159,17 @@ class Microbatches:
         return result
 
     def _runs(self, stage: int, number: int) -> bool:
+        """Return whether a microbatch runs in this step."""
         early = 3 if self._first_step else 1
         parts = [turns for (of, _), turns in self.turns.items() if of == stage]
         return any(number in (*turns[:early], turns[-1]) for turns in parts)
 
     def end_step(self) -> None:
-        """Note that a step is over. Raises CannotRepeat."""
+        """End a step: set categories that became known, and compare the microbatches of the first step.
+
+        Raises:
+            CannotRepeat: The microbatches of a stage differ.
+        """
         for copy, event in self._categories:  # which are known late
             copy.category = event.category
         self._categories.clear()
@@ -135,7 +182,7 @@ class Microbatches:
                 self._compare(stage, part)
 
     def _compare(self, stage: int, part: str) -> None:
-        """Raise CannotRepeat where this part of a stage cannot be repeated."""
+        """Raise CannotRepeat if this part of a stage cannot be repeated."""
         if (stage, part) not in self._alike:
             self.failure = self._difference(stage, part)
             if self.failure:
@@ -145,6 +192,7 @@ class Microbatches:
     # ---- what ran
 
     def _described(self, stage: int, number: int, start: int, result: Any) -> _Part:
+        """Return the record of a part that has run."""
         counted = self._counted.setdefault((stage, number), {})
         events: list[tuple[Event, int]] = []
         described: list[Any] = []
@@ -175,7 +223,7 @@ class Microbatches:
         return _Part(events, described, outputs)
 
     def _difference(self, stage: int, part: str) -> str:
-        """Return why this part of a stage cannot be repeated, or nothing."""
+        """Return the reason why this part of a stage cannot be repeated, or an empty text."""
         if len(self.turns[stage, part]) < 4:  # all run
             return ""
         before, like = self.turns[stage, part][1:3]
@@ -201,18 +249,18 @@ class Microbatches:
     # ---- what repeats it
 
     def _repeat(self, stage: int, number: int, part: str) -> Any:
+        """Emit the events of a part again, and return equal outputs."""
         tracer, own = self.tracer, self._repeated[stage, number]
         recorded = self._parts[stage, self.turns[stage, part][2], part]
         if part == "B":  # as at the beginning of a real one
-            tracer.storages.mark_made("activations")
+            tracer.storages.categorize_new("activations")
         scopes: dict[Any, Any] = {None: None}
         for event, count in recorded.events:
             scope: Any = getattr(event, "scope", None)
             if scope not in scopes:
                 scopes[scope] = tracer.scopes.in_action(scope)
-            if (
-                isinstance(event, Free) and count in own.held
-            ):  # its tensor's memory ends here, whoever has it
+            # The tensor's memory ends here, even if it has other references.
+            if isinstance(event, Free) and count in own.held:
                 own.held.pop(count)[0].event = None
             own.emit(event, count, scopes[scope])
             if isinstance(event, Allocate):
@@ -234,18 +282,20 @@ class Microbatches:
 
 
 def _is_output(value: Any) -> bool:
+    """Return whether a value is a placeholder."""
     return isinstance(value, _Output)
 
 
 def _outputs(outputs: Any) -> list[_Output]:
+    """Return all placeholders in nested outputs."""
     return [output for output in tree_leaves(outputs, is_leaf=_is_output) if _is_output(output)]
 
 
 # ---- where they pass
 
 
-def repeating(tracer: Tracer, method: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Wrap what runs one part of a microbatch, so that it may be repeated."""
+def wrap_part(tracer: Tracer, method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Wrap a function that runs one part of a microbatch, so that the part may be repeated."""
 
     def running(*args: Any, **kwargs: Any) -> Any:
         if tracer.microbatches is None:
@@ -255,8 +305,8 @@ def repeating(tracer: Tracer, method: Callable[..., Any], name: str) -> Callable
     return running
 
 
-def watch_actions(tracer: Tracer) -> None:
-    """Know the pipeline action that runs, by the methods of torch's stages that perform it."""
+def track_actions(tracer: Tracer) -> None:
+    """Set the scope's pipeline action ("0F3") while methods of torch's stages perform it."""
     scopes = tracer.scopes
 
     def action(letter: Callable[..., str]) -> Callable[[Any], Any]:
@@ -274,8 +324,8 @@ def watch_actions(tracer: Tracer) -> None:
     torch_compat.replace(stage, f"{base}.forward_one_chunk", action(lambda _: "F"))
     torch_compat.replace(stage, f"{base}.backward_one_chunk", action(lambda k: "B" if k.get("full_backward", True) else "I"))  # fmt: skip
     torch_compat.replace(stage, f"{base}.backward_weight_one_chunk", action(lambda _: "W"))
-    torch_compat.replace(stage, f"{base}.forward_maybe_with_nosync", lambda m: repeating(tracer, m, "F"))  # fmt: skip
-    torch_compat.replace(stage, f"{base}.backward_maybe_with_nosync", lambda m: repeating(tracer, m, "B"))  # fmt: skip
+    torch_compat.replace(stage, f"{base}.forward_maybe_with_nosync", lambda m: wrap_part(tracer, m, "F"))  # fmt: skip
+    torch_compat.replace(stage, f"{base}.backward_maybe_with_nosync", lambda m: wrap_part(tracer, m, "B"))  # fmt: skip
 
     def with_loss(method: Callable[..., Any]) -> Callable[..., Any]:
         def losing(self: Any, s: Any, output: Any, targets: Any, chunk: int, *rest: Any) -> Any:

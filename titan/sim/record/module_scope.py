@@ -1,8 +1,9 @@
-"""Track where in the program the host is: phase, module, and pipeline action.
+"""Scope tracker: the phase, module and pipeline action that the host runs now.
 
-Calls of modules are wrapped from outside, at the attribute where torch looks for a compiled call. Hooks would be compiled
-along with the module. A module's backward pass is recognised by numbers: autograd numbers its nodes as a forward pass makes
-them, so a node belongs to the module that was running when it got its number.
+Calls of modules are wrapped from outside, at the attribute where torch looks for a compiled call.
+Hooks would be compiled along with the module. A module's backward pass is recognised by numbers:
+autograd numbers its nodes as a forward pass makes them, so a node belongs to the module that was
+running when it got its number.
 """
 
 from __future__ import annotations
@@ -23,7 +24,15 @@ _NO_NUMBER = 2**63  # nodes that accumulate gradients are numbered from here on
 
 
 class ScopeTracker:
-    """Track the current scope. on_backward: called when a backward pass begins."""
+    """Current scope of a recording.
+
+    Attributes:
+        phase: Phase of the step.
+        action: Pipeline action, such as "2F0".
+        call: Operation of a block that is recomputed operation by operation.
+        fsdp: Module that FSDP communicates for, and whether it reduces gradients.
+        on_backward: Called when a backward pass begins.
+    """
 
     def __init__(self) -> None:
         self.phase: Phase = "setup"
@@ -47,7 +56,7 @@ class ScopeTracker:
         self.phase, self.action, self._in_backward = "setup", "", False
 
     def current(self) -> Scope:
-        """Return the scope of what runs now."""
+        """Return the scope of the running operation."""
         phase, module = self.phase, self._path[-1]
         in_backward = torch_compat.in_backward()
         if in_backward is not self._in_backward:
@@ -75,11 +84,11 @@ class ScopeTracker:
 
     @property
     def gathers(self) -> bool:
-        """Return whether FSDP gathers parameters now."""
+        """Whether FSDP gathers parameters now."""
         return self.fsdp is not None and not self.fsdp[1]
 
     def in_action(self, scope: Scope) -> Scope:
-        """Return a scope as it would be in the current pipeline action."""
+        """Return the same scope in the current pipeline action."""
         return self._shared(scope.phase, scope.module, scope.call) if scope.action else scope
 
     def _shared(self, phase: Phase, module: str, call: str) -> Scope:
@@ -91,6 +100,7 @@ class ScopeTracker:
         return scope
 
     def _module_of_backward(self) -> str:
+        """Return the module of the autograd node that runs."""
         node = torch_compat.running_node()
         if node is not None:
             number = node._sequence_nr()
@@ -103,15 +113,15 @@ class ScopeTracker:
         return self._backward_module
 
     def enter_compiled(self, inner: str, recomputes: bool) -> None:
-        """Note the module, within the running one, that compiled code has reached, and whether it recomputes there."""
+        """Set the module, within the running module, that compiled code has reached, and whether it recomputes there."""
         self._compiled = (inner, recomputes)
 
-    def calling(self, operation: str, place: int) -> AbstractContextManager[None]:
-        """Set the operation of a block that is recomputed operation by operation."""
+    def in_call(self, operation: str, place: int) -> AbstractContextManager[None]:
+        """Return a context that sets the operation of a block which is recomputed operation by operation."""
         return self.within(call=f"{operation}@{place}")
 
     def begin_step(self) -> None:
-        """Begin a step: nothing has run, and the forward pass comes first."""
+        """Begin a step with the forward pass."""
         self.phase = "forward"
         # Numbers of the step before would be mistaken for this one's.
         self._numbers.clear()
@@ -128,7 +138,7 @@ class ScopeTracker:
             self.__dict__.update(before)
 
     def watch_fsdp(self) -> None:
-        """Know for which module FSDP communicates when no module runs: between a pipeline's actions."""
+        """Track the module for which FSDP communicates while no module runs: between a pipeline's actions."""
 
         def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
             def communicate(group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -155,7 +165,7 @@ class ScopeTracker:
     # ---- modules -------------------------------------------------------------------------------
 
     def watch(self, model: nn.Module) -> None:
-        """Wrap the model's modules. What runs within a compiled one is not seen here."""
+        """Wrap the model's modules. Submodules of a compiled module are not seen here."""
         compiled: list[str] = []
         for name, module in model.named_modules():
             # A compiled module runs its children inside, where no call of theirs is seen.
@@ -166,6 +176,7 @@ class ScopeTracker:
             self._enclose(module, canonical_name(f"{name}.").rstrip("."))
 
     def _enclose(self, module: nn.Module, name: str) -> None:
+        """Wrap the calls of a module."""
         call: Callable[..., Any] = module._compiled_call_impl or module._call_impl
 
         def enclosed(*args: Any, **kwargs: Any) -> Any:
@@ -189,6 +200,7 @@ class ScopeTracker:
         module.__dict__["_compiled_call_impl"] = enclosed
 
     def _enter(self, name: str, recomputing: bool) -> None:
+        """Begin a call of a module."""
         self._path.append(name)
         self._recomputing += recomputing
         # Nodes that a recomputation makes are not looked up: it runs under its own phase.
@@ -196,11 +208,13 @@ class ScopeTracker:
             self._note()
 
     def _leave(self, recomputing: bool) -> None:
+        """End a call of a module."""
         self._path.pop()
         self._recomputing -= recomputing
         if not recomputing:
             self._note()
 
     def _note(self) -> None:
+        """Note the module that makes autograd nodes from the next number on."""
         self._numbers.append(torch_compat.sequence_number())
         self._modules.append(self._path[-1])

@@ -1,6 +1,6 @@
-"""Define what the tracer calls and does not know: who follows a recording, and what repeats microbatches.
+"""Interfaces that the tracer calls: observers of a recording, and the repetition of microbatches.
 
-tracer.py imports this file alone. Those that implement it, or that use the tracer, may import the tracer: no import goes back.
+tracer.py imports this file alone. Implementations may import the tracer, and no import goes back.
 """
 
 from __future__ import annotations
@@ -10,17 +10,21 @@ from typing import Any, Protocol
 
 
 class Observer:
-    """Follow a recording. A subclass overrides the events that it needs."""
+    """Observer of a recording. A subclass overrides the events that it needs."""
 
     def compilation_begins(self) -> None:
-        """Handle the beginning of a compilation, before anything of it runs."""
+        """Handle the beginning of a compilation."""
 
     def backward_failed(self, error: Exception) -> None:
         """Handle an error inside a backward pass, which may end the process."""
 
 
 class Repeater(Protocol):
-    """Run few microbatches and repeat the others. failure: why the program cannot be recorded like this."""
+    """Repetition of microbatches.
+
+    Attributes:
+        failure: Reason why the program cannot be recorded like this, or an empty text.
+    """
 
     failure: str
 
@@ -28,4 +32,4 @@ class Repeater(Protocol):
         """Run a part of a microbatch, or repeat it."""
 
     def end_step(self) -> None:
-        """Note that a step is over."""
+        """End a step."""

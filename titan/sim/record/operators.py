@@ -1,6 +1,7 @@
-"""Classify the operators that torch dispatches (a kernel of which kind, a view, nothing) and count what a call moves.
+"""Classification of the operators that torch dispatches (kind of kernel, view, nothing), and the bytes and FLOPs of a call.
 
-Bytes are those of tensors as they lie in memory: what is expanded counts once, what is overwritten is not read.
+Bytes are those of tensors in memory: an expanded tensor counts once, and overwritten memory is not
+read.
 """
 
 from __future__ import annotations
@@ -41,8 +42,15 @@ _LAUNCHES = {"_scaled_dot_product_flash_attention_backward": 3, "_varlen_attn_ba
 
 @dataclass
 class Operator:
-    """Describe an operator. kind: None where nothing runs. makes: whether what it returns may be
-    new memory. written: names of the arguments that are written to."""
+    """Operator of torch.
+
+    Attributes:
+        func: The overload.
+        name: Its name with the namespace.
+        kind: Kind of its kernel; None if it runs no kernel.
+        makes: Whether its result may be new memory.
+        written: Names of the arguments that it writes to.
+    """
 
     func: Any
     name: str
@@ -52,7 +60,10 @@ class Operator:
 
 
 def classify(func: Any) -> Operator:
-    """Return what an operator is. The tracer keeps the answer, since reading a schema is slow."""
+    """Return the description of an operator.
+
+    The tracer keeps it, since reading a schema is slow.
+    """
     schema = func._schema
     name = func._opname
     arguments = schema.arguments
@@ -69,6 +80,7 @@ def classify(func: Any) -> Operator:
 
 
 def _kind(name: str) -> KernelKind:
+    """Return the kind of the kernel of an operator."""
     if name in _MATMULS:
         return "matmul"
     if any(part in name for part in ("scaled_dot_product", "flash_attention", "varlen_attn")):
@@ -95,7 +107,15 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 def kernel_of(
     op: Operator, args: Any, kwargs: Any, outputs: list[Tensor], *, host: Host = "eager"
 ) -> Kernel:
-    """Return the kernel that a call launched. outputs: the tensors that it returned."""
+    """Return the kernel that a call launched.
+
+    Args:
+        op: The operator.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        outputs: Tensors that the call returned.
+        host: Launcher of the kernel.
+    """
     inputs = list(tensors_in(args))
     named = list(tensors_in(kwargs.values())) if kwargs else []
     name = op.func._opname
@@ -149,7 +169,7 @@ def kernel_of(
 
 
 def size_bytes(tensor: Tensor) -> int:
-    """Count the bytes of memory that a tensor covers."""
+    """Return the bytes of memory that a tensor covers."""
     size = tensor.dtype.itemsize
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
         # A stride of 0 is an expanded dimension, whose elements are one in memory.
@@ -161,13 +181,17 @@ def size_bytes(tensor: Tensor) -> int:
 
 
 def _written(op: Operator, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors that a call writes to."""
     # Fused Adam's schema says that gradients are written to: they are where it also unscales them.
     names = (name for name in op.written if name != "grads")
     return list(tensors_in(argument_of(op.func, name, args, kwargs) for name in names))
 
 
 def argument_of(func: Any, which: int | str, args: Any, kwargs: Any) -> Any:
-    """Return an argument of a call by its index or name, also where it is left out. None: the operator has none of that name."""
+    """Return an argument of a call by its index or name, or its default.
+
+    None if the operator has no such argument.
+    """
     for index, argument in enumerate(func._schema.arguments):
         if which in (index, argument.name):
             return (
@@ -181,6 +205,7 @@ def argument_of(func: Any, which: int | str, args: Any, kwargs: Any) -> Any:
 def _shapes(
     name: str, kind: KernelKind, inputs: list[Tensor], outputs: list[Tensor]
 ) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of the operands that the cost of a kernel depends on."""
     if name == "_grouped_mm":
         # As a batch of equal products: (R, I) rows times (e, I, O), or sums over rows, (O, R) times (R, I).
         (m, k), (*groups, _, n) = inputs[0].shape, inputs[1].shape
@@ -203,14 +228,17 @@ def _shapes(
 
 
 def _attention_flops(kind: KernelKind, shapes: tuple[tuple[int, ...], ...]) -> int:
-    """Count two matrix products forward, five backward, where the first is done again. (torch's
-    formula knows no grouped heads in 2.11.)"""
+    """Return the FLOPs of attention: two matmuls forward; five backward, including a repetition of the first.
+
+    torch's formula does not support grouped heads in 2.11.
+    """
     (batch, heads, queries, size), (*_, keys, _) = shapes[:2]
     products = 2 if kind == "attention" else 5
     return products * 2 * batch * heads * queries * keys * size
 
 
 def _flops(op: Operator, args: Any, kwargs: Any, outputs: list[Tensor]) -> int:
+    """Return the FLOPs of a call by torch's formulas; 0 if there is none."""
     formula: Callable[..., int] | None = flop_registry.get(op.func._overloadpacket)
     if formula is None:
         return 0
@@ -221,6 +249,7 @@ def _flops(op: Operator, args: Any, kwargs: Any, outputs: list[Tensor]) -> int:
 
 
 def _launches(name: str, args: Any) -> int:
+    """Return the number of kernels that a call launches."""
     # A foreach operation packs tensors into launches; all others launch a fixed number of kernels.
     over_lists = name.startswith(("_foreach_", "_fused_adam"))
     return list_launches(_lists(name, args)) if over_lists else _LAUNCHES.get(name, 1)
@@ -232,7 +261,7 @@ _CHUNK = 65_536
 
 
 def _lists(name: str, args: Any) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return what `titan.sim.record.trace.list_launches` asks about an operation over lists of tensors."""
+    """Return the arguments of `titan.sim.record.trace.list_launches` for an operation over lists of tensors."""
     lists = [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
     first = lists[0] if lists else []
     # Each tensor is cut separately, so many small tensors make as many chunks.
@@ -242,10 +271,10 @@ def _lists(name: str, args: Any) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def workspace_bytes(op: Operator, args: Any) -> list[int]:
-    """Return the memory that a kernel takes for itself while it runs.
+    """Return the sizes of the buffers that a kernel takes while it runs.
 
-    FlashAttention's backward pass (flash_api.cpp) adds up the gradient of queries in fp32, and makes one of keys and
-    values for each query head.
+    FlashAttention's backward pass (flash_api.cpp) adds up the gradient of queries in fp32, and
+    makes gradients of keys and values for each query head.
     """
     if op.name == "torch_attn::_varlen_attn_backward":  # (tokens, heads, size)
         q, k = (x.transpose(0, 1)[None] for x in args[1:3])
@@ -263,8 +292,7 @@ def workspace_bytes(op: Operator, args: Any) -> list[int]:
 
 
 def _logsumexp(x: Tensor, dims: list[int], keepdim: bool = False) -> Tensor:
-    """Compute logsumexp by the operations of ATen's ReduceOps.cpp, so that their memory is
-    recorded."""
+    """Compute logsumexp by the operations of ATen's ReduceOps.cpp, so that their memory is recorded."""
     largest = _aten.amax.default(x, dims, True)
     flat = largest if keepdim else _aten.squeeze.dims(largest, dims)
     # A row of -inf must give -inf, and not the nan of -inf - -inf.

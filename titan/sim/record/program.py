@@ -1,9 +1,10 @@
-"""Record one program by one rank: build it, run its steps, and tell the tracer what torch does not: clipping, updates, states.
+"""Recording of one program by one rank: its construction, its steps, and its marks for clipping, updates and states.
 
-The program is that of titan.train_step.build_train_step, or what a script's build function returns (script.py). The optimizer of a
-job makes its states first, as in the first step. If a step then ends what it begins and refers to nothing else, every later one is
-like it. If not, and always for scripts, a second one runs: the first one then has learned the shapes that pipeline stages
-exchange, and left what steps leave to the next.
+The program is that of titan.train_step.build_train_step, or the result of a script's build function
+(script.py). The optimizer of a job makes its states first, as in the first step. If a step then
+ends everything that it begins and refers to nothing before it, every later step is like it. In
+other cases, and always for scripts, a second step runs: by then the first step has learned the
+shapes that pipeline stages exchange, and left the memory that a step leaves to the next step.
 """
 
 from __future__ import annotations
@@ -24,16 +25,22 @@ from titan.config.schema import JobConfig
 from titan.optim.adam import local
 from titan.parallel.init_weights import canonical_name
 from titan.resolved import ResolvedJob, resolve_job
-from titan.sim.record.microbatches import Microbatches, repeating
+from titan.sim.record.microbatches import Microbatches, wrap_part
 from titan.sim.record.trace import BEGINS, Allocate, Event, Free, Trace, number_of
 
 
 @dataclass
 class Program:
-    """Hold what is recorded.
+    """Program to record.
 
-    parts: the model, or this rank's pipeline stages. train: runs a step of a number. clips: where the functions are that it clips
-    by: a module, and a name in it. needs_two: a second step is not like the first. tokens: of a step over all ranks.
+    Attributes:
+        parts: The model, or this rank's pipeline stages.
+        optimizers: Its optimizers.
+        train: Runs the step of a number.
+        clips: Places of the functions that clip gradients: a module, and a name in it.
+        pipeline: titan's pipeline, if the program has one.
+        needs_two: Whether a second step differs from the first.
+        tokens: Tokens of a step over all ranks, or 0.
     """
 
     parts: Sequence[nn.Module]
@@ -71,24 +78,30 @@ def record_program(
     *,
     repeats: bool = True,
 ) -> Trace:
-    """Return what a rank does in a step of a program. Raises what stops the program.
+    """Return the trace of a rank in a step of a program. Errors of the program pass through.
 
-    steps: how many to run. The last one counts, but of two the second is left out where it would be like the first.
-    repeats: take such short cuts, and have microbatches repeat others.
+    Args:
+        build: Builds the program.
+        rank: Global rank.
+        world_size: Number of ranks.
+        tracer: The tracer.
+        steps: Number of steps to run. The last one counts; the second of two is left out if it
+            would be like the first.
+        repeats: Whether to take such short cuts, and to repeat microbatches.
     """
     trace = Trace(rank, world_size)
     tracer.begin()
     with tracer:
         program = build()
         # Weights are the only memory so far, so all that was made is a parameter or a buffer.
-        tracer.storages.mark_made("parameters")
+        tracer.storages.categorize_new("parameters")
         for parameter, owner in _owners(program).items():
             tracer.storages.attribute([local(parameter)], owner)
         # What stays of the construction: temporary memory is gone before the first step.
         trace.setup, trace.tokens = _left(tracer.events), program.tokens
         tracer.microbatches = None
         pipeline = program.pipeline
-        repeats = repeats and tracer.remembers
+        repeats = repeats and tracer.replays_programs
         if pipeline is not None and repeats and not pipeline.schedule.splits_backward:
             stages = {*pipeline.stages}
             orders = (
@@ -124,7 +137,7 @@ def record_program(
 
 
 def _make_states(program: Program) -> None:
-    """Have the optimizer make its states, as in the first step, which then need not be recorded."""
+    """Make the optimizer's states, so that the first step need not be recorded."""
     for part in program.parts:
         for parameter in part.parameters():
             if parameter.requires_grad:
@@ -135,15 +148,17 @@ def _make_states(program: Program) -> None:
 
 
 def _is_closed(events: list[Event]) -> bool:
-    """Return whether a step ends what it begins, and refers to nothing else."""
+    """Return whether a step ends everything that it begins, and refers to nothing before it."""
     begun = {number_of(e) for e in events if isinstance(e, BEGINS)}
     used = {number_of(e) for e in events if not isinstance(e, BEGINS)} - {None}
     blocks = {key for key in begun if key and key[0] == "block"}
     return used <= begun and blocks <= used
 
 
-def once_for_each(programs: Sequence[JobConfig], build: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that builds the model of each program when it is first asked for."""
+def cache_by_program(
+    programs: Sequence[JobConfig], build: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a function that builds the model of each program on first use, and returns the same model later."""
     built: dict[int, Any] = {}
     # They differ in their models alone.
     numbers = {program.model.model_dump_json(): n for n, program in enumerate(programs)}
@@ -176,9 +191,9 @@ def _owners(program: Program) -> dict[Any, str]:
 def _watched(program: Program, tracer: Any) -> Iterator[list[Any]]:
     """Tell the tracer when the program clips and updates, and which memory holds gradients and states.
 
-    Yields the parameters, as they come, that were updated without a gradient.
+    Yields:
+        List of the parameters that were updated without a gradient. It grows during the steps.
     """
-
     scopes, storages = tracer.scopes, tracer.storages
     for part in program.parts:
         scopes.watch(part)
@@ -188,7 +203,7 @@ def _watched(program: Program, tracer: Any) -> Iterator[list[Any]]:
     @torch.no_grad()  # or a DTensor's shard would be a new tensor with a gradient function
     def mark_gradients() -> None:
         grads = (p.grad for p in owners if p.grad is not None)
-        storages.mark((local(grad) for grad in grads), "gradients")
+        storages.categorize((local(grad) for grad in grads), "gradients")
 
     def clipping(clip: Callable[..., Any]) -> Callable[..., Any]:
         def clip_gradients(*args: Any, **kwargs: Any) -> Any:
@@ -206,7 +221,7 @@ def _watched(program: Program, tracer: Any) -> Iterator[list[Any]]:
             storages.begin()
             with scopes.within(phase="optimizer"):
                 result = step(*args, **kwargs)
-            storages.mark_made("optimizer")
+            storages.categorize_new("optimizer")
             attribute_states(optimizer)
             return result
 
@@ -221,7 +236,7 @@ def _watched(program: Program, tracer: Any) -> Iterator[list[Any]]:
     for optimizer in program.optimizers:
         optimizer.step = updating(optimizer, optimizer.step)  # pyright: ignore
     if program.pipeline is not None:
-        program.pipeline.loss_fn = repeating(tracer, program.pipeline.loss_fn, "L")
+        program.pipeline.loss_fn = wrap_part(tracer, program.pipeline.loss_fn, "L")
     with ExitStack() as replaced:
         # A program finds the function by its module's global name, so replacing that is enough.
         for where, name in program.clips:

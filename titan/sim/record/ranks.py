@@ -1,4 +1,4 @@
-"""Rename the ranks in a trace, so that it stands for a layout with other replicas."""
+"""Renumbering of the ranks in a trace, for a layout with another number of replicas."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ def remap_ranks(trace: Trace, layout: Layout) -> Trace:
 
 
 def _place(rank: int, layout: Layout) -> dict[str, int]:
+    """Return the coordinates of a rank on the mesh, by axis."""
     place = {}
     # Ranks count row by row, with the last axis of AXES the fastest.
     for axis in reversed(AXES):
@@ -59,6 +60,7 @@ def _place(rank: int, layout: Layout) -> dict[str, int]:
 
 
 def _rank(place: dict[str, int], layout: Layout) -> int:
+    """Return the rank at a place on the mesh."""
     rank = 0
     for axis in AXES:
         rank = rank * getattr(layout, axis) + place[axis]
@@ -66,9 +68,6 @@ def _rank(place: dict[str, int], layout: Layout) -> int:
 
 
 def _members(place: dict[str, int], axes: Sequence[str], layout: Layout) -> tuple[int, ...]:
-    """Return the ranks along some axes that pass through a position of the mesh."""
+    """Return the ranks along some axes that pass through a place on the mesh."""
     along = itertools.product(*(range(getattr(layout, axis)) for axis in axes))
     return tuple(_rank(place | dict(zip(axes, numbers, strict=True)), layout) for numbers in along)
-
-
-# ---- the cache -----------------------------------------------------------------------------------

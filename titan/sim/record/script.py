@@ -1,11 +1,12 @@
-"""Load a training step from a user's script, so that it is recorded as titan's own is.
+"""Training step of a user's script, recorded in the same way as titan's own.
 
 The protocol is one function of the script, which a real run calls as well:
 
     build(device, **settings) -> (step, model, optimizer) or (step, model, optimizer, tokens)
 
-It builds its meshes from the default process group. `step()` runs a whole step, and may have arguments with defaults. The
-model may be a list of modules, and the optimizer a list of optimizers. `tokens` are those of a step over all ranks.
+It builds its meshes from the default process group. `step()` runs a whole step, and may have
+arguments with defaults. The model may be a list of modules, and the optimizer a list of optimizers.
+`tokens` is the number of tokens of a step over all ranks.
 """
 
 from __future__ import annotations
@@ -22,14 +23,24 @@ from titan.untrusted import InputError
 
 @dataclass(frozen=True)
 class Script:
-    """Name the build function of a script. settings: its keyword arguments."""
+    """Build function of a script.
+
+    Attributes:
+        file: Path of the script.
+        function: Name of the function.
+        settings: Its keyword arguments.
+    """
 
     file: str
     function: str
     settings: tuple[tuple[str, Any], ...] = ()
 
     def load(self) -> Any:
-        """Return the module, imported under its own name as `python FILE` finds it."""
+        """Return the module, imported under its own name as `python FILE` finds it.
+
+        Raises:
+            InputError: The script cannot be imported, or it has no such function.
+        """
         path = Path(self.file).resolve()
         sys.path.insert(0, str(path.parent))
         try:
@@ -42,7 +53,11 @@ class Script:
         return module
 
     def program(self, module: Any, device: Any) -> Any:
-        """Return the titan.sim.record.program.Program that the script builds."""
+        """Return the titan.sim.record.program.Program that the script builds.
+
+        Raises:
+            InputError: The function returns something else than the protocol says.
+        """
         import torch
         import torch.distributed as dist
         from torch import nn

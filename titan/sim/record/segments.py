@@ -1,6 +1,20 @@
-"""Cut a trace into segments that repeat with the blocks of a model, and find what refers to what. extrapolate.py uses them.
+"""Segments of a trace: parts that repeat with the blocks of a model, and the references between events.
 
-Segments are layer passes, series and single events; extrapolate.py defines them. Imports no torch.
+extrapolate.py defines the three kinds of segments (layer passes, series, single events) and uses
+them. Imports no torch.
+
+Example: a model of 2 blocks, recorded on one rank. The step has 10 events, which make 4 segments:
+
+    0  forward pass    parts [Allocate 100, Launch of layers.0], [Allocate 101, Launch of layers.1]
+    1  single event    part  [Launch of norm]
+    2  backward pass   parts [Launch of layers.1, Free 101], [Launch of layers.0, Free 100]
+    3  single event    part  [Launch of the update]
+
+Segments 0 and 2 are layer passes of stage 0, with directions 1 and -1. "Free 101" is
+EventId(segment=2, part=0, number=1). It refers to "Allocate 101", which is EventId(0, 1, 0). Part 0
+of the backward pass is block 1, and so is part 1 of the forward pass: the relative distance between
+their blocks is 0. It is also 0 for "Free 100", and in a model of any depth. The absolute distance
+from the first block is 1 for "Free 101" and 0 for "Free 100".
 """
 
 from __future__ import annotations
@@ -34,10 +48,17 @@ _FORWARD, _BACKWARD = "forward", ("backward", "recompute")
 
 @dataclass(slots=True)
 class Segment:
-    """Hold a layer pass, a series or a single event.
+    """A layer pass, a series, or a single event.
 
-    parts: the events of each block, in the order in which they come. Outside layer passes, one event each.
-    section: of the trace. stage, direction: of a layer pass, its pipeline stage, and 1 upwards or -1 downwards. Else -1 and 0.
+    Attributes:
+        parts: Events of each block, in the order of their recording. Outside layer passes, one
+            event for each part.
+        section: Section of the trace: "setup", "first_step" or "step".
+        stage: Pipeline stage of a layer pass; -1 for other segments.
+        direction: 1 for a layer pass from the first block to the last, -1 for the reverse; 0 for
+            other segments.
+        series: Whether the parts are equal events outside of blocks.
+        template: Part to repeat in a deeper model.
     """
 
     parts: list[list[Event]]
@@ -48,12 +69,21 @@ class Segment:
     template: int = 0  # the part that is repeated
 
     def block(self, part: int, length: int) -> int:
-        """Return the number of a part's block among `length` ones, or the other way round. Downwards, the first part is the last."""
+        """Return the number of a part's block among `length` blocks, or the part of a block.
+
+        Downwards, the first part is the last block.
+        """
         return part if self.direction >= 0 else length - 1 - part
 
 
 class EventId(NamedTuple):
-    """Name an event by its segment, its part, and its number within the part."""
+    """Place of an event in a parsed trace.
+
+    Attributes:
+        segment: Number of the segment.
+        part: Number of the part within the segment.
+        number: Number of the event within the part.
+    """
 
     segment: int
     part: int
@@ -62,16 +92,30 @@ class EventId(NamedTuple):
 
 @dataclass
 class ParsedTrace:
-    """Hold a trace in segments. targets: for each event that refers to another one, which."""
+    """A trace in segments.
+
+    Attributes:
+        depth: Number of blocks in each pipeline stage.
+        segments: All segments, in order.
+        targets: The event that each referring event refers to. A Free refers to its Allocate, for
+            example.
+    """
 
     depth: int
     segments: list[Segment] = field(default_factory=list)
     targets: dict[EventId, EventId] = field(default_factory=dict)
 
     def distance(self, event: EventId, target: EventId, *, from_end: bool, relative: bool) -> int:
-        """Return how far the block that an event refers to is from an end of its segment, less the event's own if `relative`.
+        """Return the distance of a target's block from an end of its segment.
 
-        Of a block its number within its stage counts, of an event outside blocks that within its series.
+        In a layer pass, blocks are numbered within their stage. In a series, each event counts as a
+        block.
+
+        Args:
+            event: The event that refers.
+            target: The event that it refers to.
+            from_end: Count from the last block of the target's segment, not from the first.
+            relative: Subtract the number of the event's own block.
         """
         own, other = self.segments[event.segment], self.segments[target.segment]
         block = other.block(target.part, len(other.parts))
@@ -81,7 +125,7 @@ class ParsedTrace:
 
 
 def parse_trace(trace: Trace, depth: int) -> ParsedTrace:
-    """Return a trace in segments. It was recorded with `depth` blocks in each stage."""
+    """Return a trace in segments. The model had `depth` blocks in each stage."""
     parsed = ParsedTrace(depth)
     # From all sections so far: the step frees what the first step allocated.
     allocations: dict[int, Allocate] = {}
@@ -108,7 +152,7 @@ def parse_trace(trace: Trace, depth: int) -> ParsedTrace:
 
 
 def _labels(events: Sequence[Event], allocations: dict[int, Allocate], depth: int) -> list[Any]:
-    """Return ((phase, action, stage), block) of each event that belongs to a block, else None."""
+    """Return ((phase, action, stage), block) for each event that belongs to a block, and None for other events."""
     labels: list[Any] = []
     # Where the last event with a scope was.
     here: Any = None
@@ -133,7 +177,7 @@ def _labels(events: Sequence[Event], allocations: dict[int, Allocate], depth: in
 
 
 def _label_waits(events: Sequence[Event], labels: list[Any], depth: int) -> None:
-    """Give each wait to its block where one stream awaits events of all blocks. FSDP does so after a backward pass."""
+    """Assign waits to blocks if a stream awaits events of at least `depth` blocks, as FSDP does after a backward pass."""
     # By number of an event: the block that recorded it.
     recorded = {
         event.event: label[1]
@@ -151,24 +195,25 @@ def _label_waits(events: Sequence[Event], labels: list[Any], depth: int) -> None
 
 
 def block_of(scope: Scope) -> int | None:
-    """Return the number of the block that a scope is in, or None."""
+    """Return the number of the block that contains a scope, or None."""
     return _layer_of(scope.module)
 
 
 @functools.cache
 def _layer_of(module: str) -> int | None:
+    """Return the number of the block that contains a module, or None."""
     match = LAYER.search(module)
     return int(match[1]) if match else None
 
 
 @functools.cache
 def any_layer(module: str) -> str:
-    """Return a module's path with "*" in place of its block's number."""
+    """Return the path of a module with "*" in place of the block's number."""
     return _ANY_LAYER.sub("layers.*", module)
 
 
 def _segments(labelled: Iterable[tuple[Event, tuple[Any, int]]], depth: int) -> Iterator[Segment]:
-    """Cut neighbouring events of one group into layer passes, and into single events where they are none."""
+    """Cut consecutive events of one label into layer passes, and into single events if no pass is complete."""
     # Neighbouring events of one block make a run; a complete pass is one run for each block.
     runs: list[tuple[int, list[Event]]] = []
     for event, (group, layer) in labelled:
@@ -190,7 +235,7 @@ def _segments(labelled: Iterable[tuple[Event, tuple[Any, int]]], depth: int) -> 
 
 
 def _layer_pass(runs: Sequence[tuple[int, list[Event]]], depth: int) -> Iterator[Segment]:
-    """Yield one segment if this is a layer pass, else one for each event."""
+    """Yield one segment for a layer pass, or one for each event if the runs are no layer pass."""
     stage = runs[0][0] // depth
     layers = [layer - stage * depth for layer, _ in runs]
     parts = [run for _, run in runs]
@@ -210,7 +255,7 @@ def _layer_pass(runs: Sequence[tuple[int, list[Event]]], depth: int) -> Iterator
 
 
 def _join_series(parsed: ParsedTrace) -> None:
-    """Join equal single events that follow each other: allocations, records of events, and what frees such a series."""
+    """Join consecutive equal single events: allocations, records of events, and the Free events of such a series."""
     # Of a block that a single event allocated: the event's segment.
     home: dict[int, Segment] = {}
     joined: list[Segment] = []
@@ -237,8 +282,7 @@ def _join_series(parsed: ParsedTrace) -> None:
 
 
 def _find_targets(parsed: ParsedTrace) -> None:
-    """Store for each event that refers to another one which it is. Join series before, since they
-    change the segments."""
+    """Store the target of each event that refers to another event, after joining series."""
     _join_series(parsed)
     known: dict[tuple[str, int], EventId] = {}
     for event_id, event in _all(parsed.segments):
@@ -256,6 +300,7 @@ def _find_targets(parsed: ParsedTrace) -> None:
 
 
 def _all(segments: Sequence[Segment]) -> Iterator[tuple[EventId, Event]]:
+    """Yield all events with their places."""
     for u, segment in enumerate(segments):
         for p, part in enumerate(segment.parts):
             for n, event in enumerate(part):

@@ -1,8 +1,8 @@
-"""Follow device memory: every storage from its allocation to its end, and its category.
+"""Device memory of a recorded program: every storage from its allocation to its end, and its category.
 
-A storage ends with its last tensor, which a weak reference notices. FSDP frees and takes memory within one storage, by
-resizing it. The category of memory is known later than its allocation, so an Allocate event gets its category when it is
-known, at the latest when the step ends:
+A storage ends with its last tensor, which a weak reference notices. FSDP frees and takes memory
+within one storage, by resizing it. The category of memory is known later than its allocation, so an
+Allocate event gets its category when it is known, at the latest when the step ends:
 
     parameters    was there when the program was built
     activations   was made in a forward pass and there when a backward pass began
@@ -10,7 +10,7 @@ known, at the latest when the step ends:
     gradients     is some parameter's gradient, or was made in one backward pass and there when the next began: FSDP adds up
                   whole gradients over microbatches
     optimizer     was made by the optimizer and outlived its step
-    temporary     all else
+    temporary     all other memory
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ from titan.sim.record.trace import Allocate, Category, Event, Free, Scope
 
 
 class _Storage:
-    """A storage with memory. event: its latest allocation, None while it has no memory."""
+    """Storage with memory.
+
+    Attributes:
+        event: Its latest allocation; None while it has no memory.
+        ref: Weak reference that notices its end.
+        category: Its category, once known.
+    """
 
     __slots__ = ("category", "event", "ref")
 
@@ -37,8 +43,13 @@ class _Storage:
 
 
 class Storages:
-    """Follow all storages of a program. record: takes an event. scope, stream: return the current
-    ones."""
+    """All storages of a program.
+
+    Attributes:
+        record: Receives events.
+        scope: Returns the current scope.
+        stream: Returns the current stream.
+    """
 
     def __init__(
         self,
@@ -61,13 +72,17 @@ class Storages:
             self._take(self._watch(storage), storage.nbytes())
 
     def adopt(self, tensor: Tensor, event: Allocate) -> _Storage:
-        """Note that a tensor's storage is what an event that was recorded before has allocated. Return what follows it."""
+        """Assign an allocation that was recorded before to a tensor's storage.
+
+        Return the storage's entry.
+        """
         entry = self._watch(tensor.untyped_storage())
         entry.event = event
         self._made[event.block] = event
         return entry
 
     def _watch(self, storage: Any, done: Callable[[int], None] | None = None) -> _Storage:
+        """Add an entry for a storage, and record its end when it comes."""
         address = storage._cdata
 
         # The address may already belong to a newer storage, whose predecessor's reference ends
@@ -82,7 +97,10 @@ class Storages:
         return entry
 
     def stand_in(self, memory: Tensor, done: Callable[[int], None]) -> int:
-        """Watch memory that does not count. Return its address, with which `done` is called when it ends."""
+        """Watch memory that is not recorded.
+
+        Return its address; `done` is called with the address when the memory ends.
+        """
         self._watch(memory.untyped_storage(), done)
         return memory.untyped_storage()._cdata
 
@@ -92,7 +110,7 @@ class Storages:
         return entry.event.block if entry and entry.event else -1
 
     def resize(self, storage: Any, size: int) -> None:
-        """Note that `storage` is about to be resized, which is how FSDP frees and takes memory."""
+        """Note that a storage is about to be resized, which is how FSDP frees and takes memory."""
         entry = self._live.get(storage._cdata)
         # A storage that is not on the device, or that has this size already, does not change.
         if entry is None or (entry.event.size_bytes if entry.event else 0) == size:
@@ -116,6 +134,7 @@ class Storages:
         self.record(Free(block))
 
     def _take(self, entry: _Storage, size: int) -> None:
+        """Record memory for a storage."""
         if not size:
             return
         event = self.allocate(size, self.stream(), entry.category or "temporary", self.scope())
@@ -123,6 +142,7 @@ class Storages:
         self._made[event.block] = event
 
     def _release(self, entry: _Storage) -> None:
+        """Record the end of a storage's memory. Its category is final then."""
         # Memory ends here: its category is final, and whoever holds the event sees it.
         if entry.event is None:
             return
@@ -134,8 +154,8 @@ class Storages:
 
     # ---- what it was for -----------------------------------------------------------------------
 
-    def mark(self, tensors: Iterable[Tensor], category: Category) -> None:
-        """Set the category of these tensors' memory, also for its past."""
+    def categorize(self, tensors: Iterable[Tensor], category: Category) -> None:
+        """Set the category of these tensors' memory, also in events that were recorded before."""
         for tensor in tensors:
             entry = self._live.get(tensor.untyped_storage()._cdata)
             # The first mark holds, except that gradients win: their memory may have served another
@@ -152,8 +172,8 @@ class Storages:
             if entry is not None and entry.event is not None:
                 entry.event.scope = replace(entry.event.scope, module=module)
 
-    def mark_made(self, category: Category) -> None:
-        """Set the category of what was made since the last `begin`, still exists and has none."""
+    def categorize_new(self, category: Category) -> None:
+        """Set the category of memory that was made since the last `begin`, still exists and has no category."""
         for entry in self._live.values():
             if entry.event is not None and entry.event.block in self._made and not entry.category:
                 made_in = entry.event.scope.phase
@@ -163,15 +183,15 @@ class Storages:
 
     @property
     def any(self) -> bool:
-        """Return whether storages of the program are alive."""
+        """Whether storages of the program are alive."""
         return bool(self._live)
 
     def forget(self) -> None:
-        """Forget all storages: they belong to another program."""
+        """Forget all storages, since another program begins."""
         # What ends later must not be recorded into the new program: `end` above finds nothing.
         self._live.clear()
         self._made.clear()
 
     def begin(self) -> None:
-        """Begin a pass: what is made from here on is what `mark_made` marks."""
+        """Begin a pass. `categorize_new` concerns memory that is made from here on."""
         self._made.clear()

@@ -1,7 +1,7 @@
-"""Keep torch's private names that the simulator depends on in this one place. Tried on torch 2.11 to 2.15.
+"""torch's private names that the simulator depends on, in one place. Tried on torch 2.11 to 2.15.
 
-`find` reports a name that is missing when the recording starts: which one, and in which torch. Things that are
-replaced are replaced for the life of the process, which only makes recordings.
+`find` reports a missing name when the recording starts, with the version of torch. Replacements
+last for the life of the process, which only makes recordings.
 """
 
 from __future__ import annotations
@@ -25,11 +25,15 @@ __all__ = ["FakeTensor", "FakeTensorMode", "MissingName", "unset_fake_temporaril
 
 
 class MissingName(RuntimeError):
-    """Report that this torch lacks something that the simulator needs. The message names both."""
+    """Absence of a private name that the simulator needs in this torch. The message names both."""
 
 
 def find(module: str, name: str) -> Any:
-    """Return `name` (dotted) of a module of torch. Raises MissingName."""
+    """Return `name` (dotted) of a module of torch.
+
+    Raises:
+        MissingName: This torch has no such name.
+    """
     try:
         value: Any = import_module(module)
         for part in name.split("."):
@@ -42,7 +46,11 @@ def find(module: str, name: str) -> Any:
 
 
 def replace(module: str, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Put wrap(old) in the place of `name` (dotted) of a module. Raises MissingName."""
+    """Replace `name` (dotted) of a module by `wrap(old)`.
+
+    Raises:
+        MissingName: This torch has no such name.
+    """
     path, _, last = name.rpartition(".")
     owner = find(module, path) if path else import_module(module)
     # From __dict__, since getattr would unwrap a static or class method.
@@ -77,8 +85,7 @@ def init_fake_process_group(device_type: str, *, rank: int, world_size: int) -> 
 
 @contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
-    """Make every tensor inside a fake one. torch.tensor(..., device=...) makes its data on the host
-    first, as always."""
+    """Make every tensor inside a fake tensor. torch.tensor(..., device=...) makes its data on the host first, as always."""
     _repair_addmm()
     # A model that is copied (a pipeline stage) stays in the same world of fake tensors.
     FakeTensorMode.__deepcopy__ = lambda mode, _: mode  # pyright: ignore
@@ -89,8 +96,7 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
 
 
 def _repair_addmm() -> None:
-    """Let fake tensors compute the shape of `addmm(..., out_dtype=...)`, whose dtype torch 2.11 takes for `beta`
-    (pytorch issue 163880)."""
+    """Repair the shape of `addmm(..., out_dtype=...)` on fake tensors. torch 2.11 takes its dtype for `beta` (pytorch issue 163880)."""
     table = find("torch._decomp", "decomposition_table")
     for name in ("dtype", "dtype_out"):
         op = getattr(torch.ops.aten.addmm, name)
@@ -111,13 +117,13 @@ def _shape_of_addmm(
     out: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
+    """Return an empty result of addmm."""
     return left.new_empty((len(left), right.shape[1]), dtype=out_dtype) if out is None else out
 
 
 @contextmanager
-def no_memory_of_calls(tensor: Any) -> Iterator[None]:
-    """Turn off the cache of calls on a tensor's fake mode, which would keep storages alive that
-    were arguments."""
+def uncached_calls(tensor: Any) -> Iterator[None]:
+    """Turn off the cache of calls on a tensor's fake mode, which would keep the storages of arguments alive."""
     mode = tensor.fake_mode
     before, mode.cache_enabled = mode.cache_enabled, False
     try:
@@ -126,9 +132,11 @@ def no_memory_of_calls(tensor: Any) -> Iterator[None]:
         mode.cache_enabled = before
 
 
-def read_meshes_for_real(paused: Callable[..., Any]) -> None:
-    """Let DeviceMesh compute with real tensors, since it wants their values. `paused` is a
-    decorator."""
+def compute_meshes_unfaked(paused: Callable[..., Any]) -> None:
+    """Make DeviceMesh compute with real tensors, since it reads their values.
+
+    `paused` is a decorator.
+    """
 
     def for_real(function: Callable[..., Any]) -> Callable[..., Any]:
         @paused
@@ -155,15 +163,15 @@ def read_meshes_for_real(paused: Callable[..., Any]) -> None:
         find(module, "DeviceMesh").mesh = property(for_real(rank_map.fget))
 
 
-def swap_fake_tensors() -> None:
-    """Let `module.to(device)` swap tensors that their fake mode has weak references to. It looks for real ones there."""
+def allow_swapping_fake_tensors() -> None:
+    """Allow `module.to(device)` to swap tensors that their fake mode has weak references to. torch refuses it for any weak reference."""
     find("torch.utils", "swap_tensors").__globals__["weakref"] = SimpleNamespace(
         getweakrefs=lambda _: []
     )
 
 
 def watch_meshes(note: Callable[[Any], None]) -> None:
-    """Have `note` called with each mesh that is built from now on."""
+    """Call `note` with each mesh that is built from now on."""
 
     def wrap(build: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(build)
@@ -176,9 +184,11 @@ def watch_meshes(note: Callable[[Any], None]) -> None:
     replace("torch.distributed.device_mesh", "DeviceMesh.__init__", wrap)
 
 
-def keep_slices_of_meshes() -> None:
-    """Make a mesh's slices once. Compiled code asks whether they are the very same objects, and
-    would be compiled again."""
+def cache_mesh_slices() -> None:
+    """Make a mesh's slices once.
+
+    Compiled code compares them by identity, and would be compiled again.
+    """
 
     def wrap(take: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         slices: dict[tuple[int, Any], Any] = {}
@@ -194,9 +204,8 @@ def keep_slices_of_meshes() -> None:
     replace("torch.distributed.device_mesh", "DeviceMesh.__getitem__", wrap)
 
 
-def make_shards_when_asked() -> None:
-    """Cut only the shards that FSDP looks at, the first and its own, where it would cut as many as
-    there are ranks."""
+def make_shards_lazily() -> None:
+    """Cut only the shards that FSDP reads, the first and its own, in place of one shard for each rank."""
 
     def wrap(old: Callable[..., Any]) -> Callable[..., Any]:
         def chunk(tensor: Tensor, num_chunks: int, dim: int) -> Any:
@@ -208,13 +217,14 @@ def make_shards_when_asked() -> None:
 
 
 class _Shards:
-    """Cut a tensor as torch.chunk does: equal shards rounded up, then a shorter one, then empty ones."""
+    """Shards of a tensor as torch.chunk cuts them: equal shards rounded up, then a shorter shard, then empty shards."""
 
     def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
         self.tensor, self.dim = tensor, dim
         self.size = -(-tensor.size(dim) // num_chunks)
 
     def __getitem__(self, number: int) -> Tensor:
+        """Return a shard."""
         start, end = number * self.size, self.tensor.size(self.dim)
         if start < end:
             return self.tensor.narrow(self.dim, start, min(self.size, end - start))
@@ -222,17 +232,19 @@ class _Shards:
 
 
 def pause_in_sharding_propagation(paused: Callable[..., Any]) -> None:
-    """Record nothing while DTensor learns an operation's output shape, which it does by running it on fake tensors of the
-    global shape. `paused` is a decorator."""
+    """Pause the recording while DTensor runs an operation on fake tensors of the global shape, to learn its output shape.
+
+    `paused` is a decorator.
+    """
     propagator = "ShardingPropagator._propagate_tensor_meta_non_cached"
     replace("torch.distributed.tensor._sharding_prop", propagator, paused)
 
 
-def wait_late() -> None:
+def defer_waits() -> None:
     """Make DTensor wait for a collective only when its result is needed.
 
-    It does so on real tensors. On fake ones it believes that a compiler traces it, and waits at once.
-    The replaced check says that it does not.
+    It does so on real tensors. On fake tensors it believes that a compiler traces it, and waits at
+    once. The replaced check says that no compiler does.
     """
 
     def wrap(old: Callable[[], bool]) -> Callable[[], bool]:
@@ -250,8 +262,11 @@ def wait_late() -> None:
             replace(module.__name__, "_are_we_tracing", wrap)
 
 
-def know_pipeline_shapes() -> None:
-    """Let stages of a pipeline, which are given their shapes, agree without the others, which are not here; and compile as they run."""
+def fix_pipeline_shapes() -> None:
+    """Use the given shapes in a pipeline's stages, since the other stages are not here to agree.
+
+    Compile stages as they run.
+    """
     find("titan.parallel.pipeline", "Pipeline").compiles_first = False
     if not hasattr(find("torch.distributed.pipelining.stage", "PipelineStage"), "_recv_meta"):
         return  # 2.11, which asks nobody
@@ -271,8 +286,7 @@ _A_TENSOR = torch.empty(0)
 
 
 def release_sent_outputs() -> None:
-    """Let a pipeline's stage release what it has sent. torch does so since 2.15 for plain tensors,
-    and fake ones are as good."""
+    """Release the outputs that a pipeline's stage has sent. torch does so since 2.15 for plain tensors, but not for fake tensors."""
     module, stage, method = "torch.distributed.pipelining.stage", "_PipelineStageBase", "_output_slot_is_releasable"  # fmt: skip
     if not hasattr(find(module, stage), method):
         return
@@ -283,8 +297,8 @@ def release_sent_outputs() -> None:
     replace(module, f"{stage}.{method}", wrap)
 
 
-def tell_of_unpacking(tell: Callable[[Exception], None]) -> None:
-    """Call `tell` with errors that leave the unpacking of a saved tensor, which may be a recomputation, for C++."""
+def report_unpack_errors(tell: Callable[[Exception], None]) -> None:
+    """Call `tell` with errors in the unpacking of a saved tensor, which may be a recomputation, before they pass into C++."""
 
     def wrap(init: Callable[..., None]) -> Callable[..., None]:
         def telling(hooks: Any, pack_hook: Callable[..., Any], unpack_hook: Callable[..., Any]) -> None:  # fmt: skip
@@ -303,7 +317,7 @@ def tell_of_unpacking(tell: Callable[[Exception], None]) -> None:
 
 
 def pause_in_compilation(begin: Callable[[], None], end: Callable[[], None]) -> None:
-    """Call these before and after every compilation. What a compiler runs on fake tensors does not happen on the device."""
+    """Call `begin` before and `end` after every compilation, during which a compiler runs operations on fake tensors."""
     find("torch._dynamo.callback", "on_compile_start")(lambda *_: begin())
     find("torch._dynamo.callback", "on_compile_end")(lambda *_: end())
 

@@ -1,11 +1,11 @@
-"""Define what one rank does in a training step as data: the simulator records it, prices it and replays it.
+"""Trace of one rank's training step, as data: the simulator records it, prices it and replays it.
 
     record    runs the program on fake tensors and writes a Trace        tracer.py
-    price     seconds of a Kernel or a Collective on some hardware       cost.py, network.py
-    replay    streams, events and ranks on a clock; the allocator        replay.py, allocator.py
+    price     seconds of a Kernel or a Transfer on some hardware         cost.py, network.py
+    replay    streams, events and ranks on a clock; the allocator        queues.py, allocator.py
 
-A trace knows nothing of hardware, so one trace serves all of it. Events stand in the order in which the host issues them.
-Imports no torch.
+A trace does not depend on the hardware, so that it can be priced on any. Events stand in the order
+in which the host issues them. Imports no torch.
 """
 
 from __future__ import annotations
@@ -43,26 +43,37 @@ Host = Literal[
     "compiled",
 ]
 Phase = Literal["setup", "forward", "backward", "recompute", "clip", "optimizer"]
-# Whose memory it is; storages.py says when which category holds.
+# Purpose of memory; storages.py defines each category.
 Category = Literal["parameters", "gradients", "optimizer", "activations", "unsharded", "temporary"]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 COMPUTE_STREAM = 0
 """The device's default stream; other streams are numbered as they are made."""
 HOST = -1
-"""In place of a stream: the host."""
+"""Number of the host, in place of a stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """Hold all of a kernel that its duration depends on. Equal kernels are one object within a
-    trace.
+    """Kernel, with everything that its duration depends on.
 
-    name: as torch calls it ("aten::mm"), or "fused" and what it was fused of. shapes: of the operands that the cost depends on;
-    of an optimizer's operation over lists of tensors, what `list_launches` asks.
-    dtype: of the first operand, as torch prints it without its "torch.". flops: multiplications and additions, causality not
-    deducted. host: what launched it, which is what it costs the host. num_launches: kernels that the operation is made of
-    (a foreach over many tensors runs in several). transposes: a fused one that reads along one dimension and writes along another.
+    Equal kernels are one object within a trace.
+
+    Attributes:
+        name: torch's name ("aten::mm"), or "fused" and the fused operations.
+        kind: Kind, which decides the formula of its duration.
+        shapes: Shapes of the operands that the cost depends on. For an optimizer's operation over
+            lists of tensors, the arguments of
+        `list_launches`.
+        dtype: Data type of the first operand, as torch prints it without its "torch.".
+        flops: Multiplications and additions, causality not deducted.
+        read_bytes: Bytes that it reads.
+        write_bytes: Bytes that it writes.
+        host: Launcher of the kernel, which decides the host's time.
+        num_launches: Number of kernels that the operation is made of. A foreach over many tensors
+            runs in several.
+        causal: Whether attention has a causal mask.
+        transposes: Whether a fused kernel reads along one dimension and writes along another.
     """
 
     name: str
@@ -82,9 +93,11 @@ _CHUNKS_AT_ONCE = 320  # MultiTensorApply.cuh
 
 
 def list_launches(shapes: tuple[tuple[int, ...], ...]) -> int:
-    """Count the launches of an operation over lists of tensors, from its `shapes`.
+    """Return the number of launches of an operation over lists of tensors.
 
-    These are ((launches of one pass, tensors that a launch takes), (tensors, chunks of 65,536 elements in them)).
+    Args:
+        shapes: ((launches of one pass, tensors in a launch), (tensors, chunks of 65,536 elements in
+            them)).
     """
     (passes, at_once), (tensors, chunks) = shapes
     # A launch is full when it has its most tensors or its most chunks, whichever comes first.
@@ -93,11 +106,15 @@ def list_launches(shapes: tuple[tuple[int, ...], ...]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Say where in the program something happens.
+    """Place in the program where an event happens.
 
-    phase: of the step. module: path of a module ("layers.3.attention.wq"), empty outside of the model. action: under
-    pipeline parallelism, such as "2F0": forward of stage 2, microbatch 0. call: in a block that is recomputed operation by
-    operation, the operation and its place among those of its name in the block ("aten.mm@2").
+    Attributes:
+        phase: Phase of the step.
+        module: Path of a module ("layers.3.attention.wq"), empty outside of the model.
+        action: Pipeline action, such as "2F0": forward of stage 2, microbatch 0.
+        call: In a block that is recomputed operation by operation, the operation and its place
+            among those of its name in the
+        block ("aten.mm@2").
     """
 
     phase: Phase
@@ -108,8 +125,13 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Describe a process group. axes: of the mesh, such as ("dp_shard", "cp"). ranks: global ones,
-    in order."""
+    """Process group.
+
+    Attributes:
+        name: torch's name.
+        axes: Axes of the mesh, such as ("dp_shard", "cp").
+        ranks: Global ranks in order.
+    """
 
     name: str
     axes: tuple[str, ...]
@@ -118,8 +140,7 @@ class Group:
 
 @dataclass(slots=True)
 class Launch:
-    """The host launches a kernel on a stream. On HOST, it computes by itself, with what is in its
-    own memory."""
+    """Launch of a kernel on a stream. On HOST, the host computes itself, on its own memory."""
 
     kernel: Kernel
     stream: int
@@ -128,12 +149,21 @@ class Launch:
 
 @dataclass(slots=True)
 class Transfer:
-    """The host issues a collective, or one side of a send and receive.
+    """Collective, or one side of a send and receive.
 
-    size_bytes: of the gathered tensor (all_gather), of the unreduced one (reduce_scatter), else of the message of this rank.
-    stream: the current one. If `detached`, it runs on a stream of its group's own, which first waits for this
-    one; else it occupies this one. work: what an AwaitWork refers to; transfers that share one were issued together.
-    peer: global rank, of a send, recv or read.
+    Attributes:
+        kind: Kind of the collective.
+        group: Name of the process group.
+        size_bytes: Size of the gathered tensor (all_gather), of the unreduced tensor
+            (reduce_scatter), or of this rank's message.
+        dtype: Data type, as in Kernel.
+        stream: Current stream.
+        detached: Whether the transfer runs on its group's own stream, which first waits for the
+            current stream. If not, it
+        occupies the current stream.
+        work: Number that an AwaitWork refers to. Transfers that share it were issued together.
+        scope: Place in the program.
+        peer: Global rank of the other side of a send, recv or read; -1 for collectives.
     """
 
     kind: CollectiveKind
@@ -149,7 +179,7 @@ class Transfer:
 
 @dataclass(slots=True)
 class AwaitWork:
-    """A stream waits for transfers. If `host` is set, so does the host."""
+    """Wait of a stream for the transfers of a work. If `host` is set, the host waits, too."""
 
     stream: int
     work: int
@@ -158,7 +188,7 @@ class AwaitWork:
 
 @dataclass(slots=True)
 class RecordEvent:
-    """The host records an event on a stream."""
+    """Recording of an event on a stream."""
 
     stream: int
     event: int
@@ -166,7 +196,7 @@ class RecordEvent:
 
 @dataclass(slots=True)
 class AwaitEvent:
-    """A stream waits for an event. With stream -1, the host does."""
+    """Wait of a stream for an event. With stream -1, the host waits."""
 
     stream: int
     event: int
@@ -174,7 +204,7 @@ class AwaitEvent:
 
 @dataclass(slots=True)
 class AwaitStream:
-    """A stream waits for all that another has been given so far."""
+    """Wait of a stream for all work that another stream has been given so far."""
 
     stream: int
     other: int
@@ -182,8 +212,7 @@ class AwaitStream:
 
 @dataclass(slots=True)
 class Synchronize:
-    """The host waits for a stream, or with -1 for all of them: a value is read, or the device
-    synchronised."""
+    """Wait of the host for a stream, or for all streams with -1, because a value is read or the device is synchronised."""
 
     stream: int
     reason: str = ""
@@ -191,8 +220,15 @@ class Synchronize:
 
 @dataclass(slots=True)
 class Allocate:
-    """Device memory begins to be used. block: a number never used twice. size_bytes: as asked for,
-    not rounded."""
+    """Allocation of device memory.
+
+    Attributes:
+        block: Number that is never used twice.
+        size_bytes: Requested size, not rounded.
+        stream: Current stream.
+        category: Purpose of the memory.
+        scope: Place in the program.
+    """
 
     block: int
     size_bytes: int
@@ -203,7 +239,7 @@ class Allocate:
 
 @dataclass(slots=True)
 class Free:
-    """Device memory is not used any more."""
+    """End of a block of device memory."""
 
     block: int
 
@@ -222,11 +258,11 @@ Event: TypeAlias = (
 
 
 BEGINS = (Allocate, RecordEvent, Transfer)
-"""What gives a block, an event or a work its number. Others refer to it by that."""
+"""Events that give a block, an event or a work its number, by which other events refer to it."""
 
 
 def number_of(event: Event) -> tuple[str, int] | None:
-    """Return which block, event or work an event begins, ends or waits for: its field, and the number."""
+    """Return the field that names a block, event or work ("block", "event", "work") and its number; None for other events."""
     for name in ("block", "event", "work"):
         if hasattr(event, name):
             return name, getattr(event, name)
@@ -235,17 +271,23 @@ def number_of(event: Event) -> tuple[str, int] | None:
 
 @functools.cache
 def compared_fields(kind: type) -> list[str]:
-    """Return the fields of an event or a kernel but its number and its scope."""
+    """Return the fields of an event or a kernel except its number and its scope."""
     return [f.name for f in fields(kind) if f.name not in ("block", "event", "work", "scope")]
 
 
 @dataclass(eq=False)
 class Trace:
-    """Hold one rank's program. It equals only itself, so that what was found out about it can be
-    cached by identity.
+    """Program of one rank. It equals only itself, so that results can be cached by identity.
 
-    setup: what is allocated when the model is built. first_step: what the first step allocates and leaves, the optimizer's state above
-    all. step: every step apart from that. Of a script, mesh: the degrees by axis. tokens: of a step over all ranks, if it states them.
+    Attributes:
+        rank: Global rank.
+        world_size: Number of ranks.
+        groups: Process groups by name.
+        setup: Allocations that remain after the model is built.
+        first_step: Allocations that remain after the first step, above all the optimizer's states.
+        step: Events of every later step.
+        mesh: Degrees by axis, of a script.
+        tokens: Tokens of a step over all ranks, of a script that states them.
     """
 
     rank: int
@@ -260,8 +302,11 @@ class Trace:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Turn off Python's collector of cycles. Traces and their replay are millions of small objects, none of them in
-    cycles, and looking for cycles takes half of the time."""
+    """Turn off Python's collector of cycles.
+
+    Traces and their replay are millions of small objects without cycles, and looking for cycles
+    takes half of the time.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,9 +1,10 @@
-"""Get traces of jobs: from the cache, from two shallow models if all blocks are alike, or from the whole model.
+"""Traces of jobs: from the cache, from two shallow models if all blocks are alike, or from the whole model.
 
-A trace follows from the program. It depends neither on the hardware nor on the number of replicas, which only changes the
-ranks of groups. The key of a trace is a hash of the settings that the program is built from, of titan's source and of
-torch's version, so an entry is never stale, only unused. Entries are in titan/traces in the user's cache folder. Reading one
-creates objects of titan.sim.record.trace and nothing else.
+A trace follows from the program. It depends neither on the hardware nor on the number of replicas,
+which only changes the ranks of groups. The key of a trace is a hash of the settings that the
+program is built from, of titan's source and of torch's version, so an entry is never stale, only
+unused. Entries are in titan/traces in the user's cache folder. Reading an entry creates only
+objects of titan.sim.record.trace.
 """
 
 from __future__ import annotations
@@ -54,7 +55,15 @@ _DEPTH = 5
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """Describe a job to trace."""
+    """Job to trace.
+
+    Attributes:
+        config: The job.
+        layout: Its layout.
+        device_kind: Device whose kernels are recorded.
+        prepare: Changes torch or the model first. Such traces are not cached, since the key does
+            not cover the change.
+    """
 
     config: JobConfig
     layout: Layout
@@ -104,14 +113,14 @@ def get_traces(
     use_cache: bool = True,
     done: Callable[[TraceRequest, dict[int, Trace] | Exception], None],
 ) -> None:
-    """Trace jobs, all at once. `done` gets each job's traces by rank when they are ready, or a TraceError.
+    """Trace jobs in parallel, and report the traces of each job when they are ready.
 
     Args:
-        jobs: what to trace.
-        processes: how many run at once. All cores by default.
-        whole: trace every block, and leave the cache alone.
-        use_cache: read and write the cache.
-        done: called once for each job.
+        jobs: Jobs to trace.
+        processes: Number of processes that run at once. All cores by default.
+        whole: Trace every block, and leave the cache alone.
+        use_cache: Read and write the cache.
+        done: Called once for each job, with its traces by rank or a TraceError.
     """
     plans = []
     for request in jobs:
@@ -130,7 +139,10 @@ def get_traces(
 
 
 def _record(plans: Sequence[_Plan], processes: int) -> list[_Plan]:
-    """Trace, and report what is ready. Return the plans whose blocks are not all alike."""
+    """Record the jobs of plans, and report traces that are ready.
+
+    Return the plans whose blocks are not all alike.
+    """
     # Few plans leave processes idle: then the ranks of a plan are dealt out to several.
     parts = -(-processes // max(1, len(plans)))  # of each plan, each in a separate process
     waiting = [(plan, job) for plan in plans for job in plan.jobs(parts)]
@@ -143,7 +155,14 @@ def _record(plans: Sequence[_Plan], processes: int) -> list[_Plan]:
 
 
 class _Plan:
-    """A job, the ranks to record, and their traces so far."""
+    """Job with its ranks to record, and their traces so far.
+
+    Attributes:
+        request: The job.
+        depths: Blocks of each stage, if shallow models are recorded in its place.
+        path: Its file in the cache, if it is cached.
+        done: Receives the traces.
+    """
 
     def __init__(
         self,
@@ -160,7 +179,7 @@ class _Plan:
         self.ended = False
 
     def jobs(self, parts: int) -> list[Job]:
-        """Return the ranks dealt out to this many processes."""
+        """Return the recording jobs, with the ranks distributed over this many processes."""
         request, layout = self.request, self.request.layout
         if layout.pp == layout.world_size:  # fake_world.impersonate_rank cannot do this
             parts = layout.pp
@@ -187,7 +206,7 @@ class _Plan:
         return [replace(job, ranks=ranks) for ranks in dealt]
 
     def finish(self, job: Job, result: list[Trace] | Exception) -> bool:
-        """Take some ranks' traces. Return True if the job has to be traced whole instead."""
+        """Take the traces of some ranks. Return True if the job has to be traced whole instead."""
         # Another part of the job has failed already, and reported it.
         if self.ended:
             return False
@@ -223,7 +242,15 @@ class _Plan:
 def _extended(
     traces: Sequence[Trace], *, depth: int, stages: Sequence[Depth], size: int, missing: int
 ) -> Trace:
-    """Return the trace of the whole model. size: blocks of an FSDP unit, of which the first one has `missing` less."""
+    """Return the trace of the whole model.
+
+    Args:
+        traces: Traces of the two shallow models.
+        depth: FSDP units in each stage of the shallower model.
+        stages: Units of each stage in the whole model.
+        size: Blocks of an FSDP unit.
+        missing: Blocks that the first unit lacks.
+    """
 
     def to_unit(number: re.Match[str]) -> str:
         unit, place = divmod(int(number[1]) + missing, size)
@@ -232,26 +259,26 @@ def _extended(
     def to_block(number: re.Match[str]) -> str:
         return f"layers.{int(number[1]) * size + int(number[2]) - missing}"
 
-    def to_further(number: re.Match[str], first: int) -> str:
-        return f"further.{place}" if (place := int(number[1]) - first) >= 0 else number[0]
+    def to_mtp(number: re.Match[str], first: int) -> str:
+        return f"mtp.{place}" if (place := int(number[1]) - first) >= 0 else number[0]
 
     if size == 1:
         # Modules of multi-token prediction come after the blocks, and do not repeat.
         firsts = (depth * len(stages), (depth + 1) * len(stages))
         apart = (
-            _renamed(t, LAYER, partial(to_further, first=n))
+            _renamed(t, LAYER, partial(to_mtp, first=n))
             for t, n in zip(traces, firsts, strict=True)
         )
         whole = extrapolate(*apart, depth=depth, stages=stages)
         first = sum(stage.count for stage in stages)
-        return _renamed(whole, _FURTHER, lambda number: f"layers.{first + int(number[1])}")
+        return _renamed(whole, _MTP, lambda number: f"layers.{first + int(number[1])}")
     # Units repeat where blocks do not, so they are what is counted meanwhile.
     small, big = (_renamed(trace, LAYER, to_unit) for trace in traces)
     whole = extrapolate(small, big, depth=depth, stages=stages)
     return _renamed(whole, _IN_UNIT, to_block)
 
 
-_FURTHER = re.compile(r"^further\.(\d+)")
+_MTP = re.compile(r"^mtp\.(\d+)")
 _IN_UNIT = re.compile(LAYER.pattern + r"\.block (\d+)")
 
 
@@ -259,7 +286,7 @@ _IN_UNIT = re.compile(LAYER.pattern + r"\.block (\d+)")
 
 
 def shallow(request: TraceRequest) -> list[Depth] | None:
-    """Return the stages of a model, in FSDP units, if it is worth tracing shallower ones instead, else None."""
+    """Return the stages of a model, in FSDP units, or None if tracing shallower models is not possible or not worth it."""
     config, layout = request.config, request.layout
     if config.model.freeze or len(config.activation_checkpoint.op_keep_by_block) > 1:
         return None  # blocks differ
@@ -293,8 +320,11 @@ def shallow(request: TraceRequest) -> list[Depth] | None:
 
 
 def shallow_depth(request: TraceRequest) -> int:
-    """Return the units of a stage in the shallower model: enough of equal ones between those that have no experts, are gathered
-    ahead, or stay gathered."""
+    """Return the number of FSDP units in each stage of the shallower model.
+
+    There must be enough equal units between units without experts, units that are gathered ahead,
+    and units that stay gathered.
+    """
     parallel, model = request.config.parallelism, model_config(request.config.model)
     size, kept = parallel.fsdp_blocks_per_unit, parallel.fsdp_kept_blocks
     # Where all stay, they are alike. The first that stays is not like the one before it.
@@ -310,7 +340,7 @@ def shallow_depth(request: TraceRequest) -> int:
 
 
 def at_depth(request: TraceRequest, depth: int) -> JobConfig:
-    """Return the job with `depth` blocks, or FSDP units of several, in every pipeline stage."""
+    """Return the job with `depth` blocks, or FSDP units of several blocks, in every pipeline stage."""
     config, num_stages = request.config, 1
     parallelism = config.parallelism
     if request.layout.pp > 1:
@@ -359,6 +389,7 @@ def _renamed(trace: Trace, pattern: re.Pattern[str], name: Callable[..., str]) -
 
 
 def _folder() -> Path:
+    """Return the folder of the cache."""
     from titan.data.cache import default_cache_folder
 
     return default_cache_folder() / "traces"
@@ -379,16 +410,18 @@ def _source() -> str:
 
 
 class _Reader(pickle.Unpickler):
-    """Unpickle objects of titan.sim.record.trace, and nothing else."""
+    """Unpickler that creates only objects of titan.sim.record.trace."""
 
     # pickle calls this for every class, so a file cannot reach any other.
     def find_class(self, module: str, name: str) -> Any:
+        """Return a class of titan.sim.record.trace; refuse all others."""
         if module == events.__name__ and name in vars(events) and "." not in name:
             return getattr(events, name)
         raise pickle.UnpicklingError(f"{module}.{name} is no part of a trace")
 
 
 def _read(path: Path) -> list[Trace] | None:
+    """Return the traces of a file in the cache, or None if there are none."""
     try:
         return _Reader(io.BytesIO(path.read_bytes())).load()
     except FileNotFoundError:
@@ -399,6 +432,7 @@ def _read(path: Path) -> list[Trace] | None:
 
 
 def _write(path: Path, traces: Sequence[Trace]) -> None:
+    """Write traces into the cache."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Renamed when complete, so that a process that reads at the same time finds all of it or

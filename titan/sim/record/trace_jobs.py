@@ -1,4 +1,4 @@
-"""Record what the ranks of a job do, by running the trainer's own program on a fake device.
+"""Recording of jobs: the trainer's own program runs on a fake device, in processes of its own.
 
     trace_jobs     several programs and ranks in a process, which compiles once for all of them
     trace_job      in this process, which is of no other use afterwards
@@ -39,21 +39,26 @@ from titan.untrusted import InputError
 
 DeviceKind = Literal["cuda", "cpu"]
 Prepare = Callable[[JobConfig, Layout], None]
-"""Changes torch or the model in a recording process, before the program is built. A function of a module, so that it pickles."""
+"""Function of a module (so that it pickles) that changes torch or the model in a recording process, before the program is built."""
 
 
 class TraceError(RuntimeError):
-    """Report that something in a job cannot be traced. The message names it."""
+    """Failure to trace a job. The message names the operation and its place."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Say what one process records: some programs, by some ranks, one after the other, so that it
-    compiles once.
+    """Work of one recording process: some programs, by some ranks, in sequence, so that it compiles once.
 
-    programs: they differ only in their depth. ranks: they differ only in their pipeline stage. device_kind: whose kernels
-    the device has. join: makes one trace of a rank's traces of the programs. prepare: changes torch or the model first. script: in
-    place of programs. others: what the process records afterwards, in the same world (`world_of`).
+    Attributes:
+        programs: Programs that differ only in their depth.
+        world_size: Number of ranks.
+        ranks: Ranks to record. They differ only in their pipeline stage.
+        device_kind: Device whose kernels are recorded.
+        join: Makes one trace of a rank's traces of the programs.
+        prepare: Changes torch or the model first.
+        script: Script to record in place of programs.
+        others: Jobs that the process records afterwards, in the same world (`world_of`).
     """
 
     programs: tuple[JobConfig, ...]
@@ -66,13 +71,14 @@ class Job:
     others: tuple[Job, ...] = ()
 
     def __post_init__(self) -> None:
+        """Resolve the programs for the device, since programs are recognised by their identity."""
         # The step would do so, and programs are recognised by their identity.
         resolved = tuple(program.on_device(self.device_kind) for program in self.programs)
         object.__setattr__(self, "programs", resolved)
 
 
 def distinct_ranks(config: JobConfig, layout: Layout) -> list[int]:
-    """Return one rank of each pipeline stage: the one that has most to do."""
+    """Return one rank of each pipeline stage: the rank with most work."""
     parallel = config.parallelism
     alike = parallel.splits_from_both_ends or parallel.context_parallel_rotate_method == "ulysses"
     # If the sequence is not balanced, the ranks with its end attend to most of it.
@@ -85,18 +91,22 @@ def trace_job(
     job: Job,
     *,
     steps: int = 2,
-    remembers: bool = True,
+    replays_programs: bool = True,
     on_backward_error: Callable[[TraceError], None] = lambda _: None,
 ) -> Iterator[Trace]:
-    """Yield the trace of each of a job's ranks, then those of its others. Raises TraceError, and what `join` raises.
+    """Record a job in this process, and yield the trace of each of its ranks, then those of its `others`.
 
     This changes torch for good. Call it once, in a process that has not run a backward pass.
 
     Args:
-        job: what to record.
-        steps: how many to run. The last one becomes the trace's `step`.
-        remembers: replay compiled programs instead of running them each time.
-        on_backward_error: called at once with an error that may end the process.
+        job: The job.
+        steps: Number of steps to run. The last step becomes the trace's `step`.
+        replays_programs: Replay compiled programs, in place of running them each time.
+        on_backward_error: Called at once with an error that may end the process.
+
+    Raises:
+        TraceError: An operation cannot be traced.
+        CannotExtrapolate: `join` cannot make one trace of two.
     """
     from titan.sim.record import torch_compat
     from titan.sim.record.fake_world import fake_world, impersonate_rank
@@ -107,7 +117,7 @@ def trace_job(
     layout = None if job.script else _layout(job)
     where = {"rank": rank, "world_size": job.world_size, "device_kind": job.device_kind}
     with fake_world(layout, **where) as (device, mesh):
-        tracer = Tracer(mesh, remembers=remembers)
+        tracer = Tracer(mesh, replays_programs=replays_programs)
         tracer.scopes.watch_fsdp()
         if job.script is not None:
             with torch_compat.unset_fake_temporarily():  # what it imports may compute values
@@ -122,7 +132,7 @@ def trace_job(
             reported[id(error)] = TraceError(_describe(error, tracer, rank))
             on_backward_error(reported[id(error)])
 
-        tracer.observers.append(_Follower(tracer, tell))
+        tracer.observers.append(_JobObserver(tracer, tell))
 
         def recorded(build: Callable[[], Any]) -> Trace:
             record = partial(record_program, build, rank, job.world_size, tracer, steps)
@@ -149,13 +159,16 @@ def trace_job(
 
 
 def _layout(job: Job) -> Layout:
+    """Return the layout of a job's programs."""
     return resolve_layout(job.programs[0], job.world_size)
 
 
 def world_of(job: Job) -> object:
-    """Return what jobs must have in common for one process to record them one after the other, or a number if it is alone.
+    """Return a key of jobs that one process may record in sequence.
 
-    A process is warm after its first job, and records the next ones in a third of the time.
+    The key is unique if the job has to be alone.
+
+    A process is warm after its first job, and records the next jobs in a third of the time.
     """
     if job.script or job.prepare or job.programs[0].compile.enable or len(job.ranks) > 1:
         return id(job)
@@ -164,31 +177,32 @@ def world_of(job: Job) -> object:
 
 
 def _prepare(job: Job, layout: Layout, tracer: Any) -> None:
-    """Change what titan's own program finds in its modules."""
+    """Replace the functions that titan's own program finds in its modules."""
     from titan import train_step as module
     from titan.sim.record import torch_compat
-    from titan.sim.record.experts import assume_rows
-    from titan.sim.record.microbatches import watch_actions
-    from titan.sim.record.program import once_for_each
+    from titan.sim.record.experts import assume_token_counts
+    from titan.sim.record.microbatches import track_actions
+    from titan.sim.record.program import cache_by_program
 
     config = job.programs[0]
     module.initialize = lambda *_, **__: None  # drawing weights leaves nothing behind
-    assume_rows(busiest_rank(config, model_config(config.model), layout), tracer.record)
+    assume_token_counts(busiest_rank(config, model_config(config.model), layout), tracer.record)
     module.build_sparse_mesh = tracer.transfers.with_names(module.build_sparse_mesh)
     if layout.pp > 1:
-        watch_actions(tracer)
-        torch_compat.know_pipeline_shapes()
+        track_actions(tracer)
+        torch_compat.fix_pipeline_shapes()
         torch_compat.release_sent_outputs()
         # Each rank takes copies of its stages out of it.
-        module.build_whole_model = once_for_each(job.programs, module.build_whole_model)
+        module.build_whole_model = cache_by_program(job.programs, module.build_whole_model)
     if job.prepare is not None:
         job.prepare(config, layout)
 
 
-class _Follower(Observer):
-    """Install the compiler's backend when the first compilation begins, and report errors of backward passes.
+class _JobObserver(Observer):
+    """Observer that installs the compiler's backend when the first compilation begins, and reports errors of backward passes.
 
-    tell: called with such an error.
+    Attributes:
+        tell: Receives such an error.
     """
 
     def __init__(self, tracer: Any, tell: Callable[[Exception], None]) -> None:
@@ -251,15 +265,17 @@ _PRELOAD = ["titan.train_step", "titan.sim.record.fake_world", "titan.sim.record
 def trace_jobs(
     jobs: Sequence[Job], processes: int, *, shared: bool = False, **options: Any
 ) -> Iterator[tuple[int, list[Trace] | Exception]]:
-    """Record jobs, each in its own process unless they are `shared`. Yield the number of each job, and its ranks' traces or why there are none.
+    """Record jobs in processes.
+
+    Yield the number of each job, with its ranks' traces or an exception.
+
+    The exceptions are TraceErrors, and those that a job's `join` raised.
 
     Args:
-        jobs: what to record.
-        processes: how many run at once.
-        shared: jobs of one world may share a process.
-        options: those of `trace_job`.
-
-    The exceptions are TraceErrors, or what a job's `join` raised.
+        jobs: Jobs to record.
+        processes: Number of processes that run at once.
+        shared: Jobs of one world may share a process. If not, each job has its own.
+        options: Options of `trace_job`.
     """
     # Children are forked from a server that has torch imported, and has no threads and no backward pass behind it.
     context = multiprocessing.get_context("forkserver")
@@ -308,7 +324,10 @@ def trace_jobs(
 
 
 def _groups(jobs: Sequence[Job], processes: int) -> Iterator[Sequence[int]]:
-    """Yield the numbers of jobs that share a process: those of one world, but not so many that other processes idle."""
+    """Yield groups of jobs that share a process.
+
+    Jobs of one group have one world. A group is not so large that other processes idle.
+    """
     worlds: defaultdict[object, list[int]] = defaultdict(list)
     most = -(-len(jobs) // max(1, processes))
     for number, job in enumerate(jobs):
@@ -318,6 +337,7 @@ def _groups(jobs: Sequence[Job], processes: int) -> Iterator[Sequence[int]]:
 
 
 def _outcome(job: Job, answers: dict[int, Trace | Exception], exit_code: int) -> list[Trace] | Exception:  # fmt: skip
+    """Return a job's traces, or its first error."""
     traces = []
     for rank in job.ranks:
         answer = answers.get(rank)
@@ -328,6 +348,7 @@ def _outcome(job: Job, answers: dict[int, Trace | Exception], exit_code: int) ->
 
 
 def _child(connection: Connection, job: Job, options: dict[str, Any]) -> None:
+    """Record a job in a child process, and send the traces."""
     # Nothing is compiled to the end, so no pool of compilers. torch's warnings are about a run, not a recording, and
     # its errors come with an exception, which is sent.
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"

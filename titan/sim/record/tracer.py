@@ -1,8 +1,8 @@
-"""Record what a rank does: every operation that torch dispatches, on fake tensors, as an event of titan.sim.record.trace.
+"""Tracer: every operation that torch dispatches on fake tensors becomes an event of titan.sim.record.trace.
 
-The tracer sits between autograd and the fake tensors. Tensor subclasses (DTensor, torchao's) come apart before it, so it
-sees the plain operations that a device runs. It does not see what torch computes for itself: output shapes for DTensor,
-compilation.
+The tracer sits between autograd and the fake tensors. Tensor subclasses (DTensor, torchao's) are
+unwrapped before it, so it sees the plain operations that a device runs. It does not see
+computations that torch makes for itself: output shapes for DTensor, compilation.
 """
 
 from __future__ import annotations
@@ -49,18 +49,32 @@ _UNSHARDED = {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "fsdp::ch
 
 
 class Tracer(TorchDispatchMode):
-    """Record what is dispatched inside a FakeTensorMode. `events` holds what was recorded; assign a
-    new list to start over.
+    """Dispatch mode that records the operations inside a FakeTensorMode.
 
-    mesh: whose axes give groups their names; None: of the meshes that the program builds. remembers: replay what a compiled
-    program did instead of running it each time.
+    Attributes:
+        events: Recorded events. Assign a new list to start over.
+        scopes: Current place in the program.
+        storages: Memory of the program.
+        transfers: Collectives of the program.
+        microbatches: Repetition of microbatches; None if all of them run.
+        replays_programs: Whether compiled programs are replayed, in place of running them each
+            time.
+        observers: Objects that follow the recording.
+        running: Last operation, for messages.
+        error: Last error in an operation.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, mesh: DeviceMesh | None, *, remembers: bool = True) -> None:
+    def __init__(self, mesh: DeviceMesh | None, *, replays_programs: bool = True) -> None:
+        """Begin to trace in this process.
+
+        Args:
+            mesh: Mesh whose axes give groups their names. None: the meshes that the program builds.
+            replays_programs: Replay compiled programs, in place of running them each time.
+        """
         super().__init__()
-        self.remembers = remembers
+        self.replays_programs = replays_programs
         self.events: list[Event] = []
         self.scopes = ScopeTracker()
         self.storages = Storages(
@@ -79,11 +93,11 @@ class Tracer(TorchDispatchMode):
         self._kernels: dict[Kernel, Kernel] = {}
         self.scopes.on_backward = self._backward_begins
         device.report_to(self.record)
-        selective.watch_selected_calls = self.scopes.calling
+        selective.watch_selected_calls = self.scopes.in_call
         self._patch()
         if mesh is None:
             torch_compat.watch_meshes(self.transfers.note_mesh)
-            torch_compat.swap_fake_tensors()
+            torch_compat.allow_swapping_fake_tensors()
         else:
             self.transfers.note_mesh(mesh)
 
@@ -93,7 +107,7 @@ class Tracer(TorchDispatchMode):
         return True
 
     def begin(self) -> None:
-        """Begin another program, with nothing left of the one before."""
+        """Begin another program, with nothing left of the previous program."""
         if self.storages.any:
             # Cycles of the old program would otherwise end as events of the new one.
             gc.collect()
@@ -112,11 +126,11 @@ class Tracer(TorchDispatchMode):
         return self.events
 
     def record(self, event: Event) -> None:
-        """Add an event to those recorded so far."""
+        """Append an event."""
         self.events.append(event)
 
     def paused(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function so that what it dispatches is not recorded."""
+        """Wrap a function so that its operations are not recorded."""
 
         @functools.wraps(function)
         def quiet(*args: Any, **kwargs: Any) -> Any:
@@ -137,6 +151,7 @@ class Tracer(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        """Run an operation and record it."""
         # Where a tensor is: a question, and no operation to record.
         if func is _device_of:
             return args[0].fake_device
@@ -169,6 +184,7 @@ class Tracer(TorchDispatchMode):
     # How an operator is handled, in order: a mark of autograd, a read of a value, one that runs
     # others inside, or itself.
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation on plain tensors and record it."""
         if func is _under_way:
             return AsyncCollectiveTensor(args[0])
         # For messages: the operation that fails is often this one.
@@ -199,6 +215,7 @@ class Tracer(TorchDispatchMode):
         return result
 
     def _record_call(self, op: Operator, args: Any, kwargs: Any, result: Any) -> None:
+        """Record the memory, and the transfer or launch, of a call that has run."""
         outputs = [result] if isinstance(result, Tensor) else list(tensors_in([result]))
         on_device = False
         for tensor in outputs:
@@ -210,7 +227,7 @@ class Tracer(TorchDispatchMode):
         # FSDP's buffers: the gathered parameter, and the whole gradient that waits to be reduced.
         if op.name in _UNSHARDED:
             whole = args[1:2] if op.name == "c10d::_reduce_scatter_base_" else (*args, result)
-            self.storages.mark(tensors_in((*whole, *kwargs.values())), "unsharded")
+            self.storages.categorize(tensors_in((*whole, *kwargs.values())), "unsharded")
         collective = self._collectives[op.func]
         if collective is not None:
             self.transfers.issue(collective, op.func, args, kwargs, result, self.scopes.current())
@@ -239,18 +256,20 @@ class Tracer(TorchDispatchMode):
             self.record(Synchronize(device.current_stream(), f"{op.name} between device and host"))
 
     def launch_on_host(self, kernel: Kernel) -> None:
-        """Record what the host computes itself: the norm and the update of offloaded parameters."""
+        """Record a computation of the host itself: the norm and the update of offloaded parameters."""
         if kernel.read_bytes + kernel.write_bytes >= _LEAST_HOST_BYTES:
             # One object for equal kernels, so that pricing can go by identity.
             kernel = self._kernels.setdefault(kernel, kernel)
             self.record(Launch(kernel, HOST, self.scopes.current()))
 
     def _compilation_begins(self) -> None:
+        """Pause the recording."""
         self._paused += 1
         for observer in self.observers:
             observer.compilation_begins()
 
     def _compilation_ends(self) -> None:
+        """Go on with the recording."""
         self._paused -= 1
 
     def launch(self, kernel: Kernel) -> None:
@@ -260,7 +279,7 @@ class Tracer(TorchDispatchMode):
 
     @contextmanager
     def compiled(self) -> Iterator[None]:
-        """Count what is launched inside as launched by compiled code."""
+        """Count launches inside as launches of compiled code."""
         before = (self._compiled, self._host)
         self._compiled, self._host = True, "compiled"
         try:
@@ -270,11 +289,12 @@ class Tracer(TorchDispatchMode):
             self.scopes.enter_compiled("", False)
 
     def _uncached(self, op: Operator, args: Any, kwargs: Any) -> Any:
-        with torch_compat.no_memory_of_calls(args[0]):
+        """Run an operation without the cache of fake tensors."""
+        with torch_compat.uncached_calls(args[0]):
             return op.func(*args, **kwargs)
 
     def _read(self, tensor: Tensor) -> int | float | bool:
-        """Return a value, which fake tensors lack: 1 for numbers, safe to divide by; False for booleans, so loops over data end."""
+        """Return a value, which fake tensors lack: 1 for numbers, so that divisions work; False for booleans, so that loops end."""
         if tensor.fake_device.type == device.NAME:  # pyright: ignore
             self.record(Synchronize(device.current_stream(), "a value is read"))
         if tensor.dtype == torch.bool:
@@ -282,17 +302,19 @@ class Tracer(TorchDispatchMode):
         return 1.0 if tensor.is_floating_point() else 1
 
     def _backward_begins(self) -> None:
+        """Set the category of memory that was saved for the backward pass."""
         # What still lives now was kept for the backward pass.
-        self.storages.mark_made("activations")
+        self.storages.categorize_new("activations")
 
     def _patch(self) -> None:
+        """Replace the private functions of torch that would disturb the recording."""
         torch_compat.pause_in_compilation(self._compilation_begins, self._compilation_ends)
         torch_compat.pause_in_sharding_propagation(self.paused)
-        torch_compat.wait_late()
-        torch_compat.tell_of_unpacking(self._note_error)
-        torch_compat.read_meshes_for_real(self.paused)
-        torch_compat.keep_slices_of_meshes()
-        torch_compat.make_shards_when_asked()
+        torch_compat.defer_waits()
+        torch_compat.report_unpack_errors(self._note_error)
+        torch_compat.compute_meshes_unfaked(self.paused)
+        torch_compat.cache_mesh_slices()
+        torch_compat.make_shards_lazily()
         # Not an operator, so it is not dispatched: FSDP frees and takes memory by it.
         resize = torch.UntypedStorage.resize_
 

@@ -1,8 +1,9 @@
-"""Record collectives, sends and receives as torch issues them: what each sends, to whom, and what waits for it.
+"""Recording of collectives, sends and receives: the bytes and the group of each, and the waits for it.
 
-torch.distributed's own calls (c10d) run on the current stream unless they are asynchronous. Functional ones
-(_c10d_functional, which DTensor uses) always run on their group's stream, and `wait_tensor` waits for them. A send or
-receive that is issued alone goes through a communicator of its two ranks, because NCCL makes one for each pair.
+torch.distributed's own calls (c10d) run on the current stream unless they are asynchronous.
+Functional calls (_c10d_functional, which DTensor uses) always run on their group's stream, and
+`wait_tensor` waits for them. A send or receive that is issued alone goes through a communicator of
+its two ranks, because NCCL makes one for each pair.
 """
 
 from __future__ import annotations
@@ -32,12 +33,21 @@ _NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
 
 
 class UnknownCollective(RuntimeError):
-    """Report a collective with a name that is not known."""
+    """Collective whose name the simulator does not know."""
 
 
 @dataclass
 class Collective:
-    """Say how to read a call: the indices of the operator's arguments, -1 for one that it lacks. data: whose bytes count; -1: the result's."""
+    """Operator of a collective, with the indices of its arguments; -1 for a missing argument.
+
+    Attributes:
+        kind: Kind of the collective; None for wait_tensor.
+        data: Argument whose bytes count; -1 for the result.
+        group: Argument that names the process group.
+        asynchronous: Argument that makes the call asynchronous.
+        peer: Argument with the rank of the other side.
+        functional: Whether this is a functional collective.
+    """
 
     kind: CollectiveKind | None  # None: wait_tensor
     data: int
@@ -48,7 +58,11 @@ class Collective:
 
 
 def collective_of(func: Any) -> Collective | None:
-    """Return how to read an operator's calls, or None if it is no collective. Raises UnknownCollective."""
+    """Return the description of a collective's operator, or None for other operators.
+
+    Raises:
+        UnknownCollective: The name of the collective is not known.
+    """
     if func.namespace not in _NAMESPACES:
         return None
     name, names = func._schema.name, [a.name for a in func._schema.arguments]
@@ -78,11 +92,18 @@ def collective_of(func: Any) -> Collective | None:
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of all elements of tensors."""
     return sum(t.numel() * t.dtype.itemsize for t in tensors)
 
 
 class Transfers:
-    """Turn calls into events, and number their works."""
+    """Collectives of a program, as events with numbered works.
+
+    Attributes:
+        groups: Process groups by name.
+        shift: Distance from this process's rank to the rank that it acts as.
+        degrees: Degree of each axis of the mesh.
+    """
 
     def __init__(self, record: Callable[[Event], None], *, stream: Callable[[], int]) -> None:
         self.record, self.stream = record, stream
@@ -97,14 +118,14 @@ class Transfers:
         self._patch_works()
 
     def note_mesh(self, mesh: DeviceMesh) -> None:
-        """Name groups by the axes of this mesh, if it is over all ranks and finer than those before."""
+        """Name groups by the axes of this mesh, if it spans all ranks and is finer than the meshes before it."""
         names = tuple(mesh.mesh_dim_names or ())
         finer = [*self.degrees] == ["world"] or len(names) > len(self.degrees)
         if names and finer and mesh.size() == dist.get_world_size():
             self.degrees = dict(zip(names, mesh.shape, strict=True))
 
     def with_names(self, build: Callable[..., DeviceMesh]) -> Callable[..., DeviceMesh]:
-        """Wrap a function that builds another mesh over the same ranks, so that its groups go by its axes.
+        """Wrap a function that builds another mesh over the same ranks, so that its groups are named by its axes.
 
         All programs of a process get one mesh: their traces must name the same groups.
         """
@@ -125,7 +146,10 @@ class Transfers:
     def issue(
         self, collective: Collective, func: Any, args: Any, kwargs: Any, result: Any, scope: Scope
     ) -> int:
-        """Record a call. Return the number of its work, or 0 if nothing was sent."""
+        """Record a call of a collective.
+
+        Return the number of its work, or 0 if nothing was sent.
+        """
         # wait_tensor: the work it waits for, if the tensor is the result of one.
         if collective.kind is None:
             work = self._waited.pop(args[0].untyped_storage()._cdata, 0)
@@ -155,19 +179,7 @@ class Transfers:
         detached = collective.functional or bool(self._batch) or peer >= 0
         if collective.asynchronous >= 0:
             detached |= bool(argument(collective.asynchronous))
-        self.record(
-            Transfer(
-                collective.kind,
-                group.name,
-                size,
-                str(data[0].dtype)[6:],
-                self.stream(),
-                detached,
-                work,
-                scope,
-                peer,
-            )
-        )
+        self._record(collective.kind, group, size, data[0], detached, work, scope, peer)
         # Who waits for it: a functional result by its storage, all others by their handle.
         if collective.functional:
             for tensor in tensors_in([result]):
@@ -186,8 +198,15 @@ class Transfers:
         """Return a number that no work has yet."""
         return next(self._works)
 
-    def again(self, transfer: Transfer, *, work: int, scope: Scope, shift: int) -> None:
-        """Issue an earlier transfer again. shift: distance of the rank that issued it. No transfer goes to another stage."""
+    def repeat(self, transfer: Transfer, *, work: int, scope: Scope, shift: int) -> None:
+        """Issue an earlier transfer again. No transfer goes to another stage.
+
+        Args:
+            transfer: The earlier transfer.
+            work: Number of the new work.
+            scope: Scope of the new transfer.
+            shift: Distance of the rank that issued it from this process's rank.
+        """
         # Stages are the slowest axis, so ranks of another stage are at a fixed distance.
         moved = self.shift - shift
         peer = transfer.peer + moved if transfer.peer >= 0 else -1
@@ -196,30 +215,25 @@ class Transfers:
         self.record(replace(transfer, work=work, scope=scope, peer=peer))
 
     def read(self, data: Tensor, group_name: str, peer: int, *, scope: Scope) -> None:
-        """Record a read of as much as `data` from the memory of a rank of a group."""
+        """Record a read of `data`'s bytes from the memory of a rank of a group."""
         group = self._group(group_name)
-        size, dtype = data.numel() * data.dtype.itemsize, str(data.dtype)[6:]
         # `peer` counts within the group.
-        source = group.ranks[peer]
-        self.record(
-            Transfer(
-                "read",
-                group.name,
-                size,
-                dtype,
-                self.stream(),
-                False,
-                next(self._works),
-                scope,
-                source,
-            )
-        )
+        source, work = group.ranks[peer], next(self._works)
+        self._record("read", group, _bytes_of([data]), data, False, work, scope, source)
+
+    def _record(
+        self, kind: CollectiveKind, group: Group, size: int, data: Tensor, *more: Any
+    ) -> None:
+        """Record a transfer of `size` bytes on the current stream. `more`: the fields of Transfer after its stream."""
+        dtype = str(data.dtype)[6:]
+        self.record(Transfer(kind, group.name, size, dtype, self.stream(), *more))
 
     def wait(self, work: int) -> None:
         """Record that the current stream waits for a work."""
         self.record(AwaitWork(self.stream(), work))
 
     def _group(self, group: Any) -> Group:
+        """Return a process group by its name or its object, with the ranks of the rank that this process acts as."""
         if isinstance(group, str):
             group = torch_compat.resolve_group(group)
         elif not isinstance(group, dist.ProcessGroup):
@@ -236,12 +250,13 @@ class Transfers:
         return self.groups[name]
 
     def _pair(self, group: Group, peer: int) -> Group:
+        """Return the group of two ranks, for a send or receive that is issued alone."""
         first, second = sorted((dist.get_rank() + self.shift, peer))
         name = f"{group.name}: {first} and {second}"
         return self.groups.setdefault(name, Group(name, group.axes, (first, second)))
 
     def _axes_of(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
-        """Return the axes along which ranks differ. The mesh holds ranks row by row."""
+        """Return the axes along which ranks differ. The last axis of the mesh varies fastest."""
         varying, size = [], 1
         for axis, degree in reversed(self.degrees.items()):
             # A rank's coordinate along the axis, which is the same for all ranks if the group does

@@ -1,1 +1,1 @@
-"""Play recorded programs: queues, links, memory."""
+"""Replay of traces: time and memory."""

@@ -1,4 +1,4 @@
-"""Model CUDA's caching allocator: what a sequence of allocations reserves, and whether it fits.
+"""CUDA's caching allocator as a model: the memory that a sequence of allocations reserves, and whether it fits.
 
 As in PyTorch's c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h (2.13):
 
@@ -7,10 +7,11 @@ As in PyTorch's c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h
     freed blocks merge with free neighbours at once
     memory that is missing comes as a segment: 2 MiB for the small pool, 20 MiB for less than 10 MiB, else rounded to 2 MiB
 
-With expandable segments (what titan sets, `training.expandable_segments`), each pool of each stream is one
-range of addresses, mapped by pages of 2 MiB (small) or 20 MiB (large) where it grows; a free block at its end grows by
-what is missing. At the limit, cached blocks of all pools are given back and the allocation is tried once more. Then it is out of
-memory. Not modelled: blocks that other streams still use (record_stream), garbage collection below the limit. Imports no torch.
+With expandable segments (titan's default, `training.expandable_segments`), each pool of each stream
+is one range of addresses, mapped by pages of 2 MiB (small) or 20 MiB (large) where it grows; a free
+block at its end grows by the missing bytes. At the limit, cached blocks of all pools are given back
+and the allocation is tried once more. Then it is out of memory. Not modelled: blocks that other
+streams still use (record_stream), garbage collection below the limit. Imports no torch.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _Pool = tuple[int, bool]
 
 
 class OutOfMemory(Exception):
-    """Report that an allocation does not fit even after the cache was given back."""
+    """Failure of an allocation that does not fit even after the cache was given back."""
 
     def __init__(self, size_bytes: int, reserved_bytes: int, limit_bytes: int) -> None:
         self.size_bytes, self.reserved_bytes = size_bytes, reserved_bytes
@@ -46,8 +47,11 @@ class OutOfMemory(Exception):
 
 
 class _Block:
-    """A part of a segment. `mapped` says whether memory backs it. Only expandable segments have
-    parts without."""
+    """Part of a segment.
+
+    Attributes:
+        mapped: Whether memory backs it. Only expandable segments have parts without memory.
+    """
 
     __slots__ = ("address", "free", "mapped", "next", "pool", "previous", "size")
 
@@ -60,10 +64,14 @@ class _Block:
 
 
 class Allocator:
-    """Model the caching allocator of one device.
+    """Caching allocator of one device.
 
-    limit_bytes: what may be reserved; None: any amount. active_bytes: of blocks in use; reserved_bytes: taken from the
-    device; peaks of both. num_retries: how often the cache was given back.
+    Attributes:
+        expandable: Whether segments are expandable.
+        limit_bytes: Memory that may be reserved; None for any amount.
+        active_bytes: Memory of blocks in use, with its peak.
+        reserved_bytes: Memory taken from the device, with its peak.
+        num_retries: Number of times that the cache was given back.
     """
 
     def __init__(self, *, expandable: bool = True, limit_bytes: int | None = None) -> None:
@@ -80,8 +88,16 @@ class Allocator:
         self._next_address = 0
 
     def allocate(self, key: int, size_bytes: int, *, stream: int = 0) -> int:
-        """Begin to use a block under the caller's number for it. Return its size. Raises
-        `OutOfMemory`."""
+        """Begin to use a block, and return its size.
+
+        Args:
+            key: The caller's number for the block.
+            size_bytes: Requested size.
+            stream: Stream of the request.
+
+        Raises:
+            OutOfMemory: The block does not fit.
+        """
         size = max(MIN_BLOCK, -(-size_bytes // MIN_BLOCK) * MIN_BLOCK)
         pool = (stream, size <= SMALL_SIZE)
         # As torch's malloc: the cache first, then the device, then once more after the cache was
@@ -103,7 +119,7 @@ class Allocator:
         return block.size
 
     def free(self, key: int) -> int:
-        """End the use of a block. Return its size."""
+        """End the use of a block, and return its size."""
         block = self._live.pop(key)
         size = block.size
         self.active_bytes -= size
@@ -114,22 +130,26 @@ class Allocator:
     # -- free blocks
 
     def _listed(self, block: _Block) -> tuple[list[Any], tuple[int, ...]]:
-        """Return the list that a free block belongs into, and what it is sorted by."""
+        """Return the list that a free block belongs into, and its sort key."""
         if block.mapped:
             return self._free[block.pool], (block.size, block.address)
         return self._unmapped[block.pool], (block.address,)
 
     def _insert(self, block: _Block) -> None:
+        """Add a free block to its list."""
         blocks, key = self._listed(block)
         insort(blocks, (*key, block))
 
     def _remove(self, block: _Block) -> None:
+        """Remove a free block from its list."""
         blocks, key = self._listed(block)
         blocks.pop(bisect_left(blocks, key))
 
     def _best_fit(self, pool: _Pool, size: int) -> _Block | None:
-        """Take out the smallest free block that is large enough. One that can grow counts with what
-        it can grow to."""
+        """Take out the smallest free block that is large enough.
+
+        A block that can grow counts with its largest size.
+        """
         blocks = self._free[pool]
         place = bisect_left(blocks, (size,))
         if place == len(blocks):
@@ -144,7 +164,7 @@ class Allocator:
         return blocks.pop(place)[2]
 
     def _split(self, block: _Block, size: int) -> None:
-        """Put what is left of a block beyond `size` back, unless it is not worth it."""
+        """Put the rest of a block beyond `size` back, unless it is too small."""
         rest = block.size - size
         # Blocks of the small pool and of expandable segments are split down to 512 B. A large
         # segment keeps rests up to 1 MiB in the block, to limit fragments.
@@ -163,8 +183,7 @@ class Allocator:
         return rest
 
     def _merged(self, block: _Block) -> _Block:
-        """Join a block that is in no list with neighbours that are free and backed (or not) as it
-        is."""
+        """Join a block that is in no list with free neighbours in the same state (mapped or not)."""
         before = block.previous
         if before is not None and before.free and before.mapped == block.mapped:
             self._remove(before)
@@ -176,6 +195,7 @@ class Allocator:
         return block
 
     def _join(self, first: _Block, second: _Block) -> _Block:
+        """Join two neighbours."""
         first.size += second.size
         first.next = second.next
         if second.next is not None:
@@ -185,8 +205,10 @@ class Allocator:
     # -- memory of the device
 
     def _reserve(self, change: int) -> bool:
-        """Take memory from the device, or give it back if `change` is negative. Return False if
-        there is none left."""
+        """Take memory from the device, or give it back if `change` is negative.
+
+        Return False if there is none left.
+        """
         if self.limit_bytes is not None and self.reserved_bytes + change > self.limit_bytes:
             return False
         self.reserved_bytes += change
@@ -210,8 +232,10 @@ class Allocator:
         return block
 
     def _grow_segment(self, pool: _Pool, size: int) -> _Block | None:
-        """Map pages at the lowest address where free and unmapped parts side by side make up
-        `size`. Return the block."""
+        """Map pages at the lowest address where adjacent free and unmapped parts make up `size`.
+
+        Return the block.
+        """
         page = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT
         # The first hole that suffices together with the free block before it. The tail of the range
         # always does, so a second range is made only for the pool's first request.
@@ -242,10 +266,11 @@ class Allocator:
         return block
 
     def _cached(self) -> bool:
+        """Return whether any free block has memory."""
         return any(self._free.values())
 
     def _release_cached(self) -> None:
-        """Give back free segments, and of expandable ones all whole pages that are free."""
+        """Give back free segments; of expandable segments, all whole pages that are free."""
         for pool, blocks in self._free.items():
             page = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT
             for *_, block in list(blocks):
@@ -259,6 +284,7 @@ class Allocator:
                 self._unmap(block, page)
 
     def _unmap(self, block: _Block, page: int) -> None:
+        """Give back the whole pages of a free block."""
         # Only whole pages inside the free block can be unmapped: round its begin up and its end
         # down.
         begin = -(-block.address // page) * page
@@ -279,18 +305,19 @@ class Allocator:
 
 
 def _grows_to(block: _Block) -> int:
+    """Return the largest size that a block can have."""
     after = block.next
     return block.size + (after.size if after is not None and not after.mapped else 0)
 
 
 def _first_free(block: _Block) -> _Block:
-    """Return the free block before an unmapped one, if there is one, else the block itself."""
+    """Return the free block before an unmapped block, or the block itself if there is none."""
     before = block.previous
     return before if before is not None and before.free else block
 
 
 def _room(block: _Block | None) -> int:
-    """Count the bytes of free and unmapped parts from here on."""
+    """Return the bytes of free and unmapped parts from here on."""
     room = 0
     while block is not None and block.free:
         room += block.size

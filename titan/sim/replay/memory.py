@@ -1,9 +1,10 @@
-"""Report the memory of one rank: its trace's allocations through the allocator's model, and what is alive at the peak.
+"""Memory of one rank: its trace's allocations through the allocator's model, and the memory in use at the peak.
 
-The model is built, a step makes the optimizer's state, and two more run: the peak is that of the whole, as
-torch.cuda.max_memory_reserved() reports it. What the allocator does not see (driver context, NCCL's buffers) is a constant of the
-profile and counts towards "does it fit". Blocks that outlive the step they are made in are matched with those that the step
-frees of the one before. Imports no torch.
+The model is built, a step makes the optimizer's state, and two more steps run: the peak is that of
+the whole, as torch.cuda.max_memory_reserved() reports it. Memory outside of the allocator (driver
+context, NCCL's buffers) is a constant of the profile and counts towards "does it fit". Blocks that
+outlive the step in which they are made are matched with blocks of the previous step, which the step
+frees. Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,8 +29,14 @@ _WORKSPACE = -1
 
 @dataclass(frozen=True)
 class MemoryPoint:
-    """Hold the memory in use at a moment of a step. position: 0 to 1, by the order in which the
-    host allocates. number: of the event among all."""
+    """Memory in use at a moment of a step.
+
+    Attributes:
+        number: Number of the event among all.
+        position: 0 to 1, by the order in which the host allocates.
+        phase: Phase of the step.
+        by_category: Bytes by category.
+    """
 
     number: int
     position: float
@@ -39,12 +46,24 @@ class MemoryPoint:
 
 @dataclass
 class MemoryReport:
-    """Say what one rank needs.
+    """Memory that one rank needs. Sizes are as the allocator rounds them.
 
-    Sizes as the allocator rounds them. at: what was going on at the peak of active memory. by_category, by_module and
-    by_both describe what was in use then and add up to it. outside_bytes: beside the allocator. capacity_bytes: of the device.
-    usable_bytes: what is left of it with a margin. runs: whether the run goes through. With num_retries above 0 it does only
-    because the allocator gives back its cache again and again, which is slow. failure: where it runs out of memory, if it does.
+    Attributes:
+        rank: Global rank.
+        peak_active_bytes: Most memory in use.
+        peak_reserved_bytes: Most memory that the allocator takes from the device.
+        at: Place in the program at the peak of active memory.
+        by_category: Memory in use at that peak, by category.
+        by_module: The same by module.
+        timeline: Memory over the last step.
+        outside_bytes: Memory outside of the allocator.
+        capacity_bytes: Memory of the device.
+        usable_bytes: Memory of the device without the margin.
+        runs: Whether the run goes through.
+        num_retries: Number of times that the allocator gives back its cache. Above 0 the run is
+            slow.
+        failure: Place where it runs out of memory, if it does.
+        by_both: Memory in use at the peak, by category and module.
     """
 
     rank: int
@@ -54,28 +73,33 @@ class MemoryReport:
     by_category: dict[Category, int]
     by_module: dict[str, int]
     timeline: list[MemoryPoint]
-    outside_bytes: int
-    capacity_bytes: int
-    usable_bytes: int
-    runs: bool
+    outside_bytes: int = 0
+    capacity_bytes: int = 0
+    usable_bytes: int = 0
+    runs: bool = True
     num_retries: int = 0
     failure: str = ""
     by_both: Counter[tuple[Category, str]] = field(default_factory=Counter)
 
     @property
     def needed_bytes(self) -> int:
-        """Return what the rank takes from its device at most."""
+        """Most memory that the rank takes from its device."""
         return self.peak_reserved_bytes + self.outside_bytes
 
     @property
     def fits(self) -> bool:
-        """Return whether the run goes through and leaves the margin free."""
+        """Whether the run goes through and leaves the margin free."""
         return self.runs and not self.num_retries and self.needed_bytes <= self.usable_bytes
 
 
 def memory_report(trace: Trace, profile: Profile, *, expandable: bool = True) -> MemoryReport:
-    """Replay a rank's memory on a device. `expandable` stands for
-    `training.expandable_segments`."""
+    """Replay a rank's memory on a device.
+
+    Args:
+        trace: The rank's trace.
+        profile: The hardware.
+        expandable: `training.expandable_segments`.
+    """
     workspace = int(profile.workspace_mib * 2**20)
     capacity = int(profile.memory_gib * 2**30)
     # NCCL holds buffers for each communicator that is used, and a group of one rank needs none.
@@ -101,10 +125,10 @@ def memory_report(trace: Trace, profile: Profile, *, expandable: bool = True) ->
 
 @lru_cache(maxsize=16)  # a sweep asks for one device after the other
 def _unlimited(trace: Trace, workspace_bytes: int, expandable: bool) -> MemoryReport:
-    """Report on a device that has any amount of memory."""
+    """Return the report for a device of unlimited memory."""
     events = list(_events(trace, workspace_bytes))
-    run = _Run(Allocator(expandable=expandable))
-    run.all(events)
+    run = _AllocatorRun(Allocator(expandable=expandable))
+    run.play(events)
     # The last of the steps is the timeline's: as many events at the end of the list.
     of_step = sum(isinstance(event, (Allocate, Free)) for event in trace.step)
     first = max(0, len(events) - of_step)
@@ -117,10 +141,6 @@ def _unlimited(trace: Trace, workspace_bytes: int, expandable: bool) -> MemoryRe
         by_category=dict.fromkeys(CATEGORIES, 0),
         by_module={},
         timeline=[],
-        outside_bytes=0,
-        capacity_bytes=0,
-        usable_bytes=0,
-        runs=True,
     )
     in_use = dict.fromkeys(CATEGORIES, 0)
     alive: dict[int, Allocate] = {}
@@ -160,9 +180,16 @@ def _unlimited(trace: Trace, workspace_bytes: int, expandable: bool) -> MemoryRe
 def tensors_behind(
     trace: Trace, profile: Profile, points: Sequence[MemoryPoint], *, most: int = 6
 ) -> list[list[tuple[str, int, int]]]:
-    """Return what is in use at each of these points, the largest first: what it is, how many blocks, and their bytes.
+    """Return the largest tensors in use at each of these points: description, number of blocks, and their bytes.
 
-    Blocks of one category, of one module in all layers, made in one phase, count together.
+    Blocks count together if they have the same category and phase, and the same module in all
+    layers.
+
+    Args:
+        trace: The rank's trace.
+        profile: The hardware.
+        points: Points of the report's timeline.
+        most: Entries for each point.
     """
     wanted = {point.number for point in points}
     groups: defaultdict[str, Counter[int]] = defaultdict(Counter)  # sizes of the blocks in use
@@ -188,11 +215,10 @@ def tensors_behind(
 def _try_within(
     report: MemoryReport, events: list[Allocate | Free], *, limit_bytes: int, expandable: bool
 ) -> None:
-    """Find out whether the run goes through once cached memory is given back, and set the report's
-    fields."""
-    run = _Run(Allocator(expandable=expandable, limit_bytes=max(0, limit_bytes)))
+    """Set the report's fields for a device with a limit, where cached memory may have to be given back."""
+    run = _AllocatorRun(Allocator(expandable=expandable, limit_bytes=max(0, limit_bytes)))
     try:
-        run.all(events)
+        run.play(events)
     except OutOfMemory as error:
         # The run stopped at the allocation that failed, whose scope is the last one noted.
         scope = run.scope
@@ -208,16 +234,23 @@ def _try_within(
 
 
 @dataclass
-class _Run:
-    """Passes events through an allocator. sizes: rounded, by block. peak_at: number of the event of
-    the highest active memory."""
+class _AllocatorRun:
+    """Pass of events through an allocator.
+
+    Attributes:
+        allocator: The allocator.
+        sizes: Rounded sizes by block.
+        peak_at: Number of the event with the highest active memory.
+        scope: Scope of the last allocation.
+    """
 
     allocator: Allocator
     sizes: dict[int, int] = field(default_factory=dict)
     peak_at: int = 0
     scope: Scope = _NOWHERE
 
-    def all(self, events: Iterable[Allocate | Free]) -> None:
+    def play(self, events: Iterable[Allocate | Free]) -> None:
+        """Pass all events through the allocator."""
         allocator, highest = self.allocator, -1
         for number, event in enumerate(events):
             if isinstance(event, Free):
@@ -231,8 +264,10 @@ class _Run:
 
 
 def _events(trace: Trace, workspace_bytes: int) -> Iterator[Allocate | Free]:
-    """Yield all allocations of building, of the first step and of later ones. Every block has a
-    separate number."""
+    """Yield all allocations of the construction, of the first step and of later steps.
+
+    Every block has a separate number.
+    """
     yield from (e for e in trace.setup if isinstance(e, Allocate | Free))
     # cuBLAS keeps one workspace for each handle and stream from its first product to the end of the
     # process.
@@ -255,10 +290,10 @@ def _events(trace: Trace, workspace_bytes: int) -> Iterator[Allocate | Free]:
 
 
 class _Steps:
-    """Repeat the step, with new numbers for its blocks each time.
+    """Repetitions of the step, with new numbers for its blocks each time.
 
-    The recorded step may free a block that existed before it. In a repetition that stands for a
-    block of equal size and module that the repetition before has left.
+    The recorded step may free a block that existed before it. In a repetition, this block stands
+    for a block of equal size and module that the previous repetition has left.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -277,8 +312,11 @@ class _Steps:
         self.left: dict[tuple[int, str], deque[int]] = defaultdict(deque)
 
     def once(self, states: Sequence[Allocate] = ()) -> Iterator[Allocate | Free]:
-        """Yield one repetition. states: what this step allocates as soon as the optimizer is at
-        work."""
+        """Yield one repetition.
+
+        Args:
+            states: States that this step allocates when its optimizer begins.
+        """
         self.offset += self.stride
         for event in self.events:
             if states and getattr(event, "scope", _NOWHERE).phase == "optimizer":

@@ -1,4 +1,7 @@
-"""Sum up a rank's step: what ran when, and what its compute stream waited for whenever it was idle. Imports no torch."""
+"""Sums over a rank's step: the kernels and transfers that ran, and the causes of its compute stream's waits.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,15 @@ from titan.sim.record.segments import any_layer
 from titan.sim.record.trace import Group, Launch, Transfer
 
 Cause: TypeAlias = "Lane | Literal['host', 'peers']"
-"""What a stream waits for: another stream, work from the host, or ranks that have not come to its transfer."""
+"""Cause of a stream's wait: another stream, work from the host, or ranks that have not reached its transfer."""
 
 
 class Lane:
-    """Hold what a stream has done. The first one of a rank is its compute stream.
+    """Past of a stream, or of a host. The first lane of a rank is its compute stream.
 
-    segments: (start, end, Launch or Transfer that ran, or Cause of a wait), without overlap. cuts: time and
-    number of segments at the beginning and at the end of each step.
+    Attributes:
+        segments: (start, end, Launch or Transfer that ran, or Cause of a wait), without overlap.
+        cuts: Time and number of segments at the beginning and at the end of each step.
     """
 
     __slots__ = ("cuts", "name", "segments")
@@ -33,13 +37,19 @@ class Lane:
 
     @property
     def num_steps(self) -> int:
-        """Return how many steps have ended."""
+        """Number of steps that have ended."""
         return len(self.cuts) - 1
 
 
 class Interval(NamedTuple):
-    """Describe something that ran. lane: "compute", "stream 3", "group pp". Seconds count from the
-    beginning of the step."""
+    """Launch or transfer that ran. Seconds count from the beginning of the step.
+
+    Attributes:
+        lane: "compute", "stream 3", "group pp".
+        start: Its beginning.
+        end: Its end.
+        event: The launch or transfer.
+    """
 
     lane: str
     start: float
@@ -49,16 +59,32 @@ class Interval(NamedTuple):
 
 @dataclass
 class RankTimeline:
-    """Hold one rank's step. Its parts add up to the step:
+    """Step of one rank.
+
+    Five parts add up to the step:
 
         compute_s + exposed_s + peers_s + copies_s + host_s
 
-    compute_s: kernels on the compute stream. exposed_s: it is idle, waiting for a transfer that runs, by axis. peers_s: for
-    ranks that have not come to a transfer yet, or for the slowest at the end of the step. copies_s: for kernels of other
-    streams. host_s: for the host. overlapped_s: transfers behind whose back it computed, by axis. sent_bytes, num_sent: of the
-    transfers, by axis. waiting_s: see `waiting`. span_s: by phase, with the waiting after each kernel. by_module_s: kernels by module ("layers.*.attention.wq"), or by phase outside of modules.
-    intervals: what ran on the device. host: what the host did, as a Lane's segments, on the clock of the intervals. It is ahead of
-    the device, so it begins before 0.
+    Attributes:
+        rank: Global rank.
+        compute_s: Kernels on the compute stream.
+        exposed_s: Waits of the compute stream for a running transfer, by axis.
+        overlapped_s: Transfers that run while the compute stream computes, by axis.
+        sent_bytes: Bytes of the transfers, by axis.
+        num_sent: Number of transfers, by axis.
+        waiting_s: Result of `waiting`.
+        peers_s: Waits for ranks that have not reached a transfer yet, or for the slowest rank at
+            the end of the step.
+        copies_s: Waits for kernels of other streams.
+        host_s: Waits for the host.
+        by_phase_s: Kernels by phase.
+        by_kind_s: Kernels by kind.
+        by_module_s: Kernels by module ("layers.*.attention.wq"), or by phase outside of modules.
+        span_s: Time by phase, with the wait after each kernel.
+        intervals: Everything that ran on the device.
+        host: Everything that the host did, as a Lane's segments, on the clock of the intervals. The
+            host is ahead of the device,
+        so this begins before 0.
     """
 
     rank: int
@@ -80,21 +106,26 @@ class RankTimeline:
 
     @property
     def bubble_s(self) -> float:
-        """Return the time spent waiting for other stages, or for what they send."""
+        """Time of waiting for other stages, or for their sends."""
         exposed = (s for axis, s in self.exposed_s.items() if "pp" in axis.split("+"))
         return self.peers_s + sum(exposed)
 
 
 @dataclass
 class Timeline:
-    """Hold a step of all traced ranks."""
+    """Step of all traced ranks.
+
+    Attributes:
+        step_s: Duration of the step.
+        ranks: Step of each rank.
+    """
 
     step_s: float
     ranks: dict[int, RankTimeline]
 
     @property
     def bubble_fraction(self) -> float:
-        """Return the mean of the ranks' bubbles as a share of the step."""
+        """Mean of the ranks' bubbles as a share of the step."""
         return self.mean("bubble_s") / self.step_s if self.step_s else 0.0
 
     def mean(self, part: str) -> float:
@@ -116,7 +147,7 @@ def axis_of(group: Group) -> str:
 
 
 def lane_labels(intervals: Iterable[Interval], groups: Mapping[str, Group]) -> dict[str, str]:
-    """Return the names of a rank's lanes with what they carry: "stream 3: all_gather dp_shard"."""
+    """Return labels of a rank's lanes with their content: "stream 3: all_gather dp_shard"."""
     carried: defaultdict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for lane, start, end, event in intervals:
         if isinstance(event, Launch):
@@ -142,7 +173,17 @@ def summarise(
     step_s: float,
     origin: float,
 ) -> RankTimeline:
-    """Sum up the last step of a rank. step_s: of all ranks together. origin: the time from which intervals count."""
+    """Return the sums over the last step of a rank.
+
+    Args:
+        rank: Global rank.
+        lanes: Its streams, with the compute stream first.
+        transfers: Its transfers in the last step.
+        host: Its host.
+        groups: Its process groups.
+        step_s: Duration of the step over all ranks.
+        origin: Time from which intervals count.
+    """
     result = RankTimeline(rank)
     (begin, first), (end, last) = lanes[0].cuts[-2:]
     # The compute stream decides where the time went: it ran a kernel, or it waited for something.
@@ -188,15 +229,18 @@ def summarise(
 def waiting(
     rank: RankTimeline, groups: Mapping[str, Group], slowest: float, busiest: float
 ) -> dict[str, float]:
-    """Return the seconds that an average rank waits for slower ones, by the kind of transfer at which it waits.
+    """Return the seconds that an average rank waits for slower ranks, by the kind of transfer at which it waits.
 
-    The traced rank is the slowest device, and the busiest of each exchange of rows: it waits for nobody, and its time is the step's.
-    An average one is done earlier with each kernel, and waits at the transfer that comes next. In an exchange of rows it sends to the
-    busiest rank, whose links are full, so that it waits within the exchange.
+    The traced rank is the slowest device, and the busiest rank of each dispatch: it waits for
+    nobody, and its time is the step's. An average rank finishes each kernel earlier, and waits at
+    the next transfer. In a dispatch it sends to the busiest rank, whose links are full, so that it
+    waits within the transfer.
 
     Args:
-        slowest: time of a kernel here, over the time on an average device.
-        busiest: rows of its experts, over the mean.
+        rank: Timeline of the traced rank.
+        groups: Its process groups.
+        slowest: Time of a kernel here, over the time on an average device.
+        busiest: Tokens of its experts, over the mean.
     """
     waited: defaultdict[str, float] = defaultdict(float)
     early, first = 0.0, ""
@@ -216,7 +260,10 @@ def waiting(
 def _attribute(
     result: RankTimeline, what: Any, start: float, stop: float, groups: Mapping[str, Group]
 ) -> None:
-    """Charge idle time to what was waited for, following streams that waited themselves."""
+    """Charge idle time to its cause.
+
+    If the cause is a stream that waited itself, charge that stream's causes.
+    """
     if stop <= start:
         return
     if isinstance(what, Transfer):

@@ -1,1 +1,1 @@
-"""Show a simulation: text, page, traces."""
+"""Reports of a simulation."""

@@ -1,7 +1,8 @@
-"""Write a simulation as one page that needs nothing else: where the time goes, the timeline of every rank, memory over the step.
+"""A simulation as a self-contained page: use of the step's time, the timeline of every rank, memory over the step.
 
-Figures are drawn by page.html's script from the data put into it. Intervals too short to be seen are joined with their neighbours of the
-same colour, so that a page stays a few megabytes at any size of job.
+Figures are drawn by page.html's script from the data in the page. Intervals too short to be seen
+are joined with their neighbours of the same colour, so that a page stays a few megabytes at any
+size of job.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ _PIXELS = 6000  # an interval shorter than a part of the step in so many is join
 
 
 def write_page(simulation: StepSimulation, facts: Facts, path: Path) -> None:
-    """Write the page. Raises OSError."""
+    """Write the page.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
     data = {
         "title": f"{facts['model']} on {facts['world_size']} x {facts['hardware']}",
         "summary": page(facts),
@@ -36,6 +41,7 @@ def write_page(simulation: StepSimulation, facts: Facts, path: Path) -> None:
 
 
 def _rank(simulation: StepSimulation, rank: int) -> dict[str, Any]:
+    """Return the data of one rank."""
     timeline, memory = simulation.timeline.ranks[rank], simulation.memory[rank]
     lanes: dict[str, list[Interval]] = {}
     issued = (Interval("host", *span) for span in timeline.host)
@@ -63,7 +69,7 @@ def _rank(simulation: StepSimulation, rank: int) -> dict[str, Any]:
 
 
 def _joined(lane: Sequence[Interval], least: float) -> list[list[Any]]:
-    """Return [start, end, class, text] of what can be seen. Times are milliseconds."""
+    """Return the visible bars of a lane as [start, end, class, text]. Times are milliseconds."""
     bars: list[list[Any]] = []
     for interval in sorted(lane, key=lambda i: i.start):
         event, scope = interval.event, interval.event.scope

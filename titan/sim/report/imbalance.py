@@ -1,8 +1,8 @@
-"""Find how uneven routing may get before a job with experts runs out of memory.
+"""Limit of uneven routing: the largest load of a rank of experts before a job runs out of memory.
 
-The busiest rank of an exchange gets some multiple of the mean number of rows, and its memory grows with it, nearly in
-proportion. So a few simulations find the largest multiple that fits: a straight line through one that fits and one that
-does not says what to try next.
+The busiest rank of a dispatch gets some multiple of the mean number of tokens, and its memory grows
+with it, nearly in proportion. So a few simulations find the largest multiple that fits: a straight
+line through a multiple that fits and one that does not gives the next multiple to try.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ _STEPS = 10  # of the answer within one: tenths of the mean load
 
 
 def simulate_with_limit(config: JobConfig, **options: Any) -> Simulation:
-    """Simulate a job, and set `fits_up_to` if ranks share its experts and it fits. options: those of `simulate`."""
+    """Simulate a job, and set `fits_up_to` if ranks share its experts and it fits.
+
+    Args:
+        config: The job.
+        options: Options of `simulate`.
+    """
     simulation = simulate(config, **options)
     if config.parallelism.expert_parallel_degree > 1 and simulation.fits:
         simulation.fits_up_to = _largest_that_fits(
@@ -30,12 +35,13 @@ def simulate_with_limit(config: JobConfig, **options: Any) -> Simulation:
 
 
 def with_imbalance(config: JobConfig, imbalance: float) -> JobConfig:
-    """Return the job under another assumption."""
+    """Return the job with another assumed imbalance."""
     section = config.simulator.model_copy(update={"expert_imbalance": imbalance})
     return config.model_copy(update={"simulator": section})
 
 
 def _largest_that_fits(simulation: Simulation, at: Callable[[float], Simulation]) -> float:
+    """Return the largest imbalance with which the job fits."""
     fitting, too_much = simulation.busiest_rank, most_imbalance(simulation.config, simulation.model)
     if too_much <= fitting or (worst := at(too_much)).fits:
         return max(fitting, too_much)
@@ -54,5 +60,5 @@ def _largest_that_fits(simulation: Simulation, at: Callable[[float], Simulation]
 
 
 def _missing_bytes(simulation: Simulation) -> int:
-    """Return what the fullest rank would need beyond what it may use; negative: what it has to spare."""
+    """Return the memory that the fullest rank lacks; negative if it has some to spare."""
     return max(r.needed_bytes - r.usable_bytes for r in simulation.memory.values())

@@ -1,7 +1,8 @@
-"""Set a simulated step beside a run's (`titan sim JOB --measured RUN`): time by kind of work, and memory.
+"""Simulated and measured step of a run (`titan sim JOB --measured RUN`): time by kind of work, and memory.
 
-Of the run come the step time and the memory of its metrics.jsonl, and the kinds of its last profiler trace, if it has one
-(titan/observe/trace.py). What was simulated is sorted in the same way.
+The step time and the memory come from the run's metrics.jsonl, and the kinds of work from its last
+profiler trace, if it has one (titan/observe/trace.py). The simulated kernels are sorted in the same
+way.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _PART: dict[KernelKind, str] = {
 
 
 def compare(simulation: Simulation, run: Path) -> list[Facts]:
-    """Return rows of `name`, `unit`, `predicted` and `measured`: of the run's later steps, and of its rank 0."""
+    """Return rows of `name`, `unit`, `predicted` and `measured`, for the run's later steps and its rank 0."""
     ranks, logged = [*simulation.traces], read_rows(run / "metrics.jsonl")
     later = [row for row in logged[len(logged) // 2 :] if row.get("step_s")]
     step_s = median(row["step_s"] for row in later) if later else 0.0

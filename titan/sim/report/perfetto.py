@@ -1,9 +1,11 @@
-"""Write a simulated step as torch.profiler writes a measured one, for https://ui.perfetto.dev, chrome://tracing and Holistic Trace
-Analysis (HTA): a process for each rank, with a lane for its host and one for each stream, and the memory in use by category.
+"""A simulated step in torch.profiler's format, for ui.perfetto.dev, chrome://tracing and Holistic Trace Analysis (HTA).
 
-The format is that of the Trace Event document (Google, 2016). HTA wants a file for each rank, whose "distributedInfo" names the rank
-before anything else does; torch's categories of events; a `stream` above 0, on the device alone; one `correlation` of a kernel and
-its launch; NCCL's names of communication.
+A trace has a process for each rank, with a lane for its host and one for each stream, and the
+memory in use by category.
+
+The format is that of the Trace Event document (Google, 2016). HTA wants a file for each rank, with
+the rank in "distributedInfo" at its beginning; torch's categories of events; a `stream` above 0, on
+the device alone; one `correlation` of a kernel and its launch; NCCL's names of communication.
 """
 
 from __future__ import annotations
@@ -31,7 +33,11 @@ Record = dict[str, Any]
 
 
 def write_trace(simulation: StepSimulation, path: Path) -> None:
-    """Write one step of all traced ranks into a file, or into a folder with a file for each rank. Raises OSError."""
+    """Write one step of all traced ranks into a file, or into a folder with a file for each rank.
+
+    Raises:
+        OSError: A file cannot be written.
+    """
     timelines = simulation.timeline.ranks
     starts = [host[0][0] for t in timelines.values() if (host := t.host)]
     # The host is ahead of the device, and a trace begins at 0.
@@ -52,7 +58,7 @@ def write_trace(simulation: StepSimulation, path: Path) -> None:
 
 
 def _events(trace: Trace, timeline: RankTimeline, begin_s: float) -> Iterator[Record]:
-    """Yield the events of a rank: what its host did, what ran on its streams, and the memory in use."""
+    """Yield the events of a rank: those of its host and its streams, and the memory in use."""
 
     def us(at_s: float) -> float:
         return round((at_s - begin_s) * 1e6, 3)
@@ -108,13 +114,14 @@ def _events(trace: Trace, timeline: RankTimeline, begin_s: float) -> Iterator[Re
 
 
 def _where(what: Launch | Transfer, number: int) -> Record:
+    """Return the place of an event in the program."""
     scope = what.scope
     place = {"phase": scope.phase, "module": scope.module, "action": scope.action}
     return {"External id": number, **place}
 
 
 def _named(what: Launch | Transfer, trace: Trace) -> tuple[str, str]:
-    """Return the name and the category of what runs on the device."""
+    """Return the name and the category of an event on the device."""
     if isinstance(what, Launch):
         copies = what.kernel.kind == "host_copy"
         return ("Memcpy " * copies + what.kernel.name, "gpu_memcpy" if copies else "kernel")
@@ -126,6 +133,7 @@ def _named(what: Launch | Transfer, trace: Trace) -> tuple[str, str]:
 
 
 def _details(what: Launch | Transfer) -> Record:
+    """Return the arguments of an event on the device."""
     if isinstance(what, Transfer):
         return {"kind": what.kind, "group": what.group, "bytes": what.size_bytes}
     kernel = what.kernel
@@ -139,7 +147,10 @@ def _details(what: Launch | Transfer) -> Record:
 
 
 def _memory(trace: Trace, timeline: RankTimeline) -> Iterator[tuple[float, dict[str, float]]]:
-    """Yield the GiB in use whenever a kernel starts. The host allocates ahead of that, in the same order."""
+    """Yield the GiB in use whenever a kernel starts.
+
+    The host allocates ahead of that, in the same order.
+    """
     starts = {id(interval.event): interval.start for interval in timeline.intervals}
     alive: dict[int, Allocate] = {}
     used = Counter(dict.fromkeys(CATEGORIES, 0))

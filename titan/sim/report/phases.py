@@ -1,4 +1,4 @@
-"""Simulate each phase of a job (titan/config/phases.py), and say what each costs and what the run costs as a whole."""
+"""Phases of a job (titan/config/phases.py), each simulated, with the cost of each and of the whole run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ _FIGURES = ("step_time_s", "tokens_per_s_per_gpu", "mfu", "mfu_dtype", "fits", "
 def simulate_phases(
     config: JobConfig, *, world_size: int, **how: Any
 ) -> list[tuple[Phase, Simulation]]:
-    """Simulate a step of each phase of a job. how: the other options of `simulate`."""
+    """Simulate a step of each phase of a job.
+
+    Args:
+        config: The job.
+        world_size: Number of ranks.
+        how: Other options of `simulate`.
+    """
     dp = resolve_layout(config, world_size).dp
     return [
         (phase, simulate_with_limit(phase.config, world_size=world_size, **how))
@@ -27,7 +33,7 @@ def simulate_phases(
 
 
 def phase_rows(parts: Sequence[tuple[Phase, Simulation]]) -> list[Facts]:
-    """Return what each phase is and costs, as data. docs/simulator.md defines every field."""
+    """Return each phase's settings and cost as data. docs/simulator.md defines every field."""
     rows = []
     for phase, simulation in parts:
         found = facts(simulation)
@@ -47,7 +53,7 @@ def phase_rows(parts: Sequence[tuple[Phase, Simulation]]) -> list[Facts]:
 
 
 def phase_lines(rows: Sequence[Facts]) -> Iterator[str]:
-    """Yield a table of phases and of the whole run, for people; nothing for one phase."""
+    """Yield a table of phases and of the whole run; nothing for a single phase."""
     if len(rows) < 2:
         return
     head = ["phase", "steps", "sequences", "tokens", "step", "tokens/s/GPU", "MFU", "GiB", "time"]
@@ -65,9 +71,11 @@ def phase_lines(rows: Sequence[Facts]) -> Iterator[str]:
     yield "  the rest of this page is about phase 1"
 
 
-def together(parts: Sequence[tuple[Phase, Facts]]) -> Facts:
-    """Return the facts of phases as those of one step, to rank ways to run a job: the memory is that of the phase which needs
-    most, the speed that of the whole run."""
+def combine_phases(parts: Sequence[tuple[Phase, Facts]]) -> Facts:
+    """Return the facts of phases as those of one step, to rank ways to run a job.
+
+    The memory is that of the phase with most, the speed that of the whole run.
+    """
     _, worst = max(parts, key=lambda part: part[1]["memory"]["needed_gib"])
     if len(parts) == 1:
         return worst

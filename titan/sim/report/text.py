@@ -1,4 +1,4 @@
-"""Print a simulation on a terminal; options, tables and JSON that the simulator's commands share."""
+"""A simulation as text for a terminal, and the options, tables and JSON that the simulator's commands share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _said_s = time.monotonic()
 
 
 def say(text: str) -> None:
-    """Show what is being done: on one line of a terminal that the next text replaces, or as a line of a log now and then."""
+    """Show progress: on one line of a terminal that the next text replaces, or as a line of a log now and then."""
     global _said_s
     if is_quiet():
         return
@@ -38,7 +38,7 @@ def say(text: str) -> None:
 
 
 def job_parser(name: str, usage: str, description: str, *, required: bool = True) -> ArgumentParser:
-    """Return the parser of a command that simulates a job, with the options that all of them have."""
+    """Return the parser of a command that simulates a job, with the options that all such commands have."""
     parser = ArgumentParser(
         prog=f"titan {name}",
         usage=f"titan {name} JOB.toml [OVERLAY.toml ...] [--section.key=value ...] --world-size N --hardware H {usage}",
@@ -56,7 +56,7 @@ def job_parser(name: str, usage: str, description: str, *, required: bool = True
 
 
 def known_options(parser: ArgumentParser) -> list[str]:
-    """Return a parser's options, so that what looks like a wrong one of them is no key of the config."""
+    """Return a parser's options, so that a misspelled option is not taken for a key of the config."""
     return [option for action in parser._actions for option in action.option_strings]
 
 
@@ -66,7 +66,7 @@ def mistake(option: str, message: str) -> ConfigError:
 
 
 def require_positive(options: Namespace, *names: str) -> None:
-    """Raise ConfigError for numbers, given as these options, that are less than 1."""
+    """Raise ConfigError if one of these options is a number below 1."""
     for name in names:
         number = getattr(options, name)
         if number is not None and number < 1:
@@ -75,7 +75,11 @@ def require_positive(options: Namespace, *names: str) -> None:
 
 
 def memory_limit(profile: Profile, gib: float | None) -> Profile:
-    """Return the devices with as much memory as --memory allows, all of which may be used. Raises ConfigError if they have less."""
+    """Return the profile with the memory that --memory allows, all of which may be used.
+
+    Raises:
+        ConfigError: The devices have less.
+    """
     if gib is None:
         return profile
     if not 0 < gib <= profile.memory_gib:
@@ -85,7 +89,7 @@ def memory_limit(profile: Profile, gib: float | None) -> Profile:
 
 
 def require_folders(options: Namespace, *names: str) -> None:
-    """Raise ConfigError for files, given as these options, in folders that do not exist."""
+    """Raise ConfigError if the folder of one of these output files does not exist."""
     # Checked first: a file that cannot be written would cost a minute of simulating.
     for name in names:
         file = getattr(options, name)
@@ -94,7 +98,10 @@ def require_folders(options: Namespace, *names: str) -> None:
 
 
 def put_json(data: object, target: str | None, *, indent: int | None = 2) -> bool:
-    """Write data to the file that --json names, if any. Return whether it went to standard output, "-"."""
+    """Write data to the file that --json names, if any.
+
+    Return whether it went to standard output, "-".
+    """
     text = json.dumps(data, indent=indent)
     if target == "-":
         print(text)
@@ -104,7 +111,10 @@ def put_json(data: object, target: str | None, *, indent: int | None = 2) -> boo
 
 
 def columns(rows: Sequence[Sequence[str]], *, left: Collection[int] = ()) -> list[str]:
-    """Return rows of cells as lines. Cells are aligned on the right, except in the columns `left`."""
+    """Return rows of cells as lines.
+
+    Cells are aligned on the right, except in the columns `left`.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -116,14 +126,17 @@ def columns(rows: Sequence[Sequence[str]], *, left: Collection[int] = ()) -> lis
 
 
 def utilization(facts: Facts) -> str:
-    """Return the MFU of a simulation. A profile may lack the peak that it is a share of, which is named unless it is bfloat16's."""
+    """Return the MFU of a simulation as text.
+
+    A profile may lack the peak of the dtype. The dtype is named if it is float32.
+    """
     if facts["mfu"] is None:
         return "n/a"
     return f"{facts['mfu']:.1%}" + (" of fp32" if facts["mfu_dtype"] == "float32" else "")
 
 
 def page(facts: Facts) -> str:
-    """Return the page of a simulation: what a step costs and why. facts: those of titan.sim.simulate.facts."""
+    """Return the page of a simulation. facts: those of titan.sim.simulate.facts."""
     return "\n".join(
         [
             f"{facts['model']} on {facts['world_size']} x {facts['hardware']}: {degrees(facts)}",
@@ -154,7 +167,7 @@ def degrees(facts: Facts) -> str:
 
 
 def _machine(facts: Facts) -> Iterator[str]:
-    """Yield what is assumed of the machine, and how wide a guess that is."""
+    """Yield the assumptions about the machine, and their uncertainty."""
     if note := facts["hardware_note"]:
         label = "" if facts["hardware_supported"] else "UNSUPPORTED PROFILE: "
         yield f"  {label}{facts['hardware']}: {note}"
@@ -166,6 +179,7 @@ def _machine(facts: Facts) -> Iterator[str]:
 
 
 def _speed(facts: Facts) -> Iterator[str]:
+    """Yield the step time, throughput and MFU."""
     mfu = "MFU n/a" if facts["mfu"] is None else f"{facts['mfu']:.1%} MFU"
     if facts["mfu_dtype"] == "float32":
         mfu += " of float32's peak"
@@ -180,7 +194,7 @@ def _speed(facts: Facts) -> Iterator[str]:
 
 
 def _time(facts: Facts) -> Iterator[str]:
-    """Yield where the step goes. The parts add up to it."""
+    """Yield the parts of the step, which add up to it."""
     time, comm, total = facts["time"], facts["comm"], facts["step_time_s"]
     # Rows in the order of the page. Those that are too small are left out by `_bars`.
     rows = {f"compute: {phase}": s for phase, s in time["by_phase_s"].items()}
@@ -208,7 +222,10 @@ def _time(facts: Facts) -> Iterator[str]:
 
 
 def verdict(facts: Facts) -> str:
-    """Return whether a simulated job fits, and the memory that it needs. The same figure is in every table."""
+    """Return whether a simulated job fits, and the memory that it needs.
+
+    The same figure is in every table.
+    """
     memory = facts["memory"]
     needed, capacity = memory["needed_gib"], memory["capacity_gib"]
     what = (
@@ -226,6 +243,7 @@ def verdict(facts: Facts) -> str:
 
 
 def _memory(facts: Facts) -> Iterator[str]:
+    """Yield the memory at the peak, by category and module."""
     memory = facts["memory"]
     yield f"  memory    {verdict(facts)}"
     if "formula_gib" in memory:  # of a job
@@ -247,7 +265,7 @@ def _memory(facts: Facts) -> Iterator[str]:
 
 
 def uneven_routing(facts: Facts) -> str:
-    """Return how uneven routing may get with experts on several ranks, or an empty text."""
+    """Return the limit of uneven routing with experts on several ranks, or an empty text."""
     experts = facts.get("experts", {})
     limit, degree = experts.get("fits_up_to_imbalance"), experts.get("parallel_degree")
     if degree in (None, 1):
@@ -261,7 +279,7 @@ def uneven_routing(facts: Facts) -> str:
 
 
 def _by_part(by_module: Mapping[str, float], *, most: int | None = None) -> dict[str, float]:
-    """Add up modules of one name in all blocks; the largest come first."""
+    """Return the sums over modules of one name in all blocks, the largest first."""
     parts: defaultdict[str, float] = defaultdict(float)
     # "layers.3.attention" and "layers.4.attention" are one row.
     for module, gib in by_module.items():
@@ -270,6 +288,7 @@ def _by_part(by_module: Mapping[str, float], *, most: int | None = None) -> dict
 
 
 def _ranks(ranks: Iterable[Facts]) -> Iterator[str]:
+    """Yield a table of pipeline ranks."""
     ranks = list(ranks)
     if len(ranks) == 1:
         return
@@ -284,6 +303,7 @@ def _ranks(ranks: Iterable[Facts]) -> Iterator[str]:
 
 
 def _measured(rows: Iterable[Facts]) -> Iterator[str]:
+    """Yield a table of predicted and measured figures."""
     table = [["", "predicted", "measured", "difference"]]
     for row in rows:
         unit, predicted, measured = row["unit"], row["predicted"], row["measured"]
@@ -295,6 +315,7 @@ def _measured(rows: Iterable[Facts]) -> Iterator[str]:
 
 
 def _bars(rows: Mapping[str, float], *, total: float, unit: object) -> Iterator[str]:
+    """Yield rows with bars, without those that are too small to show."""
     assert callable(unit)
     shown = {name: value for name, value in rows.items() if value > _SMALL * total}
     width = max(map(len, shown), default=0)
@@ -304,6 +325,7 @@ def _bars(rows: Mapping[str, float], *, total: float, unit: object) -> Iterator[
 
 
 def _tflops(value: float) -> str:
+    """Return TFLOP/s as text."""
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
@@ -313,4 +335,5 @@ def duration(seconds: float) -> str:
 
 
 def _gib(value: float) -> str:
+    """Return GiB as text, in MiB below 0.1 GiB."""
     return f"{value:.2f} GiB" if value >= 0.1 else f"{value * 1024:.1f} MiB"

@@ -1,10 +1,11 @@
-"""Say what a whole run costs (`titan sim --run`): days, GPU hours, energy, money, checkpoints, failures, spare nodes.
+"""Cost of a whole run (`titan sim --run`): days, GPU hours, energy, money, checkpoints, failures, spare nodes.
 
-A step's simulation gives the seconds of a step and the bytes of a checkpoint, `[simulator.run]` what no job knows, and
-titan/checkpoint/interval.py the time under failures. All figures are expectations.
+A step's simulation gives the seconds of a step and the bytes of a checkpoint. `[simulator.run]`
+gives figures that are no part of a job, and titan/checkpoint/interval.py the time under failures.
+All figures are expectations.
 
-Each phase of a job (`[[phase]]`, titan/config/phases.py) is accounted for by itself. What follows as another job that starts
-from the checkpoint is added by `--phase OVERLAY.toml`.
+Each phase of a job (`[[phase]]`, titan/config/phases.py) is accounted for separately. A later job
+that starts from the checkpoint is added by `--phase OVERLAY.toml`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _NEVER = 1e-6  # goodput of a run that does not end
 
 
 def state_bytes(simulation: Simulation) -> float:
-    """Return the bytes of a checkpoint: parameters, and as many times that as the optimizer keeps of them."""
+    """Return the bytes of a checkpoint: parameters and optimizer states."""
     config, layout = simulation.config, simulation.layout
     model = model_config(config.model)
     ranks = [dict(report.by_category) for report in simulation.memory.values()]
@@ -47,7 +48,7 @@ def state_bytes(simulation: Simulation) -> float:
 
 
 def save_times_s(simulation: Simulation, size: float, *, nodes: int) -> tuple[float, float]:
-    """Return the seconds for which training stands still for a save of so many bytes, and those of writing beside it."""
+    """Return the seconds for which training stops for a save of this size, and the seconds of writing during training."""
     config, layout, profile = simulation.config, simulation.layout, simulation.profile
     run, mode = config.simulator.run, config.checkpoint.async_mode
     write_s = size / 1e9 / (nodes * run.node_storage_gb_per_s)
@@ -68,7 +69,7 @@ def save_times_s(simulation: Simulation, size: float, *, nodes: int) -> tuple[fl
 
 
 def phase_facts(simulation: Simulation) -> Facts:
-    """Return what one phase costs from its first step to its last. docs/simulator.md defines every field."""
+    """Return the cost of one phase from its first step to its last. docs/simulator.md defines every field."""
     config, step_s = simulation.config, simulation.timeline.step_s
     run, steps, ranks = config.simulator.run, config.training.steps, simulation.layout.world_size
     nodes = ceil(ranks / simulation.profile.gpus_per_node)
@@ -121,7 +122,7 @@ def phase_facts(simulation: Simulation) -> Facts:
 
 
 def _interval(config: JobConfig, step_s: float) -> int:
-    """Return the steps from one save to the next; without saves all of the run's."""
+    """Return the number of steps between saves; without saves, all of the run's steps."""
     section, steps = config.checkpoint, config.training.steps
     if not section.enable or section.load_only:
         return steps
@@ -130,7 +131,10 @@ def _interval(config: JobConfig, step_s: float) -> int:
 
 
 def _validation_s(simulation: Simulation) -> float:
-    """Return the seconds of all validations and evaluations: forward passes, which take their part of a step by their tokens."""
+    """Return the seconds of all validations and evaluations.
+
+    They are forward passes, timed in proportion to their tokens.
+    """
     config, by_phase = simulation.config, simulation.timeline.mean_by("by_phase_s")
     section, training = config.validation, config.training
     tokens = sum(
@@ -165,7 +169,7 @@ def _evaluation_tokens(simulation: Simulation, section: EvaluationSection) -> in
 
 
 def whole_run(simulations: Sequence[Simulation]) -> Facts:
-    """Return the cost of phases that follow each other: the sums, and `phases` with each."""
+    """Return the cost of consecutive phases: the sums, and `phases` with each."""
     phases = [phase_facts(simulation) for simulation in simulations]
     sums = ("days", "gpu_hours", "energy_mwh", "cost", "failures", "steps", "tokens")
     trained = sum(phase["days_by_part"]["training"] for phase in phases)
@@ -175,7 +179,7 @@ def whole_run(simulations: Sequence[Simulation]) -> Facts:
 
 
 def whole_run_page(facts: Facts) -> str:
-    """Return what `whole_run` found, for people."""
+    """Return the result of `whole_run` as text."""
     if facts["goodput"] < _NEVER:
         return "  the whole run does not end: it fails before it can save"
     phases, lines = facts["phases"], [_summary("the whole run", facts)]
@@ -185,6 +189,7 @@ def whole_run_page(facts: Facts) -> str:
 
 
 def _summary(name: str, facts: Facts) -> str:
+    """Return the line of the run, or of a phase."""
     days, hours, energy, cost = (
         _figure(facts[key]) for key in ("days", "gpu_hours", "energy_mwh", "cost")
     )
@@ -196,6 +201,7 @@ def _summary(name: str, facts: Facts) -> str:
 
 
 def _phase_lines(phase: Facts) -> list[str]:
+    """Return the details of a phase."""
     save, failures, hours = phase["checkpoint"], phase["failures"], phase["mtbf_hours"]
     shares = ((name, days / phase["days"]) for name, days in phase["days_by_part"].items())
     best = f"best every {save['best_steps']:,}: {save['best_goodput']:.2%} (Young {save['young_steps']:,.0f}, Daly {save['daly_steps']:,.0f})"
@@ -210,4 +216,5 @@ def _phase_lines(phase: Facts) -> list[str]:
 
 
 def _figure(value: float) -> str:
+    """Return a number as text, with three digits or in full."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

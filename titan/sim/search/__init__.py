@@ -1,1 +1,1 @@
-"""Choose settings by simulating them."""
+"""Search for settings of a job by simulation."""

@@ -1,10 +1,15 @@
-"""Run `titan autosac JOB.toml --world-size N --hardware H --memory G`: choose what each block keeps for its backward pass,
-so that the job fits in G GiB and takes the least time (selective activation checkpointing, arXiv:2205.05198).
+"""Command `titan autosac`: selective activation checkpointing (arXiv:2205.05198) for a given memory.
 
-The job is traced once, with blocks that go through their operations one by one and keep nothing. recomputation.py chooses from that
-trace, and makes the trace of the choice, which is replayed like any other: if memory is left or lacking, the bytes are corrected and
-chosen again. What goes to the host is traced for each choice. Compiled blocks are, too: their choices are measured in one job,
-since what a compiler fuses does not add up.
+    titan autosac JOB.toml --world-size N --hardware H --memory G
+
+It chooses the results that each block saves for its backward pass, so that the job fits in G GiB
+and takes the least time.
+
+The job is traced once, with blocks that run operation by operation and save nothing.
+recomputation.py chooses from that trace, and makes the trace of the choice, which is replayed like
+any other: if memory is left or lacking, the bytes are corrected and the choice is repeated. Choices
+that offload results to the host are traced each time, and so are compiled blocks: their choices are
+measured in one job, since the costs of fused operations do not add up.
 """
 
 from __future__ import annotations
@@ -33,7 +38,12 @@ _ROUNDS = 5
 
 @dataclass
 class Choice:
-    """Hold what all blocks keep. lines: as activation_checkpoint.op_keep_by_block takes it. simulation: with it."""
+    """Results that all blocks save.
+
+    Attributes:
+        lines: The choice as activation_checkpoint.op_keep_by_block takes it.
+        simulation: Simulation of the job with this choice.
+    """
 
     lines: list[str]
     simulation: Simulation
@@ -79,16 +89,23 @@ def autosac(
     host: bool = False,
     processes: int | None = None,
 ) -> Choice:
-    """Choose what each block of a job keeps on some hardware, to use all of its memory and the least time.
+    """Choose the results that each block of a job saves on some hardware, for the least time in all of its memory.
+
+    The simulation in the result says whether the choice fits.
 
     Args:
-        job: files and overrides, as on the command line. What it says of activation_checkpoint is replaced.
-        world_size: ranks in all.
-        profile: the devices; `memory_gib` is what may be used.
-        host: let results go to the host's memory.
-        processes: how many trace at once. All cores by default.
+        job: Files and overrides, as on the command line. Its settings of activation_checkpoint are
+            replaced.
+        world_size: Number of ranks.
+        profile: The devices; `memory_gib` is the memory that may be used.
+        host: Whether results may be offloaded to the host's memory.
+        processes: Number of processes that trace at once. All cores by default.
 
-    Raises ConfigError, HardwareError, TraceError and ReplayError. The simulation says whether the choice fits.
+    Raises:
+        ConfigError: The rules refuse the job.
+        HardwareError: The hardware cannot run the job.
+        TraceError: The job cannot be traced.
+        ReplayError: The traced ranks wait for each other forever.
     """
     is_compiled = "model" in (compile := load_from_argv(job).compile).components and compile.enable
 
@@ -153,7 +170,7 @@ def _host_bytes(base: Simulation, profile: Profile) -> int:
 def _to_host(
     kept: Mapping[int, Kept], blocks: Mapping[int, Mapping[int, Block]], num_bytes: int
 ) -> set[tuple[int, str]]:
-    """Choose which of the kept results go to the host: those of the first blocks, which are needed last."""
+    """Choose the saved results to offload: those of the first blocks, which are needed last."""
     chosen: set[tuple[int, str]] = set()
     for of_rank in blocks.values():
         left = num_bytes
@@ -167,7 +184,7 @@ def _to_host(
 
 
 def to_lines(kept: Mapping[int, Kept], host: Collection[tuple[int, str]] = ()) -> list[str]:
-    """Return a choice as lines of op_keep_by_block, one for neighbouring blocks that keep the same."""
+    """Return a choice as lines of op_keep_by_block, one line for neighbouring blocks that save the same."""
     lines: list[tuple[int, int, str]] = []
     for layer, calls in sorted(kept.items()):
         places: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
@@ -189,7 +206,7 @@ def to_lines(kept: Mapping[int, Kept], host: Collection[tuple[int, str]] = ()) -
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command. Return 1 if the job does not fit whatever is recomputed."""
+    """Run the command. Return 1 if the job does not fit with any recomputation."""
     options, job, profile, config = read_command(
         "autosac",
         "[--host]",

@@ -1,9 +1,10 @@
-"""Choose candidates for `titan plan`: degrees of the axes, ZeRO, batch, schedule and recomputation of a job.
+"""Candidates of `titan plan`: degrees of the axes, ZeRO, batch, schedule and recomputation of a job.
 
-The formula only decides what is simulated, and in which order. The ranking is the simulator's. It is
+The formula only decides the candidates to simulate, and their order. The ranking is the
+simulator's. The formula is
 
     seconds = (FLOPs, with recomputation / achievable rate + TP's gathers and scatters) / (1 - bubble)
-              + what FSDP moves, beyond the part of the computation that hides it
+              + FSDP's transfers, beyond the part of the computation that hides them
 
 Candidates that titan.observe.estimate finds far too big are left out.
 """
@@ -35,6 +36,7 @@ _HIDDEN = 0.7  # of the computation, that FSDP's transfers hide behind
 _MARGIN = 1.1  # of the memory, that a candidate may seem to need: the estimate is one
 _LONG = 16384  # tokens, from which on sequences may be worth splitting
 _MOST_STAGES = 16
+_RESHARD = {2: "never", 3: "always"}  # fsdp_reshard_after_forward by ZeRO stage
 _SCHEDULES = {
     "1F1B": (1,),
     "Interleaved1F1B": (2, 4),
@@ -53,8 +55,23 @@ ALSO: dict[str, tuple[dict[str, str], float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """Hold what the search varies. batch: sequences of a forward pass on a rank. microbatch: of one
-    in a pipeline."""
+    """Settings that the search varies.
+
+    Attributes:
+        replicate: Degree of replication (HSDP).
+        shard: Degree of sharding (FSDP).
+        tp: Degree of tensor parallelism.
+        cp: Degree of context parallelism.
+        pp: Degree of pipeline parallelism.
+        batch: Sequences of a forward pass on a rank.
+        ep: Degree of expert parallelism; 0 for a model without experts.
+        microbatch: Sequences of a microbatch in a pipeline.
+        schedule: Pipeline schedule.
+        stages: Pipeline stages on each rank.
+        recompute: Mode of activation checkpointing.
+        zero: ZeRO stage. With 2, gathered parameters stay until the backward pass.
+        also: Names of additional techniques (`ALSO`).
+    """
 
     replicate: int
     shard: int
@@ -72,9 +89,16 @@ class Point:
 
     @property
     def kind(self) -> tuple[int, ...]:
-        """Return how the point splits the model, whatever its batch, recomputation and replicas."""
+        """Split of the model, without batch, recomputation and replicas."""
         # Candidates of one kind compete with each other first. Replicas of a good one are its neighbours.
         return self.tp, self.cp, self.pp, self.ep
+
+    @property
+    def checkpointing(self) -> dict[str, str]:
+        """Section activation_checkpoint."""
+        is_every = self.recompute.isdecimal()
+        mode, option = ("selective", self.recompute) if is_every else (self.recompute, "op")
+        return {"mode": mode, "selective_ac_option": option}
 
     def settings(self, global_batch: int, *, num_layers: int) -> dict[str, str]:
         """Return the point as overrides of a job."""
@@ -98,23 +122,30 @@ class Point:
                 degrees["pipeline_parallel_layers_per_stage"] = layers
         # The default is ZeRO-3 where weights are sharded, without a pipeline, and ZeRO-2 elsewhere.
         is_default = self.zero == (3 if self.pp == 1 < self.shard * self.cp else 2)
-        degrees["fsdp_reshard_after_forward"] = (
-            "default" if is_default else {2: "never", 3: "always"}[self.zero]
-        )
-        every = self.recompute.isdecimal()
+        degrees["fsdp_reshard_after_forward"] = "default" if is_default else _RESHARD[self.zero]
         more = (settings for name in self.also for settings in ALSO[name][0].items())
         return {
             **{f"parallelism.{key}": str(value) for key, value in degrees.items()},
             "training.local_batch_size": str(self.batch),
             "training.global_batch_size": str(global_batch),
-            "activation_checkpoint.mode": "selective" if every else self.recompute,
-            "activation_checkpoint.selective_ac_option": self.recompute if every else "op",
+            **{f"activation_checkpoint.{key}": value for key, value in self.checkpointing.items()},
             **dict(more),
         }
 
 
 class Search:
-    """Choose candidates of a job on `world_size` devices of a profile."""
+    """Search for candidates of a job.
+
+    Attributes:
+        job: Files and overrides of the job.
+        config: The job.
+        profile: The hardware.
+        world_size: Number of devices.
+        global_batch: Sequences of a step.
+        model: Sizes of the model.
+        seen: Points that were chosen.
+        also: Combinations of additional techniques.
+    """
 
     def __init__(
         self,
@@ -138,11 +169,11 @@ class Search:
 
     @cached_property
     def points(self) -> list[Point]:
-        """Return all points that divide evenly and may fit, the most promising first."""
+        """All points that divide evenly and may fit, the most promising first."""
         return sorted(filter(self._may_fit, self._combinations()), key=self.seconds)
 
     def own(self) -> Point | None:
-        """Return the job as it is; None: it cannot run, or has a setting that is not searched."""
+        """Return the job as it is, or None if it cannot run or has a setting that is not searched."""
         try:
             layout = resolve_layout(self.config, self.world_size)
         except ConfigError:
@@ -173,6 +204,7 @@ class Search:
         return replace(point, microbatch=size, schedule=schedule, stages=stages)
 
     def _combinations(self) -> Iterator[Point]:
+        """Yield all points that divide evenly."""
         model, length = self.model, longest_sequence(self.config)
         # A rank's heads are whole, and TP stays within a node.
         tps = [n for n in _powers(self.profile.gpus_per_node) if model.n_kv_heads % n == 0]
@@ -191,6 +223,7 @@ class Search:
                         yield from self._batches(replicate, dp // replicate, tp, cp, pp)
 
     def _batches(self, replicate: int, shard: int, tp: int, cp: int, pp: int) -> Iterator[Point]:
+        """Yield the points of one layout."""
         per_rank = self.global_batch // (replicate * shard)
         layout = Point(replicate=replicate, shard=shard, tp=tp, cp=cp, pp=pp, batch=per_rank)
         # Expert parallelism borrows the ranks of these axes.
@@ -213,15 +246,15 @@ class Search:
                         )
 
     def _may_fit(self, point: Point, *, margin: float = _MARGIN) -> bool:
-        """Estimate memory, of a config that is changed only as far as the formula reads it."""
+        """Return whether the estimated memory fits.
+
+        The config is changed only as far as the formula reads it.
+        """
         changes = {
             "training": {"local_batch_size": point.batch},
-            "activation_checkpoint": {
-                "mode": "selective" if point.recompute.isdecimal() else point.recompute,
-                "selective_ac_option": point.recompute if point.recompute.isdecimal() else "op",
-            },
+            "activation_checkpoint": point.checkpointing,
             "parallelism": {
-                "fsdp_reshard_after_forward": {2: "never", 3: "always"}[point.zero],
+                "fsdp_reshard_after_forward": _RESHARD[point.zero],
                 "pipeline_parallel_schedule": point.schedule,
                 "pipeline_parallel_microbatch_size": point.microbatch,
                 "expert_parallel_degree": point.ep or 1,
@@ -233,6 +266,7 @@ class Search:
         return memory["total"] < margin * self.profile.usable_gib
 
     def _layout(self, point: Point) -> Layout:
+        """Return the layout of a point."""
         passes = self.global_batch // (point.replicate * point.shard * point.batch)
         return Layout(
             pp=point.pp,
@@ -292,7 +326,7 @@ class Search:
         return step + max(0.0, data_parallel - _HIDDEN * compute)
 
     def _speed(self, span: int, *, stride: int) -> float:
-        """Return the GB/s of a group whose ranks are `stride` apart, among `span` ranks next to each other."""
+        """Return the GB/s of a group whose ranks are `stride` apart, among `span` consecutive ranks."""
         profile = self.profile
         if span <= profile.gpus_per_node:
             return profile.ring_gb_per_s
@@ -302,7 +336,7 @@ class Search:
         return min(profile.ring_gb_per_s, cards * profile.nic_gb_per_s * profile.nic_share)
 
     def single_changes(self, own: Point) -> list[Point]:
-        """Choose what is one change of recomputation, ZeRO or TP away from the job: anybody's first questions."""
+        """Choose points one change of recomputation, ZeRO or TP away from the job, as a user would try first."""
         near = [replace(own, recompute=mode) for mode in _RECOMPUTE]
         if own.shard * own.cp > 1:
             near.append(replace(own, zero=5 - own.zero))
@@ -315,7 +349,7 @@ class Search:
         return [p for p in near if self._may_fit(p, margin=2 * _MARGIN) and self._is_new(p)]
 
     def first(self, count: int) -> list[Point]:
-        """Choose the `count` most promising that are new: of each kind, in turn."""
+        """Choose the `count` most promising new points, of each kind in turn."""
         chosen: list[Point] = []
         taken = Counter[tuple[int, ...]]()
         # One of each kind, then a second one, then up to 4, ...: no kind crowds out the others.
@@ -329,12 +363,12 @@ class Search:
         return sorted(chosen, key=self.seconds)
 
     def neighbours(self, centres: Sequence[Point], count: int) -> list[Point]:
-        """Choose up to `count` points, each one change away from a centre; those of the first centre first."""
+        """Choose up to `count` new points, each one change away from a centre; those of the first centre first."""
         near = (p for centre in centres for p in self.points if _distance(p, centre) == 1)
         return list(itertools.islice(filter(self._is_new, near), count))
 
     def _is_new(self, point: Point) -> bool:
-        """Return whether a point is legal and was not chosen before; then it is chosen."""
+        """Return whether a point is legal and was not chosen before, and note that it is chosen."""
         if point in self.seen or not self.legal(point):
             return False
         self.seen.add(point)
@@ -357,7 +391,10 @@ class Search:
 
 @lru_cache
 def _bubble(name: str, ranks: int, stages: int, microbatches: int) -> float:
-    """Return the share of a pipeline's time that a rank idles. What fills and drains it does not grow with the microbatches."""
+    """Return the share of a pipeline's time that a rank idles.
+
+    The time to fill and drain the pipeline does not grow with the microbatches.
+    """
     few = min(microbatches, 4 * ranks)
     try:
         schedule = build_schedule(
@@ -371,11 +408,12 @@ def _bubble(name: str, ranks: int, stages: int, microbatches: int) -> float:
 
 
 def _powers(most: int) -> list[int]:
+    """Return the powers of two up to a number."""
     return [1 << n for n in range(max(1, most).bit_length()) if 1 << n <= most]
 
 
 def _distance(one: Point, other: Point) -> int:
-    """Count the settings that differ. One that follows from another (the shards from the axes) does not count."""
+    """Return the number of settings that differ, without settings that follow from others (the shards from the axes)."""
     a, b = asdict(one), asdict(other)
     different = {key for key in a if a[key] != b[key]}
     # Degrees multiply to the world size, so changing one changes the shards.
@@ -390,7 +428,7 @@ def _distance(one: Point, other: Point) -> int:
 
 
 def _global_batch(config: JobConfig, world_size: int) -> int:
-    """Return the sequences of a step: those of the job, else of its own layout, else of plain data parallelism."""
+    """Return the sequences of a step: from the job, or from its layout, or from plain data parallelism."""
     training = config.training
     if training.global_batch_size > 0:
         return training.global_batch_size

@@ -1,4 +1,4 @@
-"""Share what the commands that choose settings of a job have in common: options, the table of a comparison, the overlay."""
+"""Common parts of the commands that choose settings of a job: options, the table of a comparison, the overlay."""
 
 from __future__ import annotations
 
@@ -27,9 +27,17 @@ from titan.sim.simulate import Facts
 def read_command(
     name: str, flags: str, description: str, argv: Sequence[str] | None, add: Callable[[ArgumentParser], object] = lambda _: None
 ) -> tuple[Namespace, list[str], Profile, JobConfig]:  # fmt: skip
-    """Return the options of `titan NAME`, the job's arguments, the devices with as much memory as --memory allows, and the job.
+    """Return the options of `titan NAME`, the job's arguments, the profile with the memory that --memory allows, and the job.
 
-    add: adds the command's own options to the parser. Raises ConfigError.
+    Args:
+        name: Name of the command.
+        flags: Usage of its own options.
+        description: Its description.
+        argv: Arguments; None for those of the process.
+        add: Adds the command's own options to the parser.
+
+    Raises:
+        ConfigError: An option or the job has a mistake.
     """
     usage = f"{flags} [--memory GIB] [--output FILE] [--json FILE]".lstrip()
     parser = job_parser(name, usage, f"{description} Prints, or writes, a TOML overlay.")
@@ -46,7 +54,7 @@ def read_command(
 
 
 def show(options: Namespace, data: object, results: Mapping[str, Facts], overlay: str, *, limit_gib: float) -> None:  # fmt: skip
-    """Write the overlay and the data where the options say, and print the comparison."""
+    """Write the overlay and the data as the options say, and print the comparison."""
     if options.output:
         options.output.write_text(overlay, encoding="utf-8")
     if not put_json(data, options.json):
@@ -55,7 +63,12 @@ def show(options: Namespace, data: object, results: Mapping[str, Facts], overlay
 
 
 def comparison(results: Mapping[str, Facts], *, limit_gib: float) -> str:
-    """Return the step, speed, exposed communication and memory of ways to run a job; gains are over the first. Some may have no facts."""
+    """Return a table of ways to run a job: step, speed, exposed communication and memory.
+
+    Gains are over the first.
+
+    Results without facts cannot run.
+    """
     rows = [["", "step", "tokens/s/GPU", "gain", "exposed", "GiB", ""]]
     base = next(iter(results.values()))
     for name, one in results.items():

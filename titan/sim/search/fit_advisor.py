@@ -1,4 +1,4 @@
-"""Suggest changes for a job that does not fit: each is simulated, and the fastest that fit come first."""
+"""Changes for a job that does not fit: each is simulated, and the fastest changes that fit come first."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _REPLICATE = "parallelism.data_parallel_replicate_degree"
 def candidates(
     config: JobConfig, layout: Layout, profile: Profile
 ) -> tuple[list[Settings], list[Settings]]:
-    """Return changes that save memory and keep the global batch: single ones, and pairs of different kinds."""
+    """Return changes that save memory and keep the global batch: single changes, and pairs of different kinds."""
     # Modes that save more than the one at hand.
     stronger = {"full": (), "none": ("selective", "full")}
     modes = stronger.get(config.activation_checkpoint.mode, ("full",))
@@ -51,6 +51,7 @@ def candidates(
 
 
 def _smaller_batch(config: JobConfig, layout: Layout) -> Iterator[Settings]:
+    """Yield smaller local batches."""
     # A pipeline needs whole microbatches. The largest batch that fits need not be the fastest, so all are tried.
     whole = _same_global_batch(config, layout)
     for size in divisors(config.training.local_batch_size)[:-1]:
@@ -59,12 +60,14 @@ def _smaller_batch(config: JobConfig, layout: Layout) -> Iterator[Settings]:
 
 
 def _same_global_batch(config: JobConfig, layout: Layout) -> Settings:
+    """Return the setting that keeps the global batch."""
     # Made explicit, since the default follows the layout that is about to change.
     whole = config.training.local_batch_size * layout.dp * layout.accumulation
     return {"training.global_batch_size": str(whole)}
 
 
 def _spread(config: JobConfig, layout: Layout, profile: Profile) -> Iterator[Settings]:
+    """Yield layouts that spread the model over more ranks."""
     # Replicas hold whole copies. Sharding over them as well adds communication and no computation.
     if layout.dp_replicate > 1:
         yield {_REPLICATE: "1", _SHARD: "-1"}
@@ -79,6 +82,7 @@ def _spread(config: JobConfig, layout: Layout, profile: Profile) -> Iterator[Set
 
 
 def _offload(config: JobConfig) -> Iterator[Settings]:
+    """Yield settings that move memory to the host."""
     # Offloaded activations are those that checkpointing saves, so that mode must be on.
     if not config.activation_checkpoint.cpu_offload and config.activation_checkpoint.mode != "none":
         yield {"activation_checkpoint.cpu_offload": "true"}
@@ -87,11 +91,13 @@ def _offload(config: JobConfig) -> Iterator[Settings]:
 
 
 def _precision(config: JobConfig) -> Iterator[Settings]:
+    """Yield a smaller precision."""
     if config.training.compute_dtype == "float32":
         yield {"training.mixed_precision_param": "bfloat16"}
 
 
 def _experts(config: JobConfig, layout: Layout) -> Iterator[Settings]:
+    """Yield settings of experts that need less memory."""
     model = model_config(config.model)
     if not getattr(model, "num_experts", 0):
         return
@@ -112,7 +118,14 @@ def _experts(config: JobConfig, layout: Layout) -> Iterator[Settings]:
 def find_changes(
     job: Sequence[str], config: JobConfig, layout: Layout, profile: Profile
 ) -> list[Variant]:
-    """Return the fastest variants that fit. job: files and overrides that `config` was loaded from."""
+    """Return the fastest variants that fit.
+
+    Args:
+        job: Files and overrides that `config` was loaded from.
+        config: The job.
+        layout: Its layout.
+        profile: The hardware.
+    """
     fitting: list[Variant] = []
     # First single changes, then pairs.
     for changes in candidates(config, layout, profile):
@@ -132,10 +145,13 @@ def find_changes(
 def suggest(
     job: Sequence[str], config: JobConfig, layout: Layout, *, hardware: str
 ) -> dict[str, Any]:
-    """Simulate a job for `titan check`, and if it does not fit, changes that may help.
+    """Simulate a job for `titan check`, and changes that may help if it does not fit.
 
-    Returns {"simulation": facts, "fixes": the changes with which it fits}, or {"not_simulated": why}. If it fits only as long as
-    routing is nearly even, the fixes are those with which it fits at an "imbalance" that is in the answer, too.
+    Returns:
+        {"simulation": facts, "fixes": changes with which it fits}, or {"not_simulated": reason}. If
+            the job fits only as long as
+        routing is nearly even, the fixes are those with which it fits at an "imbalance" that is in
+            the answer, too.
     """
     # titan check knows more devices than the simulator has profiles of.
     if not hardware.endswith(".toml") and hardware.lower() not in profile_names():
@@ -169,7 +185,7 @@ def suggest(
 
 
 def describe(answer: dict[str, Any]) -> list[str]:
-    """Return the answer of `suggest` as lines for people."""
+    """Return the answer of `suggest` as lines of text."""
     if reason := answer.get("not_simulated"):
         return [f"not simulated: {reason}"]
     step, fixes = answer["simulation"], answer["fixes"]

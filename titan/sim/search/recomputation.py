@@ -1,15 +1,16 @@
-"""Choose which results each block of a rank keeps for its backward pass, from a trace in which it keeps none.
+"""Choice of the results that each block of a rank saves for its backward pass, from a trace in which it saves none.
 
-The trace has, for each operation of each block, the seconds that its recomputation takes and the bytes that its results hold. A
-block that runs eagerly repeats every operation whose result is not kept, so both add up, and the best choice is that of a
-knapsack:
+The trace has, for each operation of each block, the seconds of its recomputation and the bytes of
+its results. A block that runs eagerly repeats every operation whose result is not saved, so both
+add up, and the best choice is that of a knapsack:
 
     maximize    seconds of recomputation saved, over blocks and operations
     subject to  bytes kept while the blocks up to one wait for their backward pass <= bytes free at that time
 
-A block may also keep everything, which needs fewer bytes than the results of all its operations. Dynamic programming over
-the blocks solves it, exactly up to the rounding of each block's bytes to 1/16384 of the memory. `keep` makes the trace of a choice:
-it moves allocations and leaves out what is not recomputed. Imports no torch.
+A block may also save everything, which needs fewer bytes than the results of all its operations.
+Dynamic programming over the blocks solves it, exactly up to the rounding of each block's bytes to
+1/16384 of the memory. `keep` makes the trace of a choice: it moves allocations and leaves out
+operations that are not recomputed. Imports no torch.
 """
 
 from __future__ import annotations
@@ -35,9 +36,14 @@ _POINTWISE = ("aten._fused_rms_norm", "aten.silu", "aten.mul")
 
 
 @dataclass
-class _Run:
-    """Hold one run of an operation in a block: the numbers of its events, of the next event that is none of them, and the
-    blocks of memory that hold its results."""
+class _CallRun:
+    """One run of an operation in a block.
+
+    Attributes:
+        events: Numbers of its events.
+        until: Number of the next event that does not belong to it.
+        results: Blocks of memory that hold its results.
+    """
 
     events: list[int] = field(default_factory=list)
     until: int = 0
@@ -46,14 +52,17 @@ class _Run:
 
 @dataclass
 class Block:
-    """Hold a block's calls that are recomputed. runs: forward and repeated, of each microbatch.
+    """Operations of a block that are recomputed.
 
-    sizes: bytes that the results of a call that may be kept hold, of one microbatch. seconds: of each call's recomputation, in a
-    step. whole: the bytes and seconds of keeping everything. measured: the bytes and seconds of the choices that a compiled
-    block has.
+    Attributes:
+        runs: Forward run and repetition of each call, for each microbatch.
+        sizes: Bytes of the results of each call that may be kept, for one microbatch.
+        seconds: Recomputation of each call, in a step.
+        whole: Bytes and seconds of keeping everything.
+        measured: Bytes and seconds of the choices that a compiled block has.
     """
 
-    runs: dict[str, list[tuple[_Run, _Run]]] = field(default_factory=dict)
+    runs: dict[str, list[tuple[_CallRun, _CallRun]]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     whole: tuple[int, float] = (0, 0.0)
@@ -61,7 +70,7 @@ class Block:
 
     @property
     def kind(self) -> Any:
-        """Return what equal blocks have in common."""
+        """Properties that equal blocks have in common."""
         return (*self.sizes.items(), *self.seconds.items(), self.whole)
 
     def cost(self, kept: Kept) -> tuple[int, float]:
@@ -76,8 +85,8 @@ class Block:
 def find_blocks(trace: Trace, cost: Cost) -> dict[int, Block]:
     """Return the blocks of a rank that recompute operation by operation, by number."""
     step = trace.step
-    runs: defaultdict[tuple[int, str, bool], list[_Run]] = defaultdict(list)
-    run, last = _Run(), None
+    runs: defaultdict[tuple[int, str, bool], list[_CallRun]] = defaultdict(list)
+    run, last = _CallRun(), None
     freed: dict[int, int] = {}
     for index, event in enumerate(step):
         if isinstance(event, Free):
@@ -86,7 +95,7 @@ def find_blocks(trace: Trace, cost: Cost) -> dict[int, Block]:
         if scope is None:
             continue
         if scope is not last:
-            run.until, run, last = index, _Run(), scope
+            run.until, run, last = index, _CallRun(), scope
             layer = block_of(scope)
             if scope.call and layer is not None and scope.phase in ("forward", "recompute"):
                 runs[layer, scope.call, scope.phase == "recompute"].append(run)
@@ -103,11 +112,13 @@ def find_blocks(trace: Trace, cost: Cost) -> dict[int, Block]:
     return blocks
 
 
-def _pair(first: _Run, again: _Run, step: Sequence[Event], freed: Mapping[int, int]) -> None:
+def _pair(
+    first: _CallRun, again: _CallRun, step: Sequence[Event], freed: Mapping[int, int]
+) -> None:
     """Find the results of an operation and of its repetition.
 
-    They come with its last step. What is made before, such as what DTensor gathers for it, counts if it outlives the
-    repetition.
+    They come with its last step. Earlier results, such as tensors that DTensor gathers for it,
+    count if they outlive the repetition.
     """
     steps = [
         n
@@ -127,6 +138,7 @@ def _pair(first: _Run, again: _Run, step: Sequence[Event], freed: Mapping[int, i
 
 
 def _measure(block: Block, trace: Trace, cost: Cost, freed: Mapping[int, int]) -> None:
+    """Set the bytes and seconds of a block."""
     step = trace.step
     sizes: dict[int, int] = {}
     for call, runs in block.runs.items():
@@ -145,6 +157,7 @@ def _measure(block: Block, trace: Trace, cost: Cost, freed: Mapping[int, int]) -
 
 
 def _seconds(event: Event, trace: Trace, cost: Cost) -> float:
+    """Return the seconds of an event."""
     if isinstance(event, Launch):
         return cost.kernel_s(event.kernel)
     if isinstance(event, Transfer):
@@ -156,13 +169,12 @@ def _seconds(event: Event, trace: Trace, cost: Cost) -> float:
 
 
 def keep(trace: Trace, blocks: Mapping[int, Block], kept: Mapping[int, Kept]) -> Trace:
-    """Return the trace of a rank whose blocks keep these results, from one in which they keep nothing."""
+    """Return the trace of a rank whose blocks keep these results, from a trace in which they keep nothing."""
     freed = {e.block: n for n, e in enumerate(trace.step) if isinstance(e, Free)}
     dropped: set[int] = set()
     works: set[int] = set()
-    ends: dict[
-        int, int
-    ] = {}  # a block that the recomputation would allocate, and the one kept in its place
+    # By block that the recomputation would allocate: the block kept in its place.
+    ends: dict[int, int] = {}
     for layer, calls in kept.items():
         block = blocks[layer]
         for microbatch in range(max((len(runs) for runs in block.runs.values()), default=0)):
@@ -196,23 +208,25 @@ def keep(trace: Trace, blocks: Mapping[int, Block], kept: Mapping[int, Kept]) ->
 
 
 def choose(trace: Trace, blocks: Mapping[int, Block], extra: int) -> dict[int, Kept]:
-    """Return what each block of a rank keeps.
+    """Return the results that each block of a rank keeps.
 
     Args:
-        trace: of the rank, keeping nothing.
-        blocks: its blocks.
-        extra: bytes that may be in use beyond the trace's own peak.
+        trace: Trace of the rank, keeping nothing.
+        blocks: Its blocks.
+        extra: Bytes that may be in use beyond the trace's own peak.
     """
     moments, peak = _moments(trace, blocks)
     limit = peak + extra
     # Passes in flight are counted when they are the most.
-    fullest = max((m[0] for m in moments), key=lambda flying: sum(flying.values()), default={})
+    fullest = max(
+        (m[0] for m in moments), key=lambda in_flight: sum(in_flight.values()), default={}
+    )
     order = sorted(blocks)
     limits: dict[int, int] = {}
-    for flying, used in moments:
+    for in_flight, used in moments:
         for n, layer in enumerate(order):
             # Without a pipeline the first blocks are in flight and the others are not.
-            if flying == {one: fullest[one] * (one in order[: n + 1]) for one in blocks}:
+            if in_flight == {one: fullest[one] * (one in order[: n + 1]) for one in blocks}:
                 limits[layer] = limit - used
     over = 0
     while True:
@@ -220,8 +234,8 @@ def choose(trace: Trace, blocks: Mapping[int, Block], extra: int) -> dict[int, K
         sizes = {layer: blocks[layer].cost(calls)[0] for layer, calls in kept.items()}
         lacking = max(
             (
-                sum(n * sizes[layer] for layer, n in flying.items()) - (limit - used)
-                for flying, used in moments
+                sum(n * sizes[layer] for layer, n in in_flight.items()) - (limit - used)
+                for in_flight, used in moments
             ),
             default=0,
         )
@@ -233,8 +247,11 @@ def choose(trace: Trace, blocks: Mapping[int, Block], extra: int) -> dict[int, K
 def _moments(
     trace: Trace, blocks: Mapping[int, Block]
 ) -> tuple[list[tuple[dict[int, int], int]], int]:
-    """Return how many passes of each block await their backward pass, with the most bytes in use while it is so; and the
-    most bytes at any time."""
+    """Return the states of a step, and the most bytes at any time.
+
+    A state is the number of passes of each block that await their backward pass, with the most
+    bytes in use during the state.
+    """
     changes: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     for layer, block in blocks.items():
         for runs in zip(*block.runs.values(), strict=True):
@@ -242,16 +259,16 @@ def _moments(
             # From here on the recomputation makes what is not kept.
             changes[min(run.events[0] for _, run in runs)].append((layer, -1))
     alive: dict[int, int] = {}
-    used, flying = 0, dict.fromkeys(blocks, 0)
+    used, in_flight = 0, dict.fromkeys(blocks, 0)
     most: dict[tuple[int, ...], int] = {}
     for number, event in enumerate([*trace.setup, *trace.first_step, *trace.step]):
         for layer, change in changes.get(number - len(trace.setup) - len(trace.first_step), ()):
-            flying[layer] += change
+            in_flight[layer] += change
         if isinstance(event, Allocate):
             used += alive.setdefault(event.block, event.size_bytes)
         elif isinstance(event, Free):
             used -= alive.pop(event.block, 0)
-        key = tuple(flying.values())
+        key = tuple(in_flight.values())
         most[key] = max(most.get(key, 0), used)
     moments = [
         (dict(zip(blocks, key, strict=True)), used) for key, used in most.items() if any(key)
@@ -260,14 +277,15 @@ def _moments(
 
 
 def solve(
-    blocks: Mapping[int, Block], flying: Mapping[int, int], limits: Mapping[int, int]
+    blocks: Mapping[int, Block], in_flight: Mapping[int, int], limits: Mapping[int, int]
 ) -> dict[int, Kept]:
     """Return the choice that saves the most seconds.
 
     Args:
-        blocks: the blocks of a rank.
-        flying: passes of each block that are in flight together.
-        limits: bytes that the blocks up to one may keep together in these passes, by its number. At least for the last one.
+        blocks: Blocks of a rank.
+        in_flight: Passes of each block that are in flight at the same time.
+        limits: Bytes that all blocks up to a block may keep in these passes, by the block's number.
+            At least for the last block.
     """
     if not blocks:
         return {}
@@ -278,7 +296,7 @@ def solve(
     fronts: dict[Any, list[_Option]] = {}
     alike: defaultdict[Any, list[int]] = defaultdict(list)
     for layer in sorted(blocks):
-        block, count = blocks[layer], flying[layer]
+        block, count = blocks[layer], in_flight[layer]
         key = (block.kind, count)
         alike[key].append(layer)
         front = fronts.setdefault(key, _front(block) if key not in fronts else [])
@@ -301,7 +319,7 @@ def solve(
     for layer, bound, front, at in reversed(chosen):
         left = min(left, bound)
         size, _, kept[layer] = front[at[left]]
-        left -= -(-size * flying[layer] // unit)
+        left -= -(-size * in_flight[layer] // unit)
     # The last of equal blocks keep the most: their backward passes come first. The bytes of all are the same.
     for layers in alike.values():
         by_size = sorted((kept[layer] for layer in layers), key=blocks[layers[0]].cost)
@@ -314,7 +332,7 @@ _Option: TypeAlias = "tuple[int, float, Kept]"
 
 
 def _front(block: Block) -> list[_Option]:
-    """Return what is worth keeping, by rising bytes: each saves more than all that need less."""
+    """Return the options worth keeping, by rising bytes: each saves more than all options that need less."""
     if block.measured:
         return _best([(*cost, kept) for kept, cost in block.measured.items()])
     options: list[_Option] = [(0, 0.0, frozenset())]
@@ -327,6 +345,7 @@ def _front(block: Block) -> list[_Option]:
 
 
 def _best(options: list[_Option]) -> list[_Option]:
+    """Return the options that save more than all options with fewer bytes."""
     front: list[_Option] = []
     for option in sorted(options, key=lambda o: (o[0], -o[1])):
         if not front or option[1] > front[-1][1]:
@@ -340,9 +359,10 @@ def _best(options: list[_Option]) -> list[_Option]:
 def samples(blocks: Mapping[int, Block], most: int = 14) -> dict[int, Kept]:
     """Return a choice to be measured for each block: equal blocks take turns, from nothing to everything.
 
-    What a compiled block keeps changes what is fused, so that bytes and seconds of operations do not add up. Equal blocks have
-    equal costs, so one job whose blocks all keep something else measures many choices. The first and the last of
-    equal blocks measure nothing, since their neighbours differ.
+    The saved results of a compiled block change its fusions, so that bytes and seconds of
+    operations do not add up. Equal blocks have equal costs, so one job whose blocks all keep
+    different results measures many choices. The first and the last of equal blocks measure nothing,
+    since their neighbours differ.
     """
     chosen: dict[int, Kept] = dict.fromkeys(blocks, frozenset())
     for inner in _kinds(blocks):
@@ -359,7 +379,14 @@ def samples(blocks: Mapping[int, Block], most: int = 14) -> dict[int, Kept]:
 def measure(
     blocks: Mapping[int, Block], traces: Iterable[Trace], chosen: Mapping[int, Kept], cost: Cost
 ) -> None:
-    """Give each block the costs of the choices that were measured. traces: of a compiled job with the choices of `samples`."""
+    """Set the costs of the measured choices in each block.
+
+    Args:
+        blocks: Blocks of all ranks.
+        traces: Traces of a compiled job with the choices of `samples`.
+        chosen: These choices.
+        cost: Prices of kernels and transfers.
+    """
     num_bytes, seconds = Counter[int](), defaultdict[int, float](float)
     for trace in traces:
         made: dict[int, tuple[int, int]] = {}

@@ -1,9 +1,12 @@
-"""Simulate many variants of a job at once. `titan sim --sweep`, `titan plan` and `titan check` choose the variants.
+"""Simulation of many variants of a job at once.
+
+`titan sim --sweep`, `titan plan` and `titan check` choose the variants.
 
     titan sim JOB.toml --world-size 64 --hardware h100-sxm,h200-sxm --sweep training.local_batch_size=1,2,4 --sweep ...
 
-Variants that the rules refuse are counted, with their reasons. Variants that differ only in hardware or replicas share
-a trace (trace_cache.py). The table of a sweep marks the Pareto front of speed against memory.
+Variants that the rules refuse are counted, with their reasons. Variants that differ only in
+hardware or replicas share a trace (trace_cache.py). The table of a sweep marks the Pareto front of
+speed against memory.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from titan.sim.record.ranks import remap_ranks
 from titan.sim.record.trace import Trace, no_garbage_collection
 from titan.sim.record.trace_cache import TraceRequest, get_traces
 from titan.sim.replay.queues import ReplayError
-from titan.sim.report.phases import together
+from titan.sim.report.phases import combine_phases
 from titan.sim.report.text import columns, utilization
 from titan.sim.simulate import GIB, Facts, facts, not_simulated, price
 
@@ -34,8 +37,15 @@ WORLD_SIZE = "world_size"
 
 @dataclass
 class Variant:
-    """Hold settings of a job on some hardware. facts: those of titan.sim.simulate.facts, of all phases
-    together; problem: why there are none; parts: the phases that are simulated so far."""
+    """Settings of a job on some hardware, with their simulation.
+
+    Attributes:
+        settings: Overrides of the job.
+        hardware: Name of the profile.
+        facts: Facts of titan.sim.simulate.facts, of all phases combined.
+        problem: Reason why there are none.
+        parts: Phases that are simulated so far.
+    """
 
     settings: dict[str, str]
     hardware: str
@@ -45,27 +55,27 @@ class Variant:
 
     @property
     def speed(self) -> float:
-        """Return tokens per second and GPU, or 0 if the variant does not run."""
+        """Tokens per second and GPU, or 0 if the variant does not run."""
         return self.facts["tokens_per_s_per_gpu"] if self.facts else 0.0
 
     @property
     def needed_gib(self) -> float:
-        """Return the memory that the fullest rank takes from its device, or 0 if the variant does not run."""
+        """Memory that the fullest rank takes from its device, or 0 if the variant does not run."""
         return self.facts["memory"]["needed_gib"] if self.facts else 0.0
 
     @property
     def fits(self) -> bool:
-        """Return whether the variant runs and leaves the margin free."""
+        """Whether the variant runs and leaves the margin free."""
         return bool(self.facts) and self.facts["fits"]
 
     @property
     def is_tight(self) -> bool:
-        """Return whether the variant runs, but leaves less than the margin free."""
+        """Whether the variant runs, but leaves less than the margin free."""
         return bool(self.facts) and self.facts["tight"]
 
     @property
     def memory(self) -> str:
-        """Return the memory as a table shows it."""
+        """Memory as a table shows it."""
         note = "" if self.fits else " tight" if self.is_tight else " does not fit"
         return f"{self.needed_gib:.1f}{note}" if self.facts else ""
 
@@ -85,15 +95,15 @@ def simulate_variants(
     processes: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Variant]:
-    """Simulate a job with each of these settings on each profile; return the variants in this order.
+    """Simulate a job with each of these settings on each profile, and return the variants in this order.
 
     Args:
-        job: files and overrides, as on the command line.
-        settings: what each variant overrides: keys of the config, and WORLD_SIZE.
-        world_size: ranks in all, where a variant does not say.
-        profiles: hardware to price every variant on.
-        processes: how many trace at once. All cores by default.
-        progress: called with the number of variants that are done, and of all.
+        job: Files and overrides, as on the command line.
+        settings: Overrides of each variant: keys of the config, and WORLD_SIZE.
+        world_size: Number of ranks, for variants that do not say.
+        profiles: Hardware to price every variant on.
+        processes: Number of processes that trace at once. All cores by default.
+        progress: Called with the number of variants that are done, and of all.
     """
     variants: list[Variant] = []
     requests: dict[str, TraceRequest] = {}
@@ -133,7 +143,7 @@ def simulate_variants(
             _price(variant, request, traces, profile, phase)
             missing[id(variant)] -= 1
             if not missing[id(variant)]:
-                variant.facts = {} if variant.problem else together(variant.parts)
+                variant.facts = {} if variant.problem else combine_phases(variant.parts)
                 variant.parts.clear()
                 settled += 1
                 progress(settled, len(variants))
@@ -146,6 +156,7 @@ def simulate_variants(
 def _price(
     variant: Variant, request: TraceRequest, traces: Any, profile: Profile, phase: Phase
 ) -> None:
+    """Price and replay one phase of a variant."""
     if isinstance(traces, Exception):
         variant.problem = str(traces)
         return
@@ -189,6 +200,7 @@ def table(variants: Sequence[Variant], *, most: int = 40) -> str:
 
 
 def _others(variants: Sequence[Variant], *, num_fitting: int, num_shown: int) -> Iterator[str]:
+    """Yield the counts of variants that the table does not show."""
     yield f"{len(variants)} variants: {num_fitting} fit" + (
         f", of which the fastest {num_shown} are shown" if num_shown < num_fitting else ""
     )

@@ -1,1 +1,1 @@
-"""Set a run beside its simulation."""
+"""Comparison of a run with its simulation."""

@@ -1,13 +1,16 @@
-"""Name the part of a run that has become slow: a rank, a link, data, the allocator, saving, a host.
+"""Detection of the part of a run that has become slow: a rank, a link, data, the allocator, saving, a host.
 
-What is compared with what: the fastest rows in succession of a run that has settled say how long each part of a step takes, and later
-rows are held against them. The prediction counts where it says 0: no wait for data is expected, and no retry of the allocator. (A slow
-rank is also held against the other ranks, by titan/observe/ranks.py, from the first step on.)
+The fastest consecutive rows of a run that has settled say how long each part of a step takes, and
+later rows are compared with them. The prediction counts if it says 0: no wait for data is expected,
+and no retry of the allocator. (A slow rank is also compared with the other ranks, by
+titan/observe/ranks.py, from the first step on.)
 
-Machines are noisy, and a false alarm costs trust. So a part must cost a good share of a step in the median of the last rows, and half
-of that in their best eighth, which other programs on the machine do not spoil. On a CPU, whose cores all ranks and other
-programs share, only what a rank takes more than the others counts. Nothing measures a link during training: a step that is
-slow without any part that explains it makes the run measure its links, and the same one must be slow in two measurements.
+Machines are noisy, and a false alarm costs trust. So a part must cost a good share of a step in the
+median of the last rows, and half of that in their best eighth, which other programs on the machine
+do not spoil. On a CPU, whose cores all ranks and other programs share, only the excess of a rank
+over the others counts. Nothing measures a link during training: a step that is slow without any
+part that explains it makes the run measure its links, and the same link must be slow in two
+measurements.
 
 This file decides. titan/sim/twin/hook.py measures.
 """
@@ -25,11 +28,13 @@ from titan.observe.ranks import SLOW, WINDOW_STEPS
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Say what is more than noise.
+    """Limits of the noise.
 
-    share: of a step's expected time; a part that costs less is not worth a message. growth: a rank whose own time has grown more
-    than that over the others' is slow. unexplained: a step that has grown more, for no reason found, makes the run measure its links.
-    link: one that takes more times as long as it did is slow.
+    Attributes:
+        share: Share of a step's expected time. A cheaper part is not worth a message.
+        growth: Growth of a rank's own time over that of the others. A rank above it is slow.
+        unexplained: Growth of a step without a known reason. Above it, the run measures its links.
+        link: Growth of a link's time. A link above it is slow.
     """
 
     share: float
@@ -46,11 +51,16 @@ _SAVES = 3  # saves that are compared with the first ones
 
 @dataclass(frozen=True, kw_only=True)
 class RowTimes:
-    """Hold what a logged row measured, in seconds per step. Lists have an entry for each rank.
+    """Measurements of a logged row, in seconds per step. Lists have an entry for each rank.
 
-    step_s: without validation and saving. own_s: computing in the forward passes of blocks. data_s: waiting for data. host_s: in
-    the loop and its hooks. retries: times that the allocator gave back its cache since the last row. save_s: in which training
-    stood still for a save since the last row.
+    Attributes:
+        step_s: Step without validation and saving.
+        own_s: Computation in the forward passes of blocks.
+        data_s: Waits for data.
+        host_s: Time in the loop and its hooks.
+        retries: Number of times that the allocator gave back its cache since the last row.
+        save_s: Time for which training stopped for a save since the last row.
+        num_steps: Steps since the last row.
     """
 
     step_s: float
@@ -64,7 +74,14 @@ class RowTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class SlowLink:
-    """Describe a link that became slow. ratio: its time over what it was. cost_s: what that makes of the bytes of a step, about."""
+    """Link that became slow.
+
+    Attributes:
+        axis: Axis of the mesh.
+        ranks: Its two ranks.
+        ratio: Its time over the earlier time.
+        cost_s: Estimated cost for the bytes of a step.
+    """
 
     axis: str
     ranks: tuple[int, int]
@@ -74,7 +91,15 @@ class SlowLink:
 
 @dataclass(frozen=True, kw_only=True)
 class Drift:
-    """Say which part is slow. ranks: where. cost_s: seconds per step. ratio: the step's time over the expected one."""
+    """Part that has become slow.
+
+    Attributes:
+        part: Name of the part.
+        text: Description for people.
+        ranks: Ranks concerned.
+        cost_s: Cost in seconds per step.
+        ratio: Time of the step over the expected time.
+    """
 
     part: str
     text: str
@@ -84,19 +109,22 @@ class Drift:
 
 
 class DriftWatch:
-    """Take a row at a time, and say which part has drifted.
+    """Detector of drift, which takes one row at a time.
 
-    current: the drift, or None. expected_s: time of a step, once the run has settled. suspects_link: whether the steps are slow
-    for no other reason, so that links should be measured.
+    Attributes:
+        num_rows: Number of rows that are judged together.
+        current: The drift, or None.
+        suspects_link: Whether the steps are slow for no known reason, so that links should be
+            measured.
     """
 
     def __init__(self, *, log_freq: int, shares_cores: bool, same_work: bool = True) -> None:
-        """Begin.
+        """Begin without rows.
 
         Args:
-            log_freq: steps from one row to the next.
-            shares_cores: whether ranks compute on the same processors.
-            same_work: whether all ranks have as much to do. Stages of a pipeline do not.
+            log_freq: Steps from one row to the next.
+            shares_cores: Whether ranks compute on the same processors.
+            same_work: Whether all ranks have equally much work. Stages of a pipeline do not.
         """
         self.num_rows = max(5, WINDOW_STEPS // log_freq)
         self._shares_cores, self._same_work = shares_cores, same_work
@@ -111,15 +139,16 @@ class DriftWatch:
 
     @property
     def expected_s(self) -> float:
-        """Return the time of a step as the run has settled; 0 before."""
+        """Time of a step once the run has settled; 0 before."""
         return median(row.step_s for row in self._base) if self._base else 0.0
 
     @property
     def _step_s(self) -> float:
+        """Time of a step in the last rows."""
         return median(row.step_s for row in self._rows)
 
     def add(self, row: RowTimes) -> Drift | None:
-        """Take the next row, and return what is slow, if anything."""
+        """Take the next row, and return the drift, if there is any."""
         self._count += 1
         self._steps_since_save += row.num_steps
         if row.save_s > 0:
@@ -137,7 +166,7 @@ class DriftWatch:
         return self.current
 
     def measured_links(self, links: Sequence[SlowLink]) -> None:
-        """Take a measurement of all links, each against the first one."""
+        """Take a measurement of all links, each against the first measurement."""
         slowest = max(links, key=lambda link: link.ratio, default=None)
         # Of what little a step sends, noise is much. Its cost is known to about a factor of two.
         least_s = 0.5 * self._limits.share * self.expected_s
@@ -145,6 +174,7 @@ class DriftWatch:
         self._links.append(slowest if is_slow else None)
 
     def _judge(self) -> Drift | None:
+        """Return the part that costs most, if any part is slow."""
         expected_s = self.expected_s
         ratio, excess_s = self._step_s / expected_s, self._step_s - expected_s
         found = [drift for drift in self._parts(excess_s) if self._matters(drift, expected_s)]
@@ -172,13 +202,16 @@ class DriftWatch:
         return self._links[1] if self._links[0].ranks == self._links[1].ranks else None
 
     def _matters(self, drift: Drift, expected_s: float) -> bool:
-        """Return whether a part costs enough. What is reported already stays until it costs half as much."""
+        """Return whether a part costs enough.
+
+        A part that is reported already stays until it costs half as much.
+        """
         now = self.current
         is_known = now is not None and (now.part, now.ranks) == (drift.part, drift.ranks)
         return drift.cost_s >= self._limits.share * expected_s * (0.5 if is_known else 1.0)
 
     def _parts(self, excess_s: float) -> Iterable[Drift]:
-        """Yield the parts that may cost more than they did. excess_s: what a step takes more."""
+        """Yield the parts that may cost more than before. excess_s: growth of a step."""
         yield from self._allocator()
         yield from self._saving(max(1.0, 1 + excess_s / self.expected_s))
         num_ranks = len(self._base[0].own_s)
@@ -196,7 +229,7 @@ class DriftWatch:
     def _slow_rank(
         self, rank: int, before: Sequence[float], growth: Sequence[float], excess_s: float
     ) -> Iterable[Drift]:
-        """Yield a rank that computes longer than it did, or than the others do."""
+        """Yield a rank that computes longer than before, or longer than the others."""
         others = [other for other in range(len(before)) if other != rank]
         if not others:
             return
@@ -219,7 +252,7 @@ class DriftWatch:
             yield Drift(part="rank", text=text, ranks=(rank,), cost_s=cost_s)
 
     def _waits(self, rank: int, num_ranks: int) -> Iterable[Drift]:
-        """Yield what a rank loses to data and to its host."""
+        """Yield a rank's losses to data and to its host."""
         data_s = self._cost("data_s", rank, expected_s=0.0)
         yield Drift(part="data", text=f"rank {rank} waits for data", ranks=(rank,), cost_s=data_s)
         others = [self._cost("host_s", other) for other in range(num_ranks) if other != rank]
@@ -229,7 +262,10 @@ class DriftWatch:
         yield Drift(part="host", text=text, ranks=(rank,), cost_s=host_s)
 
     def _cost(self, part: str, rank: int, *, expected_s: float | None = None) -> float:
-        """Return the seconds that a part takes more than it did, or than expected: the median, but at most twice the best eighth."""
+        """Return the additional seconds of a part over the earlier or the expected time.
+
+        This is the median, but at most twice the best eighth.
+        """
         values = [getattr(row, part)[rank] for row in self._rows]
         if expected_s is None:
             expected_s = _mid(self._base, part, rank)
@@ -237,6 +273,7 @@ class DriftWatch:
         return min(median(values) - expected_s, 2 * (low - expected_s))
 
     def _allocator(self) -> Iterable[Drift]:
+        """Yield ranks whose allocator gives back its cache again and again."""
         for rank in range(len(self._base[0].retries)):
             with_retries = sum(row.retries[rank] > 0 for row in self._rows)
             # The prediction is none at all. One that comes alone, as after a validation, is no drift.
@@ -245,6 +282,7 @@ class DriftWatch:
                 yield Drift(part="allocator", text=text, ranks=(rank,), cost_s=inf)
 
     def _saving(self, ratio: float) -> Iterable[Drift]:
+        """Yield the cost of saves that have become slow."""
         if len(self._saves) < 2 * _SAVES:
             return
         first = median(seconds for seconds, _ in self._saves[:_SAVES])
@@ -259,9 +297,10 @@ class DriftWatch:
 
     @property
     def _rest(self) -> float:
-        """Return how many times the forward passes of its blocks a step takes."""
+        """Ratio of a step to the forward passes of its blocks."""
         return median(row.step_s / max(*row.own_s, 1e-9) for row in self._base)
 
 
 def _mid(rows: Sequence[RowTimes], part: str, rank: int) -> float:
+    """Return the median of a part over rows, for one rank."""
     return median(getattr(row, part)[rank] for row in rows)

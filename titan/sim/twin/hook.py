@@ -1,12 +1,14 @@
-"""Set a run beside its simulation, and name the part that is responsible if it drifts (`simulator.twin`).
+"""Hook that compares a run with its simulation, and names the part that is responsible if it drifts (`simulator.twin`).
 
-The job is simulated once, in a process beside rank 0 with the lowest priority, so that the run neither waits for it nor feels it.
-If it cannot be simulated, a warning says why, and the run is still held against its own first steps.
+The job is simulated once, in a separate process on rank 0's machine with the lowest priority, so
+that the run neither waits for it nor slows down. If it cannot be simulated, a warning gives the
+reason, and the run is compared with its own first steps.
 
-Everything that is measured has a measurer already: RankTimes times ranks, the step timer waits and saves, torch's allocator counts
-its retries. This hook adds marks between the phases of a step, and the links, which titan.bench measures when a step has become
-slow and nothing else explains it. What the ranks have to tell each other travels in the trainer's one all-reduce.
-titan/sim/twin/drift.py decides. docs/simulator.md defines the columns.
+Most measurements exist already: RankTimes times ranks, the step timer waits and saves, torch's
+allocator counts its retries. This hook adds the phases of a step, and the links, which titan.bench
+measures when a step has become slow without another explanation. The ranks exchange their
+measurements in the trainer's one all-reduce. titan/sim/twin/drift.py decides. docs/simulator.md defines
+the columns.
 """
 
 from __future__ import annotations
@@ -45,15 +47,15 @@ _PHASES = {
     "backward": ("recompute", "backward"),
     "update": ("clip", "optimizer"),
 }
-_ALONE = (
+_CHILD_PROGRAM = (
     "import os, sys; from titan.health.signals import die_with_parent; die_with_parent(); os.nice(19); "
     "from titan.cli import main; sys.exit(main(sys.argv[1:]))"
 )
-_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 
 class Twin(Hook):
-    """Write predicted and measured times at logged steps, and report drifts."""
+    """Hook that writes predicted and measured times at logged steps, and reports drifts."""
 
     def __init__(self, trainer: RunContext) -> None:
         self.trainer, config = trainer, trainer.config
@@ -77,20 +79,24 @@ class Twin(Hook):
         self._host_since_s: float | None = None
 
     def start(self) -> None:
+        """Start the simulation."""
         self.rewound()
         if self.prediction is not None:
             self.prediction.start()
 
     def rewound(self) -> None:
+        """Restart the measurements at the current step."""
         self.since_step, self._host_since_s = self.trainer.step, None
 
     # ---- measuring -----------------------------------------------------------------------------
 
     def before_forward(self, batches: Sequence[Batch]) -> None:
+        """Begin to time the phases of a step."""
         self._leave_host()
         self.clock.begin()
 
     def updated(self, report: StepReport) -> None:
+        """End the phases of a step."""
         self.clock.end("update")
         self._enter_host()
 
@@ -112,20 +118,24 @@ class Twin(Hook):
         return [wants_links, *(value for of_ranks in slots for value in of_ranks)]
 
     def result(self, result: StepResult) -> None:
+        """Take the decision to measure links, which is the same on all ranks."""
         self._enter_host()
         # Of the same step on all ranks, so that all measure together.
         self.measures_links |= result.flags[self][0] > 0
 
     def step_end(self) -> None:
+        """Measure links if the ranks have decided so."""
         if self.measures_links:
             self.measures_links = False
             with self.trainer.timer.pause("profiling"):
                 self._measure_links()
 
     def _enter_host(self) -> None:
+        """Begin to time the host's work between steps."""
         self._host_since_s, self._spent_s = time.perf_counter(), self._out_of_step_s()
 
     def _leave_host(self) -> None:
+        """End to time the host's work between steps."""
         if self._host_since_s is not None:
             pauses_s = self._out_of_step_s() - self._spent_s
             self.host_s += max(0.0, time.perf_counter() - self._host_since_s - pauses_s)
@@ -136,7 +146,10 @@ class Twin(Hook):
         return sum(self.trainer.timer.total_s.values())
 
     def _measure_links(self) -> None:
-        """Measure the links between neighbours on each axis of the mesh. All ranks call this together."""
+        """Measure the links between neighbours on each axis of the mesh.
+
+        All ranks call this at the same time.
+        """
         trainer, mine = self.trainer, dict[tuple[str, int, int], float]()
         for axis in trainer.mesh.mesh_dim_names or ():
             group = trainer.mesh.get_group(axis)
@@ -160,7 +173,7 @@ class Twin(Hook):
             self.watch.measured_links(slow)
 
     def _bytes_per_step(self, axis: str) -> float:
-        """Return about how many bytes a rank sends along an axis in a step: as simulated, or as FSDP sends parameters and gradients."""
+        """Return the approximate bytes that a rank sends along an axis in a step: as simulated, or as FSDP's parameters and gradients."""
         if self.prediction is not None and (facts := self.prediction.poll()):
             by_axis = facts["comm"]["by_axis"]
             return sum(row["bytes"] for axes, row in by_axis.items() if axis in axes.split("+"))
@@ -170,6 +183,7 @@ class Twin(Hook):
     # ---- deciding ------------------------------------------------------------------------------
 
     def columns(self, window: Window, result: StepResult) -> dict[str, Any]:
+        """Return the columns of a logged row."""
         trainer = self.trainer
         phases, times = self.clock.take(window.num_steps), trainer.hook(RankTimes)
         slots = result.flags[self][1:]
@@ -213,7 +227,7 @@ class Twin(Hook):
         return {"drift/ratio": drift.ratio, **facts, "drift/text": self._where(drift)}
 
     def _predicted(self, facts: Mapping[str, Any]) -> dict[str, float]:
-        """Return the columns of the prediction; none of one that is scaled until the run has settled."""
+        """Return the columns of the prediction; none of a scaled prediction until the run has settled."""
         scale, memory = 1.0, facts["per_rank"][0]
         if self.is_scaled:
             if not self.watch.expected_s:
@@ -232,7 +246,7 @@ class Twin(Hook):
         return columns | {"predicted/scale": scale}
 
     def _ask_for_links(self) -> None:
-        """Have the links measured once the run has settled or got faster, and again when they are suspected."""
+        """Request a measurement of links when the run has settled or got faster, and again when links are suspected."""
         self.rows_since_links += 1
         watch = self.watch
         is_faster = watch.expected_s < _FASTER * self.links_at_s
@@ -244,6 +258,7 @@ class Twin(Hook):
                 self.links_at_s = watch.expected_s
 
     def _report(self, before: Drift | None, drift: Drift | None) -> None:
+        """Log the beginning and the end of a drift."""
         trainer = self.trainer
         if (before and (before.part, before.ranks)) == (drift and (drift.part, drift.ranks)):
             return
@@ -260,18 +275,19 @@ class Twin(Hook):
         trainer.events.write("drift", step=trainer.step, text=text, **facts)
 
     def _where(self, drift: Drift) -> str:
-        """Return what is slow, with the hosts."""
+        """Return the slow part, with the hosts."""
         times = self.trainer.hook(RankTimes)
         hosts = dict.fromkeys(times.hosts[rank] for rank in drift.ranks) if times else ()
         return drift.text + (f", on {' and '.join(hosts)}" if hosts else "")
 
     def close(self) -> None:
+        """End the simulation."""
         if self.prediction is not None:
             self.prediction.stop()
 
 
 class Prediction:
-    """Simulate the job in a separate process."""
+    """Simulation of the job in a separate process."""
 
     def __init__(self, trainer: RunContext) -> None:
         self.trainer = trainer
@@ -296,11 +312,11 @@ class Prediction:
         job = [str(trainer.run_dir / "config.toml"), "--world-size", str(trainer.world_size)]
         options = ["--hardware", name, "--json", str(self.file), "--processes", "1"]
         # As a laptop would run it: not as a rank, and without a device.
-        environment = {k: v for k, v in os.environ.items() if k not in _OF_RANKS}
+        environment = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES}
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         with suppress(OSError), self.messages.open("wb") as messages:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _ALONE, "sim", *job, *options],
+                [sys.executable, "-c", _CHILD_PROGRAM, "sim", *job, *options],
                 stdin=subprocess.DEVNULL,
                 stdout=messages,
                 stderr=messages,
@@ -309,7 +325,7 @@ class Prediction:
             )
 
     def poll(self) -> Mapping[str, Any]:
-        """Return the simulation's facts once they are there; before, and if there are none, an empty dict."""
+        """Return the simulation's facts, or an empty dict if there are none yet or at all."""
         if self.process is not None and (code := self.process.poll()) is not None:
             self.process = None
             try:
@@ -325,7 +341,7 @@ class Prediction:
 
     @property
     def is_running(self) -> bool:
-        """Return whether the job is still being simulated."""
+        """Whether the job is still being simulated."""
         return self.process is not None
 
     def stop(self) -> None:
@@ -335,6 +351,7 @@ class Prediction:
             self.process.wait()
 
     def _warn(self, why: str) -> None:
+        """Log the reason why there is no simulation."""
         _LOG.warning(
             f"twin: the job is not simulated: {why}; the run is compared with its own first steps"
         )

@@ -1,0 +1,119 @@
+"""Clock of the replay: a heap of timed processes, and a list of processes that may go on now.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from heapq import heappop, heappush
+from itertools import count
+from typing import Protocol
+
+from titan.sim.replay.timeline import Lane
+
+
+class ReplayError(Exception):
+    """Failure of a replay: the step cannot end, because ranks wait for each other forever or for a rank without a trace."""
+
+
+class Process(Protocol):
+    """A stream or a host, which runs until it has to wait."""
+
+    def advance(self, now: float) -> None:
+        """Go on as far as possible at this time."""
+
+
+class Timed(Protocol):
+    """A process whose next event has a time.
+
+    Attributes:
+        version: Grows whenever the time changes, so that older entries of the heap are ignored.
+    """
+
+    version: int
+
+    def fire(self, now: float) -> None:
+        """Handle the event whose time has come."""
+
+
+class Work(Timed, Protocol):
+    """A kernel or a transfer in progress.
+
+    Attributes:
+        left: Seconds of work that were left at the time `since`, at full rate.
+        since: Time of the last change of the rate.
+        rate: Share of the full rate at which the work runs since then.
+    """
+
+    left: float
+    since: float
+    rate: float
+
+
+class Clock:
+    """Simulated time of all ranks.
+
+    Attributes:
+        heap: Entries (time, serial number, version, process).
+        ready: Processes that may go on at the current time.
+    """
+
+    def __init__(self) -> None:
+        self.heap: list[tuple[float, int, int, Timed]] = []
+        self.ready: deque[Process] = deque()
+        self.numbers = count()
+
+    def push(self, time: float, process: Timed) -> None:
+        """Schedule a process for a time."""
+        # The number breaks ties in the order of arrival, and keeps heapq from comparing objects.
+        heappush(self.heap, (time, next(self.numbers), process.version, process))
+
+    def settle(self, work: Work, now: float, rate: float) -> None:
+        """Subtract the work done at the old rate, and schedule the end at the new rate."""
+        left = work.left - (now - work.since) * work.rate
+        work.left, work.since, work.rate = left, now, rate
+        # The heap holds an older entry for it, whose version no longer matches.
+        work.version += 1
+        end = now + left / rate if left > 0.0 else now
+        heappush(self.heap, (end, next(self.numbers), work.version, work))
+
+    def run(self) -> None:
+        """Run all processes until nothing can happen any more."""
+        heap, ready, now = self.heap, self.ready, 0.0
+        while True:
+            # First let all processes go on that can at this time, then move the clock.
+            while ready:
+                ready.popleft().advance(now)
+            if not heap:
+                return
+            now, _, version, process = heappop(heap)
+            # Another version: the process was retimed or woken since.
+            if process.version == version:
+                process.fire(now)
+
+
+class Signal:
+    """Condition that streams and hosts wait for: an event, or the transfers of a work.
+
+    Attributes:
+        lane: StreamQueue that a waiting lane names as its cause.
+        pending: Number of things that have yet to happen. At 0 the signal is reached.
+        waiters: Processes to wake then.
+    """
+
+    __slots__ = ("lane", "pending", "waiters")
+
+    def __init__(self, lane: Lane, pending: int = 1) -> None:
+        self.lane = lane
+        self.pending = pending
+        self.waiters: list[Process] = []
+
+    def count_down(self, clock: Clock) -> None:
+        """Note that one of the pending things has happened, and wake the waiters after the last."""
+        self.pending -= 1
+        # Nothing fires here and now: the streams and hosts go on in the main loop, which keeps the
+        # stack flat.
+        if not self.pending:
+            clock.ready.extend(self.waiters)
+            self.waiters.clear()

@@ -1,0 +1,230 @@
+"""Host of one rank in the replay: it issues the trace's operations to the queues of its device.
+
+A host runs ahead of the device. It stops only where the trace stops it, or when a stream's queue is full. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from titan.sim.price.cost import Cost
+from titan.sim.record.trace import (
+    HOST,
+    Allocate,
+    AwaitEvent,
+    AwaitStream,
+    AwaitWork,
+    Free,
+    Group,
+    Launch,
+    RecordEvent,
+    Synchronize,
+    Trace,
+    Transfer,
+)
+from titan.sim.replay.clock import Signal
+from titan.sim.replay.rendezvous import describe
+from titan.sim.replay.streams import (
+    AWAIT,
+    BATCH,
+    REACH,
+    RUN,
+    STEP,
+    Device,
+    StreamQueue,
+    TransferBatch,
+)
+from titan.sim.replay.timeline import Lane
+
+_LEAD, _LEAD_UNIT = 1024, 64
+"""Launches that a stream's queue takes before the host must wait (the driver's limit, from memory), and how finely they count."""
+
+
+class Host:
+    """Host of a rank, with its place in the program and its own clock.
+
+    Attributes:
+        lane: Work and waits of the host.
+        program: The trace's step as calls with prices, looked up once and run through for each step.
+        position: Place in the program.
+        clock_s: The host's time, which is ahead of the device's.
+        waits_for: Signal that the host waits for, if any.
+    """
+
+    def __init__(self, trace: Trace, device: Device, cost: Cost) -> None:
+        self.trace, self.device, self.cost = trace, device, cost
+        self.program = list(_program(trace, cost))
+        self.position, self.clock_s = 0, 0.0
+        self.waits_for: Signal | None = None
+        self.lane = Lane("host", steps_before=0)
+        self.events: dict[int, Signal] = {}
+        self.works: dict[int, Signal] = {}
+
+    def advance(self, now: float) -> None:
+        """Issue work until the trace stops the host, or ends."""
+        # A host that waited goes on when the device says. One that did not is ahead of it already.
+        if self.waits_for is not None and now > self.clock_s:
+            self._spend(now, self.waits_for.lane)
+        self.waits_for = None
+        device = self.device
+        while device.step < device.num_steps:
+            while self.position < len(self.program):
+                operation, *arguments = self.program[self.position]
+                self.position += 1
+                signal = operation(self, *arguments)
+                if signal is not None and signal.pending:
+                    self.waits_for = signal
+                    signal.waiters.append(self)
+                    return self._wake_idle()
+            device.step, self.position = device.step + 1, 0
+            self.lane.cuts.append((self.clock_s, len(self.lane.segments)))
+            # Every stream gets the entry, also an idle stream: `Device.end_of` takes the slowest.
+            for stream in device.streams.values():
+                stream.queue.append((STEP,))
+                stream.last = None
+            # The trace is replayed with the same numbers of works in each step.
+            self.works = {}
+        self._wake_idle()
+
+    def _wake_idle(self) -> None:
+        """Wake streams that were idle for lack of work. Streams that wait for another stream are woken by it."""
+        self.device.clock.ready.extend(
+            s
+            for s in self.device.streams.values()
+            if s.queue and not s.busy and not isinstance(s.cause, StreamQueue)
+        )
+
+    def _spend(self, until: float, what: Launch | Transfer | Lane) -> None:
+        """Move the host's clock, while it issues or computes something, or waits for a stream."""
+        self.lane.segments.append((self.clock_s, until, what))
+        self.clock_s = until
+
+    # ---- operations of the program. They return a signal that the host has to wait for, if any.
+
+    def compute(self, seconds: float, event: Launch) -> None:
+        """Compute on the host. The device does not notice, unless it runs out of work."""
+        self._spend(self.clock_s + seconds, event)
+
+    def launch(self, seconds: float, host_s: float, event: Launch, copies: bool) -> Signal | None:
+        """Queue a kernel."""
+        self._spend(self.clock_s + host_s, event)
+        stream = self.device.stream(event.stream)
+        stream.queue.append((RUN, self.clock_s, seconds, event, copies))
+        stream.launched += 1
+        # Every 64th launch leaves a signal in the queue. The host waits for the signal of 1,024 launches ago.
+        if stream.launched % _LEAD_UNIT:
+            return None
+        stream.lead.append(self._reach(stream))
+        return stream.lead.popleft() if len(stream.lead) * _LEAD_UNIT > _LEAD else None
+
+    def transfer(self, event: Transfer, group: Group, host_s: float) -> None:
+        """Queue a transfer."""
+        self._spend(self.clock_s + host_s, event)
+        key = event.group if event.detached else event.stream
+        stream = self.device.stream(key)
+        # Add to the batch that was issued last, if this transfer belongs to the same work.
+        batch = stream.last
+        if batch is None or batch.work_id != event.work or event.work < 0:
+            if event.detached:
+                self.await_stream(key, event.stream)
+            # The group's stream must not begin before what was issued on the current one, as NCCL's
+            # internal event ensures.
+            work = self.works.get(event.work)
+            if work is None:
+                work = self.works[event.work] = Signal(stream, pending=0)
+            batch = stream.last = TransferBatch(stream, event.work, work)
+            stream.queue.append((BATCH, batch))
+        batch.sides.append((event, group))
+        batch.left += 1
+        # A batch begins when its last transfer is issued: ncclGroupEnd launches all of them.
+        batch.issued = self.clock_s
+        batch.work.pending += 1
+
+    def await_work(self, stream: int, work: int, host: bool) -> Signal | None:
+        """Let a stream wait for the transfers of a work, and the host as well if `host` is set."""
+        signal = self.works.get(work)
+        if signal is None:
+            # A work from before the trace is done.
+            return None
+        # The stream waits in its queue's order. The host goes on, unless it waits too.
+        self.device.stream(stream).queue.append((AWAIT, signal))
+        return signal if host else None
+
+    def record(self, stream: int, event: int) -> None:
+        """Record an event on a stream."""
+        self.events[event] = self._reach(self.device.stream(stream))
+
+    def _reach(self, stream: StreamQueue) -> Signal:
+        """Queue a signal that is reached when the stream has done all work before it."""
+        signal = Signal(stream)
+        stream.queue.append((REACH, signal))
+        return signal
+
+    def await_event(self, stream: int, event: int) -> Signal | None:
+        """Let a stream wait for an event, or the host if the stream is -1."""
+        signal = self.events.get(event)
+        if signal is None:  # an event that was never recorded is done, as in CUDA
+            return None
+        if stream < 0:
+            return signal
+        self.device.stream(stream).queue.append((AWAIT, signal))
+        return None
+
+    def await_stream(self, stream: int | str, other: int) -> None:
+        """Let a stream wait for all work that another stream has been given so far."""
+        if stream != other:
+            signal = self._reach(self.device.stream(other))
+            self.device.stream(stream).queue.append((AWAIT, signal))
+
+    def synchronize(self, stream: int) -> Signal:
+        """Let the host wait for a stream, or for all streams with -1."""
+        # A signal for all streams: it is done when each of them has come to it.
+        device = self.device
+        streams = list(device.streams.values()) if stream < 0 else [device.stream(stream)]
+        signal = Signal(streams[0], pending=len(streams))
+        for each in streams:
+            each.queue.append((REACH, signal))
+        return signal
+
+    def describe_wait(self) -> str:
+        """Return the transfers that keep this rank from going on, for a message."""
+        batches = [stream.running for stream in self.device.streams.values() if stream.running]
+        sides = [side for batch in batches for side in batch.sides]
+        return " and ".join(describe(*side) for side in sides) or "an event that nobody records"
+
+
+def _program(trace: Trace, cost: Cost) -> Iterator[tuple[Any, ...]]:
+    """Yield a step as calls of methods of `Host`, with prices. Allocations take no time."""
+    # Ranks wait for the slowest of them, so that all kernels count as the slowest rank's.
+    slowest = cost.profile.straggler(trace.world_size)
+    prices: dict[int, tuple[float, float, bool]] = {}
+    for event in trace.step:
+        kind = type(event)
+        if kind is Allocate or kind is Free:
+            continue
+        if isinstance(event, Launch):
+            kernel = event.kernel
+            if event.stream == HOST:
+                yield Host.compute, cost.host_s(kernel), event
+                continue
+            # By identity: equal kernels are one object within a trace (trace.Kernel).
+            price = prices.get(id(kernel))
+            if price is None:
+                copies = kernel.kind == "host_copy"
+                seconds = cost.kernel_s(kernel) * (1 if copies else slowest)
+                price = prices[id(kernel)] = (seconds, cost.launch_s(kernel), copies)
+            yield Host.launch, price[0], price[1], event, price[2]
+        elif isinstance(event, Transfer):
+            yield Host.transfer, event, trace.groups[event.group], cost.launch_transfer_s
+        elif isinstance(event, AwaitWork):
+            yield Host.await_work, event.stream, event.work, event.host
+        elif isinstance(event, RecordEvent):
+            yield Host.record, event.stream, event.event
+        elif isinstance(event, AwaitEvent):
+            yield Host.await_event, event.stream, event.event
+        elif isinstance(event, AwaitStream):
+            yield Host.await_stream, event.stream, event.other
+        else:
+            assert isinstance(event, Synchronize), f"no event: {event}"
+            yield Host.synchronize, event.stream

@@ -1,0 +1,168 @@
+"""Transfers of the replay: where their sides wait for each other, and how they share links.
+
+A transfer between traced ranks (of different pipeline stages) begins when all of them have reached it. Peers without a trace
+do the same as the traced rank, and arrive with it. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+from typing import Any
+
+from titan.sim.price.cost import Cost
+from titan.sim.price.network import TransferPrice
+from titan.sim.record.trace import Group, Transfer
+from titan.sim.replay.clock import Clock, ReplayError
+from titan.sim.replay.streams import Device, TransferBatch
+from titan.sim.replay.timeline import Interval, axis_of
+
+
+class Flow:
+    """A transfer that all sides have reached (a `Work` of the clock). Its latency passes first, then its volume.
+
+    Attributes:
+        sides: TransferBatch, transfer, group and price of each side.
+        with_volume: Whether the latency is over.
+    """
+
+    __slots__ = ("begin", "left", "rate", "sides", "since", "version", "volume_s", "with_volume")
+
+    def __init__(
+        self, sides: list[tuple[TransferBatch, Transfer, Group, TransferPrice]], now: float
+    ) -> None:
+        self.sides = sides
+        # Both sides price the transfer from their own place; the slower of them holds up both.
+        self.left = max(price.latency_s for *_, price in sides)
+        self.volume_s = max(price.volume_s for *_, price in sides)
+        self.begin = self.since = now
+        self.rate, self.version, self.with_volume = 1.0, 0, False
+
+    def fire(self, now: float) -> None:
+        """End the latency and begin the volume, or end the transfer."""
+        # Latency is over, or the volume was: a flow fires once for each phase.
+        if self.with_volume or not self.volume_s:
+            self._finish(now)
+            return
+        self.with_volume, self.left, self.since = True, self.volume_s, now
+        # Links are occupied by the volume only, so a small message slows no neighbour.
+        for batch, _, _, price in self.sides:
+            device = batch.stream.device
+            device.use(price.links, +1)
+            device.flows.append(self)
+        self._retime_neighbours(now)
+
+    def _finish(self, now: float) -> None:
+        """End the transfer on all sides."""
+        for batch, transfer, _, price in self.sides:
+            device, lane = batch.stream.device, batch.stream
+            if lane.num_steps == device.num_steps - 1:
+                device.transfers.append(Interval(lane.name, self.begin, now, transfer))
+            if self.with_volume:
+                device.use(price.links, -1)
+                device.flows.remove(self)
+            device.count_flows(-1, now)
+        if self.with_volume:
+            self._retime_neighbours(now)
+        for batch, transfer, _, _ in self.sides:
+            clock = batch.stream.device.clock
+            batch.left -= 1
+            if not batch.left:
+                stream = batch.stream
+                # The time from this side's arrival until all had arrived was spent on its peers.
+                if self.begin > batch.since:
+                    stream.segments.append((batch.since, self.begin, "peers"))
+                stream.segments.append((max(batch.since, self.begin), now, transfer))
+                stream.busy, stream.running = False, None
+                clock.ready.append(stream)
+            batch.work.count_down(clock)
+
+    # Every flow that begins or ends changes the number of sharers for all others on its ranks.
+    def _retime_neighbours(self, now: float) -> None:
+        """Set the rates of all flows that share a rank with this flow, including its own if it still runs."""
+        devices: list[Device] = [batch.stream.device for batch, *_ in self.sides]
+        for flow in {id(flow): flow for device in devices for flow in device.flows}.values():
+            assert isinstance(flow, Flow)
+            # A flow is as slow as on the busiest of its links, on any side.
+            uses = ((batch.stream.device.links, p.links) for batch, _, _, p in flow.sides)
+            sharers = max((taken[link] for taken, links in uses for link in links), default=1)
+            devices[0].clock.settle(flow, now, 1 / sharers)
+
+
+class Rendezvous:
+    """Transfers that some sides have reached, and that wait for the others.
+
+    Attributes:
+        ranks: Ranks that have a trace.
+    """
+
+    def __init__(self, clock: Clock, cost: Cost, ranks: Collection[int]) -> None:
+        self.clock, self.cost, self.ranks = clock, cost, ranks
+        # Sides of a transfer that wait for the others, by the key that all sides have in common.
+        self._waiting: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
+        # How many transfers of a kind each rank has begun in a group.
+        self._calls: dict[tuple[Any, ...], int] = defaultdict(int)
+        self._prices: dict[tuple[Any, ...], TransferPrice] = {}
+
+    def arrive(self, batch: TransferBatch, now: float) -> None:
+        """Note that a stream has reached its transfers. Begin those that all traced ranks have reached."""
+        batch.since = now
+        rank = batch.stream.device.rank
+        for transfer, group in batch.sides:
+            side = (batch, transfer, group, self._price(transfer, group, rank))
+            key, expected = self._key(transfer, group, rank)
+            # No other side is traced: the untraced peers arrive at the same time.
+            if expected == 1:
+                self._begin([side], now)
+                continue
+            others = self._waiting[key]
+            others.append(side)
+            if len(others) == expected:
+                self._begin(self._waiting.pop(key), now)
+
+    def _price(self, transfer: Transfer, group: Group, rank: int) -> TransferPrice:
+        """Return the price of a transfer for one side. Equal transfers are priced once."""
+        key = (id(group), transfer.kind, transfer.size_bytes, transfer.peer, rank)
+        price = self._prices.get(key)
+        if price is None:
+            price = self._prices[key] = self.cost.transfer(transfer, group, rank=rank)
+        return price
+
+    def _key(self, transfer: Transfer, group: Group, rank: int) -> tuple[tuple[Any, ...], int]:
+        """Return the key that all traced sides of a transfer have in common, and the number of these sides."""
+        # Both sides of a send and receive come here: they need one key, whichever comes first.
+        # Names of groups differ between ranks, axes and ranks do not. The n-th calls of all sides match.
+        same = (group.axes, group.ranks)
+        if transfer.kind in ("send", "recv"):
+            if transfer.peer not in self.ranks:
+                raise ReplayError(
+                    f"rank {rank}: {describe(transfer, group)}, of which there is no trace; replay the ranks of all "
+                    "pipeline stages together"
+                )
+            pair = (rank, transfer.peer) if transfer.kind == "send" else (transfer.peer, rank)
+            same, expected = (*same, *pair), 2
+        else:
+            expected = sum(peer in self.ranks for peer in group.ranks)
+            if expected == 1:
+                return (), 1
+        # Each rank counts its own calls, so the n-th call of one matches the n-th of the others.
+        turn = self._calls[(rank, transfer.kind, *same)]
+        self._calls[(rank, transfer.kind, *same)] += 1
+        return (*same, "p2p" if len(same) == 4 else transfer.kind, turn), expected
+
+    def _begin(self, sides: list[Any], now: float) -> None:
+        """Begin a transfer that all sides have reached."""
+        flow = Flow(sides, now)
+        for batch, *_ in sides:
+            batch.stream.device.count_flows(+1, now)
+        self.clock.push(now + flow.left, flow)
+
+
+def describe(transfer: Transfer, group: Group) -> str:
+    """Return a transfer as text for a message: its kind, peer, group and place in the program."""
+    where = transfer.scope.action or transfer.scope.module or transfer.scope.phase
+    ways = {
+        "send": f"a send to rank {transfer.peer}",
+        "recv": f"a receive from rank {transfer.peer}",
+    }
+    return f"{ways.get(transfer.kind, transfer.kind)} in group {axis_of(group)} ({where})"

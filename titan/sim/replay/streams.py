@@ -1,0 +1,254 @@
+"""Device of one rank in the replay: streams as queues, and kernels that share the device.
+
+`StreamQueue` works off its queue in order. `Device` sets the rate of the kernels that run at the same time: they share the device
+equally, and lose the SMs and the bandwidth that a transfer holds. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from titan.sim.price.network import LINKS
+from titan.sim.record.trace import COMPUTE_STREAM, Group, Launch, Transfer
+from titan.sim.replay.clock import Clock, Signal, Work
+from titan.sim.replay.timeline import Cause, Interval, Lane, axis_of
+
+# A stream's queue holds tuples (kind, ...), because they are the cheapest objects of Python: a step has millions.
+# RUN a kernel, BATCH transfers, REACH count a signal down, AWAIT wait for a signal, STEP the step ends here.
+RUN, BATCH, REACH, AWAIT, STEP = range(5)
+
+
+class TransferBatch:
+    """Transfers that run together: consecutive transfers of one work.
+
+    Attributes:
+        sides: This rank's side of each transfer, with its group.
+        issued: Time at which the host issued the last of them.
+        since: Time at which the stream reached the batch.
+        left: Number of transfers that have not ended.
+    """
+
+    __slots__ = ("issued", "left", "sides", "since", "stream", "work", "work_id")
+
+    def __init__(self, stream: StreamQueue, work_id: int, work: Signal) -> None:
+        self.stream, self.work_id, self.work = stream, work_id, work
+        self.sides: list[tuple[Transfer, Group]] = []
+        self.issued = self.since = 0.0
+        self.left = 0
+
+
+class StreamQueue(Lane):
+    """Queue of one rank.
+
+    Attributes:
+        cause: Reason for the current wait, and `blocked_since` its beginning.
+        last: TransferBatch that the host may still add to.
+        running: TransferBatch that runs now.
+        version: Grows whenever the stream goes on, so that older entries of the clock are ignored.
+        launched: Number of kernels that the host has queued.
+        lead: Signals in the queue that limit how far ahead the host may be.
+    """
+
+    __slots__ = (
+        "blocked_since", "busy", "cause", "device", "last", "launched", "lead", "queue", "running", "version",
+    )  # fmt: skip
+
+    def __init__(self, device: Device, name: str) -> None:
+        super().__init__(name, steps_before=device.step)
+        self.device = device
+        self.queue: deque[tuple[Any, ...]] = deque()
+        self.busy = False
+        self.cause: Cause | None = "host"
+        self.blocked_since = 0.0
+        self.version = 0
+        self.last: TransferBatch | None = None
+        self.running: TransferBatch | None = None
+        self.launched = 0
+        self.lead: deque[Signal] = deque()
+
+    def fire(self, now: float) -> None:
+        """Go on at a time that the clock was asked for."""
+        self.advance(now)
+
+    def advance(self, now: float) -> None:
+        """Work off the queue, until an entry runs or has to wait."""
+        # Entered from the clock, from a signal, from a host: a stream that runs something is woken
+        # when that ends.
+        if self.busy:
+            return
+        if self.cause is not None:
+            # A wait of no length leaves no segment.
+            if now > self.blocked_since:
+                self.segments.append((self.blocked_since, now, self.cause))
+            self.cause = None
+        # Entries of the clock for the old state are void from here on.
+        self.version += 1
+        queue, clock = self.queue, self.device.clock
+        while queue:
+            item = queue[0]
+            kind = item[0]
+            if kind is RUN:
+                # In order of the trace, this is the kernel's turn, but its time may not have come.
+                if item[1] > now:  # the host issues it later
+                    clock.push(item[1], self)
+                    return self._block(now, "host")
+                queue.popleft()
+                self.busy = True
+                run = KernelRun(self, item[2], item[3], now)
+                return self.device.start(run, copies=item[4], now=now)
+            if kind is AWAIT:
+                signal = item[1]
+                if signal.pending:
+                    # Stay in front of the queue: the signal wakes the stream, which then looks
+                    # again.
+                    signal.waiters.append(self)
+                    return self._block(now, signal.lane)
+                queue.popleft()
+            elif kind is REACH:
+                queue.popleft()
+                item[1].count_down(clock)
+            elif kind is BATCH:
+                batch = item[1]
+                if batch.issued > now:
+                    clock.push(batch.issued, self)
+                    return self._block(now, "host")
+                queue.popleft()
+                self.busy, self.running = True, batch
+                return self.device.arrive(batch, now)
+            else:
+                # STEP: all that was queued before it has run, so the step ends for this stream.
+                queue.popleft()
+                self.cuts.append((now, len(self.segments)))
+        # The queue is empty: the host has not issued more yet.
+        self._block(now, "host")
+
+    def _block(self, now: float, cause: Cause) -> None:
+        """Begin to wait."""
+        self.cause, self.blocked_since = cause, now
+
+
+class KernelRun:
+    """A kernel that runs (a `Work` of the clock).
+
+    Attributes:
+        pool: Kernels, or copies, that share the device with it.
+    """
+
+    __slots__ = ("event", "left", "pool", "rate", "since", "start", "stream", "version")
+
+    def __init__(self, stream: StreamQueue, seconds: float, event: Launch, now: float) -> None:
+        self.stream, self.event, self.left = stream, event, seconds
+        self.start = self.since = now
+        self.rate, self.version = 1.0, 0
+        self.pool: list[KernelRun] = []
+
+    def fire(self, now: float) -> None:
+        """End the kernel."""
+        stream = self.stream
+        # First leave the pool, so that the others share the device among fewer.
+        self.pool.remove(self)
+        if self.pool:
+            stream.device.retime(self.pool, now)
+        stream.segments.append((self.start, now, self.event))
+        stream.busy = False
+        stream.advance(now)
+
+
+class Device:
+    """Streams of a rank, and everything that runs on its SMs, copy engines and links.
+
+    Attributes:
+        rank: Global rank.
+        step: Number of the step that the host issues.
+        num_steps: Number of steps to replay.
+        arrive: Called with a batch of transfers that a stream has reached.
+        kernels: Kernels that run now.
+        copies: Copies between host and device that run now. They share the bus, and take nothing from kernels.
+        num_flows: Number of transfers that run now, latency included.
+        flows: Transfers whose volume is under way now.
+        links: Number of flows on each link.
+        transfers: Transfers of the last step.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        clock: Clock,
+        groups: Mapping[str, Group],
+        *,
+        num_steps: int,
+        speed_beside_transfer: float,
+        arrive: Callable[[TransferBatch, float], None],
+    ) -> None:
+        self.rank, self.clock, self.groups = rank, clock, groups
+        self.step, self.num_steps, self.arrive = 0, num_steps, arrive
+        self.speed_beside_transfer = speed_beside_transfer
+        self.streams: dict[int | str, StreamQueue] = {}
+        self.stream(COMPUTE_STREAM)
+        self.kernels: list[KernelRun] = []
+        self.copies: list[KernelRun] = []
+        self.num_flows = 0
+        self.flows: list[Work] = []
+        self.links = [0] * len(LINKS)
+        self.transfers: list[Interval] = []
+
+    def stream(self, key: int | str) -> StreamQueue:
+        """Return the stream of a number, or of a group's name; make it on first use."""
+        stream = self.streams.get(key)
+        if stream is None:
+            # Detached transfers run on a stream for their group, as NCCL has one for each
+            # communicator.
+            if isinstance(key, str):
+                name = f"group {axis_of(self.groups[key])}"
+            else:
+                name = f"stream {key}" if key != COMPUTE_STREAM else "compute"
+            stream = self.streams[key] = StreamQueue(self, name)
+        return stream
+
+    def end_of(self, step: int) -> float:
+        """Return the time at which all streams had finished a step, counted from 0."""
+        # cuts[0] is the beginning, so step n ends at n + 1.
+        return max(stream.cuts[step + 1][0] for stream in self.streams.values())
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps were issued, and all streams are empty."""
+        streams = self.streams.values()
+        return self.step == self.num_steps and not any(s.busy or s.queue for s in streams)
+
+    @property
+    def speed(self) -> float:
+        """Share of their full rate at which kernels run, before they share the device."""
+        return self.speed_beside_transfer if self.num_flows else 1.0
+
+    def start(self, run: KernelRun, *, copies: bool, now: float) -> None:
+        """Begin to run a kernel or a copy."""
+        pool = run.pool = self.copies if copies else self.kernels
+        pool.append(run)
+        # Alone on the device: no neighbour needs a new rate.
+        if len(pool) > 1:
+            self.retime(pool, now)
+        else:
+            run.rate = 1.0 if copies else self.speed
+            self.clock.push(now + run.left / run.rate, run)
+
+    def retime(self, pool: list[KernelRun], now: float) -> None:
+        """Set the rate of all kernels or copies that run."""
+        rate = (1.0 if pool is self.copies else self.speed) / len(pool)
+        for run in pool:
+            self.clock.settle(run, now, rate)
+
+    def count_flows(self, change: int, now: float) -> None:
+        """Note that a transfer has begun (+1) or ended (-1)."""
+        # Only the first and the last transfer change the speed: several of them hold as many SMs as
+        # one.
+        before, self.num_flows = self.num_flows, self.num_flows + change
+        if self.kernels and not (before and self.num_flows):
+            self.retime(self.kernels, now)
+
+    def use(self, links: tuple[int, ...], change: int) -> None:
+        """Add a flow to these links (+1), or remove it (-1)."""
+        for link in links:
+            self.links[link] += change
