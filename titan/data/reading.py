@@ -1,7 +1,8 @@
 """Readers of documents from files (text, JSON Lines, CSV, Parquet). Memory is bounded, whatever a file contains.
 
-Each reader yields the documents of one file. It raises `DataError`, which names the file and, if possible, the line. An empty
-text and a null are not documents in any format. sources.py selects the reader of a file.
+Each reader yields the documents of one file. All functions here raise `DataError` for a file or row that is unusable. It
+names the file and, if possible, the line. An empty text and a null are not documents in any format. sources.py selects the
+reader of a file.
 
 `pieces` cuts long documents, so that no document needs to fit in memory and several workers can share one document. A document
 of at most `PIECE_CHARS` characters is one piece. A longer document is cut between a word and the space before the next word, or
@@ -56,11 +57,7 @@ Document = str | LongText
 
 @dataclass(frozen=True)
 class Conversation(LongText):
-    """List of messages, as one piece of JSON.
-
-    Attributes:
-        where: file and line of the conversation, for an error of the template.
-    """
+    """List of messages, as one piece of JSON. `where` is its file and line, for an error of the template."""
 
     where: str
 
@@ -131,9 +128,6 @@ def read_files(
         first: index of the file to begin with.
         group: row group of that file to begin with, if it is a Parquet file.
         **options: keyword arguments of the reader.
-
-    Raises:
-        DataError: a file cannot be read.
     """
     meter.before, meter.here, meter.group = sum(f.stat().st_size for f in files[:first]), 0, group
     for number, file in enumerate(files[first:], first):
@@ -218,17 +212,7 @@ def _decoded(file: Path, meter: Meter) -> Iterator[str]:
 def read_jsonl(
     file: Path, meter: Meter, key: str, take: Callable[..., Document] | None = None
 ) -> Iterator[Document]:
-    """Yield a document for each line of a JSON Lines file.
-
-    Args:
-        file: the file.
-        meter: is updated while reading.
-        key: the field that contains the text.
-        take: makes the document from (row, key, where=...). None takes the text of the field.
-
-    Raises:
-        DataError: a line is not JSON, or has no such field.
-    """
+    """Yield a document for each line: the text in field `key`, or the result of `take(row, key, where=...)`."""
     number = 0
     with _open(file, meter) as lines:
         while True:
@@ -246,15 +230,7 @@ def read_jsonl(
 
 
 def read_row(line: bytes, *, where: str) -> Any:
-    """Return the value of a line of JSON, using at most a few times the memory of the line.
-
-    Args:
-        line: the bytes of the line.
-        where: file and line, with which an error message begins.
-
-    Raises:
-        DataError: the line is too long, or not JSON.
-    """
+    """Return the value of a line of JSON, using at most a few times the memory of the line."""
     if len(line) > _MAX_LINE_BYTES:
         raise DataError(
             f"{where}: a line of more than {_MAX_LINE_BYTES >> 20} MiB; give a text of that length a .txt file"
@@ -279,9 +255,6 @@ def read_csv(file: Path, meter: Meter, key: str) -> Iterator[str]:
     """Yield the text of column `key` in each row. The first row names the columns.
 
     Values are quoted as in RFC 4180. They are separated by commas or, if the first row has no comma, by semicolons or tabs.
-
-    Raises:
-        DataError: the table is malformed, or has no such column.
     """
     csv.field_size_limit(_MAX_LINE_BYTES)  # Python's own is 128 KiB
     lines = _lines(_decoded(file, meter), file)
@@ -368,11 +341,7 @@ def field(row: Any, key: str, *, where: str) -> str:
 
 
 def messages_of(row: Any, key: str, *, where: str) -> list[dict[str, Any]]:
-    """Return the messages of a row's field.
-
-    Raises:
-        DataError: the field is not a list of messages. The error names the message that is wrong.
-    """
+    """Return the messages of a row's field. The error names the message that is wrong."""
     messages = row.get(key) if isinstance(row, dict) else None
     example = '{"role": "user", "content": "..."}'
     if not isinstance(messages, list) or not messages:
@@ -392,11 +361,7 @@ def messages_of(row: Any, key: str, *, where: str) -> list[dict[str, Any]]:
 
 
 def conversation(row: Any, key: str, *, where: str) -> Conversation:
-    """Return the conversation of a row's field.
-
-    Raises:
-        DataError: the field is not a list of messages, or no message is an answer.
-    """
+    """Return the conversation of a row's field. At least one message must be an answer."""
     messages = messages_of(row, key, where=where)
     if all(message["role"] != "assistant" for message in messages):
         raise DataError(f'{where}: no message has the role "assistant", whose text is learnt')
@@ -422,16 +387,9 @@ def _text(text: Any, key: str, *, where: str) -> str:
 def read_parquet(
     file: Path, meter: Meter, key: str, take: Callable[..., Document] | None = None
 ) -> Iterator[Document]:
-    """Yield a document for each row of a Parquet file.
+    """Yield a document for each row: the text in column `key`, or the result of `take(row, key, where=...)`.
 
-    Args:
-        file: the file.
-        meter: is updated while reading. Reading begins at its row group.
-        key: the column that contains the text.
-        take: makes the document from (row, key, where=...). None takes the text of the column.
-
-    Raises:
-        DataError: the file is damaged, or has no such column.
+    Reading begins at the row group of `meter`.
     """
     parquet = require("pyarrow.parquet", purpose=f"reading {file}")
     try:
