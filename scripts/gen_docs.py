@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import sys
 from collections.abc import Iterator
@@ -164,7 +165,7 @@ def _reference(path: KeyPath, definitions: dict[str, Any]) -> Iterator[str]:
         heading = f"[[{key_text(path)}]]" if is_list else f"[{key_text(path)}]"
         if set(inner) != set(properties):
             yield f"## {heading} {tag}".rstrip() + "\n"
-            yield (model.__doc__ or "").strip() + "\n"
+            yield inspect.cleandoc(model.__doc__ or "") + "\n"
             yield from ("| key | type | default | meaning |", "|---|---|---|---|")
             for name, about in properties.items():
                 if name not in inner and "const" not in about:

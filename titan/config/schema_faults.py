@@ -1,4 +1,4 @@
-"""Define the section of a job file about failures: bad losses, signals, lost replica groups. Import it from titan.config.schema."""
+"""Section about failures: bad losses, signals, lost replica groups. Import it from titan.config.schema."""
 
 from __future__ import annotations
 
