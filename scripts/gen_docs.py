@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Iterator
@@ -109,7 +110,7 @@ def _reference(path: KeyPath, definitions: dict[str, Any]) -> Iterator[str]:
         heading = f"[[{key_text(path)}]]" if is_list else f"[{key_text(path)}]"
         if set(inner) != set(properties):
             yield f"## {heading} {tag}".rstrip() + "\n"
-            yield (model.__doc__ or "").strip() + "\n"
+            yield inspect.cleandoc(model.__doc__ or "") + "\n"
             yield from ("| key | type | default | meaning |", "|---|---|---|---|")
             for name, about in properties.items():
                 if name not in inner and "const" not in about:

@@ -1,12 +1,12 @@
-"""Save, load and convert checkpoints.
+"""Checkpoints: saving, loading and conversion.
 
-manager.py        when to save, what to keep, what to resume from
-commit.py         writes one step, whole or not at all
-manifest.py       hashes of a step's files; what is damaged
-tensor_index.py   tensors.json: which tensor is in which bytes of which file
+manager.py        decides when to save, which steps to keep, and which step to resume from
+commit.py         writes one step, all of it or nothing
+manifest.py       hashes of a step's files, and the check for damage
+tensor_index.py   tensors.json: the file and bytes of each tensor
 tensors.py        DCP's reader and writer on our storage
-state.py          names and values of everything that a step holds
-staging.py        copies on the host, written while training goes on
+state.py          names and values of everything that a step contains
+staging.py        copies in host memory, which are written while training goes on
 storage.py        local folders and URLs
 huggingface.py, export.py, convert.py   Hugging Face folders, both ways
 """
@@ -15,7 +15,7 @@ from titan.untrusted import InputError
 
 
 class CheckpointError(InputError):
-    """Report a checkpoint that is missing, damaged or does not fit. The message is for the user."""
+    """Error about a checkpoint that is missing, damaged or does not fit. The message is for the user."""
 
     def __init__(self, message: object, *, kind: str = "checkpoint_damaged") -> None:
         super().__init__(message)
@@ -23,7 +23,7 @@ class CheckpointError(InputError):
 
 
 class SaveFailed(RuntimeError):
-    """Report that a checkpoint could not be written on some rank. The message says where and why."""
+    """Error about a checkpoint that some rank could not write. The message says which rank, and why."""
 
     def __init__(self, message: object, *, kind: str = "save_failed") -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Write one checkpoint so that it is whole or does not exist.
+"""Writer of one checkpoint, which is complete or does not exist.
 
     .saving-N/            no reader takes this name for a step
       __0_0.distcp ...    each rank writes, hashes and fsyncs its tensors
@@ -8,8 +8,8 @@
       manifest.json       rank 0, once it has the hashes of all ranks: size and hashes of each file
     step-N/               one rename, then fsync of the parent; only then are older steps deleted
 
-No rank reads another rank's files or relies on seeing them. Object stores have no atomic rename. There the files go to
-step-N/ directly, and the manifest, written last, is the commit: a remote step without one does not exist.
+No rank reads another rank's files or relies on seeing them. Object stores have no atomic rename. There the files go to step-N/
+directly, and the manifest, written last, is the commit: a remote step without a manifest does not exist.
 
 If anything fails on any rank, every rank gets SaveFailed, the new files are removed, and older steps stay as they were.
 """
@@ -42,10 +42,16 @@ _numbers = count()
 
 
 class CheckpointGroup:
-    """Let ranks save and load together, in a gloo group that training does not use.
+    """Gloo group in which ranks save and load together, and which training does not use.
 
-    A save in the background calls collectives from another thread. Collectives of one group from two threads would
-    be matched in any order. All ranks create this together.
+    A save in the background calls collectives from another thread. Collectives of one group from two threads could be matched
+    in any order. All ranks create the group together.
+
+    Attributes:
+        size: number of ranks.
+        rank: this rank.
+        process_group: the gloo group, or None with one rank.
+        plans_key: key by which DCP caches save plans for the life of the process.
     """
 
     def __init__(self) -> None:
@@ -57,7 +63,7 @@ class CheckpointGroup:
         self.forget_plans()
 
     def forget_plans(self) -> None:
-        """Let the next save be planned from the beginning: DCP keeps plans by this key, and for the life of the process."""
+        """Choose a new key for save plans, so that DCP plans the next save from the beginning."""
         self.plans_key = f"titan {next(_numbers)}"
 
     def gather(self, value: T) -> list[T]:
@@ -68,8 +74,12 @@ class CheckpointGroup:
         return values
 
     def run_on_all(self, work: Callable[[], T]) -> list[T]:
-        """Run `work` on every rank and return all results. Raises SaveFailed on all ranks if it fails on one."""
-        # The exception stays on its rank; its text and its kind go to all.
+        """Run `work` on every rank, and return the results of all ranks.
+
+        Raises:
+            SaveFailed: `work` failed on some rank. All ranks raise it.
+        """
+        # The exception stays on its rank. Its text and its kind go to all ranks.
         failure, kind, result = "", "", None
         try:
             result = work()
@@ -77,13 +87,17 @@ class CheckpointGroup:
             failure = f"rank {self.rank}: {reason(error)}"
             kind = kind_of(error, default="save_failed")
         outcomes = self.gather((failure, kind, result))
-        # The lowest rank's failure stands for all of them.
+        # Report the failure of the lowest rank.
         if failures := [outcome for outcome in outcomes if outcome[0]]:
             raise SaveFailed(failures[0][0], kind=failures[0][1])
         return [result for *_, result in outcomes]  # pyright: ignore[reportReturnType]
 
     def run_on_main(self, work: Callable[[], object]) -> None:
-        """Run `work` on rank 0. Raises SaveFailed on all ranks if it fails."""
+        """Run `work` on rank 0.
+
+        Raises:
+            SaveFailed: `work` failed. All ranks raise it.
+        """
         self.run_on_all(work if self.rank == 0 else lambda: None)
 
 
@@ -95,13 +109,27 @@ def write_step(
     metadata: dict[str, Any],
     group: CheckpointGroup,
 ) -> Location:
-    """Write step N into a folder of checkpoints. All ranks call this together. Raises SaveFailed on all or none."""
+    """Write step N into a folder of checkpoints. All ranks call this together.
+
+    Args:
+        state: tensors by name, this rank's shards of them.
+        folder: folder of the checkpoints.
+        step: number N of the step.
+        metadata: JSON-able values for titan.json.
+        group: the ranks' group.
+
+    Returns:
+        The folder of the step.
+
+    Raises:
+        SaveFailed: the step could not be written. Either all ranks raise it, or no rank does.
+    """
     storage = storage_of(folder)
     final = join(folder, f"step-{step}")
     target = join(folder, f".saving-{step}") if storage.has_rename else final
 
     def begin() -> None:
-        # Nobody else saves into this folder: the run lock has one holder.
+        # No other process saves into this folder, since the run lock has one holder.
         for name in storage.listdir(folder):
             if name.startswith((".saving-", ".removing-")):  # a crash left it
                 storage.remove(join(folder, name))
@@ -111,27 +139,27 @@ def write_step(
         storage.make_folder(target)
 
     def commit(entries: dict[str, Any]) -> None:
-        # Written last: a folder without a manifest is no checkpoint.
+        # Write the manifest last: a folder without it is no checkpoint.
         write_manifest(target, entries, step=step)
         if storage.has_rename:
             storage.fsync_folder(target)
             replaced = join(folder, f".removing-{step}")
-            # A crash between the two renames costs step N, and leaves no half of one.
+            # A crash between the two renames loses step N, and leaves no partial step.
             if storage.exists(final):  # the run went back to an earlier step and reached N again
                 storage.rename(final, replaced)
             storage.rename(target, final)
             if storage.exists(replaced):
                 storage.remove(replaced)
 
-    # Rank 0 begins, all ranks write, rank 0 commits. Each phase ends on all ranks or on none.
+    # Rank 0 begins, all ranks write, rank 0 commits. Each phase succeeds on all ranks or fails on all.
     try:
         group.run_on_main(begin)
         entries = _write_files(state, target, metadata, group)
         group.run_on_main(lambda: commit(entries))
-    # RuntimeError is SaveFailed, and what gloo raises when another rank has died.
+    # SaveFailed is a RuntimeError. Gloo raises one, too, when another rank has died.
     except (RuntimeError, dcp.CheckpointException) as error:
-        group.forget_plans()  # a rank may have kept a plan that rank 0 has not
-        # Other ranks have nothing to clean up: the folder is one.
+        group.forget_plans()  # a rank may have cached a plan that rank 0 lacks
+        # All ranks share the folder, so only rank 0 cleans up.
         if group.rank == 0:
             with suppress(OSError):
                 storage.remove(target)
@@ -146,10 +174,10 @@ def _write_files(
     """Write every file except the manifest. Return the manifest's entries for the files of all ranks."""
     writer = CheckpointWriter(target, state)
     alone = group.size == 1
-    # Ranks whose tensors are as in the save before send no plan, and get none.
+    # A rank whose tensors are the same as in the previous save sends no plan and receives none.
     planner = DefaultSavePlanner(enable_plan_caching=True)
     planner._cached_plans_key = group.plans_key
-    # DCP plans which rank writes what, and calls the writer's `finish` on rank 0.
+    # DCP plans which rank writes which tensor, and calls the writer's `finish` on rank 0.
     dcp.save(
         state,
         storage_writer=writer,
@@ -168,7 +196,7 @@ def _write_files(
 
 
 def remove_step(step: Location) -> None:
-    """Delete a checkpoint. Its name or its manifest goes first, so a partial deletion never looks like a checkpoint."""
+    """Delete a checkpoint. Its name or its manifest goes first, so that a partial deletion never looks like a checkpoint."""
     storage = storage_of(step)
     if isinstance(step, Path):
         hidden = step.with_name(f".removing-{step.name}")

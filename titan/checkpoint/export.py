@@ -1,11 +1,11 @@
-"""Write a model as a Hugging Face folder that `transformers` loads: safetensors, index, config.json, tokenizer.
+"""Export of a model as a Hugging Face folder that `transformers` loads: safetensors, index, config.json, tokenizer.
 
     OUT/.saving-NAME/    is being written, and becomes OUT/NAME by one rename. If OUT/NAME exists, as a checkpoint's
                          step-N does, the files move into it, config.json last: without it the folder is incomplete
 
-This works under any layout. The tensors are dealt into files in the model's order, and a file holds only tensors that the
-same ranks have (those of a pipeline stage). These ranks gather the tensors one after another. They take turns at
-keeping a file, which the keeper writes in the background. So a rank has at most two files of the model in host memory.
+This works on any layout. The tensors are dealt into files in the model's order, and a file contains only tensors that the same
+ranks have (the ranks of a pipeline stage). These ranks gather the tensors one after another. They take turns at keeping a file,
+and the keeper writes its file in the background. So a rank has at most two files of the model in host memory.
 """
 
 from __future__ import annotations
@@ -49,11 +49,19 @@ Fetch = Callable[[Sequence[str], bool], StateDict]
 
 @dataclass(frozen=True)
 class Export:
-    """Say what to write: a model, in which precision, in files of which size.
+    """Settings of an export: the model, its precision, the size of files, and the tokenizer.
 
-    bos_id: the tokenizer's. ends: tokens that end an answer. seq_len: the model was trained on. assets: files to copy.
-    begin: the token that the copied tokenizer puts in front of texts; None: as it does. names: bos_token and eos_token of the job.
-    chat_template: of conversations.
+    Attributes:
+        model: the model, with its names on disk.
+        dtype: precision of the weights on disk.
+        file_bytes: most bytes of a file.
+        bos_id: the tokenizer's begin token.
+        ends: ids that end an answer.
+        seq_len: longest sequence that the model was trained on.
+        assets: files of the tokenizer to copy.
+        begin: token that the copied tokenizer is to put before texts, "" for no token. None keeps its own behaviour.
+        names: bos_token and eos_token as the job names them.
+        chat_template: Jinja text that turns conversations into text.
     """
 
     model: HFModel
@@ -77,7 +85,15 @@ class Export:
     ) -> Export:
         """Return the export of a job's model.
 
-        Raises CheckpointError if it has no Hugging Face form, DataError without safetensors.
+        Args:
+            config: the job.
+            tokenizer: the job's tokenizer, or None to leave it out.
+            dtype: precision of the weights on disk.
+            file_bytes: most bytes of a file.
+
+        Raises:
+            CheckpointError: the model has no Hugging Face form.
+            DataError: safetensors is not installed.
         """
         model = HFModel.of(config.model.name, model_config(config.model))
         require_same_model(model)
@@ -99,7 +115,7 @@ class Export:
         config = self.model.hooks.hf_config(self.model.sizes)
         if "max_position_embeddings" not in config:  # no text model
             return config
-        # Positions up to the length it was trained on are valid, even beyond the family's default.
+        # The model was trained on positions up to seq_len, so they are valid even beyond the family's default.
         return {
             **config,
             "max_position_embeddings": max(config["max_position_embeddings"], self.seq_len),
@@ -110,15 +126,15 @@ class Export:
 
     @property
     def eos_token_id(self) -> int | list[int] | None:
-        """Return the tokens that end an answer, as transformers writes them."""
+        """Return the ids that end an answer, as transformers writes them."""
         return self.ends if len(self.ends) > 1 else next(iter(self.ends), None)
 
     def dtype_of(self, ours: str) -> torch.dtype:
-        """Return the precision on disk. Buffers keep theirs: a routing bias is made of small steps."""
+        """Return the precision of a tensor on disk. Buffers keep theirs, since a routing bias is a sum of small steps."""
         return self.model.buffers.get(ours, self.dtype)
 
     def num_bytes(self, theirs: str) -> int:
-        """Return the bytes that a tensor takes in a file, by its name there."""
+        """Return the bytes of a tensor in a file, by its name on disk."""
         tensor = self.model.on_disk[theirs]
         return tensor.shape.numel() * self.dtype_of(tensor.ours[0]).itemsize
 
@@ -129,9 +145,12 @@ class Export:
         *,
         keep: bool = True,
     ) -> StateDict:
-        """Return tensors by their names on disk, on the host. `whole` returns one of ours, which may be many of these.
+        """Return tensors in host memory by their names on disk.
 
-        Without `keep` nothing is returned, but every tensor is asked for: other ranks need this one's part of it.
+        Args:
+            names: names on disk.
+            whole: returns one of our tensors, which may be many tensors on disk, in a precision.
+            keep: False returns nothing, but still asks for every tensor, since other ranks need this rank's part of it.
         """
         kept: StateDict = {}
         for ours, theirs in groupby(names, key=lambda name: self.model.on_disk[name].ours):
@@ -139,7 +158,7 @@ class Export:
             tensor = self.model.joined(ours, tensors) if keep else tensors[0]
             for name in theirs if keep else ():
                 expert = self.model.on_disk[name].expert
-                # A copy: a view would keep all experts in memory, and a file takes no tensor twice.
+                # Copy, since a view would keep all experts in memory, and a file takes no tensor twice.
                 part = tensor if expert is None else tensor[expert]
                 is_alone = expert is None and name not in self.model.copies
                 kept[name] = part.to("cpu", copy=not is_alone)
@@ -147,7 +166,7 @@ class Export:
 
 
 def _begin(config: JobConfig, tokenizer: Tokenizer) -> str | None:
-    """Return the token that the job begins texts with, "" for none; None if the tokenizer does so by itself."""
+    """Return the token that the job puts before texts, "" for no token, or None if the tokenizer's own behaviour is the same."""
     begins = bool(begin_ids(tokenizer, add_bos=config.data.add_bos))
     if begins == bool(tokenizer.begin_ids) and not config.tokenizer.bos_token:
         return None
@@ -155,7 +174,11 @@ def _begin(config: JobConfig, tokenizer: Tokenizer) -> str | None:
 
 
 def require_same_model(model: HFModel) -> None:
-    """Raise CheckpointError if transformers, from the config.json that is written, would make another model."""
+    """Check that transformers makes the same model from the config.json that is written.
+
+    Raises:
+        CheckpointError: it would make another model. The message names the sizes that differ.
+    """
     read = model.hooks.read_config(model.hooks.hf_config(model.sizes))
     if others := differences(read, model.sizes):
         what = ", ".join(f"{key} = {getattr(model.sizes, key)}" for key in others)
@@ -172,7 +195,7 @@ def no_routing_bias(model: HFModel) -> str:
 
 
 def lost_buffers(model: HFModel, buffers: Mapping[str, Tensor]) -> list[str]:
-    """Return a message for each of the `off_disk` buffers whose values a folder would lack."""
+    """Return a message for each of the `off_disk` buffers whose values a folder would lose."""
     return [
         f"{ours} is not zero: {no_routing_bias(model)}"
         for ours, tensor in buffers.items()
@@ -183,9 +206,9 @@ def lost_buffers(model: HFModel, buffers: Mapping[str, Tensor]) -> list[str]:
 def whole_of(tensor: DTensor) -> Tensor:
     """Gather a tensor as `full_tensor` does, but axis by axis.
 
-    Where two axes cut one dimension, torch gathers twice, too, and each rank warns that it cannot do it at once.
+    If two axes cut one dimension, torch gathers twice, too, but each rank warns that it cannot do it at once.
     """
-    # The last cut is undone first. FSDP's comes after tensor parallelism's although its axis is the first: a strided shard.
+    # Undo the last cut first. FSDP cuts after tensor parallelism, although its axis is the first: a strided shard.
     cuts = [type(placement).__name__ == "_StridedShard" for placement in tensor.placements]
     for axis in sorted(range(len(cuts)), key=lambda axis: (not cuts[axis], -axis)):
         placements = list(tensor.placements)
@@ -195,10 +218,14 @@ def whole_of(tensor: DTensor) -> Tensor:
 
 
 def export_state(folder: Path, state: StateDict, export: Export, *, group: CheckpointGroup) -> None:
-    """Write the weights "model.<parameter>" of a running job. All ranks call this together. Raises SaveFailed on all."""
+    """Write the weights "model.<parameter>" of a running job as a folder. All ranks call this together.
+
+    Raises:
+        SaveFailed: the folder could not be written. All ranks raise it.
+    """
 
     def whole(ours: str, dtype: torch.dtype) -> Tensor:
-        # Cast first: the gathered tensor is then no larger than what is written.
+        # Cast first, so that the gathered tensor is no larger than on disk.
         tensor = state[f"model.{ours}"].to(dtype)
         return whole_of(tensor) if isinstance(tensor, DTensor) else tensor
 
@@ -211,7 +238,7 @@ def export_state(folder: Path, state: StateDict, export: Export, *, group: Check
         text for texts in group.gather(lost_buffers(export.model, buffers)) for text in texts
     ]:
         raise SaveFailed(f"{folder}: {lost[0]}")
-    # Which ranks have a part of which tensor: under a pipeline only those of its stage.
+    # Ranks that have a part of each tensor. With a pipeline, these are the ranks of its stage.
     held = group.gather([f"model.{name}" in state for name in export.model.names])
     ranks_of = {
         name: [rank for rank, of_rank in enumerate(held) if of_rank[number]]
@@ -228,14 +255,20 @@ def write_folder(
     ranks_of: dict[str, list[int]],
     group: CheckpointGroup,
 ) -> None:
-    """Write a folder, or add the files to an existing one. Raises SaveFailed on all ranks.
+    """Write a folder, or add the files to an existing folder.
 
     Args:
-        fetch: fetch(names, keep) is called on all ranks that have these tensors of the folder. With `keep` it returns them,
-            whole and on the host.
-        ranks_of: the ranks that have each of our tensors, or a part of it.
+        folder: the folder.
+        export: settings of the export.
+        fetch: fetch(names, keep) is called on all ranks that have these tensors of the folder. With `keep`, it returns the
+            whole tensors in host memory.
+        ranks_of: ranks that have each of our tensors, or a part of it.
+        group: the ranks' group.
+
+    Raises:
+        SaveFailed: the folder could not be written. All ranks raise it.
     """
-    # Beside the final folder, so that the rename stays on one file system.
+    # The folder is beside the final folder, so that the rename stays on one file system.
     temporary = folder.with_name(f".saving-{folder.name}")
     files = plan_files(export, ranks_of)
     file_names = [f"model-{n + 1:05}-of-{len(files):05}.safetensors" for n in range(len(files))]
@@ -256,13 +289,13 @@ def write_folder(
     try:
         group.run_on_main(begin)
         writes: list[Future[None]] = []
-        # One writer: it overlaps with the gathering of the next file.
+        # One thread writes a file while the ranks gather the next file.
         with ThreadPoolExecutor(1) as background:
             for number, names in enumerate(files):
                 holders = ranks_of[export.model.on_disk[names[0]].ours[0]]
                 if group.rank not in holders:
                     continue
-                # All holders take part in gathering; the keepers change, so that they write at the same time.
+                # All holders take part in gathering. They take turns as keepers, so that several write at the same time.
                 keep = group.rank == holders[number % len(holders)]
                 wait(writes if keep else [])  # at most one file is still being written
                 kept = fetch(names, keep)
@@ -280,7 +313,15 @@ def write_folder(
 
 
 def plan_files(export: Export, ranks_of: dict[str, list[int]]) -> list[list[str]]:
-    """Return their names, in the model's order, dealt into files: each of one set of ranks, and of at most `file_bytes`."""
+    """Deal the model's tensors into files: each file has tensors of one set of ranks, and at most `file_bytes`.
+
+    Args:
+        export: settings of the export.
+        ranks_of: ranks that have each of our tensors, or a part of it.
+
+    Returns:
+        For each file, the names of its tensors on disk, in the model's order.
+    """
     files: list[list[str]] = []
     holders, size = None, 0
     # A tensor larger than `file_bytes` gets a file to itself.
@@ -298,7 +339,7 @@ def plan_files(export: Export, ranks_of: dict[str, list[int]]) -> list[list[str]
 def _write_file(file: Path, tensors: StateDict) -> None:
     from safetensors.torch import save_file
 
-    # transformers asks which framework has written a file.
+    # transformers requires the name of the framework that wrote a file.
     save_file({k: v.contiguous() for k, v in tensors.items()}, file, metadata={"format": "pt"})
     with file.open("rb") as stream:
         os.fsync(stream.fileno())
@@ -326,19 +367,19 @@ def _write_texts(folder: Path, export: Export, files: dict[str, list[str]]) -> N
         assets["tokenizer.json"] = _begun(assets["tokenizer.json"], export.begin)
     for name, data in assets.items():
         LocalStorage().write(folder / name, data)
-    if export.chat_template:  # which the job may name elsewhere
+    if export.chat_template:  # its file may be elsewhere
         LocalStorage().write(folder / CHAT_TEMPLATE, export.chat_template.encode())
     LocalStorage().fsync_folder(folder)
 
 
 def _merged(files: Mapping[str, bytes], name: str, values: dict[str, Any]) -> dict[str, bytes]:
-    """Return a JSON file by its name, with the values put into that of `files` if it is there."""
+    """Return a JSON file, by its name: the file in `files`, if there is one, with `values` added."""
     before = json.loads(files.get(name, b"{}"))
     return {name: (json.dumps({**before, **values}, indent=2, ensure_ascii=False) + "\n").encode()}
 
 
 def _begun(content: bytes, begin: str) -> bytes:
-    """Return a tokenizer.json that puts a token, or "" for none, in front of texts."""
+    """Return a tokenizer.json that puts the token `begin`, or no token for "", before texts."""
     from tokenizers import Tokenizer, processors
 
     tokenizer = Tokenizer.from_str(content.decode())

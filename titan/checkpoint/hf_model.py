@@ -1,4 +1,4 @@
-"""Describe a model of titan in the words of a Hugging Face folder: its tensors there, their names, shapes and files."""
+"""Model of titan in the terms of a Hugging Face folder: names, shapes and files of its tensors."""
 
 from __future__ import annotations
 
@@ -25,9 +25,14 @@ OF_DIFFUSERS = "diffusion_pytorch_"  # comes before the names of its files
 
 
 class DiskTensor(NamedTuple):
-    """Say what a tensor on disk is to us: a parameter, one expert's part of it, or several; and its shape.
+    """A tensor on disk, and what it contains: a parameter, one expert's part of a parameter, or several parameters.
 
-    Of several, those in `HFModel.parts` take turns by channel, and others are one after the other's columns.
+    Several parameters in `HFModel.parts` alternate by channel. Other parameters are concatenated along the columns.
+
+    Attributes:
+        ours: our names of the parameters.
+        expert: number of the expert, or None for the whole parameter.
+        shape: shape on disk.
     """
 
     ours: tuple[str, ...]
@@ -37,13 +42,19 @@ class DiskTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class HFModel:
-    """Describe one of our models, and the names that transformers gives its tensors.
+    """A model of titan, and the names that transformers gives its tensors.
 
-    hooks: the family's huggingface.py. names: ours to theirs, in the model's order, without buffers that are not on disk; a
-    parameter that is stacked by expert is many tensors there, and {} stands for the expert's number. parts: where it is a
-    part of one tensor there, by the first of its channels and how far it is to the next. shapes: by our names.
-    buffers: our names and dtypes of state that is not trained. A tied output layer is not among them. copies: names of
-    further tensors in a folder, each a copy of one of ours.
+    Attributes:
+        name: name of the family.
+        sizes: sizes of the model.
+        hooks: the family's huggingface.py.
+        names: our names to the names on disk, in the model's order, without buffers that are not on disk. A parameter that is
+            stacked by expert is many tensors on disk, and {} stands for the expert's number.
+        parts: parameters that are a part of one tensor on disk, with the first of their channels there, and the stride to the
+            next channel.
+        shapes: shapes by our names.
+        buffers: dtypes of state that is not trained, by our names. A tied output layer is not among them.
+        copies: additional tensors in a folder, each a copy of one of our tensors.
     """
 
     name: str
@@ -57,7 +68,12 @@ class HFModel:
 
     @staticmethod
     def of(name: str, sizes: Any) -> HFModel:
-        """Return the model of a family with these sizes. Raises CheckpointError, or DataError without safetensors."""
+        """Return the model of a family with these sizes.
+
+        Raises:
+            CheckpointError: the family has no Hugging Face form.
+            DataError: safetensors is not installed.
+        """
         require("safetensors", purpose="reading and writing Hugging Face folders")
         hooks = hooks_of(name)
         if hooks is None:
@@ -82,12 +98,12 @@ class HFModel:
         return HFModel(name, sizes, hooks, names, parts, shapes, buffers)
 
     def with_copies(self) -> HFModel:
-        """Return the model as a folder is written, with copies of embeddings that readers of modules of multi-token prediction want."""
+        """Return the model as it is exported, with the copies of embeddings that readers of its MTP modules expect."""
         copies = getattr(self.hooks, "hf_copies", lambda _: {})(self.sizes)
         return dataclasses.replace(self, copies=copies)
 
     def spelled_as(self, files: Collection[str]) -> HFModel:
-        """Return the model with the names of a folder's tensors, if it begins them in another way, of the family's SPELLINGS."""
+        """Return the model with the names of a folder's tensors, if they have another prefix from the family's SPELLINGS."""
         names = self.names
         for ours, theirs in getattr(self.hooks, "SPELLINGS", ()):
             if not any(name.startswith(ours) for name in files):
@@ -98,19 +114,22 @@ class HFModel:
 
     @property
     def architecture(self) -> str:
-        """Return what transformers calls the model."""
+        """Return the name of the model's class in transformers."""
         config = self.hooks.hf_config(self.sizes)
         return config.get("_class_name") or config["architectures"][0]
 
     @property
     def index_name(self) -> str:
-        """Return the name of the index of its files."""
+        """Return the file name of the index."""
         is_diffusers = "_class_name" in self.hooks.hf_config(self.sizes)
         return OF_DIFFUSERS + INDEX if is_diffusers else INDEX
 
     @property
     def off_disk(self) -> list[str]:
-        """Return our names of buffers that a folder does not hold. Integers count what a run did, and are no part of a model."""
+        """Return our names of the floating-point buffers that a folder does not contain.
+
+        Integer buffers count the events of a run, and are not part of a model.
+        """
         floats = (ours for ours, dtype in self.buffers.items() if dtype.is_floating_point)
         return [ours for ours in floats if ours not in self.names]
 
@@ -136,13 +155,13 @@ class HFModel:
         return tensors | {n: DiskTensor((o,), None, self.shapes[o]) for n, o in self.copies.items()}
 
     def joined(self, ours: Sequence[str], tensors: Sequence[Tensor]) -> Tensor:
-        """Return the tensor on disk that these of ours make."""
+        """Join our tensors into their tensor on disk."""
         if ours[0] in self.parts:
             return torch.stack([t.mT if t.ndim == 3 else t for t in tensors], -1).flatten(-2)
         return tensors[0] if len(tensors) == 1 else torch.cat([*tensors], dim=-1)
 
     def first_column(self, ours: str) -> int:
-        """Return where a parameter begins in its tensor on disk."""
+        """Return the first column of a parameter in its tensor on disk."""
         tensor = self.on_disk.get(self.names[ours])
         if tensor is None or ours in self.parts:
             return 0
@@ -150,7 +169,7 @@ class HFModel:
 
 
 def hooks_of(name: str) -> ModuleType | None:
-    """Return a family's huggingface.py, if it has a complete one (docs/architecture.md)."""
+    """Return a family's huggingface.py, or None if it has no complete one (docs/architecture.md)."""
     name = f"{family(name).__name__}.huggingface"
     module = import_module(name) if find_spec(name) else None
     return module if hasattr(module, "read_config") else None

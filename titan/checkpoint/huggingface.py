@@ -1,9 +1,9 @@
-"""Read weights from a Hugging Face folder: config.json and safetensors, as `transformers` writes them.
+"""Loading of weights from a Hugging Face folder: config.json and safetensors, as `transformers` writes them.
 
-`load` fills a model under any layout. Rank 0 checks the folder: which model it is, which tensors it has, and their shapes,
-from the files' headers. Then each rank maps the files that hold something of its shards, and copies these slices. No rank
-ever has more of the model than its own part and one slice of one tensor, and nothing is sent. Pickles (.bin, .pth) are
-never opened. docs/huggingface.md describes all this for users.
+`load` fills a model on any layout. Rank 0 checks the folder by the headers of its files: the model, its tensors, and their
+shapes. Then each rank maps the files that contain parts of its shards, and copies these slices. No rank ever has more of the
+model than its own part and one slice of one tensor, and ranks send each other nothing. Pickles (.bin, .pth) are never opened.
+docs/huggingface.md describes all this for users.
 
 DCP's HuggingFaceStorageReader is not used: it opens every file of the folder without a bound on the header, and it checks
 neither the index, nor links, nor that weights are finite. Its writer writes shards that rank 0 then reads and writes again.
@@ -50,16 +50,21 @@ from titan.untrusted import (
 )
 
 CONFIG, SINGLE = "config.json", "model.safetensors"
-_ROWS = 4096  # of a tensor, compared at once
+_ROWS = 4096  # rows of a tensor that are compared at once
 _MAX_HEADER = 16 * 2**20
-_DERIVED = (
-    ".rotary_emb.inv_freq"  # old versions of transformers stored it; every version computes it
-)
+# Old versions of transformers stored this tensor. Every version computes it.
+_DERIVED = ".rotary_emb.inv_freq"
 
 
 @dataclass(frozen=True)
 class HFFolder:
-    """Describe a folder that transformers could load: its config.json, and the file of each tensor."""
+    """Folder that transformers could load.
+
+    Attributes:
+        path: path of the folder.
+        config: contents of config.json.
+        files: file of each tensor, by its name.
+    """
 
     path: Path
     config: dict[str, Any]
@@ -67,13 +72,17 @@ class HFFolder:
 
 
 def open_folder(path: Path) -> HFFolder:
-    """Read config.json and the index. Raises CheckpointError that names the missing or unusable file."""
+    """Read config.json and the index of a folder.
+
+    Raises:
+        CheckpointError: a file is missing or unusable. The message names the file.
+    """
     if not path.is_dir():
         raise CheckpointError(f"{path}: there is no such folder")
     if not (path / CONFIG).exists():
         raise CheckpointError(f"{path / CONFIG}: missing; it says which model a folder holds")
     config = read_json(path / CONFIG, dict[str, Any], limit=2**20, within=root_of(path))
-    # Several files with an index, or one file.
+    # A folder has several files with an index, or one file.
     index, single = _file_names(path)
     if is_there(path / index):
         files = read_json(path / index, dict[str, Any], within=root_of(path)).get("weight_map")
@@ -96,15 +105,23 @@ def open_folder(path: Path) -> HFFolder:
 
 
 def _file_names(path: Path) -> tuple[str, str]:
-    """Return the names of index and single file: those of transformers, unless those of diffusers are there."""
+    """Return the names of index and single file: those of diffusers if either exists, otherwise those of transformers."""
     theirs = OF_DIFFUSERS + INDEX, OF_DIFFUSERS + SINGLE
     return theirs if any(is_there(path / name) for name in theirs) else (INDEX, SINGLE)
 
 
 def read_sizes(folder: HFFolder, *, mtp: bool = False) -> tuple[str, Any]:
-    """Return our family and sizes for a folder. Raises CheckpointError if no family can be that model.
+    """Find our family and sizes for a folder.
 
-    mtp: with the modules of multi-token prediction that config.json tells of. Folders often lack their weights.
+    Args:
+        folder: the folder.
+        mtp: include the multi-token prediction modules that config.json names. Folders often lack their weights.
+
+    Returns:
+        The name of the family, and the sizes.
+
+    Raises:
+        CheckpointError: no family can be that model.
     """
     by_family = {name: hooks for name in families() if (hooks := hooks_of(name))}
     known = {kind: (name, h) for name, h in by_family.items() for kind in h.ARCHITECTURES}
@@ -119,7 +136,7 @@ def read_sizes(folder: HFFolder, *, mtp: bool = False) -> tuple[str, Any]:
             f"{folder.path / CONFIG}: architecture {printable(str(architecture), 80)} is none of {', '.join(known)}"
         )
     name, hooks = known[architecture]
-    # transformers takes the config's class and its defaults from the type.
+    # transformers selects the config's class, and so its defaults, by the type.
     if config.get("model_type") not in (None, type_ := hooks.ARCHITECTURES[architecture]):
         kind = printable(str(config["model_type"]), 80)
         raise CheckpointError(
@@ -129,18 +146,22 @@ def read_sizes(folder: HFFolder, *, mtp: bool = False) -> tuple[str, Any]:
         sizes = hooks.read_config(config)
         drops = not mtp and getattr(sizes, "num_mtp_modules", 0)
         return name, dataclasses.replace(sizes, num_mtp_modules=0) if drops else sizes
-    # Any family's code may raise these, because the values may be of any type and size.
+    # The values may be of any type and size, so a family's code may raise any of these errors.
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{folder.path / CONFIG}: {printable(str(error), 300)}") from error
 
 
 def require_weights_for(sizes: Any, folder: HFFolder) -> None:
-    """Raise CheckpointError if the files cannot hold a model of these sizes.
+    """Check that the files are large enough for a model of these sizes.
 
     This comes before the model is built, because a billion layers take for ever even on the meta device.
+
+    Raises:
+        CheckpointError: the files are too small.
     """
     held = sum(file.stat().st_size for file in {*folder.files.values()})
-    smallest = 0.5 if folder.config.get("quantization_config") else 2  # bytes of a weight: MXFP4's
+    # Bytes of the smallest weight: half a byte in MXFP4.
+    smallest = 0.5 if folder.config.get("quantization_config") else 2
     if not 0 < smallest * sizes.num_params <= held:
         raise CheckpointError(
             f"{folder.path / CONFIG}: means {sizes.num_params:.3g} parameters, which the {held:,} bytes "
@@ -149,11 +170,15 @@ def require_weights_for(sizes: Any, folder: HFFolder) -> None:
 
 
 def check_folder(path: Path, model: HFModel) -> HFFolder:
-    """Return the folder if it holds exactly this model. Raises CheckpointError that names what differs."""
+    """Return the folder, after a check that it contains exactly this model.
+
+    Raises:
+        CheckpointError: the folder has another model. The message names the differences.
+    """
     folder = open_folder(path)
     name, sizes = read_sizes(folder)
     others = differences(sizes, model.sizes)
-    others.pop("num_mtp_modules", None)  # the files say whether it has enough
+    others.pop("num_mtp_modules", None)  # the check of tensors finds missing modules
     if name != model.name or others:
         what = f"the model is {name}, the job's is {model.name}"
         if name == model.name:
@@ -164,7 +189,7 @@ def check_folder(path: Path, model: HFModel) -> HFFolder:
         keys = model_keys(name, sizes).items()
         fix = ", ".join(f"model.{key} = {format_value(value)}" for key, value in keys)
         raise CheckpointError(f"{path / CONFIG}: {what}; set {fix}")
-    # At most five: a folder of another model differs in every tensor.
+    # Report at most five, since a folder of another model differs in every tensor.
     if problems := list(tensor_problems(folder, model.spelled_as(folder.files))):
         rest = f"\n{len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError("\n".join(problems[:5]) + rest)
@@ -174,10 +199,19 @@ def check_folder(path: Path, model: HFModel) -> HFFolder:
 def load(path: Path, state: StateDict, *, model: HFModel, group: CheckpointGroup) -> list[str]:
     """Fill the tensors "model.<parameter>" of `state`, in their own precision. All ranks call this together.
 
-    Return messages about what the folder holds and the model has not. Raises CheckpointError on all ranks, for a folder of another model or a weight that is not a number.
+    Args:
+        path: the folder.
+        state: tensors to fill, by name.
+        model: the model, with its names on disk.
+        group: the ranks' group.
+
+    Returns:
+        Messages about tensors of the folder that the model lacks.
+
+    Raises:
+        CheckpointError: the folder has another model, or a weight that is not finite. All ranks raise it.
     """
-    # Only rank 0 reads the headers. Its finding, a folder or an error, goes to all ranks, so that
-    # they go on or fail together.
+    # Only rank 0 reads the headers. Its result, a folder or an error, goes to all ranks, so that they continue or fail together.
     folder: HFFolder | CheckpointError | None = None
     try:
         folder = check_folder(path, model) if group.rank == 0 else None
@@ -187,14 +221,23 @@ def load(path: Path, state: StateDict, *, model: HFModel, group: CheckpointGroup
     if not isinstance(folder, HFFolder):
         raise folder or AssertionError("rank 0 found neither a folder nor a fault")
     bad = fill(folder, {key.removeprefix("model."): t for key, t in state.items()}, model=model)
-    # No rank raises alone: the others would wait for it in the next collective.
+    # No rank raises alone, since the other ranks would wait for it in the next collective.
     if problems := [problem for of_rank in group.gather(bad) for problem in of_rank]:
         raise CheckpointError(problems[0])
     return left_out_messages(folder, model)
 
 
 def fill(folder: HFFolder, tensors: Mapping[str, Tensor], *, model: HFModel) -> list[str]:
-    """Copy this rank's part of tensors, by our names, from a folder. Return a message for each that is not finite."""
+    """Copy this rank's part of tensors from a folder.
+
+    Args:
+        folder: the folder.
+        tensors: tensors to fill, by our names.
+        model: the model, with its names on disk.
+
+    Returns:
+        A message for each tensor that is not finite.
+    """
     from safetensors import safe_open
 
     by_file: dict[Path, list[_Piece]] = defaultdict(list)
@@ -203,7 +246,7 @@ def fill(folder: HFFolder, tensors: Mapping[str, Tensor], *, model: HFModel) -> 
         for piece in _pieces(model, ours, tensor) if ours in model.names else ():
             by_file[folder.files[values_name(piece.name, folder.files)]].append(piece)
     bad: list[str] = []
-    # File by file: a mapped file's pages can go when its tensors are copied.
+    # Go file by file, so that the pages of a mapped file can be dropped when its tensors are copied.
     for file, pieces in by_file.items():
         with ExitStack() as stack:
             scales = {scales_name(piece.name, folder.files) for piece in pieces} - {""}
@@ -219,37 +262,41 @@ def fill(folder: HFFolder, tensors: Mapping[str, Tensor], *, model: HFModel) -> 
                 values = read_part(
                     slice_of, piece.name, piece.where, piece.part, names=folder.files
                 )
-                # The copy casts to the parameter's precision, and moves to its device.
+                # copy_ casts to the parameter's precision, and moves to its device.
                 piece.target.copy_(values)
                 bad += [] if values.isfinite().all() else [not_finite(file, piece.name)]
     return bad
 
 
 def not_finite(file: Path, name: str) -> str:
-    """Return the message for a tensor with such a weight."""
+    """Return the error message for a tensor with a weight that is not finite."""
     return f"{file}: tensor {name} holds a weight that is not a number, or infinite"
 
 
 def model_keys(name: str, sizes: Any) -> dict[str, Any]:
-    """Return the keys of [model] that mean these sizes: the nearest flavor, and the rest as overrides."""
+    """Return the keys of [model] that mean these sizes: the nearest flavor, and the other sizes as overrides."""
     flavors = family(name).FLAVORS
     # The flavor with the fewest differences makes the shortest config.
     flavor = min(flavors, key=lambda key: len(differences(sizes, flavors[key])))
     overrides = differences(sizes, flavors[flavor])
-    # Where head_dim is dim / n_heads, it is derived from the overrides of these.
+    # head_dim follows from dim and n_heads if it is dim / n_heads. Otherwise it needs an override.
     is_given = any(f.name == "head_dim" and f.init for f in dataclasses.fields(sizes))
     if overrides and is_given and sizes.head_dim * sizes.n_heads != sizes.dim:
         overrides["head_dim"] = sizes.head_dim
     keys = {"name": name, "flavor": flavor} | ({"overrides": overrides} if overrides else {})
-    # What is written into a config must load as the same sizes.
+    # A config with these keys must load as the same sizes.
     assert not differences(sizes, model_config(ModelSection.model_validate(keys)))
     return keys
 
 
 class _Piece(NamedTuple):
-    """Hold a tensor's name in a folder, the part of it that this rank takes, and where that goes.
+    """A slice of a tensor on disk, and the tensor that it fills.
 
-    part: where our tensor is a part of that one, see HFModel. Then `where` is of ours.
+    Attributes:
+        name: name of the tensor on disk.
+        where: slice that this rank takes. With `part`, the slice is of our tensor.
+        target: this rank's part of our tensor.
+        part: the entry of `HFModel.parts`, if our tensor is only a part of the tensor on disk.
     """
 
     name: str
@@ -259,7 +306,7 @@ class _Piece(NamedTuple):
 
 
 def _pieces(model: HFModel, ours: str, tensor: Tensor) -> Iterator[_Piece]:
-    """Yield what fills this rank's part of a tensor."""
+    """Yield the pieces that fill this rank's part of a tensor."""
     theirs, first = model.names[ours], model.first_column(ours)
     where = tuple(slice(0, n) for n in tensor.shape)
     if isinstance(tensor, DTensor):
@@ -268,7 +315,7 @@ def _pieces(model: HFModel, ours: str, tensor: Tensor) -> Iterator[_Piece]:
         )
         where = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
         tensor = tensor.to_local()
-    if not tensor.numel():  # with more ranks than rows, some ranks hold nothing
+    if not tensor.numel():  # with more ranks than rows, some ranks have nothing
         return
     if "{}" not in theirs:
         if first:
@@ -280,7 +327,7 @@ def _pieces(model: HFModel, ours: str, tensor: Tensor) -> Iterator[_Piece]:
 
 
 def tensor_problems(folder: HFFolder, model: HFModel) -> Iterator[str]:
-    """Yield what is wrong with the tensors of a folder, each with its file."""
+    """Yield a message for each wrong tensor of a folder, with the tensor's file."""
     wanted: dict[str, Form] = {}
     for name, tensor in model.on_disk.items():
         wanted |= stored_as(name, list(tensor.shape), folder.files)
@@ -290,7 +337,7 @@ def tensor_problems(folder: HFFolder, model: HFModel) -> Iterator[str]:
         yield f"{source}: tensor {name} is missing"
     tied = {model.hooks.hf_name("output.weight")} if model.sizes.tied_embeddings else set()
     skipped = tuple(left_out(folder, model))
-    # Folders of tied models may hold the output layer all the same.
+    # Folders of tied models may still contain the output layer.
     for name in folder.files.keys() - wanted.keys() - tied:
         if not name.endswith(_DERIVED) and not name.startswith(skipped):
             yield f"{folder.files[name]}: tensor {printable(name, 100)} is not one of {model.architecture}"
@@ -301,7 +348,7 @@ def tensor_problems(folder: HFFolder, model: HFModel) -> Iterator[str]:
                 f"{folder.files[name]}: tensor {name} differs from {embedding}, and tie_word_embeddings in {CONFIG} is true; set it to "
                 "false, or leave the tensor out"
             )
-    # One file at a time, with all that the index says is in it.
+    # Check one file at a time, with all tensors that the index assigns to it.
     for file in sorted(set(folder.files.values())):
         headers = _headers(file)
         for name in (n for n in wanted if folder.files.get(n) == file):
@@ -317,7 +364,7 @@ def tensor_problems(folder: HFFolder, model: HFModel) -> Iterator[str]:
 
 
 def _are_equal(folder: HFFolder, one: str, other: str) -> bool:
-    """Return whether two tensors of a folder hold the same values. A few rows are read at a time."""
+    """Return whether two tensors of a folder have the same values. A few rows are read at a time."""
     from safetensors import safe_open
 
     with safe_open(folder.files[one], "pt") as a, safe_open(folder.files[other], "pt") as b:
@@ -335,8 +382,11 @@ def left_out_messages(folder: HFFolder, model: HFModel) -> list[str]:
 
 
 def left_out(folder: HFFolder, model: HFModel) -> dict[str, str]:
-    """Return how names of layers begin which the model does not have, and why: those that predict further tokens (DeepSeek-V3's layer
-    61), unless it is to, copies of its embeddings, and what the family's `hf_unused` names."""
+    """Return the prefixes of layers that the folder has and the model lacks, each with the reason.
+
+    They are multi-token prediction layers (DeepSeek-V3's layer 61) if the model has none, copies of embeddings, and the
+    layers that the family's `hf_unused` names.
+    """
     extra, first = folder.config.get("num_nextn_predict_layers"), num_blocks(model.sizes)
     extra = extra if isinstance(extra, int) else 0
     numbers = range(first, model.sizes.n_layers + min(extra, 100))
@@ -349,11 +399,11 @@ def left_out(folder: HFFolder, model: HFModel) -> dict[str, str]:
 
 
 def _headers(file: Path) -> dict[str, tuple[list[int], str]]:
-    """Return shape and dtype of each tensor of a safetensors file."""
+    """Return shape and dtype of each tensor in a safetensors file."""
     safetensors = require("safetensors", purpose=f"reading {file}")
     try:
         with open_regular(file, within=root_of(file.parent)) as stream:
-            # A header of any length, or with any number of values, would be parsed whole in memory.
+            # Bound the header's length and number of values, since it is parsed in memory.
             size = int.from_bytes(stream.read(8), "little")
             if size > _MAX_HEADER:
                 raise CheckpointError(f"{file}: has a header of {size:,} bytes")
@@ -371,12 +421,15 @@ def _headers(file: Path) -> dict[str, tuple[list[int], str]]:
 
 
 def _is_weights_name(name: Any) -> bool:
-    """Return whether this names a safetensors file of a folder, and no path out of it."""
+    """Return whether a value names a safetensors file in a folder, not a path out of it."""
     return is_plain_name(name) and name.endswith(".safetensors")
 
 
 def differences(sizes: Any, other: Any) -> dict[str, Any]:
-    """Return the fields in which two models differ. How they are initialised and balanced does not count."""
+    """Return the fields, with their values in `sizes`, in which two models differ.
+
+    Fields about initialization and balancing do not count.
+    """
     names = (f.name for f in dataclasses.fields(sizes) if f.init)
     names = (name for name in names if not name.endswith(("init_std", "_coeff")))
     values = {name: getattr(sizes, name) for name in names}

@@ -1,8 +1,8 @@
-"""Decide when to save and in which way, what to keep, and what to resume from. commit.py writes; manifest.py checks.
+"""Policy of checkpoints: when to save, in which way, which steps to keep, and which step to resume from.
 
-A save that fails is reported at once and costs only itself: older steps are deleted only after a new one is committed, and
-the next save is tried when it is due. A damaged step is reported in capital letters and set aside, and the newest whole
-step is used. If no step is whole, the run does not start.
+commit.py writes steps, and manifest.py checks them. A save that fails is reported at once, and nothing else is lost: older
+steps are deleted only after a new step is committed, and the next save is tried when it is due. A damaged step is reported in
+capital letters and set aside, and the newest whole step is used. If no step is whole, the run does not start.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ __all__ = [
 ]
 
 logger = logging.getLogger("titan")
-_WAIT_AT_CLOSE_S = 60  # for a save in the background when the run has failed
+_WAIT_AT_CLOSE_S = 60  # most seconds to wait for a save in the background when the run has failed
 
 
 class CheckpointManager:
-    """Save and load the steps of one run folder. Every rank creates one, and the ranks call it together."""
+    """Manager of the steps in one run folder. Every rank creates a manager, and the ranks call it together."""
 
     def __init__(
         self,
@@ -76,23 +76,23 @@ class CheckpointManager:
         Args:
             section: the section [checkpoint].
             run_dir: folder of the run.
-            kept: steps that are always saved and never deleted, such as the last one before a phase.
+            kept: steps that are always saved and never deleted, such as the last step before a phase.
             require_same: raises CheckpointError for a step of another model.
         """
         self.section, self.kept, self.require_same = section, kept, require_same
         remote = "://" in section.folder
         self.folder = as_location(section.folder) if remote else run_dir / section.folder
         self.staging = Staging(overlap=section.async_mode == "async_with_pinned_mem")
-        # The save under way, which yields a message for the console, and its step.
+        # The save in progress, whose result is a message for the console, and its step.
         self.background: Future[str] | None = None
         self.background_step, self.blocked_s = 0, 0.0
-        self.failure_kind = "save_failed"  # of the last failed save; titan/health/errors.py
+        self.failure_kind = "save_failed"  # kind of the last failure (titan/health/errors.py)
         self.messages: list[str] = []
         self.saved_at = time.monotonic()
 
     @cached_property
     def group(self) -> CheckpointGroup:
-        """Return the ranks' group. It is made at the first use, which all ranks reach together."""
+        """Return the ranks' group. The first use creates it, and all ranks reach that together."""
         return CheckpointGroup()
 
     # ---- when ----------------------------------------------------------------------------------
@@ -107,13 +107,13 @@ class CheckpointManager:
         return self.section.enable and not self.section.load_only
 
     def should_save(self, step: int, *, last_step: int) -> bool:
-        """Return whether a checkpoint is due after this step, by its number."""
+        """Return whether a checkpoint is due after this step, by the step's number."""
         special = step in self.kept or (step == 1 and self.section.enable_first_step_checkpoint)
-        # Step 1 shows early whether saving works at all.
+        # A save of step 1 shows early whether saving works at all.
         return self.can_save and (special or step == last_step or step % self.section.interval == 0)
 
     def is_due_by_time(self) -> bool:
-        """Return whether one is due by this rank's clock. Clocks differ, so the ranks have to agree on the answer."""
+        """Return whether a checkpoint is due by this rank's clock. Clocks differ, so the ranks must agree on the answer."""
         minutes = self.section.interval_minutes
         return self.can_save and 0 < minutes * 60 <= time.monotonic() - self.saved_at
 
@@ -128,17 +128,23 @@ class CheckpointManager:
         model_only: bool = False,
         wait: bool = True,
     ) -> Location:
-        """Save step N and return its folder.
-
-        Raises SaveFailed on all ranks. A save in the background raises nothing; `poll` reports it.
+        """Save step N.
 
         Args:
+            step: number N of the step.
+            state: tensors by name, this rank's shards of them.
             metadata: JSON-able values that go into titan.json.
             model_only: save the weights alone, in `export_dtype`.
             wait: save in the foreground, whatever `async_mode` is.
+
+        Returns:
+            The folder of the step.
+
+        Raises:
+            SaveFailed: the save failed. All ranks raise it. A save in the background raises nothing, and `poll` reports it.
         """
         start = time.monotonic()
-        # One save at a time: the next one waits for the one before.
+        # One save at a time: the next save waits for the previous save.
         if self.background is not None:
             if not self.poll(wait=True) and self.section.on_failure == "stop":
                 text = f"step {self.background_step} could not be saved"
@@ -147,7 +153,7 @@ class CheckpointManager:
             if waited_s > 1:
                 text = f"step {step} had to wait {waited_s:.1f} s for the save before it"
                 self.messages.append(text)
-        # From the beginning of a save, so that a long one does not shift the schedule.
+        # Count from the beginning of a save, so that a long save does not shift the schedule.
         self.saved_at = time.monotonic()
         if model_only:
             dtype = getattr(torch, self.section.export_dtype)
@@ -157,34 +163,38 @@ class CheckpointManager:
             self.messages.append(self._write(step, state, metadata))
         else:
             self._save_in_background(step, state, metadata)
-            # How long the training loop stood still: the copy, or its beginning.
+            # The training loop stands still for the copy, or for the start of the copy.
             self.blocked_s = time.monotonic() - start
         return join(self.folder, f"step-{step}")
 
     def _save_in_background(self, step: int, state: StateDict, metadata: dict[str, Any]) -> None:
-        # The group is created here: a new process group needs the main thread of every rank.
+        # Create the group here, since a new process group needs the main thread of every rank.
         finish, group = self.staging.begin(state), self.group
         done: Future[str] = Future()
 
         def work() -> None:
             copies: StateDict = {}
             try:
-                # All ranks first have their copy, so that a rank that ran out of memory fails the
-                # save for all.
+                # All ranks finish their copies first, so that a rank that runs out of memory fails the save for all ranks.
                 group.run_on_all(lambda: copies.update(finish()))
                 done.set_result(self._write(step, copies, metadata))
             except BaseException as error:
                 done.set_exception(error)
 
         self.background, self.background_step = done, step
-        # Not an executor's thread, which Python would wait for at exit even if its collective hangs.
+        # A plain daemon thread: Python waits for an executor's thread at exit, even if its collective hangs.
         Thread(target=work, name=f"save step {step}", daemon=True).start()
 
     def poll(self, *, wait: bool = False, timeout_s: float | None = None) -> bool:
-        """Look at the save in the background. Return False if this rank finds here that it has failed."""
+        """Check the save in the background. Return False if this rank finds here that the save has failed.
+
+        Args:
+            wait: wait for the end of the save.
+            timeout_s: most seconds to wait.
+        """
         if self.background is None or not (wait or self.background.done()):
             return True
-        # Cleared before the result is read, which may raise.
+        # Clear the field before reading the result, which may raise.
         done, self.background = self.background, None
         try:
             text = done.result(timeout=timeout_s)
@@ -208,7 +218,7 @@ class CheckpointManager:
         return False
 
     def close(self) -> None:
-        """Let a save in the background finish, if it can."""
+        """Wait for a save in the background, at most 60 seconds."""
         try:
             self.poll(wait=True, timeout_s=_WAIT_AT_CLOSE_S)
         except Exception as error:  # the class of a timeout depends on Python's version
@@ -227,7 +237,7 @@ class CheckpointManager:
 
     def _remove_old(self) -> None:
         keep, every = self.section.keep_latest_k, self.section.keep_every_n_steps
-        # Oldest first, without the newest `keep`. Zero keeps all.
+        # Go through all but the newest `keep` steps, oldest first. Zero keeps all steps.
         for step in self.steps()[:-keep] if keep else []:
             if step in self.kept or (every and step % every == 0):
                 continue
@@ -236,7 +246,7 @@ class CheckpointManager:
                 self.require_same(path)
             except CheckpointError as error:
                 if error.kind == "checkpoint_differs":
-                    continue  # another model's, which this run could not write again
+                    continue  # a step of another model, which this run could not write again
             try:
                 commit.remove_step(path)
             except OSError as error:
@@ -247,7 +257,8 @@ class CheckpointManager:
     def step_to_resume(self) -> Location | None:
         """Return the verified folder to resume from, or None for a fresh start.
 
-        Raises CheckpointError if `load_step` is missing or damaged, or if there are steps and none of them is whole.
+        Raises:
+            CheckpointError: `load_step` is missing or damaged, or there are steps and no step is whole.
         """
         if not self.section.enable:
             return None
@@ -265,25 +276,33 @@ class CheckpointManager:
         return path
 
     def newest(self, *, read_only: bool = False) -> Location | None:
-        """Return the newest whole step, or None if there are no steps. read_only: do not set damaged ones aside."""
+        """Return the newest whole step, or None if there are no steps.
+
+        Args:
+            read_only: do not set damaged steps aside.
+        """
         steps = self.steps()
         return self._newest_whole(steps, read_only=read_only) if steps else None
 
     def require_whole(self, path: Location) -> None:
-        """Raise CheckpointError if a checkpoint that was asked for by name is damaged or cannot be verified."""
+        """Check a checkpoint that was asked for by name.
+
+        Raises:
+            CheckpointError: it is damaged, or cannot be verified.
+        """
         if damages := self._find_damage(path):
             raise CheckpointError(f"{path} is damaged: {describe(damages)}{_hint(damages)}")
 
     def _newest_whole(self, steps: list[int], *, read_only: bool = False) -> Location | None:
         damaged: dict[int, list[Damage]] = {}
-        # From the newest backwards, until one is whole.
+        # Go backwards from the newest step to the first whole step.
         for step in reversed(steps):
             path = join(self.folder, f"step-{step}")
             if damages := self._find_damage(path):
                 damaged[step] = damages
                 continue
             self.require_same(path)
-            # Damaged newer steps are set aside once there is an older one to use.
+            # Set damaged newer steps aside, now that there is an older step to use.
             for bad, damages in damaged.items():
                 self._announce(
                     f"CHECKPOINT STEP {bad} IS DAMAGED AND NOT USED: {describe(damages)}. "
@@ -292,7 +311,7 @@ class CheckpointManager:
                 if not read_only:
                     self._set_aside(bad)
             return path
-        # Never begin from scratch by accident where there were checkpoints.
+        # Never begin from scratch by accident if there were checkpoints.
         if damaged:
             newest = max(damaged)
             raise CheckpointError(
@@ -303,20 +322,20 @@ class CheckpointManager:
         return None
 
     def _find_damage(self, path: Location) -> list[Damage]:
-        """Return the same damages on all ranks. Each rank looks at its share of the blocks."""
+        """Return the damage, the same on all ranks. Each rank checks its share of the blocks."""
         if self.section.verify == "off":
             return []
-        # The union of all ranks' findings, so that they decide alike.
+        # All ranks get the union of their findings, so that they decide alike.
         mine = find_damage(path, part=self.group.rank, parts=self.group.size)
         return [damage for of_rank in self.group.gather(mine) for damage in of_rank]
 
     def _set_aside(self, step: int) -> None:
-        """Rename a damaged step, or a remote one's manifest, so that no reader takes it for a step."""
+        """Rename a damaged step, or a remote step's manifest, so that no reader takes it for a step."""
         path, storage = join(self.folder, f"step-{step}"), storage_of(self.folder)
 
         def rename() -> None:
             old, new = path, join(self.folder, f"damaged-{step}")
-            # On an object store a rename copies, so only the small manifest gets another name.
+            # A rename on an object store is a copy, so rename only the small manifest.
             if not storage.has_rename:
                 old, new = join(path, MANIFEST), join(path, f"damaged-{MANIFEST}")
             if storage.exists(new):
@@ -329,12 +348,12 @@ class CheckpointManager:
             logger.warning(f"{path} could not be set aside: {error}")
 
     def _announce(self, text: str) -> None:
-        """Log at once, and keep the message for the console, which opens after a run has resumed."""
+        """Log a message at once, and keep it for the console, which opens after a run has resumed."""
         logger.warning(text)
         self.messages.append(text)
 
     def _announce_fresh_start(self) -> None:
-        """Say what is in the folder instead of a step, and which folders beside it hold steps."""
+        """Announce the contents of a folder without steps, and name the folders beside it that have steps."""
         parent = self.folder.parent if isinstance(self.folder, Path) else None
         others = [str(p) for p in sorted(parent.glob("*")) if list_steps(p)] if parent else []
         names = storage_of(self.folder).listdir(self.folder)

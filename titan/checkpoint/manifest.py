@@ -1,9 +1,8 @@
-"""Write and check manifest.json: size and hashes of every file of a checkpoint, and what is wrong
-with files that do not match.
+"""manifest.json: size and hashes of every file of a checkpoint, and the check of files against it.
 
-A file is hashed in blocks of 16 MiB (xxh3, 128 bits) while it is written. So the hash is of the bytes that were meant, not
-of those that the disk returns. Blocks let ranks share the check, and let a report name the damaged bytes. The manifest
-holds a hash of itself, and a reader accepts only the exact bytes that `render` writes. The hashes guard against accidents.
+A file is hashed in blocks of 16 MiB (xxh3, 128 bits) while it is written. So the hash is that of the intended bytes, not of
+the bytes that the disk returns. Blocks let ranks share the check, and let a report name the damaged bytes. The manifest
+contains a hash of itself, and a reader accepts only the exact bytes that `render` writes. The hashes guard against accidents.
 They are no signature.
 """
 
@@ -23,17 +22,16 @@ from titan.checkpoint.storage import Location, join, name_of, storage_of
 from titan.untrusted import Count, InputError, is_plain_name, parse_json, printable, read_stream
 
 NAME, TITAN_JSON = "manifest.json", "titan.json"
-METADATA = (
-    ".metadata"  # DCP's; the only mark of the steps that titan wrote before it wrote manifests
-)
+# DCP's index. It is the only mark of steps that titan wrote before it wrote manifests.
+METADATA = ".metadata"
 BLOCK_BYTES = 16 * 2**20
 _JOINED_BYTES = 2**20
-_MAX_VALUES = 1_000_000  # of a manifest: the blocks of 16 TB
+_MAX_VALUES = 1_000_000  # values of a manifest, enough for the blocks of 16 TB
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """Hold what a manifest says of a file: its size, and the hash of each block."""
+    """A file's entry in a manifest: its size in bytes, and the hash of each block."""
 
     bytes: Count
     blocks: list[str]
@@ -41,7 +39,15 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Hold what manifest.json says. hash: of all other fields."""
+    """Contents of manifest.json.
+
+    Attributes:
+        step: number of the step.
+        files: entry of each file, by name.
+        format: version of the format.
+        block_bytes: bytes of a block.
+        hash: hash of all other fields.
+    """
 
     step: Count
     files: dict[str, FileEntry]
@@ -57,7 +63,15 @@ class Manifest:
 
 @dataclass(frozen=True, order=True)
 class Damage:
-    """Say what is wrong with a file, or with its bytes from `first` up to `last`."""
+    """Damage of a file, or of its bytes from `first` up to `last`.
+
+    Attributes:
+        file: name of the file.
+        reason: the damage, in words.
+        first: first damaged byte.
+        last: end of the damaged bytes, exclusive. 0 means that the whole file is damaged.
+        unreadable: the file is missing, or cannot be read.
+    """
 
     file: str
     reason: str
@@ -71,7 +85,10 @@ class Damage:
 
 
 class HashingStream:
-    """Write to a stream and hash what is written. Small writes are joined: torch writes an archive of one tensor in about forty."""
+    """Stream that hashes the bytes written to another stream.
+
+    Small writes are joined, since torch writes an archive of one tensor in about forty writes.
+    """
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream, self._hash = stream, xxh3_128()
@@ -112,7 +129,7 @@ class HashingStream:
         self._write(memoryview(waiting))
 
     def close(self) -> None:
-        """Do nothing: the stream underneath belongs to whoever opened it."""
+        """Do nothing: the stream underneath belongs to the caller who opened it."""
 
     def entry(self) -> FileEntry:
         """Return the manifest's entry. Call it once, after the last write."""
@@ -139,12 +156,17 @@ def write_manifest(folder: Location, entries: dict[str, FileEntry], *, step: int
 
 
 def read_manifest(folder: Location) -> Manifest:
-    """Return the manifest of a checkpoint. Raises OSError, or InputError if it is not what was written."""
+    """Return the manifest of a checkpoint.
+
+    Raises:
+        OSError: the file is missing, or cannot be read.
+        InputError: the file is not as it was written.
+    """
     storage, where = storage_of(folder), join(folder, NAME)
     with storage.open(where, "rb") as stream:
         text = read_stream(stream, storage.size(where), name=where)
     manifest = parse_json(text, Manifest, name=where, values=_MAX_VALUES)
-    # Names without a path, as many blocks as the size means, and exactly the bytes that `render` writes.
+    # Require names without a path, the right number of blocks for each size, and exactly the bytes that `render` writes.
     fits = all(
         is_plain_name(name) and len(entry.blocks) == ceil(entry.bytes / BLOCK_BYTES)
         for name, entry in manifest.files.items()
@@ -157,7 +179,7 @@ def read_manifest(folder: Location) -> Manifest:
 def list_steps(folder: Location) -> list[int]:
     """Return the steps with a committed checkpoint in a folder, oldest first."""
     storage = storage_of(folder)
-    # A local step is committed by its name, so one without a manifest is listed, and then refused as damaged.
+    # A local step is committed by its name, so a step without a manifest is listed, and then refused as damaged.
     marks = (NAME, METADATA) if storage.has_rename else (NAME,)
     return sorted(
         int(name.removeprefix("step-"))
@@ -168,11 +190,12 @@ def list_steps(folder: Location) -> list[int]:
 
 
 def find_damage(folder: Location, *, part: int = 0, parts: int = 1) -> list[Damage]:
-    """Return what is wrong with a checkpoint.
+    """Find the damage of a checkpoint.
 
     Args:
         folder: the step's folder.
-        part, parts: look only at each `parts`-th block, from number `part` on, so that ranks share the work.
+        part: number of this rank's share of the blocks. It checks blocks `part`, `part` + `parts`, ...
+        parts: number of ranks that share the check.
     """
     try:
         manifest = read_manifest(folder)
@@ -186,14 +209,14 @@ def find_damage(folder: Location, *, part: int = 0, parts: int = 1) -> list[Dama
     if name.startswith("step-") and name != f"step-{manifest.step}":
         return [Damage(NAME, f"belongs to step {manifest.step}")]
     damages, number = [], 0
-    # Blocks are numbered through all files, and dealt out by number.
+    # Blocks are numbered through all files, and dealt to the ranks by number.
     for file, entry in sorted(manifest.files.items()):
-        num_blocks = max(len(entry.blocks), 1)  # somebody has to look at the size of an empty file
+        num_blocks = max(len(entry.blocks), 1)  # some rank must check the size of an empty file
         mine = [i for i in range(num_blocks) if (number + i) % parts == part]
         number += num_blocks
         if mine:
             damages += _check_file(join(folder, file), entry, mine)
-    # One look at the index is enough: it is a single small file.
+    # One rank checks the index, which is a single small file.
     if part == 0 and tensor_index.NAME not in {damage.file for damage in damages}:
         try:
             tensor_index.read_index(folder, manifest.sizes)
@@ -207,7 +230,7 @@ def _check_file(location: Location, entry: FileEntry, blocks: list[int]) -> Iter
     file, storage = name_of(location), storage_of(location)
     try:
         if (size := storage.size(location)) != entry.bytes:
-            # No block of a file of another size can be compared.
+            # The blocks of a file with another size cannot be compared.
             reason = f"has {size:,} bytes, not the {entry.bytes:,} that were saved"
             yield Damage(file, reason)
             return
@@ -224,7 +247,7 @@ def _check_file(location: Location, entry: FileEntry, blocks: list[int]) -> Iter
 
 
 def file_sizes(folder: Location) -> Mapping[str, int]:
-    """Return the sizes of a checkpoint's files: from its manifest or, without a usable one, as they are."""
+    """Return the sizes of a checkpoint's files: from its manifest or, without a usable manifest, from the files themselves."""
     try:
         return read_manifest(folder).sizes
     except (OSError, InputError):  # only with checkpoint.verify = "off": find_damage reports it
@@ -233,6 +256,6 @@ def file_sizes(folder: Location) -> Mapping[str, int]:
 
 
 def describe(damages: Iterable[Damage]) -> str:
-    """Return the first three damages in one line, and how many more there are."""
+    """Return the first three damages in one line, and the number of the others."""
     texts = list(dict.fromkeys(map(str, sorted(damages))))
     return "; ".join(texts[:3]) + (f"; and {len(texts) - 3} more" if len(texts) > 3 else "")

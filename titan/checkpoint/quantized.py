@@ -1,4 +1,4 @@
-"""Read published weights that are quantized, a rank's part at a time: fp8 of DeepSeek-V3, and MXFP4 of gpt-oss.
+"""Reader of quantized published weights, a rank's part at a time: fp8 of DeepSeek-V3, and MXFP4 of gpt-oss.
 
     fp8      NAME (F8_E4M3), and NAME_scale_inv (F32), a factor for each block of 128 x 128
     MXFP4    NAME_blocks (U8), two values of 4 bits (e2m1) in a byte, the lower half first, and NAME_scales (U8), a power of
@@ -17,7 +17,7 @@ from torch import Tensor
 
 Where: TypeAlias = tuple[slice, ...]
 SliceOf: TypeAlias = Callable[[str, Where], Tensor]
-"""Returns a part of a tensor on disk."""
+"""A function (name, slices) that returns a part of a tensor on disk."""
 
 Form: TypeAlias = tuple[list[int], tuple[str, ...]]
 """A shape, and the dtypes that a tensor on disk may have."""
@@ -29,12 +29,18 @@ _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def stored_as(name: str, shape: list[int], names: Container[str]) -> dict[str, Form]:
-    """Return the tensors on disk that stand for one of transformers', with their forms. names: of all on disk."""
+    """Return the tensors on disk that represent one tensor of transformers, with their forms.
+
+    Args:
+        name: name of the tensor in transformers.
+        shape: its shape.
+        names: names of all tensors on disk.
+    """
     if len(shape) == 2 and name + _SCALES in names:
         blocks = [-(-size // _BLOCK) for size in shape]
         return {name: (shape, ("F8_E4M3",)), name + _SCALES: (blocks, _PLAIN)}
     if len(shape) == 3 and name + _PACKED in names:
-        # Published before it was transposed.
+        # The published tensor is transposed.
         blocks = [shape[0], shape[2], -(-shape[1] // _PACKED_BLOCK)]
         packed = [*blocks, _PACKED_BLOCK // 2], ("U8",)
         return {name + _PACKED: packed, name + _PACKED_SCALES: (blocks, ("U8",))}
@@ -42,12 +48,12 @@ def stored_as(name: str, shape: list[int], names: Container[str]) -> dict[str, F
 
 
 def values_name(name: str, names: Container[str]) -> str:
-    """Return the tensor among those on disk that holds the values of one of transformers'."""
+    """Return the name of the tensor on disk that contains the values of a tensor of transformers."""
     return name + _PACKED if name + _PACKED in names else name
 
 
 def scales_name(name: str, names: Container[str]) -> str:
-    """Return the tensor that holds its scales; "": it is not quantized."""
+    """Return the name of the tensor on disk that contains the scales, or "" for a tensor that is not quantized."""
     suffixes = (_SCALES, _PACKED_SCALES)
     return next((name + suffix for suffix in suffixes if name + suffix in names), "")
 
@@ -60,12 +66,15 @@ def read_part(
     *,
     names: Container[str],
 ) -> Tensor:
-    """Return a part of one of transformers' tensors, in fp32 if it is quantized.
+    """Read a part of one tensor of transformers, in fp32 if it is quantized.
 
     Args:
-        part: None, or which of its last channels are ours, which is stacked by expert and transposed: the first, and how far
-            to the next. Then `where` is of ours, (E, O, I), or (E, O) of a bias.
-        names: of all tensors on disk.
+        slice_of: reads a part of a tensor on disk.
+        name: name of the tensor in transformers.
+        where: slices of the part. With `part`, they are slices of our tensor, (E, O, I), or (E, O) of a bias.
+        part: None, or which of the last channels are ours: the first channel, and the stride to the next one. Our tensor is
+            then stacked by expert and transposed.
+        names: names of all tensors on disk.
     """
     stored, scales = values_name(name, names), scales_name(name, names)
     if part is None:
@@ -96,14 +105,22 @@ def _unpacked(slice_of: SliceOf, name: str, scales: str, where: Where) -> Tensor
 
 
 def from_mxfp4(blocks_EON: Tensor, scales_EON: Tensor) -> Tensor:
-    """Return what MXFP4 stands for, (E, O, I) fp32: bytes of a block, (E, O, N, 16) uint8, and its scale, (E, O, N) uint8."""
+    """Decode MXFP4.
+
+    Args:
+        blocks_EON: (E, O, N, 16) uint8, the bytes of each block.
+        scales_EON: (E, O, N) uint8, the scale of each block.
+
+    Returns:
+        The values, (E, O, I) fp32.
+    """
     halves = torch.stack([blocks_EON & 15, blocks_EON >> 4], -1).flatten(-2)
     values = _E2M1[(halves & 7).int()]
     values = torch.where(halves > 7, -values, values)
-    # A scale of 255 is not a number.
+    # A scale of 255 means NaN.
     return (values * scales_EON.view(torch.float8_e8m0fnu).float()[..., None]).flatten(-2)
 
 
 def _blocks(part: slice, size: int) -> slice:
-    """Return the blocks that a part touches."""
+    """Return the range of blocks that a part touches."""
     return slice(part.start // size, -(-part.stop // size))

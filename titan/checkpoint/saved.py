@@ -1,6 +1,6 @@
-"""Read titan.json, which says what a step is of, and refuse a step that the job's model cannot continue. Imports no torch.
+"""titan.json, the description of a step, and the check that the job's model can continue it. Imports no torch.
 
-titan.train asks before anything is imported, and titan/checkpoint/manager.py again of the very step that is loaded.
+titan.train asks before it imports anything, and titan/checkpoint/manager.py asks again about the step that is loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from titan.untrusted import Count, InputError, parse_json, read_stream
 
 @dataclass
 class _Saved:
-    """The fields of titan.json that titan reads, for checking their types."""
+    """Fields of titan.json that titan reads, with the types to check."""
 
     step: Count = 0
     tokens: Count = 0
@@ -34,7 +34,15 @@ class _Saved:
 
 
 def read_metadata(path: Location, *required: str) -> dict[str, Any]:
-    """Return the `metadata` that a step was saved with. Raises CheckpointError if it lacks a key of `required`."""
+    """Return the `metadata` that a step was saved with.
+
+    Args:
+        path: folder of the step.
+        *required: keys that the metadata must have.
+
+    Raises:
+        CheckpointError: the file is unusable, or lacks a required key.
+    """
     storage, name = storage_of(path), join(path, TITAN_JSON)
     try:
         with storage.open(name, "rb") as stream:
@@ -49,7 +57,16 @@ def read_metadata(path: Location, *required: str) -> dict[str, Any]:
 
 
 def require_same_model(path: Location, config: JobConfig, *, but: Collection[str] = ()) -> None:
-    """Raise CheckpointError if a step is of a model that computes something else than the job's. but: keys that may differ."""
+    """Check that a step's model computes the same as the job's model.
+
+    Args:
+        path: folder of the step.
+        config: the job.
+        but: keys that may differ.
+
+    Raises:
+        CheckpointError: the models differ. The message names the keys.
+    """
     found = changed_model(read_metadata(path), config)
     changes = {key: values for key, values in found.items() if key not in but}
     if not changes:
@@ -67,9 +84,15 @@ def require_same_model(path: Location, config: JobConfig, *, but: Collection[str
 
 
 def require_startable(config: JobConfig) -> dict[str, Any]:
-    """Return the titan.json of the step that a run would continue from, or begin with; {} of none, or if it cannot be read.
+    """Return the titan.json of the step that a run would continue from, or begin with.
 
-    Raises CheckpointError as `require_same_model` does. Reads local folders only. Which step is whole is found out later.
+    Only local folders are read. Whether the step is whole is checked later.
+
+    Returns:
+        The contents, or {} if there is no step or none can be read.
+
+    Raises:
+        CheckpointError: the step has another model.
     """
     section, may_differ = config.checkpoint, list[str]()
     if not section.enable or "://" in section.folder:

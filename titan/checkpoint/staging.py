@@ -1,10 +1,10 @@
-"""Copy the state into host memory, from where it is written while training goes on.
+"""Copies of the state in host memory, from which it is written while training goes on.
 
     async                   copy at once, into new memory
     async_with_pinned_mem   copy while the next step's forward and backward passes run, into buffers that are kept from save
                             to save, and pinned if there is an accelerator
 
-In the second mode, the next change of the state has to wait for the copy, so a hook before the optimizer's step does. On an
+In the second mode, the next change of the state must wait for the copy, so a hook waits before the optimizer's step. On an
 accelerator the stream waits, not the host. On a CPU the writer's thread makes the copy.
 """
 
@@ -26,24 +26,28 @@ _ALLOCATION, _ALIGNED = 2**30, 512  # bytes
 
 
 class Staging:
-    """Make the copies of one rank, one at a time."""
+    """Copies of one rank's state, one at a time.
+
+    Attributes:
+        waited_s: seconds that the last `before_update` waited.
+    """
 
     def __init__(self, *, overlap: bool) -> None:
         self._overlap = overlap
         self._buffers: StateDict = {}
         self._pending: Callable[[], object] | None = None
-        self.waited_s = 0.0  # in the last `before_update` that had to wait
+        self.waited_s = 0.0
 
     def begin(self, state: StateDict) -> Callable[[], StateDict]:
-        """Copy `state`, or begin to. Return a function that the writer's thread calls for the finished copy."""
+        """Copy `state`, or start to copy it. Return a function that the writer's thread calls for the finished copy."""
         self.waited_s = 0.0
-        # Under the second mode, buffers of the save before are used again.
+        # In the second mode, use the buffers of the previous save again.
         copies = self._buffers if _are_alike(self._buffers, state) else self._allocate(state)
         if not self._overlap:
-            # The writer reads at once, and no event is waited for: the host has to wait for each copy here.
+            # The writer reads at once, without waiting for an event. So the host must wait for each copy here.
             _copy(state, copies, non_blocking=False)
             return lambda: copies
-        # Kept for the next save, because pinning memory is slow.
+        # Keep the buffers for the next save, because pinning memory is slow.
         self._buffers = copies
         devices = {value.device for value in state.values()} - {torch.device("cpu")}
         if devices:
@@ -62,7 +66,7 @@ class Staging:
         return finish
 
     def before_update(self, *_: Any) -> None:
-        """Wait until the state is copied. A hook for optimizers, which change the state next."""
+        """Wait until the state is copied. This is a hook of optimizers, which change the state next."""
         if self._pending is not None:
             start = time.monotonic()
             self._pending()
@@ -102,7 +106,12 @@ def _are_alike(copies: StateDict, state: StateDict) -> bool:
 
 
 def share_memory(tensors: Sequence[Tensor], allocate: Callable[[int], Tensor]) -> None:
-    """Move tensors into a few large allocations. The allocator of pinned memory rounds each up to a power of two."""
+    """Move tensors into a few large allocations, since the allocator of pinned memory rounds each one up to a power of two.
+
+    Args:
+        tensors: tensors to move, in place.
+        allocate: returns uint8 memory of a number of bytes.
+    """
     left = torch.empty(0, dtype=torch.uint8)
     sizes = [-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors]
     for number, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):

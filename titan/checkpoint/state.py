@@ -1,4 +1,4 @@
-"""Collect what a checkpoint holds: a flat dictionary of tensors, whose names do not depend on the layout.
+"""Contents of a checkpoint: a flat dictionary of tensors, whose names do not depend on the layout.
 
     model.<parameter>                 weights
     optimizer.<parameter>.<state>     moments and step counts
@@ -6,8 +6,8 @@
     outer.optimizer.<parameter>...    momentum of DiLoCo's outer optimizer
     rng.rank-<r>.<generator>          random states, of each rank
 
-DCP stores the shards and puts them together again under any other layout. It gets only tensors, because it would write
-anything else as a pickle. What is not a tensor goes into titan.json.
+DCP stores the shards and joins them again for any other layout. It gets only tensors, because it would write any other value
+as a pickle. Values that are not tensors go into titan.json.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from titan.parallel.init_weights import canonical_name
 
 
 def model_state(parts: Sequence[nn.Module], *, average: bool = False) -> StateDict:
-    """Return the weights of a model, or of its pipeline stages on this rank, under their plain names.
+    """Return the weights of a model, or of its pipeline stages on this rank, under their canonical names.
 
     A shared parameter (tied embeddings) appears once.
 
     Args:
-        average: name parameters as `average_state` does, to load the average into them.
+        parts: the model, or its stages on this rank.
+        average: use the names of `average_state` for parameters, to load the average into them.
     """
     state: StateDict = {}
     seen: set[int] = set()
@@ -56,15 +57,23 @@ def load_model(
     gather: Callable[[set[str]], list[set[str]]] | None = None,
     is_strict: bool = True,
 ) -> list[str]:
-    """Load the weights. Raises CheckpointError for those that only one of step and model has, or else returns a line about them.
+    """Load the weights of a step.
 
     Args:
-        gather: returns the names that each rank has; None: all ranks have the same.
-        is_strict: raise. Otherwise, load what both have.
+        path: folder of the step.
+        parts: the model, or its stages on this rank.
+        gather: returns the names that each rank has, from this rank's names. None means that all ranks have the same names.
+        is_strict: require equal names. False loads the weights that both step and model have.
+
+    Returns:
+        Messages about weights that were not loaded.
+
+    Raises:
+        CheckpointError: only the step or only the model has some weights.
     """
     state, stored = model_state(parts), stored_shapes(path)
     mine = set().union(*gather({*state})) if gather else {*state}
-    # Loads of a step that only a loss over steps reads are no part of the model.
+    # Buffers `last_loads` belong to a loss over steps, and are no part of the model.
     theirs = {k for k in stored if k.startswith("model.") and not k.endswith(".last_loads")}
     surplus, messages = sorted(theirs - mine), []
     if surplus and is_strict:
@@ -73,7 +82,8 @@ def load_model(
     if not is_strict:
         new = [k for k, v in state.items() if k not in stored or stored[k][0] != v.shape]
         state = {name: tensor for name, tensor in state.items() if name not in new}
-        whats = ((surplus, "not in the model, so not loaded"), (new, "not in the step with this shape, so as at a fresh start"))  # fmt: skip
+        absent = "not in the step with this shape, so as at a fresh start"
+        whats = ((surplus, "not in the model, so not loaded"), (new, absent))
         messages = [f"{what}: {some(names)}" for names, what in whats if names]
     load(path, state)
     return messages
@@ -84,12 +94,12 @@ def _named_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
 
 
 def optimizer_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> StateDict:
-    """Return the optimizer's tensors, named by the parameter that they belong to."""
+    """Return the optimizer's tensors, named by their parameters."""
     allocate_state(optimizer)
     state: StateDict = {}
     for name, parameter in _named_parameters(parts).items():
         for key, value in optimizer.state.get(parameter, {}).items():
-            # Optimizers may keep plain numbers, too, which are not saved.
+            # Optimizers may also keep plain numbers, which are not saved.
             if isinstance(value, Tensor):
                 state[f"optimizer.{name}.{key}"] = value
     return state
@@ -100,7 +110,7 @@ def empty_optimizer_state(
 ) -> StateDict:
     """Allocate the optimizer's state, laid out like the parameters, and return it to be loaded into.
 
-    Our optimizers know what they need. Of any other one, allocate what the checkpoint holds.
+    titan's optimizers allocate their own state. For any other optimizer, allocate the state that the checkpoint contains.
     """
     if allocate_state(optimizer):
         return optimizer_state(parts, optimizer)
@@ -123,14 +133,14 @@ def empty_optimizer_state(
 
 
 def _step_device(parameter: Tensor, optimizer: torch.optim.Optimizer) -> torch.device:
-    """Return where torch's optimizers keep scalars: with the parameter if fused or capturable, else on the host."""
+    """Return the device on which torch's optimizers keep scalars: the parameter's if fused or capturable, otherwise the host."""
     group = optimizer.param_groups[0]
     on_device = group.get("fused") or group.get("capturable")
     return parameter.device if on_device else torch.device("cpu")
 
 
 def average_state(average: WeightAverage | None) -> StateDict:
-    """Return the average of the weights, {} of None."""
+    """Return the average of the weights, or {} for None."""
     return {f"average.{name}": x for name, x in (average.tensors if average else {}).items()}
 
 
@@ -148,10 +158,13 @@ def rng_state(rank: int, device: torch.device) -> StateDict:
 
 
 def load_rng_state(path: Location, rank: int, device: torch.device) -> None:
-    """Restore the random states. A rank that the saving run did not have keeps its seed. All ranks call this together."""
+    """Restore the random states of this rank. All ranks call this together.
+
+    A rank that the saving run did not have keeps its seed.
+    """
     stored = stored_shapes(path)
-    # The names that this rank would save now, as far as the checkpoint has them: it may come from
-    # more or fewer ranks, or from another kind of device.
+    # Load the states that this rank would save now, if the checkpoint has them. It may come from more or fewer ranks, or from
+    # another kind of device.
     names = [name for name in rng_state(rank, device) if name in stored]
     state = {name: torch.empty(stored[name][0], dtype=stored[name][1]) for name in names}
     load(path, state)
@@ -169,5 +182,5 @@ def load_rng_state(path: Location, rank: int, device: torch.device) -> None:
 
 
 def _to_bytes(value: object) -> Tensor:
-    """Return a value as JSON in a tensor. Loading it runs nothing."""
+    """Return a value as JSON in a tensor, which runs nothing when it is loaded."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)

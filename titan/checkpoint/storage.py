@@ -1,8 +1,8 @@
-"""Reach the files of a checkpoint: in a folder (a path) or at a URL that fsspec knows (s3://, gs://, memory://).
+"""Storage of a checkpoint's files: a folder (a path), or a URL that fsspec knows (s3://, gs://, memory://).
 
-Local files survive a power cut once `fsync` has returned, and a rename is atomic. Object stores have neither, but an
-object appears there only as a whole, when its stream is closed. commit.py uses whichever holds. No torch is imported
-here, because `titan verify` needs none.
+Local files survive a power cut once `fsync` has returned, and a rename is atomic. Object stores have neither, but an object
+appears there only as a whole, when its stream is closed. commit.py relies on the guarantee that the storage gives. No torch is
+imported here, because `titan verify` needs none.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import IO, Any
 from titan.checkpoint import CheckpointError
 from titan.untrusted import open_regular
 
-# File systems of fsspec that wrap another one or read an archive. They may write copies on this machine.
+# File systems of fsspec that wrap another file system or read an archive. They may write copies on this machine.
 _WRAPPERS = {
-    *("simplecache", "filecache", "blockcache", "cached", "dir", "reference", "generic", "async_wrapper"),
-    *("zip", "tar", "libarchive", "data"),
-}  # fmt: skip
-Location = str | Path  # a path, or a URL: a Path would collapse the slashes of a URL
+    *("simplecache", "filecache", "blockcache", "cached", "dir", "reference", "generic"),
+    *("async_wrapper", "zip", "tar", "libarchive", "data"),
+}
+Location = str | Path  # a path, or a URL as str, since a Path would collapse the slashes of a URL
 
 
 def join(location: Location, name: str) -> Location:
@@ -35,7 +35,7 @@ def name_of(location: Location) -> str:
 
 
 def as_location(text: str) -> Location:
-    """Return a URL as it is and anything else as a path."""
+    """Return a URL as it is, and any other text as a path."""
     return text if "://" in text else Path(text)
 
 
@@ -54,12 +54,20 @@ def unusable(url: str) -> str:
 
 
 def storage_of(location: Location) -> LocalStorage:
-    """Return the storage that holds a location. Raises CheckpointError for an unusable URL."""
+    """Return the storage of a location.
+
+    Raises:
+        CheckpointError: the URL is unusable.
+    """
     return RemoteStorage(str(location)) if "://" in str(location) else LocalStorage()
 
 
 class LocalStorage:
-    """Reach files of a local or shared file system."""
+    """Files of a local or shared file system.
+
+    Attributes:
+        has_rename: whether a rename is atomic.
+    """
 
     has_rename = True
 
@@ -69,7 +77,7 @@ class LocalStorage:
         return open_regular(path, within=path.parent) if mode == "rb" else path.open(mode)
 
     def exists(self, location: Location) -> bool:
-        """Return whether there is a file or folder of this name."""
+        """Return whether there is a file or folder with this name."""
         return Path(location).exists()
 
     def listdir(self, folder: Location) -> list[str]:
@@ -77,11 +85,15 @@ class LocalStorage:
         return sorted(p.name for p in Path(folder).iterdir()) if Path(folder).is_dir() else []
 
     def size(self, location: Location) -> int:
-        """Return the bytes of a file. Raises FileNotFoundError if there is none."""
+        """Return the bytes of a file.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+        """
         return Path(location).stat().st_size
 
     def make_folder(self, folder: Location) -> None:
-        """Make a folder, and those above it, unless they exist."""
+        """Create a folder, and the folders above it, unless they exist."""
         Path(folder).mkdir(parents=True, exist_ok=True)
 
     def remove(self, location: Location) -> None:
@@ -101,7 +113,7 @@ class LocalStorage:
 
     def fsync_folder(self, folder: Location) -> None:
         """Wait until the names in a folder are on disk."""
-        # A new name is an entry of its folder, which has to reach the disk, too.
+        # A new name is an entry of its folder, which must reach the disk, too.
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -116,7 +128,7 @@ class LocalStorage:
 
 
 class RemoteStorage(LocalStorage):
-    """Reach files of a file system of fsspec, chosen by the URL's scheme."""
+    """Files of a file system of fsspec, chosen by the URL's scheme."""
 
     has_rename = False
 
@@ -133,7 +145,7 @@ class RemoteStorage(LocalStorage):
 
     def open(self, location: Location, mode: str) -> IO[bytes]:
         if mode == "rb":
-            # What a store lists may also be a folder, or a link.
+            # A name in a store may also be a folder, or a link.
             info = self.system.info(str(location))
             if info["type"] != "file" or info.get("islink"):
                 raise OSError(errno.EINVAL, "it is not a regular file")

@@ -1,9 +1,8 @@
-"""Write and read tensors.json: which tensors a checkpoint holds, and in which bytes of which file
-each of their chunks is.
+"""tensors.json: the tensors of a checkpoint, and the file and bytes of each of their chunks.
 
 DCP keeps the same in .metadata, which is a pickle, and unpickling a file can run anything that the file says. So titan
 writes the index as JSON too and reads only that. A reader checks that the index describes whole tensors: the chunks of
-a tensor hold each of its elements exactly once, and each chunk fits into a file that the manifest names. No torch is
+a tensor contain each of its elements exactly once, and each chunk fits into a file that the manifest names. No torch is
 imported here, because `titan verify` needs none.
 """
 
@@ -27,12 +26,12 @@ from titan.untrusted import Count, InputError, is_plain_name, parse_json, printa
 NAME = "tensors.json"
 _MAX_BYTES = 2**30
 _DTYPE = re.compile(r"(?:b?float|u?int|complex)(\d+)\w*|bool")
-# More axes than any tensor here has. `is_covered` looks at 2^axes corners of a chunk.
+# Tensors here have fewer than 8 dimensions. `is_covered` visits 2^dimensions corners of a chunk.
 Size = Annotated[tuple[Count, ...], Field(max_length=8)]
 
 
 class Chunk(NamedTuple):
-    """Describe a box of a tensor, and where its bytes are: `num_bytes` of `file` from byte `first` on."""
+    """A box of a tensor, and its place on disk: `num_bytes` of `file` from byte `first` on."""
 
     offsets: Size
     sizes: Size
@@ -43,7 +42,13 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Describe a tensor of a checkpoint. dtype: torch's name for it, such as "bfloat16"."""
+    """A tensor of a checkpoint.
+
+    Attributes:
+        dtype: torch's name of the dtype, such as "bfloat16".
+        size: shape of the tensor.
+        chunks: boxes that tile the tensor.
+    """
 
     dtype: str
     size: Size
@@ -52,7 +57,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class TensorIndex:
-    """Hold what tensors.json says."""
+    """Contents of tensors.json."""
 
     tensors: dict[str, StoredTensor]
     format: Literal[1] = 1
@@ -66,11 +71,19 @@ def render(index: TensorIndex) -> bytes:
 
 
 def read_index(folder: Location, sizes: Mapping[str, int]) -> TensorIndex:
-    """Return the index of a checkpoint whose files have these sizes. Raises CheckpointError if it cannot be right."""
+    """Read the index of a checkpoint.
+
+    Args:
+        folder: folder of the step.
+        sizes: bytes of each file of the step.
+
+    Raises:
+        CheckpointError: the index is missing, or does not describe whole tensors in these files.
+    """
     storage, where = storage_of(folder), join(folder, NAME)
     try:
         with storage.open(where, "rb") as stream:
-            # A chunk takes more bytes in its file than here, so this bounds the memory that parsing needs.
+            # A chunk takes more bytes in its file than in the index, so this limit bounds the memory of parsing.
             limit = min(2**20 + sum(sizes.values()), _MAX_BYTES)
             text = read_stream(stream, storage.size(where), name=where, limit=limit)
         index = parse_json(text, TensorIndex, name=where, values=len(text))
@@ -80,7 +93,7 @@ def read_index(folder: Location, sizes: Mapping[str, int]) -> TensorIndex:
         ) from error
     except InputError as error:
         raise CheckpointError(error) from error
-    # Everything that a reader relies on is checked here, before a byte of a tensor is read.
+    # Check everything that a reader relies on before it reads a byte of a tensor.
     for name, tensor in index.tensors.items():
         if problem := _problem(tensor, sizes):
             raise CheckpointError(f'{where}: "{printable(name, 200)}" {problem}')
@@ -88,13 +101,13 @@ def read_index(folder: Location, sizes: Mapping[str, int]) -> TensorIndex:
 
 
 def _problem(tensor: StoredTensor, sizes: Mapping[str, int]) -> str:
-    """Return what is wrong with a tensor, or "" if nothing is."""
+    """Return the problem of a tensor, or "" if it has none."""
     dtype = _DTYPE.fullmatch(tensor.dtype)
     if dtype is None:
         return f"has an unknown dtype, {printable(tensor.dtype, 40)}"
     if not is_covered(tensor):
         return "is not covered once by its chunks"
-    # Bits to bytes. bool, without digits, takes one.
+    # Convert bits to bytes. bool has no digits, and takes one byte.
     item_bytes = max(int(dtype[1] or 8) // 8, 1)
     for chunk in tensor.chunks:
         if not is_plain_name(chunk.file):
@@ -109,10 +122,10 @@ def _problem(tensor: StoredTensor, sizes: Mapping[str, int]) -> str:
 
 
 def is_covered(tensor: StoredTensor) -> bool:
-    """Return whether the chunks hold each element of a tensor exactly once.
+    """Return whether the chunks contain each element of a tensor exactly once.
 
     The indicator of a box is a sum over its corners with alternating signs. If the chunks tile the tensor, all corners
-    cancel except those of the tensor. That takes linear time, in whatever order the chunks are.
+    cancel except the tensor's own corners. This takes linear time, in whatever order the chunks are.
     """
     size = tensor.size
     chunks: list[Any] = [(c.offsets, c.sizes) for c in tensor.chunks]
@@ -121,12 +134,12 @@ def is_covered(tensor: StoredTensor) -> bool:
     # A tensor without elements needs no chunks.
     if not prod(size):
         return True
-    # Axes along which no chunk is cut need no corners.
+    # Dimensions along which no chunk is cut need no corners.
     cut = [d for d, n in enumerate(size) if any((o[d], s[d]) != (0, n) for o, s in chunks)]
     if not cut:
         return len(chunks) == 1
     corners: Counter[tuple[int, ...]] = Counter()
-    # All chunks with weight 1 and the whole tensor with -1: a tiling leaves nothing.
+    # Add all chunks with weight 1 and the whole tensor with -1. A tiling leaves nothing.
     for weight, boxes in ((1, chunks), (-1, [((0,) * len(size), size)])):
         for offsets, sizes in boxes:
             for ends in product((0, 1), repeat=len(cut)):

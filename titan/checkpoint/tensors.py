@@ -1,7 +1,7 @@
-"""Write tensors into a checkpoint's folder and read them back: DCP's writer and reader, on our storage.
+"""DCP's writer and reader of tensors, on our storage.
 
-The writer hashes what it writes, and writes DCP's index of tensors as JSON too. The reader reads only the JSON, and looks
-at the archive around each tensor before torch reads it.
+The writer hashes the bytes that it writes, and writes DCP's index of tensors as JSON too. The reader reads only the JSON, and
+checks the archive around each tensor before torch reads it.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from titan.checkpoint.storage import Location, join, name_of, storage_of
 from titan.checkpoint.tensor_index import Chunk, StoredTensor, TensorIndex
 
 StateDict = dict[str, Tensor]
-# The end of a zip archive that lists its entries. torch's archive of one tensor has about four.
+# Bytes at the end of a zip archive that list its entries. torch's archive of one tensor has about four entries.
 _DIRECTORY_BYTES = 2**16
 _BUFFER_BYTES = 2**20
-# A single process saves and loads alone, which DCP warns of each time. The filter is permanent, because filters are
-# not thread-safe: a save in the background cannot set one for a moment.
+# DCP warns each time a single process saves or loads alone. The filter is permanent, because filters are not thread-safe: a save
+# in the background cannot set a filter for a moment.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 class _Folder(FileSystem):
-    """Show DCP one folder of our storage. Paths are strings, because a Path would spoil a URL."""
+    """DCP's view of one folder in our storage. Paths are strings, because a Path would spoil a URL."""
 
     def __init__(self, location: Location) -> None:
         self.location, self.storage = location, storage_of(location)
@@ -51,7 +51,7 @@ class _Folder(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
-        # DCP gives its metadata a temporary name. Nothing in this folder counts before its manifest, so it needs none.
+        # DCP gives its metadata a temporary name, which is not needed: the manifest comes last, and commits the folder.
         name = name_of(os.fspath(path)).removesuffix(".tmp")
         with self.storage.open(join(self.location, name), mode) as stream:
             if mode == "rb":
@@ -62,7 +62,7 @@ class _Folder(FileSystem):
                 yield hashing
                 hashing.flush()
             except RuntimeError as error:
-                # A full disk cuts torch's zip writer short, which then raises its own error in place of the disk's.
+                # On a full disk, torch's zip writer stops and raises its own error. Raise the error of the disk instead.
                 if isinstance(error.__context__, OSError):
                     raise error.__context__ from None
                 raise
@@ -86,14 +86,14 @@ class _Folder(FileSystem):
 
 
 class CheckpointWriter(dcp.FileSystemWriter):
-    """Write tensors into a new folder, and collect the manifest's entries of the files that this rank writes."""
+    """Writer of tensors into a new folder. It collects the manifest's entries of the files that this rank writes."""
 
     def __init__(self, location: Location, state: StateDict) -> None:
         super().__init__(str(location), sync_files=False)  # create_stream syncs them
         if all(value.device.type == "cpu" for value in state.values()):
-            # DCP copies ahead on the device's default stream, which is training's, and would wait for it.
+            # DCP copies ahead on the device's default stream, which training uses, and would wait for it.
             self.per_thread_copy_ahead = 0
-        # DCP calls the file system under the first name, ours under the second.
+        # DCP uses the name `fs`, and our code uses `folder`.
         self.fs = self.folder = _Folder(location)
         self.path = str(location)
 
@@ -110,13 +110,18 @@ class CheckpointWriter(dcp.FileSystemWriter):
     def finish(self, metadata: Metadata, results: Any) -> None:
         """Write .metadata and tensors.json. DCP calls this on rank 0, with the results of all ranks."""
         super().finish(metadata, results)
-        # What DCP has just pickled as the metadata's storage_data.
+        # DCP has just pickled the same values as the metadata's storage_data.
         infos = {write.index: write.storage_data for of_rank in results for write in of_rank}
         self.write_file(tensor_index.NAME, tensor_index.render(index_of(metadata, infos)))
 
 
 def index_of(metadata: Metadata, infos: dict[MetadataIndex, _StorageInfo]) -> TensorIndex:
-    """Return DCP's metadata as an index. infos: where DCP has written each chunk."""
+    """Convert DCP's metadata to an index.
+
+    Args:
+        metadata: tensors and their chunks.
+        infos: place of each chunk on disk.
+    """
     tensors = {}
     entries: dict[str, Any] = metadata.state_dict_metadata
     for name, entry in entries.items():
@@ -131,7 +136,7 @@ def index_of(metadata: Metadata, infos: dict[MetadataIndex, _StorageInfo]) -> Te
 
 
 class CheckpointReader(dcp.FileSystemReader):
-    """Read tensors, and run nothing that a file says."""
+    """Reader of tensors that runs nothing that a file says."""
 
     def __init__(self, location: Location, metadata: Metadata) -> None:
         super().__init__(str(location))
@@ -146,12 +151,12 @@ class CheckpointReader(dcp.FileSystemReader):
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
         """Return the bytes of a chunk, which torch.load(weights_only=True) reads next.
 
-        Its archive must not be compressed, because a small one could then become a tensor of any size.
+        The chunk's archive must not be compressed, because a small archive could then become a tensor of any size.
         """
         part: Any = super()._slice_file(file, sinfo)
-        if sinfo.length <= _BUFFER_BYTES:  # one read, where torch takes about twenty
+        if sinfo.length <= _BUFFER_BYTES:  # one read, in place of torch's twenty or so
             part = io.BytesIO(part.read(sinfo.length))
-        # A zip's list of entries is at its end: read that much, and not the tensor.
+        # A zip's list of entries is at its end. Read only the end, not the tensor.
         part.seek(max(sinfo.length - _DIRECTORY_BYTES, 0))
         try:
             with zipfile.ZipFile(io.BytesIO(part.read(_DIRECTORY_BYTES))) as archive:
@@ -166,11 +171,15 @@ class CheckpointReader(dcp.FileSystemReader):
 
 
 def read_metadata(location: Location) -> Metadata:
-    """Return a checkpoint's index as DCP's metadata. Raises CheckpointError."""
+    """Return a checkpoint's index as DCP's metadata.
+
+    Raises:
+        CheckpointError: the index is unusable.
+    """
     tensors: Any = {}
     infos: dict[MetadataIndex, _StorageInfo] = {}
     for name, stored in tensor_index.read_index(location, file_sizes(location)).tensors.items():
-        # The index has checked how the name is spelled, so this is no other attribute of torch.
+        # The index has checked the spelling of the name, so this is no other attribute of torch.
         dtype = getattr(torch, stored.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise CheckpointError(f"{location}: {name} is {stored.dtype}, which this torch lacks")
@@ -186,7 +195,11 @@ def read_metadata(location: Location) -> Metadata:
 
 
 def stored_shapes(location: Location) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return shape and dtype of every tensor in a checkpoint. Raises CheckpointError."""
+    """Return shape and dtype of every tensor in a checkpoint.
+
+    Raises:
+        CheckpointError: the index is unusable.
+    """
     return _shapes(read_metadata(location))
 
 
@@ -196,13 +209,18 @@ def _shapes(metadata: Metadata) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 def load(location: Location, state: StateDict) -> None:
-    """Fill the tensors of `state`, in whatever layout, from a checkpoint. All ranks call this together.
+    """Fill the tensors of `state`, in any layout, from a checkpoint. All ranks call this together.
 
-    Raises CheckpointError that names the tensors that are missing or have another shape, or the file that is refused.
+    Args:
+        location: folder of the step.
+        state: tensors to fill, by name.
+
+    Raises:
+        CheckpointError: tensors are missing or have another shape, or a file is refused. The message names them.
     """
     metadata = read_metadata(location)
     stored = _shapes(metadata)
-    # Differences are found before DCP reads, whose own message would be a traceback of all ranks.
+    # Find differences before DCP reads, since DCP's message would be a traceback of all ranks.
     if missing := [name for name in state if name not in stored]:
         raise CheckpointError(
             f"{location} lacks {some(missing)}: saved from another model or optimizer, or with other parameters frozen?",
@@ -220,13 +238,11 @@ def load(location: Location, state: StateDict) -> None:
         )
     reader, cause, failure = CheckpointReader(location, metadata), None, ""
     try:
-        # DCP reads only the slices that this rank's placements need. Each rank plans that alone, since all have the whole index.
+        # DCP reads only the slices that this rank's placements need. Each rank plans alone, since it has the whole index.
         dcp.load(state, storage_reader=reader, no_dist=True)
     except dcp.CheckpointException as error:  # a BaseException
-        cause, failure = (
-            error,
-            reason(error).removeprefix("rank 0: "),
-        )  # DCP has planned for one rank
+        # DCP has planned for a single rank, which it calls rank 0.
+        cause, failure = error, reason(error).removeprefix("rank 0: ")
     failures = [failure]
     if dist.is_initialized():
         failures *= dist.get_world_size()
@@ -238,7 +254,7 @@ def load(location: Location, state: StateDict) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """Return in one line why something failed. DCP's exception gives the reason of the first rank that failed."""
+    """Return the cause of a failure in one line. For DCP's exception, it is the cause on the first rank that failed."""
     if isinstance(error, dcp.CheckpointException) and error.failures:
         rank, (cause, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {reason(cause)}"
@@ -247,6 +263,6 @@ def reason(error: BaseException) -> str:
 
 
 def some(names: list[str]) -> str:
-    """Return the first three names, and how many more there are."""
+    """Return the first three names, and the number of the others."""
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + rest

@@ -1,8 +1,8 @@
-"""Define the sections of a job file, one frozen pydantic model for each component.
+"""Sections of a job file, one frozen pydantic model for each component.
 
-Names of sections and keys are those of TorchTitan v0.2.2 if the concept is the same, so that its TOML files run here. Sections
-that it does not have (tokenizer, data, loss, hardware) have our names. A component gets only its own section. The sections that
-say how a job is run are in schema_run.py; import all of them from here.
+Names of sections and keys are those of TorchTitan v0.2.2 if the concept is the same, so that its TOML files run here.
+Sections that it does not have (tokenizer, data, loss, hardware) have our names. A component gets only its own section. The
+sections about how a job is run are in schema_run.py; import all of them from here.
 
 The string below a field is its documentation: docs/config.md, the JSON schema and `titan config --comments` show it. It says
 what the key does, the unit, what the default means, and when to change it.
@@ -70,8 +70,8 @@ class ModelSection(Section):
     attention_backend: Literal["auto", "cudnn", "flash", "efficient", "math", "fa3", "fa4"] = "auto"
     """Kernels of attention on a GPU. "auto": torch's order, which is cuDNN, FlashAttention-2, the
     memory-efficient kernel, plain operations on Hopper and Blackwell, and the same without cuDNN first
-    elsewhere. Another name: that one, and those after it where it cannot compute something. "fa3" and
-    "fa4" are FlashAttention-3 and -4, which must be installed."""
+    elsewhere. Another name: that kernel, and the kernels after it in this order if it does not support a
+    case. "fa3" and "fa4" are FlashAttention-3 and -4, which must be installed."""
     freeze: StrList = []
     """Patterns of names of parameters that are not trained, such as ["tok_embeddings.*", "layers.[0-3].*"].
     They get no gradients, no optimizer state and no decay. docs/checkpoints.md: how to begin from weights."""
@@ -81,7 +81,7 @@ class ModelSection(Section):
 
 
 class TaskSection(Section):
-    """What the model is trained on, where that is not the usual task of its family."""
+    """What the model is trained on, if that is not the usual task of its family."""
 
     name: str = ""
     """Empty: the task of the model's family, which is next-token prediction unless the family has
@@ -137,16 +137,16 @@ class AdamSection(AdamWSection):
 
 
 class AdamW8bitSection(AdamOptions):
-    """AdamW with moments in 8 bits (arXiv:2110.02861): 2 bytes for each parameter instead of 8.
-    Moments of vectors stay in fp32."""
+    """AdamW with 8-bit moments, 2 bytes for each parameter instead of 8 (arXiv:2110.02861). Moments of vectors stay in fp32."""
 
     name: Literal["AdamW8bit"] = "AdamW8bit"  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 class MuonSection(AdamOptions):
-    """Muon (kellerjordan.github.io/posts/muon, arXiv:2502.16982) for the matrices of the blocks:
-    orthogonalized momentum. AdamW updates the embedding, the output layer and the norms, with
-    beta1, beta2, eps and implementation."""
+    """Muon for the matrices of the blocks: orthogonalized momentum (kellerjordan.github.io/posts/muon, arXiv:2502.16982).
+
+    AdamW updates the embedding, the output layer and the norms, with beta1, beta2, eps and implementation.
+    """
 
     name: Literal["Muon"] = "Muon"  # pyright: ignore[reportIncompatibleVariableOverride]
     lr: Annotated[float, Field(gt=0)] = 8e-4
@@ -165,8 +165,7 @@ class MuonSection(AdamOptions):
 
 
 class LRSchedulerSection(Section):
-    """Linear warm-up, then constant, then decay (warmup-stable-decay, arXiv:2404.06395).
-    docs/config.md has the formula."""
+    """Linear warm-up, then constant, then decay (warmup-stable-decay, arXiv:2404.06395). docs/config.md has the formula."""
 
     warmup_steps: NonNegative = 200
     """Steps in which the learning rate rises linearly to its peak. If the run is too short, warm-up
@@ -231,15 +230,13 @@ class TrainingSection(Section):
 
     @property
     def compute_dtype(self) -> DType:
-        """Return the precision of the forward and backward pass. "auto" means accelerators here;
-        `JobConfig.on_device` replaces it for a CPU."""
+        """Return the precision of the forward and backward pass. "auto" means accelerators; `JobConfig.on_device` handles a CPU."""
         asked = self.mixed_precision_param
         return "bfloat16" if asked == "auto" else asked
 
 
 class LossSection(Section):
-    """Cross entropy, or the loss of an installed package, summed over the valid tokens of the global
-    batch in fp32 and divided by their number."""
+    """Cross entropy, or an installed package's loss: the fp32 sum over the global batch's valid tokens, divided by their number."""
 
     name: str = "cross_entropy"
     """What training minimizes: "cross_entropy", or the name of an entry point `titan.losses`. Validation
@@ -345,7 +342,7 @@ _Sources = StdlibSource | SyntheticSource | _LocalSources | HuggingFaceSource
 
 
 def _members(group: str, built_in: Any) -> Any:
-    """Return the union of the built-in sections and those registered under an entry-point group."""
+    """Return the union of the built-in sections and the sections registered under an entry-point group."""
     return Union[(built_in, *(load_plug_in(entry) for entry in plug_ins(group)))]
 
 
@@ -428,13 +425,13 @@ class JobConfig(Section):
 
     @property
     def source_map(self) -> SourceMap:
-        """Return where each key was written, for later problems. It is not part of the config's value."""
+        """Return the place where each key was written, for later problems. It is not part of the config's value."""
         return self._source_map
 
     def on_device(self, kind: str) -> JobConfig:
         """Return the job as a kind of device ("cuda", "cpu") runs it: with a precision in place of "auto".
 
-        Readers of the compute precision ask `training.compute_dtype`. Only this function and that one know what "auto" is.
+        To get the compute precision, read `training.compute_dtype`. Only these two functions interpret "auto".
         """
         training = self.training
         if training.mixed_precision_param != "auto":

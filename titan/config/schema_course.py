@@ -1,4 +1,4 @@
-"""Define the sections about the course of a run: its phases and evaluations. Imports no torch."""
+"""Sections about the course of a run: its phases and evaluations. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ class EvaluationSection(Section):
     num_examples: NonNegative = 0
     """Examples of each task, from its beginning. 0: all. Fewer take less time and say less."""
     local_batch_size: Positive = 8
-    """Rows, one for each choice of an example, that each rank computes in one forward pass."""
+    """Sequences, one for each choice of an example, that each rank computes in one forward pass."""
 
 
 class PhaseSection(Section):
-    """A phase of the run: from a step or a number of tokens on, these settings in place of those before.
-    docs/optimizers.md has the details. The first phase needs no table, since it has the job's own settings."""
+    """Phase of the run: settings in force from a step or a number of tokens on.
+
+    The first phase needs no table, since it has the job's own settings. docs/optimizers.md has the details.
+    """
 
     from_step: Annotated[int | None, Field(ge=2, le=LIMIT)] = None
     """First step of the phase. Steps count from 1."""

@@ -1,5 +1,4 @@
-"""Define the sections of a job file that say how it is run: parallelism, memory, compiler, number
-formats, checkpoints, logs, failures.
+"""Sections about how a job is run: parallelism, memory, compiler, number formats, checkpoints, logs, failures.
 
 Import them from titan.config.schema, which has the other sections and `JobConfig`.
 """
@@ -26,8 +25,7 @@ class JobSection(Section):
 
 
 class ProfilingSection(Section):
-    """Profiler traces and memory snapshots. `titan profile` reads a trace and shows where the
-    step's time went."""
+    """Profiler traces and memory snapshots. `titan profile` reads a trace and shows where the step's time went."""
 
     enable_profiling: bool = False
     """Record a profiler trace every profile_freq steps. A recorded step is slower."""
@@ -74,8 +72,7 @@ class MetricsSection(Section):
 
 
 class ParallelismSection(Section):
-    """Degrees of the mesh axes: world size = pp x dp_replicate x dp_shard x cp x tp.
-    docs/parallelism.md says when to use which."""
+    """Degrees of the mesh axes: world size = pp x dp_replicate x dp_shard x cp x tp. docs/parallelism.md says when to use which."""
 
     data_parallel_replicate_degree: Positive = 1
     """Replicas of the model (DDP). With a shard degree above 1, each replica is sharded (HSDP)."""
@@ -102,7 +99,7 @@ class ParallelismSection(Section):
     """Gather the logits over tensor-parallel ranks before the loss. By default each rank computes
     the loss of its part of the vocabulary."""
     enable_async_tensor_parallel: bool = False
-    """Overlap tensor-parallel communication with matrix products. Needs compile.enable."""
+    """Overlap tensor-parallel communication with matmuls. Needs compile.enable."""
     pipeline_parallel_degree: Positive = 1
     """Ranks that split the layers."""
     pipeline_parallel_schedule: str = "1F1B"
@@ -202,12 +199,11 @@ class CheckpointSection(Section):
 
 
 class ActivationCheckpointSection(Section):
-    """Recompute activations in the backward pass instead of keeping them. docs/memory.md has
-    formulas and measurements."""
+    """Recomputation of activations in the backward pass, which saves their memory. docs/memory.md has formulas and measurements."""
 
     mode: Literal["none", "selective", "full", "memory_budget"] = "none"
-    """What is recomputed. "none": nothing, the fastest. "selective": what selective_ac_option says.
-    "full": every block, for the least memory. "memory_budget": what the compiler chooses."""
+    """Activations to recompute. "none": none, which is fastest. "selective": see selective_ac_option. "full":
+    every block, for the least memory. "memory_budget": the compiler chooses."""
     selective_ac_option: str | Positive = "op"
     """For mode "selective". "op": keep only the results of the operations in op_keep. A number n:
     recompute every n-th block as a whole."""
@@ -217,9 +213,9 @@ class ActivationCheckpointSection(Section):
     second result in a block, "/3" every third, "@0,3" the first and the fourth; ">host" at the end
     keeps them in host memory."""
     op_keep_modules: StrList = []
-    """Modules whose products "op" keeps as well: patterns such as "feed_forward.w*"."""
+    """Modules whose matmul results "op" keeps as well: patterns such as "feed_forward.w*"."""
     op_keep_by_block: StrList = []
-    """What "op" keeps in some blocks in place of op_keep, such as "8-15: aten.mm@0,2 attention".
+    """Operations that "op" keeps in some blocks in place of op_keep, such as "8-15: aten.mm@0,2 attention".
     "all" keeps everything, nothing after the colon keeps nothing. `titan autosac` writes this."""
     memory_budget: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Share of a block's activations that the compiler keeps, from 0 to 1 (all)."""
@@ -251,7 +247,7 @@ class CompileSection(Section):
 
 
 class Float8Section(Section):
-    """Float8 matrix products through torchao, if model.converters has "quantize.linear.float8". See docs/memory.md."""
+    """Float8 matmuls through torchao, if model.converters has "quantize.linear.float8". See docs/memory.md."""
 
     enable_fsdp_float8_all_gather: bool = False
     """Gather parameters in float8, which halves the bytes of bf16. Only for recipe "tensorwise"."""
@@ -270,8 +266,7 @@ class Float8Section(Section):
 
 
 class MXSection(Section):
-    """MXFP8 matrix products through torchao, if model.converters has "quantize.linear.mx": a scale
-    for each 32 values in a row."""
+    """MXFP8 matmuls through torchao, if model.converters has "quantize.linear.mx": a scale for each 32 values in a row."""
 
     recipe_name: Literal["mxfp8_cublas", "mxfp8_cublas_rceil"] = "mxfp8_cublas"
     """Rounding of scales to a power of two: down, or ("_rceil") up, which cuts no value."""
@@ -282,13 +277,17 @@ class MXSection(Section):
 
 
 class QuantizeLinearSection(Section):
+    """Low-precision linear layers."""
+
     float8: Float8Section = Float8Section()
     mx: MXSection = MXSection()
 
 
 class GroupedFloat8Section(Section):
-    """Float8 products of experts through torchao, with a scale for each row, if model.converters
-    has "quantize.grouped_mm.float8". See docs/moe.md."""
+    """Float8 matmuls of experts through torchao, with a scale for each row.
+
+    They are on if model.converters has "quantize.grouped_mm.float8". See docs/moe.md.
+    """
 
     fqns: StrList = ["experts"]
     """Experts to convert, by parts of their names."""
@@ -297,11 +296,12 @@ class GroupedFloat8Section(Section):
 
 
 class GroupedMXSection(GroupedFloat8Section):
-    """MXFP8 products of experts through torchao, if model.converters has
-    "quantize.grouped_mm.mx"."""
+    """MXFP8 matmuls of experts through torchao, if model.converters has "quantize.grouped_mm.mx"."""
 
 
 class QuantizeGroupedSection(Section):
+    """Low-precision experts."""
+
     float8: GroupedFloat8Section = GroupedFloat8Section()
     mx: GroupedMXSection = GroupedMXSection()
 
@@ -414,9 +414,8 @@ class DebugSection(Section):
 
 
 class MoESection(Section):
-    """How experts are run. Which experts a model has, and what balances them, are
-    model.overrides. See docs/moe.md."""
+    """Execution of experts. The experts of a model, and their balancing, are in model.overrides. See docs/moe.md."""
 
     expert_chunk_rows: NonNegative = 0
-    """Rows that pass a rank's experts at a time. Each chunk is computed again in the backward pass,
-    so that memory does not grow with uneven loads. 0: all rows at once."""
+    """Tokens that pass a rank's experts at a time. Each chunk is computed again in the backward pass,
+    so that memory does not grow with uneven loads. 0: all tokens at once."""

@@ -1,4 +1,4 @@
-"""Define the sections of a job file about machines that need not be there: the simulator's assumptions, and the accelerator.
+"""Sections about machines that need not exist: the simulator's assumptions, and the accelerator.
 
 Import them from titan.config.schema, which has the other sections and `JobConfig`.
 """
@@ -14,8 +14,7 @@ from .base import Section
 
 
 class WholeRunSection(Section):
-    """What `titan sim --run` assumes of a whole run: failures, storage, prices. docs/simulator.md has
-    the formulas."""
+    """Assumptions of `titan sim --run` about a whole run: failures, storage, prices. docs/simulator.md has the formulas."""
 
     mtbf_gpu_hours: Annotated[float, Field(gt=0)] = 50_000.0
     """Mean time between failures that end the job, in hours of one GPU. The default is Llama 3's:
@@ -37,28 +36,28 @@ class WholeRunSection(Section):
 
 
 class SimulatorSection(Section):
-    """What `titan sim`, `titan check` and `titan plan` assume, and the twin of a run."""
+    """Assumptions of `titan sim`, `titan check` and `titan plan`, and the twin of a run."""
 
     twin: bool = False
     """Simulate the job beside the run, and write predicted and measured times of each logged step.
     If the run drifts, name the part responsible. docs/simulator.md has the details."""
     twin_hardware: str = "auto"
-    """Profile that the twin is simulated on: a name or a file of titan sim. "auto": that of the
-    device; on a CPU "cpu", whose times are scaled to the first steps."""
+    """Profile for the twin: a name or a file of titan sim. "auto": the device's profile; on a CPU "cpu",
+    whose times are scaled to the first steps."""
     attention_kernel: Literal["auto", "flash2", "cudnn", "flash3", "efficient"] = "auto"
-    """Kernel that attention is priced as. "auto": the one that torch runs on that hardware. With "flash2", attention that it
-    does not take (a mask, values of another size than keys) is priced as "efficient"."""
+    """Kernel by which attention is priced. "auto": the kernel that torch runs on that hardware. With "flash2", attention
+    that it does not support (a mask, values of another size than keys) is priced as "efficient"."""
     dispatch: Literal["all_to_all", "deepep"] = "all_to_all"
-    """How rows travel to experts on other ranks. "all_to_all": as titan sends them, each of a token's copies by itself.
-    "deepep": what DeepEP would take, with one copy to each node and from there to each rank. A run does not have it."""
+    """How tokens are dispatched to experts on other ranks. "all_to_all": as titan does, each copy of a token separately.
+    "deepep": the time of DeepEP, which sends one copy to each node and from there to each rank. A run does not have it."""
     routing: str = "zipf:0.18"
-    """How tokens spread over experts, which says what the busiest expert-parallel rank gets: "even";
-    "zipf:s", where the i-th busiest expert gets i^-s of the busiest one's rows; or a run's experts.json.
+    """How tokens spread over experts, which decides the load of the busiest expert-parallel rank: "even";
+    "zipf:s", where the i-th busiest expert gets i^-s of the busiest expert's tokens; or a run's experts.json.
     The default gives the published spread of a learned router: 1.34 times the mean on the busiest of 64
     ranks with 256 experts (marin issue 7668). debug.moe_force_load_balance: even."""
     expert_imbalance: Annotated[float | None, Field(ge=1)] = None
-    """Rows of the busiest expert-parallel rank, as times the mean, in place of what follows from
-    routing. It sets time and memory. A run reports its own. Without expert parallelism: no effect."""
+    """Tokens of the busiest expert-parallel rank, as a multiple of the mean, in place of the figure that
+    follows from routing. It sets time and memory. A run reports its own. Without expert parallelism: no effect."""
     run: WholeRunSection = WholeRunSection()
 
     @field_validator("routing")

@@ -1,19 +1,19 @@
-"""Turn text into batches: tokenizers, sources, the order of samples, packing, and the loader that training reads from.
+"""Path from text to batches: tokenizers, sources, sample order, packing, and the loader that training reads from.
 
-A document passes through these files, in this order. docs/data.md describes it for users.
+A document passes through these files, in this order. docs/data.md describes the path for users.
 
     sources.py, reading.py   read text from files and the hub
-    tokenizer.py             turns it into ids
+    tokenizer.py             turns text into ids
     special_tokens.py        marks where a document begins and ends
-    writer.py, shards.py     keep finite text as memory-mapped token shards
+    writer.py, shards.py     store finite text as memory-mapped token shards
     cache.py                 shares the shards of raw text between processes
     streams.py               packs text that is read while training
-    order.py                 says which sample comes when
-    shard_samples.py         gives rows of the shards by their number
-    samples.py               makes one endless numbered sequence of all sources
-    best_fit.py              fills such rows with whole documents, if asked
-    packing.py               makes a batch of rows of tokens
-    loader.py                does so ahead of time, in a background thread
+    order.py                 computes the order of samples
+    shard_samples.py         looks up sequences in the shards by their number
+    samples.py               blends all sources into one endless, numbered series of samples
+    best_fit.py              packs whole documents into sequences, if the job asks for it
+    packing.py               turns sequences of tokens into a batch
+    loader.py                prepares batches ahead of time, in a background thread
 
 Only best_fit.py and the last two import torch.
 """
@@ -26,16 +26,18 @@ from types import ModuleType
 
 from titan.untrusted import InputError, printable
 
-# Characters of a message. A stranger's file may put any text into one.
+# Characters of a message. A file that anyone may have written can put any text into it.
 _MAX_CHARS = 2000
 
 
 class DataError(InputError):
-    """Report that text, a tokenizer or a data setting is not usable: which, why, and the nearest fix.
+    """Error about unusable text, tokenizer or data setting: the name, the cause, and the nearest fix.
 
-    The message may quote a stranger's file. So it is one line of limited length, with control characters spelled out.
+    The message may quote a file that anyone may have written. So the message is one line of limited length, with control
+    characters spelled out.
 
-    paste: lines for the job file that correct the mistake; they follow the message.
+    Attributes:
+        paste: lines for the job file that correct the mistake. They follow the message.
     """
 
     def __init__(self, message: str, *, paste: Sequence[str] = ()) -> None:
@@ -44,7 +46,16 @@ class DataError(InputError):
 
 
 def require(module: str, *, purpose: str, extra: str = "huggingface") -> ModuleType:
-    """Import an optional package. Raises DataError that says how to install it."""
+    """Import an optional package.
+
+    Args:
+        module: name of the module to import.
+        purpose: the feature that needs it, for the error message.
+        extra: the extra of titan-pretrain that installs it.
+
+    Raises:
+        DataError: the package is missing. The message says how to install it.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:

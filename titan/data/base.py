@@ -1,5 +1,7 @@
-"""Say what the loader asks for: `Samples`, the endless numbered rows of samples.py and streams.py, `Source`, the rows
-of one source of text, and `RankShare`, the part of them that one data-parallel rank takes. `TensorBatch` is what a rank computes with.
+"""Interfaces between the loader and the data.
+
+`Samples` is an endless, numbered series of samples (samples.py, streams.py). `Source` is the series of one source of text.
+`RankShare` is the part of it that one data-parallel rank takes, and `TensorBatch` is the batch that the rank computes with.
 """
 
 from __future__ import annotations
@@ -20,18 +22,20 @@ _Batch = TypeVar("_Batch", bound="TensorBatch")
 
 @dataclass(frozen=True, kw_only=True)
 class TensorBatch:
-    """Hold one micro-batch of one rank: tensors, or None, with the samples in their first dimension.
+    """One micro-batch of one rank: tensors (or None) whose first dimension is the sample.
 
-    ALONG_SEQUENCE: fields whose second dimension is the sequence, of which each context parallel rank gets its part.
+    Attributes:
+        ALONG_SEQUENCE: names of the fields whose second dimension is the sequence. Each context-parallel rank gets its part of
+            these.
     """
 
     ALONG_SEQUENCE: ClassVar[tuple[str, ...]] = ()
 
     first_sample: int = 0
-    """Global number of the first row's sample. Those of the other rows follow."""
+    """Global number of the batch's first sample. The other samples follow it."""
 
     def map(self: _Batch, function: Callable[[str, Tensor], Tensor]) -> _Batch:
-        """Return the batch with each tensor replaced by a function of its name and itself."""
+        """Return the batch with each tensor replaced by `function(name, tensor)`."""
         from torch import Tensor
 
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
@@ -46,13 +50,13 @@ class TensorBatch:
         return self.map(lambda _, tensor: tensor.pin_memory())
 
     def ignore_from(self, row: int) -> None:
-        """Leave the rows from `row` on out of the loss, in place."""
+        """Exclude the samples from index `row` on from the loss, in place."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankShare:
-    """Say which samples a data-parallel rank takes: its own batch of each `world` batches in a row."""
+    """Samples that a data-parallel rank takes: one batch of `batch` samples out of every `world` batches."""
 
     rank: int = 0
     world: int = 1
@@ -60,17 +64,17 @@ class RankShare:
 
     @property
     def stride(self) -> int:
-        """Return the samples of all ranks' batches together."""
+        """Return the number of samples in the batches of all ranks together."""
         return self.world * self.batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Say how samples are made from a position on (titan/config/phases.py): the state of the data, JSON-able with `asdict`.
+    """Dataset settings in force from a given position (titan/config/phases.py). `asdict` makes them JSON-able.
 
-    Args:
-        first: position of its first sample.
-        tokens: where each source begins, one integer each, counted over all epochs.
+    Attributes:
+        first: position of the first sample with these settings.
+        tokens: tokens of each source that come before, counted over all epochs.
         seq_len: tokens of a sequence.
         weights: relative shares of the sources.
     """
@@ -82,50 +86,60 @@ class Part:
 
 
 class Samples(ABC):
-    """Give an endless sequence of numbered samples; of text, rows of tokens."""
+    """Endless, numbered series of samples. A sample of text is a sequence of tokens."""
 
     special_tokens: SpecialTokens = SpecialTokens(None, None)
-    """The ids that begin and end a document in these samples."""
+    """Ids that begin and end a document in these samples."""
 
     @property
     def num_samples(self) -> int | None:
-        """Return the length of an epoch, or None if there is no end."""
+        """Return the number of samples in an epoch, or None for an endless stream."""
         return None
 
     @abstractmethod
     def get(self, indices: np.ndarray) -> Any:
-        """Return these samples as the task's `collate` wants them; of text, int64[len(indices), seq_len + 1]."""
+        """Return the samples with these numbers, as the task's `collate` takes them.
+
+        Text samples are int64[len(indices), seq_len + 1].
+        """
 
     def seek(self, position: int, *, bookmark: Any = None) -> None:  # noqa: B027
-        """Prepare for samples from `position` on. bookmark: of this place, if there is one."""
+        """Prepare to read from `position` on.
+
+        Args:
+            position: number of the next sample.
+            bookmark: the `bookmark` of this position, if there is one.
+        """
 
     def part(self) -> Part | None:  # noqa: B027
-        """Return how samples are made now; None: it can never change."""
+        """Return the settings in force, or None if they can never change."""
 
     def begin(self, part: Part) -> None:  # noqa: B027
-        """Make samples as `part` says, numbered from 0."""
+        """Switch to the settings of `part`. Sample numbers start again from 0."""
 
     def tokens_after(self, count: int, *, whole: bool) -> list[int]:
-        """Return where each source is after `count` samples of this part, as `Part.tokens`.
+        """Return each source's position, as in `Part.tokens`, after `count` samples with the settings in force.
 
-        whole: go on to the nearest place where sequences of another length may begin.
+        Args:
+            count: samples since the settings came into force.
+            whole: round up to the nearest place where sequences of another length may begin.
         """
         raise NotImplementedError
 
     def bookmark(self) -> dict[str, Any] | None:
-        """Return what a later `seek` to this place needs, JSON-able, or None if the position is enough."""
+        """Return the JSON-able state that `seek` needs to come back here, or None if the position is enough."""
         return None
 
 
 class Source(Samples):
-    """Give the rows of one source of text. Their length may change; numbers count rows of the present length."""
+    """Samples of one source of text. Their length may change, and numbers count sequences of the present length."""
 
     _seq_len: int
 
     def resize(self, seq_len: int) -> None:
-        """Give rows of `seq_len` + 1 tokens from now on."""
+        """Switch to sequences of `seq_len` + 1 tokens."""
         self._seq_len = seq_len
 
     def round_up(self, tokens: int) -> int:
-        """Return the nearest place at or after so many tokens where rows of another length may begin."""
+        """Round a number of tokens up to the nearest place where sequences of another length may begin."""
         return tokens

@@ -1,9 +1,22 @@
-"""Pack whole documents into rows: each into the row where it leaves the least room (best-fit decreasing, arXiv:2404.10830).
+"""Samples of whole documents: each document goes where it leaves the least room (best-fit decreasing, arXiv:2404.10830).
 
-Documents of one shard share rows. One that does not fit into a row is cut into full rows and a rest, which is packed like a
-document. Each token that follows another one in its document is predicted exactly once. What stays free at the end of a row
-is padding, whose labels are ignored. A plan per shard says where the pieces of each row lie. It depends on the shard and
-seq_len alone, and is mapped from a file in the cache, so that row i is found by its number on any number of ranks.
+Documents of one shard share sequences. A document that does not fit into a sequence is cut into full sequences and a rest,
+and the rest is packed like a document. Every token that follows another token of its document is predicted exactly once. The
+free end of a sequence is padding, whose labels are ignored. A plan for each shard lists the pieces of every sequence. The plan
+depends on the shard and seq_len alone, and is mapped from a file in the cache. So any number of ranks can look up sequence i.
+
+Example: seq_len 4, so a sequence has 5 tokens. The shard has three documents, each ended by the id 9:
+
+    index    0 1 2 | 3 4 5 6 7 8 9 | 10 11
+    token    1 2 9 | 3 4 5 6 7 8 9 |  1  9
+
+The second document has 6 labels: one full sequence of 4 labels (tokens 3 to 7), and a rest of 2 labels (tokens 7 to 9), which
+begins with the last token of the full sequence. `best_fit` places the pieces of 3, 3 and 2 tokens: the last one joins the
+rest. `plan_rows` returns int64[3, 4], a column for each piece:
+
+    sequence   0 1 2  2
+    start      0 3 7 10      sequence 0 is 1 2 9 and two of padding
+    length     3 5 3  2      sequence 2 is 7 8 9 1 9
 
 samples.py makes these samples for `data.packing = "best_fit"`.
 """
@@ -24,12 +37,12 @@ from titan.loss import IGNORED
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1  # of the plans; another number makes them again
-_BLOCK_TOKENS = 2**22  # in which to look for documents at once
+_FORMAT = 1  # version of the plan files; another number makes new plans
+_BLOCK_TOKENS = 2**22  # tokens that are searched for document marks at once
 
 
 class BestFitSamples(ShardSamples):
-    """Give the rows that whole documents of the shards were packed into."""
+    """Samples that whole documents of the shards are packed into."""
 
     def __init__(self, shards: TokenShards, options: SampleOptions, **named: Any) -> None:
         assert options.num_lengths == 1, "rows of one length; the rules see to it"
@@ -43,7 +56,7 @@ class BestFitSamples(ShardSamples):
         return int(self._ends[-1]) if rows else 0
 
     def _plan(self, number: int) -> np.ndarray:
-        """Return the pieces of a shard's rows, int64[3, pieces]: row, start in the shard, length. Rows ascend."""
+        """Return the plan of a shard, int64[3, pieces]: sequence (ascending), start in the shard, length."""
         index, tokens = self._shards.index, self._shards.tokens_of(number)
         key = derive_key(_FORMAT, index.key, self._shards.split, number, len(tokens), self._seq_len)
         file = self._folder / f"{key:016x}.npy"
@@ -72,7 +85,17 @@ class BestFitSamples(ShardSamples):
 def plan_rows(
     tokens: np.ndarray, marks: SpecialTokens, *, seq_len: int, kinds: bool = False
 ) -> np.ndarray:
-    """Return the plan of a shard's tokens, as `BestFitSamples._plan` does. kinds: they are those of conversations."""
+    """Compute the packing plan of a shard. The module's docstring has an example.
+
+    Args:
+        tokens: the ids of the shard, of shape (tokens,).
+        marks: ids that begin and end a document.
+        seq_len: labels of a sequence, which has one token more.
+        kinds: the tokens are those of conversations, and their ids have kinds (special_tokens.py).
+
+    Returns:
+        int64[3, pieces]: sequence (ascending), start in the shard, and length of each piece.
+    """
     if kinds:
         starts, lengths = _whole_conversations(tokens, seq_len=seq_len)
         order = np.argsort(-lengths, kind="stable")
@@ -85,14 +108,15 @@ def plan_rows(
     # A shard may begin and end within a long document.
     edges = np.unique(np.concatenate([[0], *found, [len(tokens)]]))
     begins, num_labels = edges[:-1], np.diff(edges) - 1
-    # Full rows overlap in one token, as those of cut text do.
+    # Full sequences overlap in one token, as sequences of cut text do.
     num_full, rest = np.divmod(num_labels, seq_len)
     count = np.arange(num_full.sum()) - np.repeat(np.cumsum(num_full) - num_full, num_full)
     full = np.repeat(begins, num_full) + count * seq_len
     has_rest = rest > 0
     starts, lengths = (begins + num_full * seq_len)[has_rest], rest[has_rest] + 1
-    # Where only begin tokens mark documents, the rest of one has to begin its row. Elsewhere, nothing may follow a document
-    # that goes on in the next shard, so it takes all of a row.
+    # If only begin tokens mark documents, the rest of a document must come first in its sequence, since no token separates it
+    # from the document before. With end tokens, nothing may follow a document that continues in the next shard. It takes a
+    # whole sequence.
     ends_open = (starts + lengths == len(tokens)) & (tokens[-1] != marks.eos_id)
     opens = tokens[starts] != marks.bos_id if marks.eos_id is None else ends_open
     order = np.lexsort((-lengths, ~opens))
@@ -106,15 +130,15 @@ def plan_rows(
 
 
 def _whole_conversations(tokens: np.ndarray, *, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return where the conversations of a shard begin, and how many tokens of each make a sample.
+    """Return start and length of the conversations in a shard, cut to whole answers.
 
-    One that does not fit into a row ends after the last answer that does, or is left out.
+    A conversation that does not fit into a sequence ends after the last answer that fits. If no answer fits, it is left out.
     """
     kinds = tokens >> KIND_SHIFT
     starts = np.flatnonzero(kinds == START)
     lengths = np.diff(starts, append=len(tokens))
     is_long = lengths > seq_len + 1
-    # The token after each answer.
+    # Index of the token after each answer.
     ends = np.flatnonzero((kinds[:-1] == PREDICTED) & (kinds[1:] != PREDICTED)) + 1
     fitting = ends.searchsorted(starts + seq_len + 1, side="right") - 1
     shortened = np.where(fitting >= 0, ends[fitting] if len(ends) else 0, 0) - starts
@@ -132,8 +156,8 @@ def _whole_conversations(tokens: np.ndarray, *, seq_len: int) -> tuple[np.ndarra
 def _in_order(
     rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray, num_tokens: int
 ) -> np.ndarray:
-    """Return the plan of these pieces."""
-    # Rows are numbered in the order of the text, and keep the order of their pieces.
+    """Return the plan of these pieces, with sequences numbered in the order of the text."""
+    # A sequence is placed by its earliest piece, and keeps the order of its pieces.
     _, rows = np.unique(rows, return_inverse=True)
     first = np.full(rows.max(initial=-1) + 1, num_tokens)
     np.minimum.at(first, rows, starts)
@@ -142,14 +166,23 @@ def _in_order(
 
 
 def best_fit(lengths: list[int], opens: list[bool], *, capacity: int) -> list[int]:
-    """Return the row of each piece, in order: the fullest one that has room for it, or a new one."""
+    """Assign each piece, in order, to the fullest sequence that has room for it, or to a new sequence.
+
+    Args:
+        lengths: tokens of each piece.
+        opens: whether each piece must come first in its sequence.
+        capacity: tokens of a sequence.
+
+    Returns:
+        The sequence of each piece.
+    """
     by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
-    rooms = 0  # bit n is set if a row has room for n tokens
+    rooms = 0  # bit n is set if a sequence has room for n tokens
     rows, num_rows = [], 0
     for length, is_first in zip(lengths, opens, strict=True):
         fitting = 0 if is_first else rooms >> length
         if fitting:
-            # The lowest bit is the least room that is enough.
+            # The lowest bit that is set is the least room that is enough.
             room = length + (fitting & -fitting).bit_length() - 1
             row = by_room[room].pop()
             if not by_room[room]:

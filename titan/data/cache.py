@@ -1,11 +1,11 @@
-"""Tokenize finite sources once, into a cache that all processes map.
+"""Cache of tokenized text: each finite source is tokenized once, and all processes map the result.
 
-A cache entry is a folder of token shards named by a hash of everything that its content depends on. So an entry is never
-stale, only unused, and may be deleted at any time. Whoever writes it holds a file lock. The lock is the kernel's (flock) and
-ends with the process that holds it. So a killed process leaves nothing to clear, and the next one keeps its finished shards.
+A cache entry is a folder of token shards, named by a hash of everything that its content depends on. So an entry is never
+stale, only unused, and may be deleted at any time. The process that writes an entry holds a file lock. The lock is the kernel's
+(flock) and ends with the process. So a killed process leaves nothing to clean up, and the next process keeps its finished shards.
 
-The first process that needs a text tokenizes it, a long one with a worker on each core, while the others wait. It shows how
-long that takes. `titan prepare` does the same ahead of a run.
+The first process that needs a text tokenizes it, a long text with a worker on each core. The others wait. The first process
+shows how long that takes. `titan prepare` does the same ahead of a run.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ from titan.data.writer import Progress, TokenizationSpec, write_shards
 logger = logging.getLogger(__name__)
 
 _SHARD_TOKENS = 2**26  # an interrupted run loses at most one shard for each split
-_SHORT_BYTES = 2**24  # two seconds of work: starting workers takes as long
-_INTERVAL_S = 10.0  # between two lines of progress where there is no terminal
+_SHORT_BYTES = 2**24  # two seconds of work; starting the workers takes as long
+_INTERVAL_S = 10.0  # between two lines of progress, if there is no terminal
 
 
 def default_cache_folder() -> Path:
-    """Return titan/ in the user's cache folder (XDG base directory specification)."""
+    """Return the folder titan/ in the user's cache folder (XDG base directory specification)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan"
 
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Make `folder` if it is missing, and be the only process that writes there. Waits for another one.
+    """Create `folder` if it is missing, and lock it for writing. Wait if another process holds the lock.
 
-    Raises DataError for any error of the file system.
+    Raises:
+        DataError: the file system reports any error.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "lock").open("a") as lock:
             try:
-                # First without waiting, to say so before waiting.
+                # First without waiting, so that the message comes before the wait.
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 logger.info("waiting for another process that is tokenizing into %s", folder)
@@ -61,13 +62,13 @@ def exclusive(folder: Path) -> Iterator[None]:
 
 
 def cache_entry(cache_folder: str, key: str) -> Path:
-    """Return the folder of an entry, in `data.cache_folder` or the default."""
+    """Return the folder of a cache entry, in `data.cache_folder` or in the default folder."""
     root = Path(cache_folder).expanduser() if cache_folder else default_cache_folder()
     return root / "tokens" / key
 
 
 def cached_shards(documents: Documents, *, spec: TokenizationSpec, cache_folder: str) -> Path:
-    """Return the folder with the documents' tokens. Writes it first if it is missing."""
+    """Return the folder with the documents' tokens. Write it first if it is missing."""
     folder = cache_entry(cache_folder, spec.key(documents, shard_tokens=_SHARD_TOKENS))
     # Complete entries are found without a lock.
     if not (folder / INDEX).is_file():
@@ -91,13 +92,13 @@ def cached_shards(documents: Documents, *, spec: TokenizationSpec, cache_folder:
 
 
 def usable_cores() -> int:
-    """Return the cores this process may run on, which in a container or a Slurm job are fewer than the machine has."""
+    """Return the number of cores that this process may use, which a container or a Slurm job may limit."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
 def display(documents: Documents, *, title: str) -> Iterator[Callable[[Progress], None]]:
-    """Yield a function that shows progress on standard error: a bar on a terminal, else a line every ten seconds."""
+    """Yield a function that shows progress on stderr: a bar on a terminal, otherwise a line every ten seconds."""
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
@@ -109,7 +110,7 @@ def display(documents: Documents, *, title: str) -> Iterator[Callable[[Progress]
         task = bar.add_task(title, total=documents.num_bytes)
         begin = printed = time.monotonic()
 
-        # A closure, since the writer reports and only this function has the bar.
+        # A closure: the writer calls it, and only this function has the bar.
         def report(progress: Progress) -> None:
             nonlocal printed
             now = time.monotonic()
@@ -124,7 +125,7 @@ def display(documents: Documents, *, title: str) -> Iterator[Callable[[Progress]
 
 
 def describe(progress: Progress, num_bytes: int | None, *, elapsed_s: float) -> str:
-    """Return how much is done and, if the size is known, how fast and how long the rest will take."""
+    """Return a line of progress: the work done and, if the size is known, speed and time left."""
     done = f"{progress.documents:,} documents, {progress.tokens:,} tokens"
     speed = (progress.num_bytes - progress.bytes_before) / max(elapsed_s, 1e-9)
     if not num_bytes or not speed:

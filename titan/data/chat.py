@@ -1,9 +1,9 @@
-"""Turn conversations into tokens by the tokenizer's chat template, and say which of them are answers.
+"""Chat templates: they turn conversations into tokens, and mark which tokens belong to answers.
 
-A template is a Jinja text, of chat_template.jinja or tokenizer_config.json. It runs in Jinja's sandbox with the settings and
-functions that transformers documents for chat templates. Answers are what it writes within `{% generation %}`. In a template
-without these marks, an answer is what follows the prompt to it: the difference between the template of the messages before it,
-with `add_generation_prompt`, and of those up to it. The marks are the only way where a template changes earlier messages later.
+A template is a Jinja text, from chat_template.jinja or tokenizer_config.json. It runs in Jinja's sandbox with the settings and
+functions that transformers documents for chat templates. Answers are the text within `{% generation %}`. In a template without
+these marks, an answer is a difference: the text of the messages up to the answer, less the text of the messages before it with
+`add_generation_prompt`. A template that changes earlier messages later needs the marks.
 
 writer.py calls `ChatTemplate.encode` for each conversation, and `titan generate` calls `prompt`. Imports no torch.
 """
@@ -32,12 +32,13 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
 
 Messages = list[dict[str, Any]]
-# Around answers in the rendered text. They are no characters (Unicode, section 23.7), and `reading` leaves none in a message.
+# Marks around answers in the rendered text. Unicode reserves these two code points as noncharacters (section 23.7), and
+# reading.py replaces them in messages.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 
 
 class _Marks(Extension):
-    """Write marks where `{% generation %}` and `{% endgeneration %}` are."""
+    """Jinja extension that writes marks in place of `{% generation %}` and `{% endgeneration %}`."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's own type)
 
@@ -55,10 +56,19 @@ def _raise_exception(message: str) -> None:
 
 
 class ChatTemplate:
-    """Apply a tokenizer's chat template. source: its text."""
+    """Chat template of a tokenizer.
+
+    Attributes:
+        source: the text of the template.
+        tokenizer: the tokenizer that encodes the rendered text.
+    """
 
     def __init__(self, source: str, tokenizer: Tokenizer) -> None:
-        """Compile the template. Raises DataError if it is no Jinja."""
+        """Compile the template.
+
+        Raises:
+            DataError: the text is not valid Jinja.
+        """
         self.source, self.tokenizer = source, tokenizer
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Marks, "jinja2.ext.loopcontrols"]
@@ -78,7 +88,11 @@ class ChatTemplate:
 
     @staticmethod
     def of(tokenizer: Tokenizer) -> ChatTemplate:
-        """Return the template of a tokenizer. Raises DataError if it has none."""
+        """Return the template of a tokenizer.
+
+        Raises:
+            DataError: the tokenizer has no template.
+        """
         if not tokenizer.chat_template:
             where = f"tokenizer {tokenizer.file}" if tokenizer.file else "the embedded tokenizer"
             raise DataError(
@@ -91,15 +105,31 @@ class ChatTemplate:
         return type(self), (self.source, self.tokenizer)  # a compiled template has no pickle
 
     def prompt(self, messages: Messages, *, where: str) -> list[int]:
-        """Return the ids of a conversation up to where its next answer begins. Raises DataError."""
+        """Return the ids of a conversation up to the beginning of its next answer.
+
+        Args:
+            messages: the conversation so far.
+            where: file and line of the conversation, for an error message.
+
+        Raises:
+            DataError: the template refuses the messages, or a message spells a special token.
+        """
         self._check(messages, where=where)
         text = self._render(messages, where=where, add_generation_prompt=True)
         return self.tokenizer.encode_rendered(_plain(text))[0]
 
     def encode(self, messages: Messages, *, where: str) -> np.ndarray:
-        """Return the ids of a conversation, int64, each with its kind (special_tokens.py): an answer's are PREDICTED.
+        """Return the ids of a conversation, each with its kind (special_tokens.py): PREDICTED for an answer's tokens.
 
-        Raises DataError that begins with `where`, if the template refuses the conversation or has no answers in it.
+        Args:
+            messages: the whole conversation.
+            where: file and line of the conversation, with which an error message begins.
+
+        Returns:
+            int64[tokens]: id and kind of each token.
+
+        Raises:
+            DataError: the template refuses the conversation, or has no answers in it.
         """
         import numpy as np
 
@@ -117,7 +147,7 @@ class ChatTemplate:
 
     @cached_property
     def end_ids(self) -> set[int]:
-        """Return the special token that the template writes first after the text of an answer, if it writes one."""
+        """Return the first special token that the template writes after an answer, as a set of at most one id."""
         answer = "An answer."
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
         _, found, after = _plain(self._render(messages, where="chat")).rpartition(answer)
@@ -125,7 +155,7 @@ class ChatTemplate:
         return {*[i for i in self.tokenizer.encode_rendered(after)[0] if i in special][:1]}
 
     def _with_answers(self, messages: Messages, *, where: str) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text of a conversation, and where its answers begin and end in it, in characters."""
+        """Return the text of a conversation, and the (begin, end) of each answer in it, in characters."""
         text = self._render(messages, where=where)
         if "endgeneration" in self.source:
             return _plain(text), _marked(text)
@@ -155,7 +185,7 @@ class ChatTemplate:
             raise DataError(f"{where}: the chat template refuses the messages: {why}") from error
 
     def _check(self, messages: Messages, *, where: str) -> None:
-        """Raise DataError for a message whose text spells a special token, which would become that token."""
+        """Raise DataError for a message whose text spells a special token, which the tokenizer would recognize."""
         for number, message in enumerate(messages, start=1):
             texts = [*_texts(message)]
             if found := next(
@@ -167,7 +197,7 @@ class ChatTemplate:
 
 
 def answer_ends(tokenizer: Tokenizer) -> list[int]:
-    """Return all ids that end an answer of a model with this tokenizer: first its chat template's, if that writes any."""
+    """Return all ids that end an answer of a model with this tokenizer, the chat template's own first."""
     ends: set[int] = set()
     with suppress(DataError):  # a template that takes no plain question and answer
         ends = ChatTemplate.of(tokenizer).end_ids
@@ -175,7 +205,7 @@ def answer_ends(tokenizer: Tokenizer) -> list[int]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield all texts of a message, at any depth. A template may write the keys of arguments, too."""
+    """Yield all texts of a message, at any depth. Keys count too, since a template may write the keys of arguments."""
     if isinstance(value, str):
         yield value
     for inner in value.items() if isinstance(value, dict) else ():
@@ -189,7 +219,7 @@ def _plain(text: str) -> str:
 
 
 def _marked(text: str) -> list[tuple[int, int]]:
-    """Return where the marked parts begin and end in the text without its marks."""
+    """Return the (begin, end) of each marked part, counted in the text without marks."""
     found, begin = [], 0
     for number, mark in enumerate(re.finditer(f"[{_BEGIN}{_END}]", text)):
         place = mark.start() - number

@@ -1,13 +1,13 @@
-"""Read tasks of an evaluation: questions with choices, and texts to complete, one JSON object a line. Imports no torch.
+"""Tasks of an evaluation: questions with choices, and texts to complete, one JSON object a line. Imports no torch.
 
     {"context": "The cat sat on", "choices": [" the mat.", " a the."], "answer": 0}     a question with choices
     {"context": "The cat sat on the", "target": " mat"}                                  a cloze
 
-A continuation is scored as it is written, so it brings its space. All figures are lm-evaluation-harness's of these names:
+A continuation is scored as it is written, so it contains its leading space. The figures are those of lm-evaluation-harness:
 
     acc              choices: the answer is the likeliest choice; cloze: each token of the target is the likeliest (greedy)
     acc_norm         choices: the answer has the highest log-likelihood per character
-    log_likelihood   mean over the examples of the answer's or target's, in nats; exp(-log_likelihood) is the harness's perplexity
+    log_likelihood   of the answer or target, in nats, averaged over the examples; exp(-log_likelihood) is the harness's perplexity
 """
 
 from __future__ import annotations
@@ -23,13 +23,19 @@ from titan.config.errors import choose
 from titan.data import DataError
 from titan.untrusted import InputError, parse_json, read_lines
 
-FOLDER = Path(__file__).parent / "tasks"  # the shipped ones; scripts/draw_tasks.py draws them
+FOLDER = Path(__file__).parent / "tasks"  # the shipped tasks, which scripts/draw_tasks.py draws
 _MOST = 1_000_000  # examples of a file
 
 
 @dataclass(frozen=True)
 class Example:
-    """Hold a context and what may follow it. answer: the number of the right choice; of a cloze, which has one, 0."""
+    """A context and its possible continuations.
+
+    Attributes:
+        context: text before the continuation.
+        choices: the continuations. A cloze has one.
+        answer: index of the right choice. It is 0 for a cloze.
+    """
 
     context: str
     choices: Sequence[str]
@@ -38,7 +44,13 @@ class Example:
 
 @dataclass(frozen=True)
 class ExampleTask:
-    """Hold the examples of a task. name: that of its file. kind: "choices" or "target", for all of them."""
+    """Examples of a task.
+
+    Attributes:
+        name: name of the task's file without its ending.
+        kind: "choices" or "target", the same for all examples.
+        examples: the examples, in the order of the file.
+    """
 
     name: str
     kind: str
@@ -50,7 +62,11 @@ class ExampleTask:
         return [(e.context, choice) for e in self.examples for choice in e.choices]
 
     def figures(self, scores: Sequence[tuple[float, bool]]) -> dict[str, float]:
-        """Return the figures of the task from log-likelihood and greediness of its pairs."""
+        """Compute the figures of the task.
+
+        Args:
+            scores: log-likelihood in nats of each of `pairs`, and whether its continuation is greedy.
+        """
         rest = iter(scores)
         found = [(e, [next(rest) for _ in e.choices]) for e in self.examples]
         log_likelihood = fmean(of[e.answer][0] for e, of in found)
@@ -66,21 +82,24 @@ class ExampleTask:
 
 
 def shipped() -> dict[str, Path]:
-    """Return the files of the tasks that come with titan, by name."""
+    """Return the files of the tasks that come with titan, by task name."""
     return {file.stem: file for file in sorted(FOLDER.glob("*.jsonl"))}
 
 
 def is_file(task: str) -> bool:
-    """Return whether a task is named by its file, not by a name."""
+    """Return whether a task is given as a file, not by name."""
     return task.lower().endswith(".jsonl") or "/" in task
 
 
 def read_task(task: str, *, num_examples: int = 0) -> ExampleTask:
-    """Return a task. Raises DataError with file, line and fix.
+    """Read a task.
 
     Args:
-        task: the name of a shipped one, or a .jsonl file.
-        num_examples: how many to take from its beginning; 0: all.
+        task: name of a shipped task, or a .jsonl file.
+        num_examples: number of examples to take from the beginning of the file. 0 takes all.
+
+    Raises:
+        DataError: the task is unknown, or its file is unusable. The message has file, line and fix.
     """
     file = Path(task).expanduser() if is_file(task) else shipped().get(task)
     if file is None:
@@ -108,7 +127,7 @@ def read_task(task: str, *, num_examples: int = 0) -> ExampleTask:
 
 
 def _parse(line: str, *, where: str) -> tuple[str, Example]:
-    """Return kind and example of a line. Raises DataError."""
+    """Return kind and example of a line, or raise DataError."""
     row = parse_json(line, dict[str, Any], name=where)
     context, target = row.get("context"), row.get("target")
     if not isinstance(context, str):

@@ -1,7 +1,8 @@
-"""Which files a path means, and what each ending of a name says. Every reader of data, prompts, tasks and captions asks here.
+"""Files that a path means, and the format that each file name ending stands for.
 
-Endings are compared in lower case, and `.gz` belongs to the ending before it: "A.JSONL.GZ" ends in ".jsonl.gz". In a folder,
-hidden files and folders are left out, as a glob leaves them out, and each linked folder is entered once.
+Every reader of data, prompts, tasks and captions asks here. Endings are compared in lower case, and `.gz` belongs to the ending
+before it: "A.JSONL.GZ" ends in ".jsonl.gz". Hidden files and folders of a folder are left out, as a glob leaves them out, and each
+linked folder is entered once.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ TEXT = (".txt", ".md")
 JSONL = (".jsonl", ".ndjson", ".json")
 CSV = (".csv", ".tsv")
 PARQUET = (".parquet",)
-# Packed as .gz, these are read as well. Parquet has a compression of its own.
+# Formats that are also read with .gz. Parquet has its own compression.
 _PACKABLE = (*TEXT, *JSONL, *CSV)
-# What people have, and nothing here reads.
+# Formats that people have, and that nothing here reads.
 _UNREAD = {
     *(".zst", ".bz2", ".xz", ".lz4", ".zip", ".7z", ".tar", ".tgz", ".arrow"),
     ".pdf",
@@ -29,19 +30,19 @@ _UNREAD = {
 
 
 def ending_of(file: Path) -> str:
-    """Return the ending of a name in lower case, with the one before `.gz`: ".jsonl.gz"."""
+    """Return the ending of a file name in lower case, together with the ending before `.gz`: ".jsonl.gz"."""
     name = file.with_name(file.name.lower())
     before = Path(name.stem).suffix if name.suffix == ".gz" else ""
     return before + name.suffix
 
 
 def is_jsonl(file: Path) -> bool:
-    """Return whether a file's name says that each of its lines is JSON."""
+    """Return whether the name of a file says that each of its lines is JSON."""
     return ending_of(file).removesuffix(".gz") in JSONL
 
 
 def walk(folder: Path) -> Iterator[Path]:
-    """Yield the files of a folder and those below it, sorted within each folder."""
+    """Yield the files in a folder and its subfolders, sorted within each folder."""
     entered = set()
     # A link may lead to a folder above it.
     for parent, folders, names in os.walk(folder, followlinks=True):
@@ -57,10 +58,17 @@ def walk(folder: Path) -> Iterator[Path]:
 
 
 def find_files(path: str, *, endings: Collection[str]) -> tuple[list[Path], str]:
-    """Return the files that a path means, and a remark about files of its folder that are left out.
+    """Find the files that a path means.
 
-    The path is a file, whatever its name, a folder, of which files with one of the endings (packed as .gz too) are taken, or
-    a glob. Raises DataError if there is none, or if a file that is named is of a kind that nothing here reads.
+    Args:
+        path: a file of any name, a folder, or a glob.
+        endings: endings of the files to take from a folder. Packed files (.gz) are taken too.
+
+    Returns:
+        The files, and a remark about files of the folder that are left out.
+
+    Raises:
+        DataError: there is no such file, or nothing reads the format of a named file.
     """
     where = Path(path).expanduser()
     if not path.strip():
@@ -98,7 +106,7 @@ def find_files(path: str, *, endings: Collection[str]) -> tuple[list[Path], str]
 
 
 def _matches(pattern: Path) -> list[Path]:
-    """Return the files that a glob matches. Of its folders, those that exist are taken as they are called, brackets included."""
+    """Return the files that a glob matches. Leading folders that exist are taken literally, brackets included."""
     root, rest = Path(), [*pattern.parts]
     while rest and (root / rest[0]).exists():
         root /= rest.pop(0)
@@ -107,7 +115,7 @@ def _matches(pattern: Path) -> list[Path]:
 
 
 def _hint(others: Counter[str], path: str) -> str:
-    """Return a glob of the files that a folder has most of, if it has any."""
+    """Return a glob for the most common ending in a folder, or nothing for an empty folder."""
     named = Counter({ending: n for ending, n in others.items() if ending})
     if not named:
         return ""

@@ -1,18 +1,18 @@
-"""Make the batches of each step ahead of time, with one integer as the position.
+"""Loader that prepares the batches of each step ahead of time. One integer is its position.
 
-With p samples consumed so far, micro-batch a (of A), data-parallel rank r (of R) and local row j (of B), the global
-sample is p + a*R*B + r*B + j, and a step consumes A*R*B of them. So the samples of a step do not depend on how
-ranks and accumulation share them out, and a run that resumes on another number of ranks goes on exactly. Streams are the
-exception: each rank has a part of them, and a bookmark in it (streams.py).
+With p samples consumed so far, micro-batch a (of A), data-parallel rank r (of R) and local sample j (of B), the global
+sample is p + a*R*B + r*B + j, and a step consumes A*R*B samples. So the samples of a step do not depend on the split into
+ranks and accumulation, and a run that resumes on another number of ranks continues exactly. Streams are the exception: each
+rank has its part of them, and a bookmark in that part (streams.py).
 
-Samples to leave out (titan/health/recovery.py says when) are ranges of numbers. A step that would touch such a range begins
-after it, which is the same on every layout.
+Samples to leave out (titan/health/recovery.py chooses them) are ranges of numbers. A step that would touch such a range begins
+after it, in the same way on every layout.
 
-A phase of the run (titan/config/phases.py) may change the length of sequences and the weights of sources. Samples are then numbered
-again from its first position on, and the state has the `Part`: where each source stands, in tokens.
+A phase of the run (titan/config/phases.py) may change the length of sequences and the weights of sources. Samples are then
+numbered again from the phase's first position, and the state contains the `Part`: the position of each source in tokens.
 
-A background thread prepares some steps. What it has read ahead is not part of the state: `state_dict()` is the state after
-the last step that was handed out.
+A background thread prepares some steps ahead. They are not part of the state: `state_dict()` is the state after the last step
+that was handed out.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ Collate = Callable[..., TensorBatch]
 
 @dataclass(frozen=True)
 class _Step:
-    """A step from the background thread, and the loader's state after it."""
+    """Batches of a step from the background thread, and the loader's state after the step."""
 
     batches: list[Any]
     state: dict[str, Any]
 
 
 class Loader:
-    """Return the batches of one data-parallel rank, step by step. Call `close()` at the end."""
+    """Batches of one data-parallel rank, step by step. Call `close()` at the end."""
 
     def __init__(
         self,
@@ -54,14 +54,22 @@ class Loader:
         dataloader: s.DataloaderSection,
         accumulation: int = 1,
     ) -> None:
-        """collate: makes a batch of what `samples.get` returns, given the number of its first sample."""
+        """Open the loader at position 0. `load_state_dict` moves it.
+
+        Args:
+            samples: the samples to read.
+            share: this rank's share of the samples.
+            collate: makes a batch from the result of `samples.get`, given `first_sample`, the number of its first sample.
+            dataloader: the section [training.dataloader].
+            accumulation: micro-batches of a step.
+        """
         self.samples, self.share = samples, share
         self._collate, self._accumulation = collate, accumulation
         self._prefetch = dataloader.prefetch_factor if dataloader.num_workers else 0
         self._pin = dataloader.pin_memory and torch.cuda.is_available()
-        # Of the first samples, and what is wanted in its place from the next step on: lengths and weights.
+        # Settings at the beginning of the run, and changes (length, weights) requested from the next step on.
         self._first_part, self._wanted = samples.part(), {}
-        # Replaced as a whole with each step, so that a saved state never changes afterwards.
+        # A new dictionary for each step, so that a saved state never changes afterwards.
         self._state: dict[str, Any] = {"position": 0}
         self._steps: Iterator[_Step] | None = None
         self._validation: list[Any] = []
@@ -79,19 +87,25 @@ class Loader:
         return step.batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return {"position": samples consumed by all ranks}, JSON-able, with "skipped" ranges of samples if there are any.
+        """Return the JSON-able state: {"position": samples consumed by all ranks}.
 
-        The position is enough to resume finite text, on any number of ranks. Of a stream each rank has a part, and its place in
-        it is its "bookmark".
+        The state has more keys if there is more to say: "skipped" has ranges of samples to leave out, "part" has the settings
+        of the phase, and "bookmark" has this rank's place in a stream. The position is enough to resume finite text on any
+        number of ranks.
         """
         return self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the steps of `state`. "bookmarks" are those of all ranks, of which this rank takes one.
+        """Continue after the steps of `state`.
 
-        Raises DataError if a stream was split among another number of ranks.
+        Args:
+            state: the result of `state_dict`. "bookmarks", if present, has the bookmarks of all ranks, and this rank takes
+                its own.
+
+        Raises:
+            DataError: a stream was split among another number of ranks.
         """
-        # What the thread has read ahead belongs to the old position.
+        # Steps that the thread has read ahead belong to the old position.
         self.close()
         self._state = {**state}
         bookmarks = self._state.pop("bookmarks", [])
@@ -105,39 +119,49 @@ class Loader:
             self._state["bookmark"] = bookmarks[self.share.rank]
 
     def reshare(self, share: RankShare) -> None:
-        """Go on as another data-parallel rank, or one of another number of them."""
+        """Change this loader's data-parallel rank and world size. The position is kept."""
         if share != self.share:
-            self.load_state_dict(self._state)  # what is read ahead belongs to the old share
+            self.load_state_dict(self._state)  # drops steps read ahead for the old share
             self.share = share
 
     def change(
         self, *, batch: int, accumulation: int, seq_len: int, weights: Sequence[float]
     ) -> None:
-        """Go on with steps of another size, sequences of another length, and other shares of the sources.
+        """Change the size of steps, the length of sequences and the weights of sources from the next step on.
 
-        weights: empty: as they are.
+        Args:
+            batch: samples of a micro-batch.
+            accumulation: micro-batches of a step.
+            seq_len: tokens of a sequence.
+            weights: relative shares of the sources. Empty keeps the present shares.
         """
-        self.load_state_dict(self._state)  # what is read ahead belongs to the old sizes
+        self.load_state_dict(self._state)  # drops steps read ahead with the old sizes
         self.share, self._accumulation = replace(self.share, batch=batch), accumulation
         self._wanted = {"seq_len": seq_len} | ({"weights": [*weights]} if weights else {})
 
     def skip(self, first: int, end: int) -> None:
-        """Leave out samples first to end - 1. The next step is the next one that touches none of them."""
+        """Leave out samples `first` to `end` - 1. The next step is the next one that touches none of them."""
         skipped = sorted([*self._state.get("skipped", []), [first, end]])
         self.load_state_dict(self._state | {"skipped": skipped})
 
     def validation_batches(self, steps: int) -> Iterator[Any]:
-        """Return `steps` batches from the beginning of the samples, the same each time. -1 returns those of all the text.
+        """Return `steps` batches from the beginning of the samples, the same batches each time.
 
-        Finite text is read once at most. There are no batches past its end, and rows past it are ignored, so
-        that no sample counts twice in any layout. Batches of a stream are kept, so that it is read once. Raises DataError
-        for -1 with a stream. Use a separate loader, not the one that trains.
+        Finite text is read at most once. Samples past its end are ignored, so that no sample counts twice in any layout.
+        Batches of a stream are kept in memory, so that the stream is read once. Use a separate loader, not the loader that
+        trains.
+
+        Args:
+            steps: number of batches. -1 returns the batches of all the text.
+
+        Raises:
+            DataError: `steps` is -1, and the samples are a stream.
         """
         assert self._steps is None, "validation rewinds the samples; use a separate loader"
         num_samples = self.samples.num_samples
         is_stream = num_samples is None
         if num_samples is not None:
-            # A last, incomplete stride still counts: samples past the end are ignored.
+            # An incomplete last stride counts too: its samples past the end are ignored.
             all_steps = -(-num_samples // self.share.stride)
             steps = all_steps if steps == -1 else min(steps, all_steps)
         elif steps == -1:
@@ -146,7 +170,7 @@ class Loader:
             )
         if is_stream and len(self._validation) == steps:
             return iter(self._validation)
-        # Permutations start at epoch 0, so the same samples come each time.
+        # Epoch 0 has the same permutation each time, so the samples are the same too.
         self.samples.seek(0)
         batches = (
             self._make_batch(step * self.share.stride, end=num_samples) for step in range(steps)
@@ -156,13 +180,13 @@ class Loader:
         return iter(self._validation) if is_stream else batches
 
     def close(self) -> None:
-        """End the background thread, and drop what it has read ahead."""
+        """Stop the background thread, and drop the steps that it has read ahead."""
         if isinstance(self._steps, _Prefetcher):
             self._steps.close()
         self._steps = None
 
     def _begin_part(self) -> int:
-        """Have the samples made as the state says, or as is wanted from here on. Return the first position of the part."""
+        """Switch to the phase in the state, or to the requested settings. Return the first position of the phase."""
         if self._first_part is None:
             return 0
         part = Part(**self._state["part"]) if "part" in self._state else self._first_part
@@ -176,13 +200,13 @@ class Loader:
         return new.first
 
     def _make_steps(self, position: int) -> Iterator[_Step]:
-        # What stays the same in every step.
+        # Parts of the state that every step keeps.
         kept = {key: self._state[key] for key in ("skipped", "part") if key in self._state}
         skipped = kept.get("skipped", [])
         num_samples = self._accumulation * self.share.stride
         while True:
             first = _after_skipped(position, num_samples, skipped)
-            # Read and dropped, since a stream cannot pass over samples.
+            # Read the samples in between and drop them, since a stream cannot skip samples.
             for begin in range(position, first, self.share.stride):
                 self._make_batch(begin)
             position = first
@@ -197,8 +221,8 @@ class Loader:
             yield _Step(batches, state)
 
     def _make_batch(self, begin: int, *, end: int | None = None) -> Any:
-        """Return the rank's share of the stride of samples from `begin` on. Ignore samples from `end` on."""
-        # Rows of one rank are consecutive, those of all ranks make the stride.
+        """Return the rank's part of the stride of samples that begins at `begin`. Ignore samples from `end` on."""
+        # The samples of a rank are consecutive. The samples of all ranks make the stride.
         first = begin + self.share.rank * self.share.batch
         part = self.samples.part()
         numbers = np.arange(first, first + self.share.batch)
@@ -210,7 +234,7 @@ class Loader:
 
 
 def _after_skipped(position: int, num_samples: int, skipped: Sequence[Sequence[int]]) -> int:
-    """Return the first position from `position` on where a step meets none of the ranges, which are sorted."""
+    """Return the first position at or after `position` at which a step touches none of the sorted ranges."""
     for first, end in skipped:
         if position < end and first < position + num_samples:
             position = end
@@ -218,13 +242,13 @@ def _after_skipped(position: int, num_samples: int, skipped: Sequence[Sequence[i
 
 
 class _Prefetcher(Iterator[_Step]):
-    """Run an iterator ahead of its reader, in a thread. The reader gets its exceptions."""
+    """Iterator that runs ahead of its reader in a thread. Exceptions reach the reader."""
 
     def __init__(self, steps: Iterator[_Step], *, depth: int) -> None:
         # A full queue makes the thread wait: it reads at most `depth` steps ahead.
         self._queue: queue.Queue[_Step | BaseException] = queue.Queue(maxsize=depth)
         self._closed = threading.Event()
-        # The training thread's device, which a new thread does not inherit.
+        # The device of the training thread, which a new thread does not inherit.
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._thread = threading.Thread(
             target=self._run, args=(steps,), name="titan-prefetch", daemon=True
@@ -234,19 +258,18 @@ class _Prefetcher(Iterator[_Step]):
     def _run(self, steps: Iterator[_Step]) -> None:
         try:
             if self._device is not None:
-                torch.cuda.set_device(
-                    self._device
-                )  # a new thread uses device 0, where pinning would make a context
+                # A new thread uses device 0, and pinning would create a context there.
+                torch.cuda.set_device(self._device)
             for step in steps:
                 self._put(step)
                 if self._closed.is_set():
                     return
         except BaseException as error:
             while not self._closed.is_set():
-                self._put(error)  # repeatedly: a reader that asks again must not hang
+                self._put(error)  # again and again: a reader that asks once more must not hang
 
     def _put(self, item: _Step | BaseException) -> None:
-        # In short waits, so that `close` ends a thread whose queue is full.
+        # Wait in short intervals, so that `close` ends a thread whose queue is full.
         while not self._closed.is_set():
             with suppress(queue.Full):
                 self._queue.put(item, timeout=0.1)

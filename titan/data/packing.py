@@ -1,6 +1,7 @@
-"""Make a batch for a training step from rows of tokens.
+"""Batches of a training step, made from sequences of tokens.
 
-Legend: B batch, S sequence length. A row has T = S + 1 tokens, so that each of its S inputs has a label.
+B batch, S sequence length, T = S + 1 tokens of a sample, so that each of the S inputs has a label, M modules of multi-token
+prediction, N documents
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from titan.parallel.documents import document_ends
 
 @dataclass(frozen=True, kw_only=True)
 class Batch(TensorBatch):
-    """Hold one micro-batch of text. The tensors are int64[B, S]."""
+    """One micro-batch of text. The tensors are int64[B, S], unless their docstring says otherwise."""
 
     ALONG_SEQUENCE: ClassVar[tuple[str, ...]] = (
         "tokens_BS",
@@ -33,21 +34,24 @@ class Batch(TensorBatch):
 
     tokens_BS: Tensor
     labels_BS: Tensor
-    """The token that follows each token; IGNORED where it is not to be predicted."""
+    """The token after each token, or IGNORED if it is not to be predicted."""
     positions_BS: Tensor | None = None
-    """Positions counted from each document's beginning; None: from the sequence's."""
+    """Positions counted from the beginning of each document, or None to count from the beginning of the sequence."""
     document_ids_BS: Tensor | None = None
-    """Number of the document within its sequence, for the attention mask; None: only the causal mask."""
+    """Number of the document within its sequence, for the attention mask, or None for the causal mask alone."""
     document_ends_BN: Tensor | None = None
-    """Where each document of a row ends, of `titan.parallel.documents.document_ends`: int32, the same for all context parallel ranks."""
+    """int32: cu_seqlens of the documents, from `titan.parallel.documents.document_ends`. Equal on all context-parallel ranks."""
 
     further_targets_BSM: Tensor | None = None
-    """The token 1, 2, ... places after each, int64[B, S, M], for M modules of multi-token prediction."""
+    """int64[B, S, M]: inputs of multi-token prediction. Module m = 0, 1, ... reads the token m + 1 places ahead."""
     further_labels_BSM: Tensor | None = None
-    """What each module is to predict: the token after that one; IGNORED where it is another document's, or beyond the row."""
+    """int64[B, S, M]: labels of multi-token prediction. Module m predicts the token m + 2 places ahead.
+
+    The label is IGNORED if that token is in another document or beyond the sequence.
+    """
 
     def with_further_targets(self, count: int) -> Batch:
-        """Return the batch with what `count` modules of multi-token prediction read and predict. Rows must be whole."""
+        """Return the batch with inputs and labels for `count` modules of multi-token prediction. Sequences must be whole."""
         tokens, labels = [], []
         ids_BS, length = self.document_ids_BS, self.tokens_BS.shape[1]
         places = torch.arange(length, device=self.tokens_BS.device)
@@ -55,7 +59,7 @@ class Batch(TensorBatch):
             is_known = places < length - ahead
             if ids_BS is not None:
                 is_known = is_known & (ids_BS == ids_BS.roll(-ahead, dims=1))
-            # What comes around from the beginning of the row is seen only by places that predict nothing.
+            # `roll` wraps around: tokens from the beginning of the sequence come to places whose label is IGNORED.
             tokens.append(self.tokens_BS.roll(-ahead, dims=1))
             labels.append(self.labels_BS.roll(-ahead, dims=1).where(is_known, IGNORED))
         return replace(
@@ -65,7 +69,7 @@ class Batch(TensorBatch):
         )
 
     def ignore_from(self, row: int) -> None:
-        """Ignore the labels of the rows from `row` on, in place."""
+        """Ignore the labels of the samples from index `row` on, in place."""
         self.labels_BS[row:] = IGNORED
 
 
@@ -77,34 +81,40 @@ def pack(
     document_mask: bool,
     first_sample: int = 0,
 ) -> Batch:
-    """Return inputs and labels of rows of S + 1 tokens, of which the last may be padding, IGNORED.
+    """Make a batch from samples.
 
     Args:
-        reset_positions: count positions from the last document start in the sequence. A document that began in an
-            earlier sequence counts from 0.
+        rows_BT: int64, tokens with their kinds (special_tokens.py). The end of a sample may be padding, IGNORED.
+        special_tokens: ids that begin and end a document.
+        reset_positions: count positions from the last document start in the sequence. A document that began in an earlier
+            sequence counts from 0.
         document_mask: number the documents of a sequence from 0, and ignore a label that belongs to the next document.
+        first_sample: global number of the first sample.
+
+    Returns:
+        A batch on the CPU.
     """
     kinds_BT = np.maximum(rows_BT, 0) >> KIND_SHIFT  # 0 for text and padding
     rows_BT = without_kind(rows_BT)
     labels_BS = rows_BT[:, 1:].copy()
     labels_BS[kinds_BT[:, 1:] >= CONTEXT] = IGNORED
-    # Padding: ignored as a label, and one document as an input.
+    # Padding is ignored as a label. As input, all padding of a sample is one document.
     is_padding_BT = rows_BT < 0
     if is_padding_BT.any():
         mark = special_tokens.eos_id if special_tokens.bos_id is None else special_tokens.bos_id
         rows_BT = np.where(is_padding_BT, mark or 0, rows_BT)
-    none = np.zeros_like(rows_BT, dtype=bool)  # to look for them takes longer
+    none = np.zeros_like(rows_BT, dtype=bool)  # cheaper than a search for starts
     starts_BT = special_tokens.starts(rows_BT) if reset_positions or document_mask else none
-    # A conversation says itself where it begins, whatever tokens its template writes.
+    # The kinds show where a conversation begins, whatever tokens its template writes.
     starts_BT = np.where(kinds_BT > 0, kinds_BT == START, starts_BT)
     starts_BT[:, 1:] &= ~(is_padding_BT[:, 1:] & is_padding_BT[:, :-1])
-    # The last token of a row is a label only.
+    # The last token of a sample is a label only.
     starts_BS = starts_BT[:, :-1].copy()
     starts_BS[:, 0] = False  # the first token of a sequence always begins document 0
     positions_BS = document_ids_BS = document_ends_BN = None
     if reset_positions:
         place_S = np.arange(starts_BS.shape[1])
-        # Place of the newest document start at or before each token.
+        # Place of the last document start at or before each token.
         start_BS = np.maximum.accumulate(np.where(starts_BS, place_S, 0), axis=1)
         positions_BS = torch.from_numpy(place_S - start_BS)
     if document_mask:

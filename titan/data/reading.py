@@ -1,11 +1,12 @@
-"""Read documents from files (text, JSON Lines, CSV, Parquet) in bounded memory, whatever a file holds.
+"""Readers of documents from files (text, JSON Lines, CSV, Parquet). Memory is bounded, whatever a file contains.
 
-Each reader yields the documents of one file. It raises `DataError`, which names the file and, where it can, the line. An
-empty text and a null are no document in any format. sources.py decides which reader reads which file.
+Each reader yields the documents of one file. All functions here raise `DataError` for a file or row that is unusable. It
+names the file and, if possible, the line. An empty text and a null are not documents in any format. sources.py selects the
+reader of a file.
 
-`pieces` cuts long documents, so that no document needs to fit in memory and several workers can share one. A document of at
-most `PIECE_CHARS` characters is one piece. A longer one is cut between a word and the space before the next, or after a
-line, where the patterns of GPT-2's and Llama 3's tokenizers cut anyway, so the tokens stay the same. Only text without
+`pieces` cuts long documents, so that no document needs to fit in memory and several workers can share one document. A document
+of at most `PIECE_CHARS` characters is one piece. A longer document is cut between a word and the space before the next word, or
+after a line. The patterns of GPT-2's and Llama 3's tokenizers cut there too, so the tokens stay the same. Only text without
 spaces and lines is cut elsewhere. The cuts depend on the text alone.
 """
 
@@ -30,15 +31,14 @@ from titan.untrusted import Unpacked
 
 # Characters of a piece: small enough to hand to a worker, large enough that few tokens are near a cut.
 PIECE_CHARS = 2**17
-_WINDOW = 2**14  # characters at the end of a piece in which to look for a good place to cut
-# Before a space that follows a word, or after the end of a line.
+_WINDOW = 2**14  # characters at the end of a piece that are searched for a good place to cut
+# A good place: before a space that follows a word, or after the end of a line.
 _CUT = re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)")
-# Bytes read at once; the longest line of JSON Lines; from which length on a line is checked for
-# structure, and how much of that it may have; bytes of Parquet rows at once.
-_BLOCK_BYTES = 2**18
-_MAX_LINE_BYTES = 2**26
+_BLOCK_BYTES = 2**18  # bytes read at once
+_MAX_LINE_BYTES = 2**26  # longest line of JSON Lines
+# A longer line than the first number may have at most the second number of bytes outside of its texts.
 _LARGE_LINE_BYTES, _MAX_STRUCTURE_BYTES = 2**20, 2**20
-_BATCH_BYTES = 2**23
+_BATCH_BYTES = 2**23  # bytes of Parquet rows read at once
 _SET_KEY = "set text_key; for titan prepare and tokenizer, --text-key"
 _NO_TEXT = {int: "a number", float: "a number", bool: "true or false"}
 _NO_TEXT |= {list: "a list", dict: "an object", bytes: "binary"}
@@ -47,7 +47,7 @@ _UNREADABLE = (OSError, EOFError, zlib.error, UnicodeError, SyntaxError)
 
 @dataclass(frozen=True)
 class LongText:
-    """Hold a document that is read in pieces. Each call of `read` begins at its beginning."""
+    """Document that is read in pieces. Each call of `read` starts at the beginning of the document."""
 
     read: Callable[[], Iterator[str]]
 
@@ -57,7 +57,7 @@ Document = str | LongText
 
 @dataclass(frozen=True)
 class Conversation(LongText):
-    """Hold a list of messages as one piece of JSON. where: its file and line, for an error of the template."""
+    """List of messages, as one piece of JSON. `where` is its file and line, for an error of the template."""
 
     where: str
 
@@ -72,7 +72,7 @@ def pieces(blocks: Iterable[str]) -> Iterator[str]:
             end = begin + PIECE_CHARS
             # Candidates near the end only, so that pieces are nearly full.
             for cut in _CUT.finditer(rest, end - _WINDOW, end + 1):
-                end = cut.end()  # in the end, the last place in the window
+                end = cut.end()  # after the loop: the last good place in the window
             yield rest[begin:end]
             begin = end
         rest = rest[begin:]
@@ -87,9 +87,13 @@ def pieces_of(document: str | LongText) -> Iterator[str]:
 
 @dataclass
 class Meter:
-    """Say how far reading has come: in bytes of the files, for the progress bar, and as a place to begin again.
+    """Progress of reading: bytes for the progress bar, and file and group as a place to resume from.
 
-    group: of a Parquet file's row groups. Other files have one.
+    Attributes:
+        before: bytes of the files before the present one.
+        here: bytes read from the present file.
+        file: index of the present file.
+        group: index of the row group in a Parquet file. It stays 0 in other files.
     """
 
     before: int = 0
@@ -99,7 +103,7 @@ class Meter:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes read so far, of all files."""
+        """Return the bytes read so far from all files."""
         return self.before + self.here
 
 
@@ -115,18 +119,27 @@ def read_files(
     /,
     **options: str,
 ) -> Iterator[Document]:
-    """Yield the documents of the files, each read by `read(file, meter, **options)`, from a row group of file `first` on."""
+    """Yield the documents of several files.
+
+    Args:
+        files: the files, in order.
+        read: reader of one file, called as `read(file, meter, **options)`.
+        meter: is updated while reading.
+        first: index of the file to begin with.
+        group: row group of that file to begin with, if it is a Parquet file.
+        **options: keyword arguments of the reader.
+    """
     meter.before, meter.here, meter.group = sum(f.stat().st_size for f in files[:first]), 0, group
     for number, file in enumerate(files[first:], first):
         meter.file = number
         try:
-            # None and "" are no documents.
+            # None and "" are not documents.
             for document in read(file, meter, **options):
                 if document:
                     yield document
         except _UNREADABLE as error:
             raise _unreadable(str(file), error) from error
-        # The whole file counts now, whatever a reader's buffer has seen of it.
+        # Count the whole file now, even if the reader's buffer has not reached its end.
         meter.before, meter.here, meter.group = meter.before + file.stat().st_size, 0, 0
 
 
@@ -135,7 +148,7 @@ def _unreadable(where: str, error: Exception) -> DataError:
 
 
 class _Metered(Unpacked):
-    """Count the bytes that were read, for the progress bar."""
+    """File that counts the bytes read, for the progress bar."""
 
     def __init__(self, file: Path, meter: Meter) -> None:
         super().__init__(file)
@@ -162,7 +175,7 @@ def read_text(file: Path, meter: Meter) -> Iterator[Document]:
     """Yield a text file as one document."""
     reading = pieces(_decoded(file, meter))
     first = next(reading, "")
-    # A second reading costs less than keeping a text of any length.
+    # A long text is read a second time, which costs less than keeping text of any length in memory.
     is_short = next(reading, None) is None
     yield first if is_short else LongText(lambda: pieces(_decoded(file, meter)))
 
@@ -176,13 +189,13 @@ def _decoded(file: Path, meter: Meter) -> Iterator[str]:
     offset, line, block = 0, 1, b" "
     with _open(file, meter) as content:
         while block:
-            # A character may be cut by the end of a block: its first bytes wait in the decoder.
+            # The end of a block may cut a character: its first bytes wait in the decoder.
             pending = decoder.getstate()[0]
             try:
                 block = content.read(_BLOCK_BYTES)
                 text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
-                # Counted in bytes of the file, since line endings are translated later.
+                # Count lines in the bytes of the file, since line endings are translated later.
                 line += (pending + block)[: error.start].count(b"\n")
                 where = offset - len(pending) + error.start
                 raise DataError(
@@ -199,13 +212,13 @@ def _decoded(file: Path, meter: Meter) -> Iterator[str]:
 def read_jsonl(
     file: Path, meter: Meter, key: str, take: Callable[..., Document] | None = None
 ) -> Iterator[Document]:
-    """Yield the text under `key` of each line, or what `take` makes of it."""
+    """Yield a document for each line: the text in field `key`, or the result of `take(row, key, where=...)`."""
     number = 0
     with _open(file, meter) as lines:
         while True:
             number += 1
             try:
-                # One byte more than the limit, so that _row sees a line that is too long.
+                # Read one byte more than the limit, so that `read_row` notices a line that is too long.
                 line = lines.readline(_MAX_LINE_BYTES + 1)
             except _UNREADABLE as error:
                 raise _unreadable(f"{file}:{number}", error) from error
@@ -217,13 +230,13 @@ def read_jsonl(
 
 
 def read_row(line: bytes, *, where: str) -> Any:
-    """Return the value of a line of JSON. It takes at most a few times the memory of the line."""
+    """Return the value of a line of JSON, using at most a few times the memory of the line."""
     if len(line) > _MAX_LINE_BYTES:
         raise DataError(
             f"{where}: a line of more than {_MAX_LINE_BYTES >> 20} MiB; give a text of that length a .txt file"
         )
     if len(line) > _LARGE_LINE_BYTES:
-        # Two bytes of "[]" become an object of 56. So a long line may consist of text, but not of structure.
+        # "[]" has two bytes and becomes an object of 56. So a long line may consist of text, but not of structure.
         plain = line.replace(b"\\\\", b"").replace(b'\\"', b"")
         if len(re.sub(rb'"[^"]*"?', b"", plain)) > _MAX_STRUCTURE_BYTES:
             raise DataError(f"{where}: a long line, and not for its text; is it JSON Lines?")
@@ -241,7 +254,7 @@ def read_row(line: bytes, *, where: str) -> Any:
 def read_csv(file: Path, meter: Meter, key: str) -> Iterator[str]:
     """Yield the text of column `key` in each row. The first row names the columns.
 
-    Values are quoted as RFC 4180 has it, and separated by commas or, where the first row has none, by semicolons or tabs.
+    Values are quoted as in RFC 4180. They are separated by commas or, if the first row has no comma, by semicolons or tabs.
     """
     csv.field_size_limit(_MAX_LINE_BYTES)  # Python's own is 128 KiB
     lines = _lines(_decoded(file, meter), file)
@@ -275,7 +288,7 @@ def read_csv(file: Path, meter: Meter, key: str) -> Iterator[str]:
 
 
 def _lines(blocks: Iterable[str], file: Path) -> Iterator[str]:
-    """Yield the lines of a text with their ends. Raises DataError for one that is too long."""
+    """Yield the lines of a text with their ends. Raise DataError for a line that is too long."""
     rest = ""
     for block in blocks:
         *lines, rest = (rest + block).split("\n")
@@ -287,7 +300,12 @@ def _lines(blocks: Iterable[str], file: Path) -> Iterator[str]:
 
 
 class NoText(DataError):
-    """Report that rows have no text under a key. likely: the field that seems to hold it, or an empty text."""
+    """Error about a row that has no text under a key.
+
+    Attributes:
+        message: the error message alone.
+        likely: name of the field that seems to contain the text, or "" if no field does.
+    """
 
     def __init__(self, message: str, likely: str) -> None:
         super().__init__(message)
@@ -295,7 +313,12 @@ class NoText(DataError):
 
 
 def field(row: Any, key: str, *, where: str) -> str:
-    """Return the text of a row's field. Raises NoText if there is none."""
+    """Return the text of a row's field.
+
+    Raises:
+        NoText: the row has no such field.
+        DataError: the field is not text.
+    """
     if not isinstance(row, dict):
         kind = "an array" if isinstance(row, list) else "one value"
         raise NoText(
@@ -308,7 +331,7 @@ def field(row: Any, key: str, *, where: str) -> str:
         names = sorted(fields)
         listed = ", ".join(name[:40] for name in names[:10]) or "none"
         more = f" and {len(names) - 10:,} more" if len(names) > 10 else ""
-        # The longest text.
+        # The longest text is likely the document.
         texts = {name: len(text) for name, text in fields.items() if isinstance(text, str)}
         raise NoText(
             f"{where}: no text under '{key}'; its fields are {listed}{more} ({_SET_KEY})",
@@ -318,7 +341,7 @@ def field(row: Any, key: str, *, where: str) -> str:
 
 
 def messages_of(row: Any, key: str, *, where: str) -> list[dict[str, Any]]:
-    """Return the messages of a row's field. Raises DataError that says which one is not as it should be."""
+    """Return the messages of a row's field. The error names the message that is wrong."""
     messages = row.get(key) if isinstance(row, dict) else None
     example = '{"role": "user", "content": "..."}'
     if not isinstance(messages, list) or not messages:
@@ -333,17 +356,17 @@ def messages_of(row: Any, key: str, *, where: str) -> list[dict[str, Any]]:
         content = message.get("content")
         if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
             raise DataError(f"{where}: message {number} has no text as content; write {example}")
-    # Columns of Parquet have every field in each row.
+    # Drop nulls: a Parquet column has every field in each row.
     return [{k: v for k, v in message.items() if v is not None} for message in messages]
 
 
 def conversation(row: Any, key: str, *, where: str) -> Conversation:
-    """Return the conversation of a row's field. Raises DataError if there is none, or none with an answer."""
+    """Return the conversation of a row's field. At least one message must be an answer."""
     messages = messages_of(row, key, where=where)
     if all(message["role"] != "assistant" for message in messages):
         raise DataError(f'{where}: no message has the role "assistant", whose text is learnt')
     text = _text(json.dumps(messages, ensure_ascii=False), key, where=where)
-    # What chat.py marks answers with.
+    # Replace the two characters that chat.py uses as marks around answers.
     text = re.sub("[\ufdd0\ufdd1]", "\ufffd", text)
     return Conversation(lambda: iter([text]), where)
 
@@ -355,7 +378,7 @@ def _text(text: Any, key: str, *, where: str) -> str:
     if not isinstance(text, str):
         kind = _NO_TEXT.get(type(text), type(text).__name__)
         raise DataError(f"{where}: '{key}' is {kind}, not text ({_SET_KEY})")
-    # JSON can spell half a surrogate pair, UTF-8 cannot: it becomes U+FFFD.
+    # JSON can spell half a surrogate pair and UTF-8 cannot, so it becomes U+FFFD.
     if re.search("[\ud800-\udfff]", text):
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
@@ -364,10 +387,13 @@ def _text(text: Any, key: str, *, where: str) -> str:
 def read_parquet(
     file: Path, meter: Meter, key: str, take: Callable[..., Document] | None = None
 ) -> Iterator[Document]:
-    """Yield the text of each row, or what `take` makes of it."""
+    """Yield a document for each row: the text in column `key`, or the result of `take(row, key, where=...)`.
+
+    Reading begins at the row group of `meter`.
+    """
     parquet = require("pyarrow.parquet", purpose=f"reading {file}")
     try:
-        # Without checksums, a flipped page gives other text and no error.
+        # Without checksums, a corrupt page would give other text and no error.
         table = parquet.ParquetFile(file, page_checksum_verification=True)
     except Exception as error:
         raise DataError(f"{file}: not a Parquet file: {error}") from error
@@ -400,9 +426,9 @@ def read_parquet(
 
 
 def _rows_at_a_time(group: Any, key: str) -> int:
-    """Return how many rows of a column to read at once so that they take a few megabytes."""
+    """Return how many rows of a column to read at once, so that they take a few megabytes."""
     columns = [group.column(n) for n in range(group.num_columns)]
-    # Of a list, each field is a column: "messages.list.element.content".
+    # Each field inside a list is a column of its own: "messages.list.element.content".
     columns = [c for c in columns if f"{c.path_in_schema}.".startswith(f"{key}.")]
     held = sum(column.total_uncompressed_size for column in columns)
     # Each row may be the largest value of a dictionary, which is stored once.
@@ -412,11 +438,11 @@ def _rows_at_a_time(group: Any, key: str) -> int:
 
 
 def _next_batch(batches: Iterator[Any], *, where: str) -> list[Any] | None:
-    """Return the texts of the next batch, or None after the last."""
+    """Return the texts of the next batch, or None after the last batch."""
     try:
         batch = next(batches, None)
         return None if batch is None else batch.column(0).to_pylist()
-    except Exception as error:  # pyarrow raises many kinds for pages that are cut or flipped
+    except Exception as error:  # pyarrow raises many kinds of errors for corrupt pages
         raise DataError(
             f"{where}: cannot be read ({error}); replace the file or leave it out"
         ) from error

@@ -1,9 +1,10 @@
-"""Make one endless, numbered sequence of rows of tokens from every kind of source.
+"""Series of samples from every kind of source, and blends of several sources.
 
-A sample has seq_len + 1 tokens, and begins seq_len tokens after the one before it, so that each token is predicted once an
-epoch. Finite text is in shards (shard_samples.py, or best_fit.py for whole documents). A blend asks its sources for their own sample numbers (order.Blend).
+A sample has seq_len + 1 tokens and begins seq_len tokens after the sample before it, so that each token is predicted once an
+epoch. Finite text is in shards (shard_samples.py, or best_fit.py for whole documents). A blend computes the number that each
+sample has in its source (order.Blend).
 
-`build_samples` makes them from source sections, and loader.py reads them.
+`build_samples` makes the samples from source sections, and loader.py reads them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from titan.data.tokenizer import Tokenizer
 
 
 class SyntheticSamples(Source):
-    """Draw uniformly random ids without documents. Each sample has its own generator."""
+    """Uniformly random ids without documents. Each sample has its own generator."""
 
     special_tokens = SpecialTokens(None, None)
 
@@ -41,20 +42,20 @@ class SyntheticSamples(Source):
         return np.stack([self._row(int(index)) for index in indices])
 
     def _row(self, index: int) -> np.ndarray:
-        # A generator by number, so that any rank makes any sample without those before it.
+        # The generator depends on the number, so that any rank can make any sample without the earlier ones.
         generator = np.random.Generator(np.random.Philox(key=derive_key(self._key, index)))
         return generator.integers(self._vocab_size, size=self._seq_len + 1)
 
 
 class BlendSamples(Samples):
-    """Mix several sources in proportion to their weights."""
+    """Blend of several sources in proportion to their weights."""
 
     def __init__(
         self, parts: Sequence[Source], *, weights: list[float], key: int, seq_len: int
     ) -> None:
         self._parts, self._key = parts, key
         self.begin(Part(first=0, tokens=[0] * len(parts), seq_len=seq_len, weights=weights))
-        # Synthetic ids have no marks, and text that does has the same ones.
+        # Synthetic ids have no marks. All sources of text have the same marks.
         marks = [part.special_tokens for part in parts]
         self.special_tokens = SpecialTokens(
             next((m.bos_id for m in marks if m.bos_id is not None), None),
@@ -74,7 +75,7 @@ class BlendSamples(Samples):
         self._part, self._blend = part, Blend(part.weights, key=self._key)
         for source in self._parts:
             source.resize(part.seq_len)
-        # Numbers of the rows with which the sources begin.
+        # Number of each source's first sample with these settings.
         self._starts = np.array([-(-tokens // part.seq_len) for tokens in part.tokens])
 
     def tokens_after(self, count: int, *, whole: bool) -> list[int]:
@@ -83,11 +84,11 @@ class BlendSamples(Samples):
         return [source.round_up(number) if whole else number for source, number in pairs]
 
     def seek(self, position: int, *, bookmark: Any = None) -> None:
-        # A source alone has a bookmark without a list.
+        # The bookmark of a single source, outside of a blend, has no list.
         marks = (bookmark or {}).get("parts", [bookmark])
         if len(marks) != len(self._parts):
             marks = [None] * len(self._parts)
-        # How far each source was read at this position of the blend.
+        # How many samples of each source come before this position of the blend.
         numbers = (self._starts + self._blend.consumed(position)).tolist()
         for part, number, mark in zip(self._parts, numbers, marks, strict=True):
             part.seek(number, bookmark=mark)
@@ -98,7 +99,7 @@ class BlendSamples(Samples):
 
     def get(self, indices: np.ndarray) -> np.ndarray:
         sources, places = np.array([self._blend.locate(int(index)) for index in indices]).T
-        # Each source is asked once for all of its rows.
+        # One call for each source, with all of its samples.
         rows: dict[int, np.ndarray] = {}
         for number, part in enumerate(self._parts):
             if len(here := np.flatnonzero(sources == number)):
@@ -108,8 +109,16 @@ class BlendSamples(Samples):
 
 
 def build_samples(sources: Sequence[s.Section], *, options: SampleOptions) -> Samples:
-    """Return the samples of one source, or the blend of several by their weights. Raises DataError."""
-    # Numbered, so that two sources of equal text get different orders.
+    """Build the samples of one source, or the blend of several sources by their weights.
+
+    Args:
+        sources: the sections of the sources.
+        options: options that all sources share.
+
+    Raises:
+        DataError: a source is unusable, or does not fit the job.
+    """
+    # The number gives two sources of equal text different orders.
     parts = [_open_source(source, number, options) for number, source in enumerate(sources)]
     if len(parts) == 1 and not options.longest:
         return parts[0]
@@ -120,7 +129,7 @@ def build_samples(sources: Sequence[s.Section], *, options: SampleOptions) -> Sa
 
 def _open_source(section: s.Section, number: int, options: SampleOptions) -> Source:
     tokenizer, seq_len, data = options.tokenizer, options.seq_len, options.data
-    # Decides the order of this source: another seed, split or place in the list gives another one.
+    # The key decides the order of this source. It changes with the seed, the split and the place in the list.
     key = derive_key(options.seed, options.split, number)
     if isinstance(section, s.SyntheticSource):
         return SyntheticSamples(vocab_size=tokenizer.vocab_size, seq_len=seq_len, key=key)
@@ -154,7 +163,7 @@ def _open_source(section: s.Section, number: int, options: SampleOptions) -> Sou
             keep=lambda text: spec.split_of(text) == options.split,
             identity=derive_key(key, *depends_on, str(data.validation_fraction), data.shuffle),
         )
-    # All other text is finite: one process tokenizes it, and all map its shards.
+    # All other text is finite: one process tokenizes it, and all processes map its shards.
     documents = open_documents(section)
     folder = cached_shards(documents, spec=spec, cache_folder=data.cache_folder)
     shards = TokenShards(folder, split=options.split)

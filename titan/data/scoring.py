@@ -1,11 +1,21 @@
-"""Score texts with a model that is laid out for training: the log-likelihood of a continuation, and whether it is greedy.
+"""Scores of texts by a model that is laid out for training: log-likelihood of a continuation, and whether it is greedy.
 
-Rows of tokens are dealt to the data-parallel ranks, longest first. All ranks run the same number of forward passes, of the same
-shapes. What each says of its rows becomes one sum over all ranks: data-parallel ranks have other rows, context-parallel ranks
-other tokens of a row, and only the last pipeline stage has anything to say. So every layout gives the same numbers, and every rank
-has them.
+Texts are dealt to the data-parallel ranks, longest first. All ranks run the same number of forward passes, of the same shapes.
+Each rank writes the figures of its texts into a tensor of all texts, and an all-reduce sums these tensors: data-parallel ranks
+have other texts, context-parallel ranks have other tokens of a text, and only the last pipeline stage has logits. So every
+layout gives the same numbers, and every rank has them.
 
-B rows, S tokens of a row, V vocabulary, D model, N tokens that are scored
+Example: six texts of 5, 200, 40, 33, 31 and 3 inputs, numbered from 0, on 2 data-parallel ranks, with 2 texts in a forward pass
+of a rank, seq_len 256, and lengths that are multiples of 32. `plan_passes` sorts the texts by length and returns two passes:
+
+    pass 1   texts 1 2 3 4   length 256   rank 0 scores texts 1 and 3, rank 1 scores texts 2 and 4
+    pass 2   texts 0 5       length 32    rank 0 scores text 0, rank 1 scores text 5, each with an empty row
+
+Text 1 does not fit into 128 tokens, so pass 1 keeps 256. For pass 2, 256 is halved to 32. In pass 1, a rank's tokens are
+int64[2, 256], and its labels are IGNORED except at the tokens to score. `score_rows` returns float64[2, 3]. The sum over all
+ranks is float64[6, 3].
+
+B texts in a forward pass, S tokens of a text, V vocabulary, D model, N tokens that are scored, C tokens of a chunk of the loss
 """
 
 from __future__ import annotations
@@ -28,24 +38,33 @@ from titan.data.tokenizer import Tokenizer
 from titan.loss import IGNORED, LossSum
 from titan.parallel.mesh import StepGroups, axis_rank, axis_size
 
-UNIT = 32  # tokens of a rank's part of a row: a multiple
-_WIDTH = 3  # figures of a row
-# Of the positions that go through the output layer: so there are few shapes, and products in 8 bits need it.
+UNIT = 32  # a rank's part of a sequence is a multiple of this
+_WIDTH = 3  # figures of a text
+# Scored positions are padded to a multiple of this: there are fewer distinct shapes, and float8 matmuls need it.
 _MULTIPLE = 128
 
 
 class ScoredText(NamedTuple):
-    """Hold the tokens of a text, the last of which are scored."""
+    """Tokens of a text, of which the last `num_scored` are scored."""
 
     tokens: list[int]
     num_scored: int
 
 
 def score_rows(loss_sum: LossSum, output: Tensor, labels_BS: Tensor) -> Tensor:
-    """Return (B, 3) fp64 of the model's output (B, S, D or V): the summed log-probability of the labels that are not IGNORED,
-    how many of them are not the likeliest token, and the likeliest token of the last one.
+    """Score the labels that are not IGNORED.
 
-    Context-parallel ranks have parts of a row. Their sum means something in the third place only for rows with one label.
+    The third column is additive over context-parallel ranks only if each text has one label, since each rank has a part of the
+    text.
+
+    Args:
+        loss_sum: the loss of a training step, which applies the output layer.
+        output: the model's output, (B, S, D or V).
+        labels_BS: int64. IGNORED marks the tokens that are not scored.
+
+    Returns:
+        float64[B, 3]: summed log-probability of the labels in nats, the number of labels that are not the likeliest token, and the
+        likeliest token in place of the last label.
     """
     scores_B3 = torch.zeros(len(labels_BS), _WIDTH, dtype=torch.float64, device=labels_BS.device)
     row_N, place_N = (labels_BS != IGNORED).nonzero(as_tuple=True)
@@ -60,12 +79,12 @@ def score_rows(loss_sum: LossSum, output: Tensor, labels_BS: Tensor) -> Tensor:
         found.append(torch.stack([log_p_2C[0], log_p_2C[0] < log_p_2C[1], likeliest_C], 1).double())
         return log_p_2C[0].sum()
 
-    # Only these positions go through the output layer; row 0's first position fills up the last chunk.
+    # Only these positions go through the output layer. Position (0, 0) fills up the last chunk.
     at = [F.pad(index, (0, -count % _MULTIPLE)) for index in (row_N, place_N)]
     loss_sum(output[at[0], at[1]], labels_BS[at[0], at[1]].clamp(min=0), custom=score)
     found_N3 = torch.cat(found)[:count]
     scores_B3[:, :2].index_add_(0, row_N, found_N3[:, :2])
-    # Rows come in order, so the last label of a row is the one before the next row.
+    # Labels are sorted by text, so a text's last label comes just before the next text's first label.
     ends = torch.ones_like(row_N, dtype=torch.bool)
     ends[:-1] = row_N[1:] != row_N[:-1]
     scores_B3[row_N[ends], 2] = found_N3[ends, 2]
@@ -75,12 +94,20 @@ def score_rows(loss_sum: LossSum, output: Tensor, labels_BS: Tensor) -> Tensor:
 def plan_passes(
     inputs: Sequence[int], max_length: int, *, batch: int, world: int, unit: int
 ) -> list[tuple[list[int], int]]:
-    """Return the forward passes of all ranks: the numbers of their rows, longest first, and the length they are padded to.
+    """Plan the forward passes of all ranks. The module's docstring has an example.
 
-    It is the job's sequence length, halved as often as it holds the longest row: few shapes, which all axes divide.
+    The length of a pass is `max_length`, halved as long as the longest text fits: there are few shapes, and all axes divide
+    them.
 
     Args:
-        inputs: of each row. world: data-parallel ranks. unit: what divides a length.
+        inputs: number of inputs of each text.
+        max_length: longest length, in tokens.
+        batch: texts in one forward pass of a rank.
+        world: data-parallel ranks.
+        unit: number that divides a length.
+
+    Returns:
+        For each pass, the numbers of its texts, longest first, and the length that they are padded to.
     """
     order = sorted(range(len(inputs)), key=lambda n: -inputs[n])
     size = min(batch, -(-len(inputs) // world)) * world
@@ -94,7 +121,7 @@ def plan_passes(
 
 
 class Scorable(Protocol):
-    """The part of a training step that scores and generates: a model that is laid out, and where."""
+    """Part of a training step that scores and generates: the model parts, and where they run."""
 
     config: JobConfig
     mesh: DeviceMesh
@@ -113,9 +140,12 @@ class Scorable(Protocol):
 
 
 class Scorer:
-    """Score texts with the model of a training step. All ranks call the same methods with the same texts.
+    """Scorer of texts with the model of a training step. All ranks call the same methods with the same texts.
 
-    max_length: inputs of the longest row; of a longer text only the end is seen.
+    Attributes:
+        max_length: inputs of the longest text. Of a longer text, the model sees only the end.
+        unit: number that divides the length of a forward pass.
+        begin: ids that begin every text.
     """
 
     def __init__(self, train_step: Scorable, tokenizer: Tokenizer) -> None:
@@ -125,17 +155,21 @@ class Scorer:
         self.max_length = config.training.seq_len
         self.unit = UNIT * axis_size(mesh, "cp") * axis_size(mesh, "tp")
         self.begin = begin_ids(tokenizer, add_bos=config.data.add_bos)
-        # One function, by which a pipeline knows that it has seen these shapes.
+        # One function object for all calls: a pipeline recognizes by it the shapes that it has seen.
         self.score_rows = partial(score_rows, train_step.loss_sum)
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, after the token that begins documents where the job adds it."""
+        """Return the tokens of a text, after the begin token if the job adds one."""
         return [*self.begin, *self.tokenizer.encode(text)]
 
     def row(self, context: str, continuation: str) -> ScoredText:
-        """Return the tokens of both together, of which those after the context's are scored, as lm-evaluation-harness cuts them.
+        """Return the tokens of context and continuation. Only the continuation's tokens are scored.
 
-        Spaces at the context's end go to the continuation, as most tokenizers begin words with them.
+        The cut between them is that of lm-evaluation-harness: spaces at the end of the context go to the continuation, since
+        most tokenizers begin words with a space.
+
+        Raises:
+            DataError: the continuation has more than `max_length` tokens.
         """
         whole = self.encode(context + continuation)
         num_context = len(self.encode(context.rstrip()))
@@ -144,13 +178,17 @@ class Scorer:
                 f"an answer has {num_scored:,} tokens, and training.seq_len is {self.max_length:,}: raise that, or shorten the answer that "
                 f"begins with {continuation[:40]!r}"
             )
-        # Something must predict the first token that is scored, also of a context and continuation that are one token.
+        # A token must come before the first scored token, even if context and continuation are one token.
         if not num_context or len(whole) == 1:
             whole, num_context = [*self.start(), *whole], 1
         return ScoredText(whole, max(len(whole) - num_context, 1))
 
     def start(self) -> list[int]:
-        """Return the token that predicts the first one of a text without context."""
+        """Return the token that predicts the first token of a text without context, as a list.
+
+        Raises:
+            DataError: the tokenizer has no such token.
+        """
         if found := start_ids(self.tokenizer):
             return found
         raise DataError(
@@ -158,9 +196,11 @@ class Scorer:
         )
 
     def score(self, rows: Sequence[ScoredText], *, batch: int) -> list[tuple[float, bool]]:
-        """Return log-likelihood in nats, and whether the continuation is the greedy one, of each row.
+        """Return the log-likelihood of each text's continuation in nats, and whether the continuation is greedy.
 
-        batch: rows of a rank's forward pass.
+        Args:
+            rows: the texts.
+            batch: texts in one forward pass of a rank.
         """
         found = self._figures(rows, batch)
         return [(log_p, not_greedy == 0) for log_p, not_greedy, _ in found]
@@ -173,11 +213,15 @@ class Scorer:
         batch: int,
         is_over: Callable[[int, list[int]], bool] = lambda *_: False,
     ) -> list[list[int]]:
-        """Return the likeliest tokens after each prompt, up to `num_new` or a token that ends texts.
+        """Return the likeliest tokens after each prompt, up to `num_new` tokens or a token that ends texts.
 
-        Each token is a forward pass over the whole text, without a cache: any layout can do that.
+        Each token takes a forward pass over the whole text, without a cache. So this works on any layout.
 
-        is_over: whether a prompt of this number needs no more than these tokens.
+        Args:
+            prompts: tokens of each prompt.
+            num_new: most new tokens for a prompt.
+            batch: texts in one forward pass of a rank.
+            is_over: is called with the number of a prompt and its new tokens, and returns whether the prompt is finished.
         """
         new: list[list[int]] = [[] for _ in prompts]
         open_prompts = list(range(len(prompts)))
@@ -194,7 +238,7 @@ class Scorer:
         return new
 
     def _figures(self, rows: Sequence[ScoredText], batch: int) -> list[list[float]]:
-        """Return the three figures of `score_rows` of each row."""
+        """Return the three figures of `score_rows` for each text."""
         step, world = self.train_step, self.train_step.num_replicas
         if not rows:
             return []
@@ -221,7 +265,10 @@ class Scorer:
 
 
 def _pack(rows: Sequence[ScoredText], batch: int, length: int) -> Batch:
-    """Return inputs and labels of rows, padded on the right, which no earlier token sees, and with rows that say nothing."""
+    """Return a batch of texts, padded to `length`. The padding is on the right, where no earlier token sees it.
+
+    Missing texts become samples without labels.
+    """
     tokens_BS = torch.zeros(batch, length, dtype=torch.int64)
     labels_BS = torch.full_like(tokens_BS, IGNORED)
     for n, row in enumerate(rows):

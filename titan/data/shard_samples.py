@@ -1,12 +1,12 @@
-"""Give numbered rows of the tokens of finite text.
+"""Numbered samples of finite text, which is in token shards.
 
-Sample i is row i mod N of epoch i // N, sent through that epoch's permutation, and nothing is kept between calls.
+Sample i is sequence i mod N of epoch i // N, sent through that epoch's permutation. Nothing is kept between calls.
 
-Where a job has rows of several lengths (titan/config/phases.py), the permutation is that of windows of the longest length. A
-window is cut into shorter rows, which are mixed within a block of windows. So at the end of a block, all tokens of its windows
-and no others are used, and rows of another length go on without a token twice.
+If a job has sequences of several lengths (titan/config/phases.py), it permutes windows of the longest length. Each window is
+cut into shorter sequences, and these are mixed within a block of windows. So at the end of a block, exactly the tokens of its
+windows are used, and sequences of another length can follow without a repeated token.
 
-samples.py chooses between this and best_fit.py, which builds on it.
+samples.py chooses between this file and best_fit.py, which builds on it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from titan.data.special_tokens import SpecialTokens
 from titan.data.tokenizer import Tokenizer
 from titan.data.writer import TokenizationSpec
 
-# Windows of the longest length whose rows are mixed: at most so many, and this part of an epoch.
+# Windows in a block: at most the first number, and at most 1 / 64 of an epoch.
 _BLOCK, _BLOCKS = 1024, 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOptions:
-    """Hold the options that all sources of a job share."""
+    """Options that all sources of a job share."""
 
     tokenizer: Tokenizer
     data: s.DataSection
@@ -39,15 +39,15 @@ class SampleOptions:
     seed: int
     rank: int = 0
     world: int = 1
-    """Data-parallel ranks. Each reads a part of a stream."""
+    """Number of data-parallel ranks. Each rank reads its part of a stream."""
     longest: int = 0
-    """Tokens of the longest sequence of a run with phases, of which every length is a divisor. 0: a run of one phase."""
+    """Tokens of the longest sequence in a run with phases. Every length divides it. 0 means a run of one phase."""
     num_lengths: int = 1
-    """How many lengths sequences have in the phases of a run."""
+    """Number of distinct sequence lengths in the phases of a run."""
 
     @property
     def spec(self) -> TokenizationSpec:
-        """Return how the job's documents become tokens."""
+        """Return the settings by which the job's documents become tokens."""
         data = self.data
         return TokenizationSpec(
             tokenizer=self.tokenizer,
@@ -59,10 +59,20 @@ class SampleOptions:
 
 
 class ShardSamples(Source):
-    """Give the samples of memory-mapped token shards, cut at every `seq_len` tokens."""
+    """Samples of memory-mapped token shards, cut at every `seq_len` tokens."""
 
     def __init__(self, shards: TokenShards, options: SampleOptions, *, key: int, name: str) -> None:
-        """Read shards in the order that `key` names for each epoch. name: the source's, for an error."""
+        """Open the samples of a source.
+
+        Args:
+            shards: the tokens of the source.
+            options: options that all sources share.
+            key: selects the order of each epoch.
+            name: name of the source, for an error message.
+
+        Raises:
+            DataError: the text is shorter than one sequence.
+        """
         self.special_tokens, self._seq_len = shards.special_tokens, options.seq_len
         self._shards, self._data, self._key = shards, options.data, key
         self._longest = options.longest or self._seq_len
@@ -84,8 +94,8 @@ class ShardSamples(Source):
         return self._num_samples
 
     def _count_rows(self) -> int:
-        """Return how many rows there are in all shards."""
-        # One token more than the inputs, for the last label. What is left at the end makes no sample.
+        """Return the number of sequences in all shards."""
+        # The last label needs one token more than the inputs. Tokens left over at the end make no sample.
         windows = max(self._shards.num_tokens - 1, 0) // self._longest
         return windows * (self._longest // self._seq_len)
 
@@ -101,12 +111,12 @@ class ShardSamples(Source):
 
     @property
     def _block(self) -> int:
-        """Return how many windows are mixed."""
+        """Return the number of windows in a block."""
         windows = self._num_samples * self._seq_len // self._longest
         return min(_BLOCK, max(1, windows // _BLOCKS))
 
     def _shuffled(self, places: np.ndarray, key: int) -> np.ndarray:
-        """Return the rows that an epoch has at these places."""
+        """Return the sequences that an epoch has at these places."""
         pieces = self._longest // self._seq_len
         windows, piece = np.divmod(places, pieces)
         num_windows = self._num_samples // pieces
@@ -122,11 +132,11 @@ class ShardSamples(Source):
         return permute(windows, length=num_windows, key=key) * pieces + piece
 
     def _row(self, place: int, epoch: int) -> np.ndarray:
-        # Consecutive rows overlap in one token: the last label of one is the first input of the next.
+        # Consecutive sequences overlap in one token: the last label of a sequence is the first input of the next sequence.
         begin, length = place * self._seq_len, self._shards.num_tokens
         if self._data.move_windows and epoch:
             begin = (begin + derive_key(self._key, "move", epoch) % length) % length
-        # After the end of the text comes its beginning: a new document, as any other.
+        # After its end, the text starts again, which is like the start of any other document.
         count = min(self._seq_len + 1, length - begin)
         tokens = self._shards.read(begin, count=count)
         rest = self._seq_len + 1 - count

@@ -1,10 +1,10 @@
-"""Define token shards: the format of finite text on disk, both in prepared folders and in the cache.
+"""Token shards: the format of finite text on disk, both in prepared folders and in the cache.
 
-A folder holds index.json and flat files of little-endian uint16 (uint32 above 65,536 ids): train-00000.bin ... and, if
-documents were held out, validation-00000.bin ... Documents are stored one after another, framed by begin and end ids. A
-shard ends at the end of a document, or of a piece of a long one. index.json is written last, so a folder that has one is
-complete. Until then progress.json, of the same form, lists the finished shards, and how far the others (.part) have come. The reader maps the files, so that processes
-on one machine share the pages and opening costs nothing.
+A folder contains index.json and flat files of little-endian uint16 (uint32 above 65,536 ids): train-00000.bin ... and, if
+documents were held out, validation-00000.bin ... Documents are stored one after another, framed by begin and end ids. A shard
+ends at the end of a document, or at the end of a piece of a long document. index.json is written last, so a folder that has
+it is complete. Until then progress.json, of the same form, lists the finished shards, and how far the unfinished shards
+(.part) have come. The reader maps the files, so that processes on one machine share the pages, and opening costs nothing.
 """
 
 from __future__ import annotations
@@ -30,14 +30,19 @@ from titan.untrusted import InputError, read_json
 FORMAT = "titan-shards-1"
 INDEX, PROGRESS = "index.json", "progress.json"
 SPLITS = ("train", "validation")
-_MAX_INDEX_BYTES, _MAX_INDEX_VALUES = 2**28, 10**7  # of a million shards
+_MAX_INDEX_BYTES, _MAX_INDEX_VALUES = 2**28, 10**7  # enough for a million shards
 
 
 class Shard(BaseModel):
-    """Describe one file: its tokens, the documents that end in it, and the bytes of text that these were.
+    """One file of tokens.
 
-    documents_read, pieces_read: where reading stood when the file was closed, in documents of the source (of all splits)
-    and pieces (reading.py) of the next one.
+    Attributes:
+        file: name of the file.
+        tokens: number of tokens in the file.
+        documents: number of documents that end in the file.
+        bytes: bytes of text that the tokens stand for.
+        documents_read: documents of the source, of all splits, that had been read when the file was closed.
+        pieces_read: pieces (reading.py) of the next document that had been read by then.
     """
 
     file: Annotated[str, Field(pattern=r"^[a-z]+-[0-9]+\.bin$")]
@@ -49,11 +54,14 @@ class Shard(BaseModel):
 
 
 class Index(BaseModel):
-    """Hold index.json. `key` names what the shards were made from, `bos_id` and `eos_id` what
-    frames a document.
+    """Contents of index.json, or of progress.json.
 
-    open, place: only in progress.json. The unfinished shard of each split, as far as it is on disk; and a document's number,
-    with the place from which reading comes to it (`Documents.place`).
+    Attributes:
+        key: hash of everything that the shards depend on.
+        bos_id: id that begins each document, or None.
+        eos_id: id that ends each document, or None.
+        open: unfinished shard of each split, as far as it is on disk. Only in progress.json.
+        place: number of a document, and the place from which reading comes to it (`Documents.place`). Only in progress.json.
     """
 
     format: Literal["titan-shards-1"] = FORMAT
@@ -64,7 +72,7 @@ class Index(BaseModel):
     bos_id: int | None
     eos_id: int | None
     kinds: bool = False
-    """Whether ids have kinds, as a conversation's do (special_tokens.py)."""
+    """Whether ids have kinds, as the ids of conversations do (special_tokens.py)."""
     splits: dict[str, list[Shard]]
     open: dict[str, Shard] = {}
     place: list[NonNegativeInt] = []
@@ -87,7 +95,7 @@ class Index(BaseModel):
 
 
 def token_dtype(vocab_size: int, *, kinds: bool = False) -> np.dtype:
-    """Return the smaller of uint16 and uint32 that holds every id, with its kind if it has one."""
+    """Return the smaller of uint16 and uint32 that can hold every id, together with its kind if ids have kinds."""
     return np.dtype("<u2" if vocab_size <= 2**16 and not kinds else "<u4")
 
 
@@ -102,7 +110,7 @@ def unfinished_name(path: Path) -> Path:
 
 
 def write_index(file: Path, index: Index) -> None:
-    """Write an index so that a reader sees the old content or the new, even after a crash."""
+    """Write an index so that a reader sees the old content or the new content, even after a crash."""
     temporary = temporary_name(file)
     with temporary.open("w", encoding="utf-8") as opened:
         left_out = {"open", "place"} if file.name == INDEX else None
@@ -113,7 +121,11 @@ def write_index(file: Path, index: Index) -> None:
 
 
 def read_index(file: Path) -> Index:
-    """Return index.json of a complete folder, or progress.json. Raises DataError if it is missing or not ours."""
+    """Read index.json of a complete folder, or progress.json.
+
+    Raises:
+        DataError: the file is missing, or titan did not write it.
+    """
     if not file.is_file():
         unfinished = file.with_name(PROGRESS).is_file()
         why = (
@@ -129,9 +141,13 @@ def read_index(file: Path) -> Index:
 
 
 class TokenShards:
-    """Read the tokens of one split as one long row, from the mapped files.
+    """Tokens of one split in mapped files, read as if they were one long file.
 
-    ends: where each file ends in that row, int64[files]. num_tokens: of all files.
+    Attributes:
+        index: the contents of index.json.
+        special_tokens: ids that begin and end a document.
+        ends: int64[files]. Number of tokens up to the end of each file.
+        num_tokens: number of tokens in all files.
     """
 
     def __init__(self, folder: Path, *, split: str) -> None:
@@ -148,23 +164,23 @@ class TokenShards:
         file, dtype = self.folder / shard.file, np.dtype(self.index.dtype)
         expected = shard.tokens * dtype.itemsize
         size = file.stat().st_size if file.is_file() else 0
-        # A file that was cut short, or left by another format, shows in its size.
+        # The size reveals a file that was cut short, or that an older format left.
         if size != expected:
             raise DataError(
                 f"{file} has {size} bytes, {INDEX} says {expected}; delete the folder and prepare again"
             )
-        # A plain array: slicing a memmap takes longer than copying a sample.
+        # A plain array, since slicing a memmap takes longer than copying a sample.
         return np.memmap(file, dtype=dtype, mode="r").view(np.ndarray)
 
     def read(self, start: int, *, count: int) -> np.ndarray:
-        """Return `count` tokens from `start` on as int64, from as many files as they are in."""
+        """Return `count` tokens from `start` on, as int64. They may come from several files."""
         assert start >= 0 and start + count <= self.num_tokens, "read past the last token"
         # The file that holds the first token, and how far into it that is.
         number = int(self.ends.searchsorted(start, side="right"))
         begin = start - (int(self.ends[number - 1]) if number else 0)
         parts = [self._maps[number][begin : begin + count]]
         while (missing := count - sum(map(len, parts))) > 0:
-            # Whatever is still missing begins at the start of the next file.
+            # The missing tokens are at the start of the next file.
             number += 1
             parts.append(self._maps[number][:missing])
         return np.concatenate(parts, dtype=np.int64) if parts[1:] else parts[0].astype(np.int64)
@@ -174,8 +190,12 @@ class TokenShards:
         return self._maps[number]
 
     def check(self, tokens: np.ndarray) -> np.ndarray:
-        """Return the tokens. Raises DataError if they hold an id that the vocabulary does not have."""
-        # Such an id would index past the embedding: on a GPU, an assertion without a word of the cause.
+        """Return the tokens, after a check that the vocabulary has all of their ids.
+
+        Raises:
+            DataError: the vocabulary lacks an id, so the files are damaged.
+        """
+        # Such an id would index past the embedding. A GPU stops with an assertion that does not name the cause.
         ids = without_kind(tokens) if self.index.kinds else tokens
         if ids.max() >= self._num_ids:
             raise DataError(

@@ -1,8 +1,8 @@
-"""Find the documents of each source, in an order that is always the same. reading.py reads their files.
+"""Documents of each source, in an order that never changes. reading.py reads their files.
 
 `Documents` is finite text with an identity: the paths, sizes and times of its files, so that a cache notices a change.
-`TextStream` is Hugging Face text that is read while training and can resume at a recorded place. A hash of its text alone
-decides whether a document is kept for validation, so any reader, order or number of ranks agrees.
+`TextStream` is Hugging Face text that is read while training, and that can resume at a recorded place. Only a hash of a
+document's text decides whether the document is kept for validation, so every reader, order and number of ranks agrees.
 
 A third party's source is a `Section` subclass registered under the entry-point group `titan.sources`, with a method
 `documents() -> Documents`.
@@ -42,22 +42,26 @@ from titan.data.reading import (
     read_text,
 )
 
-# Not prose about the library, or not in every Python: tests, applications, and tables of character codes.
+# Folders without text about the library, or that some Pythons lack: tests, applications, tables of character codes.
 _STDLIB_SKIPPED = {
     *("site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3"),
     *("turtledemo", "encodings", "__phello__", "lib-dynload"),
 }
 
 
-# What `titan check` reads of a source: files, and documents of each.
+# `titan check` reads this many files of a source, and this many documents of each file.
 _TRIED_FILES, _TRIED_DOCUMENTS = 16, 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Documents:
-    """Offer finite text. `read()` yields the documents from the first one, in the same order each time.
+    """Finite text. `read()` yields the documents from the first one on, in the same order each time.
 
-    `read(*place())` begins again with the first document of the file, or row group, that is being read.
+    `read(*place())` starts again with the first document of the file, or row group, that is being read.
+
+    Attributes:
+        name: description of the source, for messages.
+        place: returns the file, and its row group, that is being read.
     """
 
     name: str
@@ -65,27 +69,31 @@ class Documents:
     """JSON-able. Two sources with equal identities hold the same documents."""
     read: Callable[..., Iterator[str]] | Callable[..., Iterator[Document]]
     num_bytes: int | None = None
-    """Size of the files, for a progress bar, or None if it is unknown."""
+    """Size of the files in bytes, for a progress bar, or None if it is unknown."""
     position: Callable[[], int] = lambda: 0
-    """How many of these bytes have been read."""
+    """Returns the number of these bytes that have been read."""
     place: Callable[[], tuple[int, ...]] = lambda: ()
     try_first: Callable[[], None] = lambda: None
-    """Read the first documents of the first files. Raises DataError if they are not of the kind that they should be."""
+    """Reads the first documents of the first files. Raises DataError if they are not of the expected kind."""
 
 
 def in_validation(document: Document, *, fraction: float) -> bool:
-    """Return whether a document is held out of training: a hash of its text falls into the lowest `fraction`."""
+    """Return whether a document is held out of training: a hash of its text is in the lowest `fraction`."""
     if not fraction:
         return False
     digest = hashlib.blake2b(digest_size=8)
-    # By pieces, since a document need not fit in memory. The hash is that of the whole text.
+    # Piece by piece, since a document need not fit in memory. The result is the hash of the whole text.
     for piece in pieces_of(document):
         digest.update(piece.encode("utf-8", "surrogatepass"))
     return int.from_bytes(digest.digest(), "big") < fraction * 2**64
 
 
 def open_documents(section: s.Section) -> Documents:
-    """Return the documents of a source section. Raises DataError."""
+    """Return the documents of a source section.
+
+    Raises:
+        DataError: the source is unusable, or contains no text.
+    """
     if hasattr(section, "documents"):
         return section.documents()  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(section, s.StdlibSource):
@@ -117,8 +125,7 @@ def open_documents(section: s.Section) -> Documents:
             num_bytes=stream.num_bytes,
             position=lambda: stream.position,
         )
-    # Shards and synthetic ids are made into samples, not read as text (samples.py).
-    # A third party's section need not have a type.
+    # Shards and synthetic ids become samples directly, without text (samples.py). A third party's section may lack a type.
     kind = getattr(section, "type", type(section).__name__)
     raise DataError(f"source '{kind}' holds no text to read")
 
@@ -142,8 +149,8 @@ def _require_text(found: list[Path]) -> None:
 def _from_files(
     kind: str, found: list[Path], left_out: str, read: Reader, **options: str
 ) -> Documents:
-    """Return the documents of the files, each read by `read`. left_out: a remark of `find_files`."""
-    # Path, size and time of each file: hashing the content would read all of the text.
+    """Return the documents that `read` finds in the files. `left_out` is a remark of `find_files`."""
+    # Path, size and time identify a file. A hash of the content would read all of the text.
     stats = [(str(f.resolve()), f.stat()) for f in found]
     meter = Meter()
 
@@ -165,7 +172,7 @@ def _from_files(
 def _with_paste(
     section: s.JsonlSource | s.ParquetSource | s.CsvSource, documents: Documents
 ) -> Documents:
-    """Return the documents with an error that says how to name the field of the text, in lines for the job file."""
+    """Return the documents with errors that name the likely text field, in lines for the job file."""
 
     @contextmanager
     def explained() -> Iterator[None]:
@@ -204,10 +211,16 @@ def _stdlib_files() -> list[Path]:
 
 
 class TextStream:
-    """Read a Hugging Face dataset row by row. `state()` and `read(state)` resume at a place in it."""
+    """Hugging Face dataset that is read row by row. `state()` and `read(state)` resume at a place in it.
+
+    Attributes:
+        name: description of the dataset, for messages.
+        num_bytes: size of the text column of a downloaded dataset, or None.
+        position: characters read so far.
+    """
 
     def __init__(self, section: s.HuggingFaceSource, *, rank: int = 0, world: int = 1) -> None:
-        """Open a dataset; of a stream, the part of rank `rank` of `world`."""
+        """Open a dataset. Of a stream, open the part of rank `rank` of `world` ranks."""
         configuration = f" ({section.name})" if section.name else ""
         self.name = f"{section.path}{configuration} [{section.split}]"
         self._key = section.text_key
@@ -215,7 +228,7 @@ class TextStream:
         self.fingerprint = None if section.streaming else dataset._fingerprint
         """Names the content of a downloaded dataset."""
         self.num_bytes = None if section.streaming else _size(dataset, section.text_key)
-        # Characters read, for the progress bar. They stand for bytes.
+        # The progress bar takes these characters as bytes.
         self.position = 0
         self._dataset = dataset if section.streaming else dataset.to_iterable_dataset()
         if world > 1:
@@ -225,8 +238,8 @@ class TextStream:
         self._beginning = self._dataset.state_dict()
 
     def read(self, state: dict[str, Any] | None = None) -> Iterator[str]:
-        """Yield the documents from the recorded place on, or from the first one."""
-        # Always, because a dataset that has loaded a place once would start there each time.
+        """Yield the documents from the recorded place on, or from the first document."""
+        # Load a place even for a new start: the dataset would start at the last loaded place each time.
         self._dataset.load_state_dict(self._beginning if state is None else state)
         self.position = 0
         for row in self._dataset:
@@ -236,7 +249,7 @@ class TextStream:
                 yield text
 
     def state(self) -> dict[str, Any]:
-        """Return the place after the last document that was read, JSON-able."""
+        """Return the JSON-able place after the last document that was read."""
         return self._dataset.state_dict()
 
 
@@ -259,7 +272,7 @@ def _load_dataset(section: s.HuggingFaceSource) -> Any:
         ) from error
 
 
-# What a dataset's name stands for. dataset_path must replace an empty path, and may replace any other.
+# The source of each dataset name. dataset_path must replace an empty path, and may replace any other path.
 _PRESETS: dict[str, s.Section] = {
     "stdlib": s.StdlibSource(),
     "synthetic": s.SyntheticSource(),
@@ -277,11 +290,19 @@ _PRESETS: dict[str, s.Section] = {
 
 
 def resolve_sources(dataset: str, *, dataset_path: str | None = None) -> list[s.Section]:
-    """Return the source that `training.dataset` or `validation.dataset` names: a preset, or a dataset at the hub."""
+    """Return the source that `training.dataset` or `validation.dataset` names: a preset, or a dataset of the hub.
+
+    Args:
+        dataset: the name.
+        dataset_path: path in place of the preset's.
+
+    Raises:
+        DataError: the name is unknown, or needs a path.
+    """
     if dataset in _PRESETS:
         preset = _PRESETS[dataset]
         path = dataset_path or getattr(preset, "path", None)
-        # A local copy without the hub's card has no configurations: its files are read as they are.
+        # A local copy without the hub's card has no configurations, so its files are read as plain files.
         if dataset_path and isinstance(preset, s.HuggingFaceSource):
             copy = Path(dataset_path).expanduser()
             if copy.exists() and not (copy / "README.md").exists():
@@ -291,7 +312,7 @@ def resolve_sources(dataset: str, *, dataset_path: str | None = None) -> list[s.
         return [preset.model_copy(update={"path": path}) if hasattr(preset, "path") else preset]
     if "/" in dataset and not Path(dataset).expanduser().exists():
         return [s.HuggingFaceSource(path=dataset_path or dataset)]
-    # Only a name with a slash can be at the hub, so this one is misspelt.
+    # Names of the hub have a slash, so this name is misspelt.
     close = difflib.get_close_matches(dataset, _PRESETS, n=1)
     raise DataError(
         f"dataset '{dataset}' is no preset{f' (did you mean {close[0]!r}?)' if close else ''}; the presets are "
@@ -313,9 +334,17 @@ def _kind_of(file: Path) -> type[_FileSource]:
 
 
 def source_of_path(path: str, *, text_key: str, messages_key: str = "") -> s.Section:
-    """Return the source that a path on the command line means, by the names of its files.
+    """Return the source that a path on the command line means, chosen by the names of its files.
 
-    Files of several kinds are refused, because some are often about the text: README.md, dataset_infos.json.
+    A folder with several kinds of files is refused, because some files often describe the text: README.md, dataset_infos.json.
+
+    Args:
+        path: file, folder, glob, or "stdlib".
+        text_key: field of the text.
+        messages_key: field of the messages. Empty for plain text.
+
+    Raises:
+        DataError: there are no files, files of several kinds, or no messages in files of this kind.
     """
     if path == "stdlib":
         return s.StdlibSource()

@@ -1,7 +1,7 @@
-"""Measure how well the frequencies of single bytes predict a text, as a yardstick for a model of bytes.
+"""Cross entropy of a text under byte frequencies, as a baseline for a model of bytes.
 
-A model that has learnt only which bytes are common reaches the cross entropy computed here. A lower loss, in bits a byte,
-means that it uses context.
+A model that has learned only which bytes are common reaches this cross entropy. A lower loss, in bits a byte, means that the
+model uses context.
 """
 
 from __future__ import annotations
@@ -16,10 +16,16 @@ from titan.data.tokenizer import Tokenizer
 def unigram_bits_per_byte(
     train: Loader, *, validation: Loader, tokenizer: Tokenizer, max_tokens: int = 2**22
 ) -> float | None:
-    """Return the cross entropy of the validation text under the byte frequencies of the training text, in bits a byte.
+    """Compute the cross entropy of the validation text under the byte frequencies of the training text.
 
-    Each is measured on its first `max_tokens` tokens, in the order of its samples. Return None if either is endless or the
-    tokenizer does not keep all bytes of a text.
+    Args:
+        train: loader of the training text.
+        validation: loader of the validation text.
+        tokenizer: the tokenizer of both.
+        max_tokens: number of tokens to count of each text, from the beginning of its samples.
+
+    Returns:
+        Bits a byte, or None if a text is endless or the tokenizer does not keep all bytes of a text.
     """
     if not tokenizer.keeps_bytes:
         return None
@@ -30,16 +36,16 @@ def unigram_bits_per_byte(
 
 
 def byte_counts(loader: Loader, tokenizer: Tokenizer, *, max_tokens: int) -> np.ndarray:
-    """Return how often each byte occurs in the first `max_tokens` of an epoch, float64[256]."""
+    """Count how often each byte occurs in the first `max_tokens` tokens of an epoch, float64[256]."""
     token_counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     for number in range(loader.samples.num_samples or 0):
-        # Labels, since a model predicts those.
+        # Count labels, since a model predicts labels.
         labels = loader.samples.get(np.array([number]))[0, 1:]
         labels = without_kind(labels[labels < CONTEXT << KIND_SHIFT])
         token_counts += np.bincount(labels[labels >= 0], minlength=len(token_counts))
         if token_counts.sum() >= max_tokens:
             break
-    # From counts of tokens to counts of the bytes that they stand for.
+    # Convert counts of tokens to counts of their bytes.
     counts = np.zeros(256, dtype=np.float64)
     for token in np.flatnonzero(token_counts):
         spelling = np.frombuffer(tokenizer.token_bytes(int(token)), dtype=np.uint8)
@@ -48,7 +54,7 @@ def byte_counts(loader: Loader, tokenizer: Tokenizer, *, max_tokens: int) -> np.
 
 
 def cross_entropy_bits(train: np.ndarray, *, validation: np.ndarray) -> float:
-    """Return the bits a byte that code text of byte counts `validation` by the frequencies of `train`."""
-    # One is added to each count (Laplace), so that no byte has probability 0.
+    """Return the bits a byte to code a text with byte counts `validation` by the byte frequencies of `train`."""
+    # Add one to each count (Laplace), so that no byte has probability 0.
     probability = (train + 1) / (train.sum() + len(train))
     return float(-(validation * np.log2(probability)).sum() / validation.sum())

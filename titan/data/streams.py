@@ -1,12 +1,12 @@
-"""Pack text that is read while training. Each data-parallel rank has a part of the stream for itself.
+"""Samples of text that is read while training. Each data-parallel rank has its own part of the stream.
 
-`datasets` splits a stream by rank, so a rank reads and tokenizes its documents only. They are numbered as they come, epoch
-after epoch, and laid one after another. A rank's samples follow one another at every seq_len tokens of that row. So what a
-rank trains on is a function of the stream, the rank and the number of ranks. Shuffling permutes blocks of `shuffle_buffer`
-documents by a key of (seed, epoch, block).
+`datasets` splits a stream by rank, so a rank reads and tokenizes only its own documents. They are numbered as they come,
+epoch after epoch, and concatenated. A sample begins at every seq_len tokens of the result. So the samples of a rank are a
+function of the stream, the rank and the number of ranks. Shuffling permutes blocks of `shuffle_buffer` documents by a key of
+(seed, epoch, block).
 
-`bookmark()` records in which document the next sample begins and from where the reader can go on to it. A resumed rank goes on
-from its bookmark.
+`bookmark()` records the document in which the next sample begins, and the place from which the reader can reach it. A resumed
+rank continues from its bookmark.
 """
 
 from __future__ import annotations
@@ -29,13 +29,20 @@ from titan.data.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-_UNSHUFFLED_BLOCK = 1024  # documents between two places from which the reader can go on
-# Tokenizers release the interpreter's lock. Ranks share the cores, so each takes few.
+_UNSHUFFLED_BLOCK = 1024  # documents between two places from which the reader can resume
+# Tokenizers release the interpreter's lock, so threads help. Ranks share the cores, so each rank takes few.
 _THREADS, _DOCUMENTS_AT_ONCE = 4, 64
 
 
 class Mark(NamedTuple):
-    """Mark a place to go on reading: before block `block` of `epoch`, after `document` documents."""
+    """Place from which the reader can resume.
+
+    Attributes:
+        document: number of the next document.
+        epoch: epoch of the next block.
+        block: number of the next block in its epoch.
+        state: the dataset's state before that block, or None for the beginning of an epoch.
+    """
 
     document: int = 0
     epoch: int = 0
@@ -44,7 +51,7 @@ class Mark(NamedTuple):
 
 
 class StreamSamples(Source):
-    """Give a rank's samples of a stream: each call the next ones, whatever their numbers."""
+    """Samples of a rank's part of a stream. Each call returns the next samples, whatever their numbers."""
 
     def __init__(
         self,
@@ -61,9 +68,14 @@ class StreamSamples(Source):
         """Begin at the first sample.
 
         Args:
-            shuffle_buffer: documents of a block that is shuffled; 0 leaves their order.
-            keep: whether a document belongs to the wanted split.
-            identity: names all that the samples depend on. A bookmark of another identity is not used.
+            stream: the rank's part of the dataset.
+            tokenizer: the tokenizer of the text.
+            special_tokens: ids that begin and end a document.
+            seq_len: inputs of a sample, which has one token more.
+            shuffle_buffer: documents of a block that is shuffled. 0 keeps their order.
+            seed: selects the order in each block.
+            keep: returns whether a document belongs to the wanted split.
+            identity: hash of everything that the samples depend on. A bookmark with another identity is not used.
         """
         self.special_tokens = special_tokens
         self._stream, self._tokenizer, self._seq_len = stream, tokenizer, seq_len
@@ -79,16 +91,16 @@ class StreamSamples(Source):
         place = bookmark if fits else {"document": 0, "offset": 0, "mark": []}
         self._offset, first = place["offset"], place["document"]
         mark = Mark(*place["mark"])
-        self._marks = deque([mark])  # places passed, oldest first; `bookmark` drops what is behind
+        self._marks = deque([mark])  # places passed, oldest first; `bookmark` drops old ones
         self._next_document = first
-        # Documents whose tokens are not used up yet, with their numbers, and how many tokens these are.
+        # Documents with unused tokens, each with its number, and the number of tokens in these documents.
         self._documents: deque[tuple[int, np.ndarray]] = deque()
         self._num_tokens = 0
         self._source = self._encoded(item for item in self._numbered(mark) if item[0] >= first)
 
     def bookmark(self) -> dict[str, Any]:
-        """Return where the next sample begins, and the newest place from which it can be reached. JSON-able."""
-        # The oldest document with unused tokens, or the next one if all are used up.
+        """Return the JSON-able beginning of the next sample, and the last place from which the reader can reach it."""
+        # The oldest document with unused tokens, or the next document if there is none.
         document = self._documents[0][0] if self._documents else self._next_document
         while len(self._marks) > 1 and self._marks[1].document <= document:
             self._marks.popleft()
@@ -99,14 +111,14 @@ class StreamSamples(Source):
         return np.stack([self._take() for _ in indices])
 
     def _take(self) -> np.ndarray:
-        """Return the next seq_len + 1 tokens. The last of them is the first of the next sample."""
-        # One token beyond the sample, the last label, must be there too.
+        """Return the next seq_len + 1 tokens. The last one is also the first token of the next sample."""
+        # seq_len inputs need one token more, for the last label.
         while self._num_tokens - self._offset <= self._seq_len:
             number, ids = next(self._source)
             self._next_document = number + 1
             self._documents.append((number, ids))
             self._num_tokens += len(ids)
-        # From the current offset in the first document on, through as many as it takes.
+        # Start at the offset in the first document, and go on through the next documents.
         parts, missing, begin = [], self._seq_len + 1, self._offset
         for _, ids in self._documents:
             parts.append(ids[begin : begin + missing])
@@ -115,7 +127,7 @@ class StreamSamples(Source):
             if not missing:
                 break
         self._offset += self._seq_len
-        # Drop documents whose tokens are used up. The last token stays: the next sample begins with it.
+        # Drop documents without unused tokens. The last token stays, since the next sample begins with it.
         while self._offset >= len(self._documents[0][1]):
             length = len(self._documents.popleft()[1])
             self._offset -= length
@@ -123,8 +135,8 @@ class StreamSamples(Source):
         return np.concatenate(parts)
 
     def _encoded(self, numbered: Iterator[tuple[int, str]]) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the documents' numbers and framed ids, some of them tokenized at once."""
-        # Documents at once: enough for every thread, few enough to stay near the reader's place.
+        """Yield the number and the framed ids of each document. Several documents are tokenized at once."""
+        # A chunk is large enough for every thread, and small enough to stay near the reader's place.
         while chunk := list(islice(numbered, _DOCUMENTS_AT_ONCE)):
             numbers, texts = zip(*chunk, strict=True)
             yield from zip(numbers, self._pool.map(self._encode, texts), strict=True)
@@ -139,7 +151,7 @@ class StreamSamples(Source):
             is_whole_epoch, first = not block, number
             texts = self._stream.read(state)
             while raw := list(islice(texts, self._block_size)):
-                # Taken now, since the reader may have moved on when the block is used up.
+                # Record the state now, since the reader may be further when the block is used up.
                 state, order = self._stream.state(), np.arange(len(raw))
                 if self._shuffled:
                     key = derive_key(self._seed, "stream", epoch, block)

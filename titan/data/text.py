@@ -1,4 +1,4 @@
-"""Open the text of a job: what it trains on, what it validates on, and how rows of its tokens become batches."""
+"""Text of a job: the samples to train on, the samples to validate on, and the collate function that makes batches of them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,16 @@ logger = logging.getLogger(__name__)
 
 
 def collate_rows(samples: Samples, data: s.DataSection) -> Collate:
-    """Return what packs rows of tokens as [data] says. Raises DataError if it needs marks that the text lacks."""
-    # These options read document boundaries from the tokens themselves.
+    """Return the collate function of text samples, with the options of [data].
+
+    Args:
+        samples: the samples, whose special tokens mark documents.
+        data: the section [data].
+
+    Raises:
+        DataError: an option needs document marks that the text lacks.
+    """
+    # These options find document boundaries in the tokens.
     wants_boundaries = data.reset_positions or data.document_mask or data.packing == "best_fit"
     if wants_boundaries and not samples.special_tokens.marks_boundaries:
         raise DataError(
@@ -40,9 +48,14 @@ def collate_rows(samples: Samples, data: s.DataSection) -> Collate:
 
 
 def num_bytes(batch: Batch, tokenizer: Tokenizer) -> int:
-    """Return the bytes of text that the valid labels of a batch (on the CPU) stand for, for bits a byte: loss / ln 2 / this.
+    """Count the bytes of text that the valid labels of a batch stand for. Bits a byte are loss / ln 2 / this number.
 
-    Return 0 for a tokenizer that drops bytes of the text, for which bits a byte would be wrong.
+    Args:
+        batch: a batch on the CPU.
+        tokenizer: the tokenizer of its text.
+
+    Returns:
+        The bytes, or 0 for a tokenizer that drops bytes of the text, for which bits a byte would be wrong.
     """
     if not tokenizer.keeps_bytes:
         return 0
@@ -54,12 +67,19 @@ def num_bytes(batch: Batch, tokenizer: Tokenizer) -> int:
 def training_samples(
     config: s.JobConfig, *, tokenizer: Tokenizer, rank: int, world: int
 ) -> Samples:
-    """Return the rows of tokens that a job trains on, for a data-parallel rank of `world`. Raises DataError.
+    """Return the text samples that a job trains on.
 
-    The first process that needs a text tokenizes it into the cache. The others wait here. debug.seed orders the samples.
+    The first process that needs a text tokenizes it into the cache. The other processes wait here. debug.seed orders the
+    samples.
 
     Args:
-        tokenizer: makes tokens of text; prepared data must have been made with the same one.
+        config: the job.
+        tokenizer: tokenizer of the text. Prepared data must have been made with the same tokenizer.
+        rank: this data-parallel rank, which matters for streams.
+        world: number of data-parallel ranks.
+
+    Raises:
+        DataError: a source is unusable, or does not fit the job.
     """
     options = SampleOptions(
         tokenizer=tokenizer,
@@ -78,14 +98,23 @@ def training_samples(
 def validation_samples(
     config: s.JobConfig, *, tokenizer: Tokenizer, rank: int, world: int
 ) -> Samples:
-    """Return the rows of tokens to validate on: validation.dataset in full, or the documents held out of the training sources.
+    """Return the text samples to validate on: all of validation.dataset, or documents held out of the training sources.
 
     The order does not depend on the job's seed, so that runs with different seeds measure the same samples.
+
+    Args:
+        config: the job.
+        tokenizer: tokenizer of the text.
+        rank: this data-parallel rank, which matters for streams.
+        world: number of data-parallel ranks.
+
+    Raises:
+        DataError: a source is unusable, or there is no text to validate on.
     """
     validation, data = config.validation, config.data
     if validation.dataset:
         sources = resolve_sources(validation.dataset, dataset_path=validation.dataset_path)
-        # A dataset for validation is used whole: nothing is held out of it.
+        # All of a validation dataset is used: nothing is held out of it.
         split, data = "train", data.model_copy(update={"validation_fraction": 0.0})
     else:
         sources, split = _training_sources(config), "validation"
@@ -106,7 +135,7 @@ def _training_sources(config: s.JobConfig) -> Sequence[s.Section]:
 
 
 def describe_sources(config: s.JobConfig) -> str:
-    """Return what a job trains on, in a line."""
+    """Return one line about the sources that a job trains on."""
     sources = config.data.sources
     if not sources:
         path = config.training.dataset_path

@@ -1,9 +1,8 @@
-"""Turn text into ids and back, behind one small class, whatever library does the work.
+"""Tokenizers of three kinds, behind one small class.
 
-There are three kinds: "bytes" (embedded, one token a byte, through tiktoken), "tiktoken" (a rank file such as Llama 3's
-tokenizer.model) and "huggingface" (a tokenizer.json, through `tokenizers`). Text never becomes a special token: a document
-that contains "<|end_of_text|>" is encoded as those characters. So the begin and end ids mark document boundaries and
-nothing else.
+The kinds are "bytes" (embedded, one token a byte, through tiktoken), "tiktoken" (a rank file such as Llama 3's tokenizer.model)
+and "huggingface" (a tokenizer.json, through `tokenizers`). Text never becomes a special token: a document that contains
+"<|end_of_text|>" is encoded as those characters. So the begin and end ids mark document boundaries and nothing else.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from titan.untrusted import printable, read_bytes, read_text
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 _MARKS = {"bos": BOS, "eos": EOS}
-# How Llama 3 cuts text before merging (its released tokenizer.py); also used by `titan tokenizer train`.
+# Llama 3 cuts text by this pattern before merging (its released tokenizer.py). `titan tokenizer train` uses it too.
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _LLAMA3_RANKS, _LLAMA3_NUM_SPECIALS = 128_000, 256
-# Limits of Llama 3's tokenizer.py. The regular expression engine overflows on longer text, and merging slows down on longer
-# runs of white space, or without any.
+# Limits of Llama 3's tokenizer.py. The regular expression engine overflows on longer text, and merging is slow on longer runs
+# of white space, and on longer text without white space.
 _MAX_CHARS, _MAX_RUN = 400_000, 25_000
-_MAX_GAPS = 2**20  # ids below the highest one that no token has
+_MAX_GAPS = 2**20  # unused ids below the highest id
 _LONG_RUN = re.compile(r"\S{512,}|\s{512,}")
 
 
@@ -47,7 +46,7 @@ CHAT_TEMPLATE = "chat_template.jinja"
 
 
 class TiktokenTokenizer(Tokenizer):
-    """Apply byte-level BPE by ranks, as a tiktoken.Encoding. The special tokens follow the last rank."""
+    """Byte-level BPE by ranks, as a tiktoken.Encoding. The special tokens follow the last rank."""
 
     def __init__(
         self, ranks: dict[bytes, int], *, kind: str, pattern: str, specials: list[str], source: str
@@ -72,7 +71,7 @@ class TiktokenTokenizer(Tokenizer):
     def encode_rendered(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         ids = self._encoding.encode(text, allowed_special="all")
         starts = self._encoding.decode_with_offsets(ids)[1]
-        # A token that ends within a character has a part of it.
+        # A token that contains only a part of a character still spans the character.
         ends = [max(begin + 1, end) for begin, end in pairwise([*starts, len(text)])]
         return ids, list(zip(starts, ends, strict=True))
 
@@ -84,7 +83,7 @@ class TiktokenTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """Apply a tokenizer.json, through the `tokenizers` library."""
+    """Tokenizer of a tokenizer.json file, through the `tokenizers` library."""
 
     kind = "huggingface"
 
@@ -107,7 +106,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self._names = {token: name for name, token in vocab.items()}
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = {t.content: number for number, t in sorted(added.items()) if t.special}
-        # Some models name special tokens only beside the tokenizer.
+        # Some models name special tokens only in a file beside the tokenizer.
         for token, number in beside.added_beside(path.parent):
             if token not in vocab and number not in self._names:
                 vocab[token], self._names[number] = number, token
@@ -116,7 +115,7 @@ class HuggingFaceTokenizer(Tokenizer):
         # A byte-level tokenizer spells bytes as printable characters, which _BYTE_OF_CHAR undoes.
         self._byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
         self.vocab_size = max(vocab.values(), default=-1) + 1
-        # A single high id would make a vocabulary, and so an embedding, of any size.
+        # A single high id could make a vocabulary, and so an embedding, of any size.
         if not 0 < self.vocab_size <= len(vocab) + _MAX_GAPS:
             raise DataError(
                 f"tokenizer {path}: {len(vocab):,} tokens with numbers up to {self.vocab_size - 1:,}"
@@ -139,18 +138,21 @@ class HuggingFaceTokenizer(Tokenizer):
         self.file = path
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A worker process gets the file's name. The library's own pickle forgets encode_special_tokens.
+        # Pickle the name of the file, since the library's own pickle forgets encode_special_tokens.
         named = ("bos_id", "eos_id", "special_ids", "token_texts", "begin_ids", "end_ids")
         return type(self), (self.file,), {name: getattr(self, name) for name in named}
 
     def _find_begin(self, config: dict[str, Any]) -> list[int] | None:
-        """Return what the post-processor puts in front of a text. None: nothing, though a text may well begin with `bos_id`."""
+        """Return the ids that the post-processor puts before a text.
+
+        None means that it puts nothing, and that a text may still begin with `bos_id`.
+        """
         plain, whole = (
             self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True)
         )
         starts = (n for n in range(len(whole)) if whole[n : n + len(plain)] == plain)
         found = whole[: next(starts, 0)]
-        # transformers 5 leaves the key to the post-processor, version 4 obeyed it. `titan tokenizer train` writes neither.
+        # transformers 4 obeyed add_bos_token; version 5 asks only the post-processor. `titan tokenizer train` writes neither.
         is_ours = (
             self._tokenizer.post_processor is None and self._names.get(self.bos_id or 0) == BOS
         )
@@ -160,25 +162,25 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._tokenizer.token_to_id(name)
 
     def encode(self, text: str) -> list[int]:
-        # Long text takes 200 bytes a character, so it is encoded in pieces.
+        # Encoding takes 200 bytes a character, so long text is encoded in pieces.
         first, *others = [*pieces([text])] or [""]
         return [*self._ids(first), *(i for piece in others for i in self.encode_rest(piece))]
 
     def encode_rest(self, text: str) -> list[int]:
         if self._joins:
             return self._ids(text)
-        # What stands before a cut: a word, or the end of a line.
+        # The text before a cut is a word, or the end of a line.
         before = "x" if text[:1].isspace() else "x\n"
         start, ids = self._ids(before), self._ids(before + text)
         return ids[len(start) :] if ids[: len(start)] == start else self._ids(text)
 
     def _ids(self, text: str) -> list[int]:
-        # Only for batches does the library release the interpreter's lock.
+        # The library releases the interpreter's lock only for batches.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     @cached_property
     def _joins(self) -> bool:
-        """Return whether pieces of a text have its ids. SentencePiece's tokenizers put a space in front of each text."""
+        """Return whether the ids of a text's pieces are the ids of the text. SentencePiece puts a space before each piece."""
         cuts = ("x", " x"), ("x\n", "x")
         return all(self._ids(a) + self._ids(b) == self._ids(a + b) for a, b in cuts)
 
@@ -188,9 +190,9 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _recognising(self) -> Any:
-        """Return the same tokenizer, which encodes the text of a special token as that token."""
+        """Return a copy of the tokenizer that encodes the text of a special token as that token."""
         twin = type(self._tokenizer).from_str(self._tokenizer.to_str())
-        # Tokens that only a file beside it, or the job, makes special.
+        # Add tokens that are special only by a file beside the tokenizer, or by the job.
         twin.add_special_tokens([n for n in self.special_ids if twin.token_to_id(n) is not None])
         return twin
 
@@ -211,7 +213,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 def bytes_tokenizer() -> Tokenizer:
     """Return the tokenizer with one token a byte, 0 to 255, then begin (256) and end (257) of text."""
-    # There are no merges, so where the pattern cuts does not change the ids. 64 is the fastest.
+    # There are no merges, so the pattern's cuts do not change the ids. 64 characters are the fastest.
     return TiktokenTokenizer(
         {bytes([byte]): byte for byte in range(256)},
         kind="bytes",
@@ -224,7 +226,15 @@ def bytes_tokenizer() -> Tokenizer:
 def tiktoken_tokenizer(path: Path, *, pattern: str = "", specials: Sequence[str] = ()) -> Tokenizer:
     """Return the tokenizer of a rank file: lines of "base64(token) rank".
 
-    Such a file says neither how text is cut nor which special tokens follow the last rank. Without a pattern it must be Llama 3's.
+    Such a file contains neither the pattern that cuts text nor the special tokens after the last rank.
+
+    Args:
+        path: the rank file.
+        pattern: regular expression that cuts text. Empty means that the file must be Llama 3's.
+        specials: texts of the special tokens after the last rank. They are used only with a pattern.
+
+    Raises:
+        DataError: the file is not a rank file, or the pattern is missing or invalid.
     """
     content = read_bytes(path)
     lines = enumerate(content.splitlines(), start=1)
@@ -240,7 +250,7 @@ def tiktoken_tokenizer(path: Path, *, pattern: str = "", specials: Sequence[str]
             f"tokenizer {path}: its {len(ranks):,} ranks are not Llama 3's {_LLAMA3_RANKS:,}, and a rank file does not say how "
             "text is cut: use the model's tokenizer.json, or set tokenizer.pattern and tokenizer.special_tokens"
         )
-    # The names and the order of Llama 3's release.
+    # Names and order are those of Llama 3's release.
     reserved = [f"<|reserved_special_token_{n}|>" for n in range(_LLAMA3_NUM_SPECIALS - 5)]
     header = ["<|start_header_id|>", "<|end_header_id|>"]
     llama3 = [BOS, EOS, *reserved[:4], *header, reserved[4], "<|eot_id|>", *reserved[5:]]
@@ -277,7 +287,15 @@ def _rank_line(line: bytes, *, where: str) -> tuple[bytes, int]:
 
 
 def build_tokenizer(section: TokenizerSection, *, hf_assets_path: str) -> Tokenizer:
-    """Return the tokenizer of a job. Raises DataError if its file is missing or of another kind."""
+    """Build the tokenizer of a job.
+
+    Args:
+        section: the section [tokenizer].
+        hf_assets_path: `model.hf_assets_path`, where the tokenizer is if the section has no path.
+
+    Raises:
+        DataError: the file is missing, or of another kind.
+    """
     tokenizer = _open_file(section, hf_assets_path)
     tokenizer.name_tokens(bos=section.bos_token, eos=section.eos_token)
     template = Path(section.chat_template).expanduser()
@@ -292,7 +310,11 @@ def build_tokenizer(section: TokenizerSection, *, hf_assets_path: str) -> Tokeni
 
 
 def open_tokenizer(config: JobConfig) -> Tokenizer:
-    """Return the job's tokenizer. Raises `DataError` if it cannot be read, or has more tokens than the model."""
+    """Build the job's tokenizer, and compare its size with the model's vocabulary.
+
+    Raises:
+        DataError: the tokenizer cannot be read, or has more tokens than the model.
+    """
     tokenizer = build_tokenizer(config.tokenizer, hf_assets_path=config.model.hf_assets_path)
     model, size = model_config(config.model), tokenizer.vocab_size
     if size > model.vocab_size:
@@ -304,7 +326,7 @@ def open_tokenizer(config: JobConfig) -> Tokenizer:
 
 
 def _template_beside(tokenizer: Tokenizer) -> str:
-    """Return the chat template among a tokenizer's files, "" if there is none. Raises InputError."""
+    """Return the chat template among a tokenizer's files, or "" if there is none."""
     if tokenizer.file is None:
         return ""
     if (file := tokenizer.file.with_name(CHAT_TEMPLATE)).is_file():
@@ -312,7 +334,7 @@ def _template_beside(tokenizer: Tokenizer) -> str:
     template = beside.read_beside(tokenizer.file.with_name("tokenizer_config.json")).get(
         "chat_template"
     )
-    # Some have several, each with a name.
+    # Some tokenizers have several templates, each with a name.
     for named in template if isinstance(template, list) else ():
         if isinstance(named, dict) and named.get("name") == "default":
             template = named.get("template")
@@ -347,7 +369,7 @@ def tokenizer_named(value: str, *, chat_template: str = "") -> Tokenizer:
 
 
 def _find_file(folder: Path, kind: str) -> Path:
-    # The library's format first, since it names the special tokens, too.
+    # Prefer tokenizer.json, since it names the special tokens, too.
     names = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
     is_json = {"huggingface": (True,), "tiktoken": (False,), "auto": (True, False)}[kind]
     wanted = [name for name in names if name.endswith(".json") in is_json]
@@ -358,7 +380,7 @@ def _find_file(folder: Path, kind: str) -> Path:
     raise DataError(f"no tokenizer in folder '{folder}': looked for {', '.join(wanted)}; {fetch}")
 
 
-# Whose models these are at the hub, by the beginning of their names.
+# Owners of models at the hub, by the beginning of a model's name.
 _OWNERS = {
     "llama": "meta-llama",
     "meta-llama": "meta-llama",
@@ -375,7 +397,7 @@ _OWNERS |= {
 
 
 def _how_to_fetch(path: Path) -> str:
-    """Return the hub's command that puts a tokenizer where a job looks for it."""
+    """Return the command that downloads a tokenizer from the hub to the folder where a job looks for it."""
     folder = path.parent if path.suffix in (".json", ".model") else path
     owners = (owner for start, owner in _OWNERS.items() if folder.name.lower().startswith(start))
     repo = shlex.quote(f"{next(owners, 'OWNER')}/{folder.name}")
@@ -384,11 +406,11 @@ def _how_to_fetch(path: Path) -> str:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Yield the text in pieces within Llama 3's limits: nearly always the text itself."""
+    """Yield the text in pieces within Llama 3's limits. Nearly always, the text is one piece."""
     for start in range(0, len(text), _MAX_CHARS):
         part = text[start : start + _MAX_CHARS]
         begin = 0
-        # Long runs of one kind are cut by length, as in Llama 3's tokenizer.py.
+        # Cut long runs of one kind by length, as Llama 3's tokenizer.py does.
         for run in _LONG_RUN.finditer(part):
             for cut in range(run.start() + _MAX_RUN, run.end(), _MAX_RUN):
                 yield part[begin:cut]
@@ -397,7 +419,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return GPT-2's spelling of bytes: printable ones stand for themselves, the others for characters from 256 on."""
+    """Return GPT-2's spelling of bytes: printable bytes stand for themselves, and other bytes are characters from 256 on."""
     # The printable characters of Latin-1, as GPT-2's encoder.py lists them.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]

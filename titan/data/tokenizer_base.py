@@ -1,4 +1,4 @@
-"""Define what a tokenizer is: text to ids and back, and which tokens begin and end a text."""
+"""Base class of tokenizers: text to ids and back, and the tokens that begin and end a text."""
 
 from __future__ import annotations
 
@@ -20,12 +20,20 @@ LOSSY = (
     "this tokenizer drops or changes parts of a text, such as spaces: bits per byte are left out, since bytes cannot be "
     "counted from its tokens"
 )
-# Contains what some tokenizers drop or change: runs of spaces, lines, capitals, accents, rare characters.
+# A text of parts that some tokenizers drop or change: runs of spaces, lines, capitals, accents, rare characters.
 _SAMPLE = "The cat,  2 cats;\n\tif x == 1:\n    naïve ﬁne Straße 日本語 \U0001f600 don't. "
 
 
 class Tokenizer(ABC):
-    """Encode text and decode ids. `bos_id` and `eos_id` are None if the tokenizer has no such token."""
+    """Tokenizer of text.
+
+    Attributes:
+        kind: "bytes", "tiktoken" or "huggingface".
+        vocab_size: number of ids, which is one more than the largest id.
+        bos_id: id that begins a text, or None if the tokenizer has no such token.
+        eos_id: id that ends a text, or None if the tokenizer has no such token.
+        special_ids: ids of the special tokens by their text.
+    """
 
     kind: str
     vocab_size: int
@@ -33,50 +41,62 @@ class Tokenizer(ABC):
     eos_id: int | None
     special_ids: dict[str, int]
     token_texts: dict[str, str]
-    """The special tokens by the names that chat templates know, such as eos_token."""
+    """Texts of the special tokens by the names that chat templates use, such as eos_token."""
     begin_ids: list[int] | None
-    """What it puts in front of a text by itself. None: it says nothing about that."""
+    """Ids that the tokenizer puts before a text by default, or None if its files do not say."""
     end_ids: set[int]
-    """What ends a generated text: `eos_id` and the ids of generation_config.json."""
+    """Ids that end a generated text: `eos_id` and the ids in generation_config.json."""
     file: Path | None = None
-    """What it was read from. None: it is embedded."""
+    """File that the tokenizer was read from, or None for the embedded tokenizer."""
     chat_template: str = ""
-    """Jinja text that makes conversations text (chat.py). Empty: it has none."""
+    """Jinja text that turns conversations into text (chat.py). Empty if there is none."""
     fingerprint: str
-    """Changes whenever the same text could become other ids. It is part of every cache key."""
+    """Hash that changes whenever the same text could become other ids. It is part of every cache key."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Return the ids of the text alone: no begin or end token is added, and none is recognised in the text."""
+        """Return the ids of the text alone: no begin or end token is added, and no special token is recognized in the text."""
 
     def encode_rest(self, text: str) -> list[int]:
-        """Return the ids of text that goes on where another piece of its document ended (`titan.data.reading.pieces`)."""
+        """Return the ids of a text that continues an earlier piece of its document (`titan.data.reading.pieces`)."""
         return self.encode(text)
 
     @abstractmethod
     def encode_rendered(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the ids of what a chat template wrote, and the characters that each stands for: here special tokens are recognised."""
+        """Encode a text that a chat template rendered. Special tokens in the text are recognized.
+
+        Returns:
+            The ids, and the (begin, end) of each token in the text, in characters.
+        """
 
     @abstractmethod
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of text that a token stands for, b"" for a special token."""
+        """Return the bytes of text that a token stands for, or b"" for a special token."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of the ids without special tokens. Broken UTF-8 becomes U+FFFD."""
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
 
     def continuation(self, prompt: Sequence[int], new: Sequence[int]) -> str:
-        """Return the text that ids add to a prompt's. Decoders drop a space in front of a text, which ids alone would lose."""
+        """Return the text that new ids add to a prompt's text.
+
+        Decoders drop a space at the beginning of a text. To keep such a space, the new ids are decoded together with the
+        prompt.
+        """
         before, whole = self.decode(prompt), self.decode([*prompt, *new])
-        # They differ where the prompt ended within a character.
+        # `before` is no prefix of `whole` if the prompt ended within a character.
         return whole[len(commonprefix([before, whole])) :]  # noqa: RUF071
 
     def id_of(self, name: str) -> int | None:
-        """Return the id of a token by its text in the vocabulary."""
+        """Return the id of a token by its text in the vocabulary, or None if there is no such token."""
         return self.special_ids.get(name)
 
     def name_tokens(self, *, bos: str = "", eos: str = "") -> None:
-        """Let tokens of the vocabulary begin and end texts; "" changes nothing. Raises DataError for an unknown one."""
+        """Choose the tokens of the vocabulary that begin and end texts. "" keeps the present token.
+
+        Raises:
+            DataError: the vocabulary has no such token.
+        """
         for which, name in (("bos", bos), ("eos", eos)):
             if name and (token := self.id_of(name)) is None:
                 raise DataError(
@@ -93,7 +113,10 @@ class Tokenizer(ABC):
 
     @cached_property
     def identity(self) -> str:
-        """Name which text each id stands for: equal for one tokenizer in another form or place, or with more special tokens."""
+        """Return a hash of the text of each id.
+
+        It is equal for one tokenizer in another file format, in another place, or with more special tokens.
+        """
         texts = [self.token_bytes(token) for token in range(self.vocab_size)]
         while texts and not texts[-1]:
             texts.pop()
@@ -101,18 +124,19 @@ class Tokenizer(ABC):
 
     @cached_property
     def keeps_bytes(self) -> bool:
-        """Return whether the tokens of a text have as many bytes as the text, not counting a space put in front."""
+        """Return whether the tokens of a text have as many bytes as the text, not counting a space put before it."""
         num_bytes = sum(len(self.token_bytes(token)) for token in self.encode(_SAMPLE))
-        # Tokenizers with a leading space add one byte.
+        # Tokenizers that add a leading space add one byte.
         return num_bytes - len(_SAMPLE.encode()) in (0, 1)
 
     @cached_property
     def byte_lengths(self) -> np.ndarray:
-        """Return the bytes of text of each token, int64[vocab_size], which turn a loss per token into one per byte."""
+        """Return the bytes of text of each token, int64[vocab_size]. They convert a loss per token to a loss per byte."""
         import numpy as np
 
         return np.array([len(self.token_bytes(t)) for t in range(self.vocab_size)], dtype=np.int64)
 
 
 def fingerprint(*parts: object) -> str:
+    """Return a hash of the parts, as 16 hexadecimal digits."""
     return hashlib.blake2b(json.dumps([str(p) for p in parts]).encode(), digest_size=8).hexdigest()

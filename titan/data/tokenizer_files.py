@@ -1,6 +1,6 @@
-"""Find the files of a tokenizer, and keep a copy in the run folder, so that a run can be used from any folder or machine.
+"""Files of a tokenizer, and their copy in the run folder, with which a run can be used from any folder or machine.
 
-RUN/tokenizer/    the file that the job names, and those beside it that name special tokens or that an export copies
+RUN/tokenizer/    the file that the job names, and files beside it that name special tokens or that an export copies
 """
 
 from __future__ import annotations
@@ -27,31 +27,35 @@ TOKENIZER_FILES = (
     CHAT_TEMPLATE,
     "generation_config.json",
 )
-# For a tokenizer.json: a vocabulary of 250,000 tokens with its merges has 1.5 million.
+# Values of a tokenizer.json. A vocabulary of 250,000 tokens with its merges has 1.5 million.
 _MAX_VALUES = 3_000_000
 
 _LOG = logging.getLogger("titan")
 
 
 def tokenizer_path(config: JobConfig) -> str:
-    """Return where a job's tokenizer is, "" for the embedded one, which has no file."""
+    """Return the path of a job's tokenizer, or "" for the embedded tokenizer, which has no file."""
     section = config.tokenizer
     return "" if section.name == "bytes" else section.path or config.model.hf_assets_path
 
 
 def tokenizer_files(where: str) -> list[Path]:
-    """Return the tokenizer's files in or beside a path. "" is the embedded tokenizer, which has none."""
+    """Return the tokenizer's files in a folder or beside a file. "" is the embedded tokenizer, which has no files."""
     if not where:
         return []
     path = Path(where).expanduser()
     folder = path if path.is_dir() else path.parent
     files = [folder / name for name in TOKENIZER_FILES if is_there(folder / name)]
-    # Without a vocabulary the other files make no tokenizer.
+    # Without a vocabulary, the other files are no tokenizer.
     return files if files and files[0].name in ("tokenizer.json", "tokenizer.model") else []
 
 
 def read_asset(file: Path) -> bytes:
-    """Return a tokenizer's file. Raises InputError if it is not what its name says, or is a link out of its folder."""
+    """Read a file of a tokenizer.
+
+    Raises:
+        InputError: the content does not fit the name, or the file is a link out of its folder.
+    """
     data = read_bytes(file, within=root_of(file.parent))
     if file.suffix == ".json":
         parse_json(data, dict[str, Any], name=file, values=_MAX_VALUES)
@@ -63,7 +67,7 @@ def read_asset(file: Path) -> bytes:
 def keep_tokenizer(tokenizer: Tokenizer, run: Path) -> None:
     """Copy a tokenizer's files into a run folder. One rank calls this at each start.
 
-    A later start writes nothing while the files are the same, and replaces the copy when the job names others.
+    A later start writes nothing while the files are the same, and replaces the copy if the job names other files.
     """
     used, folder = tokenizer.file, run / FOLDER
     if used is None:
@@ -72,7 +76,7 @@ def keep_tokenizer(tokenizer: Tokenizer, run: Path) -> None:
         return
     if used.resolve().is_relative_to(folder.resolve()):
         return
-    # What the tokenizer was read from may be a link to anywhere: it has been read already.
+    # The tokenizer's own files may be links to anywhere, since they have been read already.
     read = {used.name, *(BESIDE if tokenizer.kind == "huggingface" else ())}
     contents = {}
     for name in sorted({*read, *TOKENIZER_FILES}):
@@ -84,16 +88,16 @@ def keep_tokenizer(tokenizer: Tokenizer, run: Path) -> None:
                 )
         except InputError as error:  # training needs none of these
             _LOG.warning("%s has no copy of a file beside the tokenizer: %s", folder, error)
-    if tokenizer.chat_template:  # which the job may name elsewhere
+    if tokenizer.chat_template:  # its file may be elsewhere
         contents[CHAT_TEMPLATE] = tokenizer.chat_template.encode()
-    # The tokenizer that another job left here may be of another kind, which would come first.
+    # Remove the files of an earlier job's tokenizer: one of another kind could be found first.
     for name in {*TOKENIZER_FILES, *BESIDE} - contents.keys():
         (folder / name).unlink(missing_ok=True)
     write_files(contents, folder)
 
 
 def write_files(contents: Mapping[str, bytes], folder: Path) -> None:
-    """Write the files of a tokenizer, by name, into a folder. What is there with this content stays as it is."""
+    """Write the files of a tokenizer, by name, into a folder. A file that has the same content already stays untouched."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in contents.items():
         file, temporary = folder / name, folder / f".{name}"
@@ -103,15 +107,20 @@ def write_files(contents: Mapping[str, bytes], folder: Path) -> None:
 
 
 def with_tokenizer(config: JobConfig, *, run: Path | None, path: str = "") -> JobConfig:
-    """Return a run's config with the tokenizer to use now: `path` if given ("bytes", a file or a folder), else the run's copy.
+    """Return a run's config with the tokenizer to use now.
 
-    The copy comes before the path in the config. That one may be relative, and mean another file in this working folder.
+    The run's copy comes before the path in the config. That path may be relative, and mean another file in this working folder.
+
+    Args:
+        config: the run's config.
+        run: the run folder, or None.
+        path: "bytes", a file or a folder, which replaces the run's tokenizer. Empty keeps it.
     """
     where = tokenizer_path(config)
     if path:
         section = TokenizerSection(name="bytes") if path == "bytes" else TokenizerSection(path=path)
     elif where and run is not None and (copy := run / FOLDER).is_dir():
-        # A job may name the file itself, where its folder has one of another kind, too.
+        # A job may name the file itself, since its folder may have a tokenizer of another kind, too.
         named = copy / Path(where).name
         used = named if named.is_file() else copy
         section = config.tokenizer.model_copy(update={"path": str(used), "chat_template": ""})

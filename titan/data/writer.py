@@ -1,13 +1,13 @@
-"""Write token shards: in parallel, resumable, and the same bytes for any number of workers and interruptions.
+"""Writer of token shards: parallel, resumable, and with equal bytes for any number of workers and interruptions.
 
-One process reads documents in order, cuts them into pieces (reading.py), and groups these into chunks. Workers tokenize
+One process reads documents in order, cuts them into pieces (reading.py), and groups the pieces into chunks. Workers tokenize
 chunks. The results come back in order and are appended to the open shard of their split. A full shard gets its final name.
-Then progress.json names it, with the documents and pieces read by then, and how much of each open shard is on disk. A later
-run goes on there. It begins to read at the file, or the row group of Parquet, where reading was. Shards end where pieces
-end, and depend only on the documents and the options. So a run that is killed anywhere continues to the same bytes. Memory
-does not depend on the size of documents.
+Then progress.json lists the shard, with the documents and pieces read by then, and how much of each open shard is on disk. A
+later run continues from there. It begins to read at the file, or the row group of Parquet, where reading was. Shards end
+where pieces end, and depend only on the documents and the options. So a run that is killed anywhere continues to the same
+bytes. Memory does not depend on the size of documents.
 
-Called by prepare.py (a user's folder) and cache.py (the cache of raw text sources).
+prepare.py (a user's folder) and cache.py (the cache of raw text sources) call this.
 """
 
 from __future__ import annotations
@@ -53,27 +53,26 @@ from titan.data.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# Limits of a chunk: large enough to hide the cost of handing it over, small enough to keep many in memory.
+# Limits of a chunk: large enough to hide the cost of sending it, small enough to keep many chunks in memory.
 _CHUNK_PIECES, _CHUNK_CHARS = 256, 2**18
 
 ReadPosition = tuple[int, int]
-"""How far reading has come: so many documents, and so many pieces of the next one."""
+"""Position of the reader: number of whole documents, and of pieces of the next document, that have been read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizationSpec:
-    """Say how documents become tokens: what a worker needs, and what the result depends on besides
-    the text."""
+    """Settings by which documents become tokens. Workers get them, and the shards depend on them."""
 
     tokenizer: Tokenizer
     special_tokens: SpecialTokens
     validation_fraction: float
     template: ChatTemplate | None = None
-    """Of documents that are conversations."""
+    """Chat template, if the documents are conversations."""
 
     @property
     def dtype(self) -> np.dtype:
-        """Return what holds an id, of a conversation with its kind."""
+        """Return the dtype of the shards, which holds an id and, in a conversation, its kind."""
         return token_dtype(self.tokenizer.vocab_size, kinds=self.template is not None)
 
     def split_of(self, document: Document) -> str:
@@ -81,8 +80,7 @@ class TokenizationSpec:
         return SPLITS[in_validation(document, fraction=self.validation_fraction)]
 
     def key(self, documents: Documents, *, shard_tokens: int) -> str:
-        """Return a hash of all that the shards depend on."""
-        # Everything that the bytes of the result depend on.
+        """Return a hash of everything that the shards depend on."""
         parts = [
             FORMAT,
             documents.identity,
@@ -96,18 +94,23 @@ class TokenizationSpec:
 
 @dataclass
 class Progress:
-    """Hold what is done so far, for the display. num_bytes: of the files, as `Documents.position`
-    counts them."""
+    """Work done so far, for the display.
+
+    Attributes:
+        documents: documents read.
+        num_bytes: bytes of the files read, as `Documents.position` counts them.
+        tokens: tokens written.
+    """
 
     documents: int = 0
     num_bytes: int = 0
     tokens: int = 0
     bytes_before: int = 0
-    """What earlier runs have read, and this one passes over."""
+    """Bytes that earlier runs have read, and that this run skips."""
 
 
 class _Piece(NamedTuple):
-    """A document or a part of one. number: its document's. index: its own, within the document."""
+    """A document or a part of it: number of the document, index of the piece within the document, and its text."""
 
     number: int
     index: int
@@ -122,34 +125,34 @@ class _Piece(NamedTuple):
 
 
 class _Encoded(NamedTuple):
-    """A piece's tokens, with begin and end ids, and how many bytes of text they stand for."""
+    """Tokens of a piece, with begin and end ids, and the bytes of text that they stand for."""
 
     tokens: np.ndarray
     num_bytes: int
 
 
 class _SplitWriter:
-    """Write the shards of one split, and list them in `closed`. The open one has a temporary name until it is full."""
+    """Writer of the shards of one split. The open shard has a temporary name until it is full."""
 
     def __init__(self, folder: Path, *, split: str, limit: int, index: Index) -> None:
-        """Begin after the closed shards in `index`, with the tokens of the open one. limit: tokens of a shard."""
+        """Begin after the closed shards in `index`, with the tokens of its open shard. `limit` is the tokens of a shard."""
         self._folder, self._split, self._limit = folder, split, limit
         self._closed = index.splits[split]
         self._file: BinaryIO | None = None
         self._shard = index.open.get(split, Shard(file=f"{split}-00000.bin"))
-        # progress.json of an earlier titan has no open shards: then the last closed one counts.
+        # progress.json of an earlier titan has no open shards. Then the last closed shard counts.
         last = self._shard if split in index.open else [self._shard, *self._closed][-1]
         self.done: ReadPosition = (last.documents_read, last.pieces_read)
         if self._shard.tokens:
             path = unfinished_name(folder / self._shard.file)
-            # What came after progress.json is written again.
+            # Tokens that were written after progress.json are written again.
             os.truncate(path, self._shard.tokens * np.dtype(index.dtype).itemsize)
             self._file = path.open("ab")
 
     def add(self, piece: _Piece, encoded: _Encoded) -> bool:
         """Append a piece. Return whether the open shard had no room for it and was closed."""
         tokens = encoded.tokens
-        # A piece longer than a shard gets one to itself.
+        # A piece that is longer than a shard gets a shard to itself.
         full = self._file is not None and self._shard.tokens + len(tokens) > self._limit
         if full:
             self.close(piece.place)
@@ -163,10 +166,10 @@ class _SplitWriter:
         return full
 
     def close(self, read: ReadPosition) -> None:
-        """Give the open shard, if there is one, its final name, once its bytes are on disk. read: the reader's position."""
+        """Give the open shard its final name, once its bytes are on disk. `read` is the reader's position."""
         if self._file is None:
             return
-        # The bytes have to be durable before the name is.
+        # The bytes must be durable before the name is.
         self._closed.append(self.written(read))
         self._file.close()
         self._file, path = None, self._folder / self._shard.file
@@ -174,7 +177,7 @@ class _SplitWriter:
         self._shard = Shard(file=path.name)
 
     def written(self, read: ReadPosition) -> Shard:
-        """Return the open shard, once its bytes are on disk. read: the reader's position."""
+        """Return the open shard, once its bytes are on disk. `read` is the reader's position."""
         if self._file is not None:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -191,18 +194,28 @@ def write_shards(
     workers: int = 1,
     report: Callable[[Progress], None] = lambda progress: None,
 ) -> Index:
-    """Tokenize `documents` into `folder`, or continue. The caller keeps other processes away.
+    """Tokenize `documents` into `folder`, or continue an interrupted run. The caller must lock the folder.
 
     Args:
-        workers: processes that tokenize. With 1, this process tokenizes, with threads.
+        documents: the text.
+        folder: folder of the shards.
+        spec: settings by which documents become tokens.
+        shard_tokens: tokens of a shard.
+        workers: number of processes that tokenize. With 1, this process tokenizes, in threads.
         report: is called with the progress after each chunk.
+
+    Returns:
+        The index of the complete folder.
+
+    Raises:
+        DataError: the folder has shards of other text or options, a document is unusable, or a worker died.
     """
-    # Refuses a folder of other text or options.
+    # Refuse a folder of other text or options.
     index = _open_index(folder, key=spec.key(documents, shard_tokens=shard_tokens), spec=spec)
     if (folder / INDEX).is_file():
         return index
     logger.info("tokenizing %s into %s", documents.name, folder)
-    # The caller holds the lock, so nobody is writing these.
+    # The caller holds the lock, so no other process is writing these files.
     for left_over in folder.glob("*.tmp"):
         left_over.unlink()
     writers = {
@@ -213,7 +226,7 @@ def write_shards(
     progress = Progress()
     places = deque([index.place or [0]])
     chunks = _chunks(documents, spec, done, progress, places)
-    # Results come in the order of the documents, whichever worker was first.
+    # Results come in the order of the documents, not in the order in which workers finish.
     for chunk, encoded in _encode_all(chunks, spec, workers=workers):
         for piece, one in zip(chunk, encoded, strict=True):
             if writers[piece.split].add(piece, one):
@@ -235,7 +248,7 @@ def write_shards(
 
 
 def _open_index(folder: Path, *, key: str, spec: TokenizationSpec) -> Index:
-    """Return the index of a complete folder, or what an interrupted run has left of it, or an empty one."""
+    """Return the index of a complete folder, of an interrupted run, or an empty index."""
     for file in (folder / INDEX, folder / PROGRESS):
         if file.is_file():
             index = read_index(file)
@@ -247,7 +260,7 @@ def _open_index(folder: Path, *, key: str, spec: TokenizationSpec) -> Index:
             size = np.dtype(index.dtype).itemsize
             for shard in index.open.values():
                 path = unfinished_name(folder / shard.file)
-                # It was closed after progress.json was written: go on as if no shard were open.
+                # The shard was closed after progress.json was written: continue as if no shard were open.
                 if shard.tokens and not (
                     path.is_file() and path.stat().st_size >= shard.tokens * size
                 ):
@@ -271,9 +284,10 @@ def _chunks(
     progress: Progress,
     places: deque[list[int]],
 ) -> Iterator[list[_Piece]]:
-    """Yield the pieces that no shard holds: those of a split from done[split] on. Count the documents.
+    """Yield the pieces that no shard contains yet, in chunks: each split's pieces from done[split] on. Count the documents.
 
-    Reading begins at places[0]: a document's number, and where it is. Each later place is added with its first document.
+    Reading begins at places[0]: a document's number, and its place in the files. Each later place is added with its first
+    document.
     """
     chunk, num_chars = [], 0
     first, *place = places[0]
@@ -282,7 +296,7 @@ def _chunks(
         progress.bytes_before = progress.bytes_before or (number == first and documents.position())
         if places[-1][1:] != (here := [*documents.place()]):
             places.append([number, *here])
-        # Before this document, both splits are complete: it is only read.
+        # Both splits already contain this document: skip it.
         if number < min(done.values())[0]:
             continue
         split = spec.split_of(document)
@@ -302,7 +316,7 @@ def _pieces(document: Document, *, number: int, split: str) -> Iterator[_Piece]:
     texts = pieces_of(document)
     text, index = next(texts, None), 0
     while text is not None:
-        # One piece ahead: the last one is followed by the end token.
+        # Look one piece ahead: the end token follows the last piece.
         following = next(texts, None)
         where = getattr(document, "where", "")
         yield _Piece(number, index, split, text, last=following is None, where=where)
@@ -318,7 +332,7 @@ def _encode(chunk: list[_Piece], spec: TokenizationSpec) -> list[_Encoded]:
             encode = spec.tokenizer.encode_rest if piece.index else spec.tokenizer.encode
             ids = encode(piece.text)
             framed = spec.special_tokens.wrap(ids, first=piece.index == 0, last=piece.last)
-        # Bytes of text, so that a shard's compression can be stated.
+        # The bytes of text give the compression of a shard.
         encoded.append(_Encoded(np.array(framed, spec.dtype), len(piece.text.encode())))
     return encoded
 
@@ -326,13 +340,12 @@ def _encode(chunk: list[_Piece], spec: TokenizationSpec) -> list[_Encoded]:
 def _encode_all(
     chunks: Iterator[list[_Piece]], spec: TokenizationSpec, *, workers: int
 ) -> Iterator[tuple[list[_Piece], list[_Encoded]]]:
-    """Yield the chunks in order with their tokens. At most 3 chunks a worker or thread are under way."""
-    # With workers, one thread for each; without, tokenizers release the interpreter's lock, so
-    # threads help.
+    """Yield the chunks in order with their tokens. At most 3 chunks for each worker or thread are in flight."""
+    # With workers, each gets a thread. Without workers, threads tokenize, since tokenizers release the interpreter's lock.
     num_tasks = min(8, os.cpu_count() or 1) if workers == 1 else workers
     idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
     encode = partial(_encode, spec=spec)
-    # With workers, each thread below only waits for one of them.
+    # With workers, each thread below only waits for a worker.
     started = [_Worker(spec) for _ in range(workers)] if workers > 1 else []
     if started:
         for worker in started:
@@ -343,7 +356,7 @@ def _encode_all(
     try:
         for chunk in chunks:
             pending.append((chunk, pool.submit(encode, chunk)))
-            # The oldest first: a bounded queue that keeps the order.
+            # Take the oldest chunk first: the queue is bounded, and keeps the order.
             while pending and (len(pending) >= 3 * num_tasks or pending[0][1].done()):
                 oldest, future = pending.popleft()
                 yield oldest, future.result()
@@ -356,20 +369,20 @@ def _encode_all(
             f"continue, with fewer than {workers} workers if it repeats"
         ) from error
     finally:
-        # First the threads, which may be waiting for a worker's answer, then the workers.
+        # Stop the threads first, since they may wait for a worker's answer, then the workers.
         pool.shutdown(cancel_futures=True)
         for worker in started:
             worker.close()
 
 
 class WorkerDied(Exception):
-    """Report that a worker process ended before it was asked to."""
+    """Error of a worker process that ended before it was asked to."""
 
 
 class _Worker:
-    """A process that tokenizes chunks, and ends when this one does, because its input is a pipe from here.
+    """Process that tokenizes chunks. It ends with this process, because its input is a pipe from here.
 
-    It is not one of multiprocessing's, which would import the calling program: a user's script, or all of torch.
+    It is not started by multiprocessing, which would import the calling program: a user's script, or all of torch.
     """
 
     def __init__(self, spec: TokenizationSpec) -> None:
@@ -385,7 +398,7 @@ class _Worker:
         self._process.stdin.flush()
 
     def encode(self, chunk: list[_Piece]) -> list[_Encoded]:
-        """Return the chunk's tokens. Raises WorkerDied."""
+        """Return the chunk's tokens. Raise WorkerDied if the process has ended."""
         assert self._process.stdout is not None
         try:
             self._send(chunk)
@@ -397,7 +410,7 @@ class _Worker:
         return answer
 
     def close(self) -> None:
-        """End the process."""
+        """Stop the process."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with suppress(OSError):
             self._process.stdin.close()
@@ -414,18 +427,18 @@ def _encode_in_any(idle: queue.SimpleQueue[_Worker], chunk: list[_Piece]) -> lis
 
 
 def work() -> None:
-    """Tokenize what comes through standard input, in a worker process, until it is closed."""
+    """Tokenize the chunks that arrive on standard input, in a worker process, until it is closed."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # the process that started this one handles them
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints must not mix with the answers
+    os.dup2(2, 1)  # a library's prints must not mix with the answers
     spec: TokenizationSpec = pickle.load(sys.stdin.buffer)
     with suppress(EOFError, BrokenPipeError):
         while True:
             chunk = pickle.load(sys.stdin.buffer)
             try:
                 answer = _encode(chunk, spec)
-            except DataError as error:  # of a conversation
+            except DataError as error:  # a conversation is unusable
                 answer = error
             pickle.dump(answer, answers)
             answers.flush()
