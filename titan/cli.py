@@ -49,9 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return import_module(command).main(rest) if isinstance(command, str) else command(rest)
     except SystemExit as request:  # by argparse, after --help or a wrong option
         return request.code if isinstance(request.code, int) else 1
-    except (
-        BrokenPipeError
-    ):  # as of `titan config ... | head`; Python would complain again when it flushes
+    # As of `titan config ... | head`; Python would complain again when it flushes.
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -442,8 +441,7 @@ COMMANDS: dict[str, tuple[str, Run | str]] = {
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    if (
-        "RANK" in os.environ
-    ):  # as in titan/train.py: gloo's threads may be at work while the interpreter is torn down
+    # As in titan/train.py: gloo's threads may be at work while the interpreter is torn down.
+    if "RANK" in os.environ:
         os._exit(code)
     sys.exit(code)

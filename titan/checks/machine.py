@@ -107,9 +107,8 @@ def _check_data(config: JobConfig) -> Iterator[Any]:
     if resolve_model(config.model)[0] is not None:
         try:
             tokenizer = open_tokenizer(config)
-        except (
-            Exception
-        ) as error:  # libraries of many kinds read a file that anyone may have written
+        # Libraries of many kinds read a file that anyone may have written.
+        except Exception as error:
             if config.tokenizer.path:
                 key = "tokenizer.path"
             else:
@@ -288,9 +287,8 @@ def _check_packages(config: JobConfig, *, device: str | None) -> Iterator[RuleVi
     """Check the hardware and the packages of 8-bit products and of the sinks for metrics."""
     sections = [section for _, section in eight_bit_sections(config)]
     metrics = config.metrics
-    has_gpu = (
-        device == "cuda" or count_accelerators() > 0 or Path("/dev/kfd").exists()
-    )  # AMD's driver
+    # /dev/kfd is AMD's driver.
+    has_gpu = device == "cuda" or count_accelerators() > 0 or Path("/dev/kfd").exists()
     if not has_gpu and not all(section.emulate for section in sections):
         fix = "set emulate = true to compute the same numbers slowly, or remove the converter"
         yield "model.converters", f"this machine has no GPU to multiply in 8 bits; {fix}"

@@ -169,9 +169,8 @@ def _write_failures(
     status = read_status(run_dir)
     # A fault in native code outranks what its peers report, who lost their connection to it.
     faults = {rank: failure for rank, failure in failures.items() if -failure.exitcode in FAULTS}
-    if (
-        status.get("state") == "hung"
-    ):  # the monitor ended silent ranks; one may crash while it writes its stacks
+    # The monitor has ended silent ranks. A rank may crash while it writes its stacks.
+    if status.get("state") == "hung":
         faults = {}
     if faults or status.get("state") == "running":
         texts = filter(

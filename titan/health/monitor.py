@@ -266,9 +266,8 @@ class Monitor:
         return self._failure(reason, "rank_silent" if silent else "hang", silent=tuple(silent))
 
     def _lost_store(self) -> Failure:
-        if (
-            self.peers.first.is_here()
-        ):  # the store is rank 0's, or torchrun's; a lost process takes it along
+        # The store belongs to rank 0 or to torchrun, and is lost with that process.
+        if self.peers.first.is_here():
             reason = (
                 f"rank 0 on {self.peers.me.host} has not been heard of for {self.heartbeat_s:g} s: "
             )

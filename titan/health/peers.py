@@ -19,9 +19,8 @@ from titan.health.beats import Beat, connect
 from titan.health.errors import Failure, main_thread
 from titan.health.run_lock import ProcessId
 
-LINGER_S = (
-    3.0  # a failed rank stays so long, so that others read why before its agent or store is gone
-)
+# Seconds that a failed rank stays, so that others read the reason before its agent or store is gone.
+LINGER_S = 3.0
 # Beats that fit into the silence after which a rank is lost, and the longest time between two
 # beats, in seconds.
 BEATS_PER_TIMEOUT, LONGEST_BEAT_S = 20, 1.5

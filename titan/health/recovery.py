@@ -126,9 +126,8 @@ class Recovery:
             self.losses.append(loss)
             return StepDecision()
         action = _ACTIONS[section.on_spike]
-        if (
-            action == StepAction.WARN
-        ):  # it is trained on, and so belongs to the losses before the next
+        # The step is trained on, so its loss counts for the steps after it.
+        if action == StepAction.WARN:
             self.losses.append(loss)
         return StepDecision(
             action,

@@ -31,9 +31,8 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal_name = ""
-        self.seen = (
-            ""  # the same, as the thread knows it: the main thread may never run its handler
-        )
+        # The same name, as the thread knows it: the main thread may never run its handler.
+        self.seen = ""
         self.exit_code: int | None = None  # set when the run has ended well, and only has to leave
         self._grace_s = 0.0
         self._report: Callable[[], None] = lambda: None

@@ -59,9 +59,8 @@ class Spikes:
         """Return the z-scores of one step, or None if too few steps are known or the value is not finite."""
         scores: list[float | None] = [None, None]
         for k, (value, before) in enumerate(zip((loss, grad_norm), self._before, strict=True)):
-            if not math.isfinite(
-                value
-            ):  # would make every later score useless; recovery.py handles it
+            # Such a value would make every later score useless; recovery.py handles it.
+            if not math.isfinite(value):
                 continue
             # Scored before it is added: a value must not be its own yardstick.
             if len(before) >= self._min_steps:

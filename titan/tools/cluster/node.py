@@ -34,9 +34,8 @@ from titan.health.signals import EXIT_FAILED, EXIT_STOPPED
 
 LEFT_TO_RANKS = (signal.SIGTERM, signal.SIGUSR1)
 LINGER_S = 30.0  # without an answer of the store's host after the ranks have ended
-_NUM_FILES = (
-    65_536  # files and sockets that a process may need: checkpoints, loaders, a peer for each rank
-)
+# Files and sockets that a process may need: checkpoints, loaders, a peer for each rank.
+_NUM_FILES = 65_536
 _LOCKED = "set LimitMEMLOCK=infinity for slurmd, or the container's runtime (ulimit -l)"
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 # Test addresses (RFC 5737). A datagram's socket finds the route there, and nothing is sent.
