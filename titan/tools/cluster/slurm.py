@@ -36,8 +36,8 @@ _PATTERNS = {
 }
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code. Raises ConfigError, which titan.cli reports."""
+def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the command line. Return the command's options, and the files and overrides of the job."""
     usage = "[--time T] [--partition P] [--account A] [--container IMAGE] [--preflight] [--elastic --groups G] [--submit] [-- --qos=Q ...]"
     parser = command_parser(
         "slurm", f"{JOB} --nodes N [--gpus-per-node G] {usage}", summary=SUMMARY
@@ -62,7 +62,6 @@ def main(argv: list[str] | None = None) -> int:
     add("--groups", type=positive, metavar="G", help=help_)
     add("--elastic", action="store_true", help="replica groups; two without --groups")
     add("--submit", action="store_true", help="pass the script to sbatch")
-    words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
     options, job = parser.parse_known_args(words[:end])
     options.sbatch += words[end + 1 :]
@@ -72,6 +71,12 @@ def main(argv: list[str] | None = None) -> int:
     if options.max_restarts is None:
         options.max_restarts = 3 if options.nodes > 1 else 0
     options.groups = options.groups or (2 if options.elastic else None)
+    return options, job
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code. Raises ConfigError, which titan.cli reports."""
+    options, job = _parse(list(sys.argv[1:] if argv is None else argv))
     # Without GPUs one rank uses the cores of a node.
     ranks = options.ranks_per_node or options.gpus_per_node or 1
     known = [f"--{name.replace('_', '-')}" for name in vars(options)]
