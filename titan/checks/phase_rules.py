@@ -17,7 +17,7 @@ def has_conversations(config: JobConfig) -> bool:
 
 
 def check_phases(config: JobConfig) -> Iterator[RuleViolation]:
-    """Check each table by itself, and against the rest of the job."""
+    """Check each table alone, and against the rest of the job."""
     count, longest, is_text = len(config.data.sources), longest_sequence(config), reads_text(config)
     for number, phase in enumerate(config.phase):
         key, length, weights = f"phase[{number}]", phase.seq_len, phase.weights

@@ -232,7 +232,7 @@ def locate(frames: Iterable[Frame]) -> tuple[str, str]:
     # From the outermost frame inwards: the last line of titan, and torch's operation below it.
     for file, number, name in frames:
         if ours := _within_titan(file):
-            operation = ""  # unless torch's frames below this one say which
+            operation = ""  # torch's frames below this one may name it
             line = f" ({ours}:{number}, in {name})"
         elif name in _OPERATIONS or hasattr(dist, name):
             operation = _OPERATIONS.get(name, name)

@@ -8,7 +8,7 @@ events cause a dump:
     a failure       an unhandled exception, a collective's time limit, a step's, or another rank's (health/monitor.py)
     std::terminate  gloo and NCCL end the process from a C++ thread, for example if sizes differ; `catch_terminate`
     a late stop     the grace time after a signal is over
-    SIGUSR2         somebody asks; training goes on
+    SIGUSR2         a request; training goes on
 
 Threads that do not need the main thread write it, since the main thread may wait in a collective
 forever. `titan doctor` joins the files.
@@ -100,7 +100,7 @@ def install(recorder: FlightRecorder) -> None:
     """
     global _recorder
     _recorder = recorder
-    # A dump left by an earlier run would be taken for this one's.
+    # A dump of an earlier run would pass for this run's.
     recorder.path.unlink(missing_ok=True)
     if recorder.rank == 0:
         for path in recorder.run_dir.glob("logs/launch-*.json"):
@@ -302,7 +302,7 @@ def _record_p2p(recorder: FlightRecorder) -> None:
     def note(group: dist.ProcessGroup, tensors: Any, peer: int, *, sends: bool) -> None:
         key = (dist.get_process_group_ranks(group)[peer], sends)
         recorder.p2p_counts[key] = seq = recorder.p2p_counts.get(key, 0) + 1
-        # The frame of whoever called send or recv: above `note` and `method`.
+        # The frame of the caller of send or recv: above `note` and `method`.
         _, line = locate(frames_of(sys._getframe(2)))
         recorder.p2p.append(
             {

@@ -1,7 +1,7 @@
 """Launcher of several processes on this machine: `titan train --nproc N` is torchrun with the same arguments, made safe.
 
 The launcher passes a signal on to the ranks, not to torchrun, which would give them 30 seconds to
-save and does not handle SIGUSR1. torchrun ends with 1 whatever its ranks report; status.json,
+save and does not handle SIGUSR1. torchrun ends with 1 for any code of its ranks; status.json,
 written by the ranks, keeps the real exit code. If ranks have failed, their own messages suffice, so
 torchrun's traceback of itself is left out. If the launcher or torchrun is killed, the processes
 below it end with it (titan/health/signals.py). Ranks of `titan train` start warm
@@ -143,7 +143,7 @@ def torchrun(argv: Sequence[str]) -> int:
     from titan.health import rendezvous
 
     rendezvous.register()
-    # torchrun's own --standalone listens on every interface, and unpickles what it reads there.
+    # torchrun's own --standalone listens on every interface, and unpickles the data it receives.
     arguments = [
         f"--rdzv-backend={rendezvous.BACKEND}" if argument == "--standalone" else argument
         for argument in argv

@@ -54,7 +54,7 @@ from titan.health.signals import (
 from titan.run_folder import write_status
 
 LOCKED_S = 10.0  # after a step's limit, until a rank whose interpreter is locked is ended
-_STUCK_S = 20.0  # for a main thread that ends by itself, and for a disk that may hang
+_STUCK_S = 20.0  # wait for a main thread that ends, and for a disk that may hang
 
 
 class Monitor:
@@ -91,7 +91,7 @@ class Monitor:
         )
         self._deadline = float("inf")  # of the step
         self._stacks: IO[str] | None = None
-        self._leaving = threading.Event()  # the main thread has failed, and ends by itself
+        self._leaving = threading.Event()  # the main thread has failed, and will end
         self._closed = threading.Event()
 
     # ---- calls of the main thread ------------------------------------------------------------------
@@ -153,7 +153,7 @@ class Monitor:
         if self.world_size > 1 or not expected:
             flight_recorder.dump(mine, at=where_failed(error), stacks=not expected)
         # All ranks write the same text, so the order does not matter.
-        with suppress(OSError):  # the disk may be what failed
+        with suppress(OSError):  # the disk may have failed
             # The failure that the ranks agreed on may be another rank's.
             self._write_status(agreed)
         logging.getLogger("titan").error(mine.reason, extra={"last_words": True})
@@ -310,7 +310,7 @@ class Monitor:
         # A failed main thread has written its dumps already.
         if not self._leaving.is_set():
             call_with_timeout(_STUCK_S, lambda: self._write_dumps(failure))
-        # Give the main thread a second to fail by itself: its message names the line that failed.
+        # Wait a second for the main thread to fail: its message names the line that failed.
         if not alone and self._leaving.wait(1):
             time.sleep(_STUCK_S)  # the process has ended by then, as a rule
             os._exit(failure.exit_code)

@@ -24,7 +24,7 @@ from types import FrameType
 EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR, EXIT_STOPPED = 0, 1, 2, 75
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 ASKING = signal.SIGUSR2  # "where are you?"; the run goes on
-_REPORT_S = 5  # for the report of a process that ends: its disk may be what hangs
+_REPORT_S = 5  # limit of a last report: the disk may hang
 _PR_SET_PDEATHSIG = 1
 
 
@@ -99,7 +99,7 @@ class StopRequest:
         # The grace time is known from `allow` on: it is in the config.
         self._armed.wait()
         deadline += self._grace_s
-        # Disarmed: the run saved in time and leaves by itself.
+        # Disarmed: the run saved in time and leaves.
         if not self._disarmed.wait(max(0, deadline - time.monotonic())):
             code = EXIT_FAILED if self.exit_code is None else self.exit_code
             leave(for_agent(code), self._report)

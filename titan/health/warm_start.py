@@ -93,7 +93,7 @@ def close_inherited() -> None:
 
 
 def _run_rank(argv: Sequence[str], env: dict[str, str]) -> None:
-    """Run a rank, and end with its exit code. Files, signals and variables are those of a new program."""
+    """Run a rank, and end with its exit code. Files, signals and variables are as in a new program."""
     try:
         # Popen waits until its pipe, one of these files, is closed.
         close_inherited()

@@ -208,7 +208,7 @@ class Checkpointing(Hook):
         return state | {"bookmarks": [by_rank[rank] for rank in range(len(by_rank))]}
 
     def _export(self) -> None:
-        """Write the weights as a Hugging Face folder beside the checkpoints, as TorchTitan does."""
+        """Write the weights as a Hugging Face folder next to the checkpoints, as TorchTitan does."""
         assert self.export is not None, "built in the constructor"
         set_timeout(TIMEOUT)  # ranks wait for the slowest disk, and the run is over
         folder = self.manager.folder
@@ -246,7 +246,7 @@ class Checkpointing(Hook):
     # ---- loading -------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Load the newest checkpoint of the run folder, or else the job's initial weights."""
+        """Load the newest checkpoint of the run folder, or the job's initial weights if there is none."""
         if self.trainer.step:
             return  # a peer's state is newer
         # In order: this run's own checkpoints, a Hugging Face folder, a checkpoint of another run.
@@ -300,7 +300,7 @@ class Checkpointing(Hook):
     ) -> None:
         trainer, exclude = self.trainer, exclude or set()
         parts, optimizer = trainer.train_step.model_parts, trainer.train_step.optimizer
-        # Weights come first: a job may load nothing else. With a pipeline, other ranks have other stages.
+        # Weights come first: a job may load only these. With a pipeline, other ranks have other stages.
         gather = self.manager.group.gather if trainer.layout.pp > 1 else None
         self.manager.messages.extend(
             checkpoints.load_model(path, parts, gather=gather, is_strict=is_strict)

@@ -1,4 +1,4 @@
-"""Hook for the loss of multi-token prediction: a column beside the loss of the next token."""
+"""Hook for the loss of multi-token prediction: a column in addition to the loss of the next token."""
 
 from __future__ import annotations
 

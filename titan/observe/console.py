@@ -76,7 +76,7 @@ class Console(logging.Handler):
             is_terminal = out.isatty() and os.environ.get("TERM") != "dumb"
         self._is_rank_0 = rank == 0
         self._total_steps = total_steps
-        # The bar needs a terminal that can move its cursor, and colours mark what moves.
+        # The bar needs a terminal that can move its cursor, and has colours.
         no_color = section.disable_color_printing or os.environ.get("NO_COLOR")
         live = is_terminal and not no_color
         self._console = RichConsole(
@@ -216,7 +216,7 @@ class Console(logging.Handler):
             *([TimeElapsedColumn()] if self._console.width >= _WIDE else []),
             TextColumn("eta {task.fields[eta]}", style="cyan"),
             console=self._console,
-            # rich shows what is printed above the bar, but would take errors out of `2> FILE`.
+            # rich prints lines above the bar, but would take errors out of `2> FILE`.
             redirect_stderr=sys.stderr.isatty(),
             refresh_per_second=_REFRESH_PER_S,
             transient=True,

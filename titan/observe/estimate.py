@@ -70,7 +70,7 @@ def estimate_memory(
     moments_bytes = in_blocks * _moment_bytes(config, in_blocks=True)
     moments_bytes += (params - in_blocks) * _moment_bytes(config, in_blocks=False)
     moments_bytes += params * _BYTES["float32"] * config.average.enable
-    # An early step frees each gradient at once, so only one FSDP unit's exist.
+    # An early step frees each gradient at once, so only the gradients of one FSDP unit exist.
     at_once = 1.0
     if getattr(config.optimizer, "early_step_in_backward", False) and layout.accumulation == 1:
         ends = model_config.num_embedding_params  # a unit at each end, as large

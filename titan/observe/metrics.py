@@ -53,7 +53,7 @@ class JsonlSink:
                 raise OSError(f"only {written} of {len(line)} bytes could be written")
         except OSError:
             if os.fstat(self._file.fileno()).st_size > before:
-                self._file.truncate(before)  # leave no half row for the next one to be glued to
+                self._file.truncate(before)  # the next row must not follow half a row
             raise
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class MetricsLog:
         """
         if self._run_dir is not None:
             path = self._run_dir / _LOADS
-            # Only one step's loads: those of a long run would fill the disk.
+            # Only one step's loads: all loads of a long run would fill the disk.
             text = json.dumps({"step": step, "layers": layers, "loads": loads}) + "\n"
             self._guard(_LOADS, lambda: write_text_atomically(path, text, durable=False))
 

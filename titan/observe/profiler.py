@@ -154,7 +154,7 @@ class Profiler:
 
 
 def name_modules(parts: Iterable[nn.Module]) -> list[Callable[[], None]]:
-    """Give each block, each child of a block, and each module outside the blocks a range.
+    """Enclose each block, each child of a block, and each module outside the blocks in a range with its name.
 
     Modules inside a compiled block get none: a change there would compile it again.
 

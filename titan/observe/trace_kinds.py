@@ -1,6 +1,6 @@
 """Kinds of kernels and operators of a trace: matmul, attention, elementwise, copy, optimizer, communication, host.
 
-Only names decide, since a trace has nothing else: names of torch's operators, and of the kernels of
+Only names decide, since a trace holds only names: names of torch's operators, and of the kernels of
 cuBLAS, CUTLASS, cuDNN, FlashAttention, Triton and NCCL. A kernel that no rule matches is
 elementwise, the kind with the most names.
 """

@@ -75,7 +75,7 @@ def from_hf(source: Path, output: Path, *, mtp: bool = False) -> list[str]:
     # Refuse a used output folder before reading the input.
     check_new(output)
     name, sizes = read_sizes(opened := open_folder(source), mtp=mtp)
-    # Check the folder's own claims, before building a model of those sizes.
+    # Check the folder's own claims, before building a model of these sizes.
     require_weights_for(sizes, opened)
     model = HFModel.of(name, sizes)
     folder = check_folder(source, model)

@@ -101,7 +101,7 @@ def mark(start: Row, rows: list[Row], x: str) -> float | None:
         if unix_s is None or end_unix_s is None or end_s is None:
             return None
         return (unix_s - (end_unix_s - end_s)) / 3600
-    from numpy import interp  # beside matplotlib it costs no time
+    from numpy import interp  # cheap next to matplotlib
 
     # Between two rows the tokens grow evenly. Before the first one, they grow from zero.
     steps, tokens = points(rows, "step", x)

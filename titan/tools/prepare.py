@@ -106,7 +106,7 @@ def _prepare(arguments: argparse.Namespace) -> str:
         validation_fraction=arguments.validation_fraction,
         template=ChatTemplate.of(tokenizer) if arguments.messages_key else None,
     )
-    # One process at a time writes into a folder. A second one waits, and then finds the shards complete.
+    # One process at a time writes into a folder. A second process waits, and then finds the shards complete.
     with exclusive(folder), display(documents, title=f"preparing {folder}") as report:
         index = write_shards(
             documents,

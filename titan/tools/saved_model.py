@@ -53,8 +53,8 @@ def find_checkpoint(where: Location, *, tokenizer: str = "") -> tuple[JobConfig,
     Args:
         where: a run folder or a folder of checkpoints, which stand for the newest whole step;
             or a step.
-        tokenizer: path of a tokenizer for the job; "": the copy in the run folder, or else the
-            job's.
+        tokenizer: path of a tokenizer for the job; "": the copy in the run folder or, without a
+            copy, the job's.
 
     Returns:
         The job and the step.

@@ -147,7 +147,7 @@ def _end_with_store(host: str, port: int) -> None:
         elif _seen_ranks.is_set():
             with suppress(OSError), socket.create_connection((host, port), timeout=5):
                 last_good_s = time.monotonic()
-        # Signals still interrupt the main thread, and a second is short beside LINGER_S.
+        # Signals still interrupt the main thread, and a second is short compared with LINGER_S.
         time.sleep(1)
     words = f"{socket.gethostname()}: all ranks of this node have ended, and {host} does not answer: given up"
     print(words, file=sys.stderr, flush=True)

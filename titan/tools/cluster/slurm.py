@@ -75,7 +75,11 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code. Raises ConfigError, which titan.cli reports."""
+    """Run the command and return its exit code.
+
+    Raises:
+        ConfigError: the job or an option is wrong. titan.cli reports it.
+    """
     options, job = _parse(list(sys.argv[1:] if argv is None else argv))
     # Without GPUs one rank uses the cores of a node.
     ranks = options.ranks_per_node or options.gpus_per_node or 1

@@ -206,7 +206,7 @@ class Evidence:
                 # Memory: 4,096 dumps of 2,000 entries would take gigabytes.
                 del dump.entries[:-keep], dump.p2p[:-keep]
                 dumps.append(dump)
-        # Dumps of ranks that the newest run does not have are left over from a larger one.
+        # Dumps of ranks that the newest run does not have are from an earlier, larger run.
         newest = max(dumps, key=lambda dump: dump.unix_s, default=None)
         return {d.rank: d for d in dumps if newest is not None and d.rank < newest.world_size}
 
@@ -333,7 +333,7 @@ class Evidence:
         if torn and any(rows):
             with suppress(InputError):
                 rows.append(parse_json(torn, kind, name=path))
-        elif torn:  # there is nothing else
+        elif torn:  # the only row
             rows.append(self._try(lambda: parse_json(torn, kind, name=path), None))
         return [row for row in rows if row is not None]
 

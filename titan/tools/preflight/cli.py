@@ -149,7 +149,7 @@ def check_all(
     facts: list[measure.RankFacts] = [mine] * dist.get_world_size()
     dist.all_gather_object(facts, mine)
     profile = _profile(config, facts[0].device)
-    # A checkpoint holds the whole model, so its size is that of one rank without sharding.
+    # A checkpoint holds the whole model, as one rank without sharding does.
     whole = replace(layout, pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1)
     memory_gib = estimate_memory(config, model_config(config.model), whole)
     section = config.checkpoint
