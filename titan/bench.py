@@ -25,7 +25,9 @@ Work = Callable[[], Any]
 
 
 def rounds_s(work: Work, device: torch.device, *, calls: int = 1, rounds: int = 5) -> list[float]:
-    """Time `work` in rounds, after one round to warm up. Ranks that measure a collective together must use the same counts.
+    """Time `work` in rounds, after one round to warm up.
+
+    Ranks that measure a collective together must use the same counts.
 
     Args:
         work: function to time.
@@ -99,13 +101,25 @@ def launch_s(device: torch.device) -> float:
 
 
 def matmul(device: torch.device, dtype: torch.dtype, *, width: int) -> Work:
-    """Return a function that multiplies two square matrices, 2 `width`^3 operations."""
+    """Return a function that multiplies two square matrices, 2 `width`^3 operations.
+
+    Args:
+        device: device of the matrices.
+        dtype: dtype of the matrices.
+        width: number of rows and columns.
+    """
     a, b = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
     return lambda: torch.mm(a, b)
 
 
 def copy(device: torch.device, num_bytes: int, *, source: torch.device | None = None) -> Work:
-    """Return a function that copies within the device or, with a CPU as the source, from pinned host memory."""
+    """Return a function that copies within the device, or from pinned host memory.
+
+    Args:
+        device: device of the copy.
+        num_bytes: bytes to copy.
+        source: a CPU copies from pinned host memory; None: the device itself.
+    """
     is_pinned = source is not None and device.type != "cpu"
     data = torch.zeros(num_bytes, dtype=torch.uint8, device=source or device, pin_memory=is_pinned)
     target = torch.empty(num_bytes, dtype=torch.uint8, device=device)

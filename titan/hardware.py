@@ -162,7 +162,10 @@ def _num_amd() -> int:
 
 
 def visible_devices(variable: str) -> list[str] | None:
-    """Return the devices that a variable names; None if it is unset. As in CUDA, an invalid name ends the list."""
+    """Return the devices that a variable names; None if it is unset.
+
+    As in CUDA, an invalid name ends the list.
+    """
     if (value := os.environ.get(variable)) is None:
         return None
     names = (name.strip() for name in value.split(","))
@@ -170,6 +173,6 @@ def visible_devices(variable: str) -> list[str] | None:
 
 
 def _num_visible(variable: str) -> list[int]:
-    """Return the number of devices that a variable names, as a list of one number; an empty list if it is unset."""
+    """Return the number of devices that a variable names, in a list; an empty list if it is unset."""
     names = visible_devices(variable)
     return [] if names is None else [len(names)]

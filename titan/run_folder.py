@@ -136,9 +136,16 @@ def write_status(
 
 @dataclass(frozen=True)
 class Status:
-    """Content of status.json.
+    """Content of status.json. Types are checked when it is read, since anyone may have written it.
 
-    Types are checked when it is read, since anyone may have written it.
+    Attributes:
+        state: a `State`, or empty without a file.
+        exit_code: exit code of the run; None while it runs.
+        step: number of the step.
+        reason: cause of a failure, for people.
+        kind: kind of a failure (titan/health/errors.py).
+        rank: rank that noticed the failure.
+        unix_s: time of the write.
     """
 
     state: str = ""

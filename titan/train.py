@@ -1,4 +1,6 @@
-"""Program of one rank: `torchrun -m titan.train JOB.toml [OVERLAY.toml ...] [--section.key=value ...] [--quiet]`.
+"""Program of one rank.
+
+    torchrun -m titan.train JOB.toml [OVERLAY.toml ...] [--section.key=value ...] [--quiet]
 
 The config is read and checked before torch is imported, so that a mistake in it is reported within
 a second. The same holds for a run that is finished, or already going on in another process.

@@ -1,4 +1,4 @@
-"""Readers of files that others wrote: only regular files, of bounded size, with checked types, and text that is safe to print.
+"""Readers of files that others wrote: regular files of bounded size, with checked types and printable text.
 
 A job file, a run folder, a checkpoint or a model's folder may come from anybody. Every reader
 raises `InputError`, one line that names the file. `kind` is a type that pydantic knows (a
@@ -93,12 +93,15 @@ def open_regular(path: Path, *, within: Path | None = None) -> IO[bytes]:
 
 
 def is_there(file: Path) -> bool:
-    """Return whether a file, a folder or a link has this name. A reader refuses anything but a regular file."""
+    """Return whether a file, folder or link has this name. Readers refuse anything but a regular file."""
     return file.is_symlink() or file.exists()
 
 
 def root_of(folder: Path) -> Path:
-    """Return the folder that links of a Hugging Face folder may lead into: itself or, in the hub's cache, its model's folder."""
+    """Return the folder that links of a Hugging Face folder may lead into.
+
+    It is the folder itself or, in the hub's cache, its model's folder.
+    """
     return folder.parents[1] if folder.absolute().parent.name == "snapshots" else folder
 
 

@@ -14,7 +14,10 @@ from titan.untrusted import InputError
 
 
 def check_evaluation(config: JobConfig) -> Iterator[RuleViolation]:
-    """Refuse evaluations and prompts without next-token prediction, and tasks whose columns would have one name."""
+    """Check that evaluations and prompts have next-token prediction.
+
+    Two tasks must not have columns of one name.
+    """
     with suppress(KeyError):  # `check_task` reports it
         if task_module(config) is not None:
             wanted = {

@@ -1,7 +1,7 @@
-"""Checks of this machine for a job: files and folders, the tokenizer, packages, accelerators. Imports no torch.
+"""Checks of this machine for a job. Imports no torch.
 
-`titan train` and `titan slurm` check it, and `titan check` unless --hardware names another machine.
-The simulator does not.
+They cover files and folders, the tokenizer, packages and accelerators. `titan train` and `titan
+slurm` check it, and `titan check` unless --hardware names another machine. The simulator does not.
 """
 
 from __future__ import annotations
@@ -105,7 +105,10 @@ def _why_unwritable(folder: Path) -> str:
 
 
 def _check_data(config: JobConfig) -> Iterator[Any]:
-    """Check the tokenizer, then each source with it. A violation may also have lines to paste (see `Problem`)."""
+    """Check the tokenizer, then each source with it.
+
+    A violation may also have lines to paste (see `Problem`).
+    """
     if not reads_text(config):
         if not [*check_task(config)]:
             yield from getattr(task_options(config), "missing", list)()

@@ -1,4 +1,7 @@
-"""Rules of the `[[phase]]` tables (docs/phases.md). titan/config/layout.py checks their order, which depends on the ranks."""
+"""Rules of the `[[phase]]` tables (docs/phases.md).
+
+titan/config/layout.py checks their order, which depends on the ranks.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ from titan.config.task import reads_text
 
 
 def has_conversations(config: JobConfig) -> bool:
-    """Return whether a job names conversations to train on. Shards of conversations show only when they are opened."""
+    """Return whether a job names conversations to train on.
+
+    Shards of conversations show only when they are opened.
+    """
     named = any(getattr(source, "messages_key", "") for source in config.data.sources)
     return named or config.training.dataset == "conversations"
 

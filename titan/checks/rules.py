@@ -1,4 +1,6 @@
-"""Checks of a job's settings against each other, before torch is imported. They report every violation at once.
+"""Checks of a job's settings against each other, before torch is imported.
+
+They report every violation at once.
 
     section_rules.py  one function for each section
     quantize.py       the number formats of [quantize]
@@ -128,7 +130,7 @@ def check(config: JobConfig) -> list[Problem]:
 
 
 def advise(config: JobConfig, *, device: str | None = None) -> list[str]:
-    """Return warnings about settings that shorten a run's schedule, trace nothing, or are slow on a kind of device.
+    """Return warnings about settings that shorten the schedule, trace nothing, or are slow on a device.
 
     Many trial runs have such settings.
 

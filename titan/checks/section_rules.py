@@ -193,7 +193,7 @@ def _compiles_model(config: JobConfig) -> bool:
 
 
 def _schedule(config: JobConfig) -> Iterator[RuleViolation]:
-    """Check the settings that an order of actions rules out, for a named schedule and for a schedule from a file."""
+    """Check the settings that a schedule's order of actions rules out, also for a schedule from a file."""
     parallel, ac = config.parallelism, config.activation_checkpoint
     name, file = parallel.pipeline_parallel_schedule, parallel.pipeline_parallel_schedule_csv
     try:
@@ -310,7 +310,10 @@ def _recomputation(config: JobConfig) -> Iterator[RuleViolation]:
 
 
 def _kept(section: ActivationCheckpointSection, layers: int) -> Iterator[RuleViolation]:
-    """Check the form of the lists of kept operations. Only torch knows operations' names; machine.py looks them up."""
+    """Check the form of the lists of kept operations.
+
+    Only torch knows operations' names; machine.py looks them up.
+    """
     key = "op_keep"
     taken: set[int] = set()
     try:

@@ -1,4 +1,6 @@
-"""Identity of a run's text: the facts in titan.json that tie weights, tokenizer and data together. Imports no torch.
+"""Identity of a run's text: facts that tie weights, tokenizer and data together. Imports no torch.
+
+titan.json keeps them:
 
     "text": {"tokenizer":     {"identity": ..., "kind": ..., "vocab_size": ..., "bos_id": ..., "eos_id": ..., "file": ...},
              "chat_template": fingerprint,
@@ -84,7 +86,7 @@ def _source_facts(source: s.Section) -> dict[str, Any]:
 
 
 def saved_facts(step: Location) -> dict[str, Any]:
-    """Return the facts about text in a step's titan.json; {} if there are none, or the file cannot be read."""
+    """Return the facts about text in a step's titan.json; {} if there are none, or it is not readable."""
     try:
         saved = read_metadata(step).get("text")
     except CheckpointError:  # loading reports it

@@ -71,7 +71,7 @@ class Activity:
 
 @dataclass(frozen=True)
 class Failure:
-    """Cause of a run's end. The ranks agree on one failure (titan/health/monitor.py), and status.json holds it.
+    """Cause of a run's end. The ranks agree on one (titan/health/monitor.py), and status.json holds it.
 
     Attributes:
         reason: one line for people.
@@ -281,7 +281,10 @@ def _last_begun() -> str | None:
 
 
 def count_oom_kills() -> int:
-    """Return how many processes of this cgroup (v2 or v1) the kernel killed for lack of memory; 0 if unknown."""
+    """Count the processes of this cgroup (v2 or v1) that the kernel killed for lack of memory.
+
+    It returns 0 if the count is unknown.
+    """
     files = []
     try:
         for line in Path("/proc/self/cgroup").read_text().splitlines():

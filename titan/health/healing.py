@@ -1,11 +1,12 @@
-"""Transfer of a rank's state to the same rank of another replica group (titan/health/replica_groups.py), tensor by tensor.
+"""Transfer of a rank's state to the same rank of another replica group, tensor by tensor.
 
     receiver -> peer     SECRET/STEP and a line break
     peer -> receiver     8 bytes: length of the header; the header: the state with tensors that have a shape and a dtype only;
                          the bytes of each tensor
 
-Neither side holds a second copy: the peer sends the tensors that it trains, which do not change
-before all groups go on. The receiver reads the header without unpickling.
+titan/health/replica_groups.py calls it. Neither side holds a second copy: the peer sends the
+tensors that it trains, which do not change before all groups go on. The receiver reads the header
+without unpickling.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Launcher of several processes on this machine: `titan train --nproc N` is torchrun with the same arguments, made safe.
+"""Launcher of several processes on this machine: `titan train --nproc N`.
 
-The launcher passes a signal on to the ranks, not to torchrun, which would give them 30 seconds to
-save and does not handle SIGUSR1. torchrun ends with 1 for any code of its ranks; status.json,
-written by the ranks, keeps the real exit code. If ranks have failed, their own messages suffice, so
-torchrun's traceback of itself is left out. If the launcher or torchrun is killed, the processes
-below it end with it (titan/health/signals.py). Ranks of `titan train` start warm
-(titan/health/warm_start.py).
+It is torchrun with the same arguments, made safe. The launcher passes a signal on to the ranks, not
+to torchrun, which would give them 30 seconds to save and does not handle SIGUSR1. torchrun ends
+with 1 for any code of its ranks; status.json, written by the ranks, keeps the real exit code. If
+ranks have failed, their own messages suffice, so torchrun's traceback of itself is left out. If the
+launcher or torchrun is killed, the processes below it end with it (titan/health/signals.py). Ranks
+of `titan train` start warm (titan/health/warm_start.py).
 """
 
 from __future__ import annotations
@@ -208,11 +208,12 @@ def _write_failures(
 
 
 def environment(num_processes: int) -> dict[str, str]:
-    """Return the environment for torchrun, and warn about far too many processes. Variables that the user has set stay.
+    """Return the environment for torchrun. Variables that the user has set stay.
 
-    The processes share the cores: torchrun would give each process one thread, and warn. Each
-    attempt has its own store: in the store that torchrun keeps over restarts, a fast rank finds the
-    address of a dead rank (6 of 10 restarts, torch 2.13; pytorch#135712; docs/torch.md).
+    It warns about far too many processes. The processes share the cores: torchrun would give each
+    process one thread, and warn. Each attempt has its own store: in the store that torchrun keeps
+    over restarts, a fast rank finds the address of a dead rank (6 of 10 restarts, torch 2.13;
+    pytorch#135712; docs/torch.md).
     """
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1

@@ -134,16 +134,13 @@ class Monitor:
             faulthandler.cancel_dump_traceback_later()
 
     def fail(self, error: Exception, exit_code: int, *, expected: bool = True) -> int:
-        """Report an error that ends the run, to the user and to the other ranks.
+        """Report an error that ends the run, to the user and to the other ranks. Return the exit code.
 
         Args:
             error: the error.
             exit_code: exit code of this rank.
             expected: whether the error's message is written for the user, so that no stacks are
                 needed.
-
-        Returns:
-            The exit code.
         """
         mine = Failure.of(
             error, rank=self.rank, step=self.step, exit_code=exit_code, expected=expected
@@ -300,7 +297,7 @@ class Monitor:
     # ---- the end -----------------------------------------------------------------------------------
 
     def _exit_on(self, failure: Failure, *, alone: bool = False) -> None:
-        """End the process, unless the main thread is about to: it may have failed of the same, with a better message.
+        """End the process, unless the main thread is about to fail of the same, with a better message.
 
         Args:
             failure: reason.

@@ -65,7 +65,12 @@ class SpikeError(RuntimeError):
 
 @dataclass(frozen=True)
 class StepDecision:
-    """Decision about a step: the action and its reason."""
+    """Decision about a step.
+
+    Attributes:
+        action: action for the step.
+        reason: reason for people; empty for a normal step.
+    """
 
     action: StepAction = StepAction.TRAIN
     reason: str = ""

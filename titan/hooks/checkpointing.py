@@ -27,17 +27,7 @@ from titan.untrusted import InputError
 
 
 class Checkpointing(Hook):
-    """Checkpoints of a run. A save is due by step, by time, or because the run has to stop. All ranks save together.
-
-    Attributes:
-        manager: manager of the checkpoint folder.
-        export: description of the export to Hugging Face; None if the job needs none.
-        resumed_from: checkpoint that the run started from.
-        changes: settings that differ from the checkpoint's.
-        text_changes: differences of tokenizer, template and data.
-        jump: description of a jump of the learning rate.
-        is_due_by_time: whether a save is due by time, on all ranks alike.
-    """
+    """Checkpoints of a run, due by step, by time, or because the run has to stop. All ranks save together."""
 
     def __init__(self, trainer: RunContext) -> None:
         self.trainer, self.section = trainer, trainer.config.checkpoint
@@ -50,9 +40,9 @@ class Checkpointing(Hook):
         )
         self.export = self._describe_export()
         self.resumed_from: Location | None = None
-        self.changes: list[str] = []
-        self.text_changes: list[str] = []
-        self.jump = ""
+        self.changes: list[str] = []  # settings that differ from the checkpoint's
+        self.text_changes: list[str] = []  # differences of tokenizer, template and data
+        self.jump = ""  # description of a jump of the learning rate
         self.is_due_by_time = False
         self._more: Callable[[], checkpoints.StateDict] = dict  # another hook's tensors
         # The copy overlaps the next step until its update.
@@ -220,10 +210,7 @@ class Checkpointing(Hook):
         self.trainer.console.message(f"saved {folder} for transformers")
 
     def _describe_export(self) -> Export | None:
-        """Return the description of the export, if the job needs one.
-
-        It is made at the start, so that an error shows before the last step.
-        """
+        """Describe the export if the job needs one, at the start, so that an error shows before the last step."""
         config, section = self.trainer.config, self.section
         if not (section.initial_load_in_hf or section.last_save_in_hf):
             return None

@@ -1,4 +1,7 @@
-"""Hook for compilation: its report, and time limits of collectives, longer while a rank compiles or connects."""
+"""Hook for compilation: its report, and time limits of collectives.
+
+Limits are longer while a rank compiles or connects.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ class Compilation(Hook):
             start_compile_workers()
 
     def step_begin(self) -> None:
-        """Set the limit of a step. The first step of the run and of each phase compiles, and gets the longer limit."""
+        """Set the limit of a step.
+
+        The first step of the run and of each phase compiles, and gets the longer limit.
+        """
         self._limit(is_long=self.trainer.step in self._first_steps)
 
     def step_end(self) -> None:

@@ -1,4 +1,7 @@
-"""Hook that scores tasks every `interval` steps of each [[evaluation]]. titan/data/examples.py defines the figures."""
+"""Hook that scores tasks every `interval` steps of each [[evaluation]].
+
+titan/data/examples.py defines the figures.
+"""
 
 from __future__ import annotations
 

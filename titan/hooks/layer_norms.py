@@ -1,4 +1,7 @@
-"""Hook for gradient and weight norms of each block, every `metrics.log_layer_norms_every_n_steps` (titan/observe/norms.py)."""
+"""Hook for gradient and weight norms of each block (titan/observe/norms.py).
+
+It runs every `metrics.log_layer_norms_every_n_steps`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Hook for metrics: a row at logged steps in metrics.jsonl, TensorBoard and Weights & Biases, and a line on the console."""
+"""Hook for metrics: a row at logged steps, and a line on the console.
+
+Rows go to metrics.jsonl, TensorBoard and Weights & Biases.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Hook for steps with a bad loss, not finite or far off: warn, skip, rewind or stop (titan/health/recovery.py decides)."""
+"""Hook for steps with a bad loss, not finite or far off: warn, skip, rewind or stop.
+
+titan/health/recovery.py decides.
+"""
 
 from __future__ import annotations
 

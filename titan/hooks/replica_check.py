@@ -1,4 +1,7 @@
-"""Hook that compares the weights of replicas bit for bit, every `fault_tolerance.check_replicas_every_n_steps`."""
+"""Hook that compares the weights of replicas bit for bit.
+
+It runs every `fault_tolerance.check_replicas_every_n_steps`.
+"""
 
 from __future__ import annotations
 

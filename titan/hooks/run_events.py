@@ -56,7 +56,10 @@ class Spikes:
         self._highest: list[float | None] = [None, None]
 
     def add(self, loss: float, grad_norm: float) -> tuple[float | None, float | None]:
-        """Return the z-scores of one step. A score is None if too few steps are known or the value is not finite."""
+        """Return the z-scores of loss and gradient norm of one step.
+
+        A score is None if too few steps are known or the value is not finite.
+        """
         scores: list[float | None] = [None, None]
         for k, (value, before) in enumerate(zip((loss, grad_norm), self._before, strict=True)):
             # Such a value would make every later score useless; recovery.py handles it.

@@ -134,9 +134,12 @@ def duration(seconds: float) -> str:
 
 
 def fit(value: float, width: int, decimals: int) -> str:
-    """Format a number in `width` characters.
+    """Format a number in a fixed width. A large number gets fewer decimals, or becomes a power of ten.
 
-    A large number gets fewer decimals, or becomes a power of ten.
+    Args:
+        value: the number.
+        width: number of characters.
+        decimals: largest number of decimals.
     """
     texts = [f"{value:.{n}f}" for n in range(decimals, -1, -1)]
     fits = (text for text in texts if len(text) <= width)

@@ -154,7 +154,10 @@ class Console(logging.Handler):
         self._print(Text(text), always=always)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a warning or an error of the logger "titan", but not the last error of a run, which goes to standard error."""
+        """Print a warning or an error of the logger "titan".
+
+        The last error of a run goes to standard error instead.
+        """
         if not getattr(record, "last_words", False):
             text = f"{record.levelname.lower()}: {record.getMessage()}"
             self._print(Text(text, style="yellow"), always=True)

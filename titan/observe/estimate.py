@@ -1,10 +1,10 @@
-"""Estimate of memory per rank by formula, before anything is built, for `titan check` and the start-up page. Imports no torch.
+"""Estimate of memory per rank by formula, before anything is built. Imports no torch.
 
-The activation count is that of Korthikanti et al., "Reducing Activation Recomputation"
-(arXiv:2205.05198), section 4, redone for a Llama block: RMSNorm instead of LayerNorm, no dropout,
-SwiGLU, grouped keys and values, and an attention kernel that keeps no S x S matrix. Tensors that
-each block keeps for its backward pass, per token and in elements (D dim, H query heads, G key/value
-heads, K head dim, F ffn dim):
+`titan check` and the start-up page use it. The activation count is that of Korthikanti et al.,
+"Reducing Activation Recomputation" (arXiv:2205.05198), section 4, redone for a Llama block: RMSNorm
+instead of LayerNorm, no dropout, SwiGLU, grouped keys and values, and an attention kernel that
+keeps no S x S matrix. Tensors that each block keeps for its backward pass, per token and in
+elements (D dim, H query heads, G key/value heads, K head dim, F ffn dim):
 
     inputs of the two norms                      2 D           / tp (sequence parallel)
     inputs of q, k, v and of w1, w3              2 D           gathered over tp
@@ -225,11 +225,11 @@ def _in_flight(config: JobConfig, layout: Layout) -> float:
 
 
 def _logits_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, tokens: float) -> float:
-    """Return the bytes of the logits, their gradient, and one chunk in float32. The first of several stages has none.
+    """Return the bytes of the logits, their gradient, and one chunk in float32.
 
-    Logits and gradient are in the compute precision. They cover one chunk, with the gradients of
-    the output layer's input and, in float32, of its weight; or all tokens, if the output layer is
-    not computed in chunks.
+    The first of several stages has no logits. Logits and gradient are in the compute precision.
+    They cover one chunk, with the gradients of the output layer's input and, in float32, of its
+    weight; or all tokens, if the output layer is not computed in chunks.
     """
     if layout.pp > 1:
         return 0.0
@@ -251,12 +251,12 @@ def _logits_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, token
 
 
 def _unsharded_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, layers: int) -> float:
-    """Return the bytes outside the shards when the backward pass begins, with FSDP2 units of blocks and of each end.
+    """Return the bytes outside the shards when the backward pass begins.
 
-    Gathered (or cast) parameters: with ZeRO-3 the output layer, the kept blocks and the next unit;
-    with ZeRO-2 and DDP all of them. Gradients not yet reduced: one block and the output layer; all
-    gradients while replicas accumulate, and in a pipeline. A single rank in the master precision
-    uses the parameters as they are stored.
+    FSDP2's units are blocks and the modules at each end. Gathered (or cast) parameters: with ZeRO-3
+    the output layer, the kept blocks and the next unit; with ZeRO-2 and DDP all of them. Gradients
+    not yet reduced: one block and the output layer; all gradients while replicas accumulate, and in
+    a pipeline. A single rank in the master precision uses the parameters as they are stored.
     """
     training = config.training
     param_bytes = _BYTES[training.compute_dtype]

@@ -26,7 +26,10 @@ from titan.parallel.init_weights import canonical_name
 
 
 def block_name(parameter: str) -> str:
-    """Return the block of a parameter: "layers.3" for "layers.3.attention.wq.weight", "output" for "output.weight"."""
+    """Return the block of a parameter.
+
+    It is "layers.3" for "layers.3.attention.wq.weight", and "output" for "output.weight".
+    """
     first, *rest = parameter.split(".")
     return f"{first}.{rest[0]}" if first == "layers" else first
 

@@ -219,7 +219,10 @@ def times_file(run_dir: Path, rank: int) -> Path:
 
 
 class TimesLog:
-    """File of a rank's times, written at most every two seconds. If the disk fails, it warns once and training continues."""
+    """File of a rank's times, written at most every two seconds.
+
+    If the disk fails, it warns once and training continues.
+    """
 
     def __init__(self, run_dir: Path, *, rank: int, host: str) -> None:
         self.path, self.host = times_file(run_dir, rank), host

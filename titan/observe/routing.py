@@ -1,8 +1,9 @@
-"""Load of the busiest rank of an expert-parallel dispatch, from the spread of tokens over experts. Imports no torch.
+"""Load of the busiest rank of an expert-parallel dispatch. Imports no torch.
 
-A dispatch ends when its busiest rank is done, so this rank sets the time of each layer.
-`simulator.routing` gives the shares p of E experts; C ranks hold E / C of them each, and all ranks
-together route N tokens (counted once per expert) in a forward pass:
+It follows from the spread of tokens over experts. A dispatch ends when its busiest rank is done, so
+this rank sets the time of each layer. `simulator.routing` gives the shares p of E experts; C ranks
+hold E / C of them each, and all ranks together route N tokens (counted once per expert) in a
+forward pass:
 
     even       p = 1/E, and no noise
     zipf:s     p of the i-th busiest expert is i^-s / sum of all; experts are on ranks by chance, in each layer in another order
@@ -59,13 +60,19 @@ def busiest_rank(config: JobConfig, model: Any, layout: Layout) -> float:
 
 
 def most_imbalance(config: JobConfig, model: Any) -> float:
-    """Return the largest load of a rank over the mean: all tokens, or each token once for each of its experts."""
+    """Return the largest load of a rank over the mean.
+
+    A rank can get all tokens, or each token once for each of its experts.
+    """
     return min(config.parallelism.expert_parallel_degree, model.num_experts / model.top_k)
 
 
 @cache
 def _expected(routing: str, num_experts: int, num_ranks: int, num_rows: int) -> float:
-    """Return the expected tokens of the busiest rank over the mean, rounded to 0.01, since traces are stored by it."""
+    """Return the expected tokens of the busiest rank over the mean.
+
+    It is rounded to 0.01, since stored traces depend on it.
+    """
     rng, busiest = random.Random(0), 0.0
     is_zipf = routing.startswith("zipf:")
     layers = [zipf(float(routing[5:]), num_experts)] if is_zipf else _read(routing, num_experts)

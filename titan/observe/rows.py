@@ -58,7 +58,10 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def with_groups(paths: Iterable[Path]) -> list[Path]:
-    """Return run folders. The folders of replica groups (docs/elastic.md) take the place of their run's folder."""
+    """Return run folders.
+
+    The folders of replica groups (docs/elastic.md) take the place of their run's folder.
+    """
     found: list[Path] = []
     for path in paths:
         groups = [file.parent for file in path.glob("group-[0-9]*/status.json")]

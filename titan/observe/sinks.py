@@ -1,4 +1,7 @@
-"""Sinks of metrics: TensorBoard and Weights & Biases, which are extras. metrics.py opens them and guards their failures."""
+"""Sinks of metrics: TensorBoard and Weights & Biases, which are extras.
+
+metrics.py opens them and guards their failures.
+"""
 
 from __future__ import annotations
 
@@ -76,9 +79,10 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Run of Weights & Biases. It logs offline, below <run>/wandb, if there is no login or WANDB_MODE asks for it.
+    """Run of Weights & Biases.
 
-    The run folder keeps the run's id, so that a resume continues the same curves.
+    It logs offline, below <run>/wandb, if there is no login or WANDB_MODE asks for it. The run
+    folder keeps the run's id, so that a resume continues the same curves.
     """
 
     def __init__(

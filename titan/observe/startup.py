@@ -23,7 +23,13 @@ _MAX_WIDTH = 120  # columns of the page: longer lines are hard to read on a wide
 
 @dataclass(frozen=True, kw_only=True)
 class StartupPage:
-    """Page with a heading and labelled lines in order."""
+    """Page of text.
+
+    Attributes:
+        title: heading.
+        description: job's own description, which may be empty.
+        lines: text by its label, in order.
+    """
 
     title: str
     description: str

@@ -1,8 +1,9 @@
-"""Kinds of kernels and operators of a trace: matmul, attention, elementwise, copy, optimizer, communication, host.
+"""Kinds of kernels and operators of a trace.
 
-Only names decide, since a trace holds only names: names of torch's operators, and of the kernels of
-cuBLAS, CUTLASS, cuDNN, FlashAttention, Triton and NCCL. A kernel that no rule matches is
-elementwise, the kind with the most names.
+They are matmul, attention, elementwise, copy, optimizer, communication and host. Only names decide,
+since a trace holds only names: of torch's operators, and of the kernels of cuBLAS, CUTLASS, cuDNN,
+FlashAttention, Triton and NCCL. A kernel that no rule matches is elementwise, the kind with the
+most names.
 """
 
 from __future__ import annotations

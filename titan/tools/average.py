@@ -1,8 +1,9 @@
-"""Command `titan average STEP_DIR... --output OUT [--weights W,...]`: the mean of the weights of checkpoints of one model.
+"""Command `titan average STEP_DIR... --output OUT [--weights W,...]`.
 
-The mean of checkpoints of one run, or of runs from one start, is often a better model than each of
-them (arXiv:2203.05482). OUT is a run folder with one step, for `titan generate`, `titan convert
-to-hf` and `checkpoint.initial_load_path`.
+It writes the mean of the weights of checkpoints of one model. The mean of checkpoints of one run,
+or of runs from one start, is often a better model than each of them (arXiv:2203.05482). OUT is a
+run folder with one step, for `titan generate`, `titan convert to-hf` and
+`checkpoint.initial_load_path`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Command `titan check --hf FOLDER`: the family of a Hugging Face folder in titan, and whether its weights load."""
+"""Command `titan check --hf FOLDER`.
+
+It shows the family of a Hugging Face folder in titan, and whether its weights load.
+"""
 
 from __future__ import annotations
 

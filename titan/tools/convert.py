@@ -1,7 +1,9 @@
-"""Command `titan convert`, which runs in one process and without a GPU.
+"""Command `titan convert`.
 
-titan convert from-hf Llama-3.2-1B/ llama/     writes llama/checkpoint/step-0, and llama/config.toml with the model's keys
-titan convert to-hf RUN/checkpoint/step-1000 out/ --dtype bfloat16
+It runs in one process and without a GPU:
+
+    titan convert from-hf Llama-3.2-1B/ llama/     writes llama/checkpoint/step-0, and llama/config.toml with the model's keys
+    titan convert to-hf RUN/checkpoint/step-1000 out/ --dtype bfloat16
 """
 
 from __future__ import annotations
@@ -62,15 +64,12 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def from_hf(source: Path, output: Path, *, mtp: bool = False) -> list[str]:
-    """Convert a Hugging Face folder to a checkpoint, and write the config that it implies.
+    """Convert a Hugging Face folder to a checkpoint with the config that it implies. Return messages.
 
     Args:
         source: the Hugging Face folder.
         output: new run folder.
         mtp: whether to keep the modules of multi-token prediction.
-
-    Returns:
-        Messages.
     """
     # Refuse a used output folder before reading the input.
     check_new(output)
@@ -144,7 +143,10 @@ def from_hf(source: Path, output: Path, *, mtp: bool = False) -> list[str]:
 def mapped(file: Path, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return a tensor in a file's memory, so that the kernel may write it out.
 
-    A dtype of 8 bits becomes bfloat16.
+    Args:
+        file: new file of the tensor.
+        shape: shape of the tensor.
+        dtype: its dtype. A dtype of 8 bits becomes bfloat16.
     """
     dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
     return torch.from_file(str(file), shared=True, size=shape.numel(), dtype=dtype).view(shape)

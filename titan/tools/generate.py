@@ -67,7 +67,9 @@ def load_model(
     dtype: str = "float32",
     average: bool = False,
 ) -> tuple[nn.Module, Tokenizer, Location]:
-    """Load a model on a device. With a process group, all ranks call it, and tensor parallelism splits the model over them.
+    """Load a model on a device.
+
+    With a process group, all ranks call it, and tensor parallelism splits the model over them.
 
     Args:
         where: as for `find_checkpoint`; or a Hugging Face folder.

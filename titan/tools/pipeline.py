@@ -1,9 +1,9 @@
-"""Command `titan pipeline JOB.toml [--world-size N] [--microbatches M] [--csv FILE.csv]`: a job's pipeline schedule as text.
+"""Command `titan pipeline JOB.toml [--world-size N] [--microbatches M] [--csv FILE.csv]`.
 
-Ranks go down, time goes to the right, in units of a forward pass of one microbatch through one
-stage. A whole backward pass takes two units. The command runs and measures nothing: the order is
-that of training, and each action starts as soon as it can. `titan sim --trace` shows the same with
-simulated durations.
+It draws a job's pipeline schedule as text. Ranks go down, time goes to the right, in units of a
+forward pass of one microbatch through one stage. A whole backward pass takes two units. The command
+runs and measures nothing: the order is that of training, and each action starts as soon as it can.
+`titan sim --trace` shows the same with simulated durations.
 """
 
 from __future__ import annotations

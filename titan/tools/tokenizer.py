@@ -1,7 +1,9 @@
-"""Command `titan tokenizer`: training of a byte-level BPE tokenizer on your text, and inspection of any tokenizer.
+"""Command `titan tokenizer`.
 
-titan tokenizer train --input corpus/ --vocab-size 32768 --output assets/mine
-titan tokenizer inspect assets/mine --text "def main(argv):"
+It trains a byte-level BPE tokenizer on your text, or inspects any tokenizer:
+
+    titan tokenizer train --input corpus/ --vocab-size 32768 --output assets/mine
+    titan tokenizer inspect assets/mine --text "def main(argv):"
 """
 
 from __future__ import annotations

@@ -184,7 +184,10 @@ def _diagnose(run: Evidence) -> Diagnosis:
 
 
 def _crashed(run: Evidence) -> list[Finding]:
-    """Find faults in native code. They outrank the reports of other ranks, which lose their connection to such a rank."""
+    """Find faults in native code.
+
+    They outrank the reports of other ranks, which lose their connection to such a rank.
+    """
     if not run.fatal:
         return []
     ranks = sorted(run.fatal)

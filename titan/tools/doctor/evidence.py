@@ -45,7 +45,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Call:
-    """Collective in a flight recorder."""
+    """Collective in a flight recorder.
+
+    Attributes:
+        group: name of the process group.
+        backend: "gloo" or "nccl".
+        seq: number of the collective in its group and backend.
+        p2p_seq: number of the send or receive; 0 for a collective.
+        operation: torch's name of the operation.
+        called: function of torch.distributed that was called.
+        line: source line of the call.
+        input_sizes: shapes of the inputs.
+        input_dtypes: dtypes of the inputs.
+        enqueued_unix_s: time of the call.
+    """
 
     group: str
     backend: str
@@ -61,7 +74,18 @@ class Call:
 
 @dataclass(frozen=True)
 class Message:
-    """Send or receive in a flight recorder."""
+    """Send or receive in a flight recorder.
+
+    Attributes:
+        peer: rank at the other end.
+        sends: whether it is a send.
+        seq: number of the message for this peer and direction.
+        axis: mesh axis of the group.
+        size: shape of the tensor.
+        dtype: dtype of the tensor.
+        line: source line of the call.
+        enqueued_unix_s: time of the call.
+    """
 
     peer: Rank
     sends: bool
@@ -88,7 +112,21 @@ class GroupRecord:
 
 @dataclass(frozen=True)
 class Dump:
-    """Flight recorder of a rank. titan/health/flight_recorder.py defines its content."""
+    """Flight recorder of a rank. titan/health/flight_recorder.py defines its content.
+
+    Attributes:
+        rank: the rank.
+        host: its host.
+        failure: reason for the dump.
+        step: number of the step.
+        unix_s: time of the dump.
+        main_thread: activity of the main thread.
+        world_size: number of ranks.
+        oom_kills: processes that the kernel killed during the run.
+        groups: process groups by name.
+        entries: newest collectives.
+        p2p: newest sends and receives of gloo.
+    """
 
     rank: Rank
     host: str
@@ -111,7 +149,12 @@ class Dump:
 
 @dataclass(frozen=True)
 class Environment:
-    """Fields of environment.json that the doctor reads."""
+    """Fields of environment.json that the doctor reads.
+
+    Attributes:
+        written_unix_s: start of the newest run.
+        world_size: its number of ranks.
+    """
 
     written_unix_s: Finite = 0.0
     world_size: Rank = 1
@@ -132,7 +175,12 @@ class Exit:
 
 @dataclass(frozen=True)
 class LaunchRecord:
-    """Content of logs/launch-*.json: how ranks ended, as the launcher saw it."""
+    """Content of logs/launch-*.json.
+
+    Attributes:
+        ranks: end of each rank, as the launcher saw it.
+        oom_kills: processes that the kernel killed during the run.
+    """
 
     ranks: dict[str, Exit]
     oom_kills: Count
@@ -159,7 +207,15 @@ class LossRow:
 
 @dataclass(frozen=True)
 class Times:
-    """Row of a rank's own times."""
+    """Row of a rank's own times, in seconds per step.
+
+    Attributes:
+        step: number of the step.
+        step_s: time of a step.
+        data_wait_s: wait for data.
+        unix_s: time of the row.
+        own_s: own time (titan/observe/ranks.py).
+    """
 
     step: Count
     step_s: Finite

@@ -1,4 +1,4 @@
-"""Command `titan preflight JOB.toml [--nproc N] [--json FILE]`, as the launcher or as one rank under torchrun.
+"""Command `titan preflight JOB.toml [--nproc N] [--json FILE]`, as the launcher or as one rank.
 
 Exit codes: 0 all is well, 1 a problem was found (each is a line), 2 the user's mistake.
 """
@@ -117,20 +117,7 @@ def check_all(
     dry: bool,
     job: Sequence[str] = (),
 ) -> int:
-    """Measure, find problems and print; then run the steps. All ranks call it together, in a process group.
-
-    Args:
-        config: the job.
-        layout: layout of the ranks.
-        device: this rank's device.
-        mesh: device mesh of the job.
-        json_file: file for everything as data.
-        dry: whether to run steps of the job.
-        job: files and overrides, for `titan sim`.
-
-    Returns:
-        0 without problems, otherwise 1.
-    """
+    """Measure, find problems and print; then run the steps of `job`. All ranks call it in a process group."""
     import torch.distributed as dist
 
     from titan.observe.estimate import estimate_memory
@@ -149,8 +136,7 @@ def check_all(
     facts: list[measure.RankFacts] = [mine] * dist.get_world_size()
     dist.all_gather_object(facts, mine)
     profile = _profile(config, facts[0].device)
-    # A checkpoint holds the whole model, as one rank without sharding does.
-    whole = replace(layout, pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1)
+    whole = replace(layout, pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1)  # as in a checkpoint
     memory_gib = estimate_memory(config, model_config(config.model), whole)
     section = config.checkpoint
     checkpoint_gib = memory_gib["parameters"] + memory_gib["optimizer"] if section.enable else 0.0
@@ -201,7 +187,13 @@ def check_all(
 def predict(job: Sequence[str], world_size: int, profile: Any) -> float | None:
     """Predict the seconds of a step by `titan sim`, in a process of its own.
 
-    It returns None if the simulator fails, and for a CPU, whose profile is too coarse.
+    Args:
+        job: files and overrides of the command line.
+        world_size: number of ranks.
+        profile: profile of the hardware.
+
+    Returns:
+        Seconds; None if the simulator fails, and for a CPU, whose profile is too coarse.
     """
     if not job or profile is None or profile.name == "cpu":
         return None
@@ -222,7 +214,7 @@ def predict(job: Sequence[str], world_size: int, profile: Any) -> float | None:
 
 
 def _profile(config: JobConfig, device: str) -> Any:
-    """Return the profile of the job's hardware, or of this machine's device; None if there is no such profile."""
+    """Return the profile of the job's hardware, or of this machine's device; None without a profile."""
     from titan.hardware import recognise
     from titan.sim.price.profiles import load_profile, profile_names
 

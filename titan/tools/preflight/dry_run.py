@@ -1,4 +1,4 @@
-"""Dry run: two steps of the real job on throw-away weights, so that it fails now and not an hour into the run.
+"""Dry run: two steps of the real job on throw-away weights, so that it fails now and not in an hour.
 
 The step is the trainer's (titan/train_step.py), and so is the data. Nothing is logged or saved. The
 second step shows time and memory without compilation and with the optimizer's state. Compiled
@@ -77,7 +77,9 @@ class DryRun:
 
 
 def dry_run(config: JobConfig, layout: Layout, *, device: torch.device, mesh: DeviceMesh) -> DryRun:
-    """Run the steps on all ranks together. An exception of the job passes through; `explain` turns it into a line.
+    """Run the steps on all ranks together.
+
+    An exception of the job passes through; `explain` turns it into a line.
 
     Args:
         config: the job.
