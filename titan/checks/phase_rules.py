@@ -1,4 +1,4 @@
-"""Rules of the `[[phase]]` tables (docs/phases.md).
+"""Rules of the `[[phase]]` tables (docs/optimizers.md).
 
 titan/config/layout.py checks their order, which depends on the ranks.
 """

@@ -213,7 +213,7 @@ def _schedule(config: JobConfig) -> Iterator[RuleViolation]:
     # A compiled block has one backward function, which torch cannot split.
     if _compiles_model(config):
         yield "compile.enable", f"blocks cannot be compiled {why}; use false, or schedule 1F1B"
-    # torch cannot split such a backward pass either, nor that of memory_budget; docs/torch.md.
+    # torch cannot split such a backward pass either, nor that of memory_budget; docs/architecture.md.
     if ac.mode == "selective" and ac.selective_ac_option == "op":
         fix = 'use a number such as 2, mode = "full", or schedule 1F1B'
         yield "activation_checkpoint.selective_ac_option", f'"op" keeps no graph {why}; {fix}'

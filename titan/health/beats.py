@@ -89,7 +89,7 @@ class FolderStore:
     """Folder of files with the part of torch's Store interface that the monitor needs.
 
     torch's FileStore appends each value to its file, which would grow with every heartbeat
-    (docs/torch.md).
+    (docs/architecture.md).
     """
 
     def __init__(self, folder: Path) -> None:

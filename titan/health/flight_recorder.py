@@ -14,7 +14,7 @@ Threads that do not need the main thread write it, since the main thread may wai
 forever. `titan doctor` joins the files.
 
 Ranks are compared by how many collectives each has begun in a group, and not by the state of an
-entry: gloo's entries stay "scheduled" (docs/torch.md). torch does not record gloo's sends and
+entry: gloo's entries stay "scheduled" (docs/architecture.md). torch does not record gloo's sends and
 receives either; `_record_p2p` counts them.
 """
 

@@ -213,7 +213,7 @@ def environment(num_processes: int) -> dict[str, str]:
     It warns about far too many processes. The processes share the cores: torchrun would give each
     process one thread, and warn. Each attempt has its own store: in the store that torchrun keeps
     over restarts, a fast rank finds the address of a dead rank (6 of 10 restarts, torch 2.13;
-    pytorch#135712; docs/torch.md).
+    pytorch#135712; docs/architecture.md).
     """
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1

@@ -15,7 +15,7 @@
                ends its torchrun, which would wait a quarter of an hour for TCP to give up
 
 One thread, "monitor", decides all this and touches the run lock. It never waits for the store: a
-request to a store whose host is lost does not return (docs/torch.md). A second thread, "beats",
+request to a store whose host is lost does not return (docs/architecture.md). A second thread, "beats",
 carries the messages (peers.py).
 
 Each rank measures time by its own heartbeats, so a rank that was itself paused does not report its

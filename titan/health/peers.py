@@ -1,7 +1,7 @@
 """Exchange of heartbeats, and of the run's failure, with the other ranks through their store.
 
 A thread, "beats", carries the messages: a request to a store whose host is lost does not return
-(docs/torch.md), so no other thread may wait for a request. All other requests go through
+(docs/architecture.md), so no other thread may wait for a request. All other requests go through
 `call_with_timeout`.
 """
 

@@ -7,7 +7,7 @@ unpickles nothing:
     one machine     launcher: a store in its own memory    ranks: a file in a folder that only their user can open
     several nodes   both: a TCP store of node 0's launcher, bound to the address that the nodes were given
 
-titan/parallel/init_distributed.py is the ranks' side. docs/security.md says what remains open, and
+titan/parallel/init_distributed.py is the ranks' side. docs/cluster.md says what remains open, and
 to whom.
 """
 

@@ -81,7 +81,7 @@ class ExpertLoads(Hook):
 
 
 def load_figures(loads_LE: Tensor, bias_LE: Tensor, *, ep: int) -> dict[str, Tensor]:
-    """Compute the figures that docs/metrics.md defines.
+    """Compute the figures that docs/evaluation.md defines.
 
     Args:
         loads_LE: tokens of each expert in a step, over all ranks, float64.

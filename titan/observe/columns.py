@@ -1,6 +1,6 @@
 """Columns of a row of metrics: their names in metrics.jsonl, their curves, and their texts on the console.
 
-A new column is a line in `COLUMNS`, a section in docs/metrics.md, and a hook whose `columns`
+A new column is a line in `COLUMNS`, a section in docs/evaluation.md, and a hook whose `columns`
 returns its value. A hook of another package needs no line: its name has a group, such as
 "mine/loss", and becomes a curve of that name.
 """

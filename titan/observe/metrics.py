@@ -2,7 +2,7 @@
 
 metrics.jsonl holds one JSON object for each logged step, in order and each step once. This holds
 over crashes: a resume at step N cuts the rows after N, which the crashed run wrote, and a torn last
-line. docs/metrics.md defines every key. If a sink fails (disk full, server down), it warns once and
+line. docs/evaluation.md defines every key. If a sink fails (disk full, server down), it warns once and
 training continues.
 """
 
