@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"titan {__version__}")
         return 0
     if name not in COMMANDS:
-        # Suggest the nearest name, or all names.
+        # The nearest name, or all of them.
         match = get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean '{match[0]}'?" if match else f"there are {', '.join(COMMANDS)}"
         print(f"command line: {name}: unknown command; {hint}", file=sys.stderr)
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # pydantic looks for plug-ins in every installed package, which takes 0.1 s. titan has none.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
-        # A string is a module, imported only now.
+        # A string is a module whose `main` is imported only now.
         return import_module(command).main(rest) if isinstance(command, str) else command(rest)
     except SystemExit as request:  # by argparse, after --help or a wrong option
         return request.code if isinstance(request.code, int) else 1

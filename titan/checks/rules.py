@@ -119,7 +119,7 @@ def _problems(
 
 
 def check(config: JobConfig) -> list[Problem]:
-    """Return everything that is wrong with the config for any number of ranks, in any of its phases."""
+    """Return everything about the config that is wrong for any number of ranks, in any of its phases."""
     problems = [
         job.source_map.problem(key if "." in key or "[" in key else f"{section}.{key}", message)
         for job in [config, *later_jobs(config)]

@@ -338,7 +338,7 @@ def cut_after(path: Path, *, step: int) -> Row | None:
 
 
 def _step(line: bytes) -> int | None:
-    """Return the step of a row. Rows that titan wrote are not parsed."""
+    """Return the step of a row. Rows as titan writes them are not parsed."""
     start = b'{"step": '
     if line.startswith(start) and (comma := line.find(b",", 0, 40)) > 0:
         text = line[len(start) : comma]

@@ -215,7 +215,7 @@ def _snapshot(job: Sequence[str], folder: Path) -> tuple[list[str], dict[Path, b
 
 
 def _group_lines(groups: int, config: JobConfig, folder: str) -> list[str]:
-    """Return lines that make an element of the array a replica group."""
+    """Return what makes an element of the array a replica group."""
     file, checkpoints = f"{folder}/lighthouse", config.checkpoint.folder
     saved = checkpoints if "://" in checkpoints else str(Path(folder) / checkpoints)
     settings = ["--fault_tolerance.enable=true", f"--fault_tolerance.replica_groups={groups}"]
@@ -230,8 +230,7 @@ def _group_lines(groups: int, config: JobConfig, folder: str) -> list[str]:
 def _lighthouse_script(options: argparse.Namespace, job: Sequence[str], folder: Path) -> str:
     """Return the script of the groups' lighthouse, a process that needs one core.
 
-    It is queued again while groups run or wait, also at its time limit. The groups read its new
-    address in the file.
+    It is queued again while groups run or wait, also at its time limit. The groups read its new address in the file.
     """
     directives = {
         "job-name": f"{options.name}-lighthouse",
