@@ -1,10 +1,10 @@
-"""Measure what a device, its memory and its links do. `titan preflight` and `titan sim --calibrate` call this.
+"""Benchmarks of a device, its memory and its links, for `titan preflight` and `titan sim --calibrate`.
 
-Bandwidth of collectives is bus bandwidth, as nccl-tests define it, so that figures of any number of ranks compare with a
-link's. Of B bytes over n ranks in t seconds:
+Bandwidth of collectives is bus bandwidth, as nccl-tests define it, so that figures of any number of
+ranks compare with a link's. For B bytes over n ranks in t seconds it is
 
     all-reduce                 2 (n - 1) / n B / t
-    all-gather, all-to-all       (n - 1) / n B / t      B: of the gathered tensor
+    all-gather, all-to-all       (n - 1) / n B / t      B: bytes of the gathered tensor
 
 Bytes are decimal: 1 GB is 10^9.
 """
@@ -25,9 +25,18 @@ Work = Callable[[], Any]
 
 
 def rounds_s(work: Work, device: torch.device, *, calls: int = 1, rounds: int = 5) -> list[float]:
-    """Time `work` in rounds, after one round to warm up. Return the seconds of one call in each round.
+    """Time `work` in rounds, after one round to warm up.
 
     Ranks that measure a collective together must use the same counts.
+
+    Args:
+        work: function to time.
+        device: device of the work.
+        calls: calls in a round.
+        rounds: number of rounds.
+
+    Returns:
+        Seconds of one call, for each round.
     """
     seconds = []
     for _ in range(rounds + 1):
@@ -41,9 +50,15 @@ def rounds_s(work: Work, device: torch.device, *, calls: int = 1, rounds: int = 
 
 
 def seconds(work: Work, device: torch.device, *, rounds: int = 7) -> float:
-    """Return the seconds of one call among many: the median of rounds of a twentieth of a second."""
-    # Enough calls that the clock and the wait at the end of a round do not count.
-    # One call alone shows how many fill a round.
+    """Time one call among many, by the median of rounds of a twentieth of a second.
+
+    Args:
+        work: function to time.
+        device: device of the work.
+        rounds: number of rounds.
+    """
+    # Enough calls that the clock and the wait at the end of a round do not matter.
+    # One call shows how many calls fill a round.
     [once_s] = rounds_s(work, device, rounds=1)
     calls = max(1, min(2000, int(0.05 / max(1e-7, once_s))))
     # Many short calls: measure the device and not the host.
@@ -53,7 +68,10 @@ def seconds(work: Work, device: torch.device, *, rounds: int = 7) -> float:
 
 
 def _capture(work: Work, calls: int) -> Work | None:
-    """Record calls in one CUDA graph, so that the host's launches do not limit short kernels. None if that is not possible."""
+    """Record calls in one CUDA graph, so that the host's launches do not limit short kernels.
+
+    It returns None if that is not possible.
+    """
     try:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -70,7 +88,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def launch_s(device: torch.device) -> float:
-    """Return the host's time of an eager operation that the device finishes at once."""
+    """Measure the host's time for an eager operation that the device finishes at once."""
     x = torch.zeros(1, device=device)
     times = []
     for _ in range(7):
@@ -83,13 +101,25 @@ def launch_s(device: torch.device) -> float:
 
 
 def matmul(device: torch.device, dtype: torch.dtype, *, width: int) -> Work:
-    """Return a product of two square matrices, 2 `width`^3 operations."""
+    """Return a function that multiplies two square matrices, 2 `width`^3 operations.
+
+    Args:
+        device: device of the matrices.
+        dtype: dtype of the matrices.
+        width: number of rows and columns.
+    """
     a, b = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
     return lambda: torch.mm(a, b)
 
 
 def copy(device: torch.device, num_bytes: int, *, source: torch.device | None = None) -> Work:
-    """Return a copy within the device or, with a CPU as the source, from pinned host memory."""
+    """Return a function that copies within the device, or from pinned host memory.
+
+    Args:
+        device: device of the copy.
+        num_bytes: bytes to copy.
+        source: a CPU copies from pinned host memory; None: the device itself.
+    """
     is_pinned = source is not None and device.type != "cpu"
     data = torch.zeros(num_bytes, dtype=torch.uint8, device=source or device, pin_memory=is_pinned)
     target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -97,9 +127,10 @@ def copy(device: torch.device, num_bytes: int, *, source: torch.device | None = 
 
 
 def link_gb_per_s(device: torch.device, num_bytes: int) -> float | None:
-    """Return the better of this rank's links to the ranks before and after it. A single rank has none.
+    """Measure the better of this rank's links to the ranks before and after it; None for a single rank.
 
-    The better one counts, because a slow rank spoils one link of each neighbour, but both links of the slow rank.
+    The better link counts, because a slow rank spoils one link of each neighbour, but both links of
+    the slow rank.
     """
     seconds = links_s(device, num_bytes).values()
     return 2 * num_bytes / min(seconds) / 1e9 if seconds else None
@@ -112,13 +143,19 @@ def links_s(
     group: dist.ProcessGroup | None = None,
     rounds: int = 5,
 ) -> dict[int, float]:
-    """Return the seconds to send so many bytes to the ranks before and after this one, and to get as many back, by their numbers.
+    """Measure the seconds to send bytes to each neighbour of this rank, and to receive as many.
 
-    Each link is measured with no other traffic of its two ends. The fastest round counts: links are shared, and only a slow
-    round has a reason.
+    Each link is measured with no other traffic of its two ends. The fastest round counts: links are
+    shared, and only a slow round has a reason.
 
     Args:
-        group: the ranks. All by default.
+        device: this rank's device.
+        num_bytes: bytes in each direction.
+        group: the ranks; None: all.
+        rounds: number of rounds.
+
+    Returns:
+        Seconds by the number of the neighbour: the rank before and the rank after this one.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     ranks = dist.get_process_group_ranks(group)
@@ -126,11 +163,11 @@ def links_s(
     seconds: dict[int, float] = {}
     # First the pairs (0, 1), (2, 3), ..., then (1, 2), (3, 4), ...
     for phase in (0, 1) if world > 1 else ():
-        # All begin a phase together, so that no other pair's traffic is still on the links.
+        # All ranks begin a phase together, so that no other pair's traffic is still on the links.
         dist.barrier(group)
         is_first = rank % 2 == phase
         peer = rank + 1 if is_first else rank - 1
-        # An even number closes the ring with the link between the last and the first.
+        # An even number of ranks closes the ring with the link between the last and the first rank.
         if world % 2 == 0:
             peer %= world
         if 0 <= peer < world:
@@ -145,7 +182,7 @@ def _there_and_back(
     block: torch.Tensor, peer: int, is_first: bool, group: dist.ProcessGroup | None
 ) -> None:
     for sends in (is_first, not is_first):
-        # In a batch, which takes the group's communicator; a single send would make one for the pair.
+        # A batch uses the group's communicator. A single send would create a communicator for the pair.
         operation = dist.P2POp(dist.isend if sends else dist.irecv, block, peer, group)
         for work in dist.batch_isend_irecv([operation]):
             work.wait()
@@ -158,12 +195,17 @@ def collectives_gb_per_s(
     kinds: tuple[str, ...],
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, float]:
-    """Return the bus bandwidth of each kind of collective: "all-reduce", "all-gather" or "all-to-all".
+    """Measure the bus bandwidth of collectives.
 
     Args:
-        num_bytes: size of the whole tensor. It is cut to a multiple of the ranks.
-        kinds: what to measure, in this order.
-        group: the ranks. All by default. All groups of a mesh axis measure at once, as they communicate in training.
+        device: this rank's device.
+        num_bytes: bytes of the whole tensor, rounded down to a multiple of the ranks.
+        kinds: kinds to measure, in this order: "all-reduce", "all-gather" or "all-to-all".
+        group: the ranks; None: all. All groups of a mesh axis measure at once, as they
+            communicate in training.
+
+    Returns:
+        GB/s by kind.
     """
     n = dist.get_world_size(group)
     # A multiple of the ranks, in fp32.

@@ -1,6 +1,7 @@
-"""Run the `titan` command. Each subcommand imports what it needs when it runs, so that help and mistakes cost no time.
+"""Command `titan`. Each subcommand imports its modules when it runs, so that help and mistakes cost no time.
 
-Exit codes: 0 done; 2 the user's mistake, a line for each; 75 stopped by a signal after saving; 1 anything else.
+Exit codes: 0 done; 2 the user's mistake, a line for each; 75 stopped by a signal after saving; 1
+any other failure.
 """
 
 from __future__ import annotations
@@ -53,15 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return load_command(name)(rest)
     except SystemExit as request:  # by argparse, after --help or a wrong option
         return request.code if isinstance(request.code, int) else 1
-    except (
-        BrokenPipeError
-    ):  # as of `titan config ... | head`; Python would complain again when it flushes
+    # As of `titan config ... | head`; Python would complain again when it flushes.
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        # Imported here, so that --help imports neither pydantic nor anything else of size.
+        # Imported here, so that --help imports neither pydantic nor other large modules.
         from titan.config.errors import ConfigError
         from titan.untrusted import InputError
 
@@ -223,7 +223,7 @@ def config(argv: list[str]) -> int:
     from titan.config.errors import ConfigError
     from titan.config.render import to_toml
 
-    # Report broken rules beside wrong keys: the config is checked as far as it could be read.
+    # Report broken rules together with wrong keys: check the readable part of the config.
     problems = []
     try:
         resolved = _load(job, options=["--comments"])
@@ -263,7 +263,7 @@ def _profiles() -> Any:
 
 
 def _is_datasheet(hardware: str) -> bool:
-    """Return whether `hardware.name` may have this value; otherwise it is a profile, or a name that nobody knows."""
+    """Return whether `hardware.name` may have this value. Any other name is a profile, or unknown."""
     from titan.hardware import HARDWARE
 
     return hardware.lower() in {row.name for row in HARDWARE}
@@ -280,7 +280,7 @@ def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[s
     model, training = model_config(config.model), config.training
     phases = phases_of(config, dp=layout.dp)
     memory = [estimate_memory(phase.config, model, layout) for phase in phases]
-    memory_gib = max(memory, key=lambda gib: gib["total"])  # of the phase that needs most
+    memory_gib = max(memory, key=lambda gib: gib["total"])  # the phase that needs the most memory
     named = config.hardware.name != "auto"
     hardware = profile or (by_name(config.hardware.name) if named else None)
     available_gib = hardware.memory_gib if hardware else None
@@ -316,7 +316,7 @@ def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[s
 
 
 def _page(facts: dict[str, Any], judged: dict[str, Any]) -> str:
-    """Return the answer of `titan check` for people. `judged` is the simulator's part, if it was asked."""
+    """Format the answer of `titan check` for people. `judged` is the simulator's part, if it ran."""
     from titan.checks.extension import check_extensions
     from titan.hardware import MARGIN
 
@@ -332,7 +332,7 @@ def _page(facts: dict[str, Any], judged: dict[str, Any]) -> str:
         answer = "fits" if facts["fits"] else "TIGHT" if facts["tight"] else "DOES NOT FIT"
         what = f"{total:.1f} of {available:.1f} GiB on {facts['hardware']}, by formula"
         verdict += [f"{answer}: {what}; a job that fits leaves {MARGIN:.0%}"]
-    # Counts only the experts that a token goes to.
+    # Counts only the experts of a token.
     num_active = model["active_parameters"]
     active = "" if num_active == model["parameters"] else f", {num_active:,} of them active"
     holds = "the simulation below holds" if "simulation" in judged else "not measured"
@@ -340,7 +340,7 @@ def _page(facts: dict[str, Any], judged: dict[str, Any]) -> str:
     if gpus := facts.get("on_gpus"):
         what = f"{gpus['gib']:.1f} GiB in {gpus['precision']}"
         memory.append(f"    counted as for this machine's CPU; on GPUs {what}: --hardware H")
-    # The step above is the first phase's.
+    # The step above belongs to the first phase.
     phases = [f"{p['about']}; {p['memory_gib']:.1f} GiB" for p in facts["phases"]]
     phases = [f"         {line}" for line in phases] * (len(phases) > 1)
     return "\n".join(
@@ -363,8 +363,7 @@ def _page(facts: dict[str, Any], judged: dict[str, Any]) -> str:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    if (
-        "RANK" in os.environ
-    ):  # as in titan/train.py: gloo's threads may be at work while the interpreter is torn down
+    # As in titan/train.py: gloo's threads may be at work while the interpreter is torn down.
+    if "RANK" in os.environ:
         os._exit(code)
     sys.exit(code)

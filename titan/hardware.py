@@ -1,11 +1,12 @@
-"""List the accelerators that titan knows, with their peaks and memory, and count the ones of this machine.
+"""Table of accelerators, with their peaks and memory, and the count of accelerators in this machine.
 
-This is the only list of devices. MFU, `titan check` and the simulator's profiles (titan/sim/hardware/*.toml) take peaks and
-memory from it.
+This is the only list of devices. MFU, `titan check` and the simulator's profiles
+(titan/sim/hardware/*.toml) take peaks and memory from it.
 
-Peaks are dense (no 2:4 sparsity) and at boost clock, as the vendors print them. If a datasheet prints only the sparse figure,
-half of it counts. `memory_gib` is, to about 1%, what a driver reports, so an "80 GB" H100 has 79.1. A device that is not in
-the table has no peak, and MFU is shown as n/a. Imports no torch.
+Peaks are dense (no 2:4 sparsity) and at boost clock, as the vendors print them. If a datasheet
+prints only the sparse figure, half of it counts. `memory_gib` is, to about 1%, the driver's figure,
+so an "80 GB" H100 has 79.1. A device that is not in the table has no peak, and MFU is shown as n/a.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,21 +20,22 @@ from itertools import takewhile
 from pathlib import Path
 
 MARGIN = 0.1
-"""Share of a device's memory that a job must leave free to "fit". Predictions of memory are off by a few percent, and what
-else may come (uneven routing, a longer validation, a neighbour's process) needs room."""
+"""Share of a device's memory that a job must leave free to "fit". Predictions of memory are off by a few percent, and
+other needs (uneven routing, a longer validation, a neighbour's process) take room."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Describe one kind of accelerator.
+    """Kind of accelerator.
 
-    Args:
-        name: the value of `hardware.name` in a job file.
+    Attributes:
+        name: value of `hardware.name` in a job file.
         pattern: regular expression for the whole device name that the driver reports.
-        peak_flops: FLOP/s by the dtype of a matrix product's inputs. float32 is without TF32; mxfp8 is float8 with a scale
-            for each 32 values, nvfp4 four bits with one for each 16.
+        peak_flops: FLOP/s by the dtype of a matmul's inputs. float32 is without TF32; mxfp8 is
+            float8 with a scale for each 32 values, nvfp4 four bits with a scale for each 16.
+        memory_gib: memory in GiB.
         memory_bandwidth: bytes/s.
-        source: where the figures are printed.
+        source: document with the figures.
     """
 
     name: str
@@ -98,18 +100,25 @@ HARDWARE: tuple[Hardware, ...] = (
 
 
 def recognise(device_name: str) -> Hardware | None:
-    """Return the row of a device by the name that its driver reports, such as "NVIDIA H100 80GB HBM3".
+    """Return the row of a device; None if it is not in the table.
 
     The whole name must match: a MIG slice, a laptop part or a custom SKU has another peak.
+
+    Args:
+        device_name: the driver's name, such as "NVIDIA H100 80GB HBM3".
     """
-    # Drivers differ in whether they put the vendor first.
+    # Some drivers put the vendor first.
     bare = re.sub(r"^(NVIDIA|AMD)\s+", "", device_name.strip(), flags=re.IGNORECASE)
     rows = (row for row in HARDWARE if re.fullmatch(row.pattern, bare, re.IGNORECASE))
     return next(rows, None)
 
 
 def by_name(name: str) -> Hardware:
-    """Return the row called `name`. The error lists all names."""
+    """Return the row with a name.
+
+    Raises:
+        ValueError: there is no such row. The message lists all names.
+    """
     row = next((row for row in HARDWARE if row.name == name.lower()), None)
     if row is None:
         known = ", ".join(row.name for row in HARDWARE)
@@ -118,7 +127,7 @@ def by_name(name: str) -> Hardware:
 
 
 def count_accelerators() -> int:
-    """Return how many accelerators this process may use, without importing torch.
+    """Count the accelerators that this process may use, without importing torch.
 
     NVIDIA's are counted by their device files, AMD's by the nodes of their driver (KFD), and each
     only if the installed torch was built for them.
@@ -129,13 +138,13 @@ def count_accelerators() -> int:
         return 0
     if build.startswith("cpu"):
         return 0
-    # Device files are there before any driver library is loaded. /dev/nvidiactl is not a device.
+    # Device files exist before a driver library is loaded. /dev/nvidiactl is not a device.
     nvidia = len(list(Path("/dev").glob("nvidia[0-9]*")))
     if nvidia and not build.startswith("rocm"):
         names = visible_devices("CUDA_VISIBLE_DEVICES") or []
         is_split = any(name.startswith("MIG-") for name in names)  # one GPU may have several
         return len(names) if is_split else min([nvidia, *_num_visible("CUDA_VISIBLE_DEVICES")])
-    # A torch from PyPI ("2.13.0", "2.13.0+cu130") is for NVIDIA; one built from source may be for AMD.
+    # A torch from PyPI ("2.13.0", "2.13.0+cu130") is for NVIDIA. A build from source may be for AMD.
     if not build.startswith(("rocm", "git")):
         return 0
     # The runtime (ROCR) filters first. HIP then reads its own variable, or CUDA's if that is unset.
@@ -147,13 +156,16 @@ def _num_amd() -> int:
     """Count the GPUs among KFD's nodes. CPUs are nodes too, with the id 0."""
     count = 0
     for path in Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id"):
-        with suppress(OSError):  # the driver refuses to read those that a container may not use
+        with suppress(OSError):  # the driver refuses to read GPUs that a container may not use
             count += path.read_text().strip() != "0"
     return count
 
 
 def visible_devices(variable: str) -> list[str] | None:
-    """Return the devices that a variable names; None if it is unset. As in CUDA, an invalid name ends the list."""
+    """Return the devices that a variable names; None if it is unset.
+
+    As in CUDA, an invalid name ends the list.
+    """
     if (value := os.environ.get(variable)) is None:
         return None
     names = (name.strip() for name in value.split(","))
@@ -161,6 +173,6 @@ def visible_devices(variable: str) -> list[str] | None:
 
 
 def _num_visible(variable: str) -> list[int]:
-    """Return how many devices a variable names, as a list of one; an empty list if it is unset."""
+    """Return the number of devices that a variable names, in a list; an empty list if it is unset."""
     names = visible_devices(variable)
     return [] if names is None else [len(names)]

@@ -1,4 +1,4 @@
-"""Write and read the files in which a run folder describes its run: environment.json, status.json and a log for each rank."""
+"""Files in which a run folder describes its run: environment.json, status.json and a log for each rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from titan.untrusted import MAX_TEXT, Count, Finite, InputError, Rank, printable
 
 State = Literal["running", "done", "stopped", "failed", "hung"]
 
-# Variables that change how a run behaves. The list names what is written, not what is left out, so no secret can slip through.
+# Variables that change the behaviour of a run. Only listed variables are written, so no secret can slip through.
 _VARIABLES = (
     *("OMP_NUM_THREADS", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"),
     *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_WORKSPACE_CONFIG"),
@@ -35,10 +35,12 @@ def write_text_atomically(path: Path, text: str, *, durable: bool = True) -> Non
     """Write a file so that a reader sees the old or the new content, even after a crash.
 
     Args:
-        durable: hold this over a power failure too, which means waiting for the disk.
+        path: the file.
+        text: its new content.
+        durable: whether this holds over a power failure, too, which means waiting for the disk.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same folder, since a rename does not cross file systems. The number keeps processes apart.
+    # In the same folder, since a rename does not cross file systems. The process id avoids collisions.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -50,7 +52,13 @@ def write_text_atomically(path: Path, text: str, *, durable: bool = True) -> Non
 
 
 def write_environment(run_dir: Path, *, device_names: Iterable[str], world_size: int) -> None:
-    """Write environment.json, with what is needed to repeat a run: versions, source, machine, settings."""
+    """Write environment.json, with the facts to repeat a run: versions, source, machine, settings.
+
+    Args:
+        run_dir: run folder.
+        device_names: names of the ranks' devices.
+        world_size: number of ranks.
+    """
     import torch
 
     content = {
@@ -83,7 +91,7 @@ def _git_state(folder: Path) -> dict[str, Any] | None:
         return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=10)
 
     try:
-        # An installed copy may be inside another project's checkout, in its virtual environment. That commit is not ours.
+        # An installed copy may be inside another project's checkout, in its virtual environment. That commit is not titan's.
         git("ls-files", "--error-unmatch", "__init__.py")
         commit, changes = git("rev-parse", "HEAD").strip(), git("status", "--porcelain")
         return {"commit": commit, "dirty": bool(changes)}
@@ -106,12 +114,18 @@ def write_status(
     torchrun turns every exit code but 0 into 1; this file keeps the real one.
 
     Args:
-        step: None keeps the file's step, for a process that has not loaded its checkpoint yet.
-        kind, rank: the kind of a failure (titan/health/errors.py), and the rank that noticed it.
+        run_dir: run folder.
+        state: state of the run.
+        exit_code: exit code of the run; None while it runs.
+        step: number of the step; None keeps the file's step, for a process that has not loaded
+            its checkpoint yet.
+        reason: cause of a failure, for people.
+        kind: kind of a failure (titan/health/errors.py).
+        rank: rank that noticed the failure.
     """
     if step is None:
         step = read_status(run_dir).get("step", 0)
-    # The kind is there only for failures.
+    # Only failures have a kind.
     content = {"state": state, "exit_code": exit_code, "step": step, "reason": reason}
     if kind:
         content |= {"kind": kind, "rank": rank}
@@ -122,8 +136,17 @@ def write_status(
 
 @dataclass(frozen=True)
 class Status:
-    """Hold the content of status.json. The types are checked when it is read, since anyone may have
-    written it."""
+    """Content of status.json. Types are checked when it is read, since anyone may have written it.
+
+    Attributes:
+        state: a `State`, or empty without a file.
+        exit_code: exit code of the run; None while it runs.
+        step: number of the step.
+        reason: cause of a failure, for people.
+        kind: kind of a failure (titan/health/errors.py).
+        rank: rank that noticed the failure.
+        unix_s: time of the write.
+    """
 
     state: str = ""
     exit_code: int | None = None
@@ -135,7 +158,7 @@ class Status:
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
-    """Return what write_status wrote last, or {} if the file is missing or damaged."""
+    """Read the content of status.json; {} if the file is missing or damaged."""
     try:
         return asdict(load_status(run_dir))
     except InputError:
@@ -143,15 +166,20 @@ def read_status(run_dir: Path) -> dict[str, Any]:
 
 
 def load_status(run_dir: Path) -> Status:
-    """Return the content of status.json. Raises InputError if it is missing or damaged."""
+    """Read status.json.
+
+    Raises:
+        InputError: it is missing or damaged.
+    """
     status = read_json(run_dir / "status.json", Status, limit=2**20, within=run_dir)
     return replace(status, reason=printable(status.reason, MAX_TEXT))
 
 
 def open_rank_log(run_dir: Path, rank: int) -> logging.Handler:
-    """Append what the logger "titan" of this process logs to logs/rank-N.log.
+    """Append the records of this process's logger "titan" to logs/rank-N.log.
 
-    Returns the handler; `logging.getLogger("titan").removeHandler` it at the end.
+    Returns:
+        The handler. Call `logging.getLogger("titan").removeHandler` with it at the end.
     """
     path = run_dir / "logs" / f"rank-{rank}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -159,7 +187,7 @@ def open_rank_log(run_dir: Path, rank: int) -> logging.Handler:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
     logger = logging.getLogger("titan")
     logger.addHandler(handler)
-    # Python shows nothing below a warning unless a level is set.
+    # Without a level Python logs warnings and errors only.
     logger.setLevel(logging.INFO)
     if rank:  # Python's warnings are the same on all ranks: only rank 0 shows them on the terminal
         logging.captureWarnings(True)

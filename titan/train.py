@@ -1,7 +1,9 @@
-"""Run one rank: `torchrun -m titan.train JOB.toml [OVERLAY.toml ...] [--section.key=value ...] [--quiet]`.
+"""Program of one rank.
 
-The config is read and checked before torch is imported, so that a mistake in it is reported within a second. So is
-everything else that can be known by then: that the run is finished, or already going on in another process.
+    torchrun -m titan.train JOB.toml [OVERLAY.toml ...] [--section.key=value ...] [--quiet]
+
+The config is read and checked before torch is imported, so that a mistake in it is reported within
+a second. The same holds for a run that is finished, or already going on in another process.
 """
 
 from __future__ import annotations
@@ -46,11 +48,11 @@ from titan.untrusted import InputError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train; returns the exit code (docs/architecture.md lists them)."""
+    """Train. Return the exit code (docs/architecture.md lists them)."""
     stop = StopRequest().install()
     try:
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        add_quiet(parser)  # as `titan train` has, for ranks that torchrun starts
+        add_quiet(parser)  # an option of `titan train`, for ranks that torchrun starts
         code = _train(parser.parse_known_args(argv)[1], stop)
     finally:
         stop.disarm()
@@ -58,7 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def before_start(config: JobConfig) -> int | None:
-    """Return an exit code if there is nothing to start: the run is finished, already going on, or another job's."""
+    """Check whether a run may start.
+
+    Returns:
+        None if it may; otherwise an exit code: the run is finished, already going on, or
+        another job's.
+    """
     # Neither changes a file.
     try:
         saved = require_startable(config)
@@ -86,11 +93,11 @@ def before_start(config: JobConfig) -> int | None:
 
 
 def is_finished(config: JobConfig) -> bool:
-    """Return whether this run ended well, and its last checkpoint is there."""
+    """Return whether this run ended well, and its last checkpoint exists."""
     run_dir, section = Path(config.job.dump_folder), config.checkpoint
     status = read_status(run_dir)
     step = status.get("step")
-    # More steps may be wanted than the finished run had.
+    # The job may ask for more steps than the finished run had.
     if status.get("state") != "done" or not isinstance(step, int) or step < config.training.steps:
         return False
     last = run_dir / section.folder / f"step-{step}"
@@ -98,9 +105,9 @@ def is_finished(config: JobConfig) -> bool:
 
 
 def _require_same_job(saved: Mapping[str, Any], config: JobConfig) -> None:
-    """Raise InputError if a finished run was another job's, which nobody would learn from "nothing to do"."""
+    """Raise InputError if a finished run was another job's: "nothing to do" would hide that from the user."""
     changes = changed_settings(saved.get("config") or "", config, sequences=(None, 0))
-    # Fewer steps are done, too.
+    # A job with fewer steps is finished, too.
     changes = [change for change in changes if not change.startswith("training.steps:")]
     if changes:
         key, first = changes[0].split(": ", 1)
@@ -114,7 +121,7 @@ def _require_same_job(saved: Mapping[str, Any], config: JobConfig) -> None:
 
 def _refuse(error: Exception) -> int:
     """Print an error once for all ranks, which read the same file, and return the exit code."""
-    # Each rank has its own environment, though.
+    # But each rank has its own environment.
     if os.environ.get("RANK", "0") == "0" or check_environment(os.environ):
         print(error, file=sys.stderr)
     else:
@@ -127,17 +134,17 @@ def _train(argv: Sequence[str], stop: StopRequest) -> int:
         config, _ = load_to_run(argv, world_size=None, here=True)
     except ConfigError as error:
         return _refuse(error)
-    # Refused before torch is imported, which takes seconds.
+    # Refuse before importing torch, which takes seconds.
     if (code := before_start(config)) is not None:
         return code
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     folder, grace_s = Path(config.job.dump_folder), config.fault_tolerance.grace_seconds
     lock = RunLock(folder)
     try:
-        # Only rank 0 holds the lock. Other ranks were let in by `before_start`.
+        # Only rank 0 holds the lock. `before_start` has admitted the other ranks.
         if rank == 0:
             lock.acquire()
-        # torch reads variables that it sets when it is imported.
+        # torch reads the recorder's variables when it is imported.
         flight_recorder.install(FlightRecorder(config.comm, folder, rank, world_size))
         monitor = Monitor(
             folder,
@@ -159,13 +166,13 @@ def _train(argv: Sequence[str], stop: StopRequest) -> int:
 
 
 def _run(config: JobConfig, stop: StopRequest, monitor: Monitor) -> int:
-    """Run the trainer; every way in which it may end has its exit code here."""
+    """Run the trainer. Return the exit code for any kind of end."""
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     if monitor.rank == 0 and restarts:
         allowed = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
         print(f"started again by torchrun, {restarts} of {allowed} times", file=sys.stderr)
     _set_compile_cache(config.compile.cache_folder)
-    # Imported here, after everything that needs no torch.
+    # Import these after everything that needs no torch.
     from titan.checkpoint import SaveFailed
     from titan.health.recovery import NonFiniteError, SpikeError
     from titan.hooks import standard_hooks
@@ -194,7 +201,7 @@ def _run(config: JobConfig, stop: StopRequest, monitor: Monitor) -> int:
         traceback.print_exc()
         return monitor.fail(error, EXIT_FAILED, expected=False)
     finally:
-        # In this order: first the peers stop expecting beats, then hooks end their threads.
+        # In this order: first the peers stop expecting heartbeats, then hooks end their threads.
         monitor.finish()
         if trainer:
             trainer.close(failed=failed)
@@ -203,11 +210,12 @@ def _run(config: JobConfig, stop: StopRequest, monitor: Monitor) -> int:
 
 
 def _set_compile_cache(folder: str) -> None:
-    """Set where inductor keeps programs, before it is imported.
+    """Set inductor's folder for compiled programs, before inductor is imported.
 
-    Its default is in /tmp, which a restart may find empty. So one node takes the user's cache folder, as a rule in $HOME.
-    On several nodes that is a network's disk, which all ranks would write at once: there each node has a folder in its
-    temporary one, if nobody else can write into that.
+    Its default is in /tmp, which a restart may find empty. So a single node uses the user's cache
+    folder, usually in $HOME. On several nodes that folder is on a network disk, which all ranks
+    would write at once: there each node has a folder in its temporary folder, if no other user can
+    write into it.
     """
     from titan.data.cache import default_cache_folder
 
@@ -220,21 +228,25 @@ def _set_compile_cache(folder: str) -> None:
         with suppress(OSError):
             local.mkdir(mode=0o700, exist_ok=True)
             state = local.lstat()
-            # Programs are code: another user's folder of this name, or a link, is not taken.
-            if stat.S_ISDIR(state.st_mode) and state.st_uid == os.getuid() and not state.st_mode & 0o022:  # fmt: skip
+            # Programs are code: do not use another user's folder of this name, or a link.
+            if (
+                stat.S_ISDIR(state.st_mode)
+                and state.st_uid == os.getuid()
+                and not state.st_mode & 0o022
+            ):
                 path = local
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(path.absolute())
 
 
 def import_all() -> None:
-    """Import what `_run` will, for a launcher whose forks are the ranks (titan/health/warm_start.py)."""
+    """Import the modules of `_run`, for a launcher whose forks are the ranks (titan/health/warm_start.py)."""
     import titan.checkpoint
     import titan.hooks
     import titan.trainer  # noqa: F401
 
 
 def run_rank() -> NoReturn:
-    """Train as sys.argv says, and end the process with the exit code."""
+    """Train with the arguments in sys.argv, and end the process with the exit code."""
     faulthandler.enable()
     if has_agent():
         die_with_parent()

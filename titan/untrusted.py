@@ -1,8 +1,8 @@
-"""Read files that others wrote: only regular ones, of bounded size, with checked types. Make their text safe to print.
+"""Readers of files that others wrote: regular files of bounded size, with checked types and printable text.
 
-A job file, a run folder, a checkpoint or a model's folder may come from anybody. Every reader here raises `InputError`, one
-line that names the file. `kind` is a type that pydantic knows (a dataclass, `dict[str, Any]`). Keys that it does not have
-are left out. Imports no torch.
+A job file, a run folder, a checkpoint or a model's folder may come from anybody. Every reader
+raises `InputError`, one line that names the file. `kind` is a type that pydantic knows (a
+dataclass, `dict[str, Any]`). Keys that the type does not have are left out. Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Rank = Annotated[int, Field(ge=0, lt=2**20)]
 MAX_BYTES = 64 * 2**20
 MAX_VALUES = 300_000  # of a JSON file: Python needs about 100 bytes for each
 TAIL_BYTES = 2**20
-MAX_TEXT = 4000  # characters of a text, or a line, that somebody will read
+MAX_TEXT = 4000  # characters of a text or a line for people
 # Control characters (C0, C1), marks that change the direction of text or are invisible, line separators, surrogates.
 _UNPRINTABLE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb\ud800-\udfff]"
@@ -36,15 +36,20 @@ _UNPRINTABLE = re.compile(
 
 
 class InputError(ValueError):
-    """Report a file that cannot be used. The message is for the user, and safe to print."""
+    """Error: a file cannot be used. The message is for the user, and safe to print."""
 
     def __init__(self, message: object) -> None:
         super().__init__("\n".join(map(printable, str(message).split("\n"))))
 
 
 def printable(text: str, limit: int = 0) -> str:
-    """Return text for one line of a terminal: control characters are spelled out, as `\\u001b`."""
-    # Cut before escaping: what is shown may be longer, and what is scanned is bounded.
+    r"""Return text for one line of a terminal. Control characters are escaped, as `\u001b`.
+
+    Args:
+        text: any text.
+        limit: largest number of characters before escaping; 0: no limit.
+    """
+    # Cut before escaping: the result may be longer, but the scanned text is bounded.
     if limit and len(text) > limit:
         text = f"{text[: limit - 4]} ..."
     return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
@@ -56,19 +61,23 @@ def is_plain_name(name: object) -> bool:
         isinstance(name, str)
         and name not in ("", ".", "..")
         and not {"/", "\\"} & {*name}
-        # No longer than a file system takes, and nothing to escape.
+        # Short enough for a file system, without characters to escape.
         and printable(name, 255) == name
     )
 
 
 def open_regular(path: Path, *, within: Path | None = None) -> IO[bytes]:
-    """Open a regular file. Raises OSError for anything else: a FIFO or a device could block for ever.
+    """Open a regular file. A FIFO or a device could block forever.
 
     Args:
-        within: the folder that a link must not lead out of. None follows every link.
+        path: the file.
+        within: folder that a link must not lead out of. None follows every link.
+
+    Raises:
+        OSError: the file is not regular, or cannot be opened.
     """
     try:
-        # Both are resolved, since the folder itself may be reached through a link.
+        # Resolve both, since the folder's own path may have a link.
         if within is not None and not path.resolve().is_relative_to(within.resolve()):
             raise OSError(errno.ELOOP, "it is a link that leads out of its folder")
         # O_NONBLOCK: opening a FIFO would otherwise wait for a writer.
@@ -84,20 +93,24 @@ def open_regular(path: Path, *, within: Path | None = None) -> IO[bytes]:
 
 
 def is_there(file: Path) -> bool:
-    """Return whether anything has this name. Reading it refuses what is not a regular file."""
+    """Return whether a file, folder or link has this name. Readers refuse anything but a regular file."""
     return file.is_symlink() or file.exists()
 
 
 def root_of(folder: Path) -> Path:
-    """Return where links of a Hugging Face folder may lead: into it or, in the hub's cache, into its model's folder."""
+    """Return the folder that links of a Hugging Face folder may lead into.
+
+    It is the folder itself or, in the hub's cache, its model's folder.
+    """
     return folder.parents[1] if folder.absolute().parent.name == "snapshots" else folder
 
 
 class Unpacked(io.RawIOBase):
-    """Read the bytes of a file, and of a .gz file the unpacked ones.
+    """Stream of the bytes of a file, unpacked if it is a .gz file.
 
-    Raises InputError when a file unpacks to more than text does. Text and traces shrink 3 to 20 times, and deflate's limit
-    is 1032. A ratio between the two comes from a file that was made to fill a disk or a memory.
+    It raises InputError when a file unpacks to more than text does. Text and traces shrink 3 to 20
+    times, and deflate's limit is 1032. A ratio between the two comes from a file that was made to
+    fill a disk or a memory.
     """
 
     MAX_RATIO, RATIO_FROM_BYTES = 200, 2**24
@@ -109,7 +122,7 @@ class Unpacked(io.RawIOBase):
 
     @property
     def position(self) -> int:
-        """Return how many bytes of the file itself have been read."""
+        """Return the number of bytes read from the file itself."""
         return self._packed.tell()
 
     def readable(self) -> bool:
@@ -132,7 +145,16 @@ class Unpacked(io.RawIOBase):
 
 
 def read_bytes(path: Path, *, limit: int = MAX_BYTES, within: Path | None = None) -> bytes:
-    """Return a regular file's bytes."""
+    """Read the bytes of a regular file.
+
+    Args:
+        path: the file.
+        limit: largest number of bytes.
+        within: as for `open_regular`.
+
+    Raises:
+        InputError: the file cannot be read, or is too large.
+    """
     try:
         with open_regular(path, within=within) as file:
             return read_stream(file, os.fstat(file.fileno()).st_size, name=path, limit=limit)
@@ -141,22 +163,41 @@ def read_bytes(path: Path, *, limit: int = MAX_BYTES, within: Path | None = None
 
 
 def read_stream(stream: IO[bytes], size: int, *, name: object, limit: int = MAX_BYTES) -> bytes:
-    """Return all of a stream of `size` bytes. Raises InputError if these are more than `limit`."""
+    """Read all of a stream.
+
+    Args:
+        stream: the stream.
+        size: its number of bytes.
+        name: name of the stream in errors.
+        limit: largest number of bytes.
+
+    Raises:
+        InputError: the stream is too large.
+    """
     if size > limit:
         raise InputError(f"{name}: has {size:,} bytes, more than the {limit:,} that are read")
     return stream.read(size)
 
 
 def read_text(path: Path, *, limit: int = MAX_BYTES, within: Path | None = None) -> str:
-    """Return a UTF-8 file's text."""
+    """Read the text of a UTF-8 file.
+
+    Args:
+        path: the file.
+        limit: largest number of bytes.
+        within: as for `open_regular`.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
     return decode(read_bytes(path, limit=limit, within=within), name=path)
 
 
 def read_lines(path: Path, *, within: Path | None = None) -> Iterator[tuple[int, str]]:
     """Yield the lines of a UTF-8 file that are not blank, with their numbers.
 
-    Only a line feed ends a line, or a carriage return and a line feed: JSON text may hold other characters that
-    `str.splitlines` takes for ends, such as U+2028.
+    Only a line feed ends a line, or a carriage return and a line feed: JSON text may hold other
+    characters that `str.splitlines` takes for line ends, such as U+2028.
     """
     for number, line in enumerate(read_text(path, within=within).split("\n"), start=1):
         if line.strip():
@@ -164,7 +205,11 @@ def read_lines(path: Path, *, within: Path | None = None) -> Iterator[tuple[int,
 
 
 def decode(data: bytes, *, name: object) -> str:
-    """Return the text of UTF-8 bytes, without a byte order mark at its beginning."""
+    """Return the text of UTF-8 bytes, without a byte order mark at its beginning.
+
+    Raises:
+        InputError: the bytes are not UTF-8. The message begins with `name`.
+    """
     try:
         return data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
@@ -179,18 +224,39 @@ def read_json(
     values: int = MAX_VALUES,
     within: Path | None = None,
 ) -> T:
-    """Return the `kind` that a JSON file describes. values: see `parse_json`."""
+    """Read the value of type `kind` in a JSON file.
+
+    Args:
+        path: the file.
+        kind: type of the value.
+        limit: largest number of bytes.
+        values: largest number of values in the file.
+        within: as for `open_regular`.
+
+    Raises:
+        InputError: the file cannot be read, or has another type.
+    """
     return parse_json(read_bytes(path, limit=limit, within=within), kind, name=path, values=values)
 
 
 def parse_json(text: str | bytes, kind: type[T], *, name: object, values: int = MAX_VALUES) -> T:
-    """Return the `kind` that a JSON text describes. values: how many it may hold at most."""
+    """Parse the value of type `kind` in a JSON text.
+
+    Args:
+        text: the JSON text.
+        kind: type of the value.
+        name: name of the text in errors.
+        values: largest number of values in the text.
+
+    Raises:
+        InputError: the text is not JSON of this type, or has too many values.
+    """
     text = (
         text.removeprefix(codecs.BOM_UTF8)
         if isinstance(text, bytes)
         else text.removeprefix("\ufeff")
     )
-    # Counted before parsing: "[]" takes two bytes here and 56 in memory.
+    # Count before parsing: "[]" takes two bytes here and 56 in memory.
     marks = (b",", b"[", b"{") if isinstance(text, bytes) else (",", "[", "{")
     # Commas, brackets and braces bound the number of values from above.
     if sum(text.count(mark) for mark in marks) > values:  # pyright: ignore[reportArgumentType]
@@ -202,7 +268,16 @@ def parse_json(text: str | bytes, kind: type[T], *, name: object, values: int = 
 
 
 def tail_lines(path: Path, *, limit: int = TAIL_BYTES, within: Path | None = None) -> list[str]:
-    """Return the last lines of a text file, from its last `limit` bytes. Long lines are cut."""
+    """Read the last lines of a text file. Long lines are cut.
+
+    Args:
+        path: the file.
+        limit: number of bytes at its end.
+        within: as for `open_regular`.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
     try:
         with open_regular(path, within=within) as file:
             size = os.fstat(file.fileno()).st_size
@@ -211,7 +286,7 @@ def tail_lines(path: Path, *, limit: int = TAIL_BYTES, within: Path | None = Non
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
     lines = text.split("\n")
-    # The first line of a tail is cut off, unless it is all there is.
+    # The first line of a tail is incomplete. Drop it, unless it is the only one.
     return [line[:MAX_TEXT] for line in lines[bool(start) :] or lines]
 
 

@@ -1,1 +1,1 @@
-"""Check the settings of a job against each other, its ranks and its machine, before torch is imported."""
+"""Checks of a job's settings against each other, its ranks and its machine, before torch is imported."""

@@ -1,4 +1,4 @@
-"""Check torchrun's environment variables, which decide how a run starts. Imports no torch."""
+"""Checks of torchrun's environment variables, which determine how a run starts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from titan.config.errors import Problem, RuleViolation
 
-# Whole numbers that torchrun, or whatever starts the ranks, sets.
+# Whole numbers that torchrun, or another starter of ranks, sets.
 _NUMBERS = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"),
     *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
@@ -30,7 +30,7 @@ def _check_numbers(environment: Mapping[str, str]) -> Iterator[RuleViolation]:
 
 
 def _check_ranks(environment: Mapping[str, str]) -> Iterator[RuleViolation]:
-    # A process without RANK is one process, if nothing else says that there are more.
+    # A process without RANK is a single process, unless WORLD_SIZE is above 1.
     number = {name: int(environment[name]) for name in _NUMBERS if name in environment}
     if "RANK" not in number:
         if number.get("WORLD_SIZE", 1) != 1:

@@ -1,4 +1,4 @@
-"""Check [[evaluation]] and the prompts of [validation], and the files of tasks. Imports no torch."""
+"""Rules of [[evaluation]], of the prompts of [validation], and of tasks' files. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from titan.untrusted import InputError
 
 
 def check_evaluation(config: JobConfig) -> Iterator[RuleViolation]:
-    """Refuse what only the prediction of next tokens can do, and tasks whose columns would have one name."""
+    """Check that evaluations and prompts have next-token prediction.
+
+    Two tasks must not have columns of one name.
+    """
     with suppress(KeyError):  # `check_task` reports it
         if task_module(config) is not None:
             wanted = {
@@ -34,7 +37,7 @@ def check_evaluation(config: JobConfig) -> Iterator[RuleViolation]:
 
 
 def check_task_files(config: JobConfig) -> Iterator[RuleViolation]:
-    """Read the tasks as the run will. Part of the checks of a machine."""
+    """Read the tasks as the run will. This is part of the checks of a machine."""
     for number, section in enumerate(config.evaluation):
         for task in section.tasks:
             try:

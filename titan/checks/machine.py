@@ -1,6 +1,7 @@
-"""Check what the job needs of this machine: files and folders, the tokenizer, packages, accelerators. Imports no torch.
+"""Checks of this machine for a job. Imports no torch.
 
-`titan train` and `titan slurm` check it, and `titan check` unless --hardware names another machine. The simulator does not.
+They cover files and folders, the tokenizer, packages and accelerators. `titan train` and `titan
+slurm` check it, and `titan check` unless --hardware names another machine. The simulator does not.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ from titan.untrusted import InputError
 def check_machine(config: JobConfig, *, device: str | None = None) -> list[Problem]:
     """Return everything that the job needs and this machine lacks.
 
-    device: kind that the job will have elsewhere, as from a cluster's login node; None: this machine's.
+    Args:
+        config: the job.
+        device: kind of device that the job will have elsewhere, for example on the login node
+            of a cluster; None: this machine's.
     """
     rules = (
         _check_folders,
@@ -79,16 +83,19 @@ def _check_folders(config: JobConfig) -> Iterator[RuleViolation]:
 
 
 def _why_unwritable(folder: Path) -> str:
-    """Return why no file can be created below `folder`, which may not exist yet. Empty if one can."""
+    """Return the reason why no file can be created below a folder; empty if it can.
+
+    The folder may not exist yet.
+    """
     try:
         folder = folder.absolute()
-        # The nearest folder that exists: the rest would be made in it.
+        # The nearest folder that exists. The rest would be created in it.
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         if not existing.is_dir():
             return f"{existing} is a file"
         if not os.access(existing, os.W_OK | os.X_OK):
             return f"no permission to write in {existing}"
-        # Some file systems report no blocks at all, which says nothing.
+        # Some file systems report no blocks at all.
         if os.statvfs(existing).f_bavail == 0 and os.statvfs(existing).f_blocks:
             return f"no space is left on the disk of {existing}"
     except (OSError, ValueError) as error:
@@ -100,7 +107,10 @@ def _why_unwritable(folder: Path) -> str:
 
 
 def _check_data(config: JobConfig) -> Iterator[Any]:
-    """Check the tokenizer, then what each source reads with it. A violation may have lines to paste, too (see `Problem`)."""
+    """Check the tokenizer, then each source with it.
+
+    A violation may also have lines to paste (see `Problem`).
+    """
     if not reads_text(config):
         if not [*check_task(config)]:
             yield from getattr(task_options(config), "missing", list)()
@@ -109,15 +119,14 @@ def _check_data(config: JobConfig) -> Iterator[Any]:
     if resolve_model(config.model)[0] is not None:
         try:
             tokenizer = open_tokenizer(config)
-        except (
-            Exception
-        ) as error:  # libraries of many kinds read a file that anyone may have written
+        # Libraries of many kinds read a file that anyone may have written.
+        except Exception as error:
             if config.tokenizer.path:
                 key = "tokenizer.path"
             else:
                 key = "model.hf_assets_path" if config.model.hf_assets_path else "tokenizer.name"
             yield key, _first_line(error)
-    # What the job trains on, then what it validates on.
+    # First the training sources, then the validation sources.
     sources = [*sources_of(config, "training")]
     best_fit = data.packing == "best_fit"
     if tokenizer is not None and (data.document_mask or data.reset_positions or best_fit):
@@ -148,7 +157,7 @@ def _check_source(
     package = {s.ParquetSource: "pyarrow", s.HuggingFaceSource: "datasets"}.get(type(source))
     if package and find_spec(package) is None:
         yield key, f"needs {package}: pip install 'titan-pretrain[huggingface]'"
-    # Whether the hub has a dataset is not asked: the login node may have no network.
+    # Do not ask the hub for the dataset: the login node may have no network.
     if isinstance(source, s.HuggingFaceSource):
         if source.path.startswith(("/", ".", "~")) and not _exists(source.path):
             yield key, f"'{source.path}' does not exist"
@@ -160,7 +169,7 @@ def _check_source(
             section = config.validation if split == "validation" else config.training
             options = SampleOptions(
                 tokenizer=tokenizer,
-                data=config.data.model_copy(update={"packing": "cut"}),  # which plans no rows
+                data=config.data.model_copy(update={"packing": "cut"}),  # "cut" plans no rows
                 seq_len=section.seq_len or config.training.seq_len,
                 split=split,
                 seed=0,
@@ -177,7 +186,7 @@ def _check_source(
 
 
 def _try_template(source: s.Section, tokenizer: Tokenizer) -> None:
-    """Raise DataError if the tokenizer has no chat template, or one that refuses the first conversations."""
+    """Raise DataError if the tokenizer has no chat template, or its template refuses the first conversations."""
     from titan.data.chat import ChatTemplate  # imports jinja2
 
     template = ChatTemplate.of(tokenizer)
@@ -202,7 +211,7 @@ def _exists(path: str) -> bool:
 
 
 def _check_checkpoints(config: JobConfig) -> Iterator[RuleViolation]:
-    """Check what the run starts from. Only the run itself looks at URLs, since that may take long."""
+    """Check the initial weights of the run. Only the run itself looks at URLs, since that may take long."""
     section = config.checkpoint
     if not section.enable or "://" in section.folder:
         return
@@ -244,14 +253,14 @@ def _check_checkpoints(config: JobConfig) -> Iterator[RuleViolation]:
 
 
 def _check_answers(config: JobConfig) -> Iterator[RuleViolation]:
-    """Look for answers of tasks that no row holds."""
+    """Look for answers of tasks that no row can hold."""
     length = config.training.seq_len
     for number, section in enumerate(config.evaluation):
         for task in section.tasks:
             pairs = []
             with suppress(InputError):  # `check_task_files` reports it
                 pairs = read_task(task, num_examples=section.num_examples).pairs
-            # A token has a byte or more, so few answers have to be encoded.
+            # A token has at least one byte, so few answers have to be encoded.
             long = [answer for _, answer in pairs if len(answer.encode()) > length]
             tokenizer = _try_tokenizer(config) if long else None
             for answer in long if tokenizer else ():
@@ -265,13 +274,13 @@ def _check_answers(config: JobConfig) -> Iterator[RuleViolation]:
 
 
 def _try_tokenizer(config: JobConfig) -> Tokenizer | None:
-    """Return a job's tokenizer, if it has one that can be opened. `_check_data` reports any other."""
+    """Return a job's tokenizer, if it can be opened. `_check_data` reports the error."""
     with suppress(Exception):
         return open_tokenizer(config) if reads_text(config) else None
 
 
 def advise_text(config: JobConfig) -> list[str]:
-    """Return warnings about what a job's tokenizer cannot do."""
+    """Return warnings about the limits of a job's tokenizer."""
     tokenizer, warnings = _try_tokenizer(config), {}
     if tokenizer and tokenizer.eos_id is None:
         warnings["tokenizer.eos_token"] = (
@@ -287,13 +296,12 @@ def advise_text(config: JobConfig) -> list[str]:
 
 
 def _check_packages(config: JobConfig, *, device: str | None) -> Iterator[RuleViolation]:
-    """Check the hardware and the packages of 8-bit products, of the optimizer and of the sinks for metrics."""
+    """Check the hardware and packages of 8-bit matmuls, and the packages of the optimizer and of metrics' sinks."""
     sections = [section for _, section in eight_bit_sections(config)]
     metrics, optimizer = config.metrics, config.optimizer
     moments = getattr(optimizer, "state_dtype", None)
-    has_gpu = (
-        device == "cuda" or count_accelerators() > 0 or Path("/dev/kfd").exists()
-    )  # AMD's driver
+    # /dev/kfd is AMD's driver.
+    has_gpu = device == "cuda" or count_accelerators() > 0 or Path("/dev/kfd").exists()
     if not has_gpu and not all(section.emulate for section in sections):
         fix = "set emulate = true to compute the same numbers slowly, or remove the converter"
         yield "model.converters", f"this machine has no GPU to multiply in 8 bits; {fix}"

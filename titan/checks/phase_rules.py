@@ -1,4 +1,7 @@
-"""Check the `[[phase]]` tables of a job (docs/optimizers.md). titan/config/layout.py checks their order, which depends on the ranks."""
+"""Rules of the `[[phase]]` tables (docs/optimizers.md).
+
+titan/config/layout.py checks their order, which depends on the ranks.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,16 @@ from titan.config.task import reads_text
 
 
 def has_conversations(config: JobConfig) -> bool:
-    """Return whether a job names conversations to train on. Shards of conversations say so when they are opened."""
+    """Return whether a job names conversations to train on.
+
+    Shards of conversations show only when they are opened.
+    """
     named = any(getattr(source, "messages_key", "") for source in config.data.sources)
     return named or config.training.dataset == "conversations"
 
 
 def check_phases(config: JobConfig) -> Iterator[RuleViolation]:
-    """Check each table by itself, and what the rest of the job rules out."""
+    """Check each table alone, and against the rest of the job."""
     count, longest, is_text = len(config.data.sources), longest_sequence(config), reads_text(config)
     for number, phase in enumerate(config.phase):
         key, length, weights = f"phase[{number}]", phase.seq_len, phase.weights
@@ -40,7 +46,7 @@ def check_phases(config: JobConfig) -> Iterator[RuleViolation]:
             if not count:
                 reason = "this job has one source; name each in [[data.sources]] to weigh them"
             yield f"{key}.weights", reason
-        # Where the job's own length does not fit, the phase has the line that was added.
+        # If the job's own length does not fit, report the phase: its line was added.
         other = config.training.seq_len if length == longest else longest
         if length and max(length, other) % min(length, other):
             rule = f"the longest, {longest}, must be a multiple of every other length of the job"

@@ -1,13 +1,16 @@
-"""Check the settings of a job against each other, before torch is imported, and report every violation at once.
+"""Checks of a job's settings against each other, before torch is imported.
+
+They report every violation at once.
 
     section_rules.py  one function for each section
     quantize.py       the number formats of [quantize]
     layout.py         needs the number of ranks as well
-    machine.py        asks the machine that is to run the job
+    machine.py        checks the machine that will run the job
     environment.py    torchrun's variables
 
-A rule yields `(key, message)` for each violation: the key whose line is shown, what is wrong, and what to write. A key
-without a dot belongs to the rule's section. `check_to_run` runs the rules for a config, `load_to_run` for a command line.
+A rule yields `(key, message)` for each violation: the key whose line is shown, and the fault with
+its fix. A key without a dot belongs to the rule's section. `check_to_run` runs the rules for a
+config, `load_to_run` for a command line.
 """
 
 from __future__ import annotations
@@ -38,16 +41,23 @@ def load_to_run(
     device: str | None = None,
     warn: bool = True,
 ) -> tuple[JobConfig, Layout]:
-    """Return the job of a command line, and its layout. Raises `ConfigError` with everything that prevents the run.
+    """Load and check the job of a command line.
 
     Args:
         argv: `JOB.toml [OVERLAY.toml ...] [--section.key=value ...]`.
-        world_size: number of ranks; None takes it from torchrun's environment.
-        options: the command's other options, for the hint at a misspelt one.
-        here: also check this machine and its environment.
-        device: kind of device that the job is for, "cuda" or "cpu", whose precision takes the place of "auto". None: the
-            trainer finds out.
-        warn: print warnings. A command that starts another process with the same job leaves them to that process.
+        world_size: number of ranks; None: from torchrun's environment.
+        options: the command's other options, for the hint at a misspelt option.
+        here: whether to check this machine and its environment, too.
+        device: kind of device of the job, "cuda" or "cpu", whose precision takes the place of
+            "auto". None: the trainer finds out.
+        warn: whether to print warnings. A command that starts another process with the same job
+            leaves them to that process.
+
+    Returns:
+        The job and its layout.
+
+    Raises:
+        ConfigError: with everything that prevents the run.
     """
     problems = check_environment(os.environ) if here else []
     if world_size is None and not problems:
@@ -56,13 +66,13 @@ def load_to_run(
         config = load_from_argv(argv, options=options, warn=False)
         warnings = config.source_map.warnings
     except ConfigError as error:
-        # What could be read is checked too, so that one mistake does not hide the next.
+        # Check the readable part, too, so that one mistake does not hide the next.
         problems, config, warnings = problems + error.problems, error.partial, []
     if config is not None:
         problems += _problems(config, world_size, here=here, device=device)
     if warn or problems:
         print_warnings(warnings)
-    # Whatever is None here has left a problem.
+    # If one of them is None, there is a problem.
     if problems or config is None or world_size is None:
         raise ConfigError(problems)
     if warn:
@@ -77,12 +87,20 @@ def load_to_run(
 
 
 def device_of(config: JobConfig) -> str:
-    """Return the kind of device that a job is for: the accelerator that it names, or what this machine has."""
+    """Return the kind of device of a job: of the accelerator that it names, or of this machine."""
     return "cuda" if config.hardware.name != "auto" or count_accelerators() else "cpu"
 
 
 def check_to_run(config: JobConfig, *, world_size: int) -> Layout:
-    """Return the layout of a run that can start. Raises `ConfigError` with everything in the job that prevents it."""
+    """Return the layout of a run that can start.
+
+    Args:
+        config: the job.
+        world_size: number of ranks.
+
+    Raises:
+        ConfigError: with everything in the job that prevents the run.
+    """
     if problems := _problems(config, world_size, here=False):
         raise ConfigError(problems)
     return resolve_layout(config, world_size)
@@ -118,9 +136,13 @@ def check(config: JobConfig) -> list[Problem]:
 
 
 def advise(config: JobConfig, *, device: str | None = None) -> list[str]:
-    """Return warnings about settings that shorten a run's schedule, trace nothing, or are slow on a kind of device.
+    """Return warnings about settings that shorten the schedule, trace nothing, or are slow on a device.
 
-    device: "cuda" or "cpu"; None: what the job is for. Many trial runs have some of these settings.
+    Many trial runs have such settings.
+
+    Args:
+        config: the job.
+        device: "cuda" or "cpu"; None: the job's kind of device.
     """
     schedule, profiling, steps = config.lr_scheduler, config.profiling, config.training.steps
     name = "lr_scheduler.total_steps" if schedule.total_steps else "training.steps"

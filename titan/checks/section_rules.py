@@ -1,4 +1,4 @@
-"""Hold the rules that need only the config, one function for each section. rules.py runs them."""
+"""Rules that need only the config, one function for each section. rules.py runs them."""
 
 from __future__ import annotations
 
@@ -38,8 +38,11 @@ STATE_PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state", "tokeni
 
 
 def _text(part: Any, path: KeyPath = ()) -> Iterator[RuleViolation]:
-    """Refuse null characters, which no file name may hold, and half surrogate pairs, which no file
-    can store."""
+    """Refuse characters that no file can hold.
+
+    These are null characters, which no file name may hold, and half surrogate pairs, which no file
+    can store.
+    """
     if isinstance(part, Section):
         # Iterating a section skips forgotten values.
         part = {name: value for name, value in part if name in type(part).model_fields}
@@ -77,10 +80,10 @@ def _data(config: JobConfig) -> Iterator[RuleViolation]:
         for key in data.model_dump(exclude_defaults=True, exclude={*data_keys(config)}):
             yield key, "has no effect: the task of this model reads no text; remove it"
         return
-    # The default dataset gives way to [[data.sources]] silently; one that the job names does not.
+    # [[data.sources]] replaces the default dataset silently, but not a dataset that the job names.
     if data.sources and training.dataset != type(training).model_fields["dataset"].default:
         yield "training.dataset", "[[data.sources]] also says what to train on; remove one of them"
-    # A path would be ignored, so the job probably means another tokenizer.
+    # The path would be ignored, so the job probably means another tokenizer.
     if config.tokenizer.path and config.tokenizer.name == "bytes":
         yield "tokenizer.path", 'tokenizer "bytes" reads no file; set tokenizer.name = "auto"'
     if data.move_windows and data.packing == "best_fit":
@@ -89,7 +92,7 @@ def _data(config: JobConfig) -> Iterator[RuleViolation]:
     if has_conversations(config) and not data.document_mask:
         yield "document_mask", "conversations share sequences; set document_mask = true"
     if data.reset_positions and not data.document_mask:
-        # A token would attend to tokens of other documents that have its own position.
+        # A token would attend to tokens of other documents with the same position.
         yield "reset_positions", "needs document_mask = true; set that, or use false"
 
 
@@ -102,7 +105,7 @@ def _dataset(section: str, dataset: str, path: str | None) -> Iterator[RuleViola
         fix = f"set {section}.dataset to one of {', '.join(LOCAL_PRESETS)}, or remove this key"
         yield key, f'dataset "{dataset}" reads no files; {fix}'
     else:
-        # A preset, or a name at the hub. Nothing is read yet.
+        # A preset, or a name at the hub. This reads nothing.
         try:
             resolve_sources(dataset)
         except DataError as error:
@@ -148,7 +151,7 @@ def _optimizer(config: JobConfig) -> Iterator[RuleViolation]:
     if getattr(optimizer, "stochastic_rounding", False) and config.training.dtype != "bfloat16":
         yield "stochastic_rounding", 'needs training.dtype = "bfloat16"; set that, or use false'
     if optimizer.name == "AdamW8bit" and 8 % tp:
-        # It quantizes blocks of an eighth of a row or less, which other degrees would cut.
+        # It quantizes blocks of at most an eighth of a row. Other degrees would cut them.
         yield "name", 'needs a tensor_parallel_degree of 1, 2, 4 or 8; or use name = "AdamW"'
 
 
@@ -156,7 +159,7 @@ def _early_step(config: JobConfig) -> Iterator[RuleViolation]:
     if not getattr(config.optimizer, "early_step_in_backward", False):
         return
     training, layer_norms = config.training, config.metrics.log_layer_norms_every_n_steps
-    # What it needs, why, and whether the job has it.
+    # Requirement with its reason, and whether the job meets it.
     needs = {
         "training.max_norm = 0, as no norm is known yet to clip by": not training.max_norm,
         "pipeline_parallel_degree = 1, as later microbatches still need the old weights": (
@@ -189,7 +192,7 @@ def _compiles_model(config: JobConfig) -> bool:
 
 
 def _schedule(config: JobConfig) -> Iterator[RuleViolation]:
-    """Check what the order of actions rules out, both for a named schedule and for one from a file."""
+    """Check the settings that a schedule's order of actions rules out, also for a schedule from a file."""
     parallel, ac = config.parallelism, config.activation_checkpoint
     name, file = parallel.pipeline_parallel_schedule, parallel.pipeline_parallel_schedule_csv
     try:
@@ -201,7 +204,7 @@ def _schedule(config: JobConfig) -> Iterator[RuleViolation]:
         if parallel.pipeline_parallel_degree == 1 or not splits_backward(name, csv=file):
             return
     except ValueError:
-        return  # layout.py reports what is wrong with the file
+        return  # layout.py reports the error of the file
     why = f"with schedule {file or name}, which splits the backward pass"
     # torch raises nothing, and up to half of the gradients are missing; docs/architecture.md.
     if parallel.fsdp_reshard_after_forward == "always":
@@ -209,7 +212,7 @@ def _schedule(config: JobConfig) -> Iterator[RuleViolation]:
     # A compiled block has one backward function, which torch cannot split.
     if _compiles_model(config):
         yield "compile.enable", f"blocks cannot be compiled {why}; use false, or schedule 1F1B"
-    # torch cannot cut such a backward pass in two either, nor the next one; docs/architecture.md.
+    # torch cannot split such a backward pass either, nor that of memory_budget; docs/architecture.md.
     if ac.mode == "selective" and ac.selective_ac_option == "op":
         fix = 'use a number such as 2, mode = "full", or schedule 1F1B'
         yield "activation_checkpoint.selective_ac_option", f'"op" keeps no graph {why}; {fix}'
@@ -221,7 +224,7 @@ def _schedule(config: JobConfig) -> Iterator[RuleViolation]:
 def _tensor(config: JobConfig) -> Iterator[RuleViolation]:
     if config.parallelism.enable_async_tensor_parallel:
         key = "enable_async_tensor_parallel"
-        # torch has it only as a pass of inductor over the graph of a block.
+        # In torch it is a pass of inductor over the graph of a block.
         if not _compiles_model(config):
             yield key, "is done by the compiler; set compile.enable = true with the component model"
         if config.parallelism.tensor_parallel_degree == 1:
@@ -259,7 +262,7 @@ def _context(config: JobConfig) -> Iterator[RuleViolation]:
         yield "context_parallel_load_balancer", '"ptrr" is for block masks; use "headtail"'
     model = resolve_model(config.model)[0]
     heads, rest = divmod(getattr(model, "n_heads", 0), parallel.tensor_parallel_degree)
-    uneven = not rest and heads % cp  # layout.py reports a rest
+    uneven = not rest and heads % cp  # layout.py reports a remainder
     # Each rank gets whole heads of the whole sequence.
     if method == "ulysses" and uneven:
         fix = 'use "allgather" or "ring"'
@@ -270,7 +273,7 @@ def _context(config: JobConfig) -> Iterator[RuleViolation]:
         yield key, f'"{method}" with document masks makes masks of {size}; use "allgather"'
 
 
-# Tokens of a rank: above, the ring's masks take gigabytes, and no quick kernel takes them.
+# Tokens of a rank. Above this, the ring's masks take gigabytes, and no fast kernel accepts them.
 _MASKED_RING = 8192
 
 
@@ -306,7 +309,10 @@ def _recomputation(config: JobConfig) -> Iterator[RuleViolation]:
 
 
 def _kept(section: ActivationCheckpointSection, layers: int) -> Iterator[RuleViolation]:
-    """Check the form of what is kept. Only torch knows operations' names; machine.py looks them up."""
+    """Check the form of the lists of kept operations.
+
+    Only torch knows operations' names; machine.py looks them up.
+    """
     key = "op_keep"
     taken: set[int] = set()
     try:

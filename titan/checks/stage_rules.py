@@ -1,4 +1,4 @@
-"""Check the pipeline stages that a job lists (docs/parallelism.md)."""
+"""Rules of the pipeline stages that a job lists (docs/parallelism.md)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from titan.parallel.traits import USUAL_ENDS, ends_of
 
 
 def check_modules(config: JobConfig) -> Iterator[RuleViolation]:
-    """Check that the stages which a job lists hold each module once."""
+    """Check that the listed stages hold each module once."""
     parallel, model = config.parallelism, resolve_model(config.model)[0]
     stages, layers = parallel.module_fqns_per_model_part, getattr(model, "n_layers", 0)
     if not stages or not layers or parallel.pipeline_parallel_degree == 1:

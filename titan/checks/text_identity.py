@@ -1,10 +1,13 @@
-"""Tie weights, tokenizer and data together: what titan.json keeps of a run's text, and how a job differs from it. Imports no torch.
+"""Identity of a run's text: facts that tie weights, tokenizer and data together. Imports no torch.
+
+titan.json keeps them:
 
     "text": {"tokenizer":     {"identity": ..., "kind": ..., "vocab_size": ..., "bos_id": ..., "eos_id": ..., "file": ...},
              "chat_template": fingerprint,
              "data":          {"training.dataset_path": {"identity": ..., "files": 3, "bytes": 41_000}}}
 
-Other text under the same tokenizer is said, and weights of another tokenizer are refused. Steps of older versions keep nothing.
+Other text under the same tokenizer is reported, and weights of another tokenizer are refused. Steps
+of older versions have no such facts.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from titan.untrusted import InputError, read_bytes
 
 
 def sources_of(config: JobConfig, section: str) -> Iterator[tuple[str, s.Section]]:
-    """Yield the sources of "training" or "validation", each with the key that says what it reads."""
+    """Yield the sources of "training" or "validation", each with the key that names it."""
     if section == "training" and config.data.sources:
         for number, source in enumerate(config.data.sources):
             yield f"data.sources[{number}].path", source
@@ -43,13 +46,13 @@ def sources_of(config: JobConfig, section: str) -> Iterator[tuple[str, s.Section
 
 
 def tokenizer_facts(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return what names a tokenizer."""
+    """Return the facts that identify a tokenizer."""
     names = ("identity", "kind", "vocab_size", "bos_id", "eos_id")
     return {n: getattr(tokenizer, n) for n in names} | {"file": str(tokenizer.file or "")}
 
 
 def text_facts(config: JobConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return what titan.json keeps of a run's text."""
+    """Return the facts about a run's text for titan.json."""
     sources = [*sources_of(config, "training")] if reads_text(config) else []
     if sources and config.validation.enable and config.validation.dataset:
         sources += sources_of(config, "validation")
@@ -64,7 +67,7 @@ def text_facts(config: JobConfig, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _source_facts(source: s.Section) -> dict[str, Any]:
-    """Return sizes and identity of a source, {} for one without an end. When files were written does not count."""
+    """Return sizes and identity of a source, {} for an endless source. Times of files do not count."""
     if isinstance(source, s.SyntheticSource) or getattr(source, "streaming", False):
         return {}
     if isinstance(source, s.ShardsSource):
@@ -83,10 +86,10 @@ def _source_facts(source: s.Section) -> dict[str, Any]:
 
 
 def saved_facts(step: Location) -> dict[str, Any]:
-    """Return what a step's titan.json keeps of its text, {} if it keeps nothing, or cannot be read."""
+    """Return the facts about text in a step's titan.json; {} if there are none, or it is not readable."""
     try:
         saved = read_metadata(step).get("text")
-    except CheckpointError:  # loading says so
+    except CheckpointError:  # loading reports it
         return {}
     if not isinstance(saved, dict):
         return {}
@@ -96,9 +99,18 @@ def saved_facts(step: Location) -> dict[str, Any]:
 
 
 def other_tokenizer(config: JobConfig, tokenizer: Tokenizer, folder: Location) -> str:
-    """Return why the weights that a job starts from do not go with its tokenizer, "" if they do or if nobody knows.
+    """Compare a job's tokenizer with that of its initial weights.
 
-    folder: of the job's steps. The newest step that says its tokenizer counts, or else what the job loads at first.
+    The newest step that records its tokenizer counts. Without steps, the initial checkpoint counts.
+
+    Args:
+        config: the job.
+        tokenizer: tokenizer of the job.
+        folder: folder of the job's steps.
+
+    Returns:
+        Why weights and tokenizer do not fit; "" if they do, or if the tokenizer of the weights
+        is unknown.
     """
     section = config.checkpoint
     if not section.enable or "tokenizer" in section.exclude_from_loading:
@@ -116,7 +128,7 @@ def other_tokenizer(config: JobConfig, tokenizer: Tokenizer, folder: Location) -
             named = copy
         if is_hf:
             where = named = place
-            with suppress(InputError):  # one that titan cannot read
+            with suppress(InputError):  # titan cannot read this tokenizer
                 if tokenizer_files(str(place)):
                     saved = tokenizer_facts(tokenizer_named(str(place)))
         if "identity" not in saved:
@@ -137,7 +149,11 @@ def other_tokenizer(config: JobConfig, tokenizer: Tokenizer, folder: Location) -
 
 
 def require_one_tokenizer(steps: Sequence[Location]) -> None:
-    """Raise InputError if steps were trained with different tokenizers."""
+    """Check that steps were trained with the same tokenizer.
+
+    Raises:
+        InputError: two tokenizers differ.
+    """
     known = [
         (step, of["tokenizer"]) for step in steps if (of := saved_facts(step)).get("tokenizer")
     ]
@@ -150,7 +166,7 @@ def require_one_tokenizer(steps: Sequence[Location]) -> None:
 
 
 def text_changes(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return a line for each way in which a run's text differs from a step's."""
+    """Return a line for each difference between a run's text and a step's."""
     before = {"template": saved.get("chat_template"), **saved.get("tokenizer", {})}
     after = {"template": now["chat_template"], **now["tokenizer"]}
     lines = [

@@ -1,1 +1,1 @@
-"""Keep a run alive, end it with a reason when it cannot go on, and explain afterwards what happened."""
+"""Health of a run: heartbeats, signals, recovery from bad steps, and reports of failures."""

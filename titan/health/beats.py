@@ -1,4 +1,4 @@
-"""Say what a rank's beat is, how beats reach other ranks, and what their absence means."""
+"""Heartbeats of ranks, the store that carries them, and the meaning of their absence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,15 @@ _FIRST_VALUE_S = 60.0  # ranks start together
 
 @dataclass(frozen=True)
 class Beat:
-    """Hold what a rank says of itself."""
+    """Heartbeat: the state of a rank, as the rank itself reports it.
+
+    Attributes:
+        count: number of exchanges with the store so far; it changes with each heartbeat.
+        step: training step that the rank is in.
+        activity: operation and source line of the main thread.
+        waits: whether the main thread waits for other ranks or for the device.
+        process: process that sends the heartbeat.
+    """
 
     count: int
     step: int
@@ -31,13 +39,20 @@ class Beat:
 
     @staticmethod
     def parse(text: str) -> Beat:
-        """Return the beat of a text in the store."""
+        """Parse the text of a heartbeat in the store."""
         content = json.loads(text)
         return Beat(**(content | {"process": ProcessId(**content["process"])}))
 
 
 def connect(timeout_s: float) -> Any:
-    """Return a second connection to the ranks' store; None if it is neither a TCPStore nor a file."""
+    """Open a second connection to the ranks' store.
+
+    Args:
+        timeout_s: time limit of a request, at least 5 seconds.
+
+    Returns:
+        The store, or None if the ranks' store is neither a TCPStore nor a FileStore.
+    """
     import torch.distributed as dist
 
     store = default_store()
@@ -47,23 +62,23 @@ def connect(timeout_s: float) -> Any:
     if not isinstance(store, dist.TCPStore):
         return None
     timeout = timedelta(seconds=max(timeout_s, 5))
-    # Requests over one connection wait for each other, so beats go over another one.
+    # Requests over one connection wait for each other, so heartbeats use a second one.
     connection = dist.TCPStore(store.host, store.port, is_master=False, timeout=timeout)
-    # torchrun may keep its store over a restart, with the failure of the attempt before.
+    # torchrun may keep its store over a restart, with the failure of the earlier attempt.
     return dist.PrefixStore(f"titan/{attempt}", connection)
 
 
 def store_host() -> str:
-    """Return the host that holds the ranks' store, as far as is known."""
+    """Return the host of the ranks' store, or "?" if it is unknown."""
     return str(getattr(default_store(), "host", os.environ.get("MASTER_ADDR", "?")))
 
 
 def default_store() -> Any:
-    """Return the store of the default group, without its prefixes."""
+    """Return the store of the default process group, without its prefixes."""
     # Private in torch, but the same in 2.11 to 2.15.
     from torch.distributed.distributed_c10d import _get_default_store
 
-    # A prefix store waits for its keys; the one below it has host, port and path.
+    # A prefix store waits for its keys. The store below it has host, port and path.
     store: Any = _get_default_store()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
@@ -71,9 +86,10 @@ def default_store() -> Any:
 
 
 class FolderStore:
-    """Offer the part of torch's store that the monitor needs, as files.
+    """Folder of files with the part of torch's Store interface that the monitor needs.
 
-    torch's FileStore appends each value to its file, which would grow with every beat (docs/architecture.md).
+    torch's FileStore appends each value to its file, which would grow with every heartbeat
+    (docs/architecture.md).
     """
 
     def __init__(self, folder: Path) -> None:
@@ -100,10 +116,10 @@ class FolderStore:
         return all(self._path(key).exists() for key in keys)
 
     def compare_set(self, key: str, expected: str, text: str) -> bytes:
-        """Set a key that nobody has set. Returns what it holds then."""
+        """Set a key unless another process has set it. Return its value afterwards."""
         assert not expected, "only the first value is decided here"
         mine = self.folder / f".{key}.{os.getpid()}-{threading.get_ident()}"
-        # Written under a name that no other process uses, and then linked.
+        # Write under a name that no other process uses, then link.
         mine.write_text(text, encoding="utf-8")
         with suppress(FileExistsError):
             os.link(mine, self._path(key))  # atomic, and fails if the name exists
@@ -114,13 +130,22 @@ class FolderStore:
 def describe_silence(
     beats: dict[int, Beat], silent: Sequence[int], *, limit_s: float
 ) -> tuple[str, bool]:
-    """Return which ranks on which machines are silent and what they did last; and whether a whole machine is."""
+    """Describe the silent ranks: their machines, and their last activity.
+
+    Args:
+        beats: newest heartbeat of each rank that has not ended.
+        silent: silent ranks.
+        limit_s: silence after which a rank counts as lost.
+
+    Returns:
+        The description, and whether all ranks of a machine are silent.
+    """
     hosts = {rank: beat.process.host for rank, beat in beats.items()}
     parts, lost = [], False
     for host in dict.fromkeys(hosts[rank] for rank in silent):
         here = [rank for rank in silent if hosts[rank] == host]
         first = beats[here[0]]
-        # All ranks of one of several hosts: more likely the host than each of them.
+        # If all ranks of one of several hosts are silent, the host is more likely lost than each rank.
         if len(set(hosts.values())) > 1 and here == [r for r in hosts if hosts[r] == host]:
             why, lost = f"{host} is lost, or cut off", True
         else:
@@ -134,7 +159,7 @@ def describe_silence(
 
 
 def describe_hang(beats: dict[int, Beat], silent: Sequence[int]) -> str:
-    """Return which ranks do not wait for others, and where the others wait."""
+    """Describe which ranks do not wait for others, and where the others wait."""
     parts = [
         f"rank {rank} does not answer (stopped, or its interpreter is locked)"
         if rank in silent
@@ -152,7 +177,7 @@ def describe_hang(beats: dict[int, Beat], silent: Sequence[int]) -> str:
 
 
 def why_silent(process: ProcessId) -> str:
-    """Return what keeps a process silent, as far as this machine's /proc says."""
+    """Return the reason that this machine's /proc shows for a silent process."""
     if not process.is_here():
         return "it is stopped, or its interpreter is locked by a C extension"
     if not process.is_running():
@@ -164,6 +189,6 @@ def why_silent(process: ProcessId) -> str:
 
 
 def list_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 3" or "ranks 1, 2, 3", with at most eight numbers."""
+    """Format ranks as "rank 3" or "ranks 1, 2, 3", with at most eight numbers."""
     names = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"

@@ -1,13 +1,15 @@
-"""Say what failed: one record with a kind, and the line that a thread is in.
+"""Failures of a run: a record with a kind, and the operation and source line of a thread.
 
-The text of a backend's error names a socket or a time limit, not the collective, and its traceback is fifty lines of
-torch. `Failure.of` brings the two together: the operation, and the line of ours that called it. If that line only
-waits for a result, torch's flight recorder knows which operation was begun last.
+The text of a backend's error names a socket or a time limit, not the collective, and its traceback
+has fifty lines of torch. `Failure.of` combines the operation with the line of titan that called it.
+If that line only waits for a result, torch's flight recorder knows which operation began last.
 
-`kind` is set here, from the type of the error and not from its words. All later readers (status.json, the dumps of
-flight_recorder.py, `titan doctor`) decide by it. An exception may bring its kind along, as an attribute `kind`.
+`kind` is set here, from the type of the error and not from its words. All later readers
+(status.json, the dumps of flight_recorder.py, `titan doctor`) decide by it. An exception may carry
+its kind as an attribute `kind`.
 
-Nothing here waits for another thread, or imports anything: it runs in processes that do not go on by themselves.
+Nothing in this module waits for another thread or imports anything: it runs in processes whose main
+thread may hang.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ _DISK |= dict.fromkeys((errno.EROFS, errno.ESTALE, errno.EIO), "disk_lost")
 
 _UNNAMED = "a collective"
 _POINT_TO_POINT = "a send or receive between pipeline stages"
-# What users call an operation. torch 2.13 renames two, and calls the new name from the old.
+# Users' names of operations. torch 2.13 renames two, and calls the new name from the old.
 _OPERATIONS = {
     "_wait_batch_p2p": _POINT_TO_POINT,
     "_batch_p2p": _POINT_TO_POINT,
@@ -56,19 +58,28 @@ Frame = tuple[str, int, str]
 
 @dataclass(frozen=True)
 class Activity:
-    """Say what a main thread does: `text` names the operation and the line."""
+    """Activity of a main thread.
+
+    Attributes:
+        text: operation and source line.
+        waits: whether the thread waits for other ranks or for the device.
+    """
 
     text: str
-    waits: bool  # for other ranks, or for the device
+    waits: bool
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Say why a run ends. The ranks agree on one failure (titan/health/monitor.py), and status.json
-    has it.
+    """Cause of a run's end. The ranks agree on one (titan/health/monitor.py), and status.json holds it.
 
-    kind: a key of the doctor's table (titan/tools/doctor/diagnosis.py); rank: which noticed it; silent: ranks that
-    do not answer.
+    Attributes:
+        reason: one line for people.
+        kind: key of the doctor's table (titan/tools/doctor/diagnosis.py).
+        step: training step of the failure.
+        exit_code: exit code of the run.
+        rank: rank that noticed the failure.
+        silent: ranks that do not answer.
     """
 
     reason: str
@@ -80,14 +91,22 @@ class Failure:
 
     @property
     def state(self) -> State:
-        """Return the state of the run that status.json names."""
+        """Return the state of the run for status.json."""
         return "hung" if self.kind in ("hang", "rank_silent") else "failed"
 
     @staticmethod
     def of(
         error: Exception, *, rank: int, step: int, exit_code: int, expected: bool = False
     ) -> Failure:
-        """Describe an error in one line. expected: its own message is written for the user, and says enough."""
+        """Describe an error in one line.
+
+        Args:
+            error: exception that ends the run, with its traceback.
+            rank: this rank.
+            step: training step of the error.
+            exit_code: exit code that the run would end with.
+            expected: whether the error's own message is written for the user and suffices.
+        """
         kind = kind_of(error, default="user_error" if exit_code == EXIT_USER_ERROR else "error")
         operation, line = locate(frames_of(error.__traceback__))
         if kind in COMMUNICATION:
@@ -95,7 +114,7 @@ class Failure:
             # result does not.
             if operation in ("", _UNNAMED):
                 operation = _last_begun() or _UNNAMED
-            # Without the position in C++ that it begins with, and without torch's guess at the cause.
+            # Remove the position in C++ at its beginning, and torch's guess at the cause.
             text = re.sub(r"^\[[^]]*\] ", "", str(error)).split(" This is typically")[0].rstrip(".")
             reason = (
                 f"rank {rank} failed in step {step} in {operation}{line}: {text}. Another rank has "
@@ -110,8 +129,13 @@ class Failure:
 
 
 def kind_of(error: BaseException, *, default: str = "error") -> str:
-    """Return the kind of failure that an error stands for, by its type, its number, or what caused it."""
-    # An error's own kind and number come first, over all of its causes: words are the last resort.
+    """Return the kind of failure of an error, by its type, its number or its causes.
+
+    Args:
+        error: exception, with its chain of causes.
+        default: kind of an error that no rule knows.
+    """
+    # First the kinds and numbers of the error and all its causes: words are the last resort.
     chain = [*_chain(error)]
     for cause in chain:
         if isinstance(kind := getattr(cause, "kind", None), str):
@@ -131,7 +155,7 @@ def kind_of(error: BaseException, *, default: str = "error") -> str:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and what caused it, as a traceback shows them; of DCP's, the ranks' own errors."""
+    """Yield an error and its causes in a traceback's order, with the ranks' own errors of a DCP error."""
     while error is not None:
         yield error
         for cause, _ in getattr(error, "failures", {}).values():
@@ -143,26 +167,26 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def where_failed(error: Exception) -> Activity:
-    """Return what the main thread did when it failed."""
+    """Return the main thread's activity when it failed."""
     operation, line = locate(frames_of(error.__traceback__))
     return Activity(f"{operation or 'the program'}{line}", waits=kind_of(error) in COMMUNICATION)
 
 
 def main_thread() -> Activity:
-    """Return what the main thread does now."""
-    # Frames are those of the main thread, since this is called from others.
+    """Return the main thread's current activity."""
+    # This is called from other threads, so look up the main thread's frames.
     stack = frames_of(sys._current_frames()[threading.main_thread().ident or 0])
     operation, line = locate(stack)
     if operation == _UNNAMED:
         operation = _last_begun() or _UNNAMED
     if "titan/async_scalars.py" in line:
-        # Reading a scalar back is where the host waits for the device, whatever the device waits for.
+        # The host waits for the device when it reads a scalar, whatever the device waits for.
         operation = "the wait for the device"
     return Activity(f"{operation or stack[-1][2]}{line}", waits=bool(operation))
 
 
 def stacks_file(run_dir: Path, rank: int) -> Path:
-    """Return where a rank's stacks are written."""
+    """Return the path of a rank's file of stacks."""
     return run_dir / "logs" / f"rank-{rank}.stacks.txt"
 
 
@@ -194,19 +218,21 @@ def frames_of(at: TracebackType | FrameType | None) -> list[Frame]:
 
 
 def locate(frames: Iterable[Frame]) -> tuple[str, str]:
-    """Return the operation of torch.distributed that a stack is in, and the last line of ours before it.
+    """Return the torch.distributed operation of a stack, and the last line of titan before it.
 
     Args:
-        frames: outermost frame first. Either result is empty if the stack has no such frame.
+        frames: stack, outermost frame first.
+
+    Returns:
+        Operation and line, each empty if the stack has no such frame.
     """
     # Not an import: torch may be in the middle of its own.
     dist = sys.modules.get("torch.distributed", object())
     operation = line = ""
-    # From the outermost frame inwards: the last line of ours, and the operation that torch is in
-    # below it.
+    # From the outermost frame inwards: the last line of titan, and torch's operation below it.
     for file, number, name in frames:
         if ours := _within_titan(file):
-            operation = ""  # unless torch's frames below this one say which
+            operation = ""  # torch's frames below this one may name it
             line = f" ({ours}:{number}, in {name})"
         elif name in _OPERATIONS or hasattr(dist, name):
             operation = _OPERATIONS.get(name, name)
@@ -217,7 +243,7 @@ def locate(frames: Iterable[Frame]) -> tuple[str, str]:
 
 @cache
 def _within_titan(file: str) -> str:
-    """Return `titan/trainer.py` for a file of ours, an empty string for another."""
+    """Return "titan/trainer.py" for a file of titan, an empty string for any other file."""
     for name in ("titan", "titan.models"):
         if name in sys.modules:
             root = Path(str(sys.modules[name].__file__)).parent
@@ -227,7 +253,14 @@ def _within_titan(file: str) -> str:
 
 
 def recorded_collectives(*, stacks: bool) -> list[dict[str, Any]]:
-    """Return what torch's flight recorders hold, oldest first: gloo's, and in builds with CUDA NCCL's."""
+    """Return the entries of torch's flight recorders, oldest first.
+
+    Args:
+        stacks: whether entries have the Python stacks of their callers.
+
+    Returns:
+        Entries of gloo and, in builds with CUDA, of NCCL.
+    """
     module = sys.modules.get("torch._C._distributed_c10d")
     entries: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name in ("_dump_fr_trace", "_dump_nccl_trace"):
@@ -239,7 +272,7 @@ def recorded_collectives(*, stacks: bool) -> list[dict[str, Any]]:
 
 
 def _last_begun() -> str | None:
-    """Return the collective that was begun last; torch's names are "gloo:all_reduce"."""
+    """Return the name and sizes of the collective that began last. torch's names are "gloo:all_reduce"."""
     entries = recorded_collectives(stacks=False)
     if not entries:
         return None
@@ -248,12 +281,15 @@ def _last_begun() -> str | None:
 
 
 def count_oom_kills() -> int:
-    """Return how many processes of this cgroup (v2 or v1) the kernel has killed because memory ran out; 0 if unknown."""
+    """Count the processes of this cgroup (v2 or v1) that the kernel killed for lack of memory.
+
+    It returns 0 if the count is unknown.
+    """
     files = []
     try:
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            # In a container the path is the host's, and the root of the mount is what it names.
+            # In a container the path is the host's, and the root of the mount is that group.
             if not controllers:
                 files += [f"/sys/fs/cgroup{path}/memory.events", "/sys/fs/cgroup/memory.events"]
             elif "memory" in controllers.split(","):

@@ -1,18 +1,21 @@
-"""Write down what a rank's communication looked like when something went wrong.
+"""Dump of a rank's communication when something goes wrong.
 
-torch remembers the newest collectives of each rank, with their sizes and the Python stack that called them (gloo and
-NCCL, [comm] trace_buf_size). `dump` writes them into flight_recorder/rank-N.json, with what the main thread does, and
-the stacks of all threads into logs/rank-N.stacks.txt. It is called on
+torch remembers the newest collectives of each rank, with their sizes and the Python stack of their
+caller (gloo and NCCL, [comm] trace_buf_size). `dump` writes them into flight_recorder/rank-N.json,
+with the main thread's activity, and the stacks of all threads into logs/rank-N.stacks.txt. These
+events cause a dump:
 
     a failure       an unhandled exception, a collective's time limit, a step's, or another rank's (health/monitor.py)
     std::terminate  gloo and NCCL end the process from a C++ thread, for example if sizes differ; `catch_terminate`
     a late stop     the grace time after a signal is over
-    SIGUSR2         somebody wants to know; training goes on
+    SIGUSR2         a request; training goes on
 
-from threads that do not need the main one, which may wait in a collective forever. `titan doctor` joins the files.
+Threads that do not need the main thread write it, since the main thread may wait in a collective
+forever. `titan doctor` joins the files.
 
-Ranks are compared by how many collectives each has begun in a group, and not by the state of an entry: gloo's entries
-stay "scheduled" (docs/architecture.md). torch does not record gloo's sends and receives either; `_record_p2p` counts them.
+Ranks are compared by how many collectives each has begun in a group, and not by the state of an
+entry: gloo's entries stay "scheduled" (docs/architecture.md). torch does not record gloo's sends and
+receives either; `_record_p2p` counts them.
 """
 
 from __future__ import annotations
@@ -49,46 +52,61 @@ from titan.run_folder import write_text_atomically
 
 # Version of the dump's format. `titan doctor` reads it.
 VERSION = 2
-NEWEST = 2000  # entries of a dump: a step has tens to thousands, and what counts is at the end
+NEWEST = 2000  # entries of a dump: a step has tens to thousands, and the last ones matter
 
 
 @dataclass
 class FlightRecorder:
-    """Record what one rank's communication looks like."""
+    """Record of one rank's communication.
+
+    Attributes:
+        section: config section [comm].
+        run_dir: run folder.
+        rank: this rank.
+        world_size: number of ranks.
+        oom_kills: processes of this cgroup that the kernel had killed before this run.
+        axes: mesh axis of each process group, by the group's name.
+        p2p: newest sends and receives of gloo.
+        p2p_counts: number of operations by (peer, whether it sends).
+    """
 
     section: CommSection
     run_dir: Path
     rank: int
     world_size: int
-    oom_kills: int = field(default_factory=count_oom_kills)  # before this run
-    axes: dict[str, str] = field(default_factory=dict)  # name of a group to axis of the mesh
+    oom_kills: int = field(default_factory=count_oom_kills)
+    axes: dict[str, str] = field(default_factory=dict)
     p2p: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=NEWEST))
     p2p_counts: dict[tuple[int, bool], int] = field(default_factory=dict)
 
     @property
     def path(self) -> Path:
-        """Return where the dump is written."""
+        """Return the path of the dump."""
         name = f"{self.section.save_traces_file_prefix}{self.rank}.json"
         return self.run_dir / self.section.save_traces_folder / name
 
 
-# One for each process, since torch's is, too: C++ and signals call it without an object at hand.
+# One per process, like torch's: C++ and signals call it without an object at hand.
 _recorder: FlightRecorder | None = None
 _writing = threading.Lock()
-_kept: list[Any] = []  # callbacks of which C++ holds only the addresses
+_kept: list[Any] = []  # callbacks: C++ holds only their addresses
 
 
 def install(recorder: FlightRecorder) -> None:
-    """Record from now on. Call it before torch is imported, which reads the variables. What a user has set stays."""
+    """Start recording with a recorder.
+
+    Call it before torch is imported, since torch reads the environment variables then. Variables
+    that the user has set stay.
+    """
     global _recorder
     _recorder = recorder
-    # A dump left by an earlier run would be taken for this one's.
-    recorder.path.unlink(missing_ok=True)  # of an earlier run
+    # A dump of an earlier run would pass for this run's.
+    recorder.path.unlink(missing_ok=True)
     if recorder.rank == 0:
         for path in recorder.run_dir.glob("logs/launch-*.json"):
             path.unlink(missing_ok=True)
     num = recorder.section.trace_buf_size
-    # torch's own files of a NCCL time-out, for torchfrtrace; it appends the rank.
+    # torch's own files after a NCCL time-out, for torchfrtrace; torch appends the rank.
     own = str((recorder.path.parent / "nccl_trace_rank_").absolute())
     for name, value in {
         "TORCH_FR_BUFFER_SIZE": str(num),
@@ -107,7 +125,7 @@ def install(recorder: FlightRecorder) -> None:
 
 
 def close() -> None:
-    """Leave no empty file of a rank that has ended well."""
+    """Remove the stacks file of a rank that has ended well, if it is empty."""
     if _recorder is not None:
         stacks = stacks_file(_recorder.run_dir, _recorder.rank)
         if stacks.exists() and not stacks.stat().st_size:
@@ -115,23 +133,28 @@ def close() -> None:
 
 
 def begin() -> None:
-    """Count sends and receives, once the process group exists."""
+    """Count sends and receives from now on. Call it when the process group exists."""
     if _recorder is not None and _recorder.section.trace_buf_size and _recorder.world_size > 1:
         _record_p2p(_recorder)
 
 
 def name_axes(mesh: Any) -> None:
-    """Remember which axis a group is for: torch names the groups of a mesh, except those that existed before it."""
+    """Record the axis of each group of a device mesh.
+
+    torch names the groups of a mesh, except groups that existed before it.
+    """
     if _recorder is not None:
         for axis in mesh.mesh_dim_names:
             _recorder.axes.setdefault(mesh.get_group(axis).group_name, axis)
 
 
 def dump(failure: Failure, *, stacks: bool = True, at: Activity | None = None) -> None:
-    """Write this rank's dump and stacks. Never raises: the caller has worse to report.
+    """Write this rank's dump and stacks. It never raises: the caller has a worse failure to report.
 
     Args:
-        at: where the main thread was, if it is not there any more.
+        failure: reason for the dump.
+        stacks: whether to write the stacks of all threads.
+        at: last activity of a main thread that has left it already.
     """
     if _recorder is None:
         return
@@ -152,7 +175,7 @@ def dump(failure: Failure, *, stacks: bool = True, at: Activity | None = None) -
 def catch_terminate(report: Callable[[str], None]) -> None:
     """Call `report` with a reason before C++ ends the process by std::terminate.
 
-    It needs libstdc++. Without it the rank ends without a report.
+    It needs libstdc++. Without that library the rank ends without a report.
     """
     try:
         # The mangled name of std::set_terminate(void (*)()).
@@ -179,12 +202,12 @@ def _contents(recorder: FlightRecorder, failure: Failure, at: Activity) -> dict[
     groups = _groups(recorder.axes)
     entries = recorded_collectives(stacks=True)
     for entry in entries:
-        # By group and backend, the number of the newest collective that this rank has begun.
+        # Number of the newest collective that this rank has begun, by group and backend.
         begun = groups.setdefault(entry["process_group"][0], {"axis": "", "ranks": []})
         begun = begun.setdefault("begun", {})
         backend = _backend(entry)
         begun[backend] = max(begun.get(backend, 0), entry["collective_seq_id"])
-    # The newest, and older ones that have not ended: a rank may have waited for long.
+    # The newest entries, and older ones that have not ended: a rank may have waited for long.
     unfinished = [entry for entry in entries[:-NEWEST] if not entry["retired"]]
     return {
         "version": VERSION,
@@ -207,7 +230,7 @@ def _contents(recorder: FlightRecorder, failure: Failure, at: Activity) -> dict[
 
 
 def _entry(entry: dict[str, Any], ranks: list[int]) -> dict[str, Any]:
-    """Return what the doctor and a reader need of an entry of torch's. ranks: the global ones of its group."""
+    """Select the fields of a torch entry for the doctor and readers. `ranks`: global ranks of its group."""
     frames = [(f["filename"], f["line"], f["name"]) for f in entry.get("frames", ())]
     operation, line = locate(reversed(frames))  # torch has the innermost first
     return {
@@ -238,7 +261,10 @@ def _unix_s(time_ns: int | None) -> float | None:
 
 
 def _peers(entry: dict[str, Any], ranks: list[int]) -> list[int]:
-    """Return the global ranks of a send or receive, whose name ends in "0->1" or "1<-0" by rank of the group; else all of the group."""
+    """Return the global ranks of a send or receive, or all ranks of the group for a collective.
+
+    The name of a send or receive ends in "0->1" or "1<-0", with ranks of the group.
+    """
     pair = re.search(r" (\d+)(?:->|<-)(\d+)$", entry["profiling_name"])
     return [ranks[int(n)] for n in pair.groups() if int(n) < len(ranks)] if pair else ranks
 
@@ -248,7 +274,7 @@ def _backend(entry: dict[str, Any]) -> str:
 
 
 def _axis(group: Any, axes: dict[str, str]) -> str:
-    """Return `tp`, `all ranks` or `all ranks (dp_shard)`; an empty string for a group without a name."""
+    """Return "tp", "all ranks" or "all ranks (dp_shard)"; an empty string for a group without a name."""
     description = group.group_desc
     if description == "default_pg":
         axis = axes.get(group.group_name)
@@ -257,7 +283,7 @@ def _axis(group: Any, axes: dict[str, str]) -> str:
 
 
 def _groups(axes: dict[str, str]) -> dict[str, Any]:
-    """Return axis and ranks of each group, by its name, which is the same on all its ranks."""
+    """Return the axis and the ranks of each group, by its name, which is the same on all its ranks."""
     # Private in torch, but the same in 2.11 to 2.15.
     from torch.distributed.distributed_c10d import _world
 
@@ -270,13 +296,13 @@ def _groups(axes: dict[str, str]) -> dict[str, Any]:
 
 
 def _record_p2p(recorder: FlightRecorder) -> None:
-    """Count gloo's sends and receives, by sender and receiver."""
+    """Count gloo's sends and receives, by peer and direction."""
     import torch.distributed as dist
 
     def note(group: dist.ProcessGroup, tensors: Any, peer: int, *, sends: bool) -> None:
         key = (dist.get_process_group_ranks(group)[peer], sends)
         recorder.p2p_counts[key] = seq = recorder.p2p_counts.get(key, 0) + 1
-        # The frame of whoever called send or recv: above `note` and `method`.
+        # The frame of the caller of send or recv: above `note` and `method`.
         _, line = locate(frames_of(sys._getframe(2)))
         recorder.p2p.append(
             {

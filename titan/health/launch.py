@@ -1,10 +1,11 @@
-"""Start several processes on this machine: `titan train --nproc N` is torchrun with the same arguments, made safe.
+"""Launcher of several processes on this machine: `titan train --nproc N`.
 
-A signal is passed on to the ranks, not to torchrun, which would give them 30 seconds to save and knows nothing of
-SIGUSR1. torchrun ends with 1 whatever its ranks said; status.json, written by the ranks, keeps the real exit code.
-If ranks have failed, their own messages are enough: torchrun's traceback of itself is left out. Whichever process is
-killed, launcher or torchrun, those below it end with it (titan/health/signals.py). Ranks of `titan train` start warm
-(titan/health/warm_start.py).
+It is torchrun with the same arguments, made safe. The launcher passes a signal on to the ranks, not
+to torchrun, which would give them 30 seconds to save and does not handle SIGUSR1. torchrun ends
+with 1 for any code of its ranks; status.json, written by the ranks, keeps the real exit code. If
+ranks have failed, their own messages suffice, so torchrun's traceback of itself is left out. If the
+launcher or torchrun is killed, the processes below it end with it (titan/health/signals.py). Ranks
+of `titan train` start warm (titan/health/warm_start.py).
 """
 
 from __future__ import annotations
@@ -70,7 +71,17 @@ class LaunchExtension:
 def launch(
     argv: Sequence[str], *, num_processes: int, dump_folder: str, max_restarts: int = 0
 ) -> int:
-    """Run `titan.train` in `num_processes` processes, again up to `max_restarts` times; returns the run's exit code."""
+    """Run `titan.train` in several processes.
+
+    Args:
+        argv: arguments of `titan train`.
+        num_processes: number of ranks.
+        dump_folder: run folder, whose status.json has the exit code.
+        max_restarts: how often torchrun starts the ranks again after a failure.
+
+    Returns:
+        The run's exit code.
+    """
     run_dir = Path(dump_folder)
     # status.json of an earlier run may still be there.
     before = _version(run_dir)
@@ -88,27 +99,32 @@ def launch(
         # The caller's handlers: `titan train` may be called from a program.
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    if code < 0 and -code != signal.SIGTERM:  # SIGTERM is ours, to one that is still starting
-        # Its ranks end with it, and nobody else is left to report this.
+    if code < 0 and -code != signal.SIGTERM:  # we send SIGTERM to torchrun while it starts
+        # Its ranks end with it, and no other process is left to report this.
         name = signal.Signals(-code).name
         reason = f"torchrun (pid {agent.pid}), which `titan train` starts the ranks with, was ended by {name}"
         print(reason, file=sys.stderr)
         if read_status(run_dir).get("state") == "running":
             kind = "launcher_killed"
             write_status(run_dir, state="failed", exit_code=EXIT_FAILED, reason=reason, kind=kind)
-    # For a run without a report: 0, or 1 for everything else.
+    # The code of a run without a report: 0 or 1.
     unknown = min(abs(code), 1)
-    if _version(run_dir) == before:  # an older run's status says nothing of this one
+    if _version(run_dir) == before:  # status.json is of an earlier run
         return unknown
-    # The trainer's own exit code; torchrun's if it had no time to write one, or wrote that all was well.
+    # The trainer's own exit code; torchrun's if the trainer wrote none, or wrote 0.
     return read_status(run_dir).get("exit_code") or unknown
 
 
 def launch_command(name: str, argv: Sequence[str] | None, *, num_processes: int) -> int:
-    """Run a command of titan in several processes, without its option --nproc; returns torchrun's exit code.
+    """Run a command of titan in several processes, without its option --nproc.
 
     Args:
-        argv: its arguments; None: those of this process.
+        name: name of the command.
+        argv: its arguments; None: the arguments of this process.
+        num_processes: number of ranks.
+
+    Returns:
+        torchrun's exit code.
     """
     # torchrun would read --nproc as one of its options.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -118,7 +134,16 @@ def launch_command(name: str, argv: Sequence[str] | None, *, num_processes: int)
 
 
 def launch_module(name: str, argv: Sequence[str], *, num_processes: int) -> int:
-    """Run a module that is no training run in several processes; returns torchrun's exit code."""
+    """Run a module in several processes that are no training run.
+
+    Args:
+        name: name of the module.
+        argv: its arguments.
+        num_processes: number of ranks.
+
+    Returns:
+        torchrun's exit code.
+    """
     command = [sys.executable, "-m", "titan.health.launch", "--standalone", "--max-restarts=0"]
     command += [f"--nproc-per-node={num_processes}", "-m", name, *argv]
     return subprocess.call(command, env=environment(num_processes))
@@ -127,12 +152,13 @@ def launch_module(name: str, argv: Sequence[str], *, num_processes: int) -> int:
 def torchrun(argv: Sequence[str]) -> int:
     """Run torchrun itself, with one line instead of its traceback if a rank has failed.
 
-    Returns 2 or 75 if all ranks that failed ended with that, else 1.
+    Returns:
+        0; 2 or 75 if all failed ranks ended with that code; otherwise 1.
     """
     die_with_parent()
     logging.disable(logging.ERROR)  # torchrun's account of a failed rank
     oom_kills_before = count_oom_kills()
-    # torchrun would replace what nohup has set by a handler that ends the run.
+    # torchrun would replace nohup's setting by a handler that ends the run.
     handled = os.environ.get("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(",")
     kept = [n for n in handled if getattr(signal, n, None) not in warm_start.IGNORED]
     os.environ["PET_SIGNALS_TO_HANDLE"] = ",".join(kept)
@@ -144,7 +170,7 @@ def torchrun(argv: Sequence[str]) -> int:
     from titan.health import rendezvous
 
     rendezvous.register()
-    # torchrun's own --standalone listens on every interface, and unpickles what it reads there.
+    # torchrun's own --standalone listens on every interface, and unpickles the data it receives.
     arguments = [
         f"--rdzv-backend={rendezvous.BACKEND}" if argument == "--standalone" else argument
         for argument in argv
@@ -155,7 +181,7 @@ def torchrun(argv: Sequence[str]) -> int:
         for rank, failure in error.failures.items():
             if text := _describe_kill(rank, failure):
                 print(text, file=sys.stderr)
-        if not any("preflight" in argument for argument in argv):  # which has no run folder
+        if not any("preflight" in argument for argument in argv):  # preflight has no run folder
             num_oom_kills = count_oom_kills() - oom_kills_before
             with suppress(Exception):  # this only explains a failure
                 _write_failures(argv, error.failures, num_oom_kills=num_oom_kills)
@@ -167,7 +193,7 @@ def torchrun(argv: Sequence[str]) -> int:
 
 
 def _describe_kill(rank: int, failure: Any) -> str:
-    """Say which signal ended a rank; an empty string if it exited, or torchrun ended it."""
+    """Describe the signal that ended a rank. Return an empty string if the rank exited or torchrun ended it."""
     if failure.exitcode >= 0 or -failure.exitcode == signal.SIGTERM:
         return ""
     name = signal.Signals(-failure.exitcode).name
@@ -177,9 +203,9 @@ def _describe_kill(rank: int, failure: Any) -> str:
 def _write_failures(
     argv: Sequence[str], failures: Mapping[int, Any], *, num_oom_kills: int
 ) -> None:
-    """Write how the ranks ended, which no rank may have lived to report.
+    """Write how the ranks ended, since perhaps no rank lived to report it.
 
-    logs/launch-HOST.json is for `titan doctor`; status.json is written if it still says "running".
+    logs/launch-HOST.json is for `titan doctor`. status.json is written if it still says "running".
     """
     from titan.config.load import load_from_argv
 
@@ -194,11 +220,10 @@ def _write_failures(
     content = {"host": host, "ranks": ranks, "oom_kills": num_oom_kills}
     write_text_atomically(run_dir / "logs" / f"launch-{host}.json", json.dumps(content) + "\n")
     status = read_status(run_dir)
-    # A fault in native code outranks what its peers report, who lost their connection to it.
+    # A fault in native code outranks the reports of its peers, which lost their connection.
     faults = {rank: failure for rank, failure in failures.items() if -failure.exitcode in FAULTS}
-    if (
-        status.get("state") == "hung"
-    ):  # the monitor ended silent ranks; one may crash while it writes its stacks
+    # The monitor has ended silent ranks. A rank may crash while it writes its stacks.
+    if status.get("state") == "hung":
         faults = {}
     if faults or status.get("state") == "running":
         texts = filter(
@@ -210,11 +235,12 @@ def _write_failures(
 
 
 def environment(num_processes: int) -> dict[str, str]:
-    """Return the environment that torchrun needs. What the user has set stays. Print a warning of far too many processes.
+    """Return the environment for torchrun. Variables that the user has set stay.
 
-    The processes share the cores: torchrun would give each one thread, and warn. And each attempt has its own store:
-    in the one that torchrun keeps over restarts, a fast rank finds the address of a dead one (6 of 10 restarts, torch
-    2.13; pytorch#135712; docs/architecture.md).
+    It warns about far too many processes. The processes share the cores: torchrun would give each
+    process one thread, and warn. Each attempt has its own store: in the store that torchrun keeps
+    over restarts, a fast rank finds the address of a dead rank (6 of 10 restarts, torch 2.13;
+    pytorch#135712; docs/architecture.md).
     """
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
@@ -261,7 +287,7 @@ def ranks_of(agent: int) -> list[int]:
 
 
 def _version(run_dir: Path) -> tuple[int, int] | None:
-    """Return what changes whenever status.json is written."""
+    """Return a value that changes with each write of status.json."""
     try:
         stat = (run_dir / "status.json").stat()
     except OSError:

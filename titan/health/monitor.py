@@ -1,24 +1,28 @@
-"""Watch a run, and let all ranks hear of a failure in seconds, not at the collectives' time limit.
+"""Monitor of a run: all ranks learn of a failure in seconds, not at the collectives' time limit.
 
-    beat     each rank writes a beat (a count, its step, what its main thread does) under its own key of the store that
-             the ranks met in, over a second connection. Neither a collective nor a compilation of minutes makes it silent
-    watch    and reads the beat of the next rank: a ring, so that the cost for a rank does not grow with their number.
-             If it has not changed for `comm.heartbeat_timeout_seconds`, all beats are read, twice
-    step     a step that lasts longer than `fault_tolerance.step_timeout_seconds` is a failure, too: the beats say which
-             ranks do not wait for others, and where they are. A rank that hangs keeps all others in the same step, so
-             that the time of all is up together
-    failure  the first to notice a failure, be it one of these or an exception, writes a `Failure` under one key, which
-             every rank reads with each beat. All write the same status.json, dump flight recorder and stacks, and end
-    loss     if the store does not answer, its host is lost, or this one is cut off. Each rank ends by itself, and ends
-             its torchrun, which would wait for TCP to give up for a quarter of an hour
+    heartbeat  each rank writes a heartbeat (a count, its step, its main thread's activity) under its own key of the
+               ranks' store, over a second connection. Neither a collective nor a compilation of minutes silences it
+    watch      each rank reads the heartbeat of the next rank: a ring, so that the cost for a rank does not grow with
+               their number. If it has not changed for `comm.heartbeat_timeout_seconds`, the rank reads all heartbeats,
+               twice
+    step       a step that lasts longer than `fault_tolerance.step_timeout_seconds` is a failure, too: the heartbeats
+               show which ranks do not wait for others, and where they are. A rank that hangs keeps all others in the
+               same step, so the time of all ranks is up together
+    failure    the first rank to notice a failure (one of these or an exception) writes a `Failure` under one key, which
+               every rank reads with each heartbeat. All ranks write the same status.json, dump flight recorder and
+               stacks, and end
+    loss       if the store does not answer, its host is lost, or this host is cut off. Each rank ends by itself, and
+               ends its torchrun, which would wait a quarter of an hour for TCP to give up
 
-One thread, "monitor", decides all this and touches the run lock. It never waits for the store: a request to a store
-whose host is lost does not return (docs/architecture.md). A second thread, "beats", carries the messages (peers.py).
+One thread, "monitor", decides all this and touches the run lock. It never waits for the store: a
+request to a store whose host is lost does not return (docs/architecture.md). A second thread, "beats",
+carries the messages (peers.py).
 
-Each rank measures time by its own beats, so a rank that was itself paused does not report its peers as silent.
-A silent rank on a machine where others live is sent SIGABRT: faulthandler, which needs no interpreter, writes its stack.
-A rank that does not hear of this (on another machine, its interpreter locked by a C extension that holds the GIL) is
-ended by a timer of faulthandler, LOCKED_S after the limit of its step.
+Each rank measures time by its own heartbeats, so a rank that was itself paused does not report its
+peers as silent. The monitor sends SIGABRT to a silent rank on a machine where others live:
+faulthandler, which needs no interpreter, writes its stack. A rank that does not hear of this (on
+another machine, its interpreter locked by a C extension that holds the GIL) is ended by a timer of
+faulthandler, LOCKED_S after the limit of its step.
 """
 
 from __future__ import annotations
@@ -50,16 +54,19 @@ from titan.health.signals import (
 from titan.run_folder import write_status
 
 LOCKED_S = 10.0  # after a step's limit, until a rank whose interpreter is locked is ended
-_STUCK_S = 20.0  # for a main thread that ends by itself, and for a disk that may hang
+_STUCK_S = 20.0  # wait for a main thread that ends, and for a disk that may hang
 
 
 class Monitor:
-    """Watch one rank from `start` to `close`, and its peers from `connect` to `finish`.
+    """Monitor of one rank from `start` to `close`, and of its peers from `connect` to `finish`.
 
     Args:
-        heartbeat_s: the silence after which a rank counts as lost; 0: silence is no failure.
-        step_limit_s: the time between `begin` and `end` of a step; 0: no limit.
-        lock: the run lock, on rank 0.
+        run_dir: run folder.
+        rank: this rank.
+        world_size: number of ranks.
+        heartbeat_s: silence after which a rank counts as lost; 0: silence is no failure.
+        step_limit_s: time between `begin` and `end` of a step; 0: no limit.
+        lock: run lock, on rank 0.
     """
 
     def __init__(
@@ -84,13 +91,13 @@ class Monitor:
         )
         self._deadline = float("inf")  # of the step
         self._stacks: IO[str] | None = None
-        self._leaving = threading.Event()  # the main thread has failed, and ends by itself
+        self._leaving = threading.Event()  # the main thread has failed, and will end
         self._closed = threading.Event()
 
-    # ---- what the main thread calls ----------------------------------------------------------------
+    # ---- calls of the main thread ------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to watch this rank."""
+        """Start to watch this rank."""
         # Only a step limit needs the file now. Other failures open it when they write.
         if self.step_limit_s:
             path = stacks_file(self.run_dir, self.rank)
@@ -99,14 +106,19 @@ class Monitor:
         threading.Thread(target=self._watch, name="monitor", daemon=True).start()
 
     def connect(self) -> None:
-        """Exchange beats from now on: the process group exists."""
+        """Start to exchange heartbeats. Call it when the process group exists."""
         flight_recorder.begin()
         if self.world_size == 1 or not (self.heartbeat_s or self.step_limit_s):
             return
         self.peers.connect()
 
     def begin(self, step: int, *, extra_s: float = 0) -> None:
-        """Begin a step. extra_s: time that it has beyond the limit."""
+        """Begin a step.
+
+        Args:
+            step: number of the step.
+            extra_s: seconds that the step has beyond the limit.
+        """
         self.step = step
         if self._stacks is not None:
             limit_s = self.step_limit_s + extra_s
@@ -116,16 +128,19 @@ class Monitor:
             faulthandler.dump_traceback_later(limit_s + LOCKED_S, exit=True, file=self._stacks)
 
     def end(self) -> None:
-        """End a step: until the next one begins there is no limit."""
+        """End a step. No limit applies until the next step begins."""
         if self._stacks is not None:
             self._deadline = float("inf")
             faulthandler.cancel_dump_traceback_later()
 
     def fail(self, error: Exception, exit_code: int, *, expected: bool = True) -> int:
-        """Report an error that ends the run, to the user and to the other ranks. Returns the exit code.
+        """Report an error that ends the run, to the user and to the other ranks. Return the exit code.
 
         Args:
-            expected: the message of the error is written for the user; no stacks are needed.
+            error: the error.
+            exit_code: exit code of this rank.
+            expected: whether the error's message is written for the user, so that no stacks are
+                needed.
         """
         mine = Failure.of(
             error, rank=self.rank, step=self.step, exit_code=exit_code, expected=expected
@@ -134,36 +149,35 @@ class Monitor:
         agreed = self.report_failure(mine)
         if self.world_size > 1 or not expected:
             flight_recorder.dump(mine, at=where_failed(error), stacks=not expected)
-        # All ranks write the same, so that it does not matter who comes last.
-        with suppress(OSError):  # the disk may be what failed
-            # The run's failure as the ranks agreed on it, which may be another one than this rank's.
+        # All ranks write the same text, so the order does not matter.
+        with suppress(OSError):  # the disk may have failed
+            # The failure that the ranks agreed on may be another rank's.
             self._write_status(agreed)
         logging.getLogger("titan").error(mine.reason, extra={"last_words": True})
         self._print(mine.reason)
         if self.rank == 0 and agreed.reason != mine.reason:
             self._print(agreed.reason)
-        # Others must be able to read the failure before the process or agent that holds the store
-        # is gone.
+        # Other ranks must read the failure before the store's process or agent is gone.
         self.peers.wait()
         return exit_code
 
     def report_failure(self, mine: Failure) -> Failure:
-        """Let the other ranks know that this one fails. Returns the run's failure, which may be another rank's."""
-        # First of all: a failure of others that comes in now must not end this process before its own report.
+        """Publish this rank's failure. Return the run's failure, which may be another rank's."""
+        # First: a failure of others that arrives now must not end this process before its own report.
         self._leaving.set()
         self.end()
         return self.peers.agree(mine) or mine
 
     def finish(self) -> None:
-        """Stop watching: the rank has ended, and its silence means nothing from now on."""
+        """Stop the watch: the rank has ended, and its silence is no failure any more."""
         self.end()
         self.peers.finished.set()
-        # A rank that failed does not sign off like one that ended well.
+        # A failed rank does not sign off.
         if not self._leaving.is_set():
             self.peers.leave()
 
     def close(self) -> None:
-        """Stop the thread, and with it the beats of the run lock."""
+        """Stop the thread, and with it the heartbeats of the run lock."""
         self.finish()
         self._closed.set()
         if self._stacks is not None:
@@ -174,10 +188,10 @@ class Monitor:
                 if not (path := stacks_file(self.run_dir, self.rank)).stat().st_size:
                     path.unlink()
 
-    # ---- what others call, in threads that do not wait for the main one ----------------------------
+    # ---- calls of other threads, which do not wait for the main thread -----------------------------
 
     def stop_too_late(self, stop: StopRequest, grace_s: float) -> None:
-        """Report that a signal's grace time is over, and where the rank is."""
+        """Report that a signal's grace time is over, and this rank's activity."""
         reason = (
             f"{stop.seen} asked rank {self.rank} to stop, but fault_tolerance.grace_seconds = {grace_s:g} are over: "
             f"it is in {main_thread().text}. "
@@ -192,7 +206,7 @@ class Monitor:
         flight_recorder.dump(failure)  # last, for it takes longest, and there is not much time
 
     def dump_on_request(self) -> None:
-        """Answer SIGUSR2: write where the rank is, and go on."""
+        """Answer SIGUSR2: write this rank's activity, and go on."""
         flight_recorder.dump(self._failure(f"SIGUSR2 in step {self.step}", "asked"))
         self._print(f"stacks of all threads: {stacks_file(self.run_dir, self.rank)}")
 
@@ -208,22 +222,22 @@ class Monitor:
     # ---- the monitor's thread ----------------------------------------------------------------------
 
     def _watch(self) -> None:
-        # At least four looks before a step's limit, and one for each beat.
+        # At least four checks before a step's limit, and one for each heartbeat.
         tick_s = min(BEAT_S, self.peers.beat_s, self.step_limit_s / 4 or BEAT_S)
         rounds, silent_s = -1, 0.0
-        # Counted in ticks and not by a clock, which goes on while this process is stopped.
+        # Count ticks: a clock goes on while this process is stopped.
         while not self._closed.wait(tick_s):
             self._touch_lock()
             if self.peers.finished.is_set() or self._leaving.is_set():
                 continue
-            # Before `connect` there is nothing to hear: torch is imported, which may take long.
+            # Before `connect` no rank sends heartbeats: importing torch may take long.
             is_quiet = self.peers.store is not None and self.peers.rounds == rounds
             silent_s = silent_s + tick_s if is_quiet else 0
             rounds = self.peers.rounds
-            # Two beats' tolerance, since rounds are counted by another thread.
+            # Two heartbeats of tolerance, since another thread counts the rounds.
             if 0 < self.heartbeat_s < silent_s - 2 * self.peers.beat_s:
                 self._exit_on(self._lost_store(), alone=True)
-            # Publish what the beats show; this takes some beats, and must not keep others from beating.
+            # Publish the failure that the heartbeats show. This takes the time of some heartbeats, which go on.
             if self.peers.one_is_silent:
                 self.peers.one_is_silent = False
                 self._report(self._find_silent_ranks)
@@ -242,15 +256,15 @@ class Monitor:
                 os._exit(EXIT_FAILED)
 
     def _report(self, find: Callable[[], Failure | None]) -> None:
-        """Publish a failure. This rank then reads it with its next beat, like all others."""
-        # Two readings of all beats, some beats apart; the store may be gone, too.
+        """Publish a failure. This rank then reads it with its next heartbeat, like all others."""
+        # `find` reads all heartbeats twice, some heartbeats apart. The store may be gone, too.
         failure = call_with_timeout(2 * LINGER_S + 3 * self.peers.beat_s, find)
-        # The store did not take it, so nobody else hears of it.
+        # The store did not take the failure, so no other rank learns of it.
         if failure is not None and self.peers.agree(failure) is None:
             self._exit_on(failure, alone=True)
 
     def _find_silent_ranks(self) -> Failure | None:
-        """Return which ranks are silent; None if all have come back."""
+        """Describe the silent ranks; None if all have come back."""
         beats, silent = self.peers.compare_beats()
         if not silent:
             return None
@@ -259,16 +273,15 @@ class Monitor:
         return self._failure(reason, kind, silent=tuple(silent))
 
     def _find_hanging_ranks(self) -> Failure:
-        """Return which ranks keep the others waiting in this step."""
+        """Describe the ranks that keep the others waiting in this step."""
         beats, silent = self.peers.compare_beats()
         title = f"step {self.step} hangs: it has taken longer than {self.step_limit_s:g} s"
         reason = f"{title}; {describe_hang(beats, silent)}. Stacks: {self.run_dir}/logs/rank-*.stacks.txt"
         return self._failure(reason, "rank_silent" if silent else "hang", silent=tuple(silent))
 
     def _lost_store(self) -> Failure:
-        if (
-            self.peers.first.is_here()
-        ):  # the store is rank 0's, or torchrun's; a lost process takes it along
+        # The store belongs to rank 0 or to torchrun, and is lost with that process.
+        if self.peers.first.is_here():
             reason = (
                 f"rank 0 on {self.peers.me.host} has not been heard of for {self.heartbeat_s:g} s: "
             )
@@ -284,16 +297,17 @@ class Monitor:
     # ---- the end -----------------------------------------------------------------------------------
 
     def _exit_on(self, failure: Failure, *, alone: bool = False) -> None:
-        """End the process, unless the main thread is about to: it may have failed of the same, and says more.
+        """End the process, unless the main thread is about to fail of the same, with a better message.
 
         Args:
-            alone: the other ranks do not hear of it from here.
+            failure: reason.
+            alone: whether this rank cannot tell the other ranks.
         """
         faulthandler.cancel_dump_traceback_later()  # the interpreter is not locked
         # A failed main thread has written its dumps already.
         if not self._leaving.is_set():
             call_with_timeout(_STUCK_S, lambda: self._write_dumps(failure))
-        # Give the main thread a second to fail by itself: its message names the line that failed.
+        # Wait a second for the main thread to fail: its message names the line that failed.
         if not alone and self._leaving.wait(1):
             time.sleep(_STUCK_S)  # the process has ended by then, as a rule
             os._exit(failure.exit_code)
@@ -314,8 +328,8 @@ class Monitor:
         flight_recorder.dump(failure)
         if not failure.silent:
             return
-        # Have silent ranks on this machine write their stacks and end, stopped or not. torchrun would give them
-        # 30 seconds first.
+        # Make silent ranks on this machine write their stacks and end, stopped or not. torchrun would
+        # give them 30 seconds first.
         processes = {0: self.peers.first}
         if set(failure.silent) != {0}:  # the store may be gone with rank 0
             processes |= self.peers.processes()
@@ -344,7 +358,7 @@ class Monitor:
 
 
 def _end_agent() -> None:
-    """End this machine's torchrun after its other ranks had time for their reports. They end with it."""
+    """End this machine's torchrun, after its other ranks had time for their reports. They end with it."""
     parent = os.getppid()
     with suppress(OSError):
         command = Path(f"/proc/{parent}/cmdline").read_bytes()

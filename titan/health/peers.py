@@ -1,7 +1,8 @@
-"""Exchange beats, and the run's failure, with the other ranks through the store that they met in.
+"""Exchange of heartbeats, and of the run's failure, with the other ranks through their store.
 
-A thread, "beats", carries the messages: a request to a store whose host is lost does not return (docs/architecture.md), so
-nothing else may wait for one. All other requests go through `call_with_timeout`.
+A thread, "beats", carries the messages: a request to a store whose host is lost does not return
+(docs/architecture.md), so no other thread may wait for a request. All other requests go through
+`call_with_timeout`.
 """
 
 from __future__ import annotations
@@ -19,21 +20,22 @@ from titan.health.beats import Beat, connect
 from titan.health.errors import Failure, main_thread
 from titan.health.run_lock import ProcessId
 
-LINGER_S = (
-    3.0  # a failed rank stays so long, so that others read why before its agent or store is gone
-)
-# Beats that fit into the silence after which a rank is lost, and the longest time between two
-# beats, in seconds.
+# Seconds that a failed rank stays, so that others read the reason before its agent or store is gone.
+LINGER_S = 3.0
+# Heartbeats in the silence after which a rank is lost, and the longest time between two
+# heartbeats, in seconds.
 BEATS_PER_TIMEOUT, LONGEST_BEAT_S = 20, 1.5
-_FAILURE, _GONE = "failure", "gone"  # a key, and the last beat
+_FAILURE, _GONE = "failure", "gone"  # a key, and the last heartbeat
 T = TypeVar("T")
 
 
 class Peers:
-    """Know the other ranks of the run, as their beats show them.
+    """The other ranks of the run, as their heartbeats show them.
 
     Args:
-        heartbeat_s: the silence after which a rank counts as lost; 0: silence is no failure.
+        rank: this rank.
+        world_size: number of ranks.
+        heartbeat_s: silence after which a rank counts as lost; 0: silence is no failure.
         get_step: returns this rank's step.
         on_failure: called in the thread of messages with the failure that a rank has published.
     """
@@ -58,26 +60,26 @@ class Peers:
         self.finished = threading.Event()
 
     def connect(self) -> None:
-        """Exchange beats from now on: the process group exists."""
+        """Start to exchange heartbeats. Call it when the process group exists."""
         store = connect(self.heartbeat_s)
         if store is None:
             logging.getLogger("titan").warning("no heartbeat: the ranks' store cannot be shared")
             return
-        # Before the thread starts: peers read this rank's beat as soon as it is connected.
+        # Before the thread starts: peers read this rank's heartbeat as soon as they connect.
         store.set(_beat_key(self.rank), self._beat())
         self.first = Beat.parse(store.get(_beat_key(0)).decode()).process
         self.store = store
         threading.Thread(target=self._exchange, name="beats", daemon=True).start()
 
     def compare_beats(self) -> tuple[dict[int, Beat], list[int]]:
-        """Return the beats of all ranks that have not ended, and the ranks that are silent."""
+        """Return the heartbeats of all ranks that have not ended, and the silent ranks."""
         if self.store is None:
             return {self.rank: Beat.parse(self._beat())}, []
         before = self._read_beats()
-        time.sleep(3 * self.beat_s)  # a busy machine may delay one or two
+        time.sleep(3 * self.beat_s)  # a busy machine may delay one or two heartbeats
         after = self._read_beats()
         beats = {rank: Beat.parse(text) for rank, text in after.items() if text != _GONE}
-        # Silent: the same beat in both readings. Ranks that have signed off are left out.
+        # A rank is silent if both readings are equal. Ranks that have signed off are left out.
         return beats, [rank for rank in beats if after[rank] == before.get(rank)]
 
     def processes(self) -> dict[int, ProcessId]:
@@ -86,17 +88,21 @@ class Peers:
         return {rank: Beat.parse(text).process for rank, text in texts.items() if text != _GONE}
 
     def agree(self, mine: Failure) -> Failure | None:
-        """Return the first failure that any rank has published; None if the store cannot be asked."""
+        """Publish a failure. Return the first one that any rank published; None if the store does not answer."""
         if self.store is None:
             return None
         text = json.dumps(asdict(mine))
-        # compare_set sets a key that is not there yet, and returns what it holds afterwards.
+        # compare_set sets a missing key, and returns the key's value afterwards.
         first = call_with_timeout(LINGER_S, lambda: self.store.compare_set(_FAILURE, "", text))
-        # Nothing came back in time: the store does not answer.
+        # Without a result in time, the store does not answer.
         return _parse_failure(first) if first else None
 
     def wait(self) -> None:
-        """Sign off. Rank 0, whose process or agent holds the store, waits for all that live, as long as they may take."""
+        """Sign off, after a failure.
+
+        Rank 0, whose process or agent holds the store, waits for all ranks that live, up to
+        `LINGER_S`.
+        """
         if self.store is None:
             return
         within_s = min(LINGER_S, 3 * self.beat_s)
@@ -104,7 +110,7 @@ class Peers:
 
         def wait() -> None:
             self.store.set(_signed_off_key(self.rank), _GONE)
-            if self.rank > 0:  # needs nobody: it may end at once
+            if self.rank > 0:  # needs no other rank: it may end at once
                 return
             beats = self._read_beats()
             for rank in range(self.world_size):
@@ -118,13 +124,13 @@ class Peers:
         call_with_timeout(within_s, wait)
 
     def leave(self) -> None:
-        """Let the other ranks know that this one has ended well: its silence means nothing from now on."""
+        """Tell the other ranks that this rank has ended well, so that its silence is no failure."""
         if self.store is not None:
             call_with_timeout(LINGER_S, lambda: self.store.set(_beat_key(self.rank), _GONE))
 
     def _exchange(self) -> None:
-        """Beat, read the failure, and look at the next rank."""
-        # Each rank watches one other: the ring notices any silence at a constant cost for each rank.
+        """Send a heartbeat, read the failure, and check the next rank, again and again."""
+        # Each rank watches one other rank: a ring notices any silence at a constant cost per rank.
         neighbour, last, unchanged = (self.rank + 1) % self.world_size, b"", 0
         while not self.finished.wait(self.beat_s):
             try:
@@ -141,7 +147,7 @@ class Peers:
             unchanged = unchanged + 1 if beat == last and beat != _GONE.encode() else 0
             last = beat
             if self.heartbeat_s and unchanged * self.beat_s >= self.heartbeat_s:
-                # The monitor's thread takes it from here, since reading all beats takes several of them.
+                # The monitor's thread goes on: to read all heartbeats takes the time of several.
                 self.one_is_silent, unchanged = True, 0
 
     def _beat(self) -> str:
@@ -158,7 +164,7 @@ class Peers:
 
 
 def call_with_timeout(seconds: float, call: Callable[[], T]) -> T | None:
-    """Return what a call returns; None if it fails, or does not return in time."""
+    """Call a function in a thread. Return its result; None if it fails or does not return in time."""
     results: list[T] = []
 
     def run() -> None:
@@ -186,7 +192,10 @@ def _signed_off_key(rank: int) -> str:
 
 
 def _has_ended(beat: str) -> bool:
-    """Return whether the rank of a beat is known to have ended. Of another machine's, only its own word is known."""
+    """Return whether the rank of a heartbeat has ended for certain.
+
+    A process of another machine counts as ended only if it has signed off.
+    """
     if beat in ("", _GONE):
         return beat == _GONE
     process = Beat.parse(beat).process

@@ -1,13 +1,15 @@
-"""Decide what to do with a step whose loss is no number, or far off: train, skip, rewind or stop.
+"""Recovery from steps whose loss is not finite or far off: train, skip, rewind or stop.
 
-A loss is far off if its robust z-score is high: its distance from the median of the losses before it, in units of their
-median absolute deviation times 1.4826. For normal losses that is the standard deviation, and a few outliers do not move
-it (Iglewicz and Hoaglin, "How to Detect and Handle Outliers", 1993).
+A loss is far off if its robust z-score is high: its distance from the median of the losses before
+it, in units of their median absolute deviation times 1.4826. For normal losses this unit is the
+standard deviation, and a few outliers do not move it (Iglewicz and Hoaglin, "How to Detect and
+Handle Outliers", 1993).
 
     skip      no update by this step; its samples are used up
     rewind    back to the newest checkpoint, and on without the samples that led here (PaLM, arXiv:2204.02311, section 5.1)
 
-Every rank decides before the step updates the weights. The ranks agree by a maximum, so that all do the same.
+Every rank decides before the step updates the weights. The ranks agree by a maximum, so that all
+act alike.
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ from torch import Tensor
 from titan.async_scalars import AsyncScalars
 from titan.config.schema import FaultToleranceSection
 
-# 1 / 0.6745, the third quartile of the standard normal distribution.
+# 1 / 0.6745; 0.6745 is the third quartile of the standard normal distribution.
 _MAD_TO_SIGMA = 1.4826
-# A share of the median: if the loss hardly moves, not every wiggle is a spike.
+# Share of the median: if the loss hardly moves, small changes are no spikes.
 _LEAST_SIGMA = 0.01
 
 
 class StepAction(IntEnum):
-    """Say what to do with a step, in order of severity. The ranks take the most severe action."""
+    """Action for a step, in order of severity. The ranks take the most severe action."""
 
     TRAIN = 0
     WARN = 1
@@ -47,29 +49,45 @@ _ACTIONS = {"off": StepAction.TRAIN} | {action.name.lower(): action for action i
 
 
 class NonFiniteError(RuntimeError):
-    """Report a loss or a gradient norm that is not finite. The message names the step, the ranks
-    and the samples."""
+    """Error: a loss or gradient norm is not finite. The message names the step, the ranks and the samples."""
 
     kind = "loss_not_finite"
 
 
 class SpikeError(RuntimeError):
-    """Report a loss that is far off, where the policy is to stop, or too many of them. The message
-    says how far."""
+    """Error: a loss is far off and the policy is to stop, or too many losses were far off.
+
+    The message has the z-score.
+    """
 
     kind = "loss_not_finite"
 
 
 @dataclass(frozen=True)
 class StepDecision:
-    """Say what to do with a step, and why."""
+    """Decision about a step.
+
+    Attributes:
+        action: action for the step.
+        reason: reason for people; empty for a normal step.
+    """
 
     action: StepAction = StepAction.TRAIN
     reason: str = ""
 
 
 class Recovery:
-    """Decide about the steps of one run. The training step calls `judge`. `decision` is the last result."""
+    """Decisions about the steps of one run. The training step calls `judge`.
+
+    Attributes:
+        section: config section [fault_tolerance].
+        device: device of the loss.
+        losses: newest losses of steps that updated the weights.
+        decision: result of the last call of `judge`.
+        num_skipped: skipped steps of the run.
+        num_rewinds: rewinds of this start.
+        skipped_in_a_row: skipped steps since the last other step.
+    """
 
     def __init__(self, section: FaultToleranceSection, *, device: torch.device) -> None:
         self.section, self.device = section, device
@@ -83,13 +101,17 @@ class Recovery:
         return self.section.on_nonfinite != "stop" or self.section.on_spike != "off"
 
     def judge(self, loss: Tensor, grad_norm: Tensor) -> bool:
-        """Return whether to update the weights.
+        """Decide whether to update the weights. All ranks call it together.
 
         Args:
-            loss, grad_norm: scalars on the device. All ranks call this together.
+            loss: scalar on the device.
+            grad_norm: scalar on the device.
+
+        Returns:
+            Whether to update the weights.
         """
         self.decision = self._judge(*AsyncScalars([loss, grad_norm]).values())
-        # The most severe action of all ranks, as their order in StepAction says.
+        # The most severe action of all ranks, by the order in StepAction.
         agreed = torch.tensor(float(self.decision.action), device=self.device)
         if dist.get_world_size() > 1:
             dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
@@ -101,7 +123,7 @@ class Recovery:
         return self.decision.action <= StepAction.WARN
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to decide as this one would; it can be written as JSON."""
+        """Return the loss window and the counters, as JSON values."""
         return {
             "losses": list(self.losses),
             "num_skipped": self.num_skipped,
@@ -109,7 +131,7 @@ class Recovery:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as the run would that `state_dict` is of."""
+        """Restore the loss window and the counters from a checkpoint."""
         self.losses = deque(state.get("losses", []), maxlen=self.section.spike_window)
         self.num_skipped = state.get("num_skipped", 0)
         self.skipped_in_a_row = state.get("skipped_in_a_row", 0)
@@ -120,15 +142,14 @@ class Recovery:
             return StepDecision(
                 _ACTIONS[section.on_nonfinite], f"loss {loss}, gradient norm {grad_norm}"
             )
-        # Too few losses say nothing about what is normal.
+        # A score among too few losses means nothing.
         score = spike_score(loss, self.losses) if len(self.losses) >= section.spike_min_steps else 0
         if section.on_spike == "off" or score <= section.spike_threshold:
             self.losses.append(loss)
             return StepDecision()
         action = _ACTIONS[section.on_spike]
-        if (
-            action == StepAction.WARN
-        ):  # it is trained on, and so belongs to the losses before the next
+        # The step is trained on, so its loss counts for the steps after it.
+        if action == StepAction.WARN:
             self.losses.append(loss)
         return StepDecision(
             action,
@@ -137,7 +158,7 @@ class Recovery:
         )
 
     def _count(self) -> None:
-        """Count skips and rewinds: if steps fail again and again, the run stops."""
+        """Count skips and rewinds. If too many steps fail, stop the run."""
         section, decision = self.section, self.decision
         if decision.action == StepAction.SKIP:
             self.num_skipped += 1
@@ -158,8 +179,16 @@ class Recovery:
 
 
 def spike_score(loss: float, before: deque[float]) -> float:
-    """Return the robust z-score of a loss among those before it; below zero if it is below their median."""
+    """Return the robust z-score of a loss.
+
+    Args:
+        loss: loss of a step.
+        before: losses of the steps before it.
+
+    Returns:
+        The score, below zero if the loss is below the median.
+    """
     middle = median(before)
     sigma = _MAD_TO_SIGMA * median(abs(x - middle) for x in before)
-    # Never 0, so that equal losses before give no division by zero.
+    # Never 0: equal losses have no deviation.
     return (loss - middle) / max(sigma, _LEAST_SIGMA * abs(middle), 1e-12)

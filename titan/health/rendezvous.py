@@ -1,12 +1,14 @@
-"""Let the launcher and the ranks of a run find each other, without a door for strangers.
+"""Rendezvous of the launchers and ranks of a run, closed to strangers.
 
-torchrun's own meeting point (c10d) unpickles what anybody has written to a store that listens on every interface
-without a password. titan.health.launch and titan.tools.cluster.node use this handler instead, which unpickles nothing:
+torchrun's own rendezvous (c10d) unpickles any value of a store that listens on every interface
+without a password. titan.health.launch and titan.tools.cluster.node use this handler instead, which
+unpickles nothing:
 
     one machine     launcher: a store in its own memory    ranks: a file in a folder that only their user can open
     several nodes   both: a TCP store of node 0's launcher, bound to the address that the nodes were given
 
-titan/parallel/init_distributed.py is the ranks' side. docs/cluster.md says what remains open, and to whom.
+titan/parallel/init_distributed.py is the ranks' side. docs/cluster.md says what remains open, and
+to whom.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ JOIN_TIMEOUT = timedelta(minutes=10)  # torchrun's own, for nodes that start one
 
 
 class _Rendezvous(RendezvousHandler):
-    """The meeting of a fixed set of launchers, one per node, numbered from outside."""
+    """Rendezvous of a fixed set of launchers, one per node, with ranks set from outside."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         self.parameters = parameters
@@ -111,16 +113,16 @@ class _Rendezvous(RendezvousHandler):
 
 
 def register() -> None:
-    """Make this handler known to torchrun, as --rdzv-backend=titan."""
+    """Register this handler with torchrun, as --rdzv-backend=titan."""
     with suppress(ValueError):  # registered already
         rendezvous_handler_registry.register(BACKEND, _Rendezvous)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens only on the address of `host`.
+    """Open a socket that listens only on the address of `host`.
 
-    A host that calls itself 127.0.1.1, as Debian's /etc/hosts does, must still be reached by others:
-    then the socket listens on all interfaces.
+    A host that resolves its own name to 127.0.1.1, as with Debian's /etc/hosts, must still be
+    reachable from others: then the socket listens on all interfaces.
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     ip = str(address[0])

@@ -1,17 +1,18 @@
-"""Let one run at a time into a run folder; a second copy is refused before it imports torch.
+"""Lock of a run folder: one run at a time. A second run is refused before it imports torch.
 
-`lock.json` in the run folder names its holder, rank 0 of the run, which writes a beat into it about every second
-(titan/health/monitor.py calls `touch`). The holder is alive
+`lock.json` in the run folder names its holder, rank 0 of the run, which writes a heartbeat into it
+about every second (titan/health/monitor.py calls `touch`). The holder is alive
 
     on this machine       while its process is: process id and start time, boot and pid namespace, so that a process id
                           that is used again is no holder
-    on another machine    while its last beat is younger than DEAD_AFTER_S, by the file server's clock, since those of
-                          two machines differ. A restart or requeue of the very same job may find its own lock from
-                          another machine. It watches the beat for WATCH_S instead
+    on another machine    while its last heartbeat is younger than DEAD_AFTER_S, by the file server's clock, since the
+                          clocks of two machines differ. A restart or requeue of the very same job may find its own lock
+                          from another machine. It watches the heartbeat for WATCH_S instead
 
-This relies on a file system that makes a file exclusively (O_EXCL), replaces one by a rename, and shows a file's new
-content to others who open it. It does not use flock, which network file systems may keep to one machine. If two runs
-take over a dead lock at once, the last one has it. The other reads it again after SETTLE_S and at every beat, and ends.
+This relies on a file system that creates a file exclusively (O_EXCL), replaces a file by a rename,
+and shows a file's new content to others who open it. It does not use flock, which network file
+systems may keep to one machine. If two runs take over a dead lock at once, the later writer has it.
+The earlier one reads it again after SETTLE_S and at every heartbeat, and ends.
 """
 
 from __future__ import annotations
@@ -27,32 +28,42 @@ from pathlib import Path
 from titan.run_folder import write_text_atomically
 
 LOCK_FILE = "lock.json"
-# Seconds: between two beats; without one until a holder elsewhere counts as dead; to watch a holder
-# of the same job; for the other of two runs that take over at once.
+# Seconds: between two heartbeats; of silence until a holder elsewhere counts as dead; to watch a
+# holder of the same job; until a run that took over a dead lock checks that it still has it.
 BEAT_S, DEAD_AFTER_S, WATCH_S, SETTLE_S = 1.0, 60.0, 10.0, 0.2
-# What all ranks of an attempt share, and no other attempt has.
+# Variables that all ranks of an attempt share, with values that no other attempt has.
 _ATTEMPT = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
 class RunLocked(RuntimeError):
-    """Report that another run is alive in this folder. The message is for the user."""
+    """Error: another run is alive in this folder. The message is for the user."""
 
 
 @dataclass(frozen=True)
 class ProcessId:
-    """Name a process so that it cannot be mistaken for another one, and the run it belongs to."""
+    """Unmistakable identity of a process, and the run that it belongs to.
+
+    Attributes:
+        host: name of the host.
+        pid: process id.
+        started: start time in ticks since the boot; empty on systems without /proc.
+        machine: boot id and pid namespace; process ids mean the same if it is equal.
+        job: the scheduler's or torchrun's name of the job; the same after a restart or requeue.
+        attempt: attempt of the job; the same for all its ranks, another after a restart.
+        beat: number of heartbeats.
+    """
 
     host: str
     pid: int
-    started: str  # in ticks since the boot; empty on systems without /proc
-    machine: str  # boot and pid namespace; process ids mean the same if it is equal
-    job: str  # the scheduler's or torchrun's name of the job: the same after a restart or requeue
-    attempt: str  # of the job: the same for all its ranks, another after a restart
+    started: str
+    machine: str
+    job: str
+    attempt: str
     beat: int = 0
 
     @staticmethod
     def this() -> ProcessId:
-        """Return this process."""
+        """Return the identity of this process."""
         names = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
         job = next((os.environ[name] for name in names if os.environ.get(name)), "")
         try:
@@ -71,17 +82,17 @@ class ProcessId:
         )
 
     def is_here(self) -> bool:
-        """Return whether the process id means something to this process. Virtual hosts may share a kernel."""
+        """Return whether this process can look up the process id. Virtual hosts may share a kernel."""
         # Containers share the kernel's boot id, so the pid namespace and the host's name count too.
         me = ProcessId.this()
         return self.machine != "" and (self.machine, self.host) == (me.machine, me.host)
 
     def is_running(self) -> bool:
-        """Return whether the process lives. Ask only if its machine is this one."""
+        """Return whether the process lives. Call it only if its machine is this one."""
         return start_time(str(self.pid)) == self.started != ""
 
     def is_same(self, other: ProcessId) -> bool:
-        """Return whether both are the same process, whatever their beats."""
+        """Return whether both are the same process, whatever their heartbeats."""
         return replace(self, beat=0) == replace(other, beat=0)
 
     def __str__(self) -> str:
@@ -89,7 +100,7 @@ class ProcessId:
 
 
 class RunLock:
-    """Hold the lock of a run folder for this process, from `acquire` to `release`."""
+    """Lock of a run folder, held by this process from `acquire` to `release`."""
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / LOCK_FILE
@@ -97,7 +108,11 @@ class RunLock:
         self.is_held = False
 
     def require_free(self) -> None:
-        """Raise RunLocked if a run that this process is no part of holds the folder."""
+        """Check that no other run holds the folder.
+
+        Raises:
+            RunLocked: a run that this process does not belong to holds the folder.
+        """
         # All ranks come here, and rank 0 may have the lock already.
         holder = self._read()
         if holder is None or self._is_of_this_run(holder) or not self._is_alive(holder):
@@ -108,37 +123,45 @@ class RunLock:
         )
 
     def acquire(self) -> None:
-        """Acquire the lock, taking over one left by a dead run. Raises RunLocked if its holder is alive."""
+        """Acquire the lock. Take over a lock that a dead run left.
+
+        Raises:
+            RunLocked: the holder is alive.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # Again from the top if another run makes the file between the check and here.
+        # Again from the top if another run creates the file between the check and `open`.
         while True:
             self.require_free()
             if self.path.exists():  # its holder has died
                 write_text_atomically(self.path, self._text(), durable=False)
                 time.sleep(SETTLE_S)  # another run may do the same now
                 break
-            # "x": of two runs that begin at once, one makes the file, and the other asks again.
+            # "x": if two runs begin at once, one creates the file, and the other checks again.
             with suppress(FileExistsError), self.path.open("x") as file:
                 file.write(self._text())
                 break
-        # If two runs took over at once, the one that wrote first leaves here.
+        # If two runs took over at once, the earlier writer ends here.
         self._require_mine()
         self.is_held = True
 
     def touch(self) -> None:
-        """Write the next beat. Raises RunLocked if another run has taken over."""
+        """Write the next heartbeat.
+
+        Raises:
+            RunLocked: another run has taken over.
+        """
         if not self.is_held:
             return
         # A file server that is away for a while is no reason to end: the run itself will report it.
         with suppress(OSError):
             self._require_mine()
             self.me = replace(self.me, beat=self.me.beat + 1)
-            # In place: a file opened again is read from the server, a new name may be looked up in a cache.
+            # In place: readers get an opened file from the server, but may find a new name in a cache.
             with self.path.open("r+") as file:
                 file.write(self._text())
 
     def release(self) -> None:
-        """Give the lock up, unless another run has taken it over."""
+        """Release the lock, unless another run has taken it over."""
         if self.is_held:
             self.is_held = False
             holder = self._read()
@@ -152,13 +175,13 @@ class RunLock:
             raise RunLocked(f"{self.path.parent}: {holder} has taken over this run")
 
     def _is_of_this_run(self, holder: ProcessId) -> bool:
-        """Return whether the holder is rank 0 of the run that this process is another rank of."""
+        """Return whether the holder is rank 0 of this process's run, and this process another rank."""
         # Rank 0 holds the lock, so it is never a peer of the holder.
         return os.environ.get("RANK", "0") != "0" and holder.attempt == self.me.attempt
 
     def _is_alive(self, holder: ProcessId) -> bool:
-        # From the surest sign to the weakest: the process itself, a beat that changes, the age of
-        # the last beat.
+        # From the surest sign to the weakest: the process itself, a heartbeat that changes, the age
+        # of the last heartbeat.
         if holder.machine and holder.machine == self.me.machine:
             return holder.is_running()
         if not holder.machine and holder.host == self.me.host:  # no /proc
@@ -166,7 +189,7 @@ class RunLock:
         if holder.job and holder.job == self.me.job:  # a job has one run at a time, as a rule
             deadline = time.monotonic() + WATCH_S
             while time.monotonic() < deadline:
-                # Twice in each beat, so that no beat is missed.
+                # Twice per heartbeat, so that none is missed.
                 time.sleep(BEAT_S / 2)
                 now = self._read()
                 if now is not None and now != holder:
@@ -175,8 +198,8 @@ class RunLock:
         return self._age_s() < DEAD_AFTER_S
 
     def _age_s(self) -> float:
-        """Return the seconds since the last beat, by the clock that stamps files."""
-        # A file made now gets its time from the server's clock, which stamped the lock, too.
+        """Return the seconds since the last heartbeat, by the clock that stamps files."""
+        # A new file gets its time from the server's clock, which stamped the lock, too.
         probe = self.path.with_name(f".{LOCK_FILE}.{self.me.host}.{self.me.pid}")
         try:
             probe.touch()
@@ -187,24 +210,24 @@ class RunLock:
             probe.unlink(missing_ok=True)
 
     def _read(self) -> ProcessId | None:
-        """Return the holder; None if there is none, or the file makes no sense."""
+        """Read the holder; None if there is no lock, or the file is not readable."""
         for _ in range(3):
             if not self.path.exists():
                 return None
             with suppress(OSError, ValueError, TypeError):
                 return ProcessId(**json.loads(self.path.read_text()))
-            time.sleep(0.05)  # its holder may be writing a beat
+            time.sleep(0.05)  # its holder may be writing a heartbeat
         return None
 
     def _text(self) -> str:
-        """Return the file's content, of the same length at every beat, since each is written over the last one."""
+        """Return the file's content. Its length is constant, since each heartbeat overwrites the last one."""
         text = json.dumps(asdict(self.me), indent=1)
-        # 20 digits hold any count of beats.
+        # 20 digits hold any count of heartbeats.
         return text + " " * (20 - len(str(self.me.beat))) + "\n"
 
 
 def start_time(pid: str) -> str:
-    """Return when a process was started; an empty string if there is none, or a zombie."""
+    """Return the start time of a process; an empty string if it does not exist or is a zombie."""
     # The second field is the name of the program, in parentheses, and may hold spaces.
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,11 +1,13 @@
-"""Stop a run on a signal: it finishes its step, saves, and leaves with exit code 75 (please requeue me).
+"""Signals that stop a run: it finishes its step, saves, and leaves with exit code 75 (please requeue me).
 
-SIGTERM and SIGUSR1 come from schedulers, SIGINT from a person, whose second Ctrl-C ends the program at once. The
-handlers are installed before torch is imported, which takes seconds in which a signal would be deadly.
+SIGTERM and SIGUSR1 come from schedulers, SIGINT from a person, whose second Ctrl-C ends the program
+at once. The handlers are installed before torch is imported, which takes seconds in which a signal
+would end the process.
 
-A Python handler does not run while the main thread waits inside a collective, which may last forever: another rank
-can be gone. But Python's C handler also writes the signal's number into a pipe (signal.set_wakeup_fd). A thread reads
-it, and ends the process when the grace time is over.
+A Python handler does not run while the main thread waits inside a collective, which may last
+forever: another rank can be gone. But Python's C handler also writes the signal's number into a
+pipe (signal.set_wakeup_fd). A thread reads the pipe, and ends the process when the grace time is
+over.
 """
 
 from __future__ import annotations
@@ -22,33 +24,40 @@ from types import FrameType
 EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR, EXIT_STOPPED = 0, 1, 2, 75
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 ASKING = signal.SIGUSR2  # "where are you?"; the run goes on
-_REPORT_S = 5  # for the report of a process that ends: its disk may be what hangs
+_REPORT_S = 5  # limit of a last report: the disk may hang
 _PR_SET_PDEATHSIG = 1
 
 
 class StopRequest:
-    """Note by which signal this process was asked to stop, and end it when its time is over."""
+    """Request to stop this process by a signal, and the end of the process when the grace time is over.
+
+    Attributes:
+        signal_name: name of the signal, set by the main thread's handler; empty without a
+            signal.
+        seen: name of the signal, set by the thread that reads the pipe.
+        exit_code: exit code of a run that has ended well and only has to leave; None before.
+        on_ask: called in a separate thread for SIGUSR2.
+    """
 
     def __init__(self) -> None:
         self.signal_name = ""
-        self.seen = (
-            ""  # the same, as the thread knows it: the main thread may never run its handler
-        )
-        self.exit_code: int | None = None  # set when the run has ended well, and only has to leave
+        # Set apart, since the main thread may never run its handler.
+        self.seen = ""
+        self.exit_code: int | None = None
         self._grace_s = 0.0
         self._report: Callable[[], None] = lambda: None
-        self.on_ask: Callable[[], None] = lambda: None  # called in a separate thread
+        self.on_ask: Callable[[], None] = lambda: None
         self._armed, self._disarmed = threading.Event(), threading.Event()
 
     def install(self) -> StopRequest:
-        """Install the handlers, and start the thread that watches the time."""
+        """Install the handlers, and start the thread that watches the time. Return this object."""
         # Python's C handler writes the number of each signal into the pipe, whatever the main
         # thread does.
         reader, writer = os.pipe()
         os.set_blocking(writer, False)  # as set_wakeup_fd demands
         for number in STOPPING:
             signal.signal(number, self._remember)
-        # Without a handler it would end the process; the thread answers it.
+        # Without a handler the signal would end the process. The thread answers it.
         signal.signal(ASKING, lambda number, frame: None)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(reader,), name="signals", daemon=True).start()
@@ -60,16 +69,18 @@ class StopRequest:
         return bool(self.signal_name)
 
     def allow(self, grace_s: float, *, report: Callable[[], None]) -> None:
-        """End the process this long after the first signal, even if that has come already.
+        """Set the grace time. It counts from the first signal, even one that has come already.
 
         Args:
-            report: called in another thread; must neither wait for the main thread nor import anything.
+            grace_s: seconds from the first signal to the end of the process.
+            report: called in another thread. It must neither wait for the main thread nor
+                import anything.
         """
         self._grace_s, self._report = grace_s, report
         self._armed.set()
 
     def disarm(self) -> None:
-        """Let the process leave by itself."""
+        """Cancel the end of the process: it leaves by itself."""
         self._disarmed.set()
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
@@ -85,17 +96,23 @@ class StopRequest:
         # The grace time begins with the signal, not with the call of `allow`.
         deadline = time.monotonic()
         self.seen = signal.Signals(number).name
-        # Before `allow` nobody knows the grace time: it is in the config.
+        # The grace time is known from `allow` on: it is in the config.
         self._armed.wait()
         deadline += self._grace_s
-        # Disarmed: the run saved in time and leaves by itself.
+        # Disarmed: the run saved in time and leaves.
         if not self._disarmed.wait(max(0, deadline - time.monotonic())):
             code = EXIT_FAILED if self.exit_code is None else self.exit_code
             leave(for_agent(code), self._report)
 
 
 def leave(code: int, report: Callable[[], None], *, within_s: float = _REPORT_S) -> None:
-    """End the process after `report`, whatever its other threads do."""
+    """End the process after `report`, whatever its other threads do.
+
+    Args:
+        code: exit code.
+        report: called in another thread.
+        within_s: time limit of `report`, in seconds.
+    """
     thread = threading.Thread(target=report, name="last report", daemon=True)
     thread.start()
     thread.join(within_s)
@@ -110,16 +127,17 @@ def has_agent() -> bool:
 def for_agent(code: int) -> int:
     """Return the exit code of a rank that was asked to stop.
 
-    torchrun --max-restarts would start it again unless it ends with 0. status.json has the real one.
+    torchrun --max-restarts starts a rank again unless it ends with 0. status.json has the real
+    code.
     """
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
     return EXIT_DONE if has_agent() and restarts else code
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies. Linux only.
+    """Ask the kernel to kill this process when its parent dies. Linux only.
 
-    A rank that outlived its agent would train on, and save, beside the run that takes its place.
+    A rank that outlived its agent would train on, and save, while another run takes its place.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -130,9 +148,10 @@ def die_with_parent() -> None:
 
 
 def signal_main_thread(pid: int, number: int) -> None:
-    """Signal another process's main thread, which then runs no further.
+    """Send a signal to another process's main thread.
 
-    os.kill lets the kernel choose a thread. While that one writes all stacks, the main thread may leave what it was in.
+    os.kill lets the kernel choose a thread. While that thread writes all stacks, the main thread
+    may leave its current call.
     """
     # Missing before glibc 2.30.
     tgkill = getattr(ctypes.CDLL(None), "tgkill", None)

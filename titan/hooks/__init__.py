@@ -1,4 +1,4 @@
-"""List the standard hooks of a run, and those that other packages add.
+"""Standard hooks of a run, and hooks of other packages.
 
 An installed package adds a hook through the entry point group "titan.hooks":
 
@@ -36,10 +36,12 @@ def standard_hooks(trainer: RunContext, *, monitor: Monitor | None = None) -> li
     """Return the hooks of `titan train` in their order, with those of installed packages.
 
     Args:
-        monitor: watches the run; None: nothing limits the time of a step.
+        trainer: the run.
+        monitor: monitor of the run; None: no limit on the time of a step.
     """
     hooks: list[Hook] = [
-        StepLimit(trainer, monitor),  # first, so that it times all that others do in a step
+        # First, so that it times the work of all other hooks in a step.
+        StepLimit(trainer, monitor),
         StepRecovery(trainer),
         ReplicaCheck(trainer),
         RunEvents(trainer),
@@ -53,10 +55,10 @@ def standard_hooks(trainer: RunContext, *, monitor: Monitor | None = None) -> li
         ExpertLoads(trainer),
         *([FurtherTargets(trainer)] if getattr(trainer.sizes, "num_mtp_modules", 0) else []),
         *([TWIN.load()(trainer)] if trainer.config.simulator.twin else []),
-        Metrics(trainer),  # last, so that its row has the columns of all others
+        Metrics(trainer),  # last, so that its row has the columns of all other hooks
     ]
-    # By name, since every rank must call hooks in the same order. Before Metrics, so that their
-    # columns reach its row.
+    # Sorted by name, since every rank must call hooks in the same order. Before Metrics, so that
+    # their columns reach its row.
     for entry in plug_ins("titan.hooks"):
         if hook := entry.load()(trainer):
             hooks.insert(0 if hook.is_first else -1, hook)

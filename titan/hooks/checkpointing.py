@@ -1,4 +1,4 @@
-"""Save checkpoints, resume from them, and export to Hugging Face (titan/checkpoint/manager.py)."""
+"""Hook for checkpoints: saves, resumes, and exports to Hugging Face (titan/checkpoint/manager.py)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from titan.untrusted import InputError
 
 
 class Checkpointing(Hook):
-    """Save when a save is due by step or by time, or because the run has to stop. All ranks save together."""
+    """Checkpoints of a run, due by step, by time, or because the run has to stop. All ranks save together."""
 
     def __init__(self, trainer: RunContext) -> None:
         self.trainer, self.section = trainer, trainer.config.checkpoint
@@ -40,9 +40,9 @@ class Checkpointing(Hook):
         )
         self.export = self._describe_export()
         self.resumed_from: Location | None = None
-        self.changes: list[str] = []  # settings that differ from those of the checkpoint
-        self.text_changes: list[str] = []
-        self.jump = ""  # of the learning rate
+        self.changes: list[str] = []  # settings that differ from the checkpoint's
+        self.text_changes: list[str] = []  # differences of tokenizer, template and data
+        self.jump = ""  # description of a jump of the learning rate
         self.is_due_by_time = False
         self._more: Callable[[], checkpoints.StateDict] = dict  # another hook's tensors
         # The copy overlaps the next step until its update.
@@ -66,7 +66,7 @@ class Checkpointing(Hook):
             trainer.console.message(text, always=True)
         if self.jump and trainer.step < trainer.last_step:
             trainer.console.message(self.jump, always=True)
-        self._print_messages()  # such as that a damaged checkpoint was passed over
+        self._print_messages()  # for example about a damaged checkpoint that was skipped
         # A seed checkpoint is a run of no steps, which saves the initial weights.
         if self.section.create_seed_checkpoint:
             if trainer.step == 0 and self.resumed_from is None:
@@ -74,15 +74,19 @@ class Checkpointing(Hook):
             trainer.stop()
 
     def flags(self) -> Sequence[float]:
-        """Return whether a save is due by this rank's clock, and whether one in the background failed."""
+        """Return whether a save is due by this rank's clock, and whether a background save failed."""
         # Clocks and disks differ between ranks. The maximum over ranks is the same on all of them.
-        # Looked at in every step, so a failure is known on all ranks in the same one.
+        # Checked in every step, so that all ranks learn of a failure in the same step.
         save_failed = not self.manager.poll()
         self._print_messages()
         return self.manager.is_due_by_time(), save_failed
 
     def result(self, result: StepResult) -> None:
-        """Take in what all ranks found. Raises SaveFailed, on all ranks in the same step."""
+        """Read the flags of all ranks.
+
+        Raises:
+            SaveFailed: a background save failed. All ranks raise it in the same step.
+        """
         is_due, save_failed = result.flags[self]
         self.is_due_by_time |= is_due > 0
         if save_failed and self.section.on_failure == "stop":
@@ -104,13 +108,13 @@ class Checkpointing(Hook):
             self._save(final=trainer.step == trainer.last_step or trainer.is_stopping)
 
     def add_state(self, state: Callable[[], checkpoints.StateDict]) -> None:
-        """Save and load the tensors of another hook, too."""
+        """Add the tensors of another hook to each save and load."""
         self._more = state
 
     def take_over(self, metadata: Mapping[str, Any]) -> None:
-        """Continue from a peer's `metadata`, whose tensors are there already."""
+        """Continue from a peer's `metadata`, whose tensors are loaded already."""
         self.load_train_state(metadata)
-        self.changes.clear()  # of a peer there are none that matter
+        self.changes.clear()  # a peer has the same settings
         self.trainer.loader.load_state_dict(metadata["data"])
 
     def save_now(self) -> None:
@@ -126,7 +130,7 @@ class Checkpointing(Hook):
         """Save this step. If it is the `final` one, wait for the save and raise if it fails."""
         trainer, section = self.trainer, self.section
         if not trainer.is_writer:
-            trainer.saved()  # by another replica group
+            trainer.saved()  # another replica group saves
             return
         is_last = trainer.step == trainer.config.training.steps
         with trainer.timer.pause("checkpoint"):
@@ -162,7 +166,7 @@ class Checkpointing(Hook):
         }
 
     def metadata(self) -> dict[str, Any]:
-        """Return what titan.json holds."""
+        """Return the content of titan.json."""
         trainer = self.trainer
         return {
             "format": 1,
@@ -177,7 +181,7 @@ class Checkpointing(Hook):
 
     @cached_property
     def text(self) -> dict[str, Any]:
-        """Return what names the run's tokenizer, template and data, on the rank that writes it."""
+        """Return the identity of the run's tokenizer, template and data, on the rank that writes it."""
         tokenizer = None if self.trainer.rank else self.trainer.tokenizer
         return text_facts(self.trainer.config, tokenizer) if tokenizer else {}
 
@@ -194,7 +198,7 @@ class Checkpointing(Hook):
         return state | {"bookmarks": [by_rank[rank] for rank in range(len(by_rank))]}
 
     def _export(self) -> None:
-        """Write the weights as a Hugging Face folder beside the checkpoints, as TorchTitan does."""
+        """Write the weights as a Hugging Face folder next to the checkpoints, as TorchTitan does."""
         assert self.export is not None, "built in the constructor"
         set_timeout(TIMEOUT)  # ranks wait for the slowest disk, and the run is over
         folder = self.manager.folder
@@ -206,7 +210,7 @@ class Checkpointing(Hook):
         self.trainer.console.message(f"saved {folder} for transformers")
 
     def _describe_export(self) -> Export | None:
-        """Return how to export the model, if the job needs it. It is made at the start, so that an error shows before the last step."""
+        """Describe the export if the job needs one, at the start, so that an error shows before the last step."""
         config, section = self.trainer.config, self.section
         if not (section.initial_load_in_hf or section.last_save_in_hf):
             return None
@@ -218,7 +222,7 @@ class Checkpointing(Hook):
         return export
 
     def _before_update(self, *_: Any) -> None:
-        """Wait for the asynchronous copy of the state to finish before the optimizer changes it."""
+        """Wait until the asynchronous copy of the state is done, before the optimizer changes it."""
         with self.trainer.timer.pause("checkpoint"):
             self.manager.staging.before_update()
 
@@ -229,16 +233,16 @@ class Checkpointing(Hook):
     # ---- loading -------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Load the newest checkpoint of the run folder, or else the one that the job starts from."""
+        """Load the newest checkpoint of the run folder, or the job's initial weights if there is none."""
         if self.trainer.step:
             return  # a peer's state is newer
         # In order: this run's own checkpoints, a Hugging Face folder, a checkpoint of another run.
         section, trainer = self.section, self.trainer
-        # Before a damaged step is set aside.
+        # Check this before a damaged step is set aside.
         tokenizer = trainer.tokenizer
         if tokenizer and (why := other_tokenizer(trainer.config, tokenizer, self.manager.folder)):
             raise CheckpointError(why)
-        _ = section.enable and self.text  # of the files as they are now, not at the first save
+        _ = section.enable and self.text  # reads the files now, not at the first save
         path, model_only = self.manager.step_to_resume(), False
         if path is None and section.enable and section.initial_load_in_hf:
             assert self.export is not None, "built in the constructor"
@@ -265,7 +269,7 @@ class Checkpointing(Hook):
         self.resumed_from = path
 
     def load_newest(self) -> Location | None:
-        """Load the newest checkpoint; return its location, or None if there is none."""
+        """Load the newest checkpoint. Return its location, or None if there is none."""
         # A save in progress may become the newest.
         self.manager.poll(wait=True)
         path = self.manager.newest()
@@ -283,14 +287,14 @@ class Checkpointing(Hook):
     ) -> None:
         trainer, exclude = self.trainer, exclude or set()
         parts, optimizer = trainer.train_step.model_parts, trainer.train_step.optimizer
-        # Weights come first: a job may want them alone. With a pipeline, other ranks have other stages.
+        # Weights come first: a job may load only these. With a pipeline, other ranks have other stages.
         gather = self.manager.group.gather if trainer.layout.pp > 1 else None
         self.manager.messages.extend(
             checkpoints.load_model(path, parts, gather=gather, is_strict=is_strict)
         )
         average = trainer.train_step.average
         if average is not None:
-            average.restart()  # where the checkpoint has none
+            average.restart()  # the checkpoint may have no average
         if model_only:
             return
         metadata = checkpoints.read_metadata(path, "step", "tokens", "data")
@@ -316,14 +320,14 @@ class Checkpointing(Hook):
             checkpoints.load_rng_state(path, trainer.rank, trainer.device)
         except InputError:
             raise
-        # metadata is JSON that anyone may have written: whatever it breaks is the file's fault.
+        # Anyone may have written the JSON of metadata: these errors are the file's fault.
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"{path}: its state does not fit this program: {error}"
             ) from error
 
     def load_train_state(self, metadata: Mapping[str, Any]) -> None:
-        """Take over the counters of a checkpoint, and what hooks keep in it."""
+        """Load the counters of a checkpoint, and the states of hooks in it."""
         trainer = self.trainer
         trainer.advance(metadata["step"], tokens=metadata["tokens"])
         if self.text:

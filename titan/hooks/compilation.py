@@ -1,4 +1,7 @@
-"""Report what the compiler did, and set the time limits of collectives: longer ones where something compiles or connects."""
+"""Hook for compilation: its report, and time limits of collectives.
+
+Limits are longer while a rank compiles or connects.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,24 @@ _LOG = logging.getLogger("titan")
 
 
 class Compilation(Hook):
-    """Start the compiler's processes, set limits, report once after the first step, and warn of recompilations at logged steps."""
+    """Compiler of a run, and the time limits of collectives.
+
+    It starts the compiler's processes, sets limits, reports once after the first step, and warns of
+    recompilations at logged steps.
+    """
 
     def __init__(self, trainer: RunContext) -> None:
         self.trainer = trainer
-        self._seconds = trainer.config.comm.init_timeout_seconds  # as the trainer begins
+        self._seconds = trainer.config.comm.init_timeout_seconds  # the limit at the trainer's start
         section = trainer.config.compile
         if section.enable and section.backend == "inductor":
             start_compile_workers()
 
     def step_begin(self) -> None:
-        """Set the limit of a step. The first step of the run and of each phase compiles, and gets the longer one."""
+        """Set the limit of a step.
+
+        The first step of the run and of each phase compiles, and gets the longer limit.
+        """
         self._limit(is_long=self.trainer.step in self._first_steps)
 
     def step_end(self) -> None:
@@ -33,7 +43,7 @@ class Compilation(Hook):
         # The first step of this start, also after a resume.
         if trainer.step == trainer.first_step:
             self._after_first_step()
-        # What validates comes after this hook, and may compile, too.
+        # Validation and evaluation run after this hook, and may compile, too.
         checks = trainer.hook(Validation), trainer.hook(Evaluation)
         self._limit(is_long=any(hook is not None and hook.needs_results() for hook in checks))
         log = trainer.train_step.compile_log
@@ -47,7 +57,7 @@ class Compilation(Hook):
         return {trainer.first_step, *(phase.first_step for phase in trainer.phases)}
 
     def _limit(self, *, is_long: bool) -> None:
-        """Set the limit of all groups. Where nothing connects or compiles, a collective that takes long hangs."""
+        """Set the limit of all groups. If no rank connects or compiles, a slow collective hangs."""
         trainer, comm = self.trainer, self.trainer.config.comm
         seconds = comm.init_timeout_seconds if is_long else comm.train_timeout_seconds
         if seconds != self._seconds:

@@ -1,4 +1,7 @@
-"""Score tasks with the model every `interval` steps of each [[evaluation]]. titan/data/examples.py defines the figures."""
+"""Hook that scores tasks every `interval` steps of each [[evaluation]].
+
+titan/data/examples.py defines the figures.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,20 @@ from titan.optim.average import averaged
 
 
 class Evaluation(Hook):
-    """Evaluate the same examples each time. `row` has the figures of this step, by names such as "eval/stdlib_cloze/acc"."""
+    """Evaluation on the same examples each time.
+
+    Attributes:
+        row: figures of this step, with names such as "eval/stdlib_cloze/acc".
+        scorer: scorer of the task; None without evaluations.
+        tasks: section and task of each evaluation.
+        rows: encoded examples of each task.
+    """
 
     def __init__(self, trainer: RunContext) -> None:
         self.trainer = trainer
         self.row: Row = {}
         self.scorer: Any = None
-        # Each rank reads the files: what they hold wrong ends all of them alike, before the first step.
+        # Each rank reads the files, so an error in them ends all ranks alike, before the first step.
         self.tasks = [
             (section, read_task(task, num_examples=section.num_examples))
             for section in trainer.config.evaluation
@@ -26,7 +36,7 @@ class Evaluation(Hook):
         ]
         if self.tasks:
             self.scorer = trainer.task.scorer(trainer.train_step)  # pyright: ignore[reportAttributeAccessIssue]
-            # Encoded once: a task has thousands of rows, and is scored often.
+            # Encode once: a task has thousands of rows, and is scored often.
             self.rows = [[self.scorer.row(*pair) for pair in task.pairs] for _, task in self.tasks]
 
     def _is_due(self, interval: int) -> bool:

@@ -1,9 +1,10 @@
-"""Show how evenly the experts are loaded: columns of the metrics' rows, and experts.json, a table of the newest loads.
+"""Hook for the load of experts: columns of the metrics, and experts.json, a table of the newest loads.
 
-All figures come from the loads of the step, summed over all ranks (titan/optim/balance.py), so each layout gives those of
-one process. At logged steps one all-reduce brings the layers of other pipeline stages here. Other steps do nothing.
+All figures come from the loads of the step, summed over all ranks (titan/optim/balance.py), so each
+layout gives the figures of one process. At logged steps one all-reduce collects the layers of other
+pipeline stages. Other steps do nothing.
 
-L layers with experts, E experts
+L layers with experts, E experts, C ranks of an expert-parallel group
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ from titan.train_step import StepReport
 
 
 class ExpertLoads(Hook):
-    """Copy loads and biases to the host at logged steps, and compute a row's figures from them."""
+    """Loads and biases of experts, copied to the host at logged steps, and their figures.
+
+    Attributes:
+        num_experts: experts of a layer; 0 for a dense model.
+        layers: layers with experts.
+        measured: loads and biases of the last step, if it was logged.
+    """
 
     def __init__(self, trainer: RunContext) -> None:
         self.trainer, sizes = trainer, trainer.sizes
@@ -44,7 +51,7 @@ class ExpertLoads(Hook):
         self.measured = None
         if not (self.layers and trainer.logs_this_step):
             return
-        # A stage fills the rows of its layers, and adding up puts all stages together. float64 holds every count exactly.
+        # A stage fills the rows of its layers, and the sum combines all stages. float64 holds every count exactly.
         shape = (len(self.layers), 2, self.num_experts)
         both = torch.zeros(shape, dtype=torch.float64, device=trainer.device)
         for n, (name, moe) in enumerate(balance.moes.items()):
@@ -64,7 +71,7 @@ class ExpertLoads(Hook):
         figures = load_figures(loads_LE, bias_LE, ep=ep)
         if (metrics := self.trainer.hook(Metrics)) is not None and metrics.log is not None:
             metrics.log.write_loads(self.trainer.step, self.layers, loads_LE.long().tolist())
-        # On one rank the busiest expert takes the place of the busiest rank.
+        # With one rank, the busiest expert takes the place of the busiest rank.
         worst = figures["ep_imbalance"] if ep > 1 else figures["maxvio"] + 1
         of_layers = {name: [round(v, 5) for v in t.tolist()] for name, t in figures.items()}
         return {
@@ -74,15 +81,19 @@ class ExpertLoads(Hook):
 
 
 def load_figures(loads_LE: Tensor, bias_LE: Tensor, *, ep: int) -> dict[str, Tensor]:
-    """Return a tensor (L,) for each figure that docs/evaluation.md defines.
+    """Compute the figures that docs/evaluation.md defines.
 
     Args:
         loads_LE: tokens of each expert in a step, over all ranks, float64.
-        ep: ranks that the experts are dealt out to, in order.
+        bias_LE: routing bias of each expert, float64.
+        ep: ranks over which the experts are split, in order.
+
+    Returns:
+        A tensor (L,) by the name of the figure.
     """
     num_experts = loads_LE.shape[1]
     total_L1 = loads_LE.sum(1, keepdim=True).clamp(min=1)
-    # Ranks at the same place of all expert-parallel groups hold the same experts, and are counted as one.
+    # Ranks with the same index in all expert-parallel groups hold the same experts, and count as one rank.
     rows_LC = loads_LE.unflatten(1, (ep, -1)).sum(-1)
     return {
         "maxvio": (loads_LE / total_L1).amax(1) * num_experts - 1,

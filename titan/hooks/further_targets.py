@@ -1,4 +1,4 @@
-"""Report what the modules of multi-token prediction lose: a column beside the loss of the next token."""
+"""Hook for the loss of multi-token prediction: a column in addition to the loss of the next token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ from titan.train_step import StepReport
 
 
 class FurtherTargets(Hook):
-    """Add up the loss of further tokens over all ranks at logged steps."""
+    """Loss of multi-token prediction, summed over all ranks at logged steps.
+
+    Attributes:
+        means: mean losses of the step's micro-batches.
+        measured: loss of the last step, if it was logged.
+    """
 
     def __init__(self, trainer: RunContext) -> None:
         self.trainer = trainer
@@ -30,7 +35,7 @@ class FurtherTargets(Hook):
         step, self.measured = self.trainer.train_step, None
         if not self.trainer.logs_this_step:
             return
-        # A pipeline may have called the loss once more, before, to learn shapes.
+        # A pipeline may have called the loss once before the step, to learn shapes.
         parts = 1 if step.pipeline is None else step.pipeline.schedule.num_microbatches
         means = self.means[-len(report.local_losses) * parts :]
         total = torch.stack(means).sum() if means else torch.zeros((), device=step.device)

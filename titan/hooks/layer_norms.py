@@ -1,4 +1,7 @@
-"""Write gradient and weight norms of each block, every `metrics.log_layer_norms_every_n_steps` (titan/observe/norms.py)."""
+"""Hook for gradient and weight norms of each block (titan/observe/norms.py).
+
+It runs every `metrics.log_layer_norms_every_n_steps`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from titan.observe.norms import LayerNorms
 
 
 class LayerNormsLog(Hook):
-    """Measure norms between the backward pass and clipping, and write them when the step is over."""
+    """Log of norms, measured between the backward pass and clipping, and written when the step is over."""
 
     def __init__(self, trainer: RunContext) -> None:
         self.trainer = trainer

@@ -1,4 +1,7 @@
-"""Write a row of metrics at logged steps: metrics.jsonl, TensorBoard, Weights & Biases, and a line on the console."""
+"""Hook for metrics: a row at logged steps, and a line on the console.
+
+Rows go to metrics.jsonl, TensorBoard and Weights & Biases.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,17 @@ from titan.observe.rows import Row
 
 
 class Metrics(Hook):
-    """Collect the columns of all hooks in one row."""
+    """Rows of metrics, with the columns of all hooks.
+
+    Attributes:
+        log: sinks of this rank; None before `start`.
+        losses: finite losses since the last row.
+    """
 
     def __init__(self, trainer: RunContext) -> None:
         self.trainer = trainer
         self.log: MetricsLog | None = None
-        self.losses: list[float] = []  # finite ones since the last row
+        self.losses: list[float] = []
 
     def start(self) -> None:
         trainer = self.trainer
@@ -37,7 +45,7 @@ class Metrics(Hook):
         )
 
     def rewound(self) -> None:
-        """Cut the rows of the steps that are repeated: opening the files again at an earlier step does that."""
+        """Open the files again at the earlier step, which cuts the rows of the steps that are repeated."""
         self.close()
         self.start()
 
@@ -82,7 +90,7 @@ class Metrics(Hook):
         loss_mean = fmean(self.losses) if self.losses else math.nan
         self.losses.clear()
         flops_per_token, phase = self._flops_per_token(trainer.phase), trainer.phase
-        # Steps that are left, as multiples of one of this phase.
+        # Remaining steps, in units of a step of this phase.
         flops = [p.tokens_per_step * self._flops_per_token(p) for p in trainer.phases]
         left = (p.steps_after(trainer.step) for p in trainer.phases)
         flops_left = sum(steps * each for steps, each in zip(left, flops, strict=True))

@@ -1,4 +1,4 @@
-"""Record profiler traces and memory snapshots (titan/observe/profiler.py)."""
+"""Hook for profiler traces and memory snapshots (titan/observe/profiler.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from titan.observe.profiler import Profiler
 
 
 class Profiling(Hook):
-    """Call the profiler around each step, and take the time that it needs out of the throughput."""
+    """Profiler around each step. Its own time is taken out of the throughput."""
 
     def __init__(self, trainer: RunContext) -> None:
         self.trainer = trainer
@@ -42,7 +42,7 @@ class Profiling(Hook):
         # Before `close`, while the allocator's history is there.
         if self.profiler is not None and isinstance(error, torch.OutOfMemoryError):
             self.profiler.out_of_memory()
-        # To end a trace would wait for the device, which may wait for ranks that have ended.
+        # The end of a trace would wait for the device, which may wait for ranks that have ended.
         if self.trainer.device.type != "cpu":
             self.profiler = None
 

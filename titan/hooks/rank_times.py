@@ -1,4 +1,4 @@
-"""Measure each rank's own time per step, and name ranks that are slower than the others (titan/observe/ranks.py)."""
+"""Hook for each rank's own time per step, and for stragglers (titan/observe/ranks.py)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _LOG = logging.getLogger("titan")
 
 
 class RankTimes(Hook):
-    """Share own times among ranks at logged steps, and write rows to logs/rank-N.times.jsonl."""
+    """Own times, which ranks share at logged steps and write to logs/rank-N.times.jsonl."""
 
     def __init__(self, trainer: RunContext) -> None:
         self.trainer = trainer
         self.hosts: list[str] = [socket.gethostname()] * trainer.world_size
         if trainer.world_size > 1:
-            # Once, at the start: a warning names the host of any rank.
+            # Collect the hosts once, at the start: a warning names the host of any rank.
             dist.all_gather_object(self.hosts, socket.gethostname())
         self.stragglers = Stragglers(log_freq=trainer.config.metrics.log_freq)
         self.times = TimesLog(trainer.run_dir, rank=trainer.rank, host=self.hosts[trainer.rank])
@@ -43,13 +43,16 @@ class RankTimes(Hook):
         self.clock.begin_step()
 
     def flags(self) -> Sequence[float]:
-        """Return a slot for each rank, with this rank's own seconds per step in its slot. Between logged steps return nothing."""
+        """Return a slot for each rank, with this rank's own seconds per step in its slot.
+
+        Between logged steps there are no slots.
+        """
         trainer = self.trainer
         if not trainer.logs_this_step:
             return ()
         num_steps = trainer.step - self.since_step
         self.since_step = trainer.step
-        # Data waited for is the rank's own time, too.
+        # The wait for data is the rank's own time, too.
         data_wait_s = trainer.timer.data_wait_s / max(num_steps, 1)
         self.own_s = self.clock.take(num_steps)["own"] + data_wait_s
         # The maximum over ranks fills every slot, since all but one rank send 0 there.
@@ -65,7 +68,7 @@ class RankTimes(Hook):
             own_s=round(self.own_s, 6),
         )
         own_s = result.flags.get(self, ())
-        if len(own_s) <= 1:  # one rank has nobody to wait for
+        if len(own_s) <= 1:  # one rank waits for no other
             return {}
         standing = self.stragglers.add(own_s, step_s=window.step_s)
         for rank in standing.new:

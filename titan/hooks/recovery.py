@@ -1,4 +1,7 @@
-"""Act on steps whose loss is not finite or far off: warn, skip, rewind or stop (titan/health/recovery.py decides)."""
+"""Hook for steps with a bad loss, not finite or far off: warn, skip, rewind or stop.
+
+titan/health/recovery.py decides.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,16 @@ from titan.train_step import StepReport
 
 
 class StepRecovery(Hook):
-    """Judge each step before it updates the weights, if the policy asks for it. Otherwise stop at the first non-finite loss."""
+    """Judge of each step before it updates the weights, if the policy asks for it.
+
+    Otherwise the run stops at the first non-finite loss.
+
+    Attributes:
+        recovery: decisions about steps.
+        judges: whether steps are judged before their update.
+        is_told: whether a step without targets was announced.
+        skipped: skipped steps whose results were not read yet.
+    """
 
     state_key = "recovery"
 
@@ -27,8 +39,8 @@ class StepRecovery(Hook):
         self.recovery = Recovery(trainer.config.fault_tolerance, device=trainer.device)
         # Judging needs the loss before the update, so the host waits for the device in each step.
         self.judges = self.recovery.is_on
-        self.is_told = False  # of a step without targets
-        self.skipped: set[int] = set()  # steps whose results were not read yet
+        self.is_told = False
+        self.skipped: set[int] = set()
 
     def state_dict(self) -> dict[str, Any]:
         return self.recovery.state_dict()
@@ -40,7 +52,12 @@ class StepRecovery(Hook):
         return self.recovery.judge(loss, grad_norm)
 
     def updated(self, report: StepReport) -> None:
-        """Act on the decision about this step. Raises SpikeError or NonFiniteError if the run has to stop."""
+        """Act on the decision about this step.
+
+        Raises:
+            SpikeError: the loss is far off, and the run has to stop.
+            NonFiniteError: the loss or the norm is not finite, and the run has to stop.
+        """
         trainer, decision = self.trainer, self.recovery.decision
         if not report.has_targets and not self.is_told:
             self.is_told = True
@@ -64,7 +81,11 @@ class StepRecovery(Hook):
         trainer.announce(f"{text}. {done}")
 
     def result(self, result: StepResult) -> None:
-        """Raise NonFiniteError for a bad step, on all ranks in the same step."""
+        """Check the results of a step.
+
+        Raises:
+            NonFiniteError: they are not finite. All ranks raise it in the same step.
+        """
         # A skipped step may have any loss.
         if result.step in self.skipped:  # it did not change the weights
             self.skipped.remove(result.step)
@@ -90,10 +111,10 @@ class StepRecovery(Hook):
             raise NonFiniteError(
                 f"step {failed_at}: {reason}, and there is no checkpoint to rewind to"
             )
-        # Skip the samples of the steps that led here, at most those since the checkpoint.
+        # Skip the samples of the steps that led here, at most the samples since the checkpoint.
         end = first_sample + trainer.sequences_per_step
         most = trainer.config.fault_tolerance.rewind_steps * trainer.sequences_per_step
-        # Not before the position of the checkpoint: those samples are trained on already.
+        # Start at the checkpoint's position or later: the run has trained on earlier samples already.
         first = max(trainer.loader.state_dict()["position"], end - most)
         trainer.loader.skip(first, end)
         trainer.announce(
@@ -105,7 +126,10 @@ class StepRecovery(Hook):
         return f"samples {first} to {first + self.trainer.sequences_per_step - 1}"
 
     def _require_finite(self, result: StepResult) -> None:
-        """Raise NonFiniteError unless loss and norm are finite. Every rank reads the same ones, so all raise together."""
+        """Raise NonFiniteError unless loss and norm are finite.
+
+        Every rank reads the same values, so all ranks raise together.
+        """
         if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
             return
         # The loss is a sum over ranks, so every rank is here and may communicate.
@@ -114,7 +138,7 @@ class StepRecovery(Hook):
         by_rank: list[Any] = [None] * trainer.world_size
         dist.all_gather_object(by_rank, (trainer.dp_rank, bad))
         size = trainer.phase.config.training.local_batch_size
-        # Name the samples: loss is summed over ranks, but each micro-batch's loss is still known where it was computed.
+        # Name the samples: the loss is a sum over ranks, but each rank still knows its micro-batches' losses.
         batches = []
         for rank, (dp_rank, flags) in enumerate(by_rank):
             for number, flag in enumerate(flags):

@@ -1,4 +1,7 @@
-"""Compare the weights of replicas bit for bit, every `fault_tolerance.check_replicas_every_n_steps`."""
+"""Hook that compares the weights of replicas bit for bit.
+
+It runs every `fault_tolerance.check_replicas_every_n_steps`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from titan.train_step import StepReport
 
 
 class ReplicaCheck(Hook):
-    """Raise ReplicaError on all ranks if replicas differ."""
+    """Check of replicas. All ranks raise ReplicaError if replicas differ."""
 
     def __init__(self, trainer: RunContext) -> None:
         self.trainer = trainer

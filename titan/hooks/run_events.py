@@ -1,4 +1,4 @@
-"""Keep the account of time in events.jsonl, and look for spikes among the losses of recent steps."""
+"""Hook for events.jsonl: the account of time, and spikes among the losses of recent steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from titan.observe.clock import Window
 
 
 class RunEvents(Hook):
-    """Record when steps begin, spikes, and goodput."""
+    """Events of a run: the beginning of its steps, spikes, and goodput."""
 
     def __init__(self, trainer: RunContext) -> None:
         self.trainer = trainer
@@ -48,7 +48,7 @@ class RunEvents(Hook):
 
 
 class Spikes:
-    """Compute robust z-scores (titan/health/recovery.py) of loss and gradient norm among recent steps."""
+    """Robust z-scores (titan/health/recovery.py) of loss and gradient norm among recent steps."""
 
     def __init__(self, *, window: int, min_steps: int) -> None:
         self._before = (deque[float](maxlen=window), deque[float](maxlen=window))
@@ -56,14 +56,16 @@ class Spikes:
         self._highest: list[float | None] = [None, None]
 
     def add(self, loss: float, grad_norm: float) -> tuple[float | None, float | None]:
-        """Return the z-scores of one step, or None if too few steps are known or the value is not finite."""
+        """Return the z-scores of loss and gradient norm of one step.
+
+        A score is None if too few steps are known or the value is not finite.
+        """
         scores: list[float | None] = [None, None]
         for k, (value, before) in enumerate(zip((loss, grad_norm), self._before, strict=True)):
-            if not math.isfinite(
-                value
-            ):  # would make every later score useless; recovery.py handles it
+            # Such a value would make every later score useless; recovery.py handles it.
+            if not math.isfinite(value):
                 continue
-            # Scored before it is added: a value must not be its own yardstick.
+            # Score a value before it joins its own yardstick.
             if len(before) >= self._min_steps:
                 scores[k] = z = spike_score(value, before)
                 highest = self._highest[k]

@@ -1,4 +1,4 @@
-"""End the run if a step takes longer than `fault_tolerance.step_timeout_seconds`."""
+"""Hook that ends the run if a step takes longer than `fault_tolerance.step_timeout_seconds`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from titan.hook import Hook, RunContext
 
 
 class StepLimit(Hook):
-    """Let the monitor know when a step begins and ends. Validation and saving are not limited."""
+    """Time limit of steps, kept by the monitor. Validation and saving are not limited."""
 
     def __init__(self, trainer: RunContext, monitor: Monitor | None) -> None:
         self.trainer = trainer
-        self.monitor = monitor or Monitor(trainer.run_dir)  # not started, so nothing watches
+        self.monitor = monitor or Monitor(trainer.run_dir)  # not started, so it does not watch
 
     def step_begin(self) -> None:
         trainer = self.trainer
-        # These compile, and the first connects to other ranks.
+        # The first step of the run and of each phase compiles, and the very first connects to other ranks.
         is_first = trainer.step in {trainer.first_step, *(p.first_step for p in trainer.phases)}
         set_up_s = trainer.config.comm.init_timeout_seconds if is_first else 0
         self.monitor.begin(trainer.step, extra_s=set_up_s)

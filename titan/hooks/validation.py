@@ -1,4 +1,4 @@
-"""Compute the loss on held-out samples every `validation.freq` steps."""
+"""Hook for the loss on held-out samples every `validation.freq` steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ from titan.optim.average import averaged
 
 
 class Validation(Hook):
-    """Evaluate the model on the same samples each time. `row` is the result of this step, or None; `texts`: what it made last."""
+    """Validation on the same samples each time.
+
+    Attributes:
+        row: columns of this step; None if it does not validate.
+        texts: newest generated texts by their prompts.
+    """
 
     def __init__(self, trainer: RunContext) -> None:
         self.trainer, self.section = trainer, trainer.config.validation
@@ -36,7 +41,7 @@ class Validation(Hook):
     def _validate(self) -> Row:
         trainer, loader = self.trainer, self.trainer.validation_loader
         assert loader is not None, "the rules demand validation data"
-        # What the task reports beside the loss. Batches pass by once, so it measures them on the way.
+        # The task reports more than the loss. Batches pass once, so it measures them on the way.
         measured: list[float] = []
 
         def batches() -> Iterator[TensorBatch]:
@@ -50,12 +55,12 @@ class Validation(Hook):
             total = to_device([sum(measured)], trainer.device)
             if trainer.train_step.groups.data is not None:
                 dist.all_reduce(total, group=trainer.train_step.groups.data)
-            # One wait for the device: every number is a sum over all data-parallel ranks.
+            # Wait for the device once: every number is a sum over all data-parallel ranks.
             loss, valid, sum_measured = AsyncScalars([loss_sum, num_valid, total[0]]).values()
             with averaged(trainer.train_step):
                 trainer.train_step.compute_scales()
                 self.texts = trainer.task.generate(trainer)
-        # The mean over all ranks' tokens, or what else counts as valid. Nothing valid divides by 1.
+        # The mean over all ranks' valid tokens or positions. Divide by 1 if none is valid.
         mean_loss = loss / max(valid, 1)
         trainer.events.write(
             "validation", step=trainer.step, spent=trainer.timer.total_s, loss=mean_loss

@@ -1,0 +1,1 @@
+"""Measurements of a run: metrics, memory, norms, traces, time, and the console."""

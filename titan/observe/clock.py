@@ -1,7 +1,8 @@
-"""Measure throughput and the time left.
+"""Clock of the training loop: throughput and remaining time.
 
-A window lasts from one logged step to the next. `pause` times validation and saving and takes them out of the throughput, so
-that tokens per second say how fast training is. The time left includes them, at their rate so far.
+A window lasts from one logged step to the next. `pause` times validation and saving and takes them
+out of the throughput, so tokens per second are the speed of training. The remaining time includes
+pauses, at their rate so far.
 """
 
 from __future__ import annotations
@@ -17,20 +18,31 @@ _NEWEST = 0.3  # weight of the newest window in the smoothed step time
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """Hold the measurements of one window. tokens_per_s covers all ranks if `tokens` did."""
+    """Measurements of one window.
+
+    Attributes:
+        num_steps: steps in the window.
+        step_s: mean seconds of a step, without pauses.
+        tokens_per_s: throughput; over all ranks if `tokens` counted all ranks.
+        data_wait_s: seconds per step spent waiting for data.
+        paused_s: seconds by purpose, such as {"validation": 2.1}.
+        eta_s: remaining seconds of the run.
+    """
 
     num_steps: int
     step_s: float
     tokens_per_s: float
     data_wait_s: float
-    """Per step."""
     paused_s: dict[str, float]
-    """Seconds by purpose, such as {"validation": 2.1}."""
     eta_s: float
 
 
 class StepTimer:
-    """Time windows of steps. The caller makes sure that the device is idle when it closes a window."""
+    """Timer of windows of steps. The device must be idle when the caller closes a window.
+
+    Attributes:
+        total_s: seconds by purpose since the start, waits for data included.
+    """
 
     def __init__(
         self, *, total_steps: int, step: int = 0, clock: Callable[[], float] = time.perf_counter
@@ -39,7 +51,7 @@ class StepTimer:
         self._total_steps = total_steps
         self._first_step = self._step = step
         self._start_s = clock()
-        # Seconds by purpose, waits for data included: of this window, and of all.
+        # Seconds by purpose in this window, and since the start.
         self._spent_s: defaultdict[str, float] = defaultdict(float)
         self.total_s: defaultdict[str, float] = defaultdict(float)
         self._all_paused_s = self._smooth_step_s = 0.0
@@ -47,7 +59,7 @@ class StepTimer:
 
     @contextmanager
     def pause(self, what: str) -> Iterator[None]:
-        """Take the body ("validation", "checkpoint") out of the throughput."""
+        """Time the body ("validation", "checkpoint") and take it out of the throughput."""
         start_s = self._clock()
         try:
             yield
@@ -63,23 +75,30 @@ class StepTimer:
         return self._spent_s["data"]
 
     def data_wait(self) -> AbstractContextManager[None]:
-        """Count the body as waiting for data. Unlike a pause, it stays in the throughput."""
+        """Time the body as a wait for data. Unlike a pause, it stays in the throughput."""
         return self.pause("data")
 
     def forget_mean(self) -> None:
-        """Restart the mean time of a step, since steps have another size from now on."""
+        """Restart the mean time of a step, since later steps have another size."""
         self._num_windows = 0
 
     def window(self, *, step: int, tokens: int, steps_left: float | None = None) -> Window:
-        """Close the window after `step`, in which `tokens` were trained on, and start the next.
+        """Close the window after a step, and start the next one.
 
-        steps_left: in the size of this window's steps; None: all to come are as these.
+        Args:
+            step: last step of the window.
+            tokens: tokens that the window trained on.
+            steps_left: remaining steps, in units of this window's steps; None: all remaining
+                steps are alike.
+
+        Returns:
+            Measurements of the window.
         """
         num_steps = step - self._step
         assert num_steps > 0, f"no step since the last window (step {step})"
         now_s = self._clock()
         data_wait_s, paused_s = self._spent_s.pop("data", 0.0), dict(self._spent_s)
-        # At least a nanosecond, in case that a pause was all there was.
+        # At least a nanosecond, in case the whole window was a pause.
         training_s = max(now_s - self._start_s - sum(paused_s.values()), 1e-9)
         step_s = training_s / num_steps
         # An exponential mean. The second window replaces the first, which was slow from compiling.

@@ -1,7 +1,8 @@
-"""List the columns of a row of metrics: their names in metrics.jsonl, their curves, and their texts on the console.
+"""Columns of a row of metrics: their names in metrics.jsonl, their curves, and their texts on the console.
 
-A new column is a line in `COLUMNS`, a section in docs/evaluation.md, and a hook whose `columns` returns its value. A hook of
-another package needs no line: its name has a group, such as "mine/loss", and becomes a curve of that name.
+A new column is a line in `COLUMNS`, a section in docs/evaluation.md, and a hook whose `columns`
+returns its value. A hook of another package needs no line: its name has a group, such as
+"mine/loss", and becomes a curve of that name.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from titan.observe.rows import Row
 
 @dataclass(frozen=True)
 class Column:
-    """Say how a value is shown.
+    """Presentation of a value.
 
-    Args:
-        curve: its name in TensorBoard and Weights & Biases, after a group; empty: not drawn.
-        text: makes its text on the console from the row; None: not printed. An empty text takes no space.
-        order: on a narrow console the highest order is left out first. Order 0 stays.
-        style: of the text, as rich names them.
-        always: every row has it, null where nobody knows it.
+    Attributes:
+        curve: name in TensorBoard and Weights & Biases, with a group; empty: not drawn.
+        text: formats the value for the console from its row; None: not printed. An empty text
+            takes no space.
+        order: on a narrow console the column of the highest order is left out first. Order 0
+            stays.
+        style: style of the text, as rich names it.
+        always: whether every row has the column, null if its value is unknown.
     """
 
     curve: str = ""
@@ -32,7 +35,7 @@ class Column:
 
 
 def _mfu(row: Row) -> str:
-    # Figures of different conventions cannot be compared, so each line names its own. float32's peak is a fifteenth.
+    # Figures of different conventions are not comparable, so each line names its own. float32's peak is a fifteenth.
     peak = " of fp32" if row["mfu_dtype"] == "float32" else ""
     if row["mfu"] is None:
         return "mfu n/a"
@@ -45,12 +48,12 @@ def _memory(row: Row) -> str:
 
 
 def _imbalance(row: Row) -> str:
-    # Rows of the busiest expert-parallel rank, or of the busiest expert, over the mean.
+    # Tokens of the busiest expert-parallel rank, or of the busiest expert, over the mean.
     imbalance = row["expert_imbalance"]
     return "" if imbalance is None else f"moe {fit(imbalance, 5, 2)}x"
 
 
-# As they stand on the console, from left to right, and then the others.
+# First the columns of the console, from left to right, then all others.
 COLUMNS: dict[str, Column] = {
     "step": Column(),
     "loss": Column("loss/train", lambda row: f"loss {fit(row['loss'], 7, 4)}", style="bold"),
@@ -99,7 +102,7 @@ COLUMNS: dict[str, Column] = {
 
 
 def empty_row() -> Row:
-    """Return a row in which nothing is known yet."""
+    """Return a row without values."""
     return {name: None for name, column in COLUMNS.items() if column.always}
 
 
@@ -131,7 +134,13 @@ def duration(seconds: float) -> str:
 
 
 def fit(value: float, width: int, decimals: int) -> str:
-    """Format a number in `width` characters, with fewer decimals or as a power of ten if it is large."""
+    """Format a number in a fixed width. A large number gets fewer decimals, or becomes a power of ten.
+
+    Args:
+        value: the number.
+        width: number of characters.
+        decimals: largest number of decimals.
+    """
     texts = [f"{value:.{n}f}" for n in range(decimals, -1, -1)]
     fits = (text for text in texts if len(text) <= width)
     return next(fits, f"{value:.0e}").rjust(width)

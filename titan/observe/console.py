@@ -1,9 +1,9 @@
-"""Print what a person sees during a run: the start-up page, a line for each logged step, and on a terminal a bar.
+"""Console of a run: the start-up page, a line for each logged step, and a bar on a terminal.
 
-Lines are columns of fixed width, so that a log file reads as a table. If a terminal is too narrow, whole columns are left
-out, the least important first. Without a terminal, with NO_COLOR, or without colours, the output is plain text and has no
-bar. With --quiet only warnings and the last lines are printed. Only rank 0 prints; the messages of other ranks go to their
-logs (titan/run_folder.py).
+Lines are columns of fixed width, so that a log file reads as a table. If a terminal is too narrow,
+whole columns are left out, the least important first. Without a terminal, with NO_COLOR, or without
+colours, the output is plain text and has no bar. With --quiet only warnings and the last lines are
+printed. Only rank 0 prints; the messages of other ranks go to their logs (titan/run_folder.py).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from titan.observe.rows import Row
 from titan.observe.startup import StartupPage
 
 _LOG = logging.getLogger("titan")
-_MAX_WIDTH = 160  # of a log file: room for every column
-_WIDE = 60  # of a terminal whose bar has room for the time that has passed
+_MAX_WIDTH = 160  # columns of a log file: room for every column of metrics
+_WIDE = 60  # columns of a terminal whose bar has room for the elapsed time
 _REFRESH_PER_S = 2  # redrawing takes Python time from the training loop
 _GAP = "  "
 LARGE_Z = 6.0  # a robust z-score that ordinary steps do not reach
@@ -37,7 +37,10 @@ LARGE_Z = 6.0  # a robust z-score that ordinary steps do not reach
 
 @dataclass(frozen=True)
 class _Column:
-    """A padded text in a style of rich. If space is short, the column of the highest order is left out first."""
+    """Padded text in a style of rich.
+
+    If space is short, the column of the highest order is left out first.
+    """
 
     text: str
     order: int = 0
@@ -45,7 +48,7 @@ class _Column:
 
 
 class Console(logging.Handler):
-    """Print the messages of rank 0, and the warnings that any part of titan logs."""
+    """Console of rank 0, which also prints the warnings that any part of titan logs."""
 
     def __init__(
         self,
@@ -57,11 +60,15 @@ class Console(logging.Handler):
         file: TextIO | None = None,
         width: int | None = None,
     ) -> None:
-        """Begin to print warnings.
+        """Start to print warnings.
 
         Args:
-            total_steps: scales the bar and the width of the step column.
-            is_terminal, width: of `file` (stdout by default); None: ask it.
+            section: config section [metrics].
+            rank: this rank.
+            total_steps: scale of the bar, and width of the step column.
+            is_terminal: whether `file` is a terminal; None: ask the file.
+            file: output; None: stdout.
+            width: columns of `file`; None: ask the file.
         """
         super().__init__(level=logging.WARNING)
         out: TextIO = file or sys.stdout
@@ -69,7 +76,7 @@ class Console(logging.Handler):
             is_terminal = out.isatty() and os.environ.get("TERM") != "dumb"
         self._is_rank_0 = rank == 0
         self._total_steps = total_steps
-        # The bar needs a terminal that can move its cursor, and colours mark what moves.
+        # The bar needs a terminal that can move its cursor, and has colours.
         no_color = section.disable_color_printing or os.environ.get("NO_COLOR")
         live = is_terminal and not no_color
         self._console = RichConsole(
@@ -78,29 +85,34 @@ class Console(logging.Handler):
             no_color=None if live else True,
             # rich would cut lines of a log file at 80 characters.
             width=width or (None if is_terminal else _MAX_WIDTH),
-            # Texts are shown as they are: "[bold]" in a message is no markup.
+            # Print texts as they are: "[bold]" in a message is no markup.
             highlight=False,
             markup=False,
             emoji=False,
         )
         self._is_quiet = is_quiet()
         self._bar = self._make_bar() if live and self._is_rank_0 and not self._is_quiet else None
-        self._end_s = math.nan  # when training will end, by time.monotonic
-        self._widths: list[int] = []  # of the columns of a step's line
+        self._end_s = math.nan  # end of training, by time.monotonic
+        self._widths: list[int] = []  # widths of the columns of a step's line
         # Warnings of any part of titan appear between the lines, above the bar.
         _LOG.addHandler(self)
 
     def startup(self, page: StartupPage) -> None:
-        """Print the page."""
+        """Print the start-up page."""
         self._print(page.render(self._console.width))
 
     def advance(self, step: int, *, eta_s: float | None = None) -> None:
-        """Move the bar to `step`. Call it for every step."""
+        """Move the bar. Call it for every step.
+
+        Args:
+            step: number of the step.
+            eta_s: remaining seconds of the run; None: the last value runs down.
+        """
         if self._bar is not None:
             now_s = time.monotonic()
             if eta_s is not None:
                 self._end_s = now_s + eta_s
-            # Between logged steps, what was left at the last one runs down.
+            # Between logged steps, the remaining time of the last one runs down.
             left_s = self._end_s - now_s
             eta = "-" if math.isnan(left_s) else duration(max(left_s, 0.0))
             self._bar.start()  # appears with the first step
@@ -132,18 +144,26 @@ class Console(logging.Handler):
         self._print_columns(*columns, always=row["step"] == self._total_steps)
 
     def message(self, text: str, *, always: bool = False) -> None:
-        """Print a line, and write it to the log of every rank. `always`: with --quiet, too."""
+        """Print a line, and write it to the log of every rank.
+
+        Args:
+            text: the line.
+            always: whether to print it with --quiet, too.
+        """
         _LOG.info(text)
         self._print(Text(text), always=always)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a warning or an error of the logger "titan". The last error of a run goes to standard error instead."""
+        """Print a warning or an error of the logger "titan".
+
+        The last error of a run goes to standard error instead.
+        """
         if not getattr(record, "last_words", False):
             text = f"{record.levelname.lower()}: {record.getMessage()}"
             self._print(Text(text, style="yellow"), always=True)
 
     def close(self) -> None:
-        """Remove the bar; the lines stay. More may be printed afterwards."""
+        """Remove the bar; the lines stay. Lines may be printed afterwards."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -158,7 +178,7 @@ class Console(logging.Handler):
             self._console.file.flush()
 
     def _aligned(self, columns: list[_Column]) -> list[_Column]:
-        """Return the columns of a step's line, each as wide as its widest text so far."""
+        """Pad the columns of a step's line to their widest texts so far."""
         pairs = zip_longest((len(c.text) for c in columns), self._widths, fillvalue=0)
         self._widths = [max(pair) for pair in pairs]
         sized = zip(columns, self._widths, strict=True)
@@ -175,7 +195,7 @@ class Console(logging.Handler):
         self._print(line, always=always)
 
     def _spikes(self, row: Row) -> list[_Column]:
-        """Return a column for each score that is large."""
+        """Return a column for each large score."""
         scores = {"loss": row["loss_z"], "gnorm": row["grad_norm_z"]}
         return [
             _Column(f"{name} z {z:.1f}", style="bold red")
@@ -199,7 +219,7 @@ class Console(logging.Handler):
             *([TimeElapsedColumn()] if self._console.width >= _WIDE else []),
             TextColumn("eta {task.fields[eta]}", style="cyan"),
             console=self._console,
-            # rich shows what is printed above the bar, but would take errors out of `2> FILE`.
+            # rich prints lines above the bar, but would take errors out of `2> FILE`.
             redirect_stderr=sys.stderr.isatty(),
             refresh_per_second=_REFRESH_PER_S,
             transient=True,

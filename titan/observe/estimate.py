@@ -1,24 +1,27 @@
-"""Estimate memory per rank by formula, before anything is built. Imports no torch. `titan check` and the start-up page use it.
+"""Estimate of memory per rank by formula, before anything is built. Imports no torch.
 
-The activation count is that of Korthikanti et al., "Reducing Activation Recomputation" (arXiv:2205.05198), section 4,
-redone for a Llama block: RMSNorm instead of LayerNorm, no dropout, SwiGLU, grouped keys and values, and an attention
-kernel that keeps no S x S matrix. What each block keeps for its backward pass, per token and in elements
-(D dim, H query heads, G key/value heads, K head dim, F ffn dim):
+`titan check` and the start-up page use it. The activation count is that of Korthikanti et al.,
+"Reducing Activation Recomputation" (arXiv:2205.05198), section 4, redone for a Llama block: RMSNorm
+instead of LayerNorm, no dropout, SwiGLU, grouped keys and values, and an attention kernel that
+keeps no S x S matrix. Tensors that each block keeps for its backward pass, per token and in
+elements (D dim, H query heads, G key/value heads, K head dim, F ffn dim):
 
     inputs of the two norms                      2 D           / tp (sequence parallel)
     inputs of q, k, v and of w1, w3              2 D           gathered over tp
     q, k, v as attention sees them, its output   2 H K + 2 G K / tp
     w1 x, w3 x, silu(w1 x), their product        4 F           / tp
 
-and with K experts of width F a token, and shared ones, in place of the last row, where a rank has its own tokens:
+With K experts of width F per token, and shared experts, these rows take the place of the last one,
+per token of the rank:
 
-    rows of the experts, and as above            K (D + 4 F)   / tp, and on the busiest rank as many more as simulator.routing says
-    what comes back, in fp32                     2 K D         / tp
-    of shared experts                            4 F each      / tp
+    tokens of the experts, and as above          K (D + 4 F)   / tp, and more on the busiest rank, by simulator.routing
+    outputs of the experts, in fp32              2 K D         / tp
+    shared experts                               4 F each      / tp
 
-docs/memory.md compares it with what an allocator counts. The rank described is the fullest: the first pipeline stage, whose
-schedule keeps up to `pp` microbatches alive. It is a formula, not a measurement: no allocator fragmentation, no CUDA context
-(1 to 2 GiB), no communication buffers, no document mask, and the categories are added up as if all were at their largest at once.
+docs/memory.md compares the estimate with an allocator's count. It describes the fullest rank: the
+first pipeline stage, whose schedule keeps up to `pp` microbatches alive. It is a formula, not a
+measurement: no allocator fragmentation, no CUDA context (1 to 2 GiB), no communication buffers, no
+document mask, and the categories are added up as if all were at their largest at once.
 """
 
 from __future__ import annotations
@@ -34,8 +37,8 @@ from titan.observe.routing import busiest_rank
 from titan.parallel.kept_operations import parse_blocks, parse_rule
 
 ModelSizes: TypeAlias = Any
-"""A family's config. Read of it: dim, n_layers, n_heads, n_kv_heads, head_dim, ffn_dim, vocab_size, num_params,
-num_block_params, num_embedding_params; of a mixture of experts titan.models.common.moe_config.MoEConfig's fields."""
+"""A family's config. The formulas read dim, n_layers, n_heads, n_kv_heads, head_dim, ffn_dim, vocab_size, num_params,
+num_block_params and num_embedding_params; for a mixture of experts also titan.models.common.moe_config.MoEConfig's fields."""
 
 _GIB = 2**30
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -44,8 +47,17 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 def estimate_memory(
     config: JobConfig, model_config: ModelSizes, layout: Layout
 ) -> dict[str, float]:
-    """Return GiB on the fullest rank: parameters, gradients, optimizer, activations, logits,
-    unsharded, and their total."""
+    """Estimate the memory of the fullest rank.
+
+    Args:
+        config: the job.
+        model_config: sizes of the model.
+        layout: layout of the ranks.
+
+    Returns:
+        GiB of parameters, gradients, optimizer, activations, logits and unsharded, and their
+        total.
+    """
     # The first stage has the embedding and its share of the blocks.
     layers = ceil(num_blocks(model_config) / layout.pp)
     params = model_config.num_params
@@ -53,12 +65,12 @@ def estimate_memory(
         params = _in_blocks(model_config, layers) + model_config.num_embedding_params
     shards = layout.tp * layout.dp_shard * layout.cp
     params_bytes = params / shards * _BYTES[config.training.dtype]
-    # Muon keeps less of matrices in blocks than its second optimizer of all else.
+    # Muon keeps less for the matrices in blocks than its second optimizer for all other parameters.
     in_blocks = _in_blocks(model_config, layers)
     moments_bytes = in_blocks * _moment_bytes(config, in_blocks=True)
     moments_bytes += (params - in_blocks) * _moment_bytes(config, in_blocks=False)
     moments_bytes += params * _BYTES["float32"] * config.average.enable
-    # An early step frees each gradient at once, so only one FSDP unit's exist.
+    # An early step frees each gradient at once, so only the gradients of one FSDP unit exist.
     at_once = 1.0
     if getattr(config.optimizer, "early_step_in_backward", False) and layout.accumulation == 1:
         ends = model_config.num_embedding_params  # a unit at each end, as large
@@ -82,38 +94,51 @@ def estimate_memory(
 
 
 def _in_blocks(model: ModelSizes, layers: int) -> int:
-    """Return the parameters of the last so many blocks. Dense blocks come first and are smaller than those with experts."""
+    """Return the number of parameters of the last `layers` blocks.
+
+    Dense blocks come first, and are smaller than blocks with experts.
+    """
     if not getattr(model, "num_experts", 0):
         return layers * model.num_block_params
     return sum(map(model.block_params, range(num_blocks(model) - layers, num_blocks(model))))
 
 
 def stacked_params(model: ModelSizes) -> int:
-    """Return the parameters of a block's experts, which expert parallelism splits; 0 of a dense model."""
+    """Return the parameters of a block's experts, which expert parallelism splits; 0 for a dense model."""
     num_experts = getattr(model, "num_experts", 0)
     return num_experts and num_experts * model.num_expert_params
 
 
 def _moment_bytes(config: JobConfig, *, in_blocks: bool) -> float:
-    """Return the bytes that the optimizer keeps of a parameter. Norms count as matrices: they are few."""
+    """Return the optimizer's bytes per parameter. Norms count as matrices: they are few."""
     optimizer, dtype = config.optimizer, config.training.dtype
     if optimizer.name == "AdamW8bit":
         # Two moments in 8 bits, and an fp32 scale for each block of at most 256 elements.
-        return 2 * (1 + _BYTES["float32"] / 256)  # a scale for each block
+        return 2 * (1 + _BYTES["float32"] / 256)
     # Momentum alone.
     if optimizer.name == "Muon" and in_blocks:
         return _BYTES[dtype]
-    moments = getattr(optimizer, "moments", 2)  # sections of other packages may say
+    moments = getattr(optimizer, "moments", 2)  # sections of other packages may name it
     return moments * _BYTES[getattr(optimizer, "state_dtype", None) or dtype]
 
 
 def activation_elements(
     config: JobConfig, model: ModelSizes, layout: Layout, *, layers: int
 ) -> tuple[float, float]:
-    """Return, per token, what is kept for the microbatches in flight, and what one layer brings
-    back while recomputed."""
+    """Count the elements of activations per token.
+
+    Args:
+        config: the job.
+        model: sizes of the model.
+        layout: layout of the ranks.
+        layers: blocks of the rank.
+
+    Returns:
+        Elements kept for the microbatches in flight, and elements of one layer during its
+        recomputation.
+    """
     heads, kv_heads = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
-    # The table at the top of the file: what tp splits, and what it does not.
+    # The table at the top of the file: elements that tp splits, and elements that it does not.
     split = 2 * model.dim + 2 * heads + 2 * kv_heads + _feed_forward_elements(config, model, layout)
     whole = split / layout.tp + 2 * model.dim
     section = config.activation_checkpoint
@@ -137,8 +162,8 @@ def _feed_forward_elements(config: JobConfig, model: ModelSizes, layout: Layout)
 def _kept_by_layer(
     section: ActivationCheckpointSection, model: ModelSizes, *, tp: int, whole: float
 ) -> float:
-    """Return the elements per token that each layer keeps, on average."""
-    # Recomputation starts from it, so every mode keeps it.
+    """Return the mean number of elements per token that a layer keeps."""
+    # Every mode keeps the block's input, from which recomputation starts.
     block_input = model.dim / tp
     if section.mode == "none":
         return whole
@@ -159,13 +184,15 @@ def _kept_by_layer(
 
 
 def _kept_by_op(op_keep: Sequence[str], model: ModelSizes) -> float:
-    """Count the results of attention and of matrix products that the list keeps. Other operations
-    are not counted."""
+    """Count the results of attention and of matmuls that the list keeps.
+
+    Other operations are not counted.
+    """
     heads, kv_heads = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
     dim, ffn, k = model.dim, model.ffn_dim, 1
     if getattr(model, "num_experts", 0):
         ffn, k = model.expert_dim, model.top_k
-    # As they run: q, k, v, o, w1, w3, w2.
+    # In the order of execution: q, k, v, o, w1, w3, w2.
     products = [heads, kv_heads, kv_heads, dim, k * ffn, k * ffn, k * dim]
     kept = 0
     for rule in map(parse_rule, op_keep):
@@ -176,7 +203,7 @@ def _kept_by_op(op_keep: Sequence[str], model: ModelSizes) -> float:
 
 
 def _num_microbatches(config: JobConfig, layout: Layout) -> int:
-    """Return how many parts a pipeline cuts the local batch into; 1 without a pipeline."""
+    """Return the number of microbatches in a local batch; 1 without a pipeline."""
     if layout.pp == 1:
         return 1
     return ceil(
@@ -188,20 +215,21 @@ def _in_flight(config: JobConfig, layout: Layout) -> float:
     """Return the share of the local batch whose activations the first rank holds at once."""
     num_microbatches = _num_microbatches(config, layout)
     schedule = config.parallelism.pipeline_parallel_schedule
-    # GPipe runs all forward passes first. Without a pipeline there is one.
+    # GPipe runs all forward passes first. Without a pipeline there is one forward pass.
     if layout.pp == 1 or schedule == "GPipe":
         return 1.0
-    # 1F1B: one microbatch for each rank. Schedules of two stages on a rank that go around in turn hold more of them before
-    # the first backward pass: 3 pp - 1, of half the blocks each (arXiv:2104.04473, section 2.2).
+    # 1F1B: one microbatch for each rank. Interleaved schedules with two stages on a rank hold more before the first
+    # backward pass: 3 pp - 1 microbatches, of half the blocks each (arXiv:2104.04473, section 2.2).
     held = 1.5 * layout.pp - 0.5 if schedule.startswith("Interleaved") else layout.pp
     return min(held, num_microbatches) / num_microbatches
 
 
 def _logits_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, tokens: float) -> float:
-    """Return the bytes of logits and their gradient, and one chunk in float32. The first of several stages has none.
+    """Return the bytes of the logits, their gradient, and one chunk in float32.
 
-    In the compute precision: of a chunk, with the gradients of the output layer's input and, in float32, of its
-    weight; or of all tokens, where the output layer is not computed in chunks.
+    The first of several stages has no logits. Logits and gradient are in the compute precision.
+    They cover one chunk, with the gradients of the output layer's input and, in float32, of its
+    weight; or all tokens, if the output layer is not computed in chunks.
     """
     if layout.pp > 1 or not hasattr(model, "vocab_size"):
         return 0.0
@@ -223,11 +251,12 @@ def _logits_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, token
 
 
 def _unsharded_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, layers: int) -> float:
-    """Return the bytes that exist outside the shards as the backward pass begins, with FSDP2 units of blocks and of each end.
+    """Return the bytes outside the shards when the backward pass begins.
 
-    Gathered (or cast) parameters: with ZeRO-3 those of the output layer, of the blocks that are kept and of the next unit,
-    with ZeRO-2 and DDP all. Gradients not yet reduced: of one block and of the output layer;
-    of everything while replicas accumulate, and in a pipeline. A single rank in the master precision uses parameters as they lie.
+    FSDP2's units are blocks and the modules at each end. Gathered (or cast) parameters: with ZeRO-3
+    the output layer, the kept blocks and the next unit; with ZeRO-2 and DDP all of them. Gradients
+    not yet reduced: one block and the output layer; all gradients while replicas accumulate, and in
+    a pipeline. A single rank in the master precision uses the parameters as they are stored.
     """
     training = config.training
     param_bytes = _BYTES[training.compute_dtype]
@@ -239,14 +268,14 @@ def _unsharded_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, la
     if not (is_sharded or is_cast or is_replicated):
         return 0.0
     keeps_all = is_replicated or keeps_gathered(config, layout)
-    # The last ones, and with them the unit that comes next.
+    # The last blocks, and the unit that comes next.
     per_unit = config.parallelism.fsdp_blocks_per_unit
     kept = ceil(config.parallelism.fsdp_kept_blocks / per_unit) * per_unit
     blocks = layers if keeps_all else min(kept + per_unit, layers)
-    # What is in no block: embedding, last norm, output layer. The embedding is freed, unless it is the output layer.
+    # Parameters outside blocks: embedding, last norm, output layer. The embedding is freed, unless it is the output layer.
     ends = model.num_params - _in_blocks(model, num_blocks(model))
     ends = ends if layout.pp == 1 and keeps_all else model.num_embedding_params
-    # Expert parallelism splits experts, and tensor parallelism all else: of a block, as much as would be left of a dense one.
+    # Expert parallelism splits experts, and tensor parallelism all other weights. The last line divides by tp.
     stacked, ep = stacked_params(model), config.parallelism.expert_parallel_degree
     block = model.num_block_params - stacked + stacked * layout.tp / ep
     gathered = param_bytes * (ends + blocks * block)
@@ -256,7 +285,7 @@ def _unsharded_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, la
     unreduced += param_bytes * model.num_embedding_params
     if not is_sharded and layout.accumulation > 1:
         unreduced = reduce_bytes * model.num_params
-    # A pipeline adds up whole gradients, and reduces them after the last microbatch.
+    # A pipeline accumulates whole gradients, and reduces them after the last microbatch.
     if _num_microbatches(config, layout) > 1:
         unreduced = reduce_bytes * (layers * block + model.num_embedding_params)
     return (gathered + unreduced) / layout.tp

@@ -1,4 +1,4 @@
-"""Compute the rates that compare a run with its hardware: TFLOP/s, and utilization over precisions. Imports no torch."""
+"""Rates that compare a run with its hardware: TFLOP/s, and utilization over precisions. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,23 +15,30 @@ if TYPE_CHECKING:
 
 
 def model_tflops(*, tokens_per_s: float, flops_per_token: float, num_ranks: int) -> float:
-    """Return TFLOP/s of the model's own operations on each accelerator, without recomputation."""
+    """Return TFLOP/s of the model's own operations on each accelerator, without recomputation.
+
+    Args:
+        tokens_per_s: throughput of all ranks.
+        flops_per_token: FLOPs of a token, forward and backward.
+        num_ranks: number of accelerators.
+    """
     return tokens_per_s * flops_per_token / num_ranks / 1e12
 
 
 def flops_by_dtype(config: JobConfig, sizes: Any, layers: Iterable[Conversion]) -> dict[str, float]:
-    """Return the model's FLOPs per token, forward and backward, by the precision that multiplies.
+    """Return the model's FLOPs per token, forward and backward, by the precision of the matmuls.
 
     Args:
-        sizes: the model's.
-        layers: what became of each linear layer of the whole model.
+        config: the job.
+        sizes: sizes of the model.
+        layers: conversion to 8 bits of each linear layer of the whole model.
     """
     causal = config.metrics.mfu_convention == "causal"
     rest = sizes.flops_per_token(config.training.seq_len, causal=causal)
     flops: dict[str, float] = {}
     if (linear := quantize_section(config)) is not None and not linear.emulate:
         recipe = linear.recipe_name or "tensorwise"
-        # Of the three products one may stay in high precision: the gradient of the weight.
+        # One of the three matmuls may stay in high precision: the gradient of the weight.
         products = 2 if recipe.endswith("gw_hp") else 3
         params = sum(math.prod(layer.shape) for layer in layers if not layer.kept)
         flops["mxfp8" if recipe.startswith("mxfp8") else "float8"] = 2.0 * products * params
@@ -54,7 +61,18 @@ def utilization(
     tokens_per_s: float,
     num_ranks: int,
 ) -> float | None:
-    """Return the share of the time that the model's products would take if each precision ran at its peak; None without a peak."""
+    """Return the utilization of the hardware over all precisions.
+
+    Args:
+        flops_per_token: FLOPs of a token by precision.
+        peak_flops: peak FLOP/s of an accelerator by precision.
+        tokens_per_s: throughput of all ranks.
+        num_ranks: number of accelerators.
+
+    Returns:
+        Share of the time that the model's matmuls would take at the peak of each precision;
+        None without a peak.
+    """
     if not all(peak_flops.get(dtype) for dtype in flops_per_token):
         return None
     ideal_s = sum(flops / peak_flops[dtype] for dtype, flops in flops_per_token.items())

@@ -1,4 +1,4 @@
-"""Read how much memory a rank has needed: from the accelerator's allocator, or on a CPU from the process."""
+"""Peak memory of a rank, from the accelerator's allocator, or on a CPU from the process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ _GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class PeakMemory:
-    """Hold the peak since the last reset.
+    """Peak since the last reset.
 
-    With kind "device", the caching allocator took reserved_gib from the device, and this must fit; tensors used active_gib of
-    it. With kind "rss", reserved_gib is the resident memory of the process since its start, which cannot be reset.
+    Attributes:
+        kind: "device" for the accelerator's caching allocator, "rss" for the resident memory of
+            the process.
+        reserved_gib: GiB that the allocator took from the device, which must fit; with "rss",
+            GiB of the process since its start, which cannot be reset.
+        active_gib: GiB of tensors; None with "rss".
     """
 
     kind: Literal["device", "rss"]
@@ -23,7 +27,11 @@ class PeakMemory:
 
 
 def peak_memory(*, reset: bool = False) -> PeakMemory:
-    """Return the peak so far. `reset` starts a new one, on an accelerator."""
+    """Return the peak so far.
+
+    Args:
+        reset: whether to start a new peak, on an accelerator.
+    """
     import torch
 
     from titan.parallel.init_distributed import usable_accelerator
@@ -47,7 +55,7 @@ def peak_memory(*, reset: bool = False) -> PeakMemory:
 
 
 def allocator_retries() -> int:
-    """Return how often the allocator has given back its cache since the start, to find room. A CPU's never does."""
+    """Return how often the allocator has freed its cache to find room since the start. It is 0 on a CPU."""
     import torch
 
     from titan.parallel.init_distributed import usable_accelerator

@@ -1,8 +1,9 @@
-"""Write rows of metrics: always to metrics.jsonl, and to TensorBoard and Weights & Biases if enabled.
+"""Log of metrics: rows in metrics.jsonl and, if enabled, in TensorBoard and Weights & Biases.
 
-metrics.jsonl holds one JSON object for each logged step, in order and each step once. This holds over crashes: a resume at
-step N cuts the rows after N, which the crashed run wrote, and a torn last line. docs/evaluation.md defines every key. If a sink
-fails (disk full, server down), it warns once and training continues.
+metrics.jsonl holds one JSON object for each logged step, in order and each step once. This holds
+over crashes: a resume at step N cuts the rows after N, which the crashed run wrote, and a torn last
+line. docs/evaluation.md defines every key. If a sink fails (disk full, server down), it warns once and
+training continues.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _SAMPLES = "samples.json"
 
 
 class JsonlSink:
-    """Append rows to a file, each with one write, so that a crash can tear only the last line."""
+    """File of rows. Each row is one write, so a crash can tear only the last line."""
 
     def __init__(self, path: Path, *, resume_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,14 +46,14 @@ class JsonlSink:
         row = row | {"time_s": round(time.time() - self._started_unix_s, 3)}
         line = (json.dumps(row, allow_nan=False) + "\n").encode()
         before = os.fstat(self._file.fileno()).st_size
-        # Without a buffer, a write on a full disk can be short, and reports no error.
+        # Without a buffer, a write on a full disk can be short without an error.
         try:
             written = self._file.write(line)
             if written != len(line):
                 raise OSError(f"only {written} of {len(line)} bytes could be written")
         except OSError:
             if os.fstat(self._file.fileno()).st_size > before:
-                self._file.truncate(before)  # leave no half row for the next one to be glued to
+                self._file.truncate(before)  # the next row must not follow half a row
             raise
 
     def close(self) -> None:
@@ -60,7 +61,7 @@ class JsonlSink:
 
 
 class MetricsLog:
-    """Write to all sinks of a rank. Each rank has a MetricsLog; the settings say which ranks write."""
+    """All sinks of a rank. Each rank has a MetricsLog; the settings determine which ranks write."""
 
     def __init__(
         self,
@@ -74,12 +75,16 @@ class MetricsLog:
         """Open the sinks.
 
         Args:
-            resume_step: the step that the run continues from, 0 for a fresh run.
-            job_config: shown by Weights & Biases.
+            run_dir: run folder.
+            section: config section [metrics].
+            rank: this rank.
+            resume_step: step that the run continues from, 0 for a fresh run.
+            job_config: config for Weights & Biases.
 
-        Raises MissingExtra, on every rank, if an enabled sink is not installed.
+        Raises:
+            MissingExtra: an enabled sink is not installed. Every rank raises it.
         """
-        # On every rank, also where nothing is written: otherwise rank 0 would end and the others wait for it.
+        # Every rank checks, also a rank that writes nothing: otherwise rank 0 would end and the others wait for it.
         for extra in ("tensorboard", "wandb"):
             if getattr(section, f"enable_{extra}"):
                 require(extra, extra=extra, asked_by=f"metrics.enable_{extra}")
@@ -89,7 +94,7 @@ class MetricsLog:
         self._norm_sinks: dict[str, Sink] = {}
         if rank and not section.save_for_all_ranks:
             return
-        # Rank 0 has the name that all readers look for.
+        # Readers look for the name of rank 0's file.
         name = f"metrics.rank-{rank}.jsonl" if rank else "metrics.jsonl"
         self._open(name, lambda: JsonlSink(run_dir / name, resume_step=resume_step))
         if section.log_layer_norms_every_n_steps and not rank:
@@ -103,16 +108,21 @@ class MetricsLog:
             self._open("Weights & Biases", lambda: WandbSink(run_dir, **options))
 
     def write(self, row: Row) -> None:
-        """Log a step."""
-        # One time for all sinks.
+        """Write a row to all sinks."""
+        # All sinks get the same time.
         values = row | {"unix_s": round(time.time(), 3)}
-        # JSON has no NaN or infinity; null is what every reader takes for "no number".
+        # JSON has no NaN or infinity. Every reader takes null for "no number".
         values = {key: None if _is_non_finite(v) else v for key, v in values.items()}
         for name, sink in self._sinks.items():
             self._guard(name, lambda sink=sink: sink.write(values))
 
     def write_norms(self, step: int, norms: dict[str, dict[str, float]]) -> None:
-        """Write a row of layer_norms.jsonl, and curves in TensorBoard. `norms` is by kind and block."""
+        """Write a row of layer_norms.jsonl, and curves in TensorBoard.
+
+        Args:
+            step: number of the step.
+            norms: norm by kind ("grad_norm", "weight_norm") and block.
+        """
         finite = {
             kind: {block: None if _is_non_finite(v) else v for block, v in by_block.items()}
             for kind, by_block in norms.items()
@@ -126,15 +136,26 @@ class MetricsLog:
             self._guard("TensorBoard", lambda: board.write_norms(step, norms))
 
     def write_loads(self, step: int, layers: list[int], loads: list[list[int]]) -> None:
-        """Replace experts.json, which has the newest loads: a list for each layer, with the tokens of each expert."""
+        """Replace experts.json, which has the newest loads.
+
+        Args:
+            step: number of the step.
+            layers: layers with experts.
+            loads: tokens of each expert, for each of the layers.
+        """
         if self._run_dir is not None:
             path = self._run_dir / _LOADS
-            # One step's only: those of a long run would fill the disk.
+            # Only one step's loads: all loads of a long run would fill the disk.
             text = json.dumps({"step": step, "layers": layers, "loads": loads}) + "\n"
             self._guard(_LOADS, lambda: write_text_atomically(path, text, durable=False))
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        """Write what the model made of its prompts: samples/step-N.txt, samples.json with the newest, and TensorBoard."""
+        """Write generated samples: samples/step-N.txt, samples.json with the newest, and TensorBoard.
+
+        Args:
+            step: number of the step.
+            texts: generated text by its prompt.
+        """
         if (run_dir := self._run_dir) is None:
             return
         page = "\n\n".join(f"{prompt}[...]{text}" for prompt, text in texts.items()) + "\n"
@@ -151,7 +172,7 @@ class MetricsLog:
             self._guard("TensorBoard", lambda: board.write_texts(step, texts))
 
     def close(self) -> None:
-        """Close all sinks. A failure of one is a warning."""
+        """Close all sinks. If a sink fails, warn."""
         for name, sink in (self._sinks | self._norm_sinks).items():
             self._guard(name, sink.close)
 
@@ -160,11 +181,11 @@ class MetricsLog:
         self._guard(name, lambda: sinks.update({name: build()}))
 
     def _guard(self, name: str, action: Callable[[], None]) -> None:
-        """Do an action on a sink. Metrics are not worth a training run, so any exception becomes one warning."""
+        """Run an action on a sink. Metrics are not worth a training run, so any exception becomes one warning."""
         try:
             action()
         except Exception as error:
-            # A full disk fails at each row; say it once.
+            # A full disk fails at each row; warn once.
             if name not in self._failed:
                 self._failed.add(name)
                 reason = f"{type(error).__name__}: {error}"

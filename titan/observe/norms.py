@@ -1,11 +1,12 @@
-"""Compute gradient and weight norms of each block, to find where training goes wrong.
+"""Gradient and weight norms of each block, which show where training goes wrong.
 
-A block is a layer ("layers.3") or a module beside the layers ("tok_embeddings", "output"). Norms cover the shards of FSDP and
-tensor parallelism and all pipeline stages, so every layout gives the numbers of one process. Each rank sums the squares of
-its shards, and one all-reduce for each kind of sharding adds them up. Gradients are measured before clipping.
+A block is a layer ("layers.3") or a module outside the layers ("tok_embeddings", "output"). Norms
+cover the shards of FSDP and tensor parallelism and all pipeline stages, so every layout gives the
+numbers of one process. Each rank sums the squares of its shards, and one all-reduce for each kind
+of sharding adds them up. Gradients are measured before clipping.
 
-There are no ratios of update to weight: they need a copy of all weights. `lr` in metrics.jsonl and Adam's bounded steps say
-nearly the same.
+There are no ratios of update to weight: they need a copy of all weights. `lr` in metrics.jsonl and
+Adam's bounded steps nearly determine them.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ from titan.parallel.init_weights import canonical_name
 
 
 def block_name(parameter: str) -> str:
-    """Return the block of a parameter: "layers.3" for "layers.3.attention.wq.weight", "output" for "output.weight"."""
+    """Return the block of a parameter.
+
+    It is "layers.3" for "layers.3.attention.wq.weight", and "output" for "output.weight".
+    """
     first, *rest = parameter.split(".")
     return f"{first}.{rest[0]}" if first == "layers" else first
 
 
 class LayerNorms:
-    """Measure the norms of the blocks in a model. All ranks call all methods.
+    """Norms of the blocks of a model. All ranks call all methods.
 
     Args:
         parts: the whole model, or this rank's pipeline stages.
@@ -55,15 +59,20 @@ class LayerNorms:
 
     @torch.no_grad()
     def measure(self) -> AsyncScalars:
-        """Start reading the norms: of gradients, then of weights, in the order of `names`. Call it between backward and clipping."""
+        """Start to read the norms. Call it between the backward pass and clipping.
+
+        Returns:
+            Norms of gradients, then of weights, in the order of `names`.
+        """
         index = {name: number for number, name in enumerate(self.names)}
-        # Parameters that are sharded over the same groups share their all-reduces. Keys within: (0 gradient or 1 weight, block).
+        # Parameters that are sharded over the same groups share their all-reduces. The inner keys are
+        # (0 for a gradient or 1 for a weight, block).
         locals_by_groups: dict[Any, dict[tuple[int, int], list[Tensor]]] = defaultdict(
             lambda: defaultdict(list)
         )
         device = torch.device("cpu")
         for name, parameter in self.parameters:
-            # A frozen parameter, or one that this stage does not use.
+            # A frozen parameter, or a parameter that this stage does not use.
             if parameter.grad is None:
                 continue
             grad, groups = local_gradient(parameter)
@@ -94,6 +103,6 @@ class LayerNorms:
 
 
 def _order(name: str) -> tuple[int, str]:
-    """Return a sort key that is the same on every rank: layers by number, then the modules beside them."""
+    """Return a sort key that is the same on every rank: layers by number, then the modules outside them."""
     number = name.removeprefix("layers.")
     return (int(number), "") if number.isdecimal() else (2**31, name)

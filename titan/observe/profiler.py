@@ -1,14 +1,16 @@
-"""Record traces of torch's profiler and snapshots of the CUDA allocator, every profile_freq steps.
+"""Traces of torch's profiler and snapshots of the CUDA allocator, every profile_freq steps.
 
     step        1 ............. 6 | 7  8  9 | 10    profile_freq 10, profiler_warmup 3, profiler_active 1
     profiler    off               | warm-up | recorded, then <run>/traces/step-10/rank-R.json.gz
 
-While steps are recorded, each block, each of its children and each module beside the blocks runs in a range with its name
-(a compiled block as a whole). titan.train_step names loss and clipping, and torch names the optimizer. The backward pass
-needs no ranges: the profiler links its operators to the forward ones. Between traces nothing is changed. `titan profile`
-(trace_files.py) reads a trace.
+While steps are recorded, each block, each of its children and each module outside the blocks runs
+in a range with its name (a compiled block as a whole). titan.train_step names loss and clipping,
+and torch names the optimizer. The backward pass needs no ranges: the profiler links its operators
+to the forward ones. Between traces nothing is changed. `titan profile` (trace_files.py) reads a
+trace.
 
-A trace begins when the device is idle, so that its steps have all of their work and no work of other steps.
+A trace begins when the device is idle, so it holds all work of its steps and no work of other
+steps.
 """
 
 from __future__ import annotations
@@ -27,15 +29,19 @@ from titan.observe.trace import MODULE
 from titan.parallel.init_weights import canonical_name
 from titan.parallel.torch_compat import dump_memory_history, enclose_calls, record_memory_history
 
-# A block, a child of one, a module beside the blocks.
+# A block, a child of a block, or a module outside the blocks.
 _NAMED = re.compile(r"layers\.\w+(\.\w+)?|(?!layers$)\w+")
-_MAX_ALLOCATIONS = 100_000  # newest ones in a snapshot; TorchTitan's number
+_MAX_ALLOCATIONS = 100_000  # newest allocations in a snapshot; TorchTitan's number
 
 
 class Profiler:
-    """Record the steps that are due. Call `begin` and `end` around each step.
+    """Recorder of the steps that are due. Call `begin` and `end` around each step.
 
     Args:
+        section: config section [profiling].
+        run_dir: run folder.
+        rank: this rank.
+        device: device of the model.
         parts: the whole model, or this rank's pipeline stages.
         say: prints a line.
     """
@@ -80,7 +86,7 @@ class Profiler:
             self._profile.step()
 
     def end(self) -> None:
-        """End the step, and write what is due."""
+        """End the step. Write the trace and the snapshot that are due."""
         # Traces and snapshots share their steps.
         if self._step % self._section.profile_freq:
             return
@@ -91,17 +97,17 @@ class Profiler:
             self._write_snapshot(f"step-{self._step}")
 
     def out_of_memory(self) -> None:
-        """Write what the allocator held when it failed, in whichever step."""
+        """Write the allocator's state after a failed allocation, in any step."""
         if self._snapshots:
             self._write_snapshot(f"step-{self._step}-out-of-memory")
 
     def close(self) -> None:
-        """Stop recording. An incomplete trace is not written."""
+        """Stop the recording. An incomplete trace is not written."""
         for remove in self._ranges:
             remove()
         self._ranges = []
         if self._profile is not None:
-            # stop() would write what there is.
+            # stop() would write an incomplete trace.
             self._profile.on_trace_ready = None
             self._profile.stop()
             self._profile = None
@@ -112,7 +118,7 @@ class Profiler:
         activities = [ProfilerActivity.CPU]
         if self._device.type in ("cuda", "xpu"):
             activities.append(getattr(ProfilerActivity, self._device.type.upper()))
-        # torch asks for the action of the step after the last as well.
+        # torch also asks for the action of the step after the last.
         last = first + -first % self._section.profile_freq
         return profile(
             activities=activities,
@@ -123,7 +129,7 @@ class Profiler:
         )
 
     def _action(self, step: int) -> ProfilerAction:
-        """Return what the profiler does in a step."""
+        """Return the profiler's action in a step."""
         section = self._section
         left = -step % section.profile_freq  # steps until the trace is written
         if left == 0:
@@ -148,9 +154,12 @@ class Profiler:
 
 
 def name_modules(parts: Iterable[nn.Module]) -> list[Callable[[], None]]:
-    """Give each block, each child of a block, and each module beside the blocks a range. Return functions that remove them.
+    """Enclose each block, each child of a block, and each module outside the blocks in a range with its name.
 
     Modules inside a compiled block get none: a change there would compile it again.
+
+    Returns:
+        Functions that remove the ranges.
     """
     undo = []
     for part in parts:

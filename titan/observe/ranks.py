@@ -1,13 +1,15 @@
-"""Measure each rank's own time, which tells a slow rank from the ranks that wait for it.
+"""Each rank's own time, which tells a slow rank from the ranks that wait for it.
 
-In synchronous training each rank's step takes as long as the slowest rank's, so `step_s` is the same everywhere. A rank's
-own time is what it did not spend waiting for others: the wait for its next batch, and the forward passes of its blocks, each
-timed after FSDP has gathered its weights. On an accelerator events measure it, and nothing waits for them. A throttled device,
-a busy host and a slow disk all show in it. With tensor or context parallelism the ranks of a group also meet inside a
-block, so they are slow together.
+In synchronous training each rank's step takes as long as the slowest rank's, so `step_s` is the
+same everywhere. A rank's own time is the time without waits for others: the wait for its next
+batch, and the forward passes of its blocks, each timed after FSDP has gathered its weights. On an
+accelerator events measure it, and nothing waits for them. A throttled device, a busy host and a
+slow disk all show in it. With tensor or context parallelism the ranks of a group also synchronize
+inside a block, so they are slow together.
 
-At logged steps the own times travel in the all-reduce that each step has anyway (trainer.py), one slot for each rank, so
-they need no other collective. Each rank keeps its rows in logs/rank-N.times.jsonl.
+At logged steps the own times travel in the all-reduce that each step has anyway (trainer.py), one
+slot for each rank, so they need no other collective. Each rank keeps its rows in
+logs/rank-N.times.jsonl.
 """
 
 from __future__ import annotations
@@ -34,13 +36,13 @@ SLOW = 1.5
 RECOVERED = 1.2
 # Steps that are judged together, in three logged steps at least: one slow step does not make a slow rank.
 WINDOW_STEPS = 20
-_LEAST_SHARE = 0.02  # of a step: a rank that is later by less delays nobody
+_LEAST_SHARE = 0.02  # of a step: a rank that is later by less delays no other
 _MAX_BYTES = 2**18  # about two thousand rows; a longer file becomes rank-N.times.previous.jsonl
 _FLUSH_S = 2.0
 
 
 class SpanClock:
-    """Add up the seconds of named spans of each step, without waiting for the device."""
+    """Clock of the named spans of each step. It does not wait for the device."""
 
     def __init__(self, *, device: torch.device) -> None:
         self._on_device = device.type != "cpu"
@@ -51,7 +53,7 @@ class SpanClock:
         self._start: Any = None
 
     def begin_step(self) -> None:
-        """Start a step: the events so far belong to the one before."""
+        """Start a step: earlier events belong to the step before."""
         if self._spans:
             self._steps.append(self._spans)
             self._spans = []
@@ -60,9 +62,9 @@ class SpanClock:
         """Return the mean seconds per step since the last call, by span.
 
         Args:
-            num_steps: steps since then. On a device those count that it has finished.
+            num_steps: steps since then. On a device, only the steps that it has finished count.
         """
-        # On a device steps are counted as their last events are reached, in order.
+        # On a device a step counts when its last event is reached, in order.
         num_steps = 0 if self._on_device else num_steps
         while self._steps and all(end.query() for *_, end in self._steps[0][-1:]):
             for name, start, end in self._steps.popleft():
@@ -94,7 +96,7 @@ class SpanClock:
 
 
 class PhaseClock(SpanClock):
-    """Divide steps into phases: each ends with a mark, and the next one begins there."""
+    """Clock of the phases of a step: a mark ends a phase and begins the next one."""
 
     def begin(self) -> None:
         """Begin a step's first phase."""
@@ -113,14 +115,14 @@ class PhaseClock(SpanClock):
 
 
 class ForwardClock(SpanClock):
-    """Count the seconds in the forward passes of blocks during training, as the span "own"."""
+    """Clock of the blocks' forward passes during training, in the span "own"."""
 
     def __init__(self, blocks: Iterable[nn.Module], *, device: torch.device) -> None:
         super().__init__(device=device)
         for block in blocks:
             compiled = block.__dict__.get("_compiled_call_impl")
             if compiled is None:
-                # FSDP prepends its hook, so the weights are gathered before ours runs and freed after it.
+                # FSDP prepends its hooks: it gathers the weights before our hook and frees them after it.
                 block.register_forward_pre_hook(lambda *_: self._begin())
                 block.register_forward_hook(lambda m, *_: self._end(m), prepend=True)
             else:  # a hook would be compiled with the block, and cause graph breaks
@@ -128,7 +130,7 @@ class ForwardClock(SpanClock):
                 block.__dict__["_compiled_call_impl"] = self._enclosed(block, compiled)
 
     def _enclosed(self, block: nn.Module, call: Any) -> Any:
-        """Return a compiled block's call with the end of the clock after it."""
+        """Wrap the call of a compiled block, to start and stop the clock around it."""
 
         def enclosed(*args: Any, **kwargs: Any) -> Any:
             self._begin()
@@ -139,15 +141,22 @@ class ForwardClock(SpanClock):
         return enclosed
 
     def _end(self, block: nn.Module) -> None:
-        if block.training and self._start is not None:  # not validation, nor without a beginning
+        if block.training and self._start is not None:  # no validation, and only after a beginning
             self._add("own")
             self._start = None
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Hold own times of all ranks at a logged step, in seconds per step, and the stragglers that
-    are new or have recovered."""
+    """Own times of all ranks at a logged step, in seconds per step, and changes of the stragglers.
+
+    Attributes:
+        slowest_rank: rank with the largest own time.
+        slowest_s: its own time.
+        median_s: median of the own times.
+        new: ranks that have become stragglers.
+        gone: stragglers that have recovered.
+    """
 
     slowest_rank: int
     slowest_s: float
@@ -157,16 +166,35 @@ class Standing:
 
 
 class Stragglers:
-    """Find ranks whose own time was above SLOW times the median rank's in most of the last rows, by enough to matter."""
+    """Ranks that are slow in most of the last rows.
+
+    A straggler's own time is above SLOW times the median rank's, by enough to matter.
+
+    Attributes:
+        num_rows: rows that are judged together.
+        current: stragglers of the last row.
+    """
 
     def __init__(self, *, log_freq: int) -> None:
-        """Begin without stragglers. log_freq: steps from one row to the next."""
+        """Start without stragglers.
+
+        Args:
+            log_freq: steps from one row to the next.
+        """
         self.num_rows = max(3, WINDOW_STEPS // log_freq)
         self._ratios: deque[Sequence[float]] = deque(maxlen=self.num_rows)
         self.current: set[int] = set()
 
     def add(self, own_s: Sequence[float], *, step_s: float) -> Standing:
-        """Return the standing after one more logged step. `own_s` has a time for each rank."""
+        """Add a logged step.
+
+        Args:
+            own_s: own time of each rank, in seconds per step.
+            step_s: seconds of a step.
+
+        Returns:
+            Own times and changes of the stragglers.
+        """
         # The median is not moved by a few slow ranks, as the mean would be.
         middle = median(own_s)
         least = middle + _LEAST_SHARE * step_s
@@ -186,12 +214,15 @@ class Stragglers:
 
 
 def times_file(run_dir: Path, rank: int) -> Path:
-    """Return where a rank keeps its times."""
+    """Return the path of a rank's file of times."""
     return run_dir / "logs" / f"rank-{rank}.times.jsonl"
 
 
 class TimesLog:
-    """Write a rank's rows, at most every two seconds. If the disk fails, warn once and continue."""
+    """File of a rank's times, written at most every two seconds.
+
+    If the disk fails, it warns once and training continues.
+    """
 
     def __init__(self, run_dir: Path, *, rank: int, host: str) -> None:
         self.path, self.host = times_file(run_dir, rank), host
@@ -212,7 +243,7 @@ class TimesLog:
         if not lines:
             return
         try:
-            # Two files, so that the newest rows are always there.
+            # Two files, so that the newest rows always stay.
             if self.path.exists() and self.path.stat().st_size > _MAX_BYTES:
                 self.path.replace(self.path.with_suffix(".previous.jsonl"))
             with self.path.open("a", encoding="utf-8") as file:

@@ -1,15 +1,18 @@
-"""Say how many rows the busiest rank of an expert-parallel exchange gets, from how tokens spread over experts. Imports no torch.
+"""Load of the busiest rank of an expert-parallel dispatch. Imports no torch.
 
-An exchange ends when its busiest rank is done, so this rank sets the time of each layer. `simulator.routing` gives the shares p of E
-experts; C ranks hold E / C of them each, and all ranks together route N rows in a forward pass:
+It follows from the spread of tokens over experts. A dispatch ends when its busiest rank is done, so
+this rank sets the time of each layer. `simulator.routing` gives the shares p of E experts; C ranks
+hold E / C of them each, and all ranks together route N tokens (counted once per expert) in a
+forward pass:
 
     even       p = 1/E, and no noise
     zipf:s     p of the i-th busiest expert is i^-s / sum of all; experts are on ranks by chance, in each layer in another order
-    a file     p of each layer as a run counted them (experts.json), in the places that they have
+    a file     p of each layer as a run counted them (experts.json), in the order of its experts
 
-The rows of a rank are drawn from a normal distribution with the mean N q and the variance N q (1 - q) of a multinomial one, where q
-is the sum of its experts' shares. The figure is the mean over draws of the busiest rank's rows, divided by N / C. Draws are seeded,
-so equal jobs give equal figures. Tokens of a text are alike, so the real noise is larger than a multinomial one.
+The tokens of a rank are drawn from a normal distribution with the mean N q and the variance N q (1
+- q) of a multinomial one, where q is the sum of its experts' shares. The figure is the mean over
+draws of the busiest rank's tokens, divided by N / C. Draws are seeded, so equal jobs give equal
+figures. Tokens of a text are alike, so the real noise is larger than a multinomial one.
 """
 
 from __future__ import annotations
@@ -30,7 +33,16 @@ _DRAWS = 200
 
 
 def busiest_rank(config: JobConfig, model: Any, layout: Layout) -> float:
-    """Return the rows that the busiest rank of an exchange gets, divided by the mean. Raises ConfigError for a wrong file."""
+    """Return the tokens that the busiest rank of a dispatch gets, divided by the mean.
+
+    Args:
+        config: the job.
+        model: sizes of the model.
+        layout: layout of the ranks.
+
+    Raises:
+        ConfigError: the file of simulator.routing is wrong.
+    """
     section, ep = config.simulator, config.parallelism.expert_parallel_degree
     if ep == 1 or not getattr(model, "num_experts", 0):
         return 1.0
@@ -48,13 +60,19 @@ def busiest_rank(config: JobConfig, model: Any, layout: Layout) -> float:
 
 
 def most_imbalance(config: JobConfig, model: Any) -> float:
-    """Return how many times the mean load a rank can get: all rows, or one of each token for each of its experts."""
+    """Return the largest load of a rank over the mean.
+
+    A rank can get all tokens, or each token once for each of its experts.
+    """
     return min(config.parallelism.expert_parallel_degree, model.num_experts / model.top_k)
 
 
 @cache
 def _expected(routing: str, num_experts: int, num_ranks: int, num_rows: int) -> float:
-    """Return the expected rows of the busiest rank over the mean, to a hundredth: traces are kept by it."""
+    """Return the expected tokens of the busiest rank over the mean.
+
+    It is rounded to 0.01, since stored traces depend on it.
+    """
     rng, busiest = random.Random(0), 0.0
     is_zipf = routing.startswith("zipf:")
     layers = [zipf(float(routing[5:]), num_experts)] if is_zipf else _read(routing, num_experts)
@@ -76,7 +94,11 @@ def zipf(exponent: float, count: int) -> list[float]:
 
 
 def _read(path: str, num_experts: int) -> list[list[float]]:
-    """Return each layer's shares from an experts.json. Raises ConfigError if it is none, or of another model."""
+    """Read each layer's shares from an experts.json.
+
+    Raises:
+        ConfigError: the file is no experts.json, or of another model.
+    """
     try:
         loads: Sequence[Sequence[int]] = json.loads(Path(path).read_text("utf-8"))["loads"]
         shares = [[count / sum(layer) for count in layer] for layer in loads]

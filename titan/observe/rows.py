@@ -1,4 +1,4 @@
-"""Read JSON Lines of any length in bounded memory, even while they are written, and cut a file off after a step.
+"""Readers of JSON Lines files of any length in bounded memory, even while they are written.
 
     Tail        yields the lines that were added since the last call
     LineFile    a Tail, and what is kept of its lines (a subclass says what); starts again when the file is cut or replaced
@@ -30,7 +30,7 @@ _RECENT = 500  # rows that a page can fetch one by one between two polls
 
 
 def parse(line: bytes, *, key: str = "step") -> Row | None:
-    """Return the row of a line, or None if it is no object with the key."""
+    """Parse the row of a line; None if it is no object with the key."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -39,19 +39,19 @@ def parse(line: bytes, *, key: str = "step") -> Row | None:
 
 
 def number(value: Any) -> float | None:
-    """Return the value if it is a number that a chart can show, else None."""
+    """Return the value if it is a number that a chart can show, otherwise None."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return value if is_number and abs(value) < 1e300 and not math.isnan(value) else None
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return all rows of a metrics.jsonl. A torn last row is left out."""
+    """Read all rows of a metrics.jsonl. A torn last row is left out."""
     with open_regular(path, within=path.parent) as file:
         return [row for line in file if (row := parse(line))]
 
 
 def with_groups(paths: Iterable[Path]) -> list[Path]:
-    """Return run folders, with those of its replica groups in the place of a run that has some."""
+    """Return run folders. The folders of replica groups take the place of their run's folder."""
     found: list[Path] = []
     for path in paths:
         groups = [file.parent for file in path.glob("group-[0-9]*/status.json")]
@@ -60,31 +60,48 @@ def with_groups(paths: Iterable[Path]) -> list[Path]:
 
 
 def run_names(paths: list[Path]) -> list[str]:
-    """Return short names that tell the runs apart: folder names, or whole paths if two are the same."""
+    """Return short names that distinguish the runs: folder names, or whole paths if two names are equal."""
     names = [path.resolve().name for path in paths]
     return names if len(set(names)) == len(names) else [str(path) for path in paths]
 
 
 def runs_near(folder: Path, signs: Iterable[str]) -> str:
-    """Return a hint for an error: runs beside the folder, recognised by a file with one of the names."""
+    """Return a hint for an error: runs near the folder.
+
+    Args:
+        folder: folder that was not found.
+        signs: names of files; a folder with one of them is a run.
+    """
     near = sorted({file.parent for sign in signs for file in folder.parent.glob(f"*/{sign}")})
     return f"; runs near it: {', '.join(map(str, near[:5]))}" if near else ""
 
 
 class Tail:
-    """Read the whole lines that are added to a file.
+    """Reader of the whole lines that are added to a file.
 
-    `generation` counts how often the file began again, because it was cut or replaced.
+    Attributes:
+        path: the file.
+        generation: how often the file began again, because it was cut or replaced.
+        num_long: lines that were dropped because of their length.
     """
 
     def __init__(self, path: Path, *, last_bytes: int | None = None) -> None:
-        """Begin at the start, or, with last_bytes, that far before the end."""
+        """Start at the beginning of the file, or near its end.
+
+        Args:
+            path: the file.
+            last_bytes: distance of the start from the end; None: read the whole file.
+        """
         self.path, self._last_bytes = path, last_bytes
         self.generation, self.num_long = 0, 0
         self._inode, self._offset, self._check, self._in_long = -1, 0, b"", False
 
     def read(self) -> Iterator[list[bytes]]:
-        """Yield new lines, block by block. Raises OSError."""
+        """Yield new lines, block by block.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
         with open_regular(self.path, within=self.path.parent) as file:
             status = os.fstat(file.fileno())
             # A resumed run cuts its file and appends other rows: the inode stays, the bytes before the offset do not.
@@ -240,10 +257,17 @@ class RowFile(LineFile):
 
 
 def cut_after(path: Path, *, step: int) -> Row | None:
-    """Cut off the rows after `step` and a torn last line, in place. Return the last row that is kept.
+    """Cut off the rows after a step and a torn last line, in place.
 
-    If no row is kept, the file belonged to another run, or to a start that left no checkpoint. It is then moved to
-    metrics.previous.jsonl, not deleted.
+    If no row is kept, the file belonged to another run, or to a start that left no checkpoint. It
+    is then moved to metrics.previous.jsonl, not deleted.
+
+    Args:
+        path: file of rows.
+        step: last step to keep.
+
+    Returns:
+        The last row that is kept.
     """
     any_row = False
     # A run of weeks has a large file, and the row is near its end: read backwards.
@@ -268,10 +292,10 @@ def cut_after(path: Path, *, step: int) -> Row | None:
 
 
 def _lines_backwards(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:
-    """Yield the lines of a file, the last one first, and where each ends. Lines too long for a row are left out."""
+    """Yield each line of a file and its end, the last line first. Lines too long for a row are left out."""
     position, rest = os.fstat(file.fileno()).st_size, b""
     while position:
-        # One block more towards the start of the file.
+        # Read one more block towards the start of the file.
         begin = max(position - _BLOCK_BYTES, 0)
         file.seek(begin)
         text = file.read(position - begin) + rest

@@ -1,4 +1,4 @@
-"""Log the events of a run over all its starts (events.jsonl), and account for its wall time (goodput).
+"""Log of a run's events over all its starts (events.jsonl), and account of its wall time (goodput).
 
 The wall time since the first start is divided into parts:
 
@@ -9,9 +9,9 @@ The wall time since the first start is divided into parts:
     lost         steps that were not kept: rewound, or after the checkpoint that a later start resumed from
     down         from the last sign of life to the next start
 
-Each event carries the parts up to it, so that a start that resumes from a checkpoint knows what was kept by then. A process
-that was killed lived at least until its newest row in events.jsonl or logs/rank-0.times.jsonl. Only rank 0 writes. Imports
-no torch.
+Each event carries the parts up to it, so a start that resumes from a checkpoint knows which time
+was kept by then. A process that was killed lived at least until its newest row in events.jsonl or
+logs/rank-0.times.jsonl. Only rank 0 writes. Imports no torch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def goodput(seconds: Mapping[str, float]) -> float:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return the events of a run, oldest first, without a torn one. A missing file has none."""
+    """Read the events of a run, oldest first, without torn lines. A missing file has no events."""
     rows = []
     with suppress(OSError):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -53,11 +53,14 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 class EventLog:
-    """Write a run's events, and account for its time. Only rank 0 has a file.
+    """Log of a run's events, and account of its time. Only rank 0 has a file.
 
     Args:
-        step: the step that this start continues from, 0 for a fresh run.
-        started_unix_s: when the process started; None: read from /proc.
+        run_dir: run folder.
+        rank: this rank.
+        step: step that this start continues from, 0 for a fresh run.
+        started_unix_s: start time of the process; None: read from /proc.
+        clock: returns the present time.
         facts: more fields of the first event.
     """
 
@@ -75,7 +78,7 @@ class EventLog:
         self.is_on, self.restarts, self.lost_steps = rank == 0, 0, 0
         self.seconds: Seconds = dict.fromkeys(PARTS, 0.0)
         self.is_over, self._part = False, "setup"
-        self._spent: Seconds = {}  # what the step timer had counted at the last call
+        self._spent: Seconds = {}  # counts of the step timer at the last call
         self._rows: list[dict[str, Any]] = []
         # Imports and setting up belong to this start, so its time begins with the process.
         self._since = min(started_unix_s or process_start_unix_s(), clock())
@@ -89,7 +92,11 @@ class EventLog:
         self._part = "compile"
 
     def warm(self, spent: Mapping[str, float]) -> None:
-        """End the first step: what follows is training."""
+        """End the first step: training follows.
+
+        Args:
+            spent: as in `share`.
+        """
         self._account(spent)
         self._part = "trained"
 
@@ -97,7 +104,7 @@ class EventLog:
         """Return the goodput up to now.
 
         Args:
-            spent: seconds that the step timer has taken out so far, by what they went to.
+            spent: seconds that the step timer has taken out so far, by purpose.
         """
         self._account(spent)
         return goodput(self.seconds)
@@ -105,7 +112,14 @@ class EventLog:
     def write(
         self, event: str, *, step: int, spent: Mapping[str, float] | None = None, **facts: Any
     ) -> None:
-        """Write an event, with the account of time up to it. `spent` as in `share`."""
+        """Write an event, with the account of time up to it.
+
+        Args:
+            event: name of the event.
+            step: number of the step.
+            spent: as in `share`; None: as in the last call.
+            **facts: more fields of the event.
+        """
         if not self.is_on:
             return
         self._account(self._spent if spent is None else spent)
@@ -122,7 +136,13 @@ class EventLog:
             _LOG.warning(f"{self.path} cannot be written ({error}); training goes on without it")
 
     def rewind(self, step: int, *, to: int, spent: Mapping[str, float]) -> None:
-        """Account for a return to a checkpoint within the process: the time since it was saved is lost."""
+        """Account for a return to a checkpoint within the process: the time since its save is lost.
+
+        Args:
+            step: step that rewinds.
+            to: step of the checkpoint.
+            spent: as in `share`.
+        """
         self._account(spent)
         self._spent = {}  # the step timer starts again, too
         if self.is_on:
@@ -130,7 +150,7 @@ class EventLog:
             self.write("rewind", step=to, at=step)
 
     def repeat(self, seconds: float) -> None:
-        """Count a step that is repeated, since it was lost with a replica group."""
+        """Count a repeated step as lost. It was lost with a replica group."""
         self.seconds["trained"] -= seconds
         self.seconds["lost"] += seconds
         self.lost_steps += 1
@@ -142,7 +162,7 @@ class EventLog:
             self.write("end", step=step, state=state, **facts)
 
     def discard(self, step: int, *, kept: int) -> None:
-        """Count the steps after `kept` as lost in the summary. The next start does not need this; it computes it."""
+        """Count the steps after `kept` as lost in the summary. The next start computes this itself."""
         self._go_back(kept, from_step=step)
 
     def summary(self) -> str:
@@ -158,7 +178,10 @@ class EventLog:
         )
 
     def _account(self, spent: Mapping[str, float]) -> None:
-        """Add the time since the last call: what the step timer took out to its own parts, the rest to the current part."""
+        """Add the time since the last call to the parts.
+
+        Time that the step timer took out goes to its own parts, the rest to the current part.
+        """
         now = self.clock()
         # The step timer counts up from its start, so each part gets the difference to the last call.
         rest = now - self._since
@@ -175,7 +198,7 @@ class EventLog:
         rows = read_events(self.path)
         if not rows:
             return
-        # Its account covers all starts before this one.
+        # The last event's account covers all starts before this one.
         last = rows[-1]
         if step == 0 and last["event"] == "end" and last.get("state") == "done":
             self.path.replace(self.path.with_name("events.previous.jsonl"))  # of another run
@@ -184,18 +207,18 @@ class EventLog:
         self.restarts, self.lost_steps = last.get("restarts", 0) + 1, last.get("lost_steps", 0)
         # Parts that another version of titan wrote are left out.
         self.seconds |= {p: s for p, s in last.get("seconds", {}).items() if p in PARTS}
-        # It trained until its last sign of life; from then on it was down.
+        # The run trained until its last sign of life; from then on it was down.
         beat_s, reached = _last_beat(run_dir)
         self._since = max(self._since, last["unix_s"])  # a second start in one process
         alive_s = min(max(beat_s, last["unix_s"]), self._since)
         self.seconds["trained"] += alive_s - last["unix_s"]
-        if last.get("state") != "done":  # else it had nothing to do
+        if last.get("state") != "done":  # a run that is done has nothing to do
             self.seconds["down"] += self._since - alive_s
         self._go_back(step, from_step=max(reached, last["step"]))
 
     def _go_back(self, step: int, *, from_step: int) -> None:
-        """Move the time since `step` was saved to `lost`."""
-        # The newest event at or before the step has the account of that time.
+        """Move the time since the save of `step` to `lost`."""
+        # The newest event at or before the step has the account up to that time.
         kept = next((row["seconds"] for row in reversed(self._rows) if row["step"] <= step), {})
         # Nothing is lost if the checkpoint is of the last step.
         if from_step > step:
@@ -217,7 +240,7 @@ def _last_beat(run_dir: Path) -> tuple[float, int]:
 
 
 def process_start_unix_s() -> float:
-    """Return when this process started, or the present time if there is no /proc."""
+    """Return the start time of this process, or the present time if there is no /proc."""
     with suppress(OSError, ValueError, IndexError, AttributeError):
         # Field 22 is the start in clock ticks since boot. The name in parentheses before may hold anything.
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()

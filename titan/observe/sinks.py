@@ -1,4 +1,7 @@
-"""Write rows to TensorBoard and to Weights & Biases, which are extras. metrics.py opens these sinks and guards their failures."""
+"""Sinks of metrics: TensorBoard and Weights & Biases, which are extras.
+
+metrics.py opens them and guards their failures.
+"""
 
 from __future__ import annotations
 
@@ -19,24 +22,36 @@ _LOG = logging.getLogger("titan")
 
 
 class Sink(Protocol):
-    """Take rows of metrics."""
+    """Protocol of a receiver of rows of metrics."""
 
     def write(self, row: Row) -> None: ...
     def close(self) -> None: ...
 
 
 class MissingExtra(InputError):
-    """Report that an optional package is not installed. The user can fix this, so the exit code is 2."""
+    """Error: an optional package is not installed. The user can fix this, so the exit code is 2."""
 
 
 def require(package: str, *, extra: str, asked_by: str) -> None:
-    """Raise MissingExtra, with the command that installs it, unless `package` is there."""
+    """Check that an optional package is installed.
+
+    Args:
+        package: name of the package.
+        extra: extra of titan-pretrain that installs it.
+        asked_by: config key or command that needs it.
+
+    Raises:
+        MissingExtra: it is not installed. The message has the command that installs it.
+    """
     if find_spec(package) is None:
         raise MissingExtra(f"{asked_by} needs {package}: pip install 'titan-pretrain[{extra}]'")
 
 
 class TensorBoardSink:
-    """Write TensorBoard's event files. A resume hides the events of later steps (`purge_step`), as it cuts metrics.jsonl."""
+    """TensorBoard's event files.
+
+    A resume hides the events of later steps (`purge_step`), as it cuts metrics.jsonl.
+    """
 
     def __init__(self, folder: Path, *, resume_step: int) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
@@ -46,7 +61,7 @@ class TensorBoardSink:
     def write(self, row: Row) -> None:
         for tag, value in curves(row).items():
             self._writer.add_scalar(tag, value, row["step"])
-        self._writer.flush()  # else a crash loses two minutes of curves
+        self._writer.flush()  # otherwise a crash loses two minutes of curves
 
     def write_norms(self, step: int, norms: dict[str, dict[str, float]]) -> None:
         for kind, by_block in norms.items():
@@ -55,7 +70,7 @@ class TensorBoardSink:
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         for number, (prompt, text) in enumerate(texts.items()):
-            # Markdown: four spaces keep a text as it is.
+            # Markdown: four spaces keep a text unchanged.
             lines = "".join(f"    {line}\n" for line in (prompt + text).splitlines())
             self._writer.add_text(f"samples/prompt_{number}", lines, step)
 
@@ -64,9 +79,10 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Log to Weights & Biases: offline, below <run>/wandb, if there is no login or WANDB_MODE asks for it.
+    """Run of Weights & Biases.
 
-    The run folder keeps the run's id, so that a resume continues the same curves.
+    It logs offline, below <run>/wandb, if there is no login or WANDB_MODE asks for it. The run
+    folder keeps the run's id, so that a resume continues the same curves.
     """
 
     def __init__(
@@ -79,7 +95,7 @@ class WandbSink:
     ) -> None:
         import wandb
 
-        # Without a login wandb.init would ask for one, and a batch job would hang. W&B itself knows where it keeps keys.
+        # Without a login wandb.init would ask for a key, and a batch job would hang. W&B knows where it keeps keys.
         wandb.setup(settings=wandb.Settings(silent=True))
         mode: Any = os.environ.get("WANDB_MODE")
         if not mode:

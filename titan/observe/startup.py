@@ -1,4 +1,4 @@
-"""Build the start-up page: what is about to run, on one screen. console.py prints it."""
+"""Start-up page: a summary of the run on one screen. console.py prints it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,18 @@ from titan.hardware import MARGIN, Hardware
 from titan.observe.estimate import ModelSizes, estimate_memory, keeps_gathered
 from titan.optim.schedule import learning_rate_factor, phases
 
-_MAX_WIDTH = 120  # of the page: longer lines are hard to read on a wide terminal
+_MAX_WIDTH = 120  # columns of the page: longer lines are hard to read on a wide terminal
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartupPage:
-    """Hold a heading, and labelled lines in order."""
+    """Page of text.
+
+    Attributes:
+        title: heading.
+        description: job's own description, which may be empty.
+        lines: text by its label, in order.
+    """
 
     title: str
     description: str
@@ -56,13 +62,19 @@ def startup_page(
     tokens_seen: int = 0,
     ranks_per_node: int = 0,
 ) -> StartupPage:
-    """Return the page of a job.
+    """Return the start-up page of a job.
 
     Args:
-        data: what the run reads, of its task.
-        resume_step: the step that the run continues from, 0 for a fresh run.
+        config: the job.
+        model_config: sizes of the model.
+        layout: layout of the ranks.
+        run_dir: run folder.
+        device_name: name of the device.
+        hardware: profile of the device; None: unknown.
+        data: the task's description of the data.
+        resume_step: step that the run continues from, 0 for a fresh run.
         tokens_seen: tokens trained on up to resume_step.
-        ranks_per_node: 0 if not known.
+        ranks_per_node: ranks of a node; 0: unknown.
     """
     training = config.training
     resumed = f", resumed after step {resume_step:,}" if resume_step else ""
@@ -76,7 +88,7 @@ def startup_page(
         steps = sum(p.steps_after(resume_step) * p.tokens_per_step for p in phases)
         in_all = tokens_seen + steps * groups
     frozen = num_frozen(config.model, model_config)
-    # Of the phase that needs most.
+    # Show the phase that needs the most memory.
     memory = (estimate_memory(phase.config, model_config, layout) for phase in phases)
     most = max(memory, key=lambda gib: gib["total"])
     return StartupPage(
@@ -120,7 +132,7 @@ def _groups(count: int) -> str:
 
 
 def _units(config: JobConfig) -> tuple[str, str]:
-    """Return what a batch has, and what a sequence has."""
+    """Return the names of a batch's items and of a sequence's items: "sequences" and "tokens" for text."""
     return ("sequences", "tokens") if reads_text(config) else ("samples", "positions")
 
 
@@ -131,7 +143,7 @@ def _parameters(model: ModelSizes) -> str:
 
 
 def _experts(config: JobConfig, model: Any, layout: Layout, ranks_per_node: int) -> dict[str, str]:
-    """Describe the experts and where they are; {} for a dense model."""
+    """Describe the experts and their ranks; {} for a dense model."""
     if not getattr(model, "num_experts", 0):
         return {}
     ep, shared = config.parallelism.expert_parallel_degree, model.num_shared_experts
@@ -143,7 +155,7 @@ def _experts(config: JobConfig, model: Any, layout: Layout, ranks_per_node: int)
     if ep > 1:
         parts.append(f"EP {ep}: {model.num_experts // ep} a rank")
         if ranks_per_node:
-            # The ep axis is the fastest of its mesh, so a group is a run of ranks.
+            # The ep axis is the fastest of its mesh, so a group has consecutive ranks.
             ends = ((first, first + ep - 1) for first in range(0, layout.world_size, ep))
             nodes = max(b // ranks_per_node - a // ranks_per_node + 1 for a, b in ends)
             parts.append(f"a group on {_count(nodes, 'nodes')}")
@@ -154,7 +166,7 @@ def _layout(config: JobConfig, layout: Layout) -> str:
     """Describe the ranks, the axes of the mesh that are longer than 1, and the kind of data parallelism."""
     parts = [_count(layout.world_size, "ranks")]
     degrees = {axis: getattr(layout, axis) for axis in AXES}
-    # Axes of length 1 say nothing.
+    # Leave out axes of length 1.
     if mesh := " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1):
         parts.append(f"mesh {mesh}")
     # FSDP shards over context-parallel ranks, too.
@@ -233,7 +245,7 @@ def _hardware(config: JobConfig, device_name: str, hardware: Hardware | None) ->
 
 
 def _outputs(config: JobConfig, run_dir: Path) -> str:
-    """Name the run folder and what will be in it."""
+    """List the run folder and its files."""
     inside = ["metrics.jsonl", "logs/"]
     if config.checkpoint.enable and not config.checkpoint.load_only:
         inside.append(f"{config.checkpoint.folder}/ every {config.checkpoint.interval:,} steps")

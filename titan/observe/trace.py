@@ -1,13 +1,13 @@
-"""Read a trace of torch's profiler, and say what a step's time went to, by kind of work and by module.
+"""Analysis of a trace of torch's profiler: the time of a step by kind of work and by module.
 
-    intervals   what the hardware did from when to when: kernels of a GPU's streams; on a CPU each operator's self time,
-                which is the time it was the innermost event of its thread
+    intervals   busy times of the hardware: kernels of a GPU's streams; on a CPU each operator's self time,
+                when it was the innermost event of its thread
     place       the module whose range (profiler.py) encloses the operator, or for a kernel the operator that launched
-                it; a backward operator belongs to the forward one that the profiler links it to
-    sweep       at each instant the step's time goes to the work under way, in even shares; to communication only where
-                there is no work (exposed); to the host where there is neither. So the parts add up to the step
+                it; a backward operator belongs to the forward operator that the profiler links it to
+    sweep       at each instant the step's time goes to the work under way, in even shares; to communication only while
+                no work runs (exposed); to the host while neither runs. So the parts add up to the step
 
-It imports no torch, so that it answers at once. Integers are nanoseconds.
+The module imports no torch, so that it answers at once. Integers are nanoseconds.
 """
 
 from __future__ import annotations
@@ -28,23 +28,34 @@ from titan.observe.trace_kinds import (
     surroundings,
 )
 
-MODULE = "titan: "  # a module's range is called so, and then by the module's name
+MODULE = "titan: "  # prefix of a module's name in its range
 ELSEWHERE = "(elsewhere)"
 PHASES = ("forward", "recompute", "backward")
 _NODE = "autograd::engine::evaluate_function"
 _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
-MAX_EVENTS = 2_000_000  # which take 2 GB
+MAX_EVENTS = 2_000_000  # they take 2 GB
 _ON_HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 
 
 class TooLarge(Exception):
-    """Report that a trace has more than MAX_EVENTS events."""
+    """Error: a trace has more than MAX_EVENTS events."""
 
 
 @dataclass(slots=True, eq=False)
 class TraceEvent:
-    """Describe an event of a host thread, and its place. phase: of PHASES, or "" outside forward
-    and backward."""
+    """Event of a host thread, and its place.
+
+    Attributes:
+        name: name of the event.
+        is_operator: whether it is an operator of torch.
+        thread: process and thread.
+        begin: start time.
+        end: end time.
+        parent: event that encloses it.
+        module: name of its module, or "".
+        phase: item of PHASES, or "" outside forward and backward.
+        within: surroundings (trace_kinds.py) of the event, its own included.
+    """
 
     name: str
     is_operator: bool
@@ -58,7 +69,7 @@ class TraceEvent:
 
 
 class TimeRange(NamedTuple):
-    """Say that something was at work for one of PARTS, at the place of `event`."""
+    """Time in which the hardware worked for one of PARTS, at the place of `event`."""
 
     begin: int
     end: int
@@ -68,11 +79,17 @@ class TimeRange(NamedTuple):
 
 @dataclass
 class Report:
-    """Hold the seconds of one step, the mean of num_steps. parts_s adds up to step_s, and so do the
-    totals of modules_s.
+    """Seconds of one step, the mean of num_steps.
 
-    communication_hidden_s: behind work, so in no part. calls: kernels or operators of a step. modules_s: by module in
-    the order of the forward pass, then by PHASES and "total".
+    Attributes:
+        device: "gpu" or "cpu".
+        num_steps: steps of the trace.
+        step_s: seconds of a step.
+        parts_s: seconds by part. They add up to step_s.
+        communication_hidden_s: communication behind work, which is in no part.
+        calls: kernels or operators of a step, by part.
+        modules_s: seconds by module in the order of the forward pass, then by PHASES and
+            "total". The totals add up to step_s.
     """
 
     device: str
@@ -85,8 +102,17 @@ class Report:
 
 
 def analyse(raw: Iterable[dict[str, Any]]) -> Report:
-    """Return the report of a trace's events, in the form that chrome's format has. They are read
-    once and not kept."""
+    """Analyse the events of a trace, in the form of Chrome's format. They are read once and not kept.
+
+    Args:
+        raw: events of the trace.
+
+    Returns:
+        Report of a step.
+
+    Raises:
+        TooLarge: there are more than MAX_EVENTS events.
+    """
     events, by_correlation, kernels, flows = _sorted_out(raw)
     self_times = _nest(events)
     _find_places(events, links=_links(flows, events))
@@ -97,7 +123,7 @@ def analyse(raw: Iterable[dict[str, Any]]) -> Report:
         for kernel in kernels
         for launch in [by_correlation.get(kernel.get("args", {}).get("correlation"), nowhere)]
     ]
-    # A trace of a CPU has no kernels: there the operators' own times are the work.
+    # A trace of a CPU has no kernels: the operators' self times are the work.
     is_gpu = bool(intervals)
     calls = Counter(interval.part for interval in intervals)
     if not is_gpu:
@@ -105,7 +131,7 @@ def analyse(raw: Iterable[dict[str, Any]]) -> Report:
         outer = [e for e in events if e.parent is None or COMMUNICATION not in e.parent.within]
         calls = Counter(parts[e] for e in outer)  # a step of a collective is not a separate call
         intervals = [TimeRange(start, stop, parts[e], e) for e, start, stop in self_times]
-    # The profiler marks each step. A trace without marks is taken as one step.
+    # The profiler marks each step. A trace without marks counts as one step.
     steps = [event for event in events if event.name.startswith("ProfilerStep#")]
     begin, end = min(e.begin for e in steps or events), max(e.end for e in steps or events)
     if is_gpu:  # the device finishes after the host
@@ -146,8 +172,12 @@ _Records = list[dict[str, Any]]
 def _sorted_out(
     raw: Iterable[dict[str, Any]],
 ) -> tuple[list[TraceEvent], dict[int, TraceEvent], _Records, _Records]:
-    """Return the host's events by their beginning, outer ones first, then launches by correlation
-    id, kernels and flows."""
+    """Sort the records of a trace.
+
+    Returns:
+        The host's events by their beginning, outer events first; launches by correlation id;
+        kernels; flows.
+    """
     events, by_correlation, kernels, flows = [], {}, [], []
     for record in raw:
         category = record.get("cat")
@@ -166,7 +196,7 @@ def _sorted_out(
         # Checked while reading, before memory runs out.
         if len(events) + len(kernels) + len(flows) > MAX_EVENTS:
             raise TooLarge
-    # An outer event begins no later and ends no earlier than those within it.
+    # An outer event begins no later and ends no earlier than its inner events.
     events.sort(key=lambda event: (event.begin, -event.end))
     return events, by_correlation, kernels, flows
 
@@ -181,12 +211,11 @@ def _nest(events: list[TraceEvent]) -> list[tuple[TraceEvent, int, int]]:
     """Set each event's parent. Return the stretches in which an event was the innermost of its thread."""
     stretches = []
     stacks: defaultdict[Any, list[TraceEvent]] = defaultdict(list)
-    since: dict[Any, int] = {}  # up to where a thread's time is given away
+    since: dict[Any, int] = {}  # time up to which a thread's time is distributed
 
     def advance(thread: Any, to: int) -> None:
         stack = stacks[thread]
-        # Give the time up to `to` to the events on the stack, innermost first, and drop those that
-        # have ended.
+        # Give the time up to `to` to the events on the stack, innermost first, and drop ended events.
         while stack and since[thread] < to:
             event = stack[-1]
             until = min(event.end, to)
@@ -208,8 +237,8 @@ def _nest(events: list[TraceEvent]) -> list[tuple[TraceEvent, int, int]]:
 
 
 def _links(flows: _Records, events: list[TraceEvent]) -> dict[TraceEvent, TraceEvent]:
-    """Map each backward node to the forward operator that made it, by the profiler's flow events."""
-    # The innermost of several that begin together comes last.
+    """Map each backward node to its forward operator, by the profiler's flow events."""
+    # If several events begin together, the innermost comes last.
     at = {(event.thread, event.begin): event for event in events if event.is_operator}
     forward, links = {}, {}
     for record in sorted(flows, key=lambda record: record["ph"], reverse=True):  # "s", then "f"
@@ -229,7 +258,7 @@ def _find_places(events: list[TraceEvent], *, links: dict[TraceEvent, TraceEvent
     newest: dict[Any, str] = {}  # module of each thread's last backward node
     for event in events:
         if event.parent is not None:
-            # What encloses an event decides, unless the event itself says more.
+            # The enclosing event decides, unless the event itself has a place.
             event.module, event.phase = event.parent.module, event.parent.phase
             event.within = event.parent.within
         if kind := surroundings(event.name, is_operator=event.is_operator):
@@ -243,7 +272,7 @@ def _find_places(events: list[TraceEvent], *, links: dict[TraceEvent, TraceEvent
             event.module, event.phase = "optimizer", ""
         elif event in links or event.name.startswith(_NODE):
             event.phase = "backward"
-            # What is linked to nothing adds up a gradient that the node before has made.
+            # A node without a link adds up a gradient of the node before it.
             source = links.get(event)
             event.module = source.module if source else newest.get(event.thread, event.module)
             newest[event.thread] = event.module
@@ -252,15 +281,19 @@ def _find_places(events: list[TraceEvent], *, links: dict[TraceEvent, TraceEvent
 def _sweep(
     intervals: list[TimeRange], begin: int, end: int
 ) -> tuple[dict[tuple[str, str, str], float], int]:
-    """Return the time of each (part, module, phase), which adds up to end - begin, and that of
-    hidden communication."""
+    """Distribute the time of the steps over the intervals.
+
+    Returns:
+        Time by (part, module, phase), which adds up to end - begin, and the time of hidden
+        communication.
+    """
     edges = []
     for number, interval in enumerate(intervals):
-        # Cut off what lies outside the step.
+        # Cut off time outside the step.
         start, stop = max(interval.begin, begin), min(interval.end, end)
         if start < stop:
             edges += [(start, number), (stop, number)]
-    # Between two edges the set of what runs does not change, so each stretch is dealt out at once.
+    # Between two edges the set of running intervals does not change, so distribute each stretch at once.
     times: defaultdict[tuple[str, str, str], float] = defaultdict(float)
     work: dict[int, TimeRange] = {}
     communication: dict[int, TimeRange] = {}
@@ -274,7 +307,7 @@ def _sweep(
                 times[one.part, one.event.module, one.event.phase] += elapsed / len(work)
             hidden += elapsed if communication else 0
         elif elapsed:
-            # gloo's threads know no module, but the main thread waits for them in one.
+            # gloo's threads know no module, but the main thread waits for them in a module.
             there = chain(communication.values(), host.values())
             module, phase = next(
                 ((i.event.module, i.event.phase) for i in there if i.event.module), ("", "")

@@ -1,4 +1,4 @@
-"""Find and read the profiler's traces, which profiler.py writes and trace.py understands."""
+"""Files of the profiler's traces: profiler.py writes them, trace.py analyses them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,29 @@ from .trace import MAX_EVENTS, Report, TooLarge, analyse
 _BLOCK_BYTES, _MAX_EVENT_CHARS = 2**20, 2**22
 _BEGIN = re.compile(r'"traceEvents"\s*:\s*\[')
 _NEXT = re.compile(r"[\s,]*([^\s,])")
-# What json and the arithmetic raise for values that a profiler does not write.
+# Errors of json and arithmetic for values that a profiler does not write.
 _ODD = (AttributeError, RecursionError, IndexError, OverflowError, ZeroDivisionError)
 _FILE = re.compile(r"step-(\d+)/rank-(\d+)\.json\.gz$")
 
 
 class TraceFileError(Exception):
-    """Report what the user did wrong, in a line."""
+    """Error of the user, in one line."""
 
 
 def find_traces(run: Path, *, step: int | None, rank: int | None) -> list[Path]:
-    """Return the trace that was asked for, then those of the same step's other ranks."""
+    """Find the traces of a step.
+
+    Args:
+        run: run folder, folder of traces, or a trace file.
+        step: number of the step; None: the newest.
+        rank: rank whose trace comes first; None: the lowest.
+
+    Returns:
+        The rank's trace, then the traces of the same step's other ranks.
+
+    Raises:
+        TraceFileError: there is no such run, step or rank.
+    """
     if run.is_file():
         return [run]
     if not run.exists():
@@ -55,7 +67,7 @@ def find_traces(run: Path, *, step: int | None, rank: int | None) -> list[Path]:
         raise TraceFileError(
             f"{run}: no trace of rank {rank} at step {step}; there are {_some(ranks)}"
         )
-    # The one asked for comes first: its tables are printed.
+    # The requested rank comes first: its tables are printed.
     return [ranks.pop(rank), *(ranks[other] for other in sorted(ranks))]
 
 
@@ -65,7 +77,11 @@ def _some(numbers: Iterable[int]) -> str:
 
 
 def read_report(path: Path) -> Report:
-    """Return the report of a trace file, which is read event by event. Raises TraceFileError where it is not a whole trace."""
+    """Read the report of a trace file, event by event.
+
+    Raises:
+        TraceFileError: the file is not a whole trace.
+    """
     advice = "a run that is killed leaves such: take another --step or --rank"
     try:
         with Unpacked(path) as file:
@@ -79,12 +95,16 @@ def read_report(path: Path) -> Report:
 
 
 def _events(file: Unpacked) -> Iterator[dict[str, Any]]:
-    """Yield the events of a trace in chrome's format. Raises ValueError where it ends before they do."""
+    """Yield the events of a trace in Chrome's format.
+
+    Raises:
+        ValueError: the file ends before its events do.
+    """
     decode = json.JSONDecoder().raw_decode
     text, at, is_within = "", 0, False
     incremental = codecs.getincrementaldecoder("utf-8")("replace")
     while block := file.read(_BLOCK_BYTES):
-        # What the last block left over begins this one.
+        # The rest of the last block begins this block.
         text, at = text[at:] + incremental.decode(block), 0
         if not is_within:
             begin = _BEGIN.search(text)

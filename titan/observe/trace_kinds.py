@@ -1,7 +1,9 @@
-"""Classify kernels and operators of a trace: matrix product, attention, elementwise, copy, optimizer, communication, host.
+"""Kinds of kernels and operators of a trace.
 
-Names decide, since a trace has nothing else: those of torch's operators, and of the kernels of cuBLAS, CUTLASS, cuDNN,
-FlashAttention, Triton and NCCL. What no rule knows is elementwise, the kind with the most names.
+They are matmul, attention, elementwise, copy, optimizer, communication and host. Only names decide,
+since a trace holds only names: of torch's operators, and of the kernels of cuBLAS, CUTLASS, cuDNN,
+FlashAttention, Triton and NCCL. A kernel that no rule matches is elementwise, the kind with the
+most names.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ PARTS = {
     HOST: "host, idle",
 }
 
-# Kinds of kernels and of operators. The order of the questions below matters: a fused name may match several.
+# Kinds of kernels and operators. The order of the checks below matters: a fused name may match several.
 _ATTENTION = re.compile(r"attention|scaled_?dot_?product|sdpa|fmha|flash", re.I)
 _COMMUNICATION = re.compile(r"nccl|^gloo:|c10d|symm_mem|multimem|(one|two)_shot", re.I)
-_GENERATED = re.compile(r"triton_(poi|red|per)_")  # inductor names loops after what it fused
+_GENERATED = re.compile(r"triton_(poi|red|per)_")  # inductor names loops after the fused operators
 _GEMM = re.compile(r"gemm|gemv|nvjet|matmul|cutlass|xmma|splitk|_mm_|_mm\b|triton_tem_", re.I)
 _COPY = re.compile(r"mem(cpy|set)|copy|catarray|chunk_cat|fillfunctor|fill_kernel", re.I)
 _CAST = re.compile(r"float\d+\w*_copy_kernel")  # a change of dtype is a copy too, to torch
@@ -31,7 +33,7 @@ _CAST = re.compile(r"float\d+\w*_copy_kernel")  # a change of dtype is a copy to
 # Aten's operators, as whole names.
 _PRODUCT = re.compile(r"\w*mm(_\w+)?|mv|addmv|dot|\w*linear_(pointwise|unary|binary)|mkldnn_linear")
 _COPIES = re.compile(r"\w*copy_?(in|out)?_?|clone|(chunk_)?cat|stack|(fill|zero)_|repeat")
-# Views, allocation, and operators made of others: their own time is the host's bookkeeping.
+# Views, allocation, and composite operators: their self time is the host's bookkeeping.
 _BOOKKEEPING = re.compile(
     r"as_strided|_?(unsafe_)?view(_as)?|_?reshape(_alias)?|transpose|t|numpy_T|movedim|permute|expand(_as)?|(un)?squeeze|"
     r"select|slice|narrow|chunk|split(_with_sizes)?|(un)?flatten|unbind|detach|alias|lift_fresh|to|contiguous|result_type|"
@@ -40,19 +42,31 @@ _BOOKKEEPING = re.compile(
 
 
 def surroundings(name: str, *, is_operator: bool) -> str:
-    """Return what an event makes of everything within it: "optimizer", "attention", "cast",
-    COMMUNICATION, or "" for nothing."""
+    """Return the kind that an event gives to all events within it.
+
+    Args:
+        name: name of the event.
+        is_operator: whether it is an operator of torch.
+
+    Returns:
+        "optimizer", "attention", "cast", COMMUNICATION, or "" for none.
+    """
     if _COMMUNICATION.search(name):
         return COMMUNICATION
     if name.startswith("Optimizer."):
         return "optimizer"
-    if is_operator and _ATTENTION.search(name):  # a module may be called so as well
+    if is_operator and _ATTENTION.search(name):  # a module may have such a name, too
         return "attention"
     return "cast" if name == "aten::_to_copy" else ""
 
 
 def kind_of_kernel(name: str, within: Set[str]) -> str:
-    """Return a key of PARTS for a kernel. within: the surroundings of its launch."""
+    """Return a key of PARTS for a kernel.
+
+    Args:
+        name: name of the kernel.
+        within: surroundings of its launch.
+    """
     if _COMMUNICATION.search(name):
         return COMMUNICATION
     # Before its name: an optimizer's kernels are elementwise and copies like any others.
@@ -69,13 +83,19 @@ def kind_of_kernel(name: str, within: Set[str]) -> str:
 
 
 def kind_of_operator(name: str, within: Set[str], *, is_operator: bool) -> str:
-    """Return a key of PARTS for an operator's self time. within: its surroundings, its own included."""
+    """Return a key of PARTS for an operator's self time.
+
+    Args:
+        name: name of the operator.
+        within: its surroundings, its own included.
+        is_operator: whether it is an operator of torch, not a plain range.
+    """
     if COMMUNICATION in within:
         return COMMUNICATION
     namespace, _, operator = name.rpartition("::")
     # autograd's nodes and plain ranges only call others.
     computes = is_operator and namespace and "autograd" not in namespace
-    # The own time of inductor's graphs is that of its loops.
+    # The self time of inductor's graphs is the time of their loops.
     if not (computes or "CompiledFxGraph" in name) or _BOOKKEEPING.fullmatch(operator):
         return HOST
     for kind in ("optimizer", "attention"):

@@ -1,1 +1,1 @@
-"""Commands beside the run. Nothing but titan/cli.py imports them."""
+"""Commands apart from the run. Only titan/cli.py imports them."""

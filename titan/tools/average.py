@@ -1,7 +1,9 @@
-"""Run `titan average STEP_DIR... --output OUT [--weights W,...]`: write the mean of the weights of checkpoints of one model.
+"""Command `titan average STEP_DIR... --output OUT [--weights W,...]`.
 
-Checkpoints of one run, or of runs from one start, average to a model that is often better than each (arXiv:2203.05482). OUT is a
-run folder with one step, for `titan generate`, `titan convert to-hf` and `checkpoint.initial_load_path`.
+It writes the mean of the weights of checkpoints of one model. The mean of checkpoints of one run,
+or of runs from one start, is often a better model than each of them (arXiv:2203.05482). OUT is a
+run folder with one step, for `titan generate`, `titan convert to-hf` and
+`checkpoint.initial_load_path`.
 """
 
 from __future__ import annotations
@@ -31,11 +33,18 @@ from titan.untrusted import InputError
 
 
 def average(sources: Sequence[Location], output: Path, *, weights: Sequence[float] = ()) -> str:
-    """Write the mean of the steps' weights, summed in float32 and stored as the last one's are. Return a message.
+    """Write the mean of the steps' weights, summed in float32 and stored with the dtype of the last step.
 
     Args:
-        sources: steps, or run folders, which mean their newest step.
-        weights: a positive number for each; (): equal ones.
+        sources: steps, or run folders, which stand for their newest step.
+        output: new run folder.
+        weights: a positive number for each source; (): equal weights.
+
+    Returns:
+        A message.
+
+    Raises:
+        InputError: the number of weights is wrong, or a weight is not positive.
     """
     check_new(output)
     weights = list(weights) or [1.0] * len(sources)
@@ -77,7 +86,7 @@ def _mean(
     *,
     file: Path,
 ) -> Tensor:
-    """Return the mean of a tensor, in a file's memory. What counts, in integers, is the last step's."""
+    """Return the mean of a tensor, in a file's memory. An integer tensor is the last step's."""
     total = torch.zeros(shape, dtype=torch.float32 if dtype.is_floating_point else dtype)
     for step, weight in zip(steps, weights, strict=True):
         state = {name: torch.empty_like(total)}

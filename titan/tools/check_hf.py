@@ -1,4 +1,7 @@
-"""Say which family of titan a Hugging Face folder is, and whether its weights load: `titan check --hf FOLDER`."""
+"""Command `titan check --hf FOLDER`.
+
+It shows the family of a Hugging Face folder in titan, and whether its weights load.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +38,16 @@ _SHOWN = 5
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Return what `titan check --hf --json` prints. Raises InputError for anything but a model of titan's families.
+    """Return the facts that `titan check --hf --json` prints.
 
     Args:
-        path: a config.json, or the folder that has one.
+        path: a config.json, or its folder.
+
+    Raises:
+        InputError: the folder holds no model of titan's families.
     """
     file = path / CONFIG if path.is_dir() else path
-    # A model's id at the hub: nothing is fetched unasked, and the machine may have no network.
+    # A model's id at the hub. Fetch nothing unasked: the machine may have no network.
     if (
         not file.exists()
         and re.fullmatch(r"[\w.-]+/[\w.-]+", str(path))
@@ -86,7 +92,7 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def _problems(folder: Path, name: str, sizes: Any) -> list[str]:
-    """Return a line for each tensor in which the files differ from the model."""
+    """Return a line for each tensor that differs between the files and the model."""
     try:
         opened = open_folder(folder)
         require_weights_for(sizes, opened)
@@ -110,7 +116,7 @@ def main(options: Namespace) -> int:
 
 
 def page(facts: dict[str, Any]) -> str:
-    """Return the facts for people."""
+    """Format the facts for people."""
     return "\n".join(f"{name:<12}{printable(text, 400)}".rstrip() for name, text in _rows(facts))
 
 

@@ -1,7 +1,9 @@
-"""Run `titan convert`, in one process and without a GPU.
+"""Command `titan convert`.
 
-titan convert from-hf Llama-3.2-1B/ llama/     writes llama/checkpoint/step-0, and llama/config.toml with the model's keys
-titan convert to-hf RUN/checkpoint/step-1000 out/ --dtype bfloat16
+It runs in one process and without a GPU:
+
+    titan convert from-hf Llama-3.2-1B/ llama/     writes llama/checkpoint/step-0, and llama/config.toml with the model's keys
+    titan convert to-hf RUN/checkpoint/step-1000 out/ --dtype bfloat16
 """
 
 from __future__ import annotations
@@ -62,25 +64,28 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def from_hf(source: Path, output: Path, *, mtp: bool = False) -> list[str]:
-    """Write a checkpoint of a Hugging Face folder's weights, and the config that it implies. Return messages.
+    """Convert a Hugging Face folder to a checkpoint with the config that it implies. Return messages.
 
-    mtp: with the modules of multi-token prediction.
+    Args:
+        source: the Hugging Face folder.
+        output: new run folder.
+        mtp: whether to keep the modules of multi-token prediction.
     """
-    # Refuse before anything is read: the output must be new or empty.
+    # Refuse a used output folder before reading the input.
     check_new(output)
     name, sizes = read_sizes(opened := open_folder(source), mtp=mtp)
-    # Checked on the folder's own claims, before a model of those sizes is built.
+    # Check the folder's own claims, before building a model of these sizes.
     require_weights_for(sizes, opened)
     model = HFModel.of(name, sizes)
     folder = check_folder(source, model)
     model = model.spelled_as(folder.files)
     assets = {file.name: read_asset(file) for file in tokenizer_files(str(source))}
-    if assets:  # which may say what ends a text
+    if assets:  # config.json may name the end token
         assets[CONFIG] = read_asset(source / CONFIG)
-    # The same writer as a run's, so step 0 is a checkpoint like any other.
+    # A run's own writer, so that step 0 is a checkpoint like any other.
     manager = checkpoints.CheckpointManager(CheckpointSection(), run_dir=output)
     metadata = {"format": 1, "step": 0, "tokens": 0, "data": {}, "model_only": True}
-    if assets:  # raises where it cannot be used
+    if assets:  # raises an error for an unusable tokenizer
         metadata["text"] = {"tokenizer": tokenizer_facts(tokenizer_named(str(source)))}
     with ExitStack() as stack:
         from safetensors import safe_open
@@ -96,7 +101,7 @@ def from_hf(source: Path, output: Path, *, mtp: bool = False) -> list[str]:
         state: dict[str, Tensor] = {}
         for ours, shape in model.shapes.items():
             theirs = model.names.get(ours)
-            if theirs is None:  # transformers has none: as before the first step
+            if theirs is None:  # transformers has no such tensor: its value before the first step
                 state[f"model.{ours}"] = torch.zeros(shape, dtype=model.buffers[ours])
                 continue
             stored_name = values_name(theirs.format(0), folder.files)
@@ -107,7 +112,7 @@ def from_hf(source: Path, output: Path, *, mtp: bool = False) -> list[str]:
                 tensor = open_files[file].get_tensor(theirs)
                 bad = [] if tensor.isfinite().all() else [not_finite(file, theirs)]
             else:
-                # Mapped to a file of its own too: experts are stacked, columns cut out, and quantized weights become bfloat16.
+                # Also mapped to a file: experts are stacked, columns cut out, and quantized weights become bfloat16.
                 tensor = mapped(Path(temporary) / ours, shape, stored[:0].dtype)
                 bad = fill(folder, {ours: tensor}, model=model)
             if bad:
@@ -119,7 +124,7 @@ def from_hf(source: Path, output: Path, *, mtp: bool = False) -> list[str]:
     keys = model_keys(name, sizes)
     sections = {
         "model": keys,
-        # Not model.hf_assets_path, because a job's own [tokenizer] would win over it.
+        # Not model.hf_assets_path: a job's own [tokenizer] would have priority over it.
         "tokenizer": {"name": "auto", "path": str((output / FOLDER).absolute())} if assets else {},
         "checkpoint": {"initial_load_path": str(Path(step).absolute())},
     }
@@ -136,7 +141,13 @@ def from_hf(source: Path, output: Path, *, mtp: bool = False) -> list[str]:
 
 
 def mapped(file: Path, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return a tensor whose memory is a file's, so that the kernel may write it out. 8 bits become bfloat16."""
+    """Return a tensor in a file's memory, so that the kernel may write it out.
+
+    Args:
+        file: new file of the tensor.
+        shape: shape of the tensor.
+        dtype: its dtype. A dtype of 8 bits becomes bfloat16.
+    """
     dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
     return torch.from_file(str(file), shared=True, size=shape.numel(), dtype=dtype).view(shape)
 
@@ -150,12 +161,19 @@ def to_hf(
     tokenizer: str,
     average: bool = False,
 ) -> list[str]:
-    """Write a Hugging Face folder of a step's weights. Return messages.
+    """Write the weights of a step as a Hugging Face folder.
 
     Args:
-        dtype: None keeps the stored precision.
-        tokenizer: a path, or "" for the run's.
-        average: write the average of the weights, which the job must keep ([average]).
+        source: a step, or a run folder, which stands for its newest step.
+        output: new folder.
+        dtype: precision of the weights; None: the stored precision.
+        file_bytes: largest size of a file.
+        tokenizer: path of a tokenizer; "": the run's.
+        average: whether to write the average of the weights, which the job must keep
+            ([average]).
+
+    Returns:
+        Messages.
     """
     check_new(output)
     config, step = find_checkpoint(source, tokenizer=tokenizer)
@@ -202,6 +220,11 @@ def to_hf(
 
 
 def check_new(output: Path) -> None:
+    """Check that an output folder is new or empty.
+
+    Raises:
+        CheckpointError: it holds files.
+    """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError(f"{output} is there already; name a new folder, or remove it")
 

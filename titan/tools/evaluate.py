@@ -1,7 +1,8 @@
-"""Score tasks with a checkpoint or a Hugging Face folder: `titan evaluate FOLDER --tasks NAME,FILE.jsonl,... [--nproc N]`.
+"""Command `titan evaluate FOLDER --tasks NAME,FILE.jsonl,... [--nproc N]`: scores of tasks with a model.
 
-The model is laid out as a job of N ranks lays it out, FSDP unless `--parallelism.KEY=VALUE` says otherwise, and scored as
-[[evaluation]] scores it during a run. Tasks that are neither shipped nor files are those of an installed package.
+The model is a checkpoint or a Hugging Face folder. A job of N ranks lays it out, FSDP unless
+`--parallelism.KEY=VALUE` changes that, and [[evaluation]] scores it as during a run. Tasks that are
+neither shipped nor files belong to an installed package.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from titan.tools.saved_model import (
     require_text,
 )
 
-# Tokens of a text, of a Hugging Face folder. Without max_position_embeddings: as the harness has it.
+# Tokens of a text for a Hugging Face folder: at most, and without max_position_embeddings, as in the harness.
 _MAX_LENGTH, _UNKNOWN_LENGTH = 8192, 2048
 _ARGUMENTS = "FOLDER --tasks NAME,FILE.jsonl,... [--nproc N] [--section.key=value ...]"
 
@@ -74,7 +75,7 @@ def extensions() -> list[EvaluateExtension]:
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Return the command's options, and the overrides of the job."""
+    """Parse the command line. Return the command's options, and the overrides of the job."""
     parser = command_parser("evaluate", _ARGUMENTS, summary=main.__doc__ or "")
     add = parser.add_argument
     add("folder", metavar="FOLDER", **LOCATION_OPTION)
@@ -93,7 +94,13 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
 
 
 class Weights(NamedTuple):
-    """Say where weights are, and which job on which layout has their model."""
+    """Location of weights, with the job and the layout of their model.
+
+    Attributes:
+        config: job with the model.
+        layout: layout of the ranks.
+        where: step or Hugging Face folder.
+    """
 
     config: JobConfig
     layout: Layout
@@ -103,11 +110,18 @@ class Weights(NamedTuple):
 def find_weights(
     where: Location, overrides: Sequence[str], *, tokenizer: str, world_size: int
 ) -> Weights:
-    """Return what a folder holds. Raises InputError or ConfigError.
+    """Find the weights of a folder.
 
     Args:
-        where, tokenizer: as for `find_checkpoint`; or a Hugging Face folder. A step that is both is read as a step.
-        overrides: of the job's keys, such as "training.seq_len=128".
+        where: as for `find_checkpoint`; or a Hugging Face folder. A step that is both is read
+            as a step.
+        overrides: overrides of the job's keys, such as "training.seq_len=128".
+        tokenizer: as for `find_checkpoint`.
+        world_size: number of ranks.
+
+    Raises:
+        InputError: the folder cannot be read.
+        ConfigError: the job is wrong.
     """
     if is_hf_folder(step := where):
         run = hf_job(where, tokenizer=tokenizer)
@@ -116,7 +130,7 @@ def find_weights(
     else:
         run, step = find_checkpoint(where, tokenizer=tokenizer)
     require_text(run)
-    # What concerns the model and its text is the run's. How it was trained is not: one process can score what many trained.
+    # The model and its text are the run's, but not the training: one process can score a model of many ranks.
     keys = {
         "model": run.model.model_dump(exclude={"converters", "freeze"}),
         "tokenizer": run.tokenizer.model_dump(),
@@ -130,13 +144,23 @@ def find_weights(
 
 
 def hf_length(where: Location) -> int:
-    """Return how many tokens of a text the model of a Hugging Face folder is shown: its positions, but at most 8,192."""
+    """Return the length of texts for the model of a Hugging Face folder, in tokens.
+
+    It is the number of the model's positions, but at most 8,192.
+    """
     positions = huggingface.open_folder(Path(str(where))).config.get("max_position_embeddings")
     return min(positions, _MAX_LENGTH) if isinstance(positions, int) else _UNKNOWN_LENGTH
 
 
 def split_tasks(args: argparse.Namespace) -> tuple[list[ExampleTask], list[str]]:
-    """Return the tasks that titan reads, and the names of packages' tasks. Raises DataError for one that nobody knows."""
+    """Split the tasks of the command line.
+
+    Returns:
+        Tasks that titan reads, and names of packages' tasks.
+
+    Raises:
+        DataError: a task is unknown.
+    """
     names = [name.strip() for name in args.tasks.split(",") if name.strip()]
     ours = [name for name in names if is_file(name) or name in shipped()]
     theirs = [name for name in names if name not in ours]
@@ -153,7 +177,13 @@ def split_tasks(args: argparse.Namespace) -> tuple[list[ExampleTask], list[str]]
 
 
 def build_scorer(weights: Weights, *, device: Any, average: bool = False) -> Scorer:
-    """Return what scores texts with a model of these weights, or of their average. All ranks call it, in a process group."""
+    """Build the scorer of texts for a model. All ranks call it, in a process group.
+
+    Args:
+        weights: weights of the model.
+        device: this rank's device.
+        average: whether to load the average of the weights.
+    """
     from titan.parallel import build_mesh
     from titan.parallel.block_attention import prefer_backend
     from titan.resolved import resolve_job
@@ -172,7 +202,15 @@ def build_scorer(weights: Weights, *, device: Any, average: bool = False) -> Sco
 
 
 def score(scorer: Scorer, args: argparse.Namespace) -> dict[str, float]:
-    """Return the figures of all tasks. Every rank calls this; ranks above 0 may get none of a package's tasks."""
+    """Score all tasks. Every rank calls it.
+
+    Args:
+        scorer: scorer of texts.
+        args: options of the command.
+
+    Returns:
+        Figures by "task/name". Only the first rank of a node gets the figures of packages' tasks.
+    """
     tasks, theirs = split_tasks(args)
     figures = {}
     for task in tasks:

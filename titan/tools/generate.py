@@ -1,8 +1,10 @@
-"""Sample text from a checkpoint or a Hugging Face folder (`titan generate`): of a prompt, of a file of prompts, of a picture, or in a
-conversation. A model that draws pictures writes them into a file.
+"""Command `titan generate`: samples of text from a checkpoint or a Hugging Face folder.
 
-titan/generation.py chooses the tokens. With --nproc, or under torchrun, tensor parallelism splits the model over all ranks. Every rank
-computes the same tokens, and rank 0 reads and prints.
+It continues a prompt, a file of prompts or a picture, or holds a conversation. A model that draws
+pictures writes them into a file.
+
+titan/generation.py chooses the tokens. With --nproc, or under torchrun, tensor parallelism splits
+the model over all ranks. Every rank computes the same tokens, and rank 0 reads and prints.
 """
 
 from __future__ import annotations
@@ -65,14 +67,19 @@ def load_model(
     dtype: str = "float32",
     average: bool = False,
 ) -> tuple[nn.Module, Tokenizer, Location]:
-    """Return the model of a checkpoint on `device`, with its tokenizer and the step that was loaded.
+    """Load a model on a device.
 
-    With a process group, all ranks call this, and tensor parallelism splits the model over them.
+    With a process group, all ranks call it, and tensor parallelism splits the model over them.
 
     Args:
-        where, tokenizer: as for `find_checkpoint`; or a Hugging Face folder.
-        dtype: of the weights.
-        average: take the average of the weights, which the step must hold.
+        where: as for `find_checkpoint`; or a Hugging Face folder.
+        device: device of the model.
+        tokenizer: as for `find_checkpoint`.
+        dtype: dtype of the weights.
+        average: whether to load the average of the weights, which the step must hold.
+
+    Returns:
+        The model, its tokenizer, and the step or folder.
     """
     config, step = _find(where, tokenizer)
     opened = _open_tokenizer(config)  # before the weights, which take longer
@@ -120,7 +127,13 @@ def _load(
 
 @dataclass(frozen=True)
 class _Prompt:
-    """Token ids of a text, a picture or a conversation. given: what the answer's line repeats. inputs_of: see `Generator.stream`."""
+    """Prompt: a text, a picture or a conversation.
+
+    Attributes:
+        ids: token ids.
+        given: fields that the answer's line repeats.
+        inputs_of: see `Generator.stream`.
+    """
 
     ids: list[int]
     given: dict[str, Any]
@@ -128,7 +141,14 @@ class _Prompt:
 
 
 class Answers:
-    """Answers to prompts, by the command's options."""
+    """Answers to prompts, by the command's options.
+
+    Attributes:
+        tokenizer: the model's tokenizer.
+        batch_size: prompts of a batch.
+        generator: generator with the command's options.
+        is_first: whether this rank reads and prints.
+    """
 
     def __init__(self, model: nn.Module, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
         self.tokenizer, self.batch_size = tokenizer, args.batch_size
@@ -136,16 +156,20 @@ class Answers:
         self.generator = Generator(model=model, **{name: getattr(args, name) for name in names})
         self.is_first = not dist.is_initialized() or dist.get_rank() == 0
         self._template: ChatTemplate | None = None
-        self._lines = 0  # read so far
+        self._lines = 0  # lines read so far
 
     @property
     def template(self) -> ChatTemplate:
-        """Return the tokenizer's chat template. Raises DataError if it has none."""
+        """Return the tokenizer's chat template. It raises DataError if the tokenizer has none."""
         self._template = self._template or ChatTemplate.of(self.tokenizer)
         return self._template
 
     def of_text(self, text: str) -> _Prompt:
-        """Return a text that is to go on. Raises DataError for an empty one that the tokenizer cannot begin."""
+        """Encode a text to continue.
+
+        Raises:
+            DataError: the text is empty, and the tokenizer has no begin token.
+        """
         ids = [*(self.tokenizer.begin_ids or ()), *self.tokenizer.encode(text)]
         if not (ids := ids or start_ids(self.tokenizer)):
             raise DataError(
@@ -154,18 +178,18 @@ class Answers:
         return _Prompt(ids, {"prompt": text})
 
     def of_messages(self, messages: list[dict[str, Any]], *, where: str) -> _Prompt:
-        """Return a conversation that is to be answered."""
+        """Encode a conversation to answer."""
         return _Prompt(self.template.prompt(messages, where=where), {"messages": messages})
 
     @property
     def stopping(self) -> Generator:
         """Return the generator with the tokens that end an answer."""
-        # Who speaks next in a conversation is no part of its answer.
+        # The next speaker of a conversation is no part of the answer.
         ends = answer_ends(self.tokenizer) if self._template else self.tokenizer.end_ids
         return replace(self.generator, stop={*ends})
 
     def stream(self, prompt: _Prompt) -> Iterator[str]:
-        """Yield the text that follows a prompt, as it comes."""
+        """Yield the continuation of a prompt, piece by piece."""
         steps = self.stopping.stream([prompt.ids], inputs_of=prompt.inputs_of)
         tokens = (token for [token] in steps if token is not None)
         return streamed(self.tokenizer, tokens, prompt=prompt.ids)
@@ -198,7 +222,7 @@ class Answers:
             messages = [*asked, {"role": "assistant", "content": answer.strip()}]
 
     def print_stream(self, parts: Iterable[str]) -> str:
-        """Print parts of a text as they come, on one rank. Return the text."""
+        """Print pieces of a text as they arrive, on one rank. Return the text."""
         text = ""
         for part in parts:
             text += part
@@ -208,7 +232,7 @@ class Answers:
         return text
 
     def _read(self) -> str | None:
-        """Return the next line, on every rank, or None at the end."""
+        """Read the next line. Return it on every rank, or None at the end."""
         line = ""
         if self.is_first:
             print("> ", end="", file=sys.stderr, flush=True)
@@ -225,7 +249,11 @@ class Answers:
 
 
 def _read_prompts(file: Path, answers: Answers) -> list[_Prompt]:
-    """Return the prompts of a file: its lines or, of JSON Lines, their `prompt` or `messages`. Raises DataError."""
+    """Read the prompts of a file: its lines, or `prompt` or `messages` of JSON Lines.
+
+    Raises:
+        DataError: a line is wrong, or there is none.
+    """
     prompts = []
     for number, line in read_lines(file):
         if not is_jsonl(file):
@@ -286,7 +314,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _check(args: argparse.Namespace) -> torch.device:
-    """Return the device of --device, or the best there is. Raises ConfigError for all options that make no sense."""
+    """Return the device of --device, or the best device.
+
+    Raises:
+        ConfigError: options are wrong. It lists all of them.
+    """
     problems = [
         Problem(COMMAND_LINE, 0, f"--{name}", f"expected a number of at least 0, got {value}")
         for name in ("max-new-tokens", "temperature", "top-k", "top-p")
@@ -306,7 +338,7 @@ def _check(args: argparse.Namespace) -> torch.device:
         problems.append(Problem(COMMAND_LINE, 0, "--seed", fault))
     device = args.device or usable_accelerator() or "cpu"
     try:
-        # Not by allocating: that would take memory of GPU 0 in each process of --nproc, and fail where a GPU is exclusive.
+        # Do not allocate: each process of --nproc would take memory of GPU 0, and fail on an exclusive GPU.
         wanted = torch.device(device)
         count = 1 if wanted.type == "cpu" else torch.get_device_module(wanted).device_count()
         if (wanted.index or 0) >= count:
@@ -325,7 +357,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = _check(args)
     if args.nproc > 1 and "RANK" not in os.environ:
         return launch_command("generate", argv, num_processes=args.nproc)
-    if "RANK" in os.environ:  # of torchrun
+    if "RANK" in os.environ:  # torchrun sets it
         found = start_process_group(init_timeout_s=600, expandable_segments=False)
         device = device if args.device else found
     try:
@@ -337,7 +369,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _draw(config: JobConfig, step: Location, args: argparse.Namespace, **options: Any) -> None:
-    """Write what a model draws into --output. Raises DataError."""
+    """Write the picture of a model into --output.
+
+    Raises:
+        DataError: the model or the options do not allow it.
+    """
     if predicts_tokens(config):
         raise DataError(f"--output: {config.model.name} writes text; leave it out")
     if is_hf_folder(step):
@@ -370,7 +406,7 @@ def _answer(args: argparse.Namespace, device: torch.device) -> None:
         messages = [{"role": "user", "content": args.prompt}]
         prompts = [answers.of_messages(messages, where="--prompt")]
     elif args.interactive:
-        _ = answers.template  # its absence is said before the first question
+        _ = answers.template  # report a missing template before the first question
     elif not prompts:
         prompts = [answers.of_text(args.prompt)]
     if answers.is_first:

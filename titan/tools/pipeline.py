@@ -1,9 +1,9 @@
-"""Run `titan pipeline JOB.toml [--world-size N] [--microbatches M] [--csv FILE.csv]`: draw a job's
-pipeline schedule as text.
+"""Command `titan pipeline JOB.toml [--world-size N] [--microbatches M] [--csv FILE.csv]`.
 
-Ranks go down, time goes to the right, in units of a forward pass of one microbatch through one stage. A whole backward
-pass takes two. Nothing is run or measured: the order is the one that training follows, and each action starts as soon as
-it can. `titan sim --trace` shows the same with simulated durations.
+It draws a job's pipeline schedule as text. Ranks go down, time goes to the right, in units of a
+forward pass of one microbatch through one stage. A whole backward pass takes two units. The command
+runs and measures nothing: the order is that of training, and each action starts as soon as it can.
+`titan sim --trace` shows the same with simulated durations.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", help=argparse.SUPPRESS)
     parser.add_argument("--csv", type=Path, metavar="FILE.csv", help="also write it as a CSV")
     options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
-    if options.output:  # a PNG, until it was removed
+    if options.output:  # wrote a PNG in earlier versions
         parser.error("--output: pictures are gone; use titan sim --trace or --csv")
     split = _split(job, world_size=options.world_size, num_microbatches=options.microbatches)
     print(describe(split, columns=shutil.get_terminal_size((120, 24)).columns))
@@ -53,7 +53,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _split(argv: list[str], *, world_size: int | None, num_microbatches: int | None) -> StageSplit:
-    """Return the stages of a job. Raises ConfigError."""
+    """Return the stages of a job.
+
+    Raises:
+        ConfigError: the job is wrong, or has no pipeline.
+    """
     config = load_from_argv(argv, options=OPTIONS)
     parallel, key = config.parallelism, "parallelism.pipeline_parallel_degree"
     if parallel.pipeline_parallel_degree == 1:
@@ -63,7 +67,7 @@ def _split(argv: list[str], *, world_size: int | None, num_microbatches: int | N
         size = num_microbatches * parallel.pipeline_parallel_microbatch_size
         batch = [f"--training.local_batch_size={size}", "--training.global_batch_size=-1"]
         config = load_from_argv([*argv, *batch], options=OPTIONS)
-    # A degree of -1 means "what is left", of which one rank is the least.
+    # A degree of -1 takes all remaining ranks, at least one.
     if world_size is None:
         degrees = (getattr(parallel, axis_key.rpartition(".")[2]) for axis_key in AXES.values())
         world_size = prod(max(1, degree) for degree in degrees)
@@ -76,7 +80,12 @@ def _split(argv: list[str], *, world_size: int | None, num_microbatches: int | N
 
 
 def describe(split: StageSplit, *, columns: int) -> str:
-    """Return the page that the command prints."""
+    """Format the schedule as the command's page.
+
+    Args:
+        split: stages and schedule.
+        columns: width of the terminal.
+    """
     schedule = split.schedule
     rows = [
         f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
@@ -109,11 +118,11 @@ def _timetable(schedule: Schedule, *, columns: int) -> list[str]:
     cell = 1 + max(len(str(span.action)) for spans in timeline for span in spans)
     length = max(spans[-1].end for spans in timeline)
     label = f"rank {schedule.num_ranks - 1} "
-    # Units of time that fit beside the label, `cell` characters each.
+    # Number of units of time that fit beside the label, with `cell` characters each.
     step = max(1, (columns - len(label)) // cell)
     lines = []
     for spans in timeline:
-        # One cell for each unit of time. An action that takes two is followed by dashes.
+        # One cell for each unit of time. Dashes follow an action that takes two units.
         cells = ["·"] * length
         for action, start, end in spans:
             cells[start:end] = [str(action)] + ["-"] * (end - start - 1)

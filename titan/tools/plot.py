@@ -1,10 +1,11 @@
-"""Draw curves of one or several runs in one picture: `titan plot RUN... [--output FILE.png] [--x step|tokens|time]`.
+"""Command `titan plot RUN... [--output FILE.png] [--x step|tokens|time]`: curves of runs in one picture.
 
-The upper panel shows the loss: faint the logged steps' own, thin the mean since the last row, bold its running mean, and
-validations as markers. The lower panel shows the throughput. Between them are bits per byte, and the accuracy of evaluated
-tasks. Vertical lines mark where a run continued from a checkpoint, after a restart (dashed) or a rewind (dotted). Reads
-metrics.jsonl, which rows.py thins if it is long, and events.jsonl.
-Needs the extra `plot` (matplotlib).
+The upper panel shows the loss: the losses of logged steps (faint), the mean since the last row
+(thin), its running mean (bold), and validations as markers. The lower panel shows the throughput.
+Between them are bits per byte, and the accuracy of evaluated tasks. Vertical lines mark where a run
+continued from a checkpoint, after a restart (dashed) or a rewind (dotted). The command reads
+metrics.jsonl, which rows.py thins if it is long, and events.jsonl. It needs the extra `plot`
+(matplotlib).
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ MARKS: dict[str, tuple[str, Style]] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code. Raises InputError, which titan.cli reports."""
+    """Run the command and return its exit code.
+
+    Raises:
+        InputError: a run or the output is wrong. titan.cli reports it.
+    """
     parser = argparse.ArgumentParser(prog="titan plot", description="Loss and throughput as PNG.")
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", type=Path, help="run folder, or a metrics.jsonl")
@@ -52,7 +57,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def read_metrics(file: Path) -> list[Row]:
-    """Return the rows of a metrics.jsonl, thinned. Raises InputError if there are none."""
+    """Read the rows of a metrics.jsonl, thinned.
+
+    Raises:
+        InputError: there are no rows.
+    """
     if not file.is_file():
         hint = runs_near(file.parent, ["metrics.jsonl"])
         raise InputError(f"titan plot: {file}: no such file, so not the folder of a run{hint}")
@@ -67,14 +76,23 @@ def read_metrics(file: Path) -> list[Row]:
 
 
 def read_starts(file: Path) -> list[Row]:
-    """Return the events of a run after which it continued from a checkpoint; none if it has no such file."""
+    """Read the events after which a run continued from a checkpoint. A missing file has none."""
     with suppress(OSError):
         return [row for row in read_rows(file) if str(row.get("event")) in MARKS]
     return []
 
 
 def mark(start: Row, rows: list[Row], x: str) -> float | None:
-    """Return where on the horizontal axis a run continued, or None if its rows do not say."""
+    """Return the place on the horizontal axis where a run continued.
+
+    Args:
+        start: event after which the run continued.
+        rows: rows of metrics.
+        x: "step", "tokens" or "time".
+
+    Returns:
+        The place, or None if the rows do not determine it.
+    """
     step, unix_s, last = number(start.get("step")), number(start.get("unix_s")), rows[-1]
     end_unix_s, end_s = number(last.get("unix_s")), number(last.get("time_s"))
     if step is None or x == "step":
@@ -83,7 +101,7 @@ def mark(start: Row, rows: list[Row], x: str) -> float | None:
         if unix_s is None or end_unix_s is None or end_s is None:
             return None
         return (unix_s - (end_unix_s - end_s)) / 3600
-    from numpy import interp  # beside matplotlib it costs no time
+    from numpy import interp  # cheap next to matplotlib
 
     # Between two rows the tokens grow evenly. Before the first one, they grow from zero.
     steps, tokens = points(rows, "step", x)
@@ -91,7 +109,13 @@ def mark(start: Row, rows: list[Row], x: str) -> float | None:
 
 
 def points(rows: list[Row], x: str, key: str) -> tuple[list[float], list[float]]:
-    """Return x and y of the rows that have the key. Time is in hours."""
+    """Return x and y of the rows that have the key. Time is in hours.
+
+    Args:
+        rows: rows of metrics.
+        x: "step", "tokens" or "time".
+        key: column of y.
+    """
     x_key, unit = ("time_s", 3600) if x == "time" else (x, 1)
     pairs = ((number(row.get(x_key)), number(row.get(key))) for row in rows)
     known = [(a / unit, b) for a, b in pairs if a is not None and b is not None]
@@ -99,9 +123,9 @@ def points(rows: list[Row], x: str, key: str) -> tuple[list[float], list[float]]
 
 
 def loss_curves(rows: list[Row], x: str) -> list[tuple[str, Style, list[float], list[float]]]:
-    """Return name, style, x and y of each curve of the training loss; the last one is bold."""
+    """Return name, style, x and y of each curve of the training loss; the last curve is bold."""
     single, mean = points(rows, x, "loss"), points(rows, x, "loss_mean")
-    # A row for every step, or rows of a version without means: the losses are all there is.
+    # With a row for every step, or rows of a version without means, only the losses are known.
     at, loss = mean if mean[1] else single
     curves = [("each logged step", {"linewidth": 0.8, "alpha": 0.35}, *single)]
     name = "mean since the last row" if loss != single[1] else "each logged step"
@@ -116,7 +140,8 @@ def loss_curves(rows: list[Row], x: str) -> list[tuple[str, Style, list[float], 
 def running_mean(values: list[float]) -> list[float]:
     """Return the mean over about a thirtieth of the curve around each point.
 
-    The window is centred and shrinks towards both ends, so that the mean does not lag behind a falling loss.
+    The window is centred and shrinks towards both ends, so that the mean does not lag behind a
+    falling loss.
     """
     sums = [0.0, *accumulate(values)]
     # Prefix sums make this linear for any window.
@@ -131,7 +156,7 @@ def running_mean(values: list[float]) -> list[float]:
 
 
 def panels(runs: dict[str, list[Row]]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the panels between loss and throughput: what their axis says, and the keys that they show, if any row has them."""
+    """Yield label and columns of each panel between loss and throughput, if a row has these columns."""
     keys = dict.fromkeys(key for rows in runs.values() for row in rows for key in row)
     if "bits_per_byte" in keys:
         yield "bits per byte", ["bits_per_byte"]
@@ -140,7 +165,14 @@ def panels(runs: dict[str, list[Row]]) -> Iterator[tuple[str, list[str]]]:
 
 
 def draw(runs: dict[str, list[Row]], starts: list[list[Row]], *, output: Path, x: str) -> None:
-    """Draw the rows of runs, by their names in the legend, and where each run started again."""
+    """Draw the rows of runs, and the places where each run continued.
+
+    Args:
+        runs: rows of each run, by its name in the legend.
+        starts: events of each run after which it continued.
+        output: file of the picture.
+        x: "step", "tokens" or "time".
+    """
     from matplotlib.figure import Figure  # not pyplot: it would look for a display
     from matplotlib.lines import Line2D
     from matplotlib.ticker import EngFormatter
@@ -149,11 +181,11 @@ def draw(runs: dict[str, list[Row]], starts: list[list[Row]], *, output: Path, x
     figure = Figure(figsize=(10, 7.5 + 2.5 * len(more)), layout="constrained", dpi=120)
     heights = (2, *(1 for _ in more), 1)
     upper, *between, lower = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
-    styles: dict[str, Style] = {}  # of the lines that occur, by their names in the legend
+    styles: dict[str, Style] = {}  # styles of the drawn lines, by their names in the legend
     for i, ((name, rows), again) in enumerate(zip(runs.items(), starts, strict=True)):
         line: Style = {"color": f"C{i % 10}"}  # matplotlib's ten colours
         for text, style, at, loss in loss_curves(rows, x):
-            # The run's name belongs to the last one, which is bold.
+            # The run's name belongs to the last curve, which is bold.
             upper.plot(at, loss, **line, **style, label=name if style is BOLD else None)
             styles[text] = style
         at, validation = points(rows, x, "validation_loss")
@@ -187,7 +219,7 @@ def draw(runs: dict[str, list[Row]], starts: list[list[Row]], *, output: Path, x
     for axes in (upper, *between, lower):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    # Lines mean the same in every run, so their styles are explained once, in grey.
+    # Styles have the same meaning in every run, so the legend explains them once, in grey.
     grey = [Line2D([], [], color="grey", **style, label=text) for text, style in styles.items()]
     upper.legend(handles=[*upper.get_legend_handles_labels()[0], *grey], frameon=False)
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,10 @@
-"""Run `titan prepare`: turn text into memory-mapped token shards, ahead of training.
+"""Command `titan prepare`: text as memory-mapped token shards, written before training.
 
     titan prepare --input corpus/*.jsonl.gz --tokenizer assets/llama3 --output shards --workers 32
     titan prepare --dataset fineweb-edu --tokenizer assets/llama3 --output shards --validation-fraction 0.001
 
-It may be interrupted in any way, and the same command continues. The result depends neither on that nor on the number of
-workers. writer.py does the work.
+It may be interrupted in any way, and the same command continues. The result depends neither on
+interruptions nor on the number of workers. titan/data/writer.py does the work.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _open(arguments: argparse.Namespace) -> Documents:
         keys = {"text_key": key, "messages_key": messages_key}
         return open_all([source_of_path(path, **keys) for path in arguments.input])
     [section] = resolve_sources(arguments.dataset, dataset_path=arguments.dataset_path)
-    # A preset's key gives way to the option's, also to its default.
+    # The option's key, even its default, replaces a preset's key.
     if hasattr(section, "text_key"):
         section = section.model_copy(update={"text_key": key})
     return open_all([section])
@@ -88,7 +88,7 @@ def _summary(folder: Path, index: Index) -> str:
         '  dataset = "shards"',
         f'  dataset_path = "{folder}"',
     ]
-    # The held-out split is in the same folder, so enabling validation is all it takes.
+    # The held-out split is in the same folder, so the job only has to enable validation.
     if index.splits["validation"]:
         lines += ["  [validation]", "  enable = true"]
     return "\n".join(lines)
@@ -106,7 +106,7 @@ def _prepare(arguments: argparse.Namespace) -> str:
         validation_fraction=arguments.validation_fraction,
         template=ChatTemplate.of(tokenizer) if arguments.messages_key else None,
     )
-    # One process at a time writes into a folder. A second one waits, and then finds the shards complete.
+    # One process at a time writes into a folder. A second process waits, and then finds the shards complete.
     with exclusive(folder), display(documents, title=f"preparing {folder}") as report:
         index = write_shards(
             documents,
@@ -131,5 +131,5 @@ def main(argv: list[str]) -> int:
         return 2
     except KeyboardInterrupt:
         print("titan prepare: interrupted; the same command continues", file=sys.stderr)
-        return 75  # as for a run that a signal has stopped: what is done is kept
+        return 75  # as for a run that a signal has stopped: finished work is kept
     return 0

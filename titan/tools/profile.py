@@ -1,7 +1,7 @@
-"""Run `titan profile RUN [--step N] [--rank R] [--json]`: show where a training step's time went,
-as two tables.
+"""Command `titan profile RUN [--step N] [--rank R] [--json]`: the time of a training step, as two tables.
 
-observe/trace_files.py reads the trace. The command prints it, and says of the step's other ranks how far apart they are.
+observe/trace_files.py reads the trace. The command prints the report, and how far apart the step's
+ranks are.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from titan.observe.trace import PHASES, Report
 from titan.observe.trace_files import TraceFileError, find_traces, read_report
 from titan.observe.trace_kinds import COMMUNICATION, HOST, PARTS
 
-_MAX_RANKS = 8  # that are read: a large trace takes seconds
+_MAX_RANKS = 8  # ranks to read: a large trace takes seconds
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -73,8 +73,10 @@ def _parts(report: Report) -> list[str]:
 
 
 def _modules(report: Report) -> list[str]:
-    """Return the table of modules. Blocks are added up: layers.0.attention and layers.1.attention
-    are "layers.*.attention (2)"."""
+    """Return the table of modules.
+
+    Blocks are added up: layers.0.attention and layers.1.attention are "layers.*.attention (2)".
+    """
     groups: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
     for name, row in report.modules_s.items():
         groups[re.sub(r"\.\d+", ".*", name)].append(row)
@@ -89,13 +91,13 @@ def _modules(report: Report) -> list[str]:
 
 
 def _spread(ranks: dict[str, dict[str, float]], num_ranks: int) -> list[str]:
-    """Return least and most over the ranks, in ms, and the rank for which the others are likely to wait."""
+    """Return minimum and maximum over the ranks, in ms, and the rank that the others probably wait for."""
 
     def span(key: str) -> str:
         values_ms = [row[key] * 1e3 for row in ranks.values()]
         return "-".join(f"{x:,.{2 if x < 100 else 0}f}" for x in (min(values_ms), max(values_ms)))
 
-    # Whoever waits least for others, or for its host, is the one that others wait for.
+    # The rank that waits least for others, and for its host, is the rank that others wait for.
     least = min(ranks, key=lambda rank: ranks[rank]["exposed_s"] + ranks[rank]["idle_s"])
     spans = f"step {span('step_s')}, exposed {span('exposed_s')}, idle {span('idle_s')}"
     return ["", f"{len(ranks)} of {num_ranks:,} ranks, ms: {spans}; waits least: {least}"]

@@ -1,4 +1,4 @@
-"""Find the model of a checkpoint or a Hugging Face folder, with its job and tokenizer, and load its weights."""
+"""Models of checkpoints and Hugging Face folders, with their job, tokenizer and weights."""
 
 from __future__ import annotations
 
@@ -48,15 +48,23 @@ TOKENIZER_OPTION: dict[str, Any] = {
 
 
 def find_checkpoint(where: Location, *, tokenizer: str = "") -> tuple[JobConfig, Location]:
-    """Return the job and the checkpoint that a location means. Raises CheckpointError if it is damaged or missing.
+    """Find the job and the checkpoint of a location.
 
     Args:
-        where: a run folder or a folder of checkpoints, which mean the newest whole step; or a step.
-        tokenizer: the path of a tokenizer for the job; "": the copy in the run folder, or else what the job names.
+        where: a run folder or a folder of checkpoints, which stand for the newest whole step;
+            or a step.
+        tokenizer: path of a tokenizer for the job; "": the copy in the run folder or, without a
+            copy, the job's.
+
+    Returns:
+        The job and the step.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or missing.
     """
     config, folder, run_dir = None, where, None
     # The run folder is the folder itself, or above checkpoint/step-N. A URL has none.
-    # The config beside the checkpoint is that of the run that wrote it.
+    # It holds the config of the run that wrote the checkpoint.
     for run in (where, *where.absolute().parents[:2]) if isinstance(where, Path) else ():
         if (run / "config.toml").is_file():
             config, run_dir = load_config(run / "config.toml"), run
@@ -79,7 +87,11 @@ def find_checkpoint(where: Location, *, tokenizer: str = "") -> tuple[JobConfig,
 
 
 def require_text(config: JobConfig) -> None:
-    """Raise DataError for a model that is not trained on text alone."""
+    """Check that a model is trained on text alone.
+
+    Raises:
+        DataError: it is trained on other data.
+    """
     if not reads_text(config):
         raise DataError(
             f"{config.model.name} is not trained on text alone, which titan evaluate scores; titan generate takes --image or --output, "
@@ -88,7 +100,11 @@ def require_text(config: JobConfig) -> None:
 
 
 def open_run_tokenizer(config: JobConfig) -> Tokenizer:
-    """Return the tokenizer of a config from `find_checkpoint`. Raises DataError if it cannot be read."""
+    """Open the tokenizer of a config from `find_checkpoint`.
+
+    Raises:
+        DataError: the tokenizer cannot be read.
+    """
     try:
         return open_tokenizer(config)
     except DataError as error:
@@ -96,7 +112,7 @@ def open_run_tokenizer(config: JobConfig) -> Tokenizer:
 
 
 def _config_within(step: Location) -> JobConfig:
-    """Return the config that a step was saved with, for a step that is not in its run folder."""
+    """Return the config in a step, for a step that is not in its run folder."""
     text = read_metadata(step).get("config")
     if text is None:
         raise CheckpointError(f"{step}: holds no config, and there is no config.toml above it")
@@ -104,7 +120,16 @@ def _config_within(step: Location) -> JobConfig:
 
 
 def load_text(text: str, *, name: str, overrides: Iterable[str] = ()) -> JobConfig:
-    """Return the config of a text, which errors call `name`, and of overrides. Raises ConfigError."""
+    """Parse a job from a text.
+
+    Args:
+        text: TOML.
+        name: name of the text in errors.
+        overrides: overrides of the job's keys.
+
+    Raises:
+        ConfigError: the job is wrong.
+    """
     # load_config reads files, and names them in its errors.
     with NamedTemporaryFile(suffix=".toml") as file:
         file.write(text.encode())
@@ -119,30 +144,49 @@ def load_text(text: str, *, name: str, overrides: Iterable[str] = ()) -> JobConf
 
 
 def is_hf_folder(where: Location) -> bool:
-    """Return whether a location is a Hugging Face folder. A step may have both forms of the weights, and is none."""
+    """Return whether a location is a Hugging Face folder.
+
+    A step that holds both forms of the weights is none.
+    """
     if not isinstance(where, Path):
         return False
     return (where / huggingface.CONFIG).is_file() and not (where / METADATA).is_file()
 
 
 def read_hf_sizes(where: Location) -> tuple[str, Any]:
-    """Return the family and the sizes of the model in a Hugging Face folder. Raises InputError."""
+    """Read the family and the sizes of the model in a Hugging Face folder.
+
+    Raises:
+        InputError: the folder cannot be read.
+    """
     name, sizes = huggingface.read_sizes(folder := huggingface.open_folder(Path(str(where))))
     huggingface.require_weights_for(sizes, folder)
     return name, sizes
 
 
 def hf_job(where: Location, *, tokenizer: str = "") -> JobConfig:
-    """Return a job with the model in a Hugging Face folder, and with the tokenizer there or the one at a path. Raises InputError."""
+    """Build a job with the model in a Hugging Face folder.
+
+    Args:
+        where: the folder.
+        tokenizer: path of a tokenizer; "": the folder's.
+
+    Raises:
+        InputError: the folder cannot be read.
+    """
     keys = huggingface.model_keys(*read_hf_sizes(where)) | {"hf_assets_path": str(where)}
     config = with_tokenizer(JobConfig.model_validate({"model": keys}), run=None, path=tokenizer)
-    # No run says whether its documents began with a token, so the tokenizer does.
+    # No run records whether its documents began with a token, so follow the tokenizer.
     data = {"add_bos": bool(open_run_tokenizer(config).begin_ids)}
     return config.model_copy(update={"data": config.data.model_copy(update=data)})
 
 
 def require_average(step: Location) -> None:
-    """Raise CheckpointError if a location holds no average of the weights."""
+    """Check that a step holds an average of the weights.
+
+    Raises:
+        CheckpointError: it holds none.
+    """
     if is_hf_folder(step) or not any(key.startswith("average.") for key in stored_shapes(step)):
         problem = "holds no average of the weights; the job needs average.enable"
         raise CheckpointError(f"{step}: {problem}")
@@ -151,11 +195,14 @@ def require_average(step: Location) -> None:
 def load_weights(
     step: Location, parts: Sequence[nn.Module], *, name: str, sizes: Any, average: bool = False
 ) -> None:
-    """Load the weights of a step or a Hugging Face folder into a model, or its pipeline stages on this rank.
+    """Load the weights of a step or a Hugging Face folder into a model.
 
     Args:
-        name, sizes: of the model.
-        average: load the average of the weights (`require_average`).
+        step: step or folder.
+        parts: the whole model, or this rank's pipeline stages.
+        name: name of the model's family.
+        sizes: sizes of the model.
+        average: whether to load the average of the weights (`require_average`).
     """
     state = model_state(parts, average=average)
     if isinstance(step, Path) and is_hf_folder(step):

@@ -1,7 +1,9 @@
-"""Run `titan tokenizer`: train a byte-level BPE tokenizer on your text, or show what any tokenizer does.
+"""Command `titan tokenizer`.
 
-titan tokenizer train --input corpus/ --vocab-size 32768 --output assets/mine
-titan tokenizer inspect assets/mine --text "def main(argv):"
+It trains a byte-level BPE tokenizer on your text, or inspects any tokenizer:
+
+    titan tokenizer train --input corpus/ --vocab-size 32768 --output assets/mine
+    titan tokenizer inspect assets/mine --text "def main(argv):"
 """
 
 from __future__ import annotations
@@ -42,7 +44,19 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def train(documents: Documents, *, vocab_size: int, output: Path) -> int:
-    """Write tokenizer.json and tokenizer_config.json. Return the size reached. Raises DataError."""
+    """Train a tokenizer. Write tokenizer.json and tokenizer_config.json.
+
+    Args:
+        documents: text to learn from.
+        vocab_size: number of ids to reach.
+        output: folder of the files.
+
+    Returns:
+        The number of ids.
+
+    Raises:
+        DataError: the size is too small, or the output exists.
+    """
     if vocab_size < _SMALLEST:
         raise DataError(
             f"--vocab-size {vocab_size} is below {_SMALLEST}: 256 bytes and two special tokens"
@@ -55,7 +69,7 @@ def train(documents: Documents, *, vocab_size: int, output: Path) -> int:
     tokenizers = require("tokenizers", purpose="training a tokenizer")
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    # Cut as Llama 3 cuts, then spell bytes as characters, then merge.
+    # Split like Llama 3, then write bytes as characters, then merge.
     tokenizer = tokenizers.Tokenizer(models.BPE())
     cut = pre_tokenizers.Split(tokenizers.Regex(LLAMA3_PATTERN), behavior="isolated")
     spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -68,7 +82,7 @@ def train(documents: Documents, *, vocab_size: int, output: Path) -> int:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty() and not is_quiet(),
     )
-    # In pieces, so that a document of any size needs little memory.
+    # Read pieces, so that a document of any size needs little memory.
     texts = (piece for document in documents.read() for piece in pieces_of(document))
     tokenizer.train_from_iterator(texts, trainer=trainer)
     output.mkdir(parents=True, exist_ok=True)
@@ -79,11 +93,11 @@ def train(documents: Documents, *, vocab_size: int, output: Path) -> int:
 
 
 def inspect(path: str, *, text: str) -> str:
-    """Return a description of a tokenizer, for people."""
+    """Describe a tokenizer for people, with the tokens of a text."""
     tokenizer = tokenizer_named(path)
     ids, num_bytes = tokenizer.encode(text), len(text.encode())
     specials = [f"{name} = {token}" for name, token in tokenizer.special_ids.items()]
-    # As bytes, since a token may end within a character. Below, the slice drops the quotes of repr.
+    # Decode bytes, since a token may end within a character. The slice below drops the quotes of repr.
     pieces = [tokenizer.token_bytes(token) for token in ids[:_SHOWN_TOKENS]]
     shown = [repr(piece.decode("utf-8", errors="backslashreplace"))[1:-1] for piece in pieces]
     more = f" ... {len(ids) - _SHOWN_TOKENS} more" if len(ids) > _SHOWN_TOKENS else ""

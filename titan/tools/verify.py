@@ -1,4 +1,4 @@
-"""Run `titan verify STEP_DIR`: read every byte of a checkpoint and compare it with the manifest. Imports no torch."""
+"""Command `titan verify STEP_DIR`: every byte of a checkpoint, compared with the manifest. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from titan.checkpoint.storage import Location, as_location, join, name_of, stora
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return 0 for a whole checkpoint, 1 for a damaged one (a line for each damage), 2 if there is none."""
+    """Run the command.
+
+    Returns:
+        0 for a whole checkpoint, 1 for a damaged one (it prints a line for each damage), 2 if
+        there is none.
+    """
     parser = argparse.ArgumentParser(
         prog="titan verify",
         description="Check a checkpoint's files against the manifest.json that was written with them.",
@@ -38,7 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _require_step(folder: Location) -> None:
-    """Raise CheckpointError if a folder is not even a damaged checkpoint. Name the newest step of a run's folder."""
+    """Check that a folder is a checkpoint, perhaps a damaged one.
+
+    Raises:
+        CheckpointError: it is none. The message names the newest step of a run's folder.
+    """
     names = storage_of(folder).listdir(folder)
     if not names:
         raise CheckpointError(f"{folder}: there is no such folder, or nothing in it")
@@ -46,7 +55,7 @@ def _require_step(folder: Location) -> None:
     if {NAME, METADATA} & {*names}:
         return
     parents = [folder, *(join(folder, name) for name in names)]
-    # In the folder itself, or one below: a run's folder holds a folder of checkpoints.
+    # In the folder itself, or in a folder below it: a run's folder holds a folder of checkpoints.
     steps = [(step, join(p, f"step-{step}")) for p in parents for step in list_steps(p)]
     if steps or not name_of(folder).startswith("step-"):
         hint = f"; did you mean {max(steps)[1]}?" if steps else ""

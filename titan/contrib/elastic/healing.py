@@ -1,11 +1,12 @@
-"""Carry a rank's state to the same rank of another replica group (replica_groups.py), tensor by tensor.
+"""Transfer of a rank's state to the same rank of another replica group, tensor by tensor.
 
-    the one behind -> peer      SECRET/STEP and a line break
-    peer -> the one behind      8 bytes: length of the header; the header: the state with tensors that have a shape and a dtype only;
-                                the bytes of each tensor
+    receiver -> peer     SECRET/STEP and a line break
+    peer -> receiver     8 bytes: length of the header; the header: the state with tensors that have a shape and a dtype only;
+                         the bytes of each tensor
 
-Neither side holds a second copy: the peer sends the tensors that it trains, which do not change before all groups go on. The header
-is read without unpickling.
+titan/health/replica_groups.py calls it. Neither side holds a second copy: the peer sends the
+tensors that it trains, which do not change before all groups go on. The receiver reads the header
+without unpickling.
 """
 
 from __future__ import annotations
@@ -33,10 +34,14 @@ _TICK_S = 1
 
 
 class Healing:
-    """torchft's checkpoint transport. It only notes who gives and who needs the state, as all groups would wait for each
-    other's quorum meanwhile.
+    """torchft's checkpoint transport between replica groups.
 
-    source: where to get the state after a quorum, empty if this rank has it.
+    During a quorum it only records which rank gives and which rank needs the state: a transfer
+    would make all groups wait for each other's quorum.
+
+    Attributes:
+        limit_s: time limit of a transfer, in seconds.
+        source: address of the state after a quorum; empty if this rank has the state.
     """
 
     def __init__(
@@ -47,12 +52,14 @@ class Healing:
         limit_s: float,
         state: Callable[[], Any],
     ) -> None:
-        """Listen.
+        """Open the server that sends this rank's state.
 
         Args:
-            host: the address by which the others reach this rank. 127.0.0.1 is reached from this machine only.
-            limit_s: how long a transfer may take.
-            state: called for each transfer, in a thread.
+            host: address by which other ranks reach this rank. Only this machine reaches
+                127.0.0.1.
+            device: device of the state.
+            limit_s: time limit of a transfer, in seconds.
+            state: returns the state; called for each transfer, in a thread.
         """
         self.limit_s, self.source, self._served = limit_s, "", ""
         self._secret = secrets.token_urlsafe(16)
@@ -62,14 +69,14 @@ class Healing:
             timeout = _CONNECT_S  # for the request
 
             def handle(self) -> None:
-                with suppress(OSError):  # the other one has ended, or given up
+                with suppress(OSError):  # the peer has ended, or given up
                     asked = self.rfile.readline(100).strip()
                     if secrets.compare_digest(asked.partition(b"/")[0], healing._secret.encode()):
                         self._answer(asked.decode())
 
             def _answer(self, asked: str) -> None:
                 ends_s = time.monotonic() + limit_s
-                while healing._served != asked:  # the other one may have its quorum earlier
+                while healing._served != asked:  # the peer may have its quorum earlier
                     if time.monotonic() > ends_s:
                         return
                     time.sleep(0.05)
@@ -93,7 +100,7 @@ class Healing:
         self._served = f"{self._secret}/{step}"
 
     def disallow_checkpoint(self) -> None:
-        """End what is still being sent."""
+        """End the transfers under way."""
         self._served = self.source = ""
 
     def recv_checkpoint(
@@ -103,10 +110,16 @@ class Healing:
         return {"torchft": {"step": step, "batches_committed": 0}}
 
     def receive(self, tick: Callable[[], None]) -> Any:
-        """Return the state from `source`, on the host. Raises OSError if it does not come, or takes too long.
+        """Receive the state from `source`, on the host.
 
         Args:
-            tick: called once a second meanwhile. What it raises ends the transfer.
+            tick: called once a second during the transfer. Its exception ends the transfer.
+
+        Returns:
+            The peer's state, with tensors on the CPU.
+
+        Raises:
+            OSError: the state does not come, or takes longer than `limit_s`.
         """
         address, _, asked = self.source.partition("/")
         host, _, port = address.rpartition(":")
@@ -156,18 +169,18 @@ def _send(peer: socket.socket, state: Any, *, goes_on: Callable[[], bool]) -> No
 
 
 def _empty(state: Any, device: str) -> Any:
-    """Return the state with new tensors of the same shapes, laid out row by row."""
+    """Return the state with new contiguous tensors of the same shapes."""
     form = {"device": device, "memory_format": torch.contiguous_format}
     return tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, **form), state)
 
 
 def _tensors(state: Any) -> list[Tensor]:
-    """Return the tensors that have elements, of a DTensor this rank's part."""
+    """Return the tensors that have elements. A DTensor is replaced by this rank's shard."""
     tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
     tensors = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
     return [tensor for tensor in tensors if tensor.numel()]
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes; a view if it is contiguous."""
+    """Return a tensor's bytes; a view if the tensor is contiguous."""
     return tensor.detach().contiguous().flatten().view(torch.uint8)

@@ -1,16 +1,20 @@
-"""Run torchrun on one node of a cluster, safe to signal: `python -m titan.tools.cluster.node TORCHRUN-OPTIONS -m titan.train JOB.toml`.
+"""torchrun on one node of a cluster, safe to signal.
 
-Schedulers signal every process of a job (Slurm) or only the first one (Kubernetes). torchrun dies of SIGUSR1, and kills its
-ranks 30 seconds after SIGTERM. Here both signals are left to the ranks, which finish their step, save, and exit with 75
-(titan/health/signals.py). torchrun waits for that as long as it takes.
+    python -m titan.tools.cluster.node TORCHRUN-OPTIONS -m titan.train JOB.toml
+
+Schedulers signal every process of a job (Slurm) or only the first one (Kubernetes). SIGUSR1 would
+end torchrun, and torchrun kills its ranks 30 seconds after SIGTERM. Here the ranks handle both
+signals: they finish their step, save, and exit with 75 (titan/health/signals.py). torchrun waits
+for them without a limit.
 
     exit code   meaning
     0, 2, 75    the ranks' exit code, if they agree; 75 also if SIGUSR1 came before there were ranks
     143         SIGTERM came before there were ranks
-    1           anything else. This includes ranks that have ended while torchrun waits for a store whose host is gone:
+    1           any other end. This includes ranks that have ended while torchrun waits for a store whose host is gone:
                 TCP alone would wait for a quarter of an hour
 
-What a login shell or an image leaves unsuitable is set right first (`prepare_host`): limits, the interface of gloo, the compile cache.
+`prepare_host` first corrects unsuitable settings of a login shell or an image: limits, the
+interface of gloo, the compile cache.
 """
 
 from __future__ import annotations
@@ -33,10 +37,9 @@ from titan.health.launch import ranks_of, torchrun
 from titan.health.signals import EXIT_FAILED, EXIT_STOPPED
 
 LEFT_TO_RANKS = (signal.SIGTERM, signal.SIGUSR1)
-LINGER_S = 30.0  # without an answer of the store's host after the ranks have ended
-_NUM_FILES = (
-    65_536  # files and sockets that a process may need: checkpoints, loaders, a peer for each rank
-)
+LINGER_S = 30.0  # seconds without an answer of the store's host after the ranks have ended
+# Files and sockets that a process may need: checkpoints, loaders, a peer for each rank.
+_NUM_FILES = 65_536
 _LOCKED = "set LimitMEMLOCK=infinity for slurmd, or the container's runtime (ulimit -l)"
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 # Test addresses (RFC 5737). A datagram's socket finds the route there, and nothing is sent.
@@ -44,12 +47,12 @@ _OUTSIDE = "192.0.2.1"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run this node's part of a job; returns the exit code."""
+    """Run this node's part of a job. Return the exit code."""
     for number in LEFT_TO_RANKS:
         signal.signal(number, _pass_on)
     # torchrun installs handlers over ours when it starts the ranks: these are the signals that it may handle.
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGINT,SIGHUP,SIGQUIT")
-    # Else a restarted rank may find the address that a dead rank left in the agent's store.
+    # Otherwise a restarted rank may find the address that a dead rank left in the agent's store.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     arguments = list(sys.argv[1:] if argv is None else argv)
     store = _store(arguments)
@@ -64,10 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def prepare_host(head: str | None) -> None:
-    """Set limits, and what NCCL, gloo and inductor read from the environment. What the user has set stays.
+    """Set limits, and the environment of NCCL, gloo and inductor. Variables that the user has set stay.
 
     Args:
-        head: the host where the nodes meet; None: there is one node.
+        head: host of the rendezvous; None: there is one node.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _NUM_FILES)), hard))
@@ -78,20 +81,23 @@ def prepare_host(head: str | None) -> None:
             f"a process may lock {locked >> 10} KiB of memory, too little for InfiniBand: {_LOCKED}"
         )
     if head and "GLOO_SOCKET_IFNAME" not in os.environ and _is_loopback(socket.gethostname()):
-        # Debian and Ubuntu call a host 127.0.1.1 in its own /etc/hosts, and gloo would tell the others so.
+        # Debian and Ubuntu map a host to 127.0.1.1 in its own /etc/hosts, and gloo would send that address to others.
         others = os.environ.get("TITAN_NODES", "").split()
         name = next(filter(None, map(interface_to, (head, *others, _OUTSIDE))), "")
         os.environ |= {"GLOO_SOCKET_IFNAME": name} if name else {}
         use = f"gloo uses {name}" if name else "no interface leads out, so ranks may hang"
         _warn(f"its own name means 127.0.0.1 here; {use} (GLOO_SOCKET_IFNAME)")
-    # A container's /tmp is gone when the job is requeued, maybe to other nodes: the place is that of the node in the job.
+    # A container's /tmp is gone when the job is requeued, perhaps to other nodes. So the folder belongs to the node's number.
     if folder := os.environ.get("TITAN_COMPILE_FOLDER"):
         place = f"{folder}/node-{os.environ.get('SLURM_NODEID', 0)}"
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", place)
 
 
 def interface_to(host: str) -> str:
-    """Return the name of the network interface that leads to a host; nothing if it is unknown, or this host itself as 127.0.0.1."""
+    """Return the name of the network interface that leads to a host.
+
+    It is empty if the host is unknown, or is this host itself as 127.0.0.1.
+    """
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         source = probe.getsockname()[0]
@@ -104,7 +110,7 @@ def interface_to(host: str) -> str:
 
 
 def _is_loopback(host: str) -> bool:
-    """Return whether one of a host's addresses is this machine's own; gloo takes the first that it can bind."""
+    """Return whether one of a host's addresses is a loopback address; gloo takes the first that it can bind."""
     try:
         return any(a.startswith("127.") for a in socket.gethostbyname_ex(host)[2])
     except OSError:
@@ -132,7 +138,7 @@ _seen_ranks = threading.Event()
 def _end_with_store(host: str, port: int) -> None:
     """End this process when its ranks have ended and the store's host has not answered for LINGER_S since."""
     last_good_s = time.monotonic()
-    # Before there are ranks, torchrun waits for other nodes, and it has a limit for that.
+    # Before there are ranks, torchrun waits for other nodes, with its own limit.
     while not _seen_ranks.is_set() or time.monotonic() - last_good_s < LINGER_S:
         # Once a second: are there ranks, and if they have ended, does the store's host answer?
         if ranks_of(os.getpid()):
@@ -141,7 +147,7 @@ def _end_with_store(host: str, port: int) -> None:
         elif _seen_ranks.is_set():
             with suppress(OSError), socket.create_connection((host, port), timeout=5):
                 last_good_s = time.monotonic()
-        # Signals still interrupt the main thread, and a second is short beside LINGER_S.
+        # Signals still interrupt the main thread, and a second is short compared with LINGER_S.
         time.sleep(1)
     words = f"{socket.gethostname()}: all ranks of this node have ended, and {host} does not answer: given up"
     print(words, file=sys.stderr, flush=True)
@@ -149,7 +155,7 @@ def _end_with_store(host: str, port: int) -> None:
 
 
 def _store(arguments: Sequence[str]) -> tuple[str, int] | None:
-    """Return host and port at which torchrun meets the other nodes, or None if no option says so."""
+    """Return host and port of torchrun's rendezvous, or None if no option names them."""
     # torchrun takes each option from PET_ variables too; the command line wins.
     endpoint = os.environ.get("PET_RDZV_ENDPOINT", "")
     for word in arguments:

@@ -1,8 +1,8 @@
-"""Run `titan slurm JOB.toml --nodes N`: check a job, write train.sbatch for it with every choice
-filled in, and submit it on request.
+"""Command `titan slurm JOB.toml --nodes N`: a checked job's script train.sbatch, submitted on request.
 
-The user's text may hold anything, even `$(...)` and line breaks, and must never become a command or an option. So words
-for the shell are quoted, and values of #SBATCH lines, which cannot be quoted, may have known characters only.
+The user's text may hold anything, even `$(...)` and line breaks, and must never become a command or
+an option. So words for the shell are quoted, and values of #SBATCH lines, which cannot be quoted,
+may have known characters only.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from titan.config.schema import JobConfig
 SUMMARY = "Check a job, write its script for sbatch, and submit it on request. docs/cluster.md"
 TEMPLATE = Path(__file__).with_name("train.sbatch")
 _NAME = r"[\w.,+-]+"
-# Another option: its value cannot end the line, or begin a comment, a quote or another option; and it is none that the script needs.
+# Another option: its value cannot end the line, or begin a comment, a quote or another option. The script needs the options of _OURS.
 _OURS = "nodes|gpus-per-node|ntasks|ntasks-per-node|array|output|error|signal|requeue|no-requeue|open-mode|wrap"
 _SBATCH_OPTION = rf"--(?!({_OURS})(=|$))[a-z][a-z-]*(=[\w.,+:;/@%&|*!=\[\]()-]+)?"
-# Options of Slurm: what a value may look like, and an example for the error.
+# Options of Slurm: the form of a value, and an example for the error.
 _PATTERNS = {
     "time": (r"(\d+-)?\d+(:\d+){0,2}", "24:00:00 or 2-12:00:00"),
     "partition": (_NAME, "gpu"),
@@ -63,9 +63,10 @@ class SlurmExtension:
         return []
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code. Raises ConfigError, which titan.cli reports."""
-    extensions = [extension() for extension in load_plug_ins("titan.extensions", of="slurm")]
+def _parse(
+    words: Sequence[str], extensions: Sequence[SlurmExtension]
+) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the command line. Return the command's options, and the files and overrides of the job."""
     more = "".join(f" {extension.usage}" for extension in extensions)
     usage = f"[--time T] [--partition P] [--account A] [--container IMAGE] [--preflight]{more} [--submit] [-- --qos=Q ...]"
     parser = command_parser(
@@ -90,7 +91,6 @@ def main(argv: list[str] | None = None) -> int:
     for extension in extensions:
         extension.add_options(parser)
     add("--submit", action="store_true", help="pass the script to sbatch")
-    words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
     options, job = parser.parse_known_args(words[:end])
     options.sbatch += words[end + 1 :]
@@ -99,11 +99,22 @@ def main(argv: list[str] | None = None) -> int:
         raise ConfigError([Problem(COMMAND_LINE, 0, "--spare-nodes", fault)])
     if options.max_restarts is None:
         options.max_restarts = 3 if options.nodes > 1 else 0
+    return options, job
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code.
+
+    Raises:
+        ConfigError: the job or an option is wrong. titan.cli reports it.
+    """
+    extensions = [extension() for extension in load_plug_ins("titan.extensions", of="slurm")]
+    options, job = _parse(list(sys.argv[1:] if argv is None else argv), extensions)
     # Without GPUs one rank uses the cores of a node.
     ranks = options.ranks_per_node or options.gpus_per_node or 1
     known = [f"--{name.replace('_', '-')}" for name in vars(options)]
     device = "cuda" if options.gpus_per_node else "cpu"
-    # All that `titan check` looks at. In a container the files may have other places.
+    # Check everything that `titan check` checks. In a container the files may have other places.
     here = not options.container
     size = options.nodes * ranks
     config, _ = load_to_run(job, world_size=size, options=known, here=here, device=device)
@@ -114,7 +125,7 @@ def main(argv: list[str] | None = None) -> int:
     text = script(config, options, job, ranks_per_node=ranks, extensions=extensions)
     path: Path = options.output or folder / "job.sbatch"
     try:
-        # Slurm opens its log in the folder, and makes none.
+        # Slurm opens its log in the folder, but does not create it.
         for parent in (path.parent, folder / "submitted"):
             parent.mkdir(parents=True, exist_ok=True)
         for copy, content in copies.items():
@@ -146,10 +157,16 @@ def script(
     ranks_per_node: int,
     extensions: Sequence[SlurmExtension] = (),
 ) -> str:
-    """Return the text of the script. Raises ConfigError if a value cannot stand in a line of #SBATCH.
+    """Return the text of the script.
 
     Args:
-        job: the files and overrides of the command line.
+        config: the job.
+        options: options of the command.
+        job: files and overrides of the command line.
+        ranks_per_node: ranks of a node.
+
+    Raises:
+        ConfigError: a value cannot be in a line of #SBATCH.
     """
     for name, (pattern, example) in _PATTERNS.items():
         value = getattr(options, name)
@@ -214,9 +231,10 @@ def script(
 
 
 def _snapshot(job: Sequence[str], folder: Path) -> tuple[list[str], dict[Path, bytes]]:
-    """Return the words of a job with its files replaced by copies in `folder`, and the copies' content.
+    """Replace the files of a job's words by copies in `folder`. Return the words, and the copies' content.
 
-    A later edit of a file then does not change a job that waits, or is requeued. A copy's name has a hash: it is never another job's.
+    A later edit of a file then does not change a job that waits, or is requeued. A copy's name has
+    a hash, so it never belongs to another job.
     """
     arguments = parse_args(job)
     copies: dict[str, Path] = {}

@@ -1,1 +1,1 @@
-"""Explain what happened to a run, in words (`titan doctor RUN_DIR`). Imports no torch."""
+"""Diagnosis of a run, in words (`titan doctor RUN_DIR`). Imports no torch."""

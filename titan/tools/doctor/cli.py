@@ -1,6 +1,7 @@
-"""Run `titan doctor RUN_DIR [--json]`: say what happened to a run, and what to do.
+"""Command `titan doctor RUN_DIR [--json]`: the diagnosis of a run, with advice.
 
-Exit codes: 0 the run is well: it runs, is done, or was stopped; 1 a fault was found; 2 there is no run in that folder.
+Exit codes: 0 the run is well: it runs, is done, or was stopped; 1 a fault was found; 2 there is no
+run in that folder.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from titan.tools.doctor.diagnosis import Diagnosis, diagnose
 from titan.tools.doctor.evidence import Evidence
 from titan.untrusted import printable
 
-_MAX_LINE = 2000  # of a cause, or a piece of evidence
+_MAX_LINE = 2000  # characters of a cause, or a piece of evidence
 
 
 def main(argv: list[str]) -> int:

@@ -1,10 +1,11 @@
-"""Conclude from the evidence what went wrong, most likely cause first, and what to do.
+"""Diagnosis of a run from its evidence: the causes of a failure, most likely first, with advice.
 
-A run that failed has one cause and many symptoms: every other rank loses its connection, or waits. The rules are asked
-in the order of how much they know: a fault in native code, a failure that a rank understood itself, how processes
-ended, who waits for whom by the flight recorders, what is left.
+A run that failed has one cause and many symptoms: every other rank loses its connection, or waits.
+The rules run in the order of their certainty: a fault in native code, a failure that a rank
+recognised itself, how processes ended, waits by the flight recorders, the rest.
 
-A failure brings its kind along from where it was noticed (titan/health/errors.py). Nothing here reads sentences.
+A failure carries its kind from where it was noticed (titan/health/errors.py). No rule reads
+sentences.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from titan.tools.doctor import waits as waiting
 from titan.tools.doctor.evidence import Evidence
 from titan.tools.doctor.waits import Wait
 
-SLOW = 1.5  # times the median of the other ranks: a straggler
-STALE_S = 60.0  # without a step: a run that lives, but may hang
-# Less than this is free: the disk counts as full.
+SLOW = 1.5  # a straggler's time over the median of the other ranks
+STALE_S = 60.0  # seconds without a step: the run lives, but may hang
+# The disk counts as full if less than this is free.
 FULL_BYTES = 2**20
 _MAX_DAMAGED = 20  # files to name
 
-# Kinds of failure that explain themselves, and what they mean. Others are symptoms: a rank lost its connection to
-# another, a step hung, a signal was not obeyed in time.
+# Kinds of failure that explain themselves, with their meanings. All other kinds are symptoms: a rank lost its
+# connection to another, a step hung, a signal was not obeyed in time.
 _MEANING = {
     "out_of_device_memory": "the device's memory was not enough",
     "disk_full": "the disk is full",
@@ -43,7 +44,7 @@ _MEANING = {
     "user_error": "the job asks for what cannot be done",
     "error": "the program failed",
 }
-# The ones of these that all ranks notice together: it does not matter who did first.
+# Kinds that all ranks notice together, so the first rank does not matter.
 _SHARED = {"loss_not_finite", "replicas_differ", "save_failed", "launcher_killed"}
 # Parts that the twin of a run may find slow.
 _OF_DRIFT = {
@@ -66,7 +67,7 @@ _ADVICE = {
     "replicas_differ": "take that machine out; the newest checkpoint may hold the fault, an older one (checkpoint.load_step) does not",
     "checkpoint_differs": "the checkpoint is whole: correct [model] or [optimizer] in the job (the run's own are in config.toml), or choose another job.dump_folder",
     "checkpoint_damaged": "`titan verify STEP_DIR` names the file; delete the step, or name an older one with checkpoint.load_step",
-    "save_failed": "see to the disk; checkpoint.on_failure = \"continue\" trains on without the save",
+    "save_failed": 'see to the disk; checkpoint.on_failure = "continue" trains on without the save',
     "data_source": f"see that what it names is there, and readable from every host; {_AGAIN}",
     "error": "the traceback is in the output of that rank; if it is titan's fault, please report it with this page",
     "killed": f"find out who sent SIGKILL: the kernel when memory runs out (dmesg), the scheduler at a time limit, an operator; {_AGAIN}",
@@ -86,19 +87,24 @@ _ADVICE = {
     "slow_link": "look at the cables, switches and network cards between these ranks, and at other jobs on them; `titan preflight` measures all links",
     "slow_data": "look at the file server that it reads from, at the host's processors, and see that training.dataloader.num_workers is not 0",
     "slow_host": "look at other processes on that host, and at hooks that do much in each step (`titan profile` shows the host)",
-    "slow_saves": "look at the file server; checkpoint.async_mode = \"async_with_pinned_mem\" makes training wait least; a longer checkpoint.interval",
+    "slow_saves": 'look at the file server; checkpoint.async_mode = "async_with_pinned_mem" makes training wait least; a longer checkpoint.interval',
     "memory_is_short": "a smaller local batch, or more activation checkpointing; training.expandable_segments = true",
     "slow_devices": "look at power limits and temperatures of all devices (nvidia-smi -q -d PERFORMANCE)",
     "no_progress": "`kill -USR2 PID` of `titan train`, or of each rank, writes their stacks and flight recorders; then ask again",
     "vanished": f"killed from outside (memory, a time limit), or the machine went down: see dmesg and the scheduler; {_AGAIN}",
     "unknown": "look at the output of the ranks, and at logs/rank-*.stacks.txt",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Describe a fault that was found. kind: for programs. cause: a sentence. evidence: where it
-    was read."""
+    """Fault of a run.
+
+    Attributes:
+        kind: key of the advice, for programs.
+        cause: a sentence.
+        evidence: files and facts that show it.
+    """
 
     kind: str
     cause: str
@@ -106,14 +112,19 @@ class Finding:
 
     @property
     def advice(self) -> str:
-        """Return what to do about it."""
+        """Return the advice for the fault."""
         return _ADVICE[self.kind]
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Give the answer. state: done, stopped, running or failed. findings: the most likely cause
-    first, none if all is well."""
+    """Result of a diagnosis.
+
+    Attributes:
+        state: "done", "stopped", "running" or "failed".
+        summary: a line for people.
+        findings: faults, the most likely cause first; empty if all is well.
+    """
 
     state: str
     summary: str
@@ -121,8 +132,10 @@ class Diagnosis:
 
 
 def diagnose(run: Evidence) -> Diagnosis:
-    """Return what happened to a run. Damaged files are reported last: they may be why something
-    else is missing."""
+    """Diagnose a run.
+
+    Damaged files come last in the findings: they may be why other evidence is missing.
+    """
     diagnosis = _diagnose(run)
     if run.damaged:
         cause = "files of the run folder cannot be used: damaged, or written by something else"
@@ -141,16 +154,16 @@ def _diagnose(run: Evidence) -> Diagnosis:
         )
     if status.state == "stopped":
         return Diagnosis("stopped", f"stopped by a signal after step {step:,}, and saved", [])
-    # Whoever was killed could not write that it ended; whoever is alive may still hang.
+    # A killed run could not write that it ended. A live run may still hang.
     alive = status.state == "running" and run.holder is not None
     if alive and not _is_stale(run):
         return Diagnosis(
             "running", f"running: step {step:,}, on {run.holder}", _drift(run) or _slow(run)
         )
-    # In the order of how much a rule knows. The first finding is shown as the most likely.
+    # In the order of the rules' certainty. The first finding is shown as the most likely.
     rules = (_crashed, _reported, _ended, _mismatch, _hang, _silent, _disk, _drift, _slow)
     findings = [finding for rule in rules for finding in rule(run)]
-    # No rule knows: say at least what the run's state means.
+    # Without a finding, explain the run's state.
     if not findings:
         kind, cause = "unknown", status.reason or "the run folder does not say why"
         if alive:
@@ -171,21 +184,24 @@ def _diagnose(run: Evidence) -> Diagnosis:
 
 
 def _crashed(run: Evidence) -> list[Finding]:
-    """Find faults in native code. They outrank what others report, who lose their connection to such a rank."""
+    """Find faults in native code.
+
+    They outrank the reports of other ranks, which lose their connection to such a rank.
+    """
     if not run.fatal:
         return []
     ranks = sorted(run.fatal)
     names = " and ".join(sorted({number.name for number in run.fatal.values()}))
     stacks = {rank: stack for rank in ranks[:4] if (stack := run.stack(rank))}
-    # Without `titan train` nobody saw the exit code, and the stacks are all there is.
+    # Without `titan train` no process saw the exit code, and only the stacks are left.
     evidence = _exits(run, [rank for rank in ranks if rank in run.exits])
     evidence += [f"logs/rank-{rank}.stacks.txt: {stack}" for rank, stack in stacks.items()]
     return [Finding("crashed", _ended_by(run, ranks, names), evidence)]
 
 
 def _reported(run: Evidence) -> list[Finding]:
-    """Find a failure that a rank understood itself."""
-    # status.json has what the ranks agreed on. Without a store to agree, each dump has what its own rank saw.
+    """Find a failure that a rank recognised itself."""
+    # status.json has the failure that the ranks agreed on. Without a store, each dump has its own rank's failure.
     reports = [("status.json", run.status)] + [
         (f"flight_recorder/rank-{rank}.json", dump.failure) for rank, dump in run.dumps.items()
     ]
@@ -201,18 +217,18 @@ def _reported(run: Evidence) -> list[Finding]:
 
 def _ended(run: Evidence) -> list[Finding]:
     """Find ranks that were killed, or ended by themselves, as far as the launcher knows."""
-    if run.status.kind in _SILENCE:  # the monitor ended them, and says why
+    if run.status.kind in _SILENCE:  # the monitor ended the ranks, and reported the reason
         return []
-    # After a time-out, torchrun kills those that do not answer: that is no cause.
+    # After a time-out, torchrun kills ranks that do not answer: that is no cause.
     timed_out = run.status.kind == TIMED_OUT
     by_signal: dict[int, list[int]] = {}
     for rank, code in run.exits.items():
-        # torchrun's own SIGTERM goes to the ranks that are left; _crashed names faults.
+        # torchrun itself sends SIGTERM to the remaining ranks; _crashed names faults.
         if code < 0 and not timed_out and -code != signal.SIGTERM and rank not in run.fatal:
             by_signal.setdefault(-code, []).append(rank)
-    # If memory runs out the kernel kills with SIGKILL, too; its counter tells the two apart.
+    # If memory runs out, the kernel kills with SIGKILL, too. Its counter distinguishes the two cases.
     killed = by_signal.get(signal.SIGKILL, [])
-    # With or without exit codes: under Slurm or plain torchrun nobody recorded them.
+    # Exit codes may be missing: Slurm and plain torchrun record none.
     if run.num_oom_kills and (killed or not run.exits):
         cause = (
             f"{list_ranks(killed) if killed else 'a process'} {_was(killed)} killed by the kernel: the memory of the "
@@ -220,14 +236,14 @@ def _ended(run: Evidence) -> list[Finding]:
         )
         evidence = [f"cgroup: oom_kill rose by {run.num_oom_kills}", *_exits(run, killed)]
         return [Finding("out_of_host_memory", cause, evidence)]
-    # The first that is found counts: the others may have ended because of it.
+    # The first signal counts: other ranks may have ended because of it.
     for number, ranks in by_signal.items():
         known = number in {*signal.Signals}
         name = signal.Signals(number).name if known else f"signal {number}"
         if number == signal.SIGKILL:
             cause = f"{list_ranks(ranks)} {_was(ranks)} ended by {name}, from outside"
             return [Finding("killed", cause, _exits(run, ranks))]
-        if not _mismatch(run):  # for which gloo ends a process
+        if not _mismatch(run):  # gloo ends a process after a mismatch
             return [Finding("crashed", _ended_by(run, ranks, name), _exits(run, ranks))]
     # Every rank that ends by itself after a failure writes a dump.
     quiet = [rank for rank in run.without_dump if timed_out or not run.exits.get(rank)]
@@ -263,9 +279,9 @@ def _hang(run: Evidence) -> list[Finding]:
     waits = waiting.find_waits(run.dumps)
     if not waits or run.status.kind in _SILENCE:
         return []
-    # From who waits for whom to the rank at which all the chains end.
+    # Follow the waits to the rank at which all chains end.
     at = waiting.root(waits, run.dumps)
-    if at is None:  # each waits for another one
+    if at is None:  # each rank waits for another rank
         parts = [
             f"rank {w.rank} never entered {_what(w)}, for which {_wait(w.waiting)}"
             for w in waits[:4]
@@ -274,7 +290,7 @@ def _hang(run: Evidence) -> list[Finding]:
         return [Finding("deadlock", cause, _dumps(run, [w.rank for w in waits[:2]]))]
     dump, stack = run.dumps[at.rank], run.stack(at.rank)
     doing = dump.main_thread.text
-    # Long ago means that the rank hangs, and did not just arrive late.
+    # After a long time the rank hangs, and does not just arrive late.
     idle = f" for {dump.idle_s:.0f} s" if dump.idle_s and dump.idle_s >= 1 else ""
     others = [
         rank
@@ -296,7 +312,7 @@ def _silent(run: Evidence) -> list[Finding]:
     if run.status.kind not in _SILENCE:
         return []
     missing, cause = run.without_dump, run.status.reason
-    # Written when the rank was ended: newer than its last beat, which the reason names.
+    # Written when the rank was ended, so newer than its last heartbeat, which the reason names.
     stacks = {rank: stack for rank in missing if (stack := run.stack(rank))}
     for rank, stack in stacks.items():
         cause += f"; when rank {rank} was ended, it was in {stack}"
@@ -305,7 +321,7 @@ def _silent(run: Evidence) -> list[Finding]:
 
 
 def _disk(run: Evidence) -> list[Finding]:
-    """Find a disk that is full: it takes no report."""
+    """Find a full disk: it takes no report."""
     free = run.free_bytes
     cause = f"the disk of {run.run_dir} is full"
     return [Finding("disk_full", cause, [f"{free:,} bytes are free"])] if free < FULL_BYTES else []
@@ -318,7 +334,7 @@ def _slow(run: Evidence) -> list[Finding]:
     own: dict[int, float] = {}
     for rank, rows in run.times.items():
         values = [row.step_s if row.own_s is None else row.own_s for row in rows if row.step > 1]
-        if len(values) >= 3:  # the first steps compile, and say nothing of a rank
+        if len(values) >= 3:  # the first steps compile
             own[rank] = median(values)
     findings = []
     for rank, seconds in own.items():
@@ -347,7 +363,7 @@ def _drift(run: Evidence) -> list[Finding]:
 
 
 def _is_stale(run: Evidence) -> bool:
-    """Return whether there was no step for long, by the standards of the run."""
+    """Return whether no step has ended for a long time, by the standards of the run."""
     # A large job may well take minutes for a step.
     step_s = [row.step_s for row in run.metrics[-20:]]
     since_s = time.time() - run.status.unix_s
@@ -366,7 +382,7 @@ def _wait(ranks: Sequence[int]) -> str:
 
 
 def _axis(axis: str) -> str:
-    """Return `the FSDP group (dp_shard)` for an axis of the mesh."""
+    """Return a name such as "the FSDP group (dp_shard)" for an axis of the mesh."""
     known = {"pp": "pipeline", "tp": "tensor-parallel", "cp": "context-parallel"}
     known |= {"dp_shard": "FSDP", "dp_replicate": "replica"}
     if axis.startswith("all ranks"):

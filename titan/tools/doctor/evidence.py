@@ -1,7 +1,8 @@
-"""Read what a run folder holds about how its run went.
+"""Evidence in a run folder about the course of its run.
 
-It reads leniently, since a run that has failed leaves half-written files, and with care, since anybody may have written
-them (titan/untrusted.py): a file that makes no sense counts as missing, and is named in `damaged`.
+It is read leniently, since a run that has failed leaves half-written files, and with care, since
+anybody may have written them (titan/untrusted.py): a file that cannot be read counts as missing,
+and is named in `damaged`.
 """
 
 from __future__ import annotations
@@ -31,20 +32,33 @@ _FATAL = {
     "Fatal Python error: Floating-point exception": signal.SIGFPE,
     "Fatal Python error: Illegal instruction": signal.SIGILL,
 }
-# We end silent ranks so. faulthandler may crash while it writes the stacks of threads that run.
+# Title after SIGABRT, which ends silent ranks. faulthandler may crash while it writes the stacks of running threads.
 _ABORTED = "Fatal Python error: Aborted"
 _TITLE = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")  # of stacks that we asked for
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _OURS = re.compile(r"(?:^|/)((?:titan|models)/[\w/]+\.py)$")
-_FRESH_S = 60  # of a lock whose holder is on another machine
-_MAX_ENTRIES = 60_000  # of all flight recorders together: what counts is at their ends
+_FRESH_S = 60  # age of a lock whose holder on another machine is alive
+_MAX_ENTRIES = 60_000  # of all flight recorders together: their last entries matter
 _DUMP_BYTES = 8 * 2**20
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Call:
-    """Describe a collective, as a flight recorder has it."""
+    """Collective in a flight recorder.
+
+    Attributes:
+        group: name of the process group.
+        backend: "gloo" or "nccl".
+        seq: number of the collective in its group and backend.
+        p2p_seq: number of the send or receive; 0 for a collective.
+        operation: torch's name of the operation.
+        called: function of torch.distributed that was called.
+        line: source line of the call.
+        input_sizes: shapes of the inputs.
+        input_dtypes: dtypes of the inputs.
+        enqueued_unix_s: time of the call.
+    """
 
     group: str
     backend: str
@@ -60,7 +74,18 @@ class Call:
 
 @dataclass(frozen=True)
 class Message:
-    """Describe a send or receive."""
+    """Send or receive in a flight recorder.
+
+    Attributes:
+        peer: rank at the other end.
+        sends: whether it is a send.
+        seq: number of the message for this peer and direction.
+        axis: mesh axis of the group.
+        size: shape of the tensor.
+        dtype: dtype of the tensor.
+        line: source line of the call.
+        enqueued_unix_s: time of the call.
+    """
 
     peer: Rank
     sends: bool
@@ -74,7 +99,12 @@ class Message:
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """Describe a process group. begun: how many collectives, by backend."""
+    """Process group in a flight recorder.
+
+    Attributes:
+        axis: mesh axis of the group.
+        begun: number of collectives that the rank has begun, by backend.
+    """
 
     axis: str
     begun: dict[str, Count] = field(default_factory=dict)
@@ -82,7 +112,21 @@ class GroupRecord:
 
 @dataclass(frozen=True)
 class Dump:
-    """Hold the flight recorder of a rank. titan/health/flight_recorder.py says what is in it."""
+    """Flight recorder of a rank. titan/health/flight_recorder.py defines its content.
+
+    Attributes:
+        rank: the rank.
+        host: its host.
+        failure: reason for the dump.
+        step: number of the step.
+        unix_s: time of the dump.
+        main_thread: activity of the main thread.
+        world_size: number of ranks.
+        oom_kills: processes that the kernel killed during the run.
+        groups: process groups by name.
+        entries: newest collectives.
+        p2p: newest sends and receives of gloo.
+    """
 
     rank: Rank
     host: str
@@ -98,14 +142,19 @@ class Dump:
 
     @property
     def idle_s(self) -> float | None:
-        """Return the seconds since the last collective, send or receive was begun."""
+        """Return the seconds since the rank began its last collective, send or receive."""
         times = [row[-1].enqueued_unix_s or 0 for row in (self.entries, self.p2p) if row]
         return self.unix_s - max(times) if times else None
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Hold environment.json, as far as it is read."""
+    """Fields of environment.json that the doctor reads.
+
+    Attributes:
+        written_unix_s: start of the newest run.
+        world_size: its number of ranks.
+    """
 
     written_unix_s: Finite = 0.0
     world_size: Rank = 1
@@ -113,7 +162,12 @@ class Environment:
 
 @dataclass(frozen=True)
 class Exit:
-    """Say how a rank ended. exit_code: below 0 the signal."""
+    """End of a rank.
+
+    Attributes:
+        exit_code: exit code; below 0: the signal.
+        unix_s: time of the end.
+    """
 
     exit_code: Annotated[int, Field(ge=-255, le=255)]
     unix_s: Finite
@@ -121,7 +175,12 @@ class Exit:
 
 @dataclass(frozen=True)
 class LaunchRecord:
-    """Hold logs/launch-*.json: how ranks ended, as the launcher saw it."""
+    """Content of logs/launch-*.json.
+
+    Attributes:
+        ranks: end of each rank, as the launcher saw it.
+        oom_kills: processes that the kernel killed during the run.
+    """
 
     ranks: dict[str, Exit]
     oom_kills: Count
@@ -129,7 +188,15 @@ class LaunchRecord:
 
 @dataclass(frozen=True)
 class LossRow:
-    """Hold a row of metrics.jsonl. The last three: what the twin of a run says of it (titan/sim/twin/drift.py)."""
+    """Row of metrics.jsonl.
+
+    Attributes:
+        step: number of the step.
+        step_s: seconds of a step.
+        drift_part: part that the run's twin found slow (titan/sim/twin/drift.py).
+        drift_text: the twin's description.
+        drift_cost_s: seconds of a step that it costs.
+    """
 
     step: Count
     step_s: Finite = 0.0
@@ -140,7 +207,15 @@ class LossRow:
 
 @dataclass(frozen=True)
 class Times:
-    """Hold a row of a rank's own times."""
+    """Row of a rank's own times, in seconds per step.
+
+    Attributes:
+        step: number of the step.
+        step_s: time of a step.
+        data_wait_s: wait for data.
+        unix_s: time of the row.
+        own_s: own time (titan/observe/ranks.py).
+    """
 
     step: Count
     step_s: Finite
@@ -151,9 +226,11 @@ class Times:
 
 @dataclass
 class Evidence:
-    """Hold everything that is known. Ranks that left nothing are missing from the tables by rank.
+    """All evidence of a run. Ranks that left nothing are missing from the tables by rank.
 
-    damaged: why a file, or some of its rows, cannot be used; it grows while files are read.
+    Attributes:
+        run_dir: run folder.
+        damaged: why a file, or some of its rows, cannot be used; it grows while files are read.
     """
 
     run_dir: Path
@@ -161,31 +238,31 @@ class Evidence:
 
     @cached_property
     def status(self) -> Status:
-        """Return what status.json says."""
+        """Return the content of status.json."""
         return self._try(lambda: load_status(self.run_dir), Status())
 
     @cached_property
     def environment(self) -> Environment:
-        """Return what environment.json says, or defaults."""
+        """Return the content of environment.json, or defaults."""
         return self._json(self.run_dir / "environment.json", Environment) or Environment()
 
     @cached_property
     def dumps(self) -> dict[int, Dump]:
-        """Return the flight recorders of the run that wrote last: an older one may have had more ranks."""
+        """Return the flight recorders of the newest run: an older run may have had more ranks."""
         # Their names end with the rank. Other files of that kind in the folder are not ours.
         paths = [
             path
             for path in sorted(self.run_dir.glob("*/*.json"))
             if re.search(r"\d\.json$", path.name) and not path.name.startswith("launch-")
         ]
-        # Few dumps keep all of their entries, thousands of them the newest 20 each.
+        # A few dumps keep all of their entries, thousands of dumps the newest 20 each.
         dumps, keep = [], max(_MAX_ENTRIES // max(len(paths), 1), 20)
         for path in paths:
             if dump := self._json(path, Dump, limit=_DUMP_BYTES):
                 # Memory: 4,096 dumps of 2,000 entries would take gigabytes.
                 del dump.entries[:-keep], dump.p2p[:-keep]
                 dumps.append(dump)
-        # Dumps of ranks that the newest run does not have are left over from a larger one.
+        # Dumps of ranks that the newest run does not have are from an earlier, larger run.
         newest = max(dumps, key=lambda dump: dump.unix_s, default=None)
         return {d.rank: d for d in dumps if newest is not None and d.rank < newest.world_size}
 
@@ -197,7 +274,7 @@ class Evidence:
 
     @cached_property
     def exits(self) -> dict[int, int]:
-        """Return exit codes of ranks, as the launcher saw them; below 0: the signal."""
+        """Return the exit codes of ranks, as the launcher saw them; below 0: the signal."""
         return {
             # Keys are untrusted text: the pattern below keeps int() from surprises.
             int(rank): failure.exit_code
@@ -210,15 +287,15 @@ class Evidence:
 
     @cached_property
     def fatal(self) -> dict[int, signal.Signals]:
-        """Return ranks that died of a fault in native code, as the launcher saw it or as their stacks begin."""
+        """Return ranks with a fault in native code, by their exit or by the beginning of their stacks."""
         exits = {rank: -code for rank, code in self.exits.items()}
         fatal = {r: signal.Signals(n) for r, n in exits.items() if n in _FATAL.values()}
         for rank, path in self._of_ranks("stacks.txt"):
             with suppress(OSError):
                 if path.stat().st_mtime < self.environment.written_unix_s:
                     continue
-            # The last thing that such a process writes; stacks with a title were written by one that lived.
-            # From the end, so that the newest stack decides.
+            # Such a process writes this line last. A live process writes stacks with a title.
+            # Search from the end, so that the newest stack decides.
             for line in reversed(self._lines(path)):
                 if _TITLE.match(line):
                     break
@@ -258,7 +335,7 @@ class Evidence:
         holder = self._json(path, ProcessId)
         if holder is None:
             return None
-        # Only on its own machine can it be seen; elsewhere the age of its beat has to do.
+        # A process is visible on its own machine only. Elsewhere the age of its heartbeat decides.
         if holder.machine == ProcessId.this().machine != "":
             return holder if holder.is_running() else None
         with suppress(OSError):
@@ -271,7 +348,7 @@ class Evidence:
         return shutil.disk_usage(self.run_dir).free
 
     def stack(self, rank: int) -> str:
-        """Return where the main thread of a rank was, by its last stacks; an empty string if there are none."""
+        """Return the place of a rank's main thread in its last stacks; an empty string if there are none."""
         threads: list[list[str]] = []
         for line in self._lines(stacks_file(self.run_dir, rank)):
             if line.startswith(("Thread 0x", "Current thread 0x")):
@@ -279,7 +356,7 @@ class Evidence:
             elif threads and (frame := _FRAME.match(line)):
                 threads[-1].append(f"{_short(frame[1])}:{frame[2]}, in {frame[3]}")
         frames = threads[-1] if threads else []  # the main thread is written last
-        # Where it was, and the innermost line of ours.
+        # The innermost line, and the innermost line of titan.
         ours = [frame for frame in frames if frame.startswith(("titan/", "models/"))]
         return " <- ".join(dict.fromkeys([*frames[:1], *ours[:1]]))
 
@@ -294,8 +371,8 @@ class Evidence:
             return default
 
     def _json(self, path: Path, kind: type[T], *, limit: int = 2**20) -> T | None:
-        """Return what a file holds; None if there is none, or it is damaged."""
-        # A link that leads nowhere was put there: it is damaged, not missing.
+        """Read a JSON file; None if it is missing or damaged."""
+        # A link that leads nowhere is damaged, not missing.
         if not path.is_symlink() and not path.exists():
             return None
         return self._try(lambda: read_json(path, kind, limit=limit, within=path.parent), None)
@@ -306,13 +383,13 @@ class Evidence:
         return self._try(lambda: tail_lines(path, within=path.parent), [])
 
     def _rows(self, path: Path, kind: type[T], num: int) -> list[T]:
-        """Return the newest whole rows. The last line may be torn, by a kill."""
+        """Return the newest whole rows. A kill may have torn the last line."""
         *lines, torn = self._lines(path) or [""]
         rows = [self._try(lambda x=x: parse_json(x, kind, name=path), None) for x in lines[-num:]]
         if torn and any(rows):
             with suppress(InputError):
                 rows.append(parse_json(torn, kind, name=path))
-        elif torn:  # there is nothing else
+        elif torn:  # the only row
             rows.append(self._try(lambda: parse_json(torn, kind, name=path), None))
         return [row for row in rows if row is not None]
 

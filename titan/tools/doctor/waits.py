@@ -1,11 +1,12 @@
-"""Find who waits for whom, with the ranks' flight recorders side by side.
+"""Waits of ranks for each other, from their flight recorders side by side.
 
-If all ranks of a group call the same collectives in the same order, one collective has the same number on each of them.
-So a rank that has begun fewer than another rank of its group is what the other waits for. A rank that has begun another
-operation, or other sizes, under the same number is a mismatch. Sends and receives are counted per pair and direction.
+If all ranks of a group call the same collectives in the same order, one collective has the same
+number on each of them. So if a rank has begun fewer collectives than another rank of its group, the
+other rank waits for it. A rank that has begun another operation, or other sizes, under the same
+number is a mismatch. Sends and receives are counted per pair and direction.
 
-Ranks that wait are waited for in turn, in other groups (FSDP's behind a pipeline's). At the beginning of such a chain
-stands a rank that others wait for, and that does not wait itself.
+Other ranks may wait for a rank that waits itself, in other groups (FSDP's behind a pipeline's). The
+first rank of such a chain does not wait, and others wait for it.
 """
 
 from __future__ import annotations
@@ -16,13 +17,23 @@ from dataclasses import dataclass
 
 from titan.tools.doctor.evidence import Call, Dump, Message
 
-# Ranks may well pass different sizes to other collectives.
+# Collectives with equal sizes on all ranks. Ranks may pass different sizes to others.
 _SAME_SIZES = ("allreduce", "allgather", "reducescatter", "broadcast")
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Say that `waiting` have begun a collective, number `seq` of `axis`, that `rank` has not."""
+    """Wait for a rank that has not begun a collective.
+
+    Attributes:
+        rank: rank that is behind.
+        waiting: ranks that have begun the collective.
+        axis: mesh axis of the group.
+        seq: number of the collective in its group.
+        what: operation and sizes.
+        line: source line of the call.
+        since_unix_s: time of the call on a waiting rank.
+    """
 
     rank: int
     waiting: tuple[int, ...]
@@ -35,14 +46,21 @@ class Wait:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Say that ranks called different things under one number. calls: text to ranks, the most
-    frequent first."""
+    """Different calls of ranks under one number.
+
+    Attributes:
+        axis: mesh axis of the group.
+        seq: number of the collective in its group.
+        calls: ranks by the text of their call, the most frequent text first.
+        lines: source line by the text of the call.
+        differs: "operation", "dtype" or "shape".
+    """
 
     axis: str
     seq: int
     calls: dict[str, tuple[int, ...]]
     lines: dict[str, str]
-    differs: str  # operation, dtype or shape
+    differs: str
 
 
 def find_waits(dumps: dict[int, Dump]) -> list[Wait]:
@@ -51,17 +69,17 @@ def find_waits(dumps: dict[int, Dump]) -> list[Wait]:
 
 
 def root(waits: Iterable[Wait], dumps: dict[int, Dump]) -> Wait | None:
-    """Return what all the waiting goes back to; None if nobody is behind, or each is behind another."""
+    """Return the wait that causes all others; None if no rank is behind, or each rank waits for another."""
     waits = list(waits)
     waiting = {rank for wait in waits for rank in wait.waiting}
-    # A rank that does something else is surely the root; one that nobody was seen to be ahead of may be.
+    # A rank that does not wait is surely the root. A rank that waits for no recorded rank may be it.
     active = [wait for wait in waits if not dumps[wait.rank].main_thread.waits]
     candidates = active or [wait for wait in waits if wait.rank not in waiting]
     return min(candidates, key=lambda wait: wait.since_unix_s, default=None)
 
 
 def find_mismatch(dumps: dict[int, Dump]) -> Mismatch | None:
-    """Return the first mismatch, among what is still in the recorders of all ranks of a group."""
+    """Return the first mismatch among the entries that all ranks of a group still record."""
     calls: dict[tuple[str, str, int], dict[int, Call]] = defaultdict(dict)
     for rank, dump in dumps.items():
         for entry in dump.entries:
@@ -79,7 +97,7 @@ def find_mismatch(dumps: dict[int, Dump]) -> Mismatch | None:
                 break
     if not mismatches:
         return None
-    # What comes later differs because of the first.
+    # Later mismatches follow from the first.
     _, group, seq, differs, by_rank = min(mismatches, key=lambda row: row[0])
     texts = {rank: describe(entry) for rank, entry in by_rank.items()}
     frequent = [text for text, _ in Counter(texts.values()).most_common()]
@@ -93,7 +111,7 @@ def find_mismatch(dumps: dict[int, Dump]) -> Mismatch | None:
 
 
 def describe(entry: Call) -> str:
-    """Return `all_gather of 4 x 16 float`."""
+    """Format a call, such as "all_gather of 4 x 16 float"."""
     # At most two operands: lists of many tensors would fill the page.
     sizes = " and ".join(" x ".join(map(str, size)) for size in entry.input_sizes[:2])
     dtype = entry.input_dtypes[0].lower() if entry.input_dtypes else ""
@@ -111,11 +129,11 @@ def _signature(entry: Call, what: str) -> str:
 
 
 def _waits_in_groups(dumps: dict[int, Dump]) -> list[Wait]:
-    # By group and backend: a group may have one of each, and each counts for itself.
+    # By group and backend: a group may have both backends, and each has its own count.
     begun: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
     for rank, dump in dumps.items():
         for name, group in dump.groups.items():
-            # Also 0, for a rank that has begun nothing in the group.
+            # 0 for a rank that has begun no collective in the group.
             for backend in ("gloo", "nccl"):
                 begun[name, backend][rank] = group.begun.get(backend, 0)
     waits = []
@@ -124,7 +142,7 @@ def _waits_in_groups(dumps: dict[int, Dump]) -> list[Wait]:
             ahead = [other for other, n in sorted(counts.items()) if n > num]
             if not ahead:
                 continue
-            # What the rank did not enter stands in the recorder of one that did, unless it is too old.
+            # The recorder of a rank ahead has the missing collective, unless it is too old.
             key = (name, backend, num + 1)
             entries = dumps[ahead[0]].entries
             entry = next((e for e in entries if (e.group, e.backend, e.seq) == key), None)

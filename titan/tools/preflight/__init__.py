@@ -1,2 +1,1 @@
-"""Check before a run (`titan preflight`) that everything is there, equal and fast enough, and that
-a step of the job runs."""
+"""Checks before a run (`titan preflight`): all is there, equal and fast enough, and a step of the job runs."""

@@ -1,4 +1,4 @@
-"""Run one rank: `torchrun ... -m titan.tools.preflight JOB.toml`."""
+"""Entry point of one rank: `torchrun ... -m titan.tools.preflight JOB.toml`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Run `titan preflight JOB.toml [--nproc N] [--json FILE]`, or one rank of it: `torchrun ... -m
-titan.tools.preflight JOB.toml`.
+"""Command `titan preflight JOB.toml [--nproc N] [--json FILE]`, as the launcher or as one rank.
 
 Exit codes: 0 all is well, 1 a problem was found (each is a line), 2 the user's mistake.
 """
@@ -25,8 +24,8 @@ from titan.config.options import JOB, command_parser, positive
 from titan.config.schema import JobConfig
 from titan.untrusted import InputError
 
-_MOST = 30  # problems that are printed
-_SIM_S = 180  # the others wait for it, for comm.init_timeout_seconds at most
+_MOST = 30  # printed problems
+_SIM_S = 180  # the other ranks wait for it, for comm.init_timeout_seconds at most
 OPTIONS = ("--nproc", "--json", "--no-dry-run")
 
 
@@ -58,14 +57,27 @@ def main(argv: list[str] | None = None) -> int:
         rest += ["--no-dry-run"] if options.no_dry_run else []
         from titan.health.launch import launch_module
 
-        # Whatever code a rank ended with: a problem is 1 here.
+        # A rank may end with any code. Here a problem is 1.
         name = "titan.tools.preflight"
         return min(launch_module(name, [*job, *rest], num_processes=num_processes), 1)
     return run_rank(config, layout, job, json_file=options.json, dry=not options.no_dry_run)
 
 
-def run_rank(config: JobConfig, layout: Layout, job: Sequence[str], *, json_file: Path | None, dry: bool) -> int:  # fmt: skip
-    """Check on all ranks together. The exit code is the same on all, unless the dry run fails on some."""
+def run_rank(
+    config: JobConfig, layout: Layout, job: Sequence[str], *, json_file: Path | None, dry: bool
+) -> int:
+    """Run the checks on all ranks together.
+
+    Args:
+        config: the job.
+        layout: layout of the ranks.
+        job: files and overrides, for `titan sim`.
+        json_file: file for everything as data.
+        dry: whether to run steps of the job.
+
+    Returns:
+        The exit code, the same on all ranks unless the dry run fails on some.
+    """
     from titan.train import _set_compile_cache
 
     # Inductor reads this when it is imported.
@@ -86,19 +98,26 @@ def run_rank(config: JobConfig, layout: Layout, job: Sequence[str], *, json_file
     # The only field of a layout that is no axis of the mesh.
     del axes["accumulation"]
     mesh = build_mesh(device.type, **axes)
-    set_timeout(timedelta(seconds=config.comm.init_timeout_seconds))  # of the mesh's groups, too
-    code = check_all(config, layout, device=device, mesh=mesh, json_file=json_file, dry=dry, job=job)  # fmt: skip
+    set_timeout(timedelta(seconds=config.comm.init_timeout_seconds))  # also for the mesh's groups
+    code = check_all(
+        config, layout, device=device, mesh=mesh, json_file=json_file, dry=dry, job=job
+    )
     sys.stdout.flush()
-    dist.destroy_process_group()  # not after a failure: it waits for what other ranks never join
+    dist.destroy_process_group()  # not after a failure: it waits for collectives of all ranks
     return code
 
 
-def check_all(config: JobConfig, layout: Layout, *, device: Any, mesh: Any, json_file: Path | None, dry: bool, job: Sequence[str] = ()) -> int:  # fmt: skip
-    """Measure, find problems and print; then run the steps. All ranks call this together, in a process group.
-
-    Args:
-        job: files and overrides, for `titan sim`.
-    """
+def check_all(
+    config: JobConfig,
+    layout: Layout,
+    *,
+    device: Any,
+    mesh: Any,
+    json_file: Path | None,
+    dry: bool,
+    job: Sequence[str] = (),
+) -> int:
+    """Measure, find problems and print; then run the steps of `job`. All ranks call it in a process group."""
     import torch.distributed as dist
 
     from titan.observe.estimate import estimate_memory
@@ -117,12 +136,11 @@ def check_all(config: JobConfig, layout: Layout, *, device: Any, mesh: Any, json
     facts: list[measure.RankFacts] = [mine] * dist.get_world_size()
     dist.all_gather_object(facts, mine)
     profile = _profile(config, facts[0].device)
-    # A checkpoint holds the whole model, so its size is that of one rank without sharding.
-    whole = replace(layout, pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1)
+    whole = replace(layout, pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1)  # as in a checkpoint
     memory_gib = estimate_memory(config, model_config(config.model), whole)
     section = config.checkpoint
     checkpoint_gib = memory_gib["parameters"] + memory_gib["optimizer"] if section.enable else 0.0
-    # The last checkpoint stays until the next one is complete, so one more than are kept must fit.
+    # The last checkpoint stays until the next one is complete, so one more must fit than are kept.
     problems = judge.problems(
         facts, profile, checkpoint_gib=checkpoint_gib, num_kept=max(section.keep_latest_k, 1) + 1
     )
@@ -167,10 +185,19 @@ def check_all(config: JobConfig, layout: Layout, *, device: Any, mesh: Any, json
 
 
 def predict(job: Sequence[str], world_size: int, profile: Any) -> float | None:
-    """Return the seconds of a step by `titan sim`, in a process of its own; None if it cannot tell. A CPU's would be no measure."""
+    """Predict the seconds of a step by `titan sim`, in a process of its own.
+
+    Args:
+        job: files and overrides of the command line.
+        world_size: number of ranks.
+        profile: profile of the hardware.
+
+    Returns:
+        Seconds; None if the simulator fails, and for a CPU, whose profile is too coarse.
+    """
     if not job or profile is None or profile.name == "cpu":
         return None
-    # It records the job on ranks that it pretends, and needs no device.
+    # The simulator records the job on pretended ranks, and needs no device.
     ours = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "PET_")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -187,7 +214,7 @@ def predict(job: Sequence[str], world_size: int, profile: Any) -> float | None:
 
 
 def _profile(config: JobConfig, device: str) -> Any:
-    """Return the profile of the job's hardware, or of the device that is there. None if there is no such profile."""
+    """Return the profile of the job's hardware, or of this machine's device; None without a profile."""
     from titan.hardware import recognise
     from titan.sim.price.profiles import load_profile, profile_names
 

@@ -1,7 +1,8 @@
-"""Run two steps of the real job on throw-away weights, so that what fails does so now and not an hour into the run.
+"""Dry run: two steps of the real job on throw-away weights, so that it fails now and not in an hour.
 
-The step is the trainer's (titan/train_step.py), and so is the data. Nothing is logged or saved. The second step shows time and
-memory without compilation and with the optimizer's state. What was compiled stays in the compile cache, where the real run finds it.
+The step is the trainer's (titan/train_step.py), and so is the data. Nothing is logged or saved. The
+second step shows time and memory without compilation and with the optimizer's state. Compiled
+programs stay in the compile cache, where the real run finds them.
 """
 
 from __future__ import annotations
@@ -26,16 +27,24 @@ from titan.resolved import resolve_job
 from titan.train_step import build_train_step
 
 NUM_STEPS = 2
-# The second step is not yet at its best, so less than this is no fault of the machines.
+# The second step is not yet at full speed, so a smaller factor is no fault of the machines.
 _SLOWER = 2.0
-# How torch says it on a CPU, where it is a RuntimeError.
+# Message of torch's RuntimeError on a CPU.
 _CPU_OUT_OF_MEMORY = "can't allocate memory"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """Say what the steps took. steps_s: the first one includes compilation. peak_gib: of the
-    fullest rank. predicted_s: a step, by `titan sim`; None: it was not asked."""
+    """Result of a dry run.
+
+    Attributes:
+        steps_s: seconds of each step. The first one includes compilation.
+        losses: loss of each step.
+        peak_gib: peak memory of the fullest rank.
+        fullest_rank: its number.
+        compiled: summary of the compiler.
+        predicted_s: seconds of a step by `titan sim`; None without a prediction.
+    """
 
     steps_s: list[float]
     losses: list[float]
@@ -55,7 +64,7 @@ class DryRun:
 
     @property
     def problems(self) -> list[str]:
-        """Return what is wrong with the numbers, a line for each problem."""
+        """Return the problems of the figures, a line for each."""
         bad = [loss for loss in self.losses if not math.isfinite(loss)]
         lines = [f"dry run: the loss is {bad[0]}"] if bad else []
         predicted_s, measured_s = self.predicted_s, self.steps_s[-1]
@@ -68,8 +77,17 @@ class DryRun:
 
 
 def dry_run(config: JobConfig, layout: Layout, *, device: torch.device, mesh: DeviceMesh) -> DryRun:
-    """Run the steps on all ranks together. Raises whatever the job would raise; `explain` turns that into a line."""
-    if device.type != "cpu":  # memory that the measurements took is not the job's
+    """Run the steps on all ranks together.
+
+    An exception of the job passes through; `explain` turns it into a line.
+
+    Args:
+        config: the job.
+        layout: layout of the ranks.
+        device: this rank's device.
+        mesh: device mesh of the job.
+    """
+    if device.type != "cpu":  # the measurements' memory is not the job's
         torch.get_device_module(device).empty_cache()
         peak_memory(reset=True)
     rank = axis_rank(mesh, "dp_replicate", "dp_shard")
@@ -77,7 +95,7 @@ def dry_run(config: JobConfig, layout: Layout, *, device: torch.device, mesh: De
     loader = job.task.loader(rank=rank, world=layout.dp, accumulation=layout.accumulation)
     try:
         train_step = build_train_step(job, device=device, mesh=mesh)
-        set_timeout(timedelta(seconds=config.comm.init_timeout_seconds))  # of its new groups, too
+        set_timeout(timedelta(seconds=config.comm.init_timeout_seconds))  # also for its new groups
         seconds, losses = [], []
         for step in range(1, NUM_STEPS + 1):
             start_s = time.perf_counter()
@@ -87,7 +105,7 @@ def dry_run(config: JobConfig, layout: Layout, *, device: torch.device, mesh: De
             seconds.append(time.perf_counter() - start_s)
     finally:
         loader.close()
-    # All ranks know the fullest one, whichever prints.
+    # All ranks know the fullest rank.
     peaks = [0.0] * dist.get_world_size()
     dist.all_gather_object(peaks, peak_memory().reserved_gib)
     return DryRun(
@@ -105,9 +123,15 @@ def out_of_memory(error: Exception) -> bool:
 
 
 def explain(error: Exception, *, rank: int, host: str) -> str:
-    """Return a line on why the dry run failed, and what to do if that is known."""
+    """Explain a failed dry run in a line, with advice if there is any.
+
+    Args:
+        error: error of the job.
+        rank: this rank.
+        host: its host.
+    """
     text = str(error).strip().partition("\n")[0] or type(error).__name__
-    # torch's allocator for CPUs puts its own check in front.
+    # torch's allocator for CPUs begins with its own check.
     text = re.sub(r"^\[enforce fail at [^]]*\] (err == 0\. )?", "", text)
     if out_of_memory(error):
         return (

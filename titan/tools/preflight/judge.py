@@ -1,8 +1,9 @@
-"""Find problems in the facts of all ranks, and print them as a table.
+"""Problems in the facts of all ranks, and the table of the facts.
 
-A rank is an outlier if it is more than 10 % below the median of all ranks. On a CPU, whose cores ranks share, the limit is a
-third of the median. On an accelerator, the median itself must reach 80 % of the hardware profile. A CPU's profile is only an
-order of magnitude, and is shown without a check. What collectives reach between hosts is priced as the simulator prices it.
+A rank is an outlier if it is more than 10 % below the median of all ranks. On a CPU, whose cores
+ranks share, the limit is a third of the median. On an accelerator, the median itself must reach 80
+% of the hardware profile. A CPU's profile is only an order of magnitude, and is shown without a
+check. The expected rates of collectives between hosts are the simulator's prices.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from titan.sim.record.trace import Group, Scope, Transfer
 from .measure import COPY, LINK, MATMUL, MESSAGE_BYTES, RankFacts
 
 OUTLIER = {"CPU": 1 / 3, "other": 0.9}
-# Kernels that reach less than this share of the profile's figure point at a fault, not at noise.
+# A smaller share of the profile's figure means a fault, not noise.
 _OF_PROFILE = 0.8
 _NETWORK = "; NCCL_DEBUG=INFO prints which network NCCL takes (NET/IB, NET/Socket)"
 # Clocks of one network agree far better than this.
@@ -33,7 +34,13 @@ def figure(value: float) -> str:
 
 
 def expectation(what: str, facts: Sequence[RankFacts], profile: Profile | None) -> float | None:
-    """Return the rate that the profile predicts, or None if it says nothing about it."""
+    """Return the rate that the profile predicts; None without a prediction.
+
+    Args:
+        what: name of the rate.
+        facts: facts of all ranks.
+        profile: profile of the hardware.
+    """
     if profile is None:
         return None
     if what.startswith(MATMUL):
@@ -52,14 +59,14 @@ def expectation(what: str, facts: Sequence[RankFacts], profile: Profile | None) 
 
 
 def _between_hosts(what: str, facts: Sequence[RankFacts], profile: Profile) -> float | None:
-    """Return the bus bandwidth that the simulator expects of a collective of a group that may be on several hosts."""
+    """Return the bus bandwidth that the simulator expects of a collective whose group may span hosts."""
     if profile.name == "cpu":
         return None
     axis, _, kind = what.rpartition(" ")
     by_host: dict[str, list[int]] = {}
     for f in facts:
         by_host.setdefault(f.host, []).append(f.rank)
-    # At least one rank of each host, if nobody says which ranks there are.
+    # Without the ranks of the axis, take one rank of each host.
     group = facts[0].groups.get(axis) or [ranks[0] for ranks in by_host.values()]
     per_node, of_host = profile.gpus_per_node, enumerate(by_host.values())
     places = {r: n * per_node + i for n, ranks in of_host for i, r in enumerate(ranks)}
@@ -74,10 +81,17 @@ def _between_hosts(what: str, facts: Sequence[RankFacts], profile: Profile) -> f
 def problems(
     facts: Sequence[RankFacts], profile: Profile | None, *, checkpoint_gib: float, num_kept: int
 ) -> list[str]:
-    """Return problems, each as a line that names rank and host. num_kept: checkpoints on the disk at once."""
+    """Return problems, each as a line that names rank and host.
+
+    Args:
+        facts: facts of all ranks.
+        profile: profile of the hardware.
+        checkpoint_gib: size of a checkpoint.
+        num_kept: checkpoints on the disk at once.
+    """
     at = {f.rank: f"rank {f.rank} on {f.host}" for f in facts}
     is_cpu = facts[0].device == "CPU"
-    # In the order of the report: what differs, clocks, rates, disks.
+    # In the order of the report: differences, clocks, rates, disks.
     lines = list(_unequal(facts, at))
     lines += [
         f"{at[f.rank]}: its clock is {f.clock_s:+.1f} s off rank 0's; run locks and logs need clocks that agree (NTP)"
@@ -92,7 +106,7 @@ def problems(
             for f in facts
             if f.rates[what] < OUTLIER["CPU" if is_cpu else "other"] * middle
         ]
-        # All ranks alike may still be slow: a power limit, or links that fell back.
+        # All ranks may be slow alike: a power limit, or links that fell back.
         expected = expectation(what, facts, profile)
         if not is_cpu and expected and middle < _OF_PROFILE * expected:
             is_between = len({f.host for f in facts}) > 1 and not what.startswith((MATMUL, COPY))
@@ -114,7 +128,7 @@ def _unequal(facts: Sequence[RankFacts], at: dict[int, str]) -> Iterable[str]:
             described[f.rank]["driver"] = f.gpu["driver_version"]
     for what in sorted({key for versions in described.values() for key in versions}):
         by_rank = {rank: versions.get(what, "none") for rank, versions in described.items()}
-        # The most frequent version is taken for the right one.
+        # The most frequent version counts as the right one.
         usual, _ = Counter(by_rank.values()).most_common(1)[0]
         for rank, value in by_rank.items():
             if value != usual:
@@ -145,7 +159,13 @@ def _disk(
 
 
 def render(facts: Sequence[RankFacts], profile: Profile | None, *, checkpoint_gib: float) -> str:
-    """Return the table for a terminal."""
+    """Format the table for a terminal.
+
+    Args:
+        facts: facts of all ranks.
+        profile: profile of the hardware.
+        checkpoint_gib: size of a checkpoint.
+    """
     hosts = list(dict.fromkeys(f.host for f in facts))
     where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
     known = facts[0].versions | facts[0].gpu

@@ -1,4 +1,4 @@
-"""Measure one rank's device, host and links. All ranks call everything together, in the same order."""
+"""Measurements of one rank's device, host and links. All ranks call everything together, in the same order."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ import titan
 from titan import bench
 
 MATMUL, COPY, LINK = "matrix product, ", "memory, copy", "link to a neighbour"
-# An odd number, of which the median counts.
+# An odd number of repetitions, for their median.
 _REPEAT = 5
 _DISK_BYTES = 2**25
-# On a CPU small: tests and laptops, whose cores all ranks share.
+# Small on a CPU: tests and laptops, whose cores all ranks share.
 _MATMUL = {"cpu": 384, "other": 8192}
 _COPY_BYTES = {"cpu": 2**25, "other": 2**30}
 MESSAGE_BYTES = {"cpu": 2**22, "other": 2**28}
@@ -34,8 +34,19 @@ _SMI = ("driver_version", "clocks.sm", "clocks.max.sm", "temperature.gpu")
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """Hold one rank's facts. rates: TFLOP/s of "matrix product, float32", GB/s (decimal) of all
-    else. clock_s: its wall clock less rank 0's. groups: the ranks of its group along each axis."""
+    """Facts of one rank.
+
+    Attributes:
+        rank: the rank.
+        host: name of its host.
+        device: name of its device.
+        versions: versions of software.
+        clock_s: its wall clock minus rank 0's.
+        rates: TFLOP/s of "matrix product, float32", GB/s (decimal) of all other rates.
+        disk: facts of the run's disk, on the first rank of each host.
+        gpu: answers of nvidia-smi.
+        groups: ranks of its group along each axis.
+    """
 
     rank: int
     host: str
@@ -43,14 +54,21 @@ class RankFacts:
     versions: dict[str, str]
     clock_s: float
     rates: dict[str, float]
-    disk: DiskFacts | None  # of the first rank of each host
+    disk: DiskFacts | None
     gpu: dict[str, str]
     groups: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiskFacts:
-    """Describe a disk. error: why nothing can be written, else empty."""
+    """Facts of a disk.
+
+    Attributes:
+        folder: run folder.
+        free_gib: free space.
+        write_gb_per_s: speed of a durable write.
+        error: why nothing can be written; empty if it can.
+    """
 
     folder: str
     free_gib: float
@@ -61,17 +79,24 @@ class DiskFacts:
 def measure(
     *, device: torch.device, mesh: DeviceMesh, dtype: torch.dtype, folder: Path
 ) -> RankFacts:
-    """Measure everything. dtype: of the job's matrix products. folder: the run's."""
+    """Measure everything on this rank.
+
+    Args:
+        device: this rank's device.
+        mesh: device mesh of the job.
+        dtype: dtype of the job's matmuls.
+        folder: run folder.
+    """
     is_cpu = device.type == "cpu"
-    # One rank of each host looks at what its ranks share.
+    # One rank of each host checks the shared disk.
     first_here = int(os.environ.get("LOCAL_RANK", 0)) == 0
     of_host: dict[str, Any] = {
         "clock_s": clock_offset(device),
         "disk": disk(folder) if first_here else None,
         "gpu": {} if is_cpu else _gpu_state(device, dtype),
     }
-    dist.barrier()  # what is measured now is not disturbed by the slowest disk
-    # The best of a few rounds: what the device can do, not what it did while something else ran.
+    dist.barrier()  # so that the slowest disk does not disturb the next measurements
+    # The best of a few rounds, since other work may slow some of them.
     n, num_bytes = _size(_MATMUL, device), _size(_COPY_BYTES, device)
     product_s = min(bench.rounds_s(bench.matmul(device, dtype, width=n), device, calls=4))
     rates = {f"{MATMUL}{str(dtype).removeprefix('torch.')}": 2 * n**3 / product_s / 1e12}
@@ -131,7 +156,7 @@ def clock_offset(device: torch.device) -> float:
 
 
 def disk(folder: Path) -> DiskFacts:
-    """Return free space, and the speed of writing one file and making it durable."""
+    """Measure free space, and the speed of a durable write of one file."""
     probe = folder / f".preflight-{socket.gethostname()}-{os.getpid()}"
     free_gib = 0.0
     try:
@@ -157,7 +182,7 @@ def _size(sizes: dict[str, int], device: torch.device) -> int:
 
 
 def _gpu_state(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
-    """Return what nvidia-smi says of this device while it multiplies, or nothing without that tool."""
+    """Return the answers of nvidia-smi about this device under load; {} without that tool."""
     properties = torch.get_device_module(device).get_device_properties(device)
     uuid = str(getattr(properties, "uuid", "")).removeprefix("GPU-")
     if not uuid or not shutil.which("nvidia-smi"):
