@@ -14,7 +14,6 @@ ROOT = Path(__file__).parents[1]
 MAY_NAME_FAMILIES = {
     "titan/__init__.py": "finds models/ in a checkout by one of its folders",
     "titan/config/schema.py": "the default of model.name",
-    "titan/contrib/torchtitan_import/differences.py": "what differs in TorchTitan",
     "titan/data/tokenizer.py": "formats of published tokenizers",
     "titan/tools/tokenizer.py": "formats of published tokenizers",
 }
@@ -103,7 +102,7 @@ def test_no_picture_is_named() -> None:
     paths = [p for p in SOURCES if not p.relative_to(ROOT).as_posix().startswith(draw)]
     assert _found(_PICTURE, paths).keys() == {
         "titan/checkpoint/hf_model.py",  # the names of diffusers' files
-        "titan/config/base.py",  # names of entry points
+        "titan/config/plug_ins.py",  # names of entry points
         "titan/config/task.py",  # names of tasks
         "titan/data/pictures.py",
     }

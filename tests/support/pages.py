@@ -22,7 +22,7 @@ from typing import Any
 from unittest import mock
 
 from tests.support.jobs import ROOT
-from titan.cli import COMMANDS
+from titan.commands import command_names, load_command
 from titan.config.errors import ConfigError
 from titan.config.load import load_config, parse_args
 
@@ -221,11 +221,11 @@ def _check_call(words: list[str], *, whole: bool) -> None:
         name, *rest = rest
         if name.startswith("-"):
             return
-        if name not in COMMANDS:
+        if name not in command_names():
             raise Refused(f"there is no command {name}")
         if "--script" in rest:  # all else with a value is an argument of its function
             rest = [word for word in rest if not re.match(r"--\w+=", word)]
-        _check_main(COMMANDS[name][1], rest, whole=whole)
+        _check_main(load_command(name), rest, whole=whole)
     elif program == "torchrun":
         _check_launch(rest, whole=whole)
     elif program == "python" and rest[0] == "-m":
@@ -264,7 +264,7 @@ def _check_main(command: str | Callable[..., Any], words: list[str], *, whole: b
     if name == "titan.tools.preflight":
         name = "titan.tools.preflight.cli"
     if name == "titan.cli":
-        return _check_main(COMMANDS["train"][1], words, whole=whole)
+        return _check_main(load_command("train"), words, whole=whole)
     main = import_module(name).main if name else command
     assert callable(main)
     _check_parser(lambda: main(words), whole=whole)
