@@ -1,2 +1,1 @@
-"""Load and check job files: typed sections, file and line of every problem, cross-field rules.
-Imports no torch."""
+"""Job files: typed sections, loading, file and line of every problem, and rules across sections. Imports no torch."""

@@ -1,4 +1,4 @@
-"""Keys and tables of a job that installed packages add, through the entry point group `titan.sections`."""
+"""Keys and tables that installed packages add to a job, through the entry-point group `titan.sections`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ Job = TypeVar("Job", bound=Section)
 
 
 def extend(job: type[Job], names: dict[str, Any]) -> type[Job]:
-    """Return the class of a job with what packages add. Raises `ConfigError` for a key that its section has already.
+    """Return the class of a job with the keys and tables that packages add.
 
     Args:
-        names: of the module of `job`. A section with more keys takes the place of the one without them, since pickle looks
-            for it there.
+        job: class of the job.
+        names: namespace of the module of `job`. An extended section replaces the original section there, because pickle looks
+            it up by name.
+
+    Raises:
+        ConfigError: a section already has the key, or is a choice between sections.
     """
     sections: dict[str, Any] = {}
     for entry in plug_ins("titan.sections"):

@@ -1,7 +1,7 @@
 """Base class of sections, and types of their fields.
 
-A plug-in derives its sections from here. It cannot import titan.config.schema, which imports every plug-in, including the one
-that is being imported.
+A plug-in derives its sections from the base class here. It cannot import titan.config.schema, which imports every plug-in,
+including the one that is being imported.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .errors import KeyPath, UnknownValue
 
 
 def _split_commas(value: Any) -> Any:
-    """Split "a, b", as TorchTitan's older files write lists."""
+    """Split "a, b", which is how TorchTitan's older files write lists."""
     if isinstance(value, str):
         return [part.strip() for part in value.split(",") if part.strip()]
     return value
@@ -29,7 +29,7 @@ def _not_zero(value: int) -> int:
 # Types of fields.
 StrList = Annotated[list[str], BeforeValidator(_split_commas)]
 LIMIT = 2**31 - 1
-"""Largest count of anything. More is a mistake, and would overflow somewhere in torch."""
+"""Largest count of anything. A larger count is a mistake, and would overflow somewhere in torch."""
 Positive = Annotated[int, Field(ge=1, le=LIMIT)]
 NonNegative = Annotated[int, Field(ge=0, le=LIMIT)]
 PositiveOrAuto = Annotated[int, Field(ge=-1, le=LIMIT), AfterValidator(_not_zero)]
@@ -45,7 +45,7 @@ class Section(BaseModel):
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
 
-    if not TYPE_CHECKING:  # or pyright would accept every name as an attribute
+    if not TYPE_CHECKING:  # otherwise pyright would accept every name as an attribute
 
         def __getattr__(self, name: str) -> Any:
             if name in type(self).model_fields:
@@ -53,7 +53,7 @@ class Section(BaseModel):
             return super().__getattr__(name)
 
     def forget(self, path: KeyPath) -> None:
-        """Make the value of the setting at `path` unknown. For an item of a list, that is the whole list."""
+        """Make the value of the setting at `path` unknown. For an item of a list, the whole list becomes unknown."""
         # Reading the attribute then raises UnknownValue, in __getattr__.
         name, *rest = path
         values: dict[Any, Any] = vars(self)

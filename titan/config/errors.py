@@ -1,8 +1,8 @@
-"""Describe a user's mistakes: what is wrong, where it is, and how it is reported.
+"""Mistakes of a user: their cause, their place, and their report.
 
-A `Problem` is one line of a report, `file:line: key: message`. A `ConfigError` holds all problems of a job, so that they can
-be fixed together. A `SourceMap` remembers where each key was written, so that rules which look at values can point at a line.
-A key is written like `data.sources[0].path`.
+A `Problem` is one line of a report, `file:line: key: message`. A `ConfigError` contains all problems of a job, so that they can
+be fixed together. A `SourceMap` remembers where each key was written, so that rules about values can point at a line. A key is
+written like `data.sources[0].path`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,15 @@ RuleViolation = tuple[str, str]
 
 @dataclass(frozen=True)
 class Problem:
-    """Describe one mistake. `line` is 0 if there is no line to point at. `paste`: lines for the job file that correct it."""
+    """One mistake.
+
+    Attributes:
+        file: file of the mistake, or "command line".
+        line: its line, or 0 if there is none.
+        key: key of the setting.
+        message: the value, the rule and the fix.
+        paste: lines for the job file that correct the mistake.
+    """
 
     file: str
     line: int
@@ -35,23 +43,24 @@ class Problem:
 
     def __str__(self) -> str:
         location = f"{self.file}:{self.line}" if self.line else self.file
-        # Names and values come from files that anyone may have written.
+        # Names and values may come from files that anyone may have written.
         parts = (printable(part, MAX_TEXT) for part in (location, self.key, self.message))
         lines = [": ".join(part for part in parts if part)]
         return "\n".join([*lines, *(f"    {printable(line, MAX_TEXT)}" for line in self.paste)])
 
 
 class ConfigError(Exception):
-    """Report that a configuration cannot be used. `str()` has a line for each problem, in the order of the files, and their count.
+    """Error about an unusable configuration. `str()` has a line for each problem, in the order of the files, and their count.
 
     Attributes:
+        problems: all problems, sorted by file and line.
         partial: the `JobConfig` without the wrong settings, so that rules can check the rest (see UnknownValue). None if
             nothing could be read.
     """
 
     def __init__(self, problems: Iterable[Problem], *, partial: Any = None) -> None:
         self.partial = partial
-        # Two rules may report the same.
+        # Two rules may report the same problem.
         unique = list(dict.fromkeys(problems))
         # Files in the order in which they were first reported, the command line last.
         files = [*dict.fromkeys(p.file for p in unique if p.file != COMMAND_LINE), COMMAND_LINE]
@@ -64,12 +73,18 @@ class ConfigError(Exception):
 
 
 class UnknownValue(Exception):
-    """Report that a rule reads a setting whose value is unknown, since it was written wrongly."""
+    """Error of a rule that reads a setting whose value is unknown, because it was written wrongly."""
 
 
 @dataclass(frozen=True)
 class SourceLocation:
-    """Say where a value was written, and under which key (the old one, if it has been renamed)."""
+    """Place where a value was written.
+
+    Attributes:
+        file: file of the value, or "command line".
+        line: its line, or 0 if there is none.
+        written: key under which it was written. This is the old key if it has been renamed.
+    """
 
     file: str
     line: int
@@ -85,9 +100,9 @@ class SourceLocation:
 
 @dataclass(eq=False)
 class SourceMap:
-    """Hold the locations of a config's keys, and warnings about how they were written.
+    """Locations of a config's keys, and warnings about how they were written.
 
-    It is not part of the config's value, so any two are equal.
+    A source map is not part of the config's value, so any two are equal.
     """
 
     file: str = "config"
@@ -102,7 +117,7 @@ class SourceMap:
         return 0
 
     def problem(self, key: str, message: str, paste: tuple[str, ...] = ()) -> Problem:
-        """Return a problem with `key`, at its line, or at that of the nearest table around it."""
+        """Return a problem with `key`, at its line, or at the line of the nearest table around it."""
         if place := self.locations.get(key):
             return place.problem(message, paste)
         # A missing key has no line, but its table may have one.
@@ -115,7 +130,7 @@ class SourceMap:
 
 
 def key_text(path: Iterable[str | int]) -> str:
-    """Return `("data", "sources", 0, "path")` as `data.sources[0].path`. Odd names are in quotes."""
+    """Return `("data", "sources", 0, "path")` as `data.sources[0].path`. Unusual names are in quotes."""
     text = ""
     for part in path:
         if isinstance(part, int):
@@ -127,15 +142,15 @@ def key_text(path: Iterable[str | int]) -> str:
 
 
 def parent(key: str) -> str:
-    """Return the key of the table or list that holds `key`. Empty at the top."""
+    """Return the key of the table or list that contains `key`, or "" at the top."""
     return re.sub(r'(^|\.)("[^"]*"|[^.\[\]"]*)$|\[\d+\]$', "", key)
 
 
 def nearest(word: str, choices: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """Return the choice that begins with `word` or is most like it, in any letter case. None if none is close."""
+    """Return the choice that begins with `word` or is most like it, in any letter case, or None if no choice is close."""
     # An abbreviation is likelier than a misspelling.
     by_lower = {choice.lower(): choice for choice in choices}
-    longer = [c for c in by_lower if c.startswith(word.lower() + "-")]  # h200-sxm of h200
+    longer = [c for c in by_lower if c.startswith(word.lower() + "-")]  # h200-sxm for h200
     if len(word) >= 3 and longer:
         return by_lower[min(longer, key=len)]
     matches = get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
@@ -183,13 +198,13 @@ def violations_of(
     violations = []
     with suppress(UnknownValue):
         for violation in rule(config):
-            violations.append(violation)  # noqa: PERF402 (those before the exception count)
+            violations.append(violation)  # noqa: PERF402 (keep the violations before an exception)
     return violations
 
 
 @contextmanager
 def collect_problems(problems: list[Problem]) -> Iterator[None]:
-    """Add the problems of a `ConfigError` to `problems`, and go on."""
+    """Add the problems of a `ConfigError` to `problems`, and suppress the error."""
     try:
         yield
     except ConfigError as error:

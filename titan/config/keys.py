@@ -1,4 +1,4 @@
-"""Look up which keys exist where, and their types, in the section classes."""
+"""Lookup of keys in the section classes: which keys exist where, and their types."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from .toml import KeyPath
 
 
 def models_at(path: KeyPath, *, data: Any = None) -> list[type[BaseModel]]:
-    """Return the sections that a table at `path` may be: one, or the members of a union.
+    """Return the sections that a table at `path` may be: one section, or the members of a union.
 
     Args:
         path: the table's keys.
-        data: the whole config as read; narrows a union to the member that the table names.
+        data: the whole config as read. It narrows a union to the member that the table names.
     """
-    # From the top down: each key narrows what the next table may be.
+    # Go from the top down: each key narrows the sections that the next table may be.
     models: list[type[BaseModel]] = [JobConfig]
     for part in path:
         data = _child(data, part)
-        # An index selects an item of a list, whose sections are those of the list.
+        # An index selects an item of a list, which has the sections of the list.
         if isinstance(part, str):
             fields = [m.model_fields[part] for m in models if part in m.model_fields]
             models = [model for f in fields for model in _models_in(f.annotation)]
-        # A table that names no member may be any of them.
+        # A table that names no member may be any member.
         models = [m for m in models if _is_named(m, data)] or models
     return models
 
 
 def fields_at(path: KeyPath, *, data: Any = None) -> dict[str, FieldInfo]:
-    """Return the keys that the table at `path` may have."""
+    """Return the keys that the table at `path` may have, with their fields."""
     return {
         name: f for model in models_at(path, data=data) for name, f in model.model_fields.items()
     }
@@ -64,7 +64,7 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _is_named(model: type[BaseModel], data: Any) -> bool:
-    """Return whether `data` names this member of a union, by a key with one choice, such as `type = "text"`."""
+    """Return whether `data` names this member of a union, by a key with a single choice such as `type = "text"`."""
     tags = {
         name: get_args(f.annotation)
         for name, f in model.model_fields.items()

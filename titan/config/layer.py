@@ -1,4 +1,4 @@
-"""One file of a job before it is merged with others, and base class of what a package does to it."""
+"""One file of a job before it is merged with others, and the base class of changes that packages make to it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from .errors import Problem, SourceLocation, parent
 
 @dataclass
 class ConfigLayer:
-    """What one file, or the command line, sets: its tables, and where each key was written."""
+    """Settings of one file or of the command line.
+
+    Attributes:
+        data: tables of the file.
+        locations: place where each key was written.
+    """
 
     data: dict[str, Any]
     locations: dict[str, SourceLocation]
 
     def table_of(self, key: str, *, create: bool = False) -> dict[str, Any]:
-        """Return the table that holds the last part of `key`. Empty if there is no such table."""
+        """Return the table that contains the last part of `key`, or an empty table if there is none."""
         table = self.data
         for name in parent(key).split(".") if parent(key) else []:
             inner = table.setdefault(name, {}) if create else table.get(name)
@@ -26,7 +31,7 @@ class ConfigLayer:
         return table
 
     def remove(self, key: str) -> Any:
-        """Remove a key, and the table around it if that is empty now. Return its value."""
+        """Remove a key, and the table around it if that is then empty. Return the key's value."""
         table = self.table_of(key)
         value = table.pop(last(key))
         if not table and parent(key):

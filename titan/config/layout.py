@@ -1,8 +1,8 @@
-"""Resolve how a world of ranks is laid out, and check the rules that depend on the number of ranks.
+"""Layout of a world of ranks, and the rules that depend on the number of ranks.
 
 world size = pp x dp_replicate x dp_shard x cp x tp, and a step of global_batch_size sequences is
-local_batch_size x data-parallel ranks x accumulation. Every message says what the numbers come to, and which
-nearby values are possible.
+local_batch_size x data-parallel ranks x accumulation. Every message gives the result of the numbers, and nearby values that
+are possible.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from .schema import JobConfig
 
 # Modes of torch.compile that replay CUDA graphs.
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
-# How many values are tried for a fix on either side of the wrong one. More would take seconds.
+# Values that are tried for a fix, on either side of the wrong value. More would take seconds.
 _MAX_TRIED = 4096
-# Axis and key of its degree, outermost first.
+# Axes and the keys of their degrees, outermost first.
 AXES = {
     "pp": "parallelism.pipeline_parallel_degree",
     "dp_replicate": "parallelism.data_parallel_replicate_degree",
@@ -49,7 +49,7 @@ AXES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Hold the degrees of the mesh axes, and the forward passes per optimizer step."""
+    """Degrees of the mesh axes, and the number of forward passes in an optimizer step (`accumulation`)."""
 
     pp: int
     dp_replicate: int
@@ -73,10 +73,14 @@ class Layout:
 
 
 def resolve_layout(config: JobConfig, world_size: int) -> Layout:
-    """Return the layout of `world_size` ranks. Raises `ConfigError` if `check_layout` reports problems."""
+    """Return the layout of `world_size` ranks.
+
+    Raises:
+        ConfigError: `check_layout` reports problems.
+    """
     if problems := check_layout(config, world_size=world_size):
         raise ConfigError(problems)
-    # -1 for dp_shard is resolved to what the other axes leave.
+    # A dp_shard of -1 stands for all ranks that the other axes leave.
     degrees = _degrees(config) | {"dp_shard": _shard_degree(config, world_size)}
     batch, dp = config.training, degrees["dp_replicate"] * degrees["dp_shard"]
     dp *= replica_groups(config)
@@ -85,29 +89,32 @@ def resolve_layout(config: JobConfig, world_size: int) -> Layout:
 
 
 def replica_groups(config: JobConfig) -> int:
-    """Return how many copies of the job's layout train together. Only a package's keys of [fault_tolerance] make it more than 1."""
+    """Return the number of replica groups, copies of the job's layout that train together.
+
+    It is 1 unless a package adds keys to [fault_tolerance].
+    """
     return getattr(config.fault_tolerance, "num_groups", 1)
 
 
 def is_replica_group(config: JobConfig) -> bool:
-    """Return whether the run is one of such copies, even if it is the only one."""
+    """Return whether the run is a replica group, even if it is the only group."""
     return getattr(config.fault_tolerance, "enable", False)
 
 
 def replica_group(config: JobConfig) -> int:
-    """Return which one of these copies the run is, from 0."""
+    """Return the number of the run's replica group, from 0."""
     return getattr(config.fault_tolerance, "group_number", 0)
 
 
 def check_layout(config: JobConfig, *, world_size: int) -> list[Problem]:
-    """Return everything about the config that does not fit `world_size` ranks."""
+    """Return all problems of the config with `world_size` ranks."""
     try:
         model = resolve_model(config.model)[0]
     except UnknownValue:
         model = None
 
     def check(*rules: Callable[..., Iterator[RuleViolation]]) -> list[RuleViolation]:
-        # Each rule separately: one that needs an unknown value does not end the others.
+        # Run each rule separately, so that a rule that needs an unknown value does not stop the others.
         return [
             violation
             for rule in rules
@@ -116,12 +123,12 @@ def check_layout(config: JobConfig, *, world_size: int) -> list[Problem]:
             )
         ]
 
-    # If the degrees themselves are wrong, what follows from them is no help.
+    # If the degrees themselves are wrong, problems that follow from them are no help.
     violations = check(_check_world) or check(
         _check_batch, _check_sequence, _check_stages, _check_phases
     )
     violations += check(_check_matrices, _check_experts, _check_units, _check_graphs)
-    # Only for a layout that is right, since this builds the model.
+    # Check this only for a correct layout, since it builds the model.
     violations = violations or check(_check_plug_in)
     problems = [config.source_map.problem(key, message) for key, message in violations]
     for job in later_jobs(config):
@@ -143,17 +150,17 @@ def _check_world(config: JobConfig, model: Any, world_size: int) -> Iterator[Rul
     degrees = _degrees(config)
     fixed = {axis: degree for axis, degree in degrees.items() if degree != -1}
     product = prod(fixed.values())
-    is_open = len(fixed) < len(degrees)  # dp_shard = -1 takes what the others leave
+    is_open = len(fixed) < len(degrees)  # dp_shard = -1 takes the ranks that the others leave
     if world_size == product or (is_open and world_size % product == 0):
         return
-    # Axes of 1 say nothing, except where all of them are fixed.
+    # Leave out axes of 1, unless all axes are fixed.
     shown = " x ".join(f"{axis} {n}" for axis, n in fixed.items() if n > 1 or not is_open)
     if is_open:
         reason = f"{world_size} ranks / ({shown}) is not whole"
     else:
         reason = f"{shown} = {product}, but there are {world_size} ranks"
     fixes = []
-    # Change one axis at a time. The share is what the other axes leave of the world for it.
+    # Change one axis at a time. The share is the number of ranks that the other axes leave for it.
     for axis, degree in fixed.items():
         share, rest = divmod(world_size, product // degree)
         possible = divisors(share) if is_open else [share]
@@ -196,7 +203,11 @@ def _check_sequence(config: JobConfig, model: Any, world_size: int) -> Iterator[
 
 
 def _check_phases(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:
-    """Check the order of phases. Which step a number of tokens is depends on the ranks. The first mistake shifts all that follow."""
+    """Check the order of phases.
+
+    The step at which a number of tokens is reached depends on the ranks. Only the first mistake is reported, since it shifts
+    all later phases.
+    """
     dp = config.parallelism.data_parallel_replicate_degree * _shard_degree(config, world_size)
     for before, phase in pairwise(phases_of(config, dp=dp)):
         key, steps = f"phase[{before.number - 1}]", config.training.steps
@@ -212,7 +223,7 @@ def _check_phases(config: JobConfig, model: Any, world_size: int) -> Iterator[Ru
 
 
 def _check_plug_in(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:
-    """Check that stages and tensor parallelism leave out no module of another package's family. Tests check ours."""
+    """Check that stages and tensor parallelism leave out no module of another package's family. Tests check titan's families."""
     parallel = config.parallelism
     pp, tp = parallel.pipeline_parallel_degree, parallel.tensor_parallel_degree
     if is_plug_in(config.model.name) and model is not None and max(pp, tp) > 1:
@@ -224,7 +235,7 @@ def _check_matrices(config: JobConfig, model: Any, world_size: int) -> Iterator[
     """Check that the tensor-parallel ranks can split the model's matrices."""
     tp = config.parallelism.tensor_parallel_degree
     if reasons := [*_uneven(model, tp)]:
-        # The divisors of the heads with which nothing is left over.
+        # Divisors of the heads that also divide everything else.
         possible = [n for n in divisors(getattr(model, "n_heads", tp)) if not [*_uneven(model, n)]]
         for reason in reasons:
             fix = either(neighbours(tp, possible))
@@ -246,14 +257,14 @@ def _uneven(model: Any, tp: int) -> Iterator[str]:
     shared = getattr(model, "num_shared_experts", 0) * getattr(model, "expert_dim", 0)
     if shared % tp:
         yield f"{tp} does not divide the {shared} channels of the model's shared experts"
-    # The last rank's part may be shorter, but not empty: torch cannot look up in nothing.
+    # The last rank's part may be shorter, but not empty, since torch cannot look up ids in an empty embedding.
     share = -(-vocabulary // tp)
     if vocabulary and (tp - 1) * share >= vocabulary:
         yield f"{tp} ranks cannot share a vocabulary of {vocabulary}: the last would have no row"
 
 
 def _check_experts(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:
-    """Check that expert-parallel ranks can share the experts, and that other axes lend so many ranks."""
+    """Check that expert-parallel ranks can share the experts, and that the other axes have enough ranks for them."""
     parallel, ep = config.parallelism, config.parallelism.expert_parallel_degree
     experts, key = getattr(model, "num_experts", 0), "parallelism.expert_parallel_degree"
     if ep == 1 or model is None:
@@ -307,7 +318,7 @@ def _check_stages(config: JobConfig, model: Any, world_size: int) -> Iterator[Ru
         unit = f"pipeline_parallel_microbatch_size {size}"
         yield "training.local_batch_size", _not_a_multiple(batch, size, unit)
         return
-    # Its weight would need a sum of gradients over two ranks after each step.
+    # The shared weight would need a sum of gradients over two ranks after each step.
     if getattr(model, "tied_embeddings", False):
         fix = "use 1, or model.overrides.tied_embeddings = false"
         yield degree_key, f"tied embeddings would be on the first and on the last rank; {fix}"
@@ -324,7 +335,17 @@ def _check_stages(config: JobConfig, model: Any, world_size: int) -> Iterator[Ru
 
 
 def stage_split(config: JobConfig, *, num_layers: int, **changes: int) -> StageSplit:
-    """Return the pipeline stages of a job, with other values for some keys. Raises ValueError, or OSError for its CSV."""
+    """Compute the pipeline stages of a job.
+
+    Args:
+        config: the job.
+        num_layers: blocks of the model.
+        **changes: other values for some keys of [parallelism], or for local_batch_size.
+
+    Raises:
+        ValueError: stages, schedule and batch do not fit each other.
+        OSError: the schedule's CSV file cannot be read.
+    """
     section = config.parallelism.model_copy(update=changes)
     sizes, _ = resolve_model(config.model)
     batch = changes.get("local_batch_size", config.training.local_batch_size)
@@ -336,7 +357,8 @@ def stage_split(config: JobConfig, *, num_layers: int, **changes: int) -> StageS
         csv=section.pipeline_parallel_schedule_csv,
         layers_per_stage=section.pipeline_parallel_layers_per_stage,
         first_less=section.pipeline_parallel_first_stage_less_layers,
-        # A module of multi-token prediction is a layer, and its output layer is counted with the other one.
+        # Each multi-token prediction module replaces a layer of the last stage. The key accounts for its output layer together
+        # with the model's own.
         last_less=section.pipeline_parallel_last_stage_less_layers
         + getattr(sizes, "num_mtp_modules", 0),
         modules=section.module_fqns_per_model_part,
@@ -345,7 +367,7 @@ def stage_split(config: JobConfig, *, num_layers: int, **changes: int) -> StageS
 
 
 def _stage_problem(config: JobConfig, num_layers: int, **changes: int) -> Exception | None:
-    """Return why stages, schedule and batch do not fit each other, with other values for some keys; None if they do."""
+    """Return the error of `stage_split` with other values for some keys, or None if stages, schedule and batch fit."""
     degree = changes.get("pipeline_parallel_degree", config.parallelism.pipeline_parallel_degree)
     try:
         if degree > 1:
@@ -356,17 +378,17 @@ def _stage_problem(config: JobConfig, num_layers: int, **changes: int) -> Except
 
 
 def _stage_violation(config: JobConfig, num_layers: int, problem: Exception) -> RuleViolation:
-    """Return the key to change, and a value of it that makes stages, schedule and batch fit."""
+    """Return the key to change, and a message with values that make stages, schedule and batch fit."""
     parallel, prefix = config.parallelism, "pipeline_parallel_"
     pp, size = parallel.pipeline_parallel_degree, parallel.pipeline_parallel_microbatch_size
     kind, reason = getattr(problem, "kind", "file"), str(problem)
-    # A file, or a list of modules, says everything itself: no number could fix it.
+    # A file or a list of modules decides everything, so no number could fix it.
     if parallel.pipeline_parallel_schedule_csv:
         return f"parallelism.{prefix}schedule_csv", reason
     if parallel.module_fqns_per_model_part and kind != "microbatches":
         return "parallelism.module_fqns_per_model_part", reason
     name, values = f"{prefix}degree", range(1, pp)
-    # Far enough to give every possible stage a microbatch.
+    # Try values up to a microbatch for every possible stage.
     if kind == "microbatches":
         name, value = "local_batch_size", config.training.local_batch_size
         values = range(size, value + 2 * pp * num_layers * size + 1, size)
@@ -376,7 +398,7 @@ def _stage_violation(config: JobConfig, num_layers: int, problem: Exception) -> 
     elif parallel.pipeline_parallel_layers_per_stage:
         name, values = f"{prefix}layers_per_stage", range(1, 2 * num_layers + 1)
     fixes = _nearest_fits(config, num_layers, name, values)
-    if not fixes:  # no value of that key helps, but fewer pipeline ranks do
+    if not fixes:  # no value of that key helps, but fewer pipeline ranks may
         name = f"{prefix}degree"
         fixes = _nearest_fits(config, num_layers, name, range(1, pp))
     section = "training" if name == "local_batch_size" else "parallelism"
@@ -384,8 +406,8 @@ def _stage_violation(config: JobConfig, num_layers: int, problem: Exception) -> 
 
 
 def _nearest_fits(config: JobConfig, num_layers: int, name: str, values: range) -> list[int]:
-    """Return the nearest of `values`, below and above today's, with which the stages fit."""
-    # Nearest first on either side, since the first that fits is the answer.
+    """Return the nearest of `values`, below and above the present value, with which the stages fit."""
+    # Try the nearest values first on either side, since the first value that fits is the answer.
     today = getattr(config.training if name == "local_batch_size" else config.parallelism, name)
     below = values[: bisect_left(values, today)][-_MAX_TRIED:]
     above = values[bisect_right(values, today) :][:_MAX_TRIED]

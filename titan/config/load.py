@@ -1,8 +1,8 @@
-"""Load job files into a `JobConfig`: TOML, overlays, command-line overrides and old names, with every problem at once.
+"""Loading of job files into a `JobConfig`: TOML, overlays, command-line overrides and old names.
 
-Later wins: job file, overlays from left to right, then `--section.key=value`. Tables are merged key by key; lists and single
-values are replaced as a whole. The config remembers the file and line of each value (`SourceMap`), for the errors found here
-and for the rules of rules.py.
+All problems are reported at once. Later values win: job file, overlays from left to right, then `--section.key=value`. Tables
+are merged key by key; lists and single values are replaced as a whole. The config remembers the file and line of each value
+(`SourceMap`), for the errors found here and for the rules of rules.py.
 """
 
 from __future__ import annotations
@@ -43,7 +43,13 @@ USAGE = "JOB.toml [OVERLAY.toml ...] [--section.key=value ...]"
 
 @dataclass(frozen=True)
 class Arguments:
-    """Hold the parts of a command line: files in order, and overrides as "section.key=value"."""
+    """Parts of a command line.
+
+    Attributes:
+        job: the job file.
+        overlays: files whose keys replace those of the job file.
+        overrides: texts "section.key=value", which replace both.
+    """
 
     job: Path
     overlays: tuple[Path, ...]
@@ -56,20 +62,23 @@ class Arguments:
 def load_config(
     job: Path | str, *, overlays: Iterable[Path | str] = (), overrides: Iterable[str] = ()
 ) -> JobConfig:
-    """Return the config of some files and overrides. Raises `ConfigError`.
+    """Load the config of some files and overrides.
 
-    Checks types, names and ranges. `titan.checks.rules` checks how values fit together. Warnings about old names are in the
-    result's `source_map.warnings`.
+    Types, names and ranges are checked here. `titan.checks.rules` checks how values fit together. Warnings about old names
+    are in the result's `source_map.warnings`.
 
     Args:
         job: the job file.
         overlays: files whose keys replace those of the job file.
         overrides: "section.key=value", which replace both.
+
+    Raises:
+        ConfigError: a file cannot be read, or a value is wrong.
     """
-    # Each file is read and modernized by itself, so that every problem has its own file and line.
+    # Each file is read and modernized separately, so that every problem has its own file and line.
     layers: list[ConfigLayer] = []
     problems: list[Problem] = []
-    # All files are read before anything is reported, so that one report has all mistakes.
+    # All files are read before any report, so that one report has all mistakes.
     for path in (job, *overlays):
         with collect_problems(problems):
             data, lines = read_toml(Path(path))
@@ -80,7 +89,7 @@ def load_config(
             layers.append(ConfigLayer(data, locations))
     with collect_problems(problems):
         layers.append(_read_overrides(overrides))
-    if problems:  # what the unreadable part sets is unknown, so other errors could mislead
+    if problems:  # the settings of the unreadable part are unknown, so other errors could mislead
         raise ConfigError(problems)
     source_map = SourceMap(str(job), 1)
     merged: dict[str, Any] = {}
@@ -115,7 +124,7 @@ def _merge(
             continue
         base[name] = value
         key = key_text(inner)
-        # A list or value is replaced as a whole, so the old one's lines go too.
+        # A list or value is replaced as a whole, so its old locations go too.
         for old in [k for k in locations if _is_within(k, key)]:
             del locations[old]
         locations.update({k: location for k, location in new.items() if _is_within(k, key)})
@@ -126,7 +135,7 @@ def _is_within(key: str, table: str) -> bool:
 
 
 def _validate(data: dict[str, Any], source_map: SourceMap) -> tuple[JobConfig, list[Problem]]:
-    """Return the config and its mistakes. A wrong setting has no value then, so that no rule depends on it."""
+    """Return the config and its mistakes. A wrong setting becomes unknown, so that no rule depends on it."""
     mistakes: dict[KeyPath, Problem] = {}
     unknown: list[KeyPath] = []
     try:
@@ -140,7 +149,7 @@ def _validate(data: dict[str, Any], source_map: SourceMap) -> tuple[JobConfig, l
             _remove(data, _whole(path))
         try:
             config = JobConfig.model_validate(data)
-        except ValidationError:  # the rest is not valid either: know nothing
+        except ValidationError:  # the rest is not valid either: every value is unknown
             config = JobConfig()
             unknown = [(name,) for name in JobConfig.model_fields]
     # Tables before their keys: forgetting a table makes the keys unreachable.
@@ -151,9 +160,9 @@ def _validate(data: dict[str, Any], source_map: SourceMap) -> tuple[JobConfig, l
 
 
 def _whole(path: KeyPath) -> KeyPath:
-    """Return the path of everything that a mistake makes useless.
+    """Return the path of everything that a mistake makes unusable.
 
-    That is a list with all its items, and a table that lacks a required key or the key that says what it is.
+    This is a list with all its items, or a table that lacks a required key or the key that names its kind.
     """
     lists = (n for n, part in enumerate(path) if isinstance(part, int))
     path = path[: next(lists, len(path))]
@@ -177,7 +186,16 @@ def _remove(data: dict[Any, Any], path: KeyPath) -> None:
 def load_from_argv(
     argv: Sequence[str], *, options: Sequence[str] = (), warn: bool = True
 ) -> JobConfig:
-    """Return the config of `JOB.toml [OVERLAY.toml ...] [--section.key=value ...]`; see `parse_args`. Raises `ConfigError`."""
+    """Load the config of `JOB.toml [OVERLAY.toml ...] [--section.key=value ...]`; see `parse_args`.
+
+    Args:
+        argv: files and overrides.
+        options: the command's other options, for the hint at a misspelt option.
+        warn: print warnings about old names.
+
+    Raises:
+        ConfigError: the command line, a file or a value is wrong.
+    """
     arguments, problems = _parse(argv, options=options)
     config = None
     if arguments is not None:
@@ -201,11 +219,14 @@ def print_warnings(warnings: Iterable[str]) -> None:
 
 
 def parse_args(argv: Sequence[str], *, options: Sequence[str] = ()) -> Arguments:
-    """Split a command line into its parts. Raises `ConfigError`.
+    """Split a command line into its parts.
 
     Args:
         argv: files and overrides. `--section.key value` is understood too, and `--section.key` alone for a boolean.
-        options: the command's other options, for the hint at a misspelt one.
+        options: the command's other options, for the hint at a misspelt option.
+
+    Raises:
+        ConfigError: an option is unknown, or there is no job file.
     """
     arguments, problems = _parse(argv, options=options)
     if problems or arguments is None:
@@ -216,7 +237,7 @@ def parse_args(argv: Sequence[str], *, options: Sequence[str] = ()) -> Arguments
 def _parse(
     argv: Sequence[str], *, options: Sequence[str]
 ) -> tuple[Arguments | None, list[Problem]]:
-    """Do as `parse_args`, but return the problems. The arguments are None if no file is named."""
+    """Split a command line like `parse_args`, but return the problems. The arguments are None if no file is named."""
     files: list[str] = []
     overrides: list[str] = []
     problems: list[Problem] = []
@@ -233,7 +254,7 @@ def _parse(
                 )
             else:
                 files.append(word)
-        # Only overrides have a dot. Everything else belongs to the command, which has taken its options.
+        # Only overrides have a dot. Other options belong to the command, which has already taken its own.
         elif not key.startswith("--") or "." not in key:
             hint = _option_hint(key, options)
             problems.append(Problem(COMMAND_LINE, 0, key, f"unknown option{hint}"))
@@ -267,7 +288,7 @@ def _option_hint(option: str, options: Sequence[str]) -> str:
         return "; write [[phase]] and its keys below that line into a TOML file"
     if name in JobConfig.model_fields:
         return f"; did you mean --{name}.KEY=VALUE?"
-    # One command starts the ranks, and the others only have to know how many there would be.
+    # One command starts the ranks. The others need only their number.
     counts = [other for other in options if other in _RANKS]
     if counts and f"--{name.replace('_', '-')}" in _RANKS:
         return f"; here {counts[0]} says how many ranks there are"
@@ -300,7 +321,7 @@ def _read_overrides(overrides: Iterable[str]) -> ConfigLayer:
 
 
 def _override_value(key: str, text: str) -> Any:
-    """Return `text` as a TOML value if it is one, else as a string. A key that holds text needs no quotes."""
+    """Return `text` as a TOML value if it is valid, otherwise as a string. A key of type text needs no quotes."""
     field = field_at(tuple(key.split(".")))
     annotation = field.annotation if field else None
     is_union = get_origin(annotation) in (Union, UnionType)

@@ -1,4 +1,4 @@
-"""Find the loss that `[loss] name` chooses, and check one of a package on a few tokens, which imports torch.
+"""Loss function that `[loss] name` chooses, and a check of a package's loss on a few tokens, which imports torch.
 
 A package registers a function under the entry-point group `titan.losses`. docs/optimizers.md says what titan expects of it.
 """
@@ -17,13 +17,15 @@ from .schema import JobConfig, LossSection
 
 BUILT_IN = "cross_entropy"
 _DOCS = 'docs/optimizers.md, "A custom loss", says what titan expects'
-_TOKENS, _FIRST = 6, 4  # of the check, and those in the first of its two chunks
+_TOKENS, _FIRST = 6, 4  # tokens of the check, and tokens in the first of its two chunks
 
 
 def loss_function(section: LossSection) -> Callable[..., Any] | None:
-    """Return a package's loss with its options; None for the cross entropy.
+    """Return a package's loss with its options, or None for the cross entropy.
 
-    Raises KeyError if it is not installed, ConfigError if its package cannot be imported.
+    Raises:
+        KeyError: the loss is not installed.
+        ConfigError: its package cannot be imported.
     """
     if section.name == BUILT_IN:
         return None
@@ -32,7 +34,7 @@ def loss_function(section: LossSection) -> Callable[..., Any] | None:
 
 
 def check_loss(config: JobConfig) -> Iterator[RuleViolation]:
-    """Check the name, the options, and on a few random tokens that the loss is a sum over the valid ones."""
+    """Check the name, the options, and on a few random tokens that the loss is a sum over the valid tokens."""
     section = config.loss
     if section.name == BUILT_IN:
         if section.options:
@@ -66,14 +68,14 @@ def check_loss(config: JobConfig) -> Iterator[RuleViolation]:
 
 
 def _problem_on_tokens(function: Callable[..., Any], vocab_size: int) -> str:
-    """Return what a loss does that would train on other numbers than it says, or differ between layouts. Empty: nothing."""
+    """Return a problem of a loss that would make it wrong or different between layouts, or "" if there is none."""
     import torch
 
-    # A generator: the job's own random numbers stay as they are.
+    # A generator of its own leaves the job's random numbers as they are.
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(_TOKENS, vocab_size, generator=generator).requires_grad_()
     labels = torch.randint(vocab_size, (_TOKENS,), generator=generator)
-    labels[1] = labels[4] = ignored = -100  # one in each chunk
+    labels[1] = labels[4] = ignored = -100  # one ignored token in each chunk
 
     loss = function(logits, labels)
     if not isinstance(loss, torch.Tensor) or loss.shape != () or loss.dtype != torch.float32:

@@ -1,4 +1,4 @@
-"""Explain pydantic's errors in plain words: the value, the rule, and the nearest fix.
+"""Explanations of pydantic's errors in plain words: the value, the rule, and the nearest fix.
 
 pydantic locates an error by a path that also names union members ("AdamW", "constrained-int"), and reports a failed union as
 one error for each member. Here errors are grouped by their key.
@@ -17,7 +17,7 @@ from .errors import Problem, SourceMap, choose, did_you_mean, key_text, nearest
 from .keys import fields_at, models_at, sections_with
 from .toml import KeyPath, format_value
 
-# pydantic's error types, and what they expect.
+# pydantic's error types, and the expected value in words.
 _WANTED = {
     "int_type": "a whole number",
     "float_type": "a number",
@@ -28,14 +28,14 @@ _WANTED = {
     "model_type": "a table",
     "model_attributes_type": "a table",
 }
-# pydantic's error types for bounds: name of the limit, and its words.
+# pydantic's error types for bounds: name of the limit, and the bound in words.
 _BOUNDS = {
     "greater_than": ("gt", "greater than"),
     "greater_than_equal": ("ge", "at least"),
     "less_than": ("lt", "less than"),
     "less_than_equal": ("le", "at most"),
 }
-# What people write for booleans in other formats.
+# Booleans of other formats.
 _BOOLEANS: dict[str, bool] = {
     **dict.fromkeys(("true", "yes", "on", "1"), True),
     **dict.fromkeys(("false", "no", "off", "0"), False),
@@ -57,7 +57,7 @@ def explain(
 
 
 def likely_key(path: KeyPath, *, data: dict[str, Any]) -> KeyPath:
-    """Return the key that was probably meant. It is `path` itself if that exists, or is like no other."""
+    """Return the key that was probably meant. It is `path` itself if that exists, or if no other key is similar."""
     here = fields_at(path[:-1], data=data)
     name = str(path[-1])
     match = None if name in here else nearest(name, here)
@@ -82,7 +82,7 @@ def _path_in(data: Any, error: ErrorDetails) -> KeyPath:
 
 
 def _message(path: KeyPath, errors: list[ErrorDetails], *, data: dict[str, Any]) -> str:
-    # In a union, a member that rejects only the value knows more than those that reject the type.
+    # In a union, a member that rejects only the value gives a better message than a member that rejects the type.
     error = next((e for e in errors if e["type"] not in _WANTED), errors[0])
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     if kind in _WANTED:
@@ -108,7 +108,7 @@ def _message(path: KeyPath, errors: list[ErrorDetails], *, data: dict[str, Any])
         return f"{tag} is missing; write {tag} = and one of {', '.join(_tags(path, tag))}"
     if kind == "finite_number":
         return f"expected a finite number, got {format_value(value)}"
-    reason = str(context.get("error", error["msg"]))  # from our validator, or pydantic's text
+    reason = str(context.get("error", error["msg"]))  # our validator's text, or pydantic's
     return f"{reason[:1].lower()}{reason[1:]}, got {_describe(value)}"
 
 
@@ -136,7 +136,7 @@ def _number(value: float) -> str:
 
 
 def _type_fix(value: Any, wanted: str, path: KeyPath) -> str:
-    """Return what to write instead, after a semicolon. Empty if the value does not tell."""
+    """Return a hint about the right value, after a semicolon, or "" if the value does not suggest any."""
     if isinstance(value, str) and "number" in wanted:
         # A number in quotes.
         pattern = r"[+-]?\d+" if "whole" in wanted else r"[+-]?\d+(\.\d+)?([eE][+-]?\d+)?"
@@ -164,12 +164,12 @@ def _choice(value: Any, choices: list[str]) -> str:
 
 
 def _unknown(path: KeyPath, value: Any, *, data: dict[str, Any]) -> str:
-    """Return the message for an unknown key, with one spelt like it here, or the same one in another section."""
+    """Return the message for an unknown key, with a similar key here, or the same key in another section."""
     name, here = str(path[-1]), fields_at(path[:-1], data=data)
-    # The key may be right, and belong to another member of the union.
+    # The key may be correct, and belong to another member of the union.
     if owners := [_tag(model) for model in models_at(path[:-1]) if name in model.model_fields]:
         return f"unknown key; only {', '.join(owners)} {'has' if len(owners) == 1 else 'have'} it"
-    # Another member of the union has it: say which. Else look for a similar key here, then for the same key elsewhere.
+    # Otherwise look for a similar key here, then for the same key in another section.
     elsewhere = sections_with(name)
     if len(path) == 1:
         what = "unknown section" if isinstance(value, dict) else "key outside any section"
@@ -184,7 +184,7 @@ def _unknown(path: KeyPath, value: Any, *, data: dict[str, Any]) -> str:
 
 
 def _tag(model: type[BaseModel]) -> str:
-    """Return the key that makes a table this member of a union: `name = "Muon"`."""
+    """Return the key that selects this member of a union: `name = "Muon"`."""
     return next(
         f"{name} = {format_value(field.default)}"
         for name, field in model.model_fields.items()

@@ -1,8 +1,8 @@
-"""Turn the [model] section into a model's config: family, flavor, overrides. Imports torch only to check a plug-in
-or the names that `freeze` has.
+"""Config of a model from the [model] section: family, flavor, overrides.
 
 A family is a folder in models/ (the package `titan.models.<name>`), or a package registered under the entry point
-`titan.models`. It has `FLAVORS`, named sizes as frozen dataclasses, and importing it imports no torch.
+`titan.models`. It has `FLAVORS`, named sizes as frozen dataclasses, and importing it imports no torch. This file imports
+torch only to check a plug-in or the names in `freeze`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .plug_ins import is_ours, load_plug_in, plug_ins
 from .schema import ModelSection
 from .toml import format_value
 
-# Far beyond any model. Without bounds, a typing error would show only by the memory that it needs.
+# Bounds far beyond any model. Without bounds, a typing error would show only by the memory that it needs.
 LARGEST = {"n_layers": 10_000, "num_mtp_modules": 100, "": 2**24}
 LARGEST_MODEL = 10**15
 _DOCS = 'docs/architecture.md, "Adding a model family", says what titan reads'
-# What the estimates, the start-up page and the layout rules read of any model.
+# Fields that the estimates, the start-up page and the layout rules read from any model.
 _SIZES = (
     *("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size"),
     *("num_params", "num_block_params", "num_embedding_params", "flops_per_token"),
@@ -39,7 +39,11 @@ _WANTED = {int: "a whole number", float: "a number", bool: "true or false", str:
 
 
 def model_config(section: ModelSection) -> Any:
-    """Return the family's config dataclass for a [model] section. Raises `ConfigError`."""
+    """Return the family's config dataclass for a [model] section.
+
+    Raises:
+        ConfigError: the section is wrong.
+    """
     config, violations = resolve_model(section)
     if violations:
         raise ConfigError([Problem("config", 0, key, message) for key, message in violations])
@@ -47,17 +51,17 @@ def model_config(section: ModelSection) -> Any:
 
 
 def resolve_model(section: ModelSection) -> tuple[Any, list[RuleViolation]]:
-    """Return the config of a [model] section, or None, and what is wrong with the section."""
+    """Return the config of a [model] section, or None, and the problems of the section."""
     try:
         package = family(section.name)
     except KeyError:
         message = f'unknown model family "{section.name}"{choose(section.name, families())}'
         return None, [("model.name", message)]
-    # Families of other packages are checked as they are loaded; tests check ours.
+    # Families of other packages are checked when they are loaded. Tests check titan's families.
     foreign = is_plug_in(section.name)
     if foreign and (lacks := _lacks(package, ("FLAVORS", "TENSOR_PLAN", "build_model"))):
         return None, [("model.name", f"the family {section.name} lacks {lacks}; {_DOCS}")]
-    # In order, since each question needs the answer before: family, flavor, overrides, shape.
+    # Check family, flavor, overrides and shape in this order, since each check needs the result of the previous one.
     flavors = package.FLAVORS
     if section.flavor not in flavors:
         hint = choose(section.flavor, flavors)
@@ -77,7 +81,7 @@ def resolve_model(section: ModelSection) -> tuple[Any, list[RuleViolation]]:
 
 
 def num_blocks(sizes: Any) -> int:
-    """Return the blocks of a model, those of multi-token prediction included."""
+    """Return the number of blocks of a model, including multi-token prediction modules."""
     return getattr(sizes, "num_blocks", sizes.n_layers)
 
 
@@ -97,14 +101,19 @@ def _plug_ins() -> dict[str, EntryPoint]:
 
 
 def is_plug_in(name: str) -> bool:
-    """Return whether a family is another package's, not one of titan's own in titan/contrib."""
+    """Return whether a family belongs to another package. Families in titan/contrib do not."""
     entry = _plug_ins().get(name)
     return entry is not None and not is_ours(entry)
 
 
 @cache
 def family(name: str) -> ModuleType:
-    """Return the package of a model family. Raises `KeyError` if it is not installed, `ConfigError` if it is broken."""
+    """Import the package of a model family.
+
+    Raises:
+        KeyError: the family is not installed.
+        ConfigError: its package cannot be imported.
+    """
     if name not in families():
         raise KeyError(name)
     entry = _plug_ins().get(name)
@@ -124,12 +133,15 @@ def _lacks(thing: Any, names: tuple[str, ...]) -> str:
 
 @cache
 def _check_module(name: str, config: Any) -> tuple[RuleViolation, ...]:
-    """Check that a plug-in's module is what titan expects. It is built on meta, which imports torch; our families have tests."""
+    """Check that a plug-in's module is as titan expects. The module is built on meta, which imports torch.
+
+    Tests check titan's families.
+    """
     import torch
     from torch import nn
 
     try:
-        # No memory is needed on meta, whatever the size.
+        # A module on meta needs no memory, whatever its size.
         with torch.device("meta"):
             model = family(name).build_model(config)
     except Exception as error:
@@ -137,7 +149,7 @@ def _check_module(name: str, config: Any) -> tuple[RuleViolation, ...]:
         return (("model.name", f"{message}; {_DOCS}"),)
     kind, problems = type(model).__name__, []
     call = signature(model.forward)
-    # Bind names only: nothing is computed.
+    # Only bind the names, without computing anything.
     try:
         call.bind(None, positions_BS=None, document_ids_BS=None)
     except TypeError as error:
@@ -148,7 +160,7 @@ def _check_module(name: str, config: Any) -> tuple[RuleViolation, ...]:
         problems.append(f"lacks {lacks}")
     elif not isinstance(model.layers, nn.ModuleDict):
         problems.append(f"has its blocks in a {type(model.layers).__name__}, not an nn.ModuleDict")
-    # Parameters get initial weights from outside; a buffer that is built on meta has no values.
+    # Parameters get initial weights later, but a buffer on meta has no values.
     problems += [
         f"has a buffer {prefix}.{buffer}, and {type(module).__name__} no reset_buffers() that fills it"
         for prefix, module in model.named_modules()
@@ -161,7 +173,15 @@ def _check_module(name: str, config: Any) -> tuple[RuleViolation, ...]:
 
 
 def frozen_names(parameters: Collection[str], patterns: Sequence[str]) -> set[str]:
-    """Return the names that match a pattern. Raises InputError if a pattern matches nothing, or if all match."""
+    """Return the names of parameters that match a pattern.
+
+    Args:
+        parameters: names of all parameters.
+        patterns: patterns of `model.freeze`.
+
+    Raises:
+        InputError: a pattern matches no parameter, or all parameters match.
+    """
     frozen: set[str] = set()
     for pattern in patterns:
         names = fnmatch.filter(parameters, pattern)
@@ -175,7 +195,7 @@ def frozen_names(parameters: Collection[str], patterns: Sequence[str]) -> set[st
 
 
 def check_freeze(section: ModelSection) -> Iterator[RuleViolation]:
-    """Check the patterns against the names of the model."""
+    """Check the patterns of `freeze` against the names of the model's parameters."""
     sizes, _ = resolve_model(section)
     if section.freeze and sizes is not None:
         try:
@@ -185,14 +205,14 @@ def check_freeze(section: ModelSection) -> Iterator[RuleViolation]:
 
 
 def num_frozen(section: ModelSection, sizes: Any) -> int:
-    """Return how many parameters are not trained."""
+    """Return the number of values in parameters that are not trained."""
     counts = _counts(section.name, sizes) if section.freeze else {}
     return sum(counts[name] for name in frozen_names(counts, section.freeze)) if counts else 0
 
 
 @cache
 def _counts(name: str, sizes: Any) -> dict[str, int]:
-    """Return the numbers of each parameter of a model, by its name."""
+    """Return the number of values in each parameter of a model, by its name."""
     import torch
 
     with torch.device("meta"):
@@ -203,7 +223,7 @@ def _counts(name: str, sizes: Any) -> dict[str, int]:
 def check_split(
     name: str, config: Any, *, stages: list[list[str]], tp: int
 ) -> Iterator[RuleViolation]:
-    """Check that a plug-in's module can be cut into pipeline stages (none: is not cut), and be split by `tp` ranks."""
+    """Check that a plug-in's module can be cut into pipeline stages (if there are any) and split by `tp` ranks."""
     import torch
 
     from titan.parallel.stages import extract_stages
@@ -228,7 +248,7 @@ def check_split(
 def check_fields(overrides: dict[str, Any], flavor: Any, *, prefix: str) -> Iterator[RuleViolation]:
     """Check values for the fields of a dataclass: names, types and ranges."""
     types = get_type_hints(type(flavor))
-    # Fields that the class computes by itself cannot be set.
+    # Fields that the class computes cannot be set.
     fields = {f.name: f for f in dataclasses.fields(flavor) if f.init}
     for name, value in overrides.items():
         key = f"{prefix}.{name}"
@@ -240,7 +260,7 @@ def check_fields(overrides: dict[str, Any], flavor: Any, *, prefix: str) -> Iter
         fits = type(value) is wanted or (wanted is float and type(value) is int)
         if not fits and wanted in _WANTED:
             yield key, f"expected {_WANTED[wanted]}, got {format_value(value)}"
-        # A field that may be 0 ("head_dim = 0" derives it) says so by its default.
+        # A field may be 0 if its default is 0 ("head_dim = 0" derives it).
         elif wanted is int and value < (0 if fields[name].default == 0 else 1):
             yield key, f"must be at least 1, got {value}"
         elif wanted is int and value > LARGEST.get(name, LARGEST[""]):
@@ -253,20 +273,19 @@ def replace_fields(flavor: Any, overrides: dict[str, Any]) -> Any:
     """Return a copy of a dataclass with other values, which `check_fields` has checked."""
     types = get_type_hints(type(flavor))
     changes = {name: float(v) if types[name] is float else v for name, v in overrides.items()}
-    # A default of 0 says that the family derives head_dim from dim and n_heads.
+    # If the default is 0, the family derives head_dim from dim and n_heads.
     derives = any(f.name == "head_dim" and f.default == 0 for f in dataclasses.fields(flavor))
     has_changed = derives and overrides.keys() & {"dim", "n_heads"}
     if has_changed and flavor.head_dim == flavor.dim // flavor.n_heads:
-        changes.setdefault("head_dim", 0)  # it was derived: derive it again from what has changed
+        changes.setdefault("head_dim", 0)  # it was derived: derive it again from the new values
     return dataclasses.replace(flavor, **changes)
 
 
 def _check_experts(config: Any) -> Iterator[RuleViolation]:
-    """Check that a router can choose as many experts, and groups of them, as it should."""
+    """Check that a router can choose the configured numbers of experts and groups."""
     prefix, experts = "model.overrides", getattr(config, "num_experts", 0)
-    if not experts or not hasattr(
-        config, "num_groups"
-    ):  # a package's family may have its own router
+    # A package's family may have its own router, without groups.
+    if not experts or not hasattr(config, "num_groups"):
         return
     groups, top_groups = config.num_groups, config.top_groups
     if config.score not in ("softmax", "sigmoid"):
@@ -293,7 +312,7 @@ def _check_experts(config: Any) -> Iterator[RuleViolation]:
 
 
 def _check_shape(config: Any, is_head_dim_set: bool) -> Iterator[RuleViolation]:
-    """Check what every attention model must satisfy. Fields that a family lacks are skipped."""
+    """Check the sizes that every attention model must satisfy. Fields that a family lacks are skipped."""
     names, prefix = ("dim", "n_heads", "n_kv_heads", "head_dim", "num_params"), "model.overrides"
     dim, heads, kv_heads, head_dim, num_params = (getattr(config, name, 0) for name in names)
     is_uneven = heads and dim % heads
@@ -308,6 +327,6 @@ def _check_shape(config: Any, is_head_dim_set: bool) -> Iterator[RuleViolation]:
         )
     if num_params > LARGEST_MODEL:
         yield prefix, f"a model of {num_params:.2g} parameters is too large; lower dim or n_layers"
-    # Rotary embedding turns pairs of numbers.
+    # Rotary embedding rotates pairs of numbers.
     if head_dim % 2 and not is_uneven:
         yield f"{prefix}.head_dim", f"{head_dim} is odd; use {head_dim + 1}"

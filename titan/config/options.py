@@ -1,7 +1,6 @@
-"""Parse the options of a command beside its job: `titan COMMAND JOB.toml [OVERLAY.toml ...] [--section.key=value ...] [--option ...]`.
+"""Options of a command beside its job: `titan COMMAND JOB.toml [OVERLAY.toml ...] [--section.key=value ...] [--option ...]`.
 
-argparse takes a command's own options out. The rest of the line is the job, which titan.config.load understands.
-Imports no torch.
+argparse takes a command's own options out. The rest of the line is the job, which titan.config.load parses. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,19 +18,20 @@ def command_parser(name: str, arguments: str, *, summary: str) -> argparse.Argum
     """Return a parser for the options of `titan NAME`.
 
     Args:
+        name: name of the command.
         arguments: the usage line after the name of the command.
-        summary: what the command does, for --help.
+        summary: description of the command, for --help.
     """
     return argparse.ArgumentParser(
         prog=f"titan {name}",
         usage=f"titan {name} {arguments}",
         description=summary,
-        allow_abbrev=False,  # else --section.key of the job could be taken for an option
+        allow_abbrev=False,  # otherwise --section.key of the job could be taken for an option
     )
 
 
 def whole(text: str, least: int = 0) -> int:
-    """Return an option's whole number. argparse reports the error with the option's name."""
+    """Parse an option's whole number. argparse reports the error with the option's name."""
     is_number = re.fullmatch(r"\d+", text, re.ASCII)
     # int() takes seconds for a million digits, and Python refuses more than 4300.
     if is_number and len(text) > 6:
@@ -43,7 +43,7 @@ def whole(text: str, least: int = 0) -> int:
 
 
 def positive(text: str) -> int:
-    """Return an option's whole number of at least 1."""
+    """Parse an option's whole number of at least 1."""
     return whole(text, least=1)
 
 
@@ -54,12 +54,12 @@ def add_quiet(parser: argparse.ArgumentParser) -> None:
 
 
 def is_quiet() -> bool:
-    """Return whether this process, or the one that started it, was called with --quiet."""
+    """Return whether this process, or the process that started it, was called with --quiet."""
     return os.environ.get(_QUIET, "0") not in ("", "0")
 
 
 class _Quiet(argparse.Action):
-    """Remember the option in the environment, which ranks and processes in the background inherit."""
+    """Action that records the option in the environment, which ranks and background processes inherit."""
 
     def __call__(self, *_: Any) -> None:
         os.environ[_QUIET] = "1"

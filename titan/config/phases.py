@@ -1,7 +1,7 @@
-"""Resolve the `[[phase]]` tables of a job: which steps each phase has, and the job as it is in each of them. Imports no torch.
+"""Phases of a job, from its `[[phase]]` tables: the steps of each phase, and the job with the phase's settings.
 
-Trainer, checks and simulator read the same list. What a phase does not set stays as it was in the phase before. A phase's job
-has no phases, so that every rule, estimate and simulation of a job holds for it, too.
+Imports no torch. Trainer, checks and simulator read the same list. A setting that a phase does not change stays as it was in
+the phase before. The job of a phase has no phases itself, so every rule, estimate and simulation of a job works for it, too.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _SHOWN = {"from_step", "from_tokens", *_TRAINING}  # in the text of every phase
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """Hold a run of steps with equal settings.
+    """A range of steps with equal settings.
 
-    Args:
+    Attributes:
         number: 1, 2, ...
-        first_step: counted from 1, as in the run.
-        sequences: of a step, over all ranks.
-        section: the table that begins the phase; None: the first phase, which none begins.
-        config: the job with the settings of this phase, whose `training.steps` are its own.
+        first_step: number of the first step in the run, counted from 1.
+        sequences: sequences of a step, over all ranks.
+        section: the table that begins the phase, or None for the first phase.
+        config: the job with the settings of this phase. Its `training.steps` counts the steps of the phase.
     """
 
     number: int
@@ -38,12 +38,12 @@ class Phase:
 
     @property
     def steps(self) -> int:
-        """Return how many steps there are."""
+        """Return the number of steps in the phase."""
         return self.config.training.steps
 
     @property
     def last_step(self) -> int:
-        """Return the last of them."""
+        """Return the number of the last step."""
         return self.first_step + self.steps - 1
 
     @property
@@ -53,15 +53,15 @@ class Phase:
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of all steps."""
+        """Return the tokens of all steps in the phase."""
         return self.steps * self.tokens_per_step
 
     def steps_after(self, step: int) -> int:
-        """Return how many steps there are after a step of the run."""
+        """Return the number of steps in the phase after step `step` of the run."""
         return max(0, self.last_step - max(step, self.first_step - 1))
 
     def __str__(self) -> str:
-        """Return what the phase is, in a line."""
+        """Return a line that describes the phase."""
         steps = f"steps {self.first_step:,} to {self.last_step:,}"
         size = f"{self.sequences:,} sequences of {self.config.training.seq_len:,} tokens in a step"
         own = self.section.model_dump(exclude_none=True, exclude=_SHOWN) if self.section else {}
@@ -70,7 +70,7 @@ class Phase:
 
 
 def jobs_of(config: JobConfig) -> list[JobConfig]:
-    """Return the job as it is in each phase, with the steps of the whole run and the lines of the phase's own keys."""
+    """Return the job of each phase, with the steps of the whole run, and with the source lines of the phase's own keys."""
     jobs = [job := config.model_copy(update={"phase": []})]
     lines = dict(config.source_map.locations)
     for number, section in enumerate(config.phase):
@@ -89,7 +89,10 @@ def jobs_of(config: JobConfig) -> list[JobConfig]:
 
 
 def later_jobs(config: JobConfig) -> list[JobConfig]:
-    """Return the jobs of all phases but the first, which a check of the job itself covers. None, if what they are is unknown."""
+    """Return the jobs of all phases but the first, or [] if a setting that they need is unknown.
+
+    A check of the job itself covers the first phase.
+    """
     try:
         return jobs_of(config)[1:]
     except UnknownValue:
@@ -97,7 +100,7 @@ def later_jobs(config: JobConfig) -> list[JobConfig]:
 
 
 def phases_of(config: JobConfig, *, dp: int) -> list[Phase]:
-    """Return the phases of a job on `dp` data-parallel ranks, of which a job without `[[phase]]` has one."""
+    """Return the phases of a job on `dp` data-parallel ranks. A job without `[[phase]]` has one phase."""
     phases: list[Phase] = []
     for section, job in zip([None, *config.phase], jobs_of(config), strict=True):
         training, first_step = job.training, 1
@@ -105,7 +108,7 @@ def phases_of(config: JobConfig, *, dp: int) -> list[Phase]:
             before = phases[-1]
             first_step = section.from_step or before.first_step + 1
             if section.from_tokens is not None:
-                # The first step before which so many tokens are trained on.
+                # The phase begins at the first step before which this many tokens have been trained on.
                 missing = section.from_tokens - sum(phase.tokens for phase in phases[:-1])
                 first_step = before.first_step - (-missing // before.tokens_per_step)
             phases[-1] = _ending(before, first_step)
@@ -122,14 +125,14 @@ def phases_of(config: JobConfig, *, dp: int) -> list[Phase]:
 
 
 def _ending(phase: Phase, end: int) -> Phase:
-    """Return a phase that ends before a step."""
+    """Return a phase that ends before step `end`."""
     update = {"steps": end - phase.first_step}
     training = phase.config.training.model_copy(update=update)
     return replace(phase, config=phase.config.model_copy(update={"training": training}))
 
 
 def sequence_lengths(config: JobConfig) -> set[int]:
-    """Return the tokens of a sequence in each phase."""
+    """Return the sequence lengths of all phases, in tokens."""
     return {job.training.seq_len for job in jobs_of(config)}
 
 

@@ -1,16 +1,17 @@
-"""Entry points, through which an installed package adds to titan. Imports nothing of size.
+"""Entry points, through which an installed package extends titan. Imports no large package.
 
 A package names them in its pyproject.toml, under `[project.entry-points."GROUP"]`. titan's own optional parts in
-titan/contrib do the same, and nothing else in titan knows them:
+titan/contrib do the same, and no other part of titan imports them:
 
     titan.hooks        NAME = a function of the run that returns a titan.hook.Hook, or None for a run that needs none
     titan.rules        SECTION.NAME = a rule like those of titan/checks/section_rules.py, between the sections of a job.
-                       machine.NAME = one that asks the machine that is to run the job, as titan/checks/machine.py does
+                       machine.NAME = a rule that asks the machine that is to run the job, as titan/checks/machine.py does
     titan.commands     NAME = the function behind `titan NAME`: it takes the arguments and returns the exit code. The first
                        line of its docstring is its line in `titan --help`
-    titan.sections     SECTION.NAME = a base.py `Section`, whose keys [SECTION] then has, too. A section of a new name is
+    titan.sections     SECTION.NAME = a base.py `Section`, whose keys are added to [SECTION]. A section of a new name is
                        a new table of the job
-    titan.extensions   COMMAND.NAME = a part of `titan COMMAND`, such as an option: a subclass of what the command names
+    titan.extensions   COMMAND.NAME = a part of `titan COMMAND`, such as an option: a subclass of the class that the
+                       command names
     titan.tasks, titan.models, titan.optimizers, titan.losses, titan.sources
                        NAME = a choice of task.name, model.name, optimizer.name, loss.name, type of [[data.sources]]
 """
@@ -30,7 +31,7 @@ GROUPS = (
 
 @cache
 def installed_entry_points() -> dict[str, list[EntryPoint]]:
-    """Return the entry points that titan asks for, by group. Python reads a file of each installed package to find them."""
+    """Return the entry points that titan reads, by group. The search reads a file of each installed package."""
     found = entry_points()
     return {group: list(found.select(group=group)) for group in GROUPS}
 
@@ -39,20 +40,25 @@ def plug_ins(group: str, *, of: str = "") -> list[EntryPoint]:
     """Return the entry points that packages register under a group, by name.
 
     Args:
-        of: only those whose name is this one, or begins with it and a dot.
+        group: the group.
+        of: keep only entry points with this name, or with this name and a dot at the beginning. Empty keeps all.
     """
     found = sorted(installed_entry_points()[group], key=lambda entry: entry.name)
     return [entry for entry in found if not of or entry.name.partition(".")[0] == of]
 
 
 def load_plug_in(entry: EntryPoint) -> Any:
-    """Return what an entry point names. Raises `ConfigError` if its package cannot be imported."""
+    """Import the object that an entry point names.
+
+    Raises:
+        ConfigError: its package cannot be imported.
+    """
     try:
         return entry.load()
     except Exception as error:
         from .errors import ConfigError, Problem  # imports pydantic
 
-        if isinstance(error, ConfigError):  # of a plug-in that this one needs
+        if isinstance(error, ConfigError):  # from a plug-in that this plug-in needs
             raise
         package = f" (package {entry.dist.name})" if entry.dist else ""
         reason = f"cannot be loaded: {type(error).__name__}: {error}"
@@ -61,10 +67,10 @@ def load_plug_in(entry: EntryPoint) -> Any:
 
 
 def load_plug_ins(group: str, *, of: str = "") -> list[Any]:
-    """Return what the entry points of a group name, in the order of their names; `of` as for `plug_ins`."""
+    """Import the objects that the entry points of a group name, in the order of the names. `of` is as in `plug_ins`."""
     return [load_plug_in(entry) for entry in plug_ins(group, of=of)]
 
 
 def is_ours(entry: EntryPoint) -> bool:
-    """Return whether an entry point is titan's own: tests check it, so that it is not checked when it is loaded."""
+    """Return whether an entry point is titan's own. Tests check these, so they are not checked when they are loaded."""
     return entry.module.startswith("titan.")

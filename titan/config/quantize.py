@@ -1,4 +1,4 @@
-"""Check [quantize.linear.*]: which converter is on, and what goes with it. See docs/memory.md."""
+"""Checks of [quantize.linear.*] and [quantize.grouped_mm.*]: the active converters, and their settings. See docs/memory.md."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from .schema import Float8Section, GroupedFloat8Section, JobConfig, MXSection
 FLOAT8 = ("quantize.linear.float8", "float8")
 MX = ("quantize.linear.mx",)
 GROUPED = ("quantize.grouped_mm.float8", "quantize.grouped_mm.mx")
-# Settings that do something only with a converter. Not recipe_name or filter_fqns: files keep those while the converter is
-# commented out.
+# Settings that have no effect without a converter. recipe_name and filter_fqns are not listed, since files keep them while the
+# converter is commented out.
 _SWITCHES = (
     "enable_fsdp_float8_all_gather",
     "precompute_float8_dynamic_scale_for_fsdp",
@@ -21,14 +21,14 @@ _SWITCHES = (
 
 
 def quantize_section(config: JobConfig) -> Float8Section | MXSection | None:
-    """Return the section of the converter that is on, or None."""
+    """Return the section of the active converter of linear layers, or None."""
     if any(name in FLOAT8 for name in config.model.converters):
         return config.quantize.linear.float8
     return config.quantize.linear.mx if MX[0] in config.model.converters else None
 
 
 def grouped_section(config: JobConfig) -> tuple[str, GroupedFloat8Section] | None:
-    """Return the recipe of the experts' converter that is on, "float8" or "mxfp8", and its section; or None."""
+    """Return the recipe of the experts' active converter, "float8" or "mxfp8", and its section, or None."""
     sections = config.quantize.grouped_mm
     recipes = {GROUPED[0]: ("float8", sections.float8), GROUPED[1]: ("mxfp8", sections.mx)}
     return next((recipes[n] for n in config.model.converters if n in recipes), None)
@@ -37,7 +37,7 @@ def grouped_section(config: JobConfig) -> tuple[str, GroupedFloat8Section] | Non
 def eight_bit_sections(
     config: JobConfig,
 ) -> list[tuple[str, Float8Section | MXSection | GroupedFloat8Section]]:
-    """Return the recipe and the section of each converter that is on."""
+    """Return the recipe and the section of each active converter."""
     linear, grouped = quantize_section(config), grouped_section(config)
     sections: list[tuple[str, Any]] = []
     if linear is not None:
@@ -48,12 +48,12 @@ def eight_bit_sections(
 
 
 def lacks_units(config: JobConfig, hardware: str, dtypes: Container[str]) -> str:
-    """Return an error message if the hardware cannot run the job's converters, else nothing.
+    """Return an error message if the hardware cannot run the job's converters, otherwise "".
 
     Args:
         config: the job.
         hardware: name of the hardware, for the message.
-        dtypes: what its matrix units multiply.
+        dtypes: number formats that its matrix units multiply.
     """
     for recipe, section in eight_bit_sections(config):
         wanted = "mxfp8" if recipe.startswith("mxfp8") else "float8"
@@ -66,7 +66,7 @@ def lacks_units(config: JobConfig, hardware: str, dtypes: Container[str]) -> str
 
 
 def check_converters(config: JobConfig) -> Iterator[RuleViolation]:
-    """Yield what is wrong with model.converters and the sections that they switch on."""
+    """Yield the problems of model.converters and of the sections that it activates."""
     names, linear = config.model.converters, config.quantize.linear
     for name in names:
         if name not in FLOAT8 + MX + GROUPED:
@@ -94,7 +94,7 @@ def _check_float8(config: JobConfig, section: Float8Section) -> Iterator[RuleVio
     if gathers and recipe != "tensorwise":
         fix = 'use false, or recipe_name = "tensorwise"'
         yield gather, f"sends one scale with each weight, and {recipe} has several; {fix}"
-    # Scales are precomputed for what FSDP gathers in float8, on the device.
+    # Precomputed scales are for weights that FSDP gathers in float8 on the device.
     if section.precompute_float8_dynamic_scale_for_fsdp:
         if not gathers:
             yield scales, "is for gathering in float8; set enable_fsdp_float8_all_gather = true"
@@ -105,13 +105,13 @@ def _check_float8(config: JobConfig, section: Float8Section) -> Iterator[RuleVio
         "tensorwise",
         "rowwise",
     ):
-        # torchao has measured when these two recipes gain.
+        # torchao has measured only for these two recipes which sizes are faster.
         fix = 'name the layers, or use recipe_name = "rowwise"'
         yield filters, f'"auto_filter_small_kn" does not know recipe {recipe}; {fix}'
 
 
 def _check_tokens(config: JobConfig, *, multiple: int) -> Iterator[RuleViolation]:
-    """Check the number of tokens that a rank has at once, which is the inner size of the product for a weight's gradient."""
+    """Check the number of tokens that a rank multiplies at once: the inner size of the matmul for a weight's gradient."""
     parallel, training = config.parallelism, config.training
     sequences, cp = training.local_batch_size, parallel.context_parallel_degree
     if parallel.pipeline_parallel_degree > 1:

@@ -1,4 +1,4 @@
-"""Write a config as TOML, and the section classes as a JSON schema for editors."""
+"""Config as TOML, and section classes as a JSON schema for editors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from .toml import KeyPath, format_value, key_text
 
 
 def to_toml(config: JobConfig, *, comments: bool = False) -> str:
-    """Return TOML that loads to an equal config. Unset (None) values are left out; `comments` adds the keys' help."""
+    """Return TOML that loads to an equal config.
+
+    Args:
+        config: the config. Values that are None are left out.
+        comments: add the help of each key as a comment.
+    """
     lines = ["# A resolved titan config: every value, defaults included."]
     for name in JobConfig.model_fields:
         section = getattr(config, name)
@@ -53,7 +58,7 @@ def _is_table(value: Any) -> bool:
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON schema of a job file, for editors."""
-    # Edit the copy that pydantic returns.
+    # pydantic returns a copy, which can be edited.
     schema = JobConfig.model_json_schema()
     _relax_unions(schema)
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema
@@ -61,7 +66,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _relax_unions(node: Any) -> None:
-    """Make unions `anyOf`: an [optimizer] without a name fits several members, which `oneOf` forbids."""
+    """Make unions `anyOf`, in place. An [optimizer] without a name fits several members, which `oneOf` forbids."""
     if isinstance(node, dict):
         if "discriminator" in node:
             del node["discriminator"]  # OpenAPI's; JSON schema does not know it

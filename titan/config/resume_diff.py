@@ -1,7 +1,7 @@
-"""Find the settings in which a resumed run differs from its checkpoint. Imports no torch.
+"""Differences between the settings of a resumed run and those of its checkpoint. Imports no torch.
 
-A run may go on with other settings, which are said. It may not go on with another model: weights of the same shapes would be taken
-for what they are not.
+A run may continue with other settings, and they are reported. It may not continue with another model: it would misuse weights
+of the same shapes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .schema import JobConfig
 from .task import NEXT_TOKEN, task_module, task_options
 from .toml import KeyPath, format_value, tomllib
 
-# Settings that decide which samples follow and what is done with them. Layouts and limits may change at a resume.
+# Settings that decide which samples follow and how they are used. Layouts and limits may change at a resume.
 _SECTIONS = ("task", "tokenizer", "optimizer", "lr_scheduler", "data", "phase")
 _KEYS = {
     ("debug", "seed"),
@@ -32,7 +32,7 @@ _HARMLESS = {
     ("optimizer", "early_step_in_backward"),
     ("data", "cache_folder"),
 }
-# Sizes that weigh terms of the loss or make the initial weights: of no effect on what weights mean.
+# Sizes that weigh terms of the loss or set the initial weights. They do not change what a model computes.
 _OF_TRAINING = {
     *("init_std", "gate_init_std", "mtp_coeff", "load_balance_coeff"),
     *("sequence_balance_coeff", "global_balance_coeff", "router_z_loss_coeff"),
@@ -41,8 +41,10 @@ _MODEL, _OPTION = "model.overrides.", "task.options."
 
 
 def job_facts(config: JobConfig) -> dict[str, Any]:
-    """Return what decides what a job's model computes, by key, for titan.json: its family and sizes, its task, and the task's options
-    but those that `may_change`."""
+    """Return the settings that decide what a job's model computes, by key, for titan.json.
+
+    They are the family and its sizes, the task, and the task's options, except the options that it lists in `may_change`.
+    """
     sizes, module = model_config(config.model), task_module(config)
     names = [field.name for field in dataclasses.fields(sizes) if field.init]
     facts = {"model.name": config.model.name} | {_MODEL + n: getattr(sizes, n) for n in names}
@@ -52,31 +54,38 @@ def job_facts(config: JobConfig) -> dict[str, Any]:
         free = getattr(options, "may_change", ("path",))
         facts["task.name"] = config.task.name or config.model.name
         facts |= {_OPTION + k: v for k, v in dataclasses.asdict(options).items() if k not in free}
-    return json.loads(json.dumps(facts, default=str))  # as titan.json holds it
+    return json.loads(json.dumps(facts, default=str))  # as titan.json stores it
 
 
 def changed_model(
     saved: Mapping[str, Any], config: JobConfig, *, of_training: bool = False
 ) -> dict[str, tuple[Any, Any]]:
-    """Return in what a step's model and the job's differ, a value then and now by key: in what they compute, or in what only
-    matters `of_training`.
+    """Compare a step's model with the job's model.
 
-    saved: the step's titan.json. Steps of an older titan have no facts in it, but a config. A key that only one of the two has is not
-    a change, as for `changed_settings`.
+    A key that only one of the two has is not a change, as in `changed_settings`.
+
+    Args:
+        saved: the step's titan.json. Steps of an older titan have no facts in it, but a config.
+        config: the job.
+        of_training: compare the sizes that matter only for training, in place of the sizes that decide what the model computes.
+
+    Returns:
+        The old and the new value of each key that differs.
     """
     before = saved.get("model")
     if not before:
         try:
             old = tomllib.loads(saved["config"])
-            model = {k: old["model"][k] for k in ("name", "flavor", "overrides") if k in old["model"]}  # fmt: skip
+            table = old["model"]
+            model = {k: table[k] for k in ("name", "flavor", "overrides") if k in table}
             tables = {"model": model, "task": old.get("task", {})}
             before = job_facts(JobConfig.model_validate(tables))
-        # It has none, or is of a titan that had other keys, or of a package that is gone.
+        # The step has no config, or it is from a titan with other keys, or from a package that is gone.
         except (ConfigError, ValueError, LookupError, TypeError):
             return {}
     now = job_facts(config)
     if before.get("model.name", now["model.name"]) != now["model.name"]:
-        now = {"model.name": now["model.name"]}  # its sizes say no more
+        now = {"model.name": now["model.name"]}  # the sizes of another family do not compare
     return {
         key: (before[key], new)
         for key, new in now.items()
@@ -95,9 +104,9 @@ def changed_settings(
     Args:
         saved: the checkpoint's resolved config, as TOML.
         config: the run's config.
-        sequences: sequences in a step, then (None: unknown) and now. How ranks share them does not matter.
+        sequences: sequences in a step, then (None if unknown) and now. Their distribution over ranks does not matter.
     """
-    # Both as resolved TOML, where every default is written.
+    # Compare resolved TOML, which has every default.
     before, now = (dict(_leaves(tomllib.loads(text))) for text in (saved, to_toml(config)))
     watched = {path for path in now if path[0] in _SECTIONS or path in _KEYS} - _HARMLESS
     if config.lr_scheduler.total_steps:
@@ -107,7 +116,7 @@ def changed_settings(
         for path, value in now.items()
         if path in watched and before.get(path, value) != value
     ]
-    # The keys may differ if ranks and accumulation make up for it, so compare the product.
+    # The keys may differ if ranks and accumulation make up for it, so compare the resulting number of sequences.
     if sequences[0] not in (None, sequences[1]):
         changes.append(("training.global_batch_size", *sequences))
     return [f"{key}: {format_value(old)} -> {format_value(new)}" for key, old, new in changes]

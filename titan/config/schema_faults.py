@@ -1,4 +1,4 @@
-"""Section of a job file about failures: bad losses, signals. Import it from titan.config.schema."""
+"""Section of a job file about failures: bad losses and signals. Import it from titan.config.schema."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .base import LIMIT, NonNegative, Positive, Section
 
 
 class FaultToleranceSection(Section):
-    """What a run does about bad losses, differing weights, slow steps and signals. See docs/cluster.md."""
+    """Reaction of a run to bad losses, differing weights, slow steps and signals. See docs/cluster.md."""
 
     grace_seconds: Positive = 120
     """Seconds to finish the step and save after SIGTERM, SIGUSR1 or SIGINT; then the process ends.

@@ -1,4 +1,4 @@
-"""Run `titan configs` and `titan init`: list, show and copy the job files that come with titan."""
+"""Commands `titan configs` and `titan init`, which list, show and copy the job files that come with titan."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ def schema() -> Path:
 
 
 def jobs() -> dict[str, Path]:
-    """Return the shipped jobs by name, such as "llama3_8b"."""
+    """Return the files of the shipped jobs by name, such as "llama3_8b"."""
     return {file.stem: file for file in sorted(folder().glob("*.toml"))}
 
 
 def about(file: Path) -> str:
-    """Return the first comment of a job file, which says what the job is."""
+    """Return the first comment of a job file, which describes the job."""
     lines = (line for line in file.read_text().splitlines() if line.startswith("# "))
     return next(lines, "# ")[2:]
 
 
 def copy(name: str, target: Path) -> int:
     """Write a shipped job to a file that does not exist yet. Return the exit code."""
-    # The first line tells an editor where the schema is: the same file, wherever the copy is.
+    # The first line tells an editor where the schema is. Its path must work from any folder.
     text = jobs()[name].read_text()
     text = text.replace("#:schema ../docs/schema.json", f"#:schema {schema().as_uri()}", 1)
     if name == STARTER and re.fullmatch(r"[\w.-]+", target.stem):
-        # A second job does not find the first one's checkpoints in its run folder.
+        # Another run folder keeps a second job from finding the checkpoints of the first job.
         text = text.replace("outputs/first", f"outputs/{target.stem}")
         text = text.replace(" job.toml", f" {target.name}")
     try:

@@ -1,8 +1,8 @@
-"""The module of a job's task, and checks of its options. Imports no torch.
+"""Module of a job's task, and checks of its options. Imports no torch.
 
 The module of a task has `TaskOptions`, a frozen dataclass of its options, and `build_task(config, options)`, which returns a
-`titan.tasks.base.Task`. A family names its task in `TASK`, or its package is such a module itself. Another package registers one
-under the entry point `titan.tasks`. docs/models.md has an example.
+`titan.tasks.base.Task`. A family names its task in `TASK`, or its package is such a module itself. Another package registers
+its task under the entry point `titan.tasks`. docs/models.md has an example.
 """
 
 from __future__ import annotations
@@ -23,9 +23,14 @@ NEXT_TOKEN = "next_token"
 
 @dataclass(frozen=True)
 class BuiltInTask:
-    """A task of titan, in place of a package's module. Both names are "module:class", since tasks are above the config."""
+    """A task of titan, in place of a package's module. Both fields are "module:class", since config must not import tasks.
 
-    options: str  # imports no torch
+    Attributes:
+        options: class of the options. Importing it imports no torch.
+        task: class of the task.
+    """
+
+    options: str
     task: str
 
     @property
@@ -47,8 +52,12 @@ BUILT_IN = {
 
 
 def task_module(config: JobConfig) -> ModuleType | BuiltInTask | None:
-    """Return the module of a job's task; None: next-token prediction. Raises KeyError for a task or family that is not installed,
-    ConfigError for a package that cannot be imported."""
+    """Return the module of a job's task, or None for next-token prediction.
+
+    Raises:
+        KeyError: the task or the family is not installed.
+        ConfigError: a package cannot be imported.
+    """
     name, package = config.task.name, None
     if not name:
         package = family(config.model.name)
@@ -63,7 +72,7 @@ def task_module(config: JobConfig) -> ModuleType | BuiltInTask | None:
 
 
 def task_options(config: JobConfig) -> Any:
-    """Return the task's options as its dataclass; None: next-token prediction, which has none."""
+    """Return the task's options as its dataclass, or None for next-token prediction, which has none."""
     module = task_module(config)
     return None if module is None else options_of(module, config.task)
 
@@ -74,17 +83,17 @@ def options_of(module: ModuleType | BuiltInTask, section: TaskSection) -> Any:
 
 
 def reads_text(config: JobConfig) -> bool:
-    """Return whether the task reads the sources of [training] and [data] with a tokenizer, as most do."""
+    """Return whether the task reads the sources of [training] and [data] with a tokenizer, as most tasks do."""
     return _says(config, "reads_text")
 
 
 def data_keys(config: JobConfig) -> tuple[str, ...]:
-    """Return the keys of [data] that a task reads which does not read text: what its options name as `data_keys`."""
+    """Return the keys of [data] that a task without text reads: those in the `data_keys` of its options."""
     return _says(config, "data_keys", ())
 
 
 def predicts_tokens(config: JobConfig) -> bool:
-    """Return whether the model's output are logits for the loss of [loss], which may then apply the output layer itself."""
+    """Return whether the model's outputs are logits for the loss of [loss], which may then apply the output layer itself."""
     return _says(config, "predicts_tokens")
 
 
@@ -97,7 +106,7 @@ def _says(config: JobConfig, name: str, default: Any = True) -> Any:
 
 
 def check_task(config: JobConfig) -> Iterator[RuleViolation]:
-    """Check the name, the options, and what the task itself says about the job."""
+    """Check the name and the options, and yield the problems that the task itself finds in the job."""
     section = config.task
     try:
         module = task_module(config)

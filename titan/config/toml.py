@@ -1,4 +1,4 @@
-"""Read TOML with the line of every key, and write TOML values.
+"""Reader of TOML with the line of every key, and writer of TOML values.
 
 `tomllib` parses a text, but forgets positions. So `tomllib` goes first. Then the text is valid, and a scanner finds the line of
 each key. The scanner knows only as much TOML as it needs: headers, dotted and quoted keys, and where a value ends. Mistakes
@@ -24,10 +24,10 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-# What may stand between tokens. Commas too: in valid TOML they carry no meaning for the scanner.
+# Text between tokens. It may contain commas, since they have no meaning for the scanner in valid TOML.
 _BLANK = re.compile(r"(?:[\s,]|#[^\n]*)*")
 _KEY = re.compile(r'[ \t]*([\w-]+|"(?:[^"\\]|\\.)*"|\'[^\']*\')[ \t]*')
-# A key of 64 parts. A parser needs time and memory that grow with the square of their number.
+# A key of 64 parts. The time and memory of a parser grow with the square of the number of parts.
 _DEEP = re.compile(
     r"""(?:(?:\w[\w-]{0,63}|"[^"\n]{0,63}"|'[^'\n]{0,63}')[ \t]{0,9}\.[ \t]{0,9}){64}"""
 )
@@ -45,10 +45,14 @@ _SCALAR = re.compile(
 
 
 def read_toml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
-    """Return the tables of a file, and the line of every key path in them. Raises `ConfigError`."""
+    """Read the tables of a file, and the line of every key path in them.
+
+    Raises:
+        ConfigError: the file is missing, or not valid TOML.
+    """
     text = _read_text(path)
     try:
-        # Before parsing, which would itself take long for such a key.
+        # Search before parsing, which would itself take long for such a key.
         if _DEEP.search(text):
             raise RecursionError
         return tomllib.loads(text), scan_lines(text)
@@ -59,7 +63,11 @@ def read_toml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
 
 
 def parse_value(text: str) -> Any:
-    """Return `text` as a TOML value. Raises `ValueError` if it is not one."""
+    """Return `text` as a TOML value.
+
+    Raises:
+        ValueError: `text` is not a single TOML value.
+    """
     try:
         table = tomllib.loads(f"value = {text}")
     except RecursionError:
@@ -109,7 +117,7 @@ def _read_text(path: Path) -> str:
 
 
 def _nearest_files(path: Path) -> str:
-    """Return a hint at a missing file: the file spelt like it, else all files beside it."""
+    """Return a hint at a missing file: the file with a similar name, otherwise all files beside it."""
     try:
         beside = {p.name: str(p) for p in sorted(path.parent.glob("*.toml"))}
         known = {p.name: str(p) for p in sorted(Path("train_configs").glob("*.toml"))} | beside
@@ -131,7 +139,7 @@ _EXPLAINED = {
 def _explain(error: ValueError, *, path: Path, text: str) -> Problem:
     """Explain a syntax error in plain words, with the line itself and the usual cause."""
     lines = text.splitlines() or [""]
-    # tomllib gives the place at the end of its message, or says that the text ended.
+    # The message of tomllib ends with the place, or with a note that the text ended.
     where = re.search(r" \(at line (\d+), column (\d+)\)$", str(error))
     line = min(int(where[1]), len(lines)) if where else len(lines)
     reason = (
@@ -165,7 +173,7 @@ class _Scanner:
         self.num_tables: dict[KeyPath, int] = {}  # number of [[...]] headers so far, by name
 
     def scan(self) -> dict[KeyPath, int]:
-        # The table whose header came last: keys belong to it.
+        # Keys belong to the table whose header came last.
         table: KeyPath = ()
         while self._next():
             if self._next() == "[":
@@ -204,7 +212,7 @@ class _Scanner:
         return keys
 
     def _header(self) -> KeyPath:
-        """Read [table] or [[table]]. A name that is a list of tables means the last one."""
+        """Read [table] or [[table]]. A name that is a list of tables means the last table of the list."""
         start = self.at
         brackets = 2 if self.text.startswith("[[", start) else 1
         self.at += brackets
