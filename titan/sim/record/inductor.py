@@ -51,7 +51,7 @@ class SilentKernel(TritonKernel):
 
     @property
     def transposes(self) -> bool:
-        """Whether consecutive elements of one tensor lie along another dimension of the tiles than those of another tensor.
+        """Whether consecutive elements of two tensors lie along different dimensions of the tiles.
 
         A kernel may compute in tiles and not transpose: torch 2.11 uses tiles for a vector along
         each dimension, too.

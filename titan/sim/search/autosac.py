@@ -153,7 +153,7 @@ def autosac(
         little = limit // 500
         if (fits and max(spare.values()) < little) or all(c is None for c in kept.values()):
             break
-        # What lacks is given up with some more, so that it does not lack by a little again.
+        # Give up the missing bytes and some more, so that the next choice does not miss by a little.
         for rank, number in spare.items():
             extra[rank] += number if number >= 0 else number - little // 2
     # Now on the device as it is.
@@ -170,7 +170,10 @@ def _host_bytes(base: Simulation, profile: Profile) -> int:
 def _to_host(
     kept: Mapping[int, Kept], blocks: Mapping[int, Mapping[int, Block]], num_bytes: int
 ) -> set[tuple[int, str]]:
-    """Choose the saved results to offload: those of the first blocks, which are needed last."""
+    """Choose the saved results to offload.
+
+    They are in the first blocks, whose results are needed last.
+    """
     chosen: set[tuple[int, str]] = set()
     for of_rank in blocks.values():
         left = num_bytes
@@ -202,7 +205,7 @@ def to_lines(kept: Mapping[int, Kept], host: Collection[tuple[int, str]] = ()) -
     return [f"{first}-{last}: {text}".rstrip() for first, last, text in lines]
 
 
-# ---- what the user sees --------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 
 def main(argv: list[str] | None = None) -> int:
