@@ -54,7 +54,7 @@ class Sizes:
     """
 
     tokens: int
-    widths: tuple[tuple[int, int], ...]  # K, N of matrix products
+    widths: tuple[tuple[int, int], ...]  # K, N of matmuls
     lengths: tuple[int, ...]  # of attention
     heads: int
     moved: tuple[int, ...]  # bytes

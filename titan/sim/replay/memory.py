@@ -24,7 +24,7 @@ from titan.sim.replay.allocator import Allocator, OutOfMemory
 _NUM_POINTS = 400
 _NOWHERE = Scope("setup")
 _WORKSPACE = -1
-"""Number of the block that cuBLAS allocates with the first matrix product; a trace has none below 0."""
+"""Number of the block that cuBLAS allocates with the first matmul; a trace has none below 0."""
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ def _events(trace: Trace, workspace_bytes: int) -> Iterator[Allocate | Free]:
     Every block has a separate number.
     """
     yield from (e for e in trace.setup if isinstance(e, Allocate | Free))
-    # cuBLAS keeps one workspace for each handle and stream from its first product to the end of the
+    # cuBLAS keeps one workspace for each handle and stream from its first matmul to the end of the
     # process.
     if workspace_bytes:
         scope = Scope("forward", "cuBLAS workspace")

@@ -161,10 +161,10 @@ def _evaluation_tokens(simulation: Simulation, section: EvaluationSection) -> in
     for name in section.tasks:
         pairs = read_task(name, num_examples=section.num_examples).pairs
         inputs = [min(len(encode("".join(pair))), config.training.seq_len) for pair in pairs]
-        rows = min(section.local_batch_size, ceil(len(inputs) / layout.dp))
-        how = {"batch": rows, "world": layout.dp, "unit": unit}
+        batch = min(section.local_batch_size, ceil(len(inputs) / layout.dp))
+        how = {"batch": batch, "world": layout.dp, "unit": unit}
         passes = plan_passes(inputs, config.training.seq_len, **how)
-        total += sum(rows * length for _, length in passes)
+        total += sum(batch * length for _, length in passes)
     return total
 
 

@@ -136,12 +136,8 @@ def autosac(
     extra = left(first)
     best, best_fits = Choice(["0:"], first), min(extra.values()) >= 0
     for _ in range(_ROUNDS):
-        kept: dict[int, Kept] = {}
-        traces: dict[int, Trace] = {}
-        for rank, trace in base.traces.items():
-            of_rank = choose(trace, blocks[rank], extra[rank] + to_host)
-            traces[rank] = keep(trace, blocks[rank], of_rank)
-            kept |= of_rank
+        room = {rank: number + to_host for rank, number in extra.items()}
+        kept, traces = _choose(base.traces, blocks, room)
         lines = to_lines(kept, _to_host(kept, blocks, to_host))
         exact = not is_compiled and not any(">host" in line for line in lines)
         now = price(base.config, base.layout, traces, roomy) if exact else run(lines)
@@ -160,6 +156,19 @@ def autosac(
     last = best.simulation
     best.simulation = price(last.config, last.layout, last.traces, profile)
     return best
+
+
+def _choose(
+    traces: Mapping[int, Trace], blocks: Mapping[int, dict[int, Block]], room: Mapping[int, int]
+) -> tuple[dict[int, Kept], dict[int, Trace]]:
+    """Return the results that all blocks save in the room of each rank, and the traces of this choice."""
+    kept: dict[int, Kept] = {}
+    chosen: dict[int, Trace] = {}
+    for rank, trace in traces.items():
+        of_rank = choose(trace, blocks[rank], room[rank])
+        chosen[rank] = keep(trace, blocks[rank], of_rank)
+        kept |= of_rank
+    return kept, chosen
 
 
 def _host_bytes(base: Simulation, profile: Profile) -> int:
