@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code. titan.cli reports a `ConfigError`."""
     parser = _parser()
-    # What argparse does not know is the job: its files and overrides, which the config's loader
-    # checks.
+    # Arguments that argparse does not know are the job: files and overrides, which the config's
+    # loader checks.
     options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     if options.calibrate:
         from titan.sim.price.calibrate import calibrate
@@ -232,8 +232,7 @@ def _show(options: argparse.Namespace, run: Callable[[], tuple[StepSimulation, F
     except (HardwareError, TraceError, ReplayError, OSError) as error:
         say("")
         print(f"titan sim: {error}", file=sys.stderr)
-        # A replay that cannot end is a fault of ours; all others follow from the job or the
-        # hardware.
+        # A replay that cannot end is a bug of titan; other errors follow from the job or the hardware.
         return 1 if isinstance(error, ReplayError) else 2
     phases_run = all(row["fits"] or row["tight"] for row in figures.get("phases", ()))
     return 0 if simulation.runs and phases_run else 1

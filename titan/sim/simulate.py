@@ -277,7 +277,7 @@ def facts(simulation: Simulation) -> Facts:
     config, profile, model = simulation.config, simulation.profile, simulation.model
     convention = config.metrics.mfu_convention
     flops_per_token = model.flops_per_token(config.training.seq_len, causal=convention == "causal")
-    # MFU counts the model's FLOPs, not those that run: recomputation lowers it.
+    # MFU counts the model's FLOPs, without recomputation: recomputation lowers it.
     tflops = simulation.tokens_per_s_per_gpu * flops_per_token / 1e12
     # A profile may lack a peak for the dtype. Then there is no MFU.
     dtype = config.training.compute_dtype

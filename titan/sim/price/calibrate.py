@@ -54,7 +54,7 @@ class Sizes:
     """
 
     tokens: int
-    widths: tuple[tuple[int, int], ...]  # K, N of matrix products
+    widths: tuple[tuple[int, int], ...]  # K, N of matmuls
     lengths: tuple[int, ...]  # of attention
     heads: int
     moved: tuple[int, ...]  # bytes
@@ -90,10 +90,10 @@ def fit(base: Profile, seconds_of: SecondsOf, *, sizes: Sizes, dtypes: tuple[str
         dtypes: Data types of the matmuls. Attention is measured in the first.
     """
     # In this order: a kernel's fixed time is deducted from the memory's measurements, and both from
-    # the products'.
+    # the matmuls'.
     figures: Figures = {"kernel_min_us": 1e6 * seconds_of(_pointwise(0))}
     rates = _memory_rates(seconds_of, sizes, figures["kernel_min_us"])
-    # A card that moves more than its base, such as an H200 beside an H100, would have its shares cut at 1.
+    # A card that moves more than its base, such as an H200 against an H100, would have its shares cut at 1.
     if (fastest := max(rate for _, rate in rates)) > base.memory_tb_per_s:
         figures["memory_tb_per_s"] = fastest * 1.05
     peak = figures.get("memory_tb_per_s", base.memory_tb_per_s)
@@ -210,7 +210,7 @@ def make_work(kernel: Kernel, device: torch.device) -> Callable[[], Any]:
 
     def tensor(*shape: int) -> torch.Tensor:
         dtype = getattr(torch, kernel.dtype)
-        # Random data: products of zeros draw less power, and so run at higher clocks.
+        # Random data: matmuls of zeros draw less power, and so run at higher clocks.
         return torch.randn(shape, device=device, dtype=torch.float32).to(dtype)
 
     if kernel.kind == "pointwise":
@@ -296,14 +296,14 @@ def calibrate(path: Path, *, base_name: str | None, say: Callable[[str], None]) 
         say(f"kernel {counted}: {kernel.name} {kernel.shapes or kernel.read_bytes}")
         return bench.seconds(make_work(kernel, device), device)
 
-    # What the device states about itself comes first: the fits below are shares of it.
+    # The device's own statements come first: the fits below are shares of them.
     figures = _of_device(device) if on_gpu else _of_host(seconds_of)
     figures |= fit(base.model_copy(update=figures), seconds_of, sizes=sizes, dtypes=dtypes)
     copied = 2**28 if on_gpu else 2**24
     from_host = bench.copy(device, copied, source=torch.device("cpu"))
     figures["launch_us"] = bench.launch_s(device) * 1e6
     figures["host_gb_per_s"] = copied / bench.seconds(from_host, device) / 1e9
-    # After the kernels: ranks measure alone, and nothing else runs beside them then.
+    # After the kernels: ranks measure alone, with no other work on the device.
     if ranks > 1:
         dist.init_process_group()
         say("collectives")
@@ -377,7 +377,7 @@ def _value(value: Any) -> str:
 
 
 def table(base: Profile, measured: Profile, figures: Figures) -> str:
-    """Return a table of the measured figures beside the base profile's."""
+    """Return a table of the measured figures and the base profile's."""
     rows = [("figure", "measured", base.name)]
     for key in figures:
         one, other = getattr(measured, key), getattr(base, key)

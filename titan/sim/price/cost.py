@@ -22,9 +22,9 @@ _QUERY_BLOCK = 128
 _NOT_FLASH = {"efficient", "cudnn"}
 """Words in the names of kernels that are recorded where FlashAttention-2 cannot run."""
 _SPLITS = (1, 2, 4, 8)
-"""Parts that a matrix product's K is cut into when the output has too few tiles to fill the device."""
+"""Parts that a matmul's K is cut into when the output has too few tiles to fill the device."""
 _GROUPED_PAIR = 2
-"""Tiles, one above the other, that two SMs compute together in a grouped product. A group takes whole pairs, of which its
+"""Tiles, one above the other, that two SMs compute together in a grouped matmul. A group takes whole pairs, of which its
 rows may fill a part (GroupMM.cu: clusters of 2 x 1; CUTLASS's grouped scheduler rounds each group up to a cluster, issue 3497)."""
 _GROUPED_SMALL = 128
 """Rows or columns of a group up to which GroupMM.cu takes its small tile."""
@@ -43,8 +43,8 @@ class Cost:
         self.dispatch = dispatch
         # Kernels compare by value, so a launch that repeats in every layer is priced once.
         self._kernels: dict[Kernel, float] = {}
-        # What the host pays to issue a kernel depends on who issues it: DTensor first works out
-        # shardings in Python, compiled code calls the launcher directly.
+        # The host's time to launch a kernel depends on the launcher: DTensor first computes shardings
+        # in Python, compiled code calls the launcher directly.
         self._launches: dict[Host, float] = {
             "eager": profile.launch_us * 1e-6,
             "dtensor": profile.launch_dtensor_us * 1e-6,
@@ -74,10 +74,7 @@ class Cost:
         return first + (kernel.num_launches - 1) * self._launches["compiled"]
 
     def transfer(self, transfer: Transfer, group: Group, *, rank: int) -> TransferPrice:
-        """Return latency, volume and links of a transfer.
-
-        For a send or recv they are those of the side of `rank`.
-        """
+        """Return latency, volume and links of a transfer, for the side of `rank`."""
         return price_transfer(transfer, group, self.profile, rank=rank, dispatch=self.dispatch)
 
     @property
@@ -120,7 +117,7 @@ class Cost:
         dtype = peak_dtype(kernel.dtype, profile)
         share = profile.matmul_share.get(dtype, profile.matmul_share["bfloat16"])
         peak = profile.peak_tflops[dtype] * 1e12
-        # Filling a tile takes as long in any dtype, and so a longer part of a faster product.
+        # Filling a tile takes as long in any dtype, and so a longer part of a faster matmul.
         fill_k = profile.tile_fill_k * peak / (profile.peak_tflops["bfloat16"] * 1e12)
         best = float("inf")
         # Search tiles and splits of K as cuBLAS's heuristic does. A large tile reuses more of each
@@ -151,8 +148,8 @@ class Cost:
         """Return the seconds of attention's arithmetic."""
         profile = self.profile
         (batch, heads, queries, _), (_, _, keys, _) = kernel.shapes[:2]
-        # FLOPs per query, key and channel: two matrix products forward, five backward, where the
-        # scores are computed again. Each product costs two.
+        # FLOPs per query, key and channel: two matmuls forward, five backward, where the
+        # scores are computed again. Each matmul costs two.
         curves, factor = profile.attention_forward_tflops, 4.0
         if kernel.kind == "attention_backward":
             curves, factor = profile.attention_backward_tflops, 10.0
@@ -161,8 +158,8 @@ class Cost:
         flops = factor / 2 * batch * heads * head_dims * attended(queries, keys, kernel.causal)
         is_short = peak_dtype(kernel.dtype, profile) != "float32"
         chosen = profile.attention_kernel
-        # What FlashAttention-2 does not take (a mask, values of another size than keys) is recorded as another kernel.
-        # cuDNN takes both (sdp_utils.cpp), so the memory-efficient kernel runs only where cuDNN does not come first.
+        # Inputs that FlashAttention-2 does not support (a mask, other head dimensions of values than of keys) are recorded
+        # as another kernel. cuDNN supports both (sdp_utils.cpp), so the memory-efficient kernel runs only where cuDNN does not come first.
         if is_short and chosen == "flash2" and _NOT_FLASH & {*kernel.name.split("_")}:
             chosen = "efficient"
         curve = curves.get(chosen, curves[profile.attention_kernel])

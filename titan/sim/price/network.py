@@ -96,7 +96,7 @@ class _Protocol(NamedTuple):
 
 # Latencies: baseLat and hwLat. Shares: LL carries 4 bytes of data in 8 and waits for flags; LL128 carries 120 in 128.
 _PROTOCOLS = (
-    # LL: for small messages; a flag beside every 4 bytes.
+    # LL: for small messages; a flag for every 4 bytes.
     _Protocol(ring=(6.6, 0.6, 2.7), tree=(6.8, 0.6, 5.0), share_intra=0.25, share_inter=0.25),
     # LL128: a flag in every 128 bytes.
     _Protocol(ring=(14.0, 1.9, 4.0), tree=(14.0, 1.25, 8.5), share_intra=0.92, share_inter=0.92),
@@ -104,7 +104,7 @@ _PROTOCOLS = (
     _Protocol(ring=(8.4, 3.4, 14.0), tree=(8.4, 4.0, 14.0), share_intra=1.0, share_inter=1.0),
 )
 _SWITCH_US = 90.0
-"""Of an all-reduce inside the switch (NVLS): what the published times of 8 H200 from 64 MiB to 1 GiB (ml-engineering, NCCL 2.27)
+"""Latency of an all-reduce inside the switch (NVLS): the remainder of the published times of 8 H200 from 64 MiB to 1 GiB (ml-engineering, NCCL 2.27)
 leave when the volume at 480 GB/s is deducted."""
 _TREE_SHARE = 0.85
 """Bandwidth of trees against rings between nodes (treeCorrectionFactor for large messages)."""
@@ -142,7 +142,7 @@ def price_transfer(
     # The share of the tensor that a rank does not hold.
     others = (ranks - 1) / ranks
     if transfer.kind == "all_to_all":
-        # What is counted before rows are sent is in integers.
+        # The counts that precede the tokens are integers.
         sends_tokens = "ep" in group.axes and "int" not in transfer.dtype
         return _price_all_to_all(size, group.ranks, nodes, profile, dispatch if sends_tokens else None)  # fmt: skip
     if transfer.kind == "broadcast":

@@ -37,11 +37,11 @@ _copy = torch.ops.aten.copy_.default
 def install(tracer: Tracer) -> None:
     """Make the fused operations run torch's own decomposition for CUDA."""
     # torch alternates chunks between the current stream and a second one, so that a copy hides
-    # behind a product.
+    # behind a matmul.
     stream = device.Stream(number=device.SECOND_STREAM)
     torch_compat.replace(_MODULE, "_get_backend_stream", lambda _: lambda priority=0: stream)
     torch_compat.replace(_MODULE, "get_symm_mem_workspace", lambda _: lambda name, min_size: _Workspace(tracer, name))  # fmt: skip
-    # torch 2.15 asks for an accelerator's allocator of it, earlier ones for what is asked here: whether the group was announced.
+    # torch 2.15 asks for an accelerator's allocator of it, earlier versions ask whether the group was announced.
     announced = torch_compat.find(_MODULE, "_group_name_to_store")
     torch_compat.replace(_MODULE, "is_symm_mem_enabled_for_group", lambda _: announced.__contains__)
     # The implementation names torch.cuda directly where it should ask for the tensor's device.

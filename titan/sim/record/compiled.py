@@ -126,8 +126,7 @@ class _HostProgram:
         ]
         kernel = Kernel("fused: on the host", "pointwise", read_bytes=sizes[0], write_bytes=sizes[1], host="compiled")  # fmt: skip
         self.tracer.launch_on_host(kernel)
-        # The convention of a boxed call: whoever is called empties the list, so that inputs can end
-        # early.
+        # The convention of a boxed call: the callee empties the list, so that inputs can end early.
         args.clear()
         return outputs
 
@@ -257,7 +256,7 @@ def _recomputed(graph: torch.fx.Graph) -> set[torch.fx.Node]:
             # Nodes come in topological order, so the tags of its inputs are known.
             passes = {tags[n] for n in node.all_input_nodes} - {None}
             tag = next((t for t in ("is_backward", "is_forward") if t in passes), None)
-        if node.op == "placeholder":  # a gradient, or what was kept
+        if node.op == "placeholder":  # a gradient, or a saved value
             tag = "is_backward" if node.name.startswith("tangents") else None
         tags[node] = tag
     return {node for node, tag in tags.items() if tag == "is_forward"}

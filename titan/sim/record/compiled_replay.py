@@ -189,15 +189,17 @@ class RecordedProgram:
         self.tracer, self.call = tracer, call
         self._boxed_call = True  # for torch: inputs are freed when they were last used
         self._runs: dict[Any, _RecordedRun] = {}
-        self._notes: list[tuple[int, Any]] = []  # what is no event, and the number of the next one
+        self._notes: list[
+            tuple[int, Any]
+        ] = []  # entries of the log that are no events, with the position
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Run the program, or replay an earlier run with inputs of the same kind."""
         tracer = self.tracer
         self._notes.clear()
         with tracer.compiled():
-            # A result that is still under way ties the run to the collective outside, so it cannot
-            # be repeated.
+            # An unfinished collective ties its result to the run outside, so that it cannot be
+            # repeated.
             if not tracer.replays_programs or any(
                 map(tracer.transfers.is_awaited, tensors_in(args))
             ):
@@ -209,7 +211,7 @@ class RecordedProgram:
             # Aliasing is a part of the kind: a program frees shared memory after the last input
             # that has it.
             first = {address: addresses.index(address) for address in addresses if address}
-            # The current stream is one too, since events name streams by number.
+            # The current stream is a part too, since events name streams by number.
             kind = (device.current_stream(), *(_kind(a, first) for a in inputs))
             if kind in self._runs:
                 return self._replay(self._runs[kind], inputs)
@@ -341,7 +343,7 @@ class RecordedProgram:
 
 
 def _is_tensor(output: Any) -> bool:
-    """Return whether an output's description is that of a tensor."""
+    """Return whether an output's description describes a tensor."""
     return isinstance(output, tuple)
 
 

@@ -26,7 +26,7 @@ def assume_token_counts(busiest: float, record: Callable[[Event], None]) -> None
         record: Receives the host's waits for the counts.
     """
 
-    def waits(assume: Callable[[int, int], list[int]]) -> Callable[..., list[int]]:
+    def waiting(assume: Callable[[int, int], list[int]]) -> Callable[..., list[int]]:
         def assumed(counts: Tensor, *, num_rows: int) -> list[int]:
             record(Synchronize(current_stream(), "rows of experts are counted"))
             return assume(len(counts), num_rows)
@@ -34,14 +34,14 @@ def assume_token_counts(busiest: float, record: Callable[[Event], None]) -> None
         return assumed
 
     def of_ranks(count: int, num_rows: int) -> list[int]:
-        # What is sent to each rank, and then what comes from each: at most all that there is.
+        # Tokens sent to each rank, then tokens received from each rank: at most all tokens.
         ranks = count // 2
         arriving = round(num_rows * min(busiest, ranks))
         return [*split_evenly(num_rows, ranks), *split_evenly(arriving, ranks)]
 
-    # A rank's rows, by its experts, and by the ranks of the exchange.
-    moe.host_counts = waits(lambda count, num_rows: split_evenly(num_rows, count))
-    expert.host_counts = waits(of_ranks)
+    # A rank's tokens, by its experts, and by the ranks of the dispatch.
+    moe.host_counts = waiting(lambda count, num_rows: split_evenly(num_rows, count))
+    expert.host_counts = waiting(of_ranks)
 
 
 def split_evenly(total: int, parts: int) -> list[int]:

@@ -91,7 +91,7 @@ class Reference(NamedTuple):
     distance: int
 
 
-# Ways to say where the block is, in the order in which they are tried: by (from_end, relative).
+# Forms of a reference as (from_end, relative), in the order in which they are tried.
 _IN_PASS = ((False, True), (False, False), (True, False), (True, True))
 _IN_SERIES = ((False, True), (True, True))
 
@@ -117,7 +117,7 @@ def extrapolate(small: Trace, big: Trace, *, depth: int, stages: Sequence[Depth]
     return _Extrapolation(few, more, stages).trace(big)
 
 
-# ---- putting together a deeper one -----------------------------------------------------------------
+# ---- the trace of a deeper model -------------------------------------------------------------------
 
 
 class _Extrapolation:
@@ -232,8 +232,8 @@ class _Extrapolation:
         # The ends must not depend on the depth, or they would not hold at the whole model's.
         if few[0] != more[0] or few[-1] != more[-1]:
             raise self._fail(number, "the first or the last block differs with the depth")
-        # From the second block to the one before the last, as `t + 1` must be in the middle too. Dense blocks before those
-        # with experts may equal each other, but a deeper model has no more of them.
+        # `t` and `t + 1` are both in the middle. Dense blocks that precede the blocks with experts may equal each other, but
+        # a deeper model has no more of them.
         for t in range(1, len(more) - 2):
             alike = more[t] == more[t + 1] and references[t] == references[t + 1]
             if alike and few == more[:t] + more[t + 1 :]:
@@ -244,7 +244,7 @@ class _Extrapolation:
 
     def trace(self, big: Trace) -> Trace:
         """Return the trace of the whole model. `big` gives its groups."""
-        # By event of the new trace: its new number, for those that refer to it.
+        # New number of each event, for events that refer to it.
         self.numbers: dict[EventId, int] = {}
         # Scopes and kernels are shared between events, as in a recorded trace.
         self.scopes: dict[tuple[Scope, int], Scope] = {}
@@ -255,16 +255,16 @@ class _Extrapolation:
         return result
 
     def _emit(self, number: int, events: list[Event]) -> None:
-        """Append the events of a segment to those of the whole model."""
+        """Append a segment's events to a section of the whole model's trace."""
         segment, length = self.more.segments[number], self.lengths[number]
         for part in range(length):
             source = self._source(segment, part, length)
             for n, event in enumerate(segment.parts[source]):
                 event_id = EventId(number, part, n)
-                # An event of a series beyond those traced refers as the last one of them does.
+                # An event beyond the traced length of a series has the reference of the last traced event.
                 reference = self.references[number][source][n]
                 target = None if reference is None else self._resolve(reference, event_id)
-                # Only what belongs to no layer pass grows: within a pass, sizes belong to a block.
+                # Only events outside layer passes grow: within a pass, sizes belong to a block.
                 if not segment.direction:
                     # The shallower trace may have a shorter series, whose last event stands for the rest.
                     few = self.few.segments[number].parts
@@ -332,8 +332,8 @@ class _Extrapolation:
         """Return the event with the numbers and scopes of the whole model."""
         changes: dict[str, Any] = {}
         if (key := number_of(event)) is not None:
-            # What others refer to gets a number, of works the first transfer. Numbers of blocks, events and works come from one
-            # counter: the new trace needs them only to be distinct. -1: it refers to something from before the trace began.
+            # Events that others refer to get a number; for a work this is its first transfer. Numbers of blocks, events and works
+            # come from one counter: the new trace needs them only to be distinct. -1: it refers to something from before the trace began.
             if target is None and isinstance(event, BEGINS):
                 target = event_id
                 self.numbers[event_id] = len(self.numbers)
@@ -359,7 +359,7 @@ class _Extrapolation:
 def _shapes(parsed: ParsedTrace, number: int, part: int) -> list[Any]:
     """Return the comparable form of each event of a part, and the segment and number of the event that it refers to."""
     targets = parsed.targets
-    # What a block with experts frees may look as what a dense one frees: only where it was allocated differs.
+    # The Free events of a block with experts may equal those of a dense block: only the place of the allocation differs.
     return [
         (
             _shape(event),

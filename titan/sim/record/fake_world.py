@@ -52,14 +52,14 @@ def impersonate_rank(rank: int, mesh: DeviceMesh) -> int:
     """
     own = dist.get_rank()
     shift = rank - own
-    # A shift of 0 needs no exchange: this rank is in the stage that is wanted.
+    # A shift of 0 needs no change: this rank is in the wanted stage.
     if shift:
         pipeline = mesh.get_group("pp")
         # In the whole world's group torch takes the rank from elsewhere, so a change here would do
         # nothing.
         assert dist.get_world_size(pipeline) < dist.get_world_size()
         numbers = torch_compat.group_ranks(pipeline)
-        # Start from the true order: an earlier call may have exchanged two other ranks.
+        # Start from the true order: an earlier call may have swapped two other ranks.
         numbers.update({global_rank: number for number, global_rank in enumerate(sorted(numbers))})
         numbers[own], numbers[rank] = numbers[rank], numbers[own]
     return shift

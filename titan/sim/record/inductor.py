@@ -51,7 +51,7 @@ class SilentKernel(TritonKernel):
 
     @property
     def transposes(self) -> bool:
-        """Whether consecutive elements of one tensor lie along another dimension of the tiles than those of another tensor.
+        """Whether consecutive elements of two tensors lie along different dimensions of the tiles.
 
         A kernel may compute in tiles and not transpose: torch 2.11 uses tiles for a vector along
         each dimension, too.
@@ -60,7 +60,7 @@ class SilentKernel(TritonKernel):
         for index in self.indices:
             symbols = [s for s in index.free_symbols if s in self.range_tree_nodes]
             tiles = [self.range_tree_nodes[s].root.prefix for s in symbols]
-            if {"x", "y"} <= {*tiles}:  # else it is a vector, which all rows share
+            if {"x", "y"} <= {*tiles}:  # another index is that of a vector, which all tiles share
                 strides = V.graph.sizevars.stride_hints(index, symbols)
                 along |= {tile for tile, stride in zip(tiles, strides, strict=True) if stride == 1}
         return {"x", "y"} <= along
@@ -140,9 +140,9 @@ def register_device(name: str, scheduling: type, wrapper: type) -> None:
     find("torch._inductor.utils", "GPU_TYPES")[:] = [name]
     # The scheduler refuses a GPU without Triton, which this machine need not have.
     replace("torch._inductor.scheduler", "has_triton", lambda _: lambda: True)
-    # Its way to multiply into fp32 asks for devices by their names. It is torch's product in either case.
-    product, lowering = torch.ops.aten.mm.dtype, "torch._inductor.lowering"
-    find(lowering, "lowerings")[product] = find(lowering, "fallback_handler")(product)
+    # Its matmul with an fp32 result asks for devices by their names. It is torch's matmul in either case.
+    matmul, lowering = torch.ops.aten.mm.dtype, "torch._inductor.lowering"
+    find(lowering, "lowerings")[matmul] = find(lowering, "fallback_handler")(matmul)
     folder = "UniformValueConstantFolder._deduce_value"
     replace("torch._inductor.fx_passes.joint_graph", folder, _deduce_on_host)
     # Patterns of graphs are traced on a device, which does not matter and has to be there.

@@ -189,7 +189,7 @@ class Microbatches:
                 raise CannotRepeat(self.failure)
             self._alike.add((stage, part))
 
-    # ---- what ran
+    # ---- parts that ran
 
     def _described(self, stage: int, number: int, start: int, result: Any) -> _Part:
         """Return the record of a part that has run."""
@@ -197,7 +197,7 @@ class Microbatches:
         events: list[tuple[Event, int]] = []
         described: list[Any] = []
         for event in self.tracer.events[start:]:
-            key, count = number_of(event), -1  # -1: it refers to what was before the microbatch
+            key, count = number_of(event), -1  # -1: it refers to something before the microbatch
             if key is not None:
                 is_new = isinstance(event, BEGINS)
                 count = counted.setdefault(key, len(counted)) if is_new else counted.get(key, -1)
@@ -239,14 +239,14 @@ class Microbatches:
                 if refers or any(output.number < 0 for output in _outputs(recorded.outputs)):
                     return f"microbatches of stage {stage} need what was before them in {earlier}"
         if part == "B":
-            # What neither ends within the microbatch nor is returned ends elsewhere, which is not repeated.
+            # Memory that neither ends within the microbatch nor is returned ends outside of it, which is not repeated.
             left = [n for (kind, _), n in self._counted[stage, like].items() if kind == "block"]
             returned = [o.number for p in "FLB" if (stage, like, p) in self._parts for o in _outputs(self._parts[stage, like, p].outputs)]  # fmt: skip
             if {*left} - {*returned} or len({*returned}) < len(returned):
                 return f"stage {stage} keeps memory of its microbatches"
         return ""
 
-    # ---- what repeats it
+    # ---- parts that repeat others
 
     def _repeat(self, stage: int, number: int, part: str) -> Any:
         """Emit the events of a part again, and return equal outputs."""
@@ -291,7 +291,7 @@ def _outputs(outputs: Any) -> list[_Output]:
     return [output for output in tree_leaves(outputs, is_leaf=_is_output) if _is_output(output)]
 
 
-# ---- where they pass
+# ---- wrappers of torch's methods
 
 
 def wrap_part(tracer: Tracer, method: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -42,9 +42,10 @@ class ScopeTracker:
         self.on_backward: Callable[[], None] = lambda: None
         self._path: list[str] = [""]
         self._recomputing = 0
-        # Parallel lists, in ascending order of the numbers: where a module begins to make nodes.
-        self._numbers: list[int] = []  # of autograd nodes, and
-        self._modules: list[str] = []  # the module that makes those from there on
+        # Parallel lists, in ascending order: numbers of autograd nodes, and the module that makes the
+        # nodes from each number on.
+        self._numbers: list[int] = []
+        self._modules: list[str] = []
         self._in_backward = False
         self._compiled = ("", False)
         self.fsdp: tuple[str, bool] | None = None
@@ -68,7 +69,7 @@ class ScopeTracker:
             phase = "recompute" if self._recomputing else "backward"
             if not self._recomputing:
                 module = self._module_of_backward()
-        # FSDP works for a module that does not run itself: prefetches, and what a pipeline leaves
+        # FSDP works for a module that does not run itself: prefetches, and work that a pipeline leaves
         # between actions.
         if self.fsdp is not None and not (in_backward or module):
             module, reduces = self.fsdp
@@ -180,7 +181,7 @@ class ScopeTracker:
         call: Callable[..., Any] = module._compiled_call_impl or module._call_impl
 
         def enclosed(*args: Any, **kwargs: Any) -> Any:
-            # Of a compiled function, which the module does not know to be in: what happens here would break its graph.
+            # The module is inside a compiled function without knowing it: tracking would break the graph.
             if torch.compiler.is_compiling():
                 return call(*args, **kwargs)
             recomputing = torch_compat.in_backward()

@@ -22,20 +22,20 @@ _aten = torch.ops.aten
 # Names are those of the packet, without namespace and overload, as `func._opname` gives them.
 _MATMULS = {"mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_int_mm", "_grouped_mm"}
 _WITH_ADDEND = {"addmm", "baddbmm"}
-# Read the rows that an index chooses.
+# Operators that read the rows chosen by an index.
 _GATHERS = {"embedding", "embedding_dense_backward", "gather", "scatter", "scatter_", "scatter_add",
             "scatter_add_", "index", "index_select", "index_put", "index_put_", "_index_put_impl_"}  # fmt: skip
 _COPIES = {"copy_", "clone", "_to_copy", "cat", "stack", "split_with_sizes_copy", "chunk_cat",
            "all_gather_copy_in", "_foreach_copy_", "_chunk_cat", "chunk_cat_mixed_dtype", "repeat"}  # fmt: skip
-# What they write they do not read first, so it counts once.
+# Overwritten memory is not read first, so it counts once.
 _OVERWRITE = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "uniform_", "normal_", "all_gather_copy_in"}  # fmt: skip
-# Change metadata or take memory, and run no kernel.
+# Operators that change metadata or take memory, and run no kernel.
 _FREE = {"detach", "detach_", "alias", "lift_fresh", "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided",
          "_unsafe_view", "_reshape_alias", "as_strided", "set_", "resize_", "record_stream", "record_grad_output_stream", "is_pinned", "_pin_memory",
          "result_type", "is_same_size", "_has_compatible_shallow_copy_type", "_version", "lift"}  # fmt: skip
 _FREE_NAMESPACES = {"prim", "profiler", "sym"}
 # Kernels of one operation, where it is not one: FlashAttention's backward prepares, computes and converts; a sorted gather
-# of an embedding's gradient; CUTLASS's grouped product is set up on the device; a radix sort of 64 bits passes 8 times.
+# of an embedding's gradient; CUTLASS's grouped matmul is set up on the device; a radix sort of 64 bits passes 8 times.
 _LAUNCHES = {"_scaled_dot_product_flash_attention_backward": 3, "_varlen_attn_backward": 3, "embedding_dense_backward": 4, "_foreach_norm": 2, "_fused_rms_norm_backward": 2,
              "_grouped_mm": 2, "sort": 10}  # fmt: skip
 
@@ -91,7 +91,7 @@ def _kind(name: str) -> KernelKind:
         return "copy"
     if name.startswith(("_foreach_", "_fused_adam")):
         return "optimizer"
-    # All else: a thread for each element, or a reduction, priced by bytes.
+    # All others: a thread for each element, or a reduction, priced by bytes.
     return "pointwise"
 
 
@@ -140,7 +140,7 @@ def kernel_of(
         if name.startswith("_varlen_attn"):
             length = argument_of(op.func, "max_q", args, kwargs)
             before, _ = argument_of(op.func, "window_size", args, kwargs) or (-1, -1)
-            # With a window, as if there were so many keys.
+            # A sliding window counts as attention over `window` keys.
             keys = min(length, before + 1) or length
             # Packed documents are priced as if each filled its sequence: how long they are is in the data alone.
             shapes = tuple(
@@ -150,7 +150,7 @@ def kernel_of(
         flops = _attention_flops(kind, shapes)
         causal = bool(argument_of(op.func, "is_causal", args, kwargs))
     elif name == "_grouped_mm":
-        # Either the rows or, of weights' gradients, the sums are dealt out to the groups.
+        # The groups share the tokens or, for weights' gradients, the sums over tokens.
         flops = 2 * inputs[0].numel() * inputs[1].shape[-1]
     else:
         flops = _flops(op, args, kwargs, outputs)
@@ -207,7 +207,7 @@ def _shapes(
 ) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of the operands that the cost of a kernel depends on."""
     if name == "_grouped_mm":
-        # As a batch of equal products: (R, I) rows times (e, I, O), or sums over rows, (O, R) times (R, I).
+        # As a batch of equal matmuls: tokens (R, I) times (e, I, O), or sums over tokens, (O, R) times (R, I).
         (m, k), (*groups, _, n) = inputs[0].shape, inputs[1].shape
         if groups:
             m = -(-m // groups[0])
@@ -233,8 +233,8 @@ def _attention_flops(kind: KernelKind, shapes: tuple[tuple[int, ...], ...]) -> i
     torch's formula does not support grouped heads in 2.11.
     """
     (batch, heads, queries, size), (*_, keys, _) = shapes[:2]
-    products = 2 if kind == "attention" else 5
-    return products * 2 * batch * heads * queries * keys * size
+    matmuls = 2 if kind == "attention" else 5
+    return matmuls * 2 * batch * heads * queries * keys * size
 
 
 def _flops(op: Operator, args: Any, kwargs: Any, outputs: list[Tensor]) -> int:
@@ -283,9 +283,9 @@ def workspace_bytes(op: Operator, args: Any) -> list[int]:
     else:
         return []
     (batch, heads, length, size), (_, groups, keys, _) = q.shape, k.shape
-    # Sequences are padded to 128 rows and heads to 32 channels: softmax_d and dq_accum, in fp32.
-    rows = batch * heads * (length + -length % 128)
-    sizes = [4 * rows, 4 * rows * (size + -size % 32)]
+    # Sequences are padded to 128 queries and heads to 32 channels: softmax_d and dq_accum, in fp32.
+    queries = batch * heads * (length + -length % 128)
+    sizes = [4 * queries, 4 * queries * (size + -size % 32)]
     if groups != heads:
         sizes += 2 * [batch * keys * heads * size * args[1].dtype.itemsize]
     return sizes

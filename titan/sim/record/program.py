@@ -97,7 +97,7 @@ def record_program(
         tracer.storages.categorize_new("parameters")
         for parameter, owner in _owners(program).items():
             tracer.storages.attribute([local(parameter)], owner)
-        # What stays of the construction: temporary memory is gone before the first step.
+        # Memory that remains after the construction: temporary memory is gone before the first step.
         trace.setup, trace.tokens = _left(tracer.events), program.tokens
         tracer.microbatches = None
         pipeline = program.pipeline
@@ -128,10 +128,10 @@ def record_program(
                 # Every step is like one that leaves all as it was.
                 if shortcut and (without_gradient or _is_closed(trace.step)):
                     break
-        tracer.events = []  # what is freed from here on is no part of it
+        tracer.events = []  # later frees are no part of the trace
         gc.enable()
     trace.groups, trace.mesh = tracer.transfers.groups, tracer.transfers.degrees
-    if shortcut and without_gradient:  # those have no states
+    if shortcut and without_gradient:  # such parameters have no states
         return record_program(build, rank, world_size, tracer, steps, repeats=False)
     return trace
 

@@ -56,7 +56,7 @@ class Script:
         """Return the titan.sim.record.program.Program that the script builds.
 
         Raises:
-            InputError: The function returns something else than the protocol says.
+            InputError: The function's result does not follow the protocol.
         """
         import torch
         import torch.distributed as dist

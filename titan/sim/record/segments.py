@@ -154,24 +154,24 @@ def parse_trace(trace: Trace, depth: int) -> ParsedTrace:
 def _labels(events: Sequence[Event], allocations: dict[int, Allocate], depth: int) -> list[Any]:
     """Return ((phase, action, stage), block) for each event that belongs to a block, and None for other events."""
     labels: list[Any] = []
-    # Where the last event with a scope was.
-    here: Any = None
+    # Label of the last event with a scope.
+    current: Any = None
     phase: Any = ("",)
     for event in events:
-        # An event without a scope is where the one before it is.
+        # An event without a scope has the label of the event before it.
         scope = getattr(event, "scope", None)
         if scope is not None:
             phase = (_FORWARD if scope.phase not in _BACKWARD else "backward", scope.action)
             layer = block_of(scope)
             # The stage is a part of the label: blocks are numbered through all stages.
-            here = None if layer is None else ((*phase, layer // depth), layer)
-        # What frees memory outside all blocks belongs to the block that took it: gradients and
+            current = None if layer is None else ((*phase, layer // depth), layer)
+        # A Free outside all blocks belongs to the block that allocated the memory: gradients and
         # optimizer states are given back in the order of their blocks.
-        elif isinstance(event, Free) and here is None:
+        elif isinstance(event, Free) and current is None:
             layer = block_of(allocations[event.block].scope)
             labels.append(None if layer is None else ((*phase, "free", layer // depth), layer))
             continue
-        labels.append(here)
+        labels.append(current)
     _label_waits(events, labels, depth)
     return labels
 
@@ -188,7 +188,7 @@ def _label_waits(events: Sequence[Event], labels: list[Any], depth: int) -> None
         if not waits:
             continue
         awaited = {n: recorded.get(getattr(events[n], "event", -1)) for n in run}
-        # Where fewer blocks are awaited, the waits stay where they are.
+        # If fewer blocks are awaited, the waits keep their labels.
         if len({*awaited.values()} - {None}) >= depth:
             for n, layer in awaited.items():
                 labels[n] = None if layer is None else (("wait", layer // depth), layer)
@@ -218,12 +218,12 @@ def _segments(labelled: Iterable[tuple[Event, tuple[Any, int]]], depth: int) -> 
     runs: list[tuple[int, list[Event]]] = []
     for event, (group, layer) in labelled:
         direction = 0 if len(runs) < 2 else runs[-1][0] - runs[-2][0]
-        # A complete pass, and the next one begins at the same end. What is freed may be of blocks with experts alone.
+        # A complete pass, and the next pass begins at the same end. Free events may concern blocks with experts alone.
         turns = "free" in group and (layer - runs[-1][0]) * direction < 0 if runs else False
         if turns or (len(runs) == depth and layer == runs[0][0]):
             yield from _layer_pass(runs, depth)
             runs = [(layer, [event])]
-        # An event of an earlier block (its prefetch, its end) belongs to the block at hand.
+        # An event of an earlier block (its prefetch, its end) belongs to the current block.
         elif runs and (
             layer == runs[-1][0] or (direction and (layer - runs[-1][0]) * direction < 0)
         ):
@@ -239,8 +239,8 @@ def _layer_pass(runs: Sequence[tuple[int, list[Event]]], depth: int) -> Iterator
     stage = runs[0][0] // depth
     layers = [layer - stage * depth for layer, _ in runs]
     parts = [run for _, run in runs]
-    # All blocks of the stage, in order, or, after dense ones, those with experts: then dense blocks have empty parts.
-    # Anything else (a part of a pass) is not repeated.
+    # All blocks of the stage in order; or only the blocks with experts, which follow dense blocks with empty parts. An
+    # incomplete pass is not repeated.
     missing: list[list[Event]] = [[] for _ in range(depth - len(layers))]
     present = [*range(len(missing), depth)]
     if layers == present and (len(layers) > 1 or not missing):
@@ -256,7 +256,7 @@ def _layer_pass(runs: Sequence[tuple[int, list[Event]]], depth: int) -> Iterator
 
 def _join_series(parsed: ParsedTrace) -> None:
     """Join consecutive equal single events: allocations, records of events, and the Free events of such a series."""
-    # Of a block that a single event allocated: the event's segment.
+    # Segment of each block of memory that a single event allocated.
     home: dict[int, Segment] = {}
     joined: list[Segment] = []
     last: Any = None
@@ -267,7 +267,7 @@ def _join_series(parsed: ParsedTrace) -> None:
             key = (event.size_bytes, event.stream, event.category, event.scope)
         elif isinstance(event, RecordEvent):
             key = (event.stream,)
-        # In which order it frees another series is the references' matter.
+        # The references describe the order in which another series is freed.
         elif isinstance(event, Free) and event.block in home and home[event.block].series:
             key = id(home[event.block])
         if key is not None and (segment.section, key) == last:
@@ -294,7 +294,7 @@ def _find_targets(parsed: ParsedTrace) -> None:
             # Transfers of one work refer to the first of them.
             if first is not event_id:
                 parsed.targets[event_id] = first
-        # What was recorded before the trace is done, and needs no reference.
+        # Events recorded before the trace are done, and need no reference.
         elif key in known:
             parsed.targets[event_id] = known[key]
 

@@ -143,7 +143,7 @@ class Storages:
 
     def _release(self, entry: _Storage) -> None:
         """Record the end of a storage's memory. Its category is final then."""
-        # Memory ends here: its category is final, and whoever holds the event sees it.
+        # Memory ends here: its category is final.
         if entry.event is None:
             return
         self._made.pop(entry.event.block, None)
@@ -152,7 +152,7 @@ class Storages:
         self.record(Free(entry.event.block))
         entry.event = None
 
-    # ---- what it was for -----------------------------------------------------------------------
+    # ---- categories ----------------------------------------------------------------------------
 
     def categorize(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Set the category of these tensors' memory, also in events that were recorded before."""
@@ -188,7 +188,7 @@ class Storages:
 
     def forget(self) -> None:
         """Forget all storages, since another program begins."""
-        # What ends later must not be recorded into the new program: `end` above finds nothing.
+        # Later ends must not be recorded into the new program: `end` above finds nothing.
         self._live.clear()
         self._made.clear()
 

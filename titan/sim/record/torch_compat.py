@@ -56,7 +56,7 @@ def replace(module: str, name: str, wrap: Callable[[Any], Any]) -> None:
     # From __dict__, since getattr would unwrap a static or class method.
     old = owner.__dict__.get(last) or find(module, name)
     function = old.__func__ if isinstance(old, staticmethod | classmethod) else old
-    # Wrapped again as what it was.
+    # Static and class methods stay what they were.
     new = wrap(function)
     setattr(owner, last, type(old)(new) if isinstance(old, staticmethod | classmethod) else new)
 

@@ -39,7 +39,7 @@ CollectiveKind = Literal[
 ]
 Host = Literal[
     "eager",
-    "dtensor",  # the same, after DTensor has looked where its parts are and what to do with them
+    "dtensor",  # eager, after DTensor has computed placements and redistributions
     "compiled",
 ]
 Phase = Literal["setup", "forward", "backward", "recompute", "clip", "optimizer"]

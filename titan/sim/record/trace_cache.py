@@ -68,7 +68,7 @@ class TraceRequest:
     config: JobConfig
     layout: Layout
     device_kind: DeviceKind = "cuda"
-    prepare: Prepare | None = None  # what it changes is not in the key: such traces are not cached
+    prepare: Prepare | None = None  # not in the key: such traces are not cached
 
     @property
     def key(self) -> str:
@@ -81,8 +81,8 @@ class TraceRequest:
         # Two replicas stand for any number: `remap_ranks` moves a trace to another number of them.
         shape["layout"] = str(replace(layout, dp_replicate=min(layout.dp_replicate, 2)))
         shape["accumulation"] = layout.accumulation
-        # Left out: settings that do not change what a rank does in a step. The global batch is in
-        # the hash as accumulation.
+        # Left out: settings that do not change a rank's step. The global batch is in the hash as
+        # accumulation.
         shape["training"] = training.model_dump(
             mode="json",
             exclude={
@@ -100,7 +100,7 @@ class TraceRequest:
         # Part of the layout above, where a degree of -1 is resolved.
         for name in ("data_parallel_replicate_degree", "data_parallel_shard_degree"):
             shape["parallelism"].pop(name)
-        # The source too: any change of titan's code may change what a rank does.
+        # The source too: any change of titan's code may change a rank's step.
         text = json.dumps([shape, self.device_kind, version("torch"), _source()], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -198,7 +198,8 @@ class _Plan:
             self.join = partial(
                 _extended, depth=depth, stages=self.depths, size=size, missing=missing
             )
-            # What is compiled at one depth serves the other one. Else each has a process, if there are enough.
+            # Programs compiled at one depth serve the other depth, too. Without compilation, each depth has a process, if there
+            # are enough.
             if parts > 1 == len(self.ranks) and not request.config.compile.enable:
                 return [replace(job, programs=(p,), ranks=(*self.ranks,)) for p in self.programs]
             job = replace(job, programs=self.programs, join=self.join)
@@ -272,7 +273,7 @@ def _extended(
         whole = extrapolate(*apart, depth=depth, stages=stages)
         first = sum(stage.count for stage in stages)
         return _renamed(whole, _MTP, lambda number: f"layers.{first + int(number[1])}")
-    # Units repeat where blocks do not, so they are what is counted meanwhile.
+    # Units repeat even if their blocks do not, so "layers.N" counts units during the extrapolation.
     small, big = (_renamed(trace, LAYER, to_unit) for trace in traces)
     whole = extrapolate(small, big, depth=depth, stages=stages)
     return _renamed(whole, _IN_UNIT, to_block)

@@ -94,7 +94,7 @@ def trace_job(
     replays_programs: bool = True,
     on_backward_error: Callable[[TraceError], None] = lambda _: None,
 ) -> Iterator[Trace]:
-    """Record a job in this process, and yield the trace of each of its ranks, then those of its `others`.
+    """Record a job in this process, and yield the traces of its ranks, then of the ranks of its `others`.
 
     This changes torch for good. Call it once, in a process that has not run a backward pass.
 
@@ -120,7 +120,7 @@ def trace_job(
         tracer = Tracer(mesh, replays_programs=replays_programs)
         tracer.scopes.watch_fsdp()
         if job.script is not None:
-            with torch_compat.unset_fake_temporarily():  # what it imports may compute values
+            with torch_compat.unset_fake_temporarily():  # its imports may compute values
                 builds = [partial(job.script.program, job.script.load(), device)]
         else:
             assert layout is not None
@@ -221,7 +221,7 @@ class _JobObserver(Observer):
 
 
 _LIBRARIES = ("/site-packages/", sysconfig.get_path("stdlib"), str(Path(titan.__file__).parent))
-# What FakeTensorMode raises for a shape or a value that depends on data.
+# Exceptions of FakeTensorMode for shapes and values that depend on data.
 _NEEDS_DATA = ("DynamicOutputShapeException", "DataDependentOutputException")
 _NO_DATA = (
     "it depends on data, which a simulation does not have: use a fixed shape there, or an assumed one for "
@@ -269,7 +269,7 @@ def trace_jobs(
 
     Yield the number of each job, with its ranks' traces or an exception.
 
-    The exceptions are TraceErrors, and those that a job's `join` raised.
+    An exception is a TraceError, or comes from a job's `join`.
 
     Args:
         jobs: Jobs to record.
@@ -277,14 +277,14 @@ def trace_jobs(
         shared: Jobs of one world may share a process. If not, each job has its own.
         options: Options of `trace_job`.
     """
-    # Children are forked from a server that has torch imported, and has no threads and no backward pass behind it.
+    # Children are forked from a server that has imported torch, without threads and without an earlier backward pass.
     context = multiprocessing.get_context("forkserver")
     # Children end without cleaning up. Python's tracker of semaphores would warn the user about that.
     quiet = "ignore::UserWarning:multiprocessing.resource_tracker"
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), quiet]))
     context.set_forkserver_preload(_PRELOAD)
     waiting = [[*group] for group in _groups(jobs, processes if shared else len(jobs))]
-    # Of each process, the numbers of its jobs that are not done, and what the first of them has answered by rank.
+    # For each process: the numbers of its open jobs, the process, and the first job's answers by rank.
     running: dict[Connection, tuple[list[int], Any, dict[int, Trace | Exception]]] = {}
     try:
         while waiting or running:

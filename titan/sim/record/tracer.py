@@ -43,8 +43,8 @@ _device_of = torch.ops.prim.device.default
 _under_way = torch.ops._c10d_functional._wrap_tensor_autograd.default
 _wait = torch.ops._c10d_functional.wait_tensor.default
 _read = torch.ops.aten._local_scalar_dense.default
-_LEAST_HOST_BYTES = 2**20  # of what the host computes: else it is part of issuing the work
-# What FSDP gathers into and scatters from, whose memory is neither a parameter's nor an activation's.
+_LEAST_HOST_BYTES = 2**20  # a smaller computation on the host is part of issuing work
+# Operators with FSDP's gathered and scattered buffers, whose memory is neither a parameter's nor an activation's.
 _UNSHARDED = {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "fsdp::chunk_cat", "fsdp::chunk_cat_mixed_dtype", "fsdp::all_gather_copy_in"}  # fmt: skip
 
 
@@ -87,7 +87,7 @@ class Tracer(TorchDispatchMode):
         self.observers: list[Observer] = []
         self._paused = 0
         self._compiled = False
-        self._host: Host = "eager"  # what launches the next kernel
+        self._host: Host = "eager"  # launcher of the next kernel
         self._operators: dict[Any, Operator] = {}
         self._collectives: dict[Any, Collective | None] = {}
         self._kernels: dict[Kernel, Kernel] = {}
@@ -111,7 +111,7 @@ class Tracer(TorchDispatchMode):
         if self.storages.any:
             # Cycles of the old program would otherwise end as events of the new one.
             gc.collect()
-        gc.freeze()  # spare the collector what was imported and compiled
+        gc.freeze()  # spare the collector imported and compiled objects
         self.events = []
         self.scopes.begin()
         self.storages.forget()
@@ -120,7 +120,7 @@ class Tracer(TorchDispatchMode):
     def begin_step(self) -> list[Event]:
         """Begin a step. Return the list that gets its events."""
         self.events = []
-        self._host = "eager"  # what the step before ended with does not delay this one
+        self._host = "eager"  # the end of the last step does not delay this one
         self.scopes.begin_step()
         self.storages.begin()
         return self.events
@@ -195,8 +195,8 @@ class Tracer(TorchDispatchMode):
             self._collectives[func] = collective_of(func)
         if func is _read:
             return self._read(args[0])
-        # torch turns a mode off inside its own dispatch. On again, it records what the expansion
-        # runs.
+        # torch turns a mode off inside its own dispatch. On again, it records the operations of the
+        # expansion.
         if func in EXPANDED and args[0].fake_device.type == device.NAME:
             with self:
                 return EXPANDED[func](*args, **kwargs)
@@ -303,7 +303,7 @@ class Tracer(TorchDispatchMode):
 
     def _backward_begins(self) -> None:
         """Set the category of memory that was saved for the backward pass."""
-        # What still lives now was kept for the backward pass.
+        # Memory that is alive now was saved for the backward pass.
         self.storages.categorize_new("activations")
 
     def _patch(self) -> None:

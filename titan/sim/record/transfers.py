@@ -80,7 +80,7 @@ def collective_of(func: Any) -> Collective | None:
     kind = next(kind for kind in get_args(CollectiveKind) if kind.replace("_", "") == plain)
     return Collective(
         kind,
-        # Of an all-gather the whole output counts, of a reduce-scatter the whole input. Functional ones return the output.
+        # An all-gather counts its whole output, a reduce-scatter its whole input. Functional collectives return the output.
         data=index("output_tensor", "outputs")
         if kind == "all_gather"
         else index("tensor", "input"),
@@ -165,7 +165,7 @@ class Transfers:
         if not any(t.fake_device.type != "cpu" for t in data):  # pyright: ignore
             return 0
         size = _bytes_of(data)
-        # A rank may get more rows than it sends, or fewer: the larger part sets the time.
+        # A rank may receive more tokens than it sends, or fewer: the larger part sets the time.
         if collective.kind == "all_to_all":
             size = max(size, _bytes_of(tensors_in([result])))
         group = self._group(argument(collective.group))
@@ -174,8 +174,8 @@ class Transfers:
         if peer >= 0 and not self._batch:
             group = self._pair(group, peer)
         work = self._batch or next(self._works)
-        # What runs beside the current stream: functional collectives, batches, point-to-point, and
-        # what is asked to.
+        # Off the current stream run functional collectives, batches, point-to-point transfers, and
+        # asynchronous calls.
         detached = collective.functional or bool(self._batch) or peer >= 0
         if collective.asynchronous >= 0:
             detached |= bool(argument(collective.asynchronous))

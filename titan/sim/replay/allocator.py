@@ -109,7 +109,7 @@ class Allocator:
             block = self._grow(pool, size)
         if block is None:
             raise OutOfMemory(size, self.reserved_bytes, self.limit_bytes or 0)
-        # What exceeds the request goes back to the pool before the block counts as in use.
+        # The rest beyond the request goes back to the pool before the block counts as in use.
         self._split(block, size)
         block.free = False
         assert key not in self._live, f"block {key} is in use"
@@ -253,7 +253,7 @@ class Allocator:
             request = size if part is block else size - block.size
             taken = min(part.size, -(-min(request, part.size) // page) * page)
             if not self._reserve(taken):
-                # What was mapped so far stays in the pool, as cached memory.
+                # Pages mapped so far stay in the pool, as cached memory.
                 return None
             self._remove(part)
             if taken < part.size:

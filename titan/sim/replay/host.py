@@ -128,7 +128,7 @@ class Host:
         if batch is None or batch.work_id != event.work or event.work < 0:
             if event.detached:
                 self.await_stream(key, event.stream)
-            # The group's stream must not begin before what was issued on the current one, as NCCL's
+            # The group's stream must not begin before work issued on the current stream, as NCCL's
             # internal event ensures.
             work = self.works.get(event.work)
             if work is None:

@@ -24,7 +24,7 @@ from titan.sim.replay.allocator import Allocator, OutOfMemory
 _NUM_POINTS = 400
 _NOWHERE = Scope("setup")
 _WORKSPACE = -1
-"""Number of the block that cuBLAS allocates with the first matrix product; a trace has none below 0."""
+"""Number of the block that cuBLAS allocates with the first matmul; a trace has none below 0."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def memory_report(trace: Trace, profile: Profile, *, expandable: bool = True) ->
     used = {event.group for event in trace.step if isinstance(event, Transfer)}
     communicators = sum(len(trace.groups[name].ranks) > 1 for name in used)
     outside = int((profile.context_gib + communicators * profile.communicator_gib) * 2**30)
-    # First without a limit: that answer depends on the trace alone, and most jobs fit.
+    # First without a limit: this report depends on the trace alone, and most jobs fit.
     report = _unlimited(trace, workspace, expandable)
     report = replace(
         report,
@@ -129,7 +129,7 @@ def _unlimited(trace: Trace, workspace_bytes: int, expandable: bool) -> MemoryRe
     events = list(_events(trace, workspace_bytes))
     run = _AllocatorRun(Allocator(expandable=expandable))
     run.play(events)
-    # The last of the steps is the timeline's: as many events at the end of the list.
+    # The timeline shows the last step: the last `of_step` events of the list.
     of_step = sum(isinstance(event, (Allocate, Free)) for event in trace.step)
     first = max(0, len(events) - of_step)
     report = MemoryReport(
@@ -164,8 +164,7 @@ def _unlimited(trace: Trace, workspace_bytes: int, expandable: bool) -> MemoryRe
         # Steps before the last count for what is in use, and make no points.
         if number < first:
             continue
-        # Of each part only the highest moment is kept, so that a short peak cannot fall between
-        # points.
+        # Each part keeps only its highest moment, so that a short peak cannot fall between points.
         now = (number - first) * _NUM_POINTS // max(1, len(events) - first)
         if now == part and total <= highest:
             continue
@@ -269,20 +268,19 @@ def _events(trace: Trace, workspace_bytes: int) -> Iterator[Allocate | Free]:
     Every block has a separate number.
     """
     yield from (e for e in trace.setup if isinstance(e, Allocate | Free))
-    # cuBLAS keeps one workspace for each handle and stream from its first product to the end of the
+    # cuBLAS keeps one workspace for each handle and stream from its first matmul to the end of the
     # process.
     if workspace_bytes:
         scope = Scope("forward", "cuBLAS workspace")
         yield Allocate(_WORKSPACE, workspace_bytes, 0, "temporary", scope)
-    # What the first step leaves behind is all that counts of it. The steps below repeat the
-    # recorded one.
+    # Only the memory that the first step leaves counts. The steps below repeat the recorded step.
     freed = {e.block for e in (*trace.first_step, *trace.step) if isinstance(e, Free)}
     lasting = [e for e in trace.first_step if isinstance(e, Allocate) and e.block not in freed]
     # The optimizer's state is made while gradients and other temporary memory of the update exist,
     # which may be the peak. So it waits for the optimizer's phase of the first step.
     yield from (e for e in lasting if e.category != "optimizer")
-    # Three steps: the first makes the states, and each later one frees what the one before has
-    # left.
+    # Three steps: the first makes the states, and each later step frees the memory that the previous
+    # step left.
     steps = _Steps(trace)
     yield from steps.once([e for e in lasting if e.category == "optimizer"])
     yield from steps.once()
@@ -340,6 +338,6 @@ class _Steps:
                     yield Free(like.popleft())
         # A step without an optimizer phase still has to make its states.
         yield from states
-        # Only now may the next repetition free what this one leaves.
+        # Only now may the next repetition free the memory that this one leaves.
         for event in self.kept:
             self.left[event.size_bytes, event.scope.module].append(event.block + self.offset)

@@ -105,7 +105,10 @@ class Rendezvous:
         self._prices: dict[tuple[Any, ...], TransferPrice] = {}
 
     def arrive(self, batch: TransferBatch, now: float) -> None:
-        """Note that a stream has reached its transfers. Begin those that all traced ranks have reached."""
+        """Note that a stream has reached its transfers.
+
+        Begin each transfer that all traced ranks have reached.
+        """
         batch.since = now
         rank = batch.stream.device.rank
         for transfer, group in batch.sides:

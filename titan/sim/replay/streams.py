@@ -242,8 +242,7 @@ class Device:
 
     def count_flows(self, change: int, now: float) -> None:
         """Note that a transfer has begun (+1) or ended (-1)."""
-        # Only the first and the last transfer change the speed: several of them hold as many SMs as
-        # one.
+        # Only the first and the last transfer change the speed: several transfers hold the SMs of one.
         before, self.num_flows = self.num_flows, self.num_flows + change
         if self.kernels and not (before and self.num_flows):
             self.retime(self.kernels, now)

@@ -199,7 +199,7 @@ def summarise(
             result.by_module_s[any_layer(what.scope.module) or what.scope.phase] += stop - start
         else:
             _attribute(result, what, start, stop, groups)
-    # With one step, it ends with the last stream. In consecutive steps, the rest runs beside the next one.
+    # A single step ends with its last stream. In consecutive steps, the rest overlaps with the next step.
     if lanes[0].num_steps == 1:
         slowest = max(lanes, key=lambda lane: lane.cuts[-1][0])
         _attribute(result, slowest, end, slowest.cuts[-1][0], groups)
@@ -219,7 +219,7 @@ def summarise(
         result.intervals.append(Interval(lane, start - origin, stop - origin, transfer))
     (_, first), (_, last) = host.cuts[-2:]
     result.host = [(a - origin, b - origin, what) for a, b, what in host.segments[first:last]]
-    # So far all time of transfers. Hidden is what did not hold up the compute stream.
+    # So far this is all time of transfers. Deduct the part that held up the compute stream.
     for axis, seconds in result.exposed_s.items():
         result.overlapped_s[axis] = max(0.0, result.overlapped_s[axis] - seconds)
     result.intervals.sort(key=lambda interval: interval.start)
@@ -253,7 +253,7 @@ def waiting(
                 early += (end - start) * (1 - 1 / busiest)
             waited[event.kind] += early
             early, first = 0.0, first or event.kind
-    # What follows the last one is waited for at the first one of the next step.
+    # The time after the last transfer is waited for at the first transfer of the next step.
     return waited | ({first: waited[first] + early} if first else {})
 
 
@@ -275,7 +275,7 @@ def _attribute(
     elif what == "host":
         result.host_s += stop - start
     else:
-        # Walk along what the other stream did meanwhile, and charge each part to its own cause.
+        # Walk along the segments of the other stream, and charge each part to its own cause.
         at = start
         segments = what.segments
         index = max(0, bisect_right(segments, start, key=lambda segment: segment[0]) - 1)

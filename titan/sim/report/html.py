@@ -19,7 +19,7 @@ from titan.sim.replay.timeline import Interval, lane_labels
 from titan.sim.report.text import page
 from titan.sim.simulate import GIB, Facts, StepSimulation
 
-_PIXELS = 6000  # an interval shorter than a part of the step in so many is joined with the next
+_PIXELS = 6000  # parts of a step: a shorter interval is joined with the next
 
 
 def write_page(simulation: StepSimulation, facts: Facts, path: Path) -> None:

@@ -58,7 +58,7 @@ def write_trace(simulation: StepSimulation, path: Path) -> None:
 
 
 def _events(trace: Trace, timeline: RankTimeline, begin_s: float) -> Iterator[Record]:
-    """Yield the events of a rank: those of its host and its streams, and the memory in use."""
+    """Yield the events of a rank: its host, its streams, and the memory in use."""
 
     def us(at_s: float) -> float:
         return round((at_s - begin_s) * 1e6, 3)
@@ -80,7 +80,7 @@ def _events(trace: Trace, timeline: RankTimeline, begin_s: float) -> Iterator[Re
     yield named("thread_name", _HOST_LANE, "host")
     if host := timeline.host:
         yield span(_HOST_LANE, host[0][0], host[-1][1], "ProfilerStep#1", "user_annotation")
-    # By id: a launch is one object of a step.
+    # By identity: each launch is one object within a step.
     numbers: dict[int, int] = {}
     for start, end, what in host:
         if not isinstance(what, Launch | Transfer):
@@ -127,7 +127,7 @@ def _named(what: Launch | Transfer, trace: Trace) -> tuple[str, str]:
         return ("Memcpy " * copies + what.kernel.name, "gpu_memcpy" if copies else "kernel")
     if what.kind == "read":
         return "Memcpy PtoP", "gpu_memcpy"
-    # What it carries: the axis, and the module whose parameters or activations these are.
+    # Its content: the axis, and the module whose parameters or activations it transfers.
     carried = " ".join(filter(None, (axis_of(trace.groups[what.group]), what.scope.module)))
     return f"ncclDevKernel_{_NCCL.get(what.kind, 'SendRecv')}({carried})", "kernel"
 

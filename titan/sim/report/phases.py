@@ -72,9 +72,9 @@ def phase_lines(rows: Sequence[Facts]) -> Iterator[str]:
 
 
 def combine_phases(parts: Sequence[tuple[Phase, Facts]]) -> Facts:
-    """Return the facts of phases as those of one step, to rank ways to run a job.
+    """Return the facts of phases as facts of a single step, to rank ways to run a job.
 
-    The memory is that of the phase with most, the speed that of the whole run.
+    The memory comes from the phase that needs most, the speed from the whole run.
     """
     _, worst = max(parts, key=lambda part: part[1]["memory"]["needed_gib"])
     if len(parts) == 1:

@@ -136,7 +136,7 @@ def utilization(facts: Facts) -> str:
 
 
 def page(facts: Facts) -> str:
-    """Return the page of a simulation. facts: those of titan.sim.simulate.facts."""
+    """Return the page of a simulation. `facts` come from titan.sim.simulate.facts."""
     return "\n".join(
         [
             f"{facts['model']} on {facts['world_size']} x {facts['hardware']}: {degrees(facts)}",
@@ -315,7 +315,7 @@ def _measured(rows: Iterable[Facts]) -> Iterator[str]:
 
 
 def _bars(rows: Mapping[str, float], *, total: float, unit: object) -> Iterator[str]:
-    """Yield rows with bars, without those that are too small to show."""
+    """Yield rows with bars, and leave out rows that are too small to show."""
     assert callable(unit)
     shown = {name: value for name, value in rows.items() if value > _SMALL * total}
     width = max(map(len, shown), default=0)

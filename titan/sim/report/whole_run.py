@@ -56,11 +56,11 @@ def save_times_s(simulation: Simulation, size: float, *, nodes: int) -> tuple[fl
         return share * write_s, (1 - share) * write_s
     if mode == "disabled":
         return write_s, 0.0
-    # Each rank copies what it holds, one tensor after the other.
+    # Each rank copies its shards, one tensor after the other.
     held = size * layout.dp_replicate / layout.world_size / 1e9
     if mode == "async":
         return held / profile.pageable_gb_per_s, write_s
-    # Into pinned memory that happens beside the next step, whose update waits for it. The host still starts each copy.
+    # A copy into pinned memory overlaps with the next step, whose update waits for it. The host still starts each copy.
     num_tensors = max(len(t.setup) + len(t.first_step) for t in simulation.traces.values())
     start_s = num_tensors * profile.launch_dtensor_us * 1e-6
     copy_s = held / profile.host_gb_per_s
@@ -155,16 +155,16 @@ def _evaluation_tokens(simulation: Simulation, section: EvaluationSection) -> in
     config, layout = simulation.config, simulation.layout
     try:
         encode = open_tokenizer(config).encode
-    except DataError:  # it may be elsewhere: as many as English text has with most tokenizers
+    except DataError:  # it may be on another machine: four characters a token, as English text has
         encode = lambda text: text[::4]  # noqa: E731
     unit, total = UNIT * layout.cp * layout.tp, 0
     for name in section.tasks:
         pairs = read_task(name, num_examples=section.num_examples).pairs
         inputs = [min(len(encode("".join(pair))), config.training.seq_len) for pair in pairs]
-        rows = min(section.local_batch_size, ceil(len(inputs) / layout.dp))
-        how = {"batch": rows, "world": layout.dp, "unit": unit}
+        batch = min(section.local_batch_size, ceil(len(inputs) / layout.dp))
+        how = {"batch": batch, "world": layout.dp, "unit": unit}
         passes = plan_passes(inputs, config.training.seq_len, **how)
-        total += sum(rows * length for _, length in passes)
+        total += sum(batch * length for _, length in passes)
     return total
 
 

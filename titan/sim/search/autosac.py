@@ -136,12 +136,8 @@ def autosac(
     extra = left(first)
     best, best_fits = Choice(["0:"], first), min(extra.values()) >= 0
     for _ in range(_ROUNDS):
-        kept: dict[int, Kept] = {}
-        traces: dict[int, Trace] = {}
-        for rank, trace in base.traces.items():
-            of_rank = choose(trace, blocks[rank], extra[rank] + to_host)
-            traces[rank] = keep(trace, blocks[rank], of_rank)
-            kept |= of_rank
+        room = {rank: number + to_host for rank, number in extra.items()}
+        kept, traces = _choose(base.traces, blocks, room)
         lines = to_lines(kept, _to_host(kept, blocks, to_host))
         exact = not is_compiled and not any(">host" in line for line in lines)
         now = price(base.config, base.layout, traces, roomy) if exact else run(lines)
@@ -153,13 +149,26 @@ def autosac(
         little = limit // 500
         if (fits and max(spare.values()) < little) or all(c is None for c in kept.values()):
             break
-        # What lacks is given up with some more, so that it does not lack by a little again.
+        # Give up the missing bytes and some more, so that the next choice does not miss by a little.
         for rank, number in spare.items():
             extra[rank] += number if number >= 0 else number - little // 2
     # Now on the device as it is.
     last = best.simulation
     best.simulation = price(last.config, last.layout, last.traces, profile)
     return best
+
+
+def _choose(
+    traces: Mapping[int, Trace], blocks: Mapping[int, dict[int, Block]], room: Mapping[int, int]
+) -> tuple[dict[int, Kept], dict[int, Trace]]:
+    """Return the results that all blocks save in the room of each rank, and the traces of this choice."""
+    kept: dict[int, Kept] = {}
+    chosen: dict[int, Trace] = {}
+    for rank, trace in traces.items():
+        of_rank = choose(trace, blocks[rank], room[rank])
+        chosen[rank] = keep(trace, blocks[rank], of_rank)
+        kept |= of_rank
+    return kept, chosen
 
 
 def _host_bytes(base: Simulation, profile: Profile) -> int:
@@ -170,7 +179,10 @@ def _host_bytes(base: Simulation, profile: Profile) -> int:
 def _to_host(
     kept: Mapping[int, Kept], blocks: Mapping[int, Mapping[int, Block]], num_bytes: int
 ) -> set[tuple[int, str]]:
-    """Choose the saved results to offload: those of the first blocks, which are needed last."""
+    """Choose the saved results to offload.
+
+    They are in the first blocks, whose results are needed last.
+    """
     chosen: set[tuple[int, str]] = set()
     for of_rank in blocks.values():
         left = num_bytes
@@ -202,7 +214,7 @@ def to_lines(kept: Mapping[int, Kept], host: Collection[tuple[int, str]] = ()) -
     return [f"{first}-{last}: {text}".rstrip() for first, last, text in lines]
 
 
-# ---- what the user sees --------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 
 def main(argv: list[str] | None = None) -> int:

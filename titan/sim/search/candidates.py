@@ -45,7 +45,7 @@ _SCHEDULES = {
     "DualPipeV": (2,),
 }
 """Stages that each rank may have."""
-# What a job may have besides, on request: settings, and about what share of the time it leaves.
+# Additional techniques on request: settings, and about the share of the time that remains with them.
 ALSO: dict[str, tuple[dict[str, str], float]] = {
     "compile": ({"compile.enable": "true"}, 0.87),
     "float8": ({"model.converters": "quantize.linear.float8"}, 0.78),
@@ -161,7 +161,7 @@ class Search:
         self.global_batch = _global_batch(config, world_size)
         self.model = model_config(config.model)
         self.seen: set[Point] = set()
-        # Every combination of what was asked for.
+        # Every combination of the requested techniques.
         self.also = [
             tuple(itertools.compress(also, taken))
             for taken in itertools.product((False, True), repeat=len(also))
@@ -314,14 +314,14 @@ class Search:
         data_parallel = volume / (self._speed(near, stride=point.tp) * 1e9)
         summed = held / shards * 2 * 4 * (1 - 1 / point.replicate)
         data_parallel += summed / (self._speed(far, stride=near) * 1e9)
-        # Rows travel to their experts and back as often as TP's activations do.
+        # Tokens are dispatched to their experts, and combined, as often as TP moves activations.
         if point.ep > 1:
-            rows = local_tokens / point.tp * model.top_k
-            moved = rows * model.dim * 2 * (1 - 1 / point.ep) * 2 * passes
+            dispatched = local_tokens / point.tp * model.top_k
+            moved = dispatched * model.dim * 2 * (1 - 1 / point.ep) * 2 * passes
             speed = self._speed(point.ep, stride=profile.gpus_per_node)
             within += model.n_layers / point.pp * moved / (speed * 1e9)
-        # The bubble stretches what runs within a stage. FSDP's transfers hide behind the
-        # computation in part.
+        # The bubble stretches the work within a stage. FSDP's transfers hide behind the computation in
+        # part.
         step = (compute + within) / (1 - bubble)
         return step + max(0.0, data_parallel - _HIDDEN * compute)
 
@@ -330,8 +330,8 @@ class Search:
         profile = self.profile
         if span <= profile.gpus_per_node:
             return profile.ring_gb_per_s
-        # Each member on a node has a card of its own (titan/sim/price/network.py), and a ring uses all of them. An exchange of rows
-        # has one for each rank, as if the others were far away.
+        # Each member on a node has a card of its own (titan/sim/price/network.py), and a ring uses all of them. A dispatch
+        # of tokens has one for each rank, as if the others were far away.
         cards = max(1, profile.gpus_per_node // stride)
         return min(profile.ring_gb_per_s, cards * profile.nic_gb_per_s * profile.nic_share)
 
@@ -363,7 +363,7 @@ class Search:
         return sorted(chosen, key=self.seconds)
 
     def neighbours(self, centres: Sequence[Point], count: int) -> list[Point]:
-        """Choose up to `count` new points, each one change away from a centre; those of the first centre first."""
+        """Choose up to `count` new points, each one change away from a centre, in the order of the centres."""
         near = (p for centre in centres for p in self.points if _distance(p, centre) == 1)
         return list(itertools.islice(filter(self._is_new, near), count))
 

@@ -83,7 +83,7 @@ def _spread(config: JobConfig, layout: Layout, profile: Profile) -> Iterator[Set
 
 def _offload(config: JobConfig) -> Iterator[Settings]:
     """Yield settings that move memory to the host."""
-    # Offloaded activations are those that checkpointing saves, so that mode must be on.
+    # Offloading concerns the activations that checkpointing saves, so that mode must be on.
     if not config.activation_checkpoint.cpu_offload and config.activation_checkpoint.mode != "none":
         yield {"activation_checkpoint.cpu_offload": "true"}
     if not config.training.enable_cpu_offload:
@@ -101,15 +101,15 @@ def _experts(config: JobConfig, layout: Layout) -> Iterator[Settings]:
     model = model_config(config.model)
     if not getattr(model, "num_experts", 0):
         return
-    # A part of what is sent on average: then the rows that experts work on do not depend on how many arrive.
+    # A part of the mean number of tokens sent: then the chunks of experts do not depend on the number that arrives.
     tokens = config.training.local_batch_size * config.training.seq_len // (layout.cp * layout.tp)
     if layout.pp > 1:
         parts = config.training.local_batch_size
         tokens = tokens // parts * config.parallelism.pipeline_parallel_microbatch_size
-    rows = tokens * model.top_k // 4
-    if not 0 < config.moe.expert_chunk_rows <= rows:
-        yield {"moe.expert_chunk_rows": str(rows)}
-    # More ranks hold fewer experts each. Fewer ranks even out the loads. The rules refuse what does not divide.
+    chunk = tokens * model.top_k // 4
+    if not 0 < config.moe.expert_chunk_rows <= chunk:
+        yield {"moe.expert_chunk_rows": str(chunk)}
+    # More ranks hold fewer experts each. Fewer ranks even out the loads. The rules refuse degrees that do not divide.
     ep = config.parallelism.expert_parallel_degree
     for degree in {2 * ep, max(1, ep // 2)} - {ep}:
         yield {"parallelism.expert_parallel_degree": str(degree)}
@@ -147,18 +147,23 @@ def suggest(
 ) -> dict[str, Any]:
     """Simulate a job for `titan check`, and changes that may help if it does not fit.
 
+    Args:
+        job: Files and overrides that `config` was loaded from.
+        config: The job.
+        layout: Its layout.
+        hardware: Name or file of a profile.
+
     Returns:
         {"simulation": facts, "fixes": changes with which it fits}, or {"not_simulated": reason}. If
             the job fits only as long as
-        routing is nearly even, the fixes are those with which it fits at an "imbalance" that is in
-            the answer, too.
+        routing is nearly even, the fixes suit a stronger "imbalance", which is in the answer, too.
     """
     # titan check knows more devices than the simulator has profiles of.
     if not hardware.endswith(".toml") and hardware.lower() not in profile_names():
         return {"not_simulated": f"the simulator has no profile of {hardware}"}
     profile = load_profile(hardware)
     try:
-        # Of the phases, that which needs most memory.
+        # The phase that needs most memory.
         parts = simulate_phases(config, world_size=layout.world_size, profile=profile, say=say)
         _, simulation = max(parts, key=lambda part: part[1].fullest.needed_bytes)
         imbalance, limit = None, simulation.fits_up_to

@@ -1,10 +1,10 @@
-"""Run `titan plan JOB.toml --world-size N --hardware H`: find fast layouts of a job that fit, each
-as a TOML overlay.
+"""Command `titan plan JOB.toml --world-size N --hardware H`: fast layouts of a job that fit, each as a TOML overlay.
 
-The search varies the degrees of the axes, ZeRO-2 or ZeRO-3, batch, schedule, stages and recomputation; on request also compile,
-float8 and asynchronous TP. Model, data and global batch stay the job's, which is simulated as it is, too.
+The search varies the degrees of the axes, ZeRO-2 or ZeRO-3, batch, schedule, stages and
+recomputation; on request also compile, float8 and asynchronous TP. Model, data and global batch
+stay the job's, which is simulated as it is, too.
 
-    job       the job as it is, and what is one change of recomputation, ZeRO or TP away from it, are simulated
+    job       the job as it is, and its single changes of recomputation, ZeRO or TP, are simulated
     all       every legal combination is scored by a formula, thousands in a second
     first     the best of each kind are simulated
     then      neighbours of the fastest that fit (one setting changed), until `budget` candidates are simulated
@@ -63,7 +63,12 @@ _BUDGET = 24  # candidates that are simulated
 
 @dataclass
 class Plan:
-    """Hold the job as it is, and the candidates that run: those that fit, the fastest first, then the tight ones."""
+    """Result of a search.
+
+    Attributes:
+        job: The job as it is.
+        ranked: Candidates that run: first those that fit, the fastest first, then the tight ones.
+    """
 
     job: Variant
     ranked: list[tuple[Point, Variant]]
@@ -76,7 +81,14 @@ def plan(
     processes: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Plan:
-    """Simulate the job, its single changes, and `budget` other candidates."""
+    """Simulate the job, its single changes, and `budget` other candidates.
+
+    Args:
+        search: Search of the job.
+        budget: Number of candidates to simulate, without single changes of the job.
+        processes: Number of processes that trace at once. All cores by default.
+        progress: Called with the number of candidates that are done, and of all.
+    """
     results: dict[Point, Variant] = {}
     ranked: list[Point] = []
 
@@ -96,7 +108,7 @@ def plan(
     if own is not None:
         search.seen.add(own)
         singles = search.single_changes(own)
-    # Two thirds of the budget explore, the rest improves what was found.
+    # Two thirds of the budget explore, the rest improves the results.
     points = [*singles, *search.first(max(1, budget * 2 // 3))]
     job, *variants = simulated([{}, *map(search.settings, points)])
     # The job costs nothing of the budget, nor do its single changes.
@@ -112,7 +124,7 @@ def plan(
         )
         # A sixth of the budget in each round, so that later rounds start from better centres.
         count = max(0, min(budget - len(results), max(2, budget // 6)))
-        # If nothing fits, try what the formula thinks best next.
+        # If nothing fits, try the next best candidates of the formula.
         points = search.neighbours(ranked[:3], count) if ranked else search.first(count)
         if not points:
             break
@@ -122,10 +134,11 @@ def plan(
     return Plan(job, [(point, known[point]) for point in shown])
 
 
-# ---- what the user sees --------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 
 def _summary(facts: Facts) -> str:
+    """Return a candidate's speed, utilization and memory as a line."""
     mfu = "" if facts["mfu"] is None else f", {utilization(facts)} MFU"
     needed = f"{facts['memory']['needed_gib']:.1f} GiB" + (", tight" if facts["tight"] else "")
     return f"{facts['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU{mfu}, {needed}, on {facts['world_size']} x {facts['hardware']}"
@@ -138,7 +151,7 @@ def width(one: Point, other: Point) -> float:
 
 
 def table(found: Plan, config: JobConfig, *, most: int) -> str:
-    """Return the layout, batch, speed and memory of the job and of the fastest candidates."""
+    """Return a table of the job and the fastest candidates: layout, batch, speed and memory."""
     rows = [["", "layout", "ZeRO", "batch", "schedule", "AC", "also", "tokens/s/GPU", "of the job", "MFU", "step s", "bubble", "GiB"]]  # fmt: skip
     base = found.job.speed if found.job.fits or found.job.is_tight else 0.0
     parallel, ac = config.parallelism, config.activation_checkpoint
@@ -159,7 +172,7 @@ def table(found: Plan, config: JobConfig, *, most: int) -> str:
         if point.pp > 1:
             schedule = f"{point.schedule} x {point.stages}" if point.stages > 1 else point.schedule
             batch += f" by {point.microbatch}"
-        # Memory tells those that fit from tight ones, so their speeds are not set beside each other.
+        # Memory tells those that fit from tight ones, so their speeds are not compared.
         is_near = variant.speed > fastest.speed * (1 - width(best, point))
         is_equal = number > 1 and is_near and variant.fits == fastest.fits
         recompute = f"every {point.recompute}nd" if point.recompute.isdecimal() else point.recompute
@@ -175,6 +188,7 @@ def table(found: Plan, config: JobConfig, *, most: int) -> str:
 
 
 def _figures(variant: Variant, base: float) -> list[str]:
+    """Return the cells of a variant's figures."""
     facts = variant.facts
     gain = f"{variant.speed / base:.2f}x" if base else "-"
     bubble = f"{facts['pipeline']['bubble_fraction']:.0%}"
@@ -183,7 +197,7 @@ def _figures(variant: Variant, base: float) -> list[str]:
 
 
 def _remarks(search: Search, variants: Sequence[Variant], *, wall_s: float) -> Iterator[str]:
-    """Yield what the table means, and what to do about it."""
+    """Yield explanations of the table, and advice."""
     profile = search.profile
     num_seen = len(search.seen - {search.own()})  # the job itself is no candidate
     num_fitting = sum(variant.fits for variant in variants)
@@ -204,7 +218,7 @@ def _remarks(search: Search, variants: Sequence[Variant], *, wall_s: float) -> I
 
 
 def _fixed(search: Search, also: Sequence[str]) -> str:
-    """Return what no candidate changes."""
+    """Return the settings that no candidate changes."""
     config, training = search.config, search.config.training
     on = {
         "compile": config.compile.enable,

@@ -28,7 +28,7 @@ from titan.sim.record.segments import block_of
 from titan.sim.record.trace import Allocate, AwaitWork, Event, Free, Launch, Trace, Transfer
 
 Kept: TypeAlias = "frozenset[str] | None"
-"""What a block keeps: calls such as "aten.mm@2", or None for everything."""
+"""Results that a block keeps: calls such as "aten.mm@2", or None for everything."""
 _UNITS = 16384
 EXPENSIVE = [name for group in ("matmul", "attention", "network") for name in GROUPS[group]]
 _POINTWISE = ("aten._fused_rms_norm", "aten.silu", "aten.mul")
@@ -149,7 +149,7 @@ def _measure(block: Block, trace: Trace, cost: Cost, freed: Mapping[int, int]) -
             block.sizes[call] = sum(sizes[number] for number in runs[0][1].results)
         repeated = (step[index] for _, again in runs for index in again.events)
         block.seconds[call] = sum(_seconds(event, trace, cost) for event in repeated)
-    # Whoever keeps everything holds what the recomputation leaves when it ends.
+    # A block that keeps everything holds the memory that the recomputation leaves when it ends.
     first = [runs[0][1] for runs in block.runs.values()]
     end = max(run.until for run in first)
     left = (n for run in first for n in run.results if freed.get(n, end) >= end)
@@ -186,7 +186,7 @@ def keep(trace: Trace, blocks: Mapping[int, Block], kept: Mapping[int, Kept]) ->
                 works |= {event.work for event in events if isinstance(event, Transfer)}
                 made = {event.block for event in events if isinstance(event, Allocate)}
                 for first, second in zip(forward.results, again.results, strict=True):
-                    # Keeping everything means keeping what is needed after the recomputation.
+                    # Keeping everything means keeping the results that are needed after the recomputation.
                     if calls is not None or freed.get(second, end) >= end:
                         dropped.add(freed[first])
                         ends[second] = first
@@ -256,7 +256,7 @@ def _moments(
     for layer, block in blocks.items():
         for runs in zip(*block.runs.values(), strict=True):
             changes[min(run.events[0] for run, _ in runs)].append((layer, 1))
-            # From here on the recomputation makes what is not kept.
+            # From here on the recomputation makes the other results.
             changes[min(run.events[0] for _, run in runs)].append((layer, -1))
     alive: dict[int, int] = {}
     used, in_flight = 0, dict.fromkeys(blocks, 0)
@@ -328,7 +328,7 @@ def solve(
 
 
 _Option: TypeAlias = "tuple[int, float, Kept]"
-"""Bytes that a block may keep, the seconds that this saves, and what it keeps."""
+"""Bytes that a block may keep, the seconds that this saves, and the kept results."""
 
 
 def _front(block: Block) -> list[_Option]:

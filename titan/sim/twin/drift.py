@@ -160,7 +160,7 @@ class DriftWatch:
             self._base = list(self._rows)
         if self._count >= _SETTLING_ROWS + 2 * self.num_rows:
             self.current = self._judge()
-            # Something else on the machine has ended: what follows is held against this.
+            # Another program on the machine has ended: later rows are compared with these.
             if self.current is None and self._step_s < self.expected_s:
                 self._base = list(self._rows)
         return self.current
@@ -168,7 +168,7 @@ class DriftWatch:
     def measured_links(self, links: Sequence[SlowLink]) -> None:
         """Take a measurement of all links, each against the first measurement."""
         slowest = max(links, key=lambda link: link.ratio, default=None)
-        # Of what little a step sends, noise is much. Its cost is known to about a factor of two.
+        # A small part of a step is mostly noise. The cost is known to about a factor of two.
         least_s = 0.5 * self._limits.share * self.expected_s
         is_slow = slowest and slowest.ratio > self._limits.link and slowest.cost_s > least_s
         self._links.append(slowest if is_slow else None)
@@ -178,7 +178,7 @@ class DriftWatch:
         expected_s = self.expected_s
         ratio, excess_s = self._step_s / expected_s, self._step_s - expected_s
         found = [drift for drift in self._parts(excess_s) if self._matters(drift, expected_s)]
-        # A link that is reported stays until half of what it costs is gone.
+        # A link that is reported stays until it costs half as much.
         is_link = self.current is not None and self.current.part == "link"
         limit = 1 + (self._limits.unexplained - 1) * (0.5 if is_link else 1.0)
         self.suspects_link = not found and ratio > limit
@@ -191,7 +191,7 @@ class DriftWatch:
         worst = max(found, key=lambda drift: drift.cost_s, default=None)
         if worst is None:
             return None
-        # What retries cost is not measured apart: they come first, and are charged with all that a step takes more.
+        # The cost of retries is not measured separately: they come first, and are charged with the whole growth of a step.
         cost_s = worst.cost_s if worst.cost_s < inf else max(excess_s, 0.0)
         return replace(worst, ratio=ratio, cost_s=cost_s)
 

@@ -40,8 +40,8 @@ from titan.train_step import StepReport
 _LOG = logging.getLogger("titan")
 _MESSAGE_BYTES = {"cpu": 2**19, "other": 2**25}
 _ROUNDS = 10
-_FASTER = 0.9  # times what a step took
-# Phases of a step, and the simulator's that each has.
+_FASTER = 0.9  # of a step's time: faster steps need new measurements of links
+# Phases of a step, each with the simulator's phases that it consists of.
 _PHASES = {
     "forward": ("forward",),
     "backward": ("recompute", "backward"),
@@ -102,7 +102,7 @@ class Twin(Hook):
 
     def flags(self) -> Sequence[float]:
         """Return whether to measure links, and at logged steps slots for each rank: its data wait, its host's time, its retries."""
-        self._leave_host()  # what follows waits for other ranks
+        self._leave_host()  # the all-reduce waits for other ranks
         trainer, wants_links = self.trainer, self.wants_links
         self.wants_links = False
         if not trainer.logs_this_step:
@@ -120,7 +120,7 @@ class Twin(Hook):
     def result(self, result: StepResult) -> None:
         """Take the decision to measure links, which is the same on all ranks."""
         self._enter_host()
-        # Of the same step on all ranks, so that all measure together.
+        # All ranks take the decision in the same step, so that they measure at the same time.
         self.measures_links |= result.flags[self][0] > 0
 
     def step_end(self) -> None:
@@ -191,7 +191,7 @@ class Twin(Hook):
             return {}
         columns: dict[str, Any] = {f"measured/{phase}_s": s for phase, s in phases.items()}
         columns["measured/host_s"] = self.own_host_s
-        # Rank 0 judges: what all ranks have measured has reached it.
+        # Rank 0 judges, with the measurements of all ranks.
         if self.prediction is not None:
             facts = self.prediction.poll()
             # Where the simulation takes cores from the ranks, the run settles after it.
@@ -250,7 +250,7 @@ class Twin(Hook):
         self.rows_since_links += 1
         watch = self.watch
         is_faster = watch.expected_s < _FASTER * self.links_at_s
-        # Twice in as many rows as are judged together.
+        # Twice for each window of rows that are judged together.
         is_due = (watch.suspects_link or is_faster) and self.rows_since_links > watch.num_rows // 2
         if watch.expected_s and self.trainer.world_size > 1 and is_due:
             self.wants_links, self.rows_since_links = True, 0
