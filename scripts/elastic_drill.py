@@ -116,7 +116,7 @@ def replay(folder: Path, options: argparse.Namespace) -> float:
 
     from titan.config.layout import resolve_layout
     from titan.config.load import load_from_argv
-    from titan.data.base import RankShare
+    from titan.data.base import ShardSpec
     from titan.parallel import build_mesh
     from titan.parallel.init_distributed import start_process_group
     from titan.resolved import resolve_job
@@ -145,7 +145,7 @@ def replay(folder: Path, options: argparse.Namespace) -> float:
             raise SystemExit(
                 f"step {step} begins at sample {row['first_sample']}, and the one before ended at {position}"
             )
-        loader.reshare(RankShare(rank=0, world=1, batch=count))
+        loader.set_shard(ShardSpec(rank=0, world=1, batch=count))
         report = train_step.train(loader.next_step(), step=step)
         for name, value in (("loss", report.loss.item()), ("grad_norm", report.grad_norm.item())):
             worst = max(worst, *(abs(row[name] - value) / abs(value) for row in rows))

@@ -17,7 +17,7 @@ MAY_NAME_FAMILIES = {
     "titan/data/tokenizer.py": "formats of published tokenizers",
     "titan/tools/tokenizer.py": "formats of published tokenizers",
 }
-FAMILIES = {path.parent.name for path in (ROOT / "models").glob("*/__init__.py")}
+FAMILIES = {path.parent.name for path in (ROOT / "models").glob("*/__init__.py")} - {"common"}
 # A family by its name, or by that without its number: "llama3", "llama".
 _FAMILY = re.compile("|".join(sorted({re.sub(r"[_0-9]\w*$", "", name) for name in FAMILIES})), re.I)
 _PICTURE = re.compile(r"(?<![a-z])(image|picture|pixel|vision|diffusion)s?(?![a-z])", re.I)
@@ -41,12 +41,13 @@ MEANS_TOKENS = {
     "titan/parallel/expert.py": "experts route tokens",
     "titan/parallel/tensor.py": "names of styles",
     "titan/parallel/tensor_styles.py": "names of styles",
-    "titan/parallel/rows.py": "rows of experts",
+    "titan/parallel/token_order.py": "experts route tokens",
+    "titan/parallel/collectives.py": "experts route tokens",
     "titan/parallel/grouped_float8.py": "torchao's name of a function",
     "titan/checkpoint/export.py": "files of the tokenizer",
     "titan/checkpoint/huggingface.py": "layers that predict further tokens",
     "titan/hooks/experts.py": "experts route tokens",
-    "titan/optim/balance.py": "experts route tokens",
+    "titan/optim/expert_bias.py": "experts route tokens",
 }
 
 

@@ -45,7 +45,7 @@ def test_a_changed_signature_fails(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(
         "from titan.parallel import block_attention as b\n"
         "old = b.attend_backward\n"
-        "b.attend_backward = lambda *a, sight, scaling, **k: old(*a, sight=sight, scale=scaling, **k)\n"
+        "b.attend_backward = lambda *a, spec, scaling, **k: old(*a, spec=spec, scale=scaling, **k)\n"
     )
     said, counts = run_swapped(tmp_path, "-k", "test_merged_blocks")
     assert counts["failed"] == 4 and "missing 1 required keyword-only" in said, said[-3000:]

@@ -36,7 +36,7 @@ from titan.async_scalars import AsyncScalars
 from titan.config.layout import Layout
 from titan.config.phases import Phase
 from titan.config.schema import JobConfig
-from titan.data.base import RankShare, TensorBatch
+from titan.data.base import ShardSpec, TensorBatch
 from titan.data.loader import Loader
 from titan.data.tokenizer import Tokenizer
 from titan.hardware import Hardware
@@ -191,7 +191,7 @@ class RunState(Protocol):
     def repeat(self, data: dict[str, Any]) -> None:
         """Take back the step that runs. The next one begins at `data`, a state of the loader."""
 
-    def reshare(self, share: RankShare, *, num_groups: int, is_writer: bool) -> None:
+    def reshare(self, share: ShardSpec, *, num_groups: int, is_writer: bool) -> None:
         """Continue as a data-parallel rank of another share of the samples, in a run of `num_groups` replica groups."""
 
     def saved(self) -> None:

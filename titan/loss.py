@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from titan.loss_kernels import Kernels
-from titan.parallel.products import multiplies_into_fp32
+from titan.parallel.matmul_fp32 import multiplies_into_fp32
 from titan.parallel.torch_compat import enable_loss_parallel
 
 IGNORED = -100  # torch's cross entropy leaves this label out

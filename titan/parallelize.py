@@ -45,10 +45,10 @@ from titan.parallel.float8 import Conversion, Float8Error, apply_float8
 from titan.parallel.fsdp import apply_ddp, apply_fsdp, set_gradient_sync
 from titan.parallel.grouped_float8 import apply_grouped_float8
 from titan.parallel.init_weights import canonical_name
-from titan.parallel.kept_operations import parse_blocks
 from titan.parallel.mesh import submesh
 from titan.parallel.offload import apply_offload
 from titan.parallel.random_numbers import drawing_modules
+from titan.parallel.sac_save_list import parse_blocks
 from titan.parallel.tensor import apply_tp
 from titan.parallel.torch_compat import can_split_custom_functions
 from titan.parallel.traits import ModelEnds, ends_of
@@ -154,7 +154,7 @@ def _lay_out_experts(
         for moe in moes_of(model).values():
             moe.sum_over_sequence = partial(_sum_over, sequence.get_group())
     for moe in moes_of(model).values():
-        moe.experts.chunk_rows = config.moe.expert_chunk_rows
+        moe.experts.chunk_tokens = config.moe.expert_chunk_rows
         # A backward pass in two parts would compute both gradients twice, and torch 2.11 fails to.
         moe.router.gate.into_fp32 = not job.techniques.splits_backward
         if config.debug.moe_force_load_balance:

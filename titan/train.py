@@ -178,8 +178,8 @@ def _run(config: JobConfig, stop: StopRequest, monitor: Monitor) -> int:
     from titan.hooks import standard_hooks
     from titan.parallel.compile import BackendError
     from titan.parallel.float8 import Float8Error
-    from titan.parallel.kept_operations import KeepError
     from titan.parallel.replicas import ReplicaError
+    from titan.parallel.sac_save_list import SaveListError
     from titan.trainer import Trainer
 
     trainer, failed = None, True
@@ -190,7 +190,7 @@ def _run(config: JobConfig, stop: StopRequest, monitor: Monitor) -> int:
         failed = False
         return code
     # The user's mistakes: their messages are written for people.
-    except (InputError, Float8Error, KeepError, BackendError) as error:
+    except (InputError, Float8Error, SaveListError, BackendError) as error:
         return monitor.fail(error, EXIT_USER_ERROR)
     # Failures of a run that explain themselves: no traceback.
     except (NonFiniteError, SpikeError, SaveFailed, ReplicaError) as error:

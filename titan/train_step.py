@@ -8,7 +8,7 @@ One step, with the global batch of B sequences spread over dp ranks and A micro-
 
     valid tokens of the global batch      one all-reduce
     A x (forward, loss / valid, backward) loss summed over tokens; gradients summed over ranks (FSDP, DDP)
-    clip, update, zero                    or each parameter in the backward pass (optim/early.py)
+    clip, update, zero                    or each parameter in the backward pass (optim/in_backward.py)
 
 Loss and gradients are divided by the one global count before anything is added up, so every layout and every A
 compute the same numbers to rounding. Under pipeline parallelism a rank holds one stage or several, and a micro-batch
@@ -32,9 +32,9 @@ from titan.async_scalars import AsyncScalars
 from titan.config.phases import Phase
 from titan.config.schema import CompileSection, JobConfig
 from titan.optim.average import WeightAverage
-from titan.optim.balance import Balance
 from titan.optim.clipping import clip_gradients
-from titan.optim.early import EarlyStep
+from titan.optim.expert_bias import ExpertBiasBalancer
+from titan.optim.in_backward import OptimizerInBackward
 from titan.optim.optimizers import build_optimizer
 from titan.optim.schedule import learning_rate_factor
 from titan.parallel import initialize, materialize, shard_sequence
@@ -87,7 +87,7 @@ class TrainStep:
         model_parts: the whole model, or this rank's pipeline stages.
         pipeline: runs the stages, if there is pipeline parallelism.
         optimizer: updates the parameters of all parts.
-        early_step: updates parameters in the backward pass.
+        in_backward: updates parameters in the backward pass.
         device: where the rank computes.
         mesh: the device mesh.
         groups: process groups of the step's sums.
@@ -104,7 +104,7 @@ class TrainStep:
     model_parts: list[nn.Module]
     pipeline: Pipeline | None
     optimizer: torch.optim.Optimizer
-    early_step: EarlyStep | None
+    in_backward: OptimizerInBackward | None
     device: torch.device
     mesh: DeviceMesh
     groups: StepGroups
@@ -112,7 +112,7 @@ class TrainStep:
     async_tp: Rewrites | None
     compile_log: CompileLog | None
     float8: list[Conversion]
-    balance: Balance
+    balance: ExpertBiasBalancer
     average: WeightAverage | None = None
     is_fake: bool = False
 
@@ -170,8 +170,8 @@ class TrainStep:
         for number, batch in enumerate(local):
             is_last = number == len(local) - 1
             # Only the last micro-batch completes a gradient, so only then may a parameter be updated.
-            if self.early_step is not None:
-                self.early_step.active = is_last and (targets is None or targets.values()[0] > 0)
+            if self.in_backward is not None:
+                self.in_backward.active = is_last and (targets is None or targets.values()[0] > 0)
             losses.append(self._forward_backward(batch, divisor, is_last=is_last))
         if not self.is_fake:
             self.draws.end()
@@ -185,12 +185,12 @@ class TrainStep:
         self.balance.sum_loads(self.sum_over_groups)
         # The norm of offloaded parameters is on the host.
         grad_norm = grad_norm.to(self.device, non_blocking=True)
-        accepted = self.early_step is not None or accept is None or accept(loss, grad_norm)
+        accepted = self.in_backward is not None or accept is None or accept(loss, grad_norm)
         has_targets = targets is None or targets.values()[0] > 0
         accepted = accepted and has_targets
         # Before the weights: replica groups may meet where the optimizer's step ends, and average the biases too.
         self.balance.finish(accepted=accepted)
-        if accepted and self.early_step is None:
+        if accepted and self.in_backward is None:
             self.optimizer.step()
         self.optimizer.zero_grad()
         if self.average is not None and accepted:
@@ -311,8 +311,8 @@ class TrainStep:
 
     def _clip(self) -> Tensor:
         """Clip the gradients by their global norm and return the norm. Updates in the backward pass have used the gradients up."""
-        if self.early_step is not None:
-            return self.early_step.finish()
+        if self.in_backward is not None:
+            return self.in_backward.finish()
         self.on_gradients()
         with torch.profiler.record_function("titan: clip"):
             return clip_gradients(
@@ -414,7 +414,7 @@ def build_train_step(job: ResolvedJob, *, device: torch.device, mesh: DeviceMesh
         model_parts=model_parts,
         pipeline=pipeline,
         optimizer=optimizer,
-        early_step=EarlyStep(optimizer) if early else None,
+        in_backward=OptimizerInBackward(optimizer) if early else None,
         device=device,
         mesh=mesh,
         groups=StepGroups.of(mesh),
@@ -423,7 +423,9 @@ def build_train_step(job: ResolvedJob, *, device: torch.device, mesh: DeviceMesh
         compile_log=_compile_log(config.compile, num_blocks),
         float8=float8,
         average=WeightAverage(model_parts, config.average) if config.average.enable else None,
-        balance=Balance.of({n: m for part in model_parts for n, m in moes_of(part).items()}, mesh),
+        balance=ExpertBiasBalancer.of(
+            {n: m for part in model_parts for n, m in moes_of(part).items()}, mesh
+        ),
     )
 
 

@@ -32,7 +32,7 @@ from titan.config.phases import Phase
 from titan.config.quantize import eight_bit_sections
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
-from titan.data.base import RankShare
+from titan.data.base import ShardSpec
 from titan.data.tokenizer_files import keep_tokenizer
 from titan.hardware import by_name, recognise
 from titan.health import flight_recorder
@@ -243,9 +243,9 @@ class Trainer:
         self.step -= 1
         self.loader.load_state_dict(data)
 
-    def reshare(self, share: RankShare, *, num_groups: int, is_writer: bool) -> None:
+    def reshare(self, share: ShardSpec, *, num_groups: int, is_writer: bool) -> None:
         """Continue as a data-parallel rank of another share of the samples, in a run of `num_groups` replica groups."""
-        self.loader.reshare(share)
+        self.loader.set_shard(share)
         self.num_groups, self.is_writer = num_groups, is_writer
 
     def saved(self) -> None:

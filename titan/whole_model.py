@@ -59,7 +59,7 @@ def sent_by_stage(job: ResolvedJob, input: Tensor, inputs: Mapping[str, Tensor])
     It is the residual stream (B, S / tp, D), followed along B by the embeddings of multi-token prediction.
     """
     rows, length = input.shape[:2]
-    if (further := inputs.get("further_targets_BSM")) is not None:
+    if (further := inputs.get("mtp_targets_BSM")) is not None:
         rows *= 1 + further.shape[-1]
     dtype = torch_dtype(job.config.training.compute_dtype)
     return torch.empty(rows, length // job.layout.tp, job.sizes.dim, dtype=dtype, device="meta")

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan.parallel.block_attention import Sight, attend_with_sinks, match_heads
+from titan.parallel.block_attention import AttentionSpec, attend_with_sinks, match_heads
 from titan.parallel.documents import DocumentMask, mask_of, mask_of_window
 
 DocumentIds: TypeAlias = Tensor | DocumentMask
@@ -53,11 +53,11 @@ class InnerAttention(nn.Module):
         self.causal = causal
 
     @property
-    def sight(self) -> Sight:
+    def spec(self) -> AttentionSpec:
         """Return which keys a query sees. Raises ValueError for a window of attention that is not causal."""
         if self.window and not self.causal:
             raise ValueError(f"a window of {self.window} needs attention that is causal")
-        return Sight(self.causal, self.window)
+        return AttentionSpec(self.causal, self.window)
 
     def forward(
         self,
@@ -73,12 +73,12 @@ class InnerAttention(nn.Module):
         of the same document. A `DocumentMask` made of them once serves all layers. H must be a multiple of G; query head h reads key/value head h // (H // G).
         sinks_H: what `Sinks` returns, for these heads.
         """
-        mask, sight = document_ids_BS, self.sight
+        mask, spec = document_ids_BS, self.spec
         if isinstance(mask, Tensor):
-            mask = mask_of(mask, sights=(sight,))
+            mask = mask_of(mask, specs=(spec,))
         elif mask is None and 0 < self.window < q_BHSK.shape[2]:
-            mask = mask_of_window(q_BHSK, sight)
-        options = {"sight": sight, "scale": self.scale}
+            mask = mask_of_window(q_BHSK, spec)
+        options = {"spec": spec, "scale": self.scale}
         if mask is not None:
             return mask.attend(q_BHSK, k_BGSK, v_BGSK, **options, sinks_H=sinks_H)
         if sinks_H is not None:
@@ -136,7 +136,7 @@ class CachedAttention(nn.Module):
         # The newest token sees all that is kept, except padding.
         q_BH1K, scale = q_BHSK[:, :, -1:], self.inner.scale
         if sinks_H is not None:
-            whole = {"sight": Sight(causal=False), "scale": scale, "mask_BST": mask_B1T}
+            whole = {"spec": AttentionSpec(causal=False), "scale": scale, "mask_BST": mask_B1T}
             out_BH1K = attend_with_sinks(q_BH1K, self.k_BGTK, self.v_BGTK, sinks_H, **whole)
         else:
             has_mask = mask_B1T is not None

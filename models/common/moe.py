@@ -3,7 +3,7 @@ of many experts.
 
 Routing works on single tokens, so the module takes whatever part of the batch a rank holds: nobody but the exchange
 needs to know who holds which token. The file knows nothing of parallelism. titan/parallel/expert.py gives each rank some of
-the experts, and replaces `MoE.exchange`, which brings rows to their experts and back.
+the experts, and replaces `MoE.dispatcher`, which brings rows to their experts and back.
 
 What balances the experts' loads enters the backward pass at one function (`_RouterTerms`), divided by counts of the
 global batch that the trainer sets. So it is the same in every layout, and the loss does not know of it.
@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from titan.parallel.products import linear_in_fp32
-from titan.parallel.rows import host_counts, permute
+from titan.parallel.matmul_fp32 import linear_in_fp32
+from titan.parallel.token_order import host_counts, permute
 from titan.parallel.traits import BlockTraits
 
 from .moe_config import MoEConfig
@@ -96,7 +96,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Apply each expert's SwiGLU to its rows. Weights and biases are stacked. chunk_rows: see `forward`. 0
+    """Apply each expert's SwiGLU to its rows. Weights and biases are stacked. chunk_tokens: see `forward`. 0
     means all rows at once."""
 
     def __init__(self, config: MoEConfig) -> None:
@@ -111,33 +111,33 @@ class Experts(nn.Module):
             self.register_parameter(f"{name}_bias", bias)
             self.names += (f"{name}_bias",)
         self.limit = config.swiglu_limit
-        self.chunk_rows = 0
-        self.grouped: Callable[..., Tensor] = grouped_products
+        self.chunk_tokens = 0
+        self.grouped: Callable[..., Tensor] = grouped_matmuls
         self.grouped_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
 
-    def forward(self, rows_RD: Tensor, counts_e: Tensor) -> Tensor:
+    def forward(self, tokens_RD: Tensor, counts_e: Tensor) -> Tensor:
         """Return the experts' output, (R, D), for rows sorted by expert; counts_e (int64) says how many rows each has.
 
-        With `chunk_rows` = n, n rows pass at a time, and each chunk is computed again in the backward pass: what is kept does
+        With `chunk_tokens` = n, n rows pass at a time, and each chunk is computed again in the backward pass: what is kept does
         not grow with the number of rows that happen to arrive. Outputs and gradients of rows are the same bits.
         """
         weights = tuple(getattr(self, name) for name in self.names)
-        size = self.chunk_rows
-        if not 0 < size < len(rows_RD):
-            return self._products(rows_RD, counts_e, *weights)
+        size = self.chunk_tokens
+        if not 0 < size < len(tokens_RD):
+            return self._products(tokens_RD, counts_e, *weights)
         ends_e, chunks = counts_e.cumsum(0), []
-        for start in range(0, len(rows_RD), size):
+        for start in range(0, len(tokens_RD), size):
             # An expert's rows that fall into this chunk.
             counts = F.pad(ends_e.clamp(start, start + size), (1, 0), value=start).diff()
-            rows = rows_RD[start : start + size]
+            rows = tokens_RD[start : start + size]
             chunks.append(checkpoint(self._products, rows, counts, *weights, use_reentrant=False))
         return torch.cat(chunks)
 
-    def _products(self, rows_RD: Tensor, counts_e: Tensor, *weights: Tensor) -> Tensor:
+    def _products(self, tokens_RD: Tensor, counts_e: Tensor, *weights: Tensor) -> Tensor:
         """Return grouped products in bf16, else a loop: the same bits."""
-        is_grouped = rows_RD.dtype in self.grouped_dtypes and len(rows_RD) > 0
-        products = self.grouped if is_grouped else looped_products
-        return products(rows_RD, counts_e, *weights, limit=self.limit)
+        is_grouped = tokens_RD.dtype in self.grouped_dtypes and len(tokens_RD) > 0
+        products = self.grouped if is_grouped else looped_matmuls
+        return products(tokens_RD, counts_e, *weights, limit=self.limit)
 
 
 def gate(x_RF: Tensor, limit: float) -> Tensor:
@@ -156,13 +156,13 @@ def gated(x_RF: Tensor, limit: float) -> Tensor:
     return x_RF.clamp(-limit, limit) + 1 if limit else x_RF
 
 
-def grouped_mm(rows_RI: Tensor, weights_eIO: Tensor, ends_e: Tensor) -> Tensor:
+def grouped_mm(tokens_RI: Tensor, weights_eIO: Tensor, ends_e: Tensor) -> Tensor:
     """Return each row times its group's matrix, (R, O); ends_e (int32): where each group of rows ends."""
-    return torch._grouped_mm(rows_RI, weights_eIO, offs=ends_e)  # public only from torch 2.12 on
+    return torch._grouped_mm(tokens_RI, weights_eIO, offs=ends_e)  # public only from torch 2.12 on
 
 
-def grouped_products(
-    rows_RD: Tensor,
+def grouped_matmuls(
+    tokens_RD: Tensor,
     counts_e: Tensor,
     w1_eFD: Tensor,
     w2_eDF: Tensor,
@@ -180,36 +180,38 @@ def grouped_products(
     ends_e = counts_e.cumsum(0, dtype=torch.int32)
     w1_bias, w2_bias, w3_bias = biases or (None, None, None)
 
-    def multiply(rows_RI: Tensor, weights_eOI: Tensor, bias_eO: Tensor | None) -> Tensor:
-        rows_RO = product(rows_RI, weights_eOI.mT, ends_e)
+    def multiply(tokens_RI: Tensor, weights_eOI: Tensor, bias_eO: Tensor | None) -> Tensor:
+        tokens_RO = product(tokens_RI, weights_eOI.mT, ends_e)
         if bias_eO is None:
-            return rows_RO
+            return tokens_RO
         # Products in 8 bits are of padded rows (titan/parallel/grouped_float8.py).
-        return _AddBias.apply(rows_RO, bias_eO, ends_e, product is not grouped_mm)  # pyright: ignore
+        return _AddBias.apply(tokens_RO, bias_eO, ends_e, product is not grouped_mm)  # pyright: ignore
 
-    hidden_RF = gate(multiply(rows_RD, w1_eFD, w1_bias), limit)
-    hidden_RF = hidden_RF * gated(multiply(rows_RD, w3_eFD, w3_bias), limit)
+    hidden_RF = gate(multiply(tokens_RD, w1_eFD, w1_bias), limit)
+    hidden_RF = hidden_RF * gated(multiply(tokens_RD, w3_eFD, w3_bias), limit)
     return multiply(hidden_RF, w2_eDF, w2_bias)
 
 
-def looped_products(
-    rows_RD: Tensor, counts_e: Tensor, *weights: Tensor, limit: float = 0.0
+def looped_matmuls(
+    tokens_RD: Tensor, counts_e: Tensor, *weights: Tensor, limit: float = 0.0
 ) -> Tensor:
-    """Return what `grouped_products` does, expert by expert, in any precision. weights: its weights and biases."""
+    """Return what `grouped_matmuls` does, expert by expert, in any precision. weights: its weights and biases."""
     # An expert without rows takes part, so that its gradient is zeros and not None. unbind, since a gradient of w[i]
     # would be as large as w.
-    sizes = host_counts(counts_e, num_rows=len(rows_RD)) if len(rows_RD) else [0] * len(counts_e)
+    sizes = (
+        host_counts(counts_e, num_tokens=len(tokens_RD)) if len(tokens_RD) else [0] * len(counts_e)
+    )
     experts = zip(*(weight.unbind() for weight in weights), strict=True)
     return torch.cat(
         [
             _expert(rows, *expert, limit=limit)
-            for rows, expert in zip(rows_RD.split(sizes), experts, strict=True)
+            for rows, expert in zip(tokens_RD.split(sizes), experts, strict=True)
         ]
     )
 
 
 def _expert(
-    rows_RD: Tensor,
+    tokens_RD: Tensor,
     w1_FD: Tensor,
     w2_DF: Tensor,
     w3_FD: Tensor,
@@ -217,8 +219,8 @@ def _expert(
     limit: float,
 ) -> Tensor:
     w1_bias, w2_bias, w3_bias = biases or (None, None, None)
-    hidden_RF = gate(F.linear(rows_RD, w1_FD, w1_bias), limit)
-    hidden_RF = hidden_RF * gated(F.linear(rows_RD, w3_FD, w3_bias), limit)
+    hidden_RF = gate(F.linear(tokens_RD, w1_FD, w1_bias), limit)
+    hidden_RF = hidden_RF * gated(F.linear(tokens_RD, w3_FD, w3_bias), limit)
     return F.linear(hidden_RF, w2_DF, w2_bias)
 
 
@@ -227,14 +229,14 @@ class _AddBias(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows_RO: Tensor, bias_eO: Tensor, ends_e: Tensor, is_padded: bool
+        ctx: Any, tokens_RO: Tensor, bias_eO: Tensor, ends_e: Tensor, is_padded: bool
     ) -> Tensor:
-        numbers_R = torch.arange(len(rows_RO), dtype=ends_e.dtype, device=ends_e.device)
+        numbers_R = torch.arange(len(tokens_RO), dtype=ends_e.dtype, device=ends_e.device)
         owners_R = torch.searchsorted(ends_e, numbers_R, right=True)
         ctx.save_for_backward(owners_R)
         ctx.num_experts, ctx.is_padded = len(bias_eO), is_padded
         # What lies behind the last group is cut off again, so it does not matter what is added to it.
-        return rows_RO + bias_eO[owners_R.clamp(max=len(bias_eO) - 1) if is_padded else owners_R]
+        return tokens_RO + bias_eO[owners_R.clamp(max=len(bias_eO) - 1) if is_padded else owners_R]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -250,15 +252,15 @@ class _AddBias(torch.autograd.Function):
 
 
 def run_experts(
-    rows_ND: Tensor,
+    tokens_ND: Tensor,
     counts_E: Tensor,
     experts: Callable[..., Tensor],
     meanwhile: Callable[[], None],
 ) -> Tensor:
     """Run rows sorted by expert through them: the exchange of a rank that has all experts."""
-    rows_ND = experts(rows_ND, counts_E)
+    tokens_ND = experts(tokens_ND, counts_E)
     meanwhile()
-    return rows_ND
+    return tokens_ND
 
 
 class MoE(nn.Module):
@@ -283,7 +285,7 @@ class MoE(nn.Module):
         self.register_buffer("loads", torch.empty(E, dtype=torch.int64), persistent=False)
         is_state = config.global_balance_coeff > 0
         self.register_buffer("last_loads", torch.empty(E, dtype=torch.int64), persistent=is_state)
-        self.exchange: Callable[..., Tensor] = run_experts
+        self.dispatcher: Callable[..., Tensor] = run_experts
         self.route_sources: list[RouteSource] = []
         # The global batch's, set before each step.
         self.num_sequences, self.num_tokens = 1, 1
@@ -310,10 +312,10 @@ class MoE(nn.Module):
         weights_TK = _RouterTerms.apply(weights_TK, probs_TE, log_sum_T, ids_TK, self, len(x_BSD))
         # Rows in the order of their experts, and for each row of (T, K) its place among them.
         order_N = ids_TK.flatten().argsort(stable=True)
-        place_N = torch.empty_like(order_N)
-        place_N[order_N] = torch.arange(len(order_N), device=order_N.device)
+        inverse_N = torch.empty_like(order_N)
+        inverse_N[order_N] = torch.arange(len(order_N), device=order_N.device)
         counts_E = count(ids_TK.view(1, -1), self.config.num_experts)[0]
-        rows_ND = _Spread.apply(x_TD, order_N, place_N, ids_TK.shape[1])
+        tokens_ND = _Spread.apply(x_TD, order_N, inverse_N, ids_TK.shape[1])
         shared: list[Tensor] = []
 
         def run_shared_experts() -> None:
@@ -321,10 +323,10 @@ class MoE(nn.Module):
                 shared.append(self.shared_experts(x_BSD))
 
         # They need no other rank: an exchange runs them while it waits for the others.
-        rows_ND = self.exchange(rows_ND, counts_E, self.experts, run_shared_experts)
+        tokens_ND = self.dispatcher(tokens_ND, counts_E, self.experts, run_shared_experts)
         # Added up in the order of K: on a GPU, adding into tokens would have no fixed order.
-        rows_TKD = permute(rows_ND, place_N, order_N).view(*ids_TK.shape, -1)
-        y_BSD = self.combine(rows_TKD, weights_TK).view(x_BSD.shape)
+        tokens_TKD = permute(tokens_ND, inverse_N, order_N).view(*ids_TK.shape, -1)
+        y_BSD = self.combine(tokens_TKD, weights_TK).view(x_BSD.shape)
         return y_BSD + shared[0] if shared else y_BSD
 
     @property
@@ -339,10 +341,10 @@ class MoE(nn.Module):
             recomputed=frozenset({"experts.grouped", "combine"}),
         )
 
-    def combine(self, rows_TKD: Tensor, weights_TK: Tensor) -> Tensor:
+    def combine(self, tokens_TKD: Tensor, weights_TK: Tensor) -> Tensor:
         """Return the weighted sum of each token's rows, (T, D) in their dtype, added up in the order of K."""
-        y_TD = (rows_TKD.to(weights_TK.dtype) * weights_TK[..., None]).sum(1)
-        return y_TD.to(rows_TKD.dtype)
+        y_TD = (tokens_TKD.to(weights_TK.dtype) * weights_TK[..., None]).sum(1)
+        return y_TD.to(tokens_TKD.dtype)
 
     def term_gradients(
         self, ids_TK: Tensor, log_sum_T: Tensor, batch: int
@@ -399,14 +401,14 @@ class _Spread(torch.autograd.Function):
     """A row for each token and expert, in the given order. Gradients of a token's rows are added in the order of K."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, order_N: Tensor, place_N: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(place_N)
+    def forward(ctx: Any, x_TD: Tensor, order_N: Tensor, inverse_N: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(inverse_N)
         ctx.k = k
         return x_TD[order_N // k]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (place_N,) = ctx.saved_tensors
-        rows_TKD = grads[0][place_N].unflatten(0, (-1, ctx.k))
-        wide = torch.promote_types(rows_TKD.dtype, torch.float32)
-        return rows_TKD.sum(1, dtype=wide).to(rows_TKD.dtype), None, None, None
+        (inverse_N,) = ctx.saved_tensors
+        tokens_TKD = grads[0][inverse_N].unflatten(0, (-1, ctx.k))
+        wide = torch.promote_types(tokens_TKD.dtype, torch.float32)
+        return tokens_TKD.sum(1, dtype=wide).to(tokens_TKD.dtype), None, None, None

@@ -122,8 +122,8 @@ def build_moe(config: LlamaConfig, layer: int) -> MoE | None:
     return MoE(config, shared_experts=FeedForward(config.dim, width) if width else None)
 
 
-class FurtherToken(nn.Module):
-    """Learn to predict one token further than the module before it does (DeepSeek-V3, arXiv:2412.19437, section 2.2, eq. 21-23)."""
+class MTPModule(nn.Module):
+    """Learn to predict one token mtp than the module before it does (DeepSeek-V3, arXiv:2412.19437, section 2.2, eq. 21-23)."""
 
     def __init__(self, config: LlamaConfig, block: Block) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class Llama(nn.Module):
             {str(i): block(config, i, attention=attention) for i in range(config.num_blocks)}
         )
         for name in map(str, range(config.n_layers, config.num_blocks)):
-            self.layers[name] = FurtherToken(config, self.layers[name])  # pyright: ignore
+            self.layers[name] = MTPModule(config, self.layers[name])  # pyright: ignore
         self.norm: nn.Module | None = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output: nn.Module | None = nn.Linear(config.dim, config.vocab_size, bias=False)
         # One parameter, under both names.
@@ -184,22 +184,22 @@ class Llama(nn.Module):
         tokens_BS: Tensor,
         positions_BS: Tensor | None = None,
         document_ids_BS: Tensor | None = None,
-        further_targets_BSM: Tensor | None = None,
+        mtp_targets_BSM: Tensor | None = None,
     ) -> Tensor:
         """Return logits (B, S, V) in the dtype of the weights.
 
         tokens_BS: int64 ids, or on a later pipeline stage the activations (B, S, D) of the one before.
         positions_BS: int64 positions for the rotation, (B, S), below what was reserved, or any, (S,); None: 0 .. S-1.
         document_ids_BS: int64, see InnerAttention; None: one document.
-        further_targets_BSM: int64, the tokens 1, 2, ... after each, for the M modules of multi-token prediction, whose logits then follow,
+        mtp_targets_BSM: int64, the tokens 1, 2, ... after each, for the M modules of multi-token prediction, whose logits then follow,
         (B + M x B, S, V). None: they do not run.
         """
         cos_sin = self._cos_sin(positions_BS, tokens_BS.shape[1], tokens_BS.device)
-        further = () if further_targets_BSM is None else further_targets_BSM.unbind(-1)
+        mtp = () if mtp_targets_BSM is None else mtp_targets_BSM.unbind(-1)
         x_BSD = tokens_BS
         if self.tok_embeddings is not None:
-            x_BSD = self.embed(torch.cat([tokens_BS, *further]) if further else tokens_BS)
-        return self.decode(x_BSD, cos_sin, document_ids_BS, num_further=len(further))
+            x_BSD = self.embed(torch.cat([tokens_BS, *mtp]) if mtp else tokens_BS)
+        return self.decode(x_BSD, cos_sin, document_ids_BS, num_mtp_modules=len(mtp))
 
     def decode(
         self,
@@ -207,14 +207,14 @@ class Llama(nn.Module):
         cos_sin: tuple[Tensor, Tensor],
         document_ids_BS: Tensor | None,
         *,
-        num_further: int = 0,
+        num_mtp_modules: int = 0,
     ) -> Tensor:
         """Return the logits of embedded tokens. cos_sin: of their positions, for all blocks.
 
-        num_further: so many more batches follow in the rows, the embeddings of further tokens. They pass the blocks by, so that a
+        num_mtp_modules: so many more batches follow in the rows, the embeddings of further tokens. They pass the blocks by, so that a
         pipeline has the embedding on its first stage only, and its gradient comes back there.
         """
-        x_BSD, *further = x_BSD.chunk(1 + num_further) if num_further else [x_BSD]
+        x_BSD, *mtp = x_BSD.chunk(1 + num_mtp_modules) if num_mtp_modules else [x_BSD]
         num_layers = self.config.n_layers
         for number, block in self.layers.items():
             if int(number) < num_layers:
@@ -222,12 +222,12 @@ class Llama(nn.Module):
         if self.norm is not None:
             x_BSD = self.norm(x_BSD)
         before_BSD = x_BSD
-        for n, token_BSD in enumerate(further):
+        for n, token_BSD in enumerate(mtp):
             if (name := str(num_layers + n)) in self.layers:  # else on a later pipeline stage
                 before_BSD = self.layers[name](before_BSD, token_BSD, cos_sin, document_ids_BS)
-                further[n] = before_BSD
-        if further:
-            x_BSD = torch.cat([x_BSD, *further])
+                mtp[n] = before_BSD
+        if mtp:
+            x_BSD = torch.cat([x_BSD, *mtp])
         return x_BSD if self.output is None else self.output(x_BSD)
 
     def embed(self, tokens_BS: Tensor) -> Tensor:

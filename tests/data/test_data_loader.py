@@ -15,7 +15,7 @@ import torch
 from tests.support.loaders import build_loader, build_validation_loader
 from titan.config import schema as s
 from titan.data import DataError
-from titan.data.base import RankShare, Samples
+from titan.data.base import Samples, ShardSpec
 from titan.data.loader import Loader
 from titan.data.sources import in_validation
 from titan.data.special_tokens import SpecialTokens
@@ -239,7 +239,7 @@ def test_an_error_in_the_background_is_raised_by_next_step() -> None:
     samples = _Failing()
     loader = Loader(
         samples,
-        share=RankShare(),
+        share=ShardSpec(),
         collate=collate_rows(samples, s.DataSection()),
         dataloader=s.DataloaderSection(num_workers=1, prefetch_factor=4),
     )

@@ -11,7 +11,7 @@ import pytest
 
 from tests.data.test_data_streams import ListStream, bytes_tokenizer
 from titan.config import schema as s
-from titan.data.base import RankShare, Source
+from titan.data.base import ShardSpec, Source
 from titan.data.loader import Loader
 from titan.data.samples import BlendSamples
 from titan.data.shard_samples import SampleOptions, ShardSamples
@@ -53,7 +53,7 @@ def loader(*sources: Source, rank: int = 0, world: int = 1, workers: int = 0) ->
     weights = [1.0] * len(sources)
     return Loader(
         BlendSamples(sources, weights=weights, key=3, seq_len=16),
-        share=RankShare(rank=rank, world=world, batch=8 // world),
+        share=ShardSpec(rank=rank, world=world, batch=8 // world),
         collate=lambda rows, first_sample: rows,  # pyright: ignore
         dataloader=s.DataloaderSection(num_workers=workers, pin_memory=False),
     )

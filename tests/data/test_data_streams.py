@@ -21,7 +21,7 @@ from titan.data import DataError
 from titan.data.loader import Loader
 from titan.data.sources import TextStream
 from titan.data.special_tokens import SpecialTokens
-from titan.data.streams import Mark, StreamSamples
+from titan.data.streams import Bookmark, StreamSamples
 from titan.data.tokenizer import bytes_tokenizer
 
 SEQ_LEN = 16
@@ -86,7 +86,7 @@ def test_a_short_stream_starts_over_in_another_order() -> None:
     made, stream, _ = samples(texts, shuffle_buffer=30)
     made.get(np.arange(300))
     assert stream.reads > 2 * len(texts)
-    source = made._numbered(Mark())
+    source = made._numbered(Bookmark())
     first, second = ([next(source)[1] for _ in range(100)] for _ in range(2))
     assert sorted(first) == sorted(second) == texts
     assert first != second != texts

@@ -21,9 +21,9 @@ from tests.support.metrics import read_json_lines
 from tests.support.steps import build_step
 from tests.support.trainers import Trainer
 from titan.data.packing import Batch
-from titan.models.common.moe import grouped_products, looped_products
+from titan.models.common.moe import grouped_matmuls, looped_matmuls
 from titan.parallel import block_attention, build_mesh, ring
-from titan.parallel.block_attention import Sight
+from titan.parallel.block_attention import AttentionSpec
 from titan.sim.price import calibrate
 from titan.sim.price.profiles import load_profile
 
@@ -49,7 +49,7 @@ def test_grouped_products_equal_a_loop(counts: list[int]) -> None:
     values = [torch.randn(s, generator=generator).mul(0.2) for s in (*shapes, (128, 64))]
     *inputs, weight = (x.to(DEVICE, torch.bfloat16) for x in values)
     results = []
-    for products in (grouped_products, looped_products):
+    for products in (grouped_matmuls, looped_matmuls):
         leaves = [x.clone().requires_grad_() for x in inputs]
         out = products(leaves[0], torch.tensor(counts, device=DEVICE), *leaves[1:])
         results.append([out.detach(), *torch.autograd.grad(out, leaves, weight)])
@@ -119,14 +119,16 @@ def test_merged_blocks_equal_the_whole(
     out, lse = torch.zeros_like(q, dtype=torch.float32), torch.full((2, 4, n), -torch.inf, device=DEVICE)  # fmt: skip
     for rows, keys, causal in blocks:
         part = block_attention.attend(
-            q[:, :, rows], k[:, :, keys], v[:, :, keys], sight=Sight(causal), scale=None
+            q[:, :, rows], k[:, :, keys], v[:, :, keys], spec=AttentionSpec(causal), scale=None
         )
         ring._merge(out[:, :, rows], lse[:, :, rows], *part)
     found = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
     for rows, keys, causal in blocks:
         of_rows = (grad[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys])
         whole = (out.to(dtype)[:, :, rows], lse[:, :, rows])
-        parts = block_attention.attend_backward(*of_rows, *whole, sight=Sight(causal), scale=None)
+        parts = block_attention.attend_backward(
+            *of_rows, *whole, spec=AttentionSpec(causal), scale=None
+        )
         for total, where, part in zip(found, (rows, keys, keys), parts, strict=True):
             total[:, :, where] += part
     bound = 1e-5 if dtype == torch.float32 else 1e-2  # bf16 has 8 bits

@@ -13,9 +13,9 @@ from titan.loss import Kernels, cross_entropy_sum
 from titan.models.common.attention import InnerAttention
 from titan.models.llama3 import FLAVORS, build_model
 from titan.parallel import Pipeline, build_mesh, extract_stages, initialize, split_stages
-from titan.parallel.block_attention import Sight
-from titan.parallel.documents import MaskForm, document_ends, mask_of
-from titan.parallel.products import linear_in_fp32
+from titan.parallel.block_attention import AttentionSpec
+from titan.parallel.documents import MaskForm, document_cu_seqlens, mask_of
+from titan.parallel.matmul_fp32 import linear_in_fp32
 
 pytestmark = [
     pytest.mark.gpu,
@@ -101,11 +101,16 @@ def test_attention_kernels_equal_the_cpu(backend: SDPBackend, kv_heads: int) -> 
 @pytest.mark.parametrize("form", ["varlen", "flex"])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
-    ("sight", "has_sinks"),
-    [(Sight(), False), (Sight(), True), (Sight(window=50), True), (Sight(causal=False), False)],
+    ("spec", "has_sinks"),
+    [
+        (AttentionSpec(), False),
+        (AttentionSpec(), True),
+        (AttentionSpec(window=50), True),
+        (AttentionSpec(causal=False), False),
+    ],
 )
 def test_document_masks_equal_a_dense_one(
-    sight: Sight, has_sinks: bool, form: MaskForm, compiled: bool
+    spec: AttentionSpec, has_sinks: bool, form: MaskForm, compiled: bool
 ) -> None:
     """Output and gradients in bf16 against a dense mask in fp32; documents of 1 to 700 tokens, and one of a whole row."""
     generator = torch.Generator().manual_seed(0)
@@ -117,11 +122,13 @@ def test_document_masks_equal_a_dense_one(
     shapes = (*shapes, (8,)) if has_sinks else shapes
     inputs = [torch.randn(shape, generator=generator, dtype=torch.bfloat16) for shape in shapes]
     expected = [x.float().requires_grad_() for x in inputs]
-    attention = InnerAttention(window=sight.window, causal=sight.causal)
+    attention = InnerAttention(window=spec.window, causal=spec.causal)
     out = attention(*expected[:3], ids, *expected[3:])
     out.square().mean().backward()
     found = [x.cuda().requires_grad_() for x in inputs]
-    mask = mask_of(ids.cuda(), form=form, ends_BN=document_ends(ids).cuda(), sights=(sight,))
+    mask = mask_of(
+        ids.cuda(), form=form, cu_seqlens_BN=document_cu_seqlens(ids).cuda(), specs=(spec,)
+    )
     found_out = (torch.compile(attention) if compiled else attention)(*found[:3], mask, *found[3:])
     found_out.float().square().mean().backward()
     for a, b in zip(

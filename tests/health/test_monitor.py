@@ -1,4 +1,4 @@
-"""titan/health/monitor.py and beats.py: what ranks agree on; tests/health/test_survival.py lets real ones hang."""
+"""titan/health/monitor.py and heartbeats.py: what ranks agree on; tests/health/test_survival.py lets real ones hang."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from tests.support.ranks import Pool
 from titan.health import peers
-from titan.health.beats import Beat, FolderStore, describe_hang, describe_silence
 from titan.health.errors import Failure, kind_of
+from titan.health.heartbeats import FolderStore, Heartbeat, describe_hang, describe_silence
 from titan.health.monitor import Monitor
 from titan.health.run_lock import ProcessId
 
@@ -37,10 +37,10 @@ busy(60)
 """
 
 
-def beat(host: str = "node0", *, waits: bool = True, machine: str = "elsewhere") -> Beat:
+def beat(host: str = "node0", *, waits: bool = True, machine: str = "elsewhere") -> Heartbeat:
     process = ProcessId(host, pid=1, started="1", machine=machine, job="", attempt="")
     activity = "all_reduce (a.py:3, in f)" if waits else "read (b.py:4, in g)"
-    return Beat(3, step=8, activity=activity, waits=waits, process=process)
+    return Heartbeat(3, step=8, activity=activity, waits=waits, process=process)
 
 
 # ---- a step that takes too long --------------------------------------------------------------------

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from titan.config.schema import AdamWSection, MuonSection
-from titan.models.common.moe import Experts, MoE, grouped_products, looped_products
+from titan.models.common.moe import Experts, MoE, grouped_matmuls, looped_matmuls
 from titan.models.common.moe_config import MoEConfig
-from titan.optim.balance import Balance, move_biases
+from titan.optim.expert_bias import ExpertBiasBalancer, move_biases
 from titan.optim.optimizers import build_optimizer
 from titan.parallel.grouped_float8 import apply_grouped_float8
 from titan.parallel.init_weights import initialize
@@ -75,7 +75,7 @@ def test_a_balance_term_has_the_gradient_of_its_formula(
     moe = build(score=score, **changes).double()
     moe.last_loads.copy_(torch.arange(1, E + 1))
     x = tokens().double().requires_grad_()
-    Balance({"moe": moe}, group=None).begin(num_sequences=B, num_tokens=B * S)
+    ExpertBiasBalancer({"moe": moe}, group=None).begin(num_sequences=B, num_tokens=B * S)
     seen: list[Tensor] = []
     moe.router.choose = lambda scores, bias: seen.append(scores.topk(K).indices) or seen[-1]
     (0 * moe(x).sum()).backward()  # all that is left is the term's
@@ -104,7 +104,7 @@ def test_the_bias_moves_against_the_loads_by_equal_steps() -> None:
 
 def test_a_refused_update_leaves_bias_and_loads() -> None:
     moe = build(load_balance_coeff=0.1, global_balance_coeff=0.1)
-    balance = Balance({"moe": moe}, group=None)
+    balance = ExpertBiasBalancer({"moe": moe}, group=None)
     for accepted in (True, False):
         before = moe.bias.clone(), moe.last_loads.clone()
         balance.begin(num_sequences=B, num_tokens=B * S)
@@ -160,8 +160,8 @@ def products(
     "counts", [[3, 9, 1, 0, 4, 16, 2, 5], [0, 0, 40, 0, 0, 0, 0, 0]], ids=["uneven", "one expert"]
 )
 def test_grouped_products_are_those_of_the_loop(counts: list[int]) -> None:
-    grouped = products(grouped_products, counts, torch.bfloat16)
-    looped = products(looped_products, counts, torch.bfloat16)
+    grouped = products(grouped_matmuls, counts, torch.bfloat16)
+    looped = products(looped_matmuls, counts, torch.bfloat16)
     for a, b in zip(grouped, looped, strict=True):
         assert torch.equal(a, b)
 
@@ -184,14 +184,14 @@ def test_biases_and_limit_are_those_of_the_formula(counts: list[int]) -> None:
         return torch.stack(outs)
 
     expected = products(formula, counts, torch.float64, **GPT_OSS)
-    for function in (looped_products, partial(grouped_products, product=looped_mm)):
+    for function in (looped_matmuls, partial(grouped_matmuls, product=looped_mm)):
         for a, b in zip(
             products(function, counts, torch.float64, **GPT_OSS), expected, strict=True
         ):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     # In bf16, at the published limit: rounding takes no number to its other side.
     expected = products(formula, counts, torch.float64, **PUBLISHED)
-    grouped = products(grouped_products, counts, torch.bfloat16, **PUBLISHED)
+    grouped = products(grouped_matmuls, counts, torch.bfloat16, **PUBLISHED)
     for a, b in zip(grouped, expected, strict=True):
         assert ((a - b).norm() / b.norm()).item() < 0.02
 
@@ -231,7 +231,7 @@ def test_products_in_eight_bits_are_near(recipe: str, changes: dict[str, Any]) -
 
 
 def test_experts_without_rows_have_gradients_of_zeros() -> None:
-    _, _, *weights = products(looped_products, [0] * E, torch.float32)
+    _, _, *weights = products(looped_matmuls, [0] * E, torch.float32)
     assert all(gradient.count_nonzero() == 0 for gradient in weights)
 
 
@@ -254,7 +254,7 @@ def test_chunks_bound_what_a_collapsed_router_keeps() -> None:
     experts = Experts(config())
     initialize(experts, seed=1, std_of=lambda name: 0.2)
     results, kept = [], []
-    for experts.chunk_rows in (0, 64):
+    for experts.chunk_tokens in (0, 64):
         experts.zero_grad()
         leaf = torch.randn(512, D, generator=torch.Generator().manual_seed(2)).requires_grad_()
         rows = leaf * 1  # as they arrive from other ranks

@@ -32,11 +32,9 @@ def test_what_modules_read_and_predict() -> None:
         tokens_BS=torch.tensor([[1, 2, 3, 4, 5, 6, 7]]),
         labels_BS=labels,
         document_ids_BS=torch.tensor([[0, 0, 0, 1, 1, 1, 1]]),
-    ).with_further_targets(2)
-    assert batch.further_targets_BSM is not None and batch.further_labels_BSM is not None
-    read, predicted = (
-        t[0].T.tolist() for t in (batch.further_targets_BSM, batch.further_labels_BSM)
-    )
+    ).with_mtp_targets(2)
+    assert batch.mtp_targets_BSM is not None and batch.mtp_labels_BSM is not None
+    read, predicted = (t[0].T.tolist() for t in (batch.mtp_targets_BSM, batch.mtp_labels_BSM))
     x = IGNORED
     assert [row[: 6 - n] for n, row in enumerate(read)] == [[2, 3, 4, 5, 6, 7], [3, 4, 5, 6, 7]]
     # The label of 3 belongs to the second document, and is masked as for the next token. So are those that would come from beyond.
@@ -174,6 +172,6 @@ def test_modules_without_their_tokens_do_not_run() -> None:
     tokens = torch.arange(20)[None]
     further = torch.stack([tokens.roll(-1), tokens.roll(-2)], dim=-1)
     with torch.no_grad():
-        together = model(tokens, further_targets_BSM=further)
+        together = model(tokens, mtp_targets_BSM=further)
         torch.testing.assert_close(together[:1], model(tokens))
     assert len(together) == 3

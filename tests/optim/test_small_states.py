@@ -327,7 +327,7 @@ def round_halves(kind: str) -> tuple[list[int], Tensor]:
     for group in optimizer.param_groups:
         group["weight_decay"] = -(2**-8)  # from 1 to the middle between it and its neighbour
     optimizer.step()
-    return list(mesh.get_coordinate() or ()), weight.to_local().detach() > 1
+    return list(mesh.get_coordinate() or ()), weight.detach().to_local() > 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "Muon"])

@@ -15,8 +15,8 @@ from titan.models.llama3 import FLAVORS, build_model
 from titan.parallel import initialize
 from titan.parallel.activation import apply_ac
 from titan.parallel.compile import apply_compile
-from titan.parallel.kept_operations import DEFAULT_KEEP, KeepError
 from titan.parallel.offload import apply_offload
+from titan.parallel.sac_save_list import DEFAULT_KEEP, SaveListError
 
 LAYERS = 4
 
@@ -135,7 +135,7 @@ def test_kept_modules_under_the_compiler() -> None:
     ],
 )
 def test_what_does_not_exist_cannot_be_kept(mode: dict[str, Any], message: str) -> None:
-    with pytest.raises(KeepError, match=message):
+    with pytest.raises(SaveListError, match=message):
         apply_ac(debug_model(), **mode)
 
 

@@ -24,8 +24,8 @@ from titan.parallel import activation, apply_tp, build_mesh, initialize
 from titan.parallel.activation import apply_ac
 from titan.parallel.compile import CompileLog, apply_compile
 from titan.parallel.expert import keep_routes
-from titan.parallel.kept_operations import DEFAULT_KEEP
 from titan.parallel.offload import apply_offload
+from titan.parallel.sac_save_list import DEFAULT_KEEP
 from titan.parallel.torch_compat import set_memory_budget
 from titan.train import _set_compile_cache
 

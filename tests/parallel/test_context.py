@@ -17,20 +17,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.support.attention import plain_formula
 from titan.parallel import block_attention, ring
 from titan.parallel.activation import apply_ac
-from titan.parallel.block_attention import CAUSAL, Sight
+from titan.parallel.block_attention import CAUSAL, AttentionSpec
 from titan.parallel.context import apply_cp, check_divides, shard_sequence, unshard_sequence
-from titan.parallel.kept_operations import DEFAULT_KEEP
 from titan.parallel.ring import SequencePart, visible
+from titan.parallel.sac_save_list import DEFAULT_KEEP
 
 METHODS = ("ring", "allgather", "ulysses")
 
 
 class PlainAttention(nn.Module):
-    """What a model of somebody else's may call: causal or as `sight` says, grouped heads, documents, sinks."""
+    """What a model of somebody else's may call: causal or as `spec` says, grouped heads, documents, sinks."""
 
     is_causal_softmax = True
     scale: float | None = None
-    sight = CAUSAL
+    spec = CAUSAL
 
     def forward(
         self,
@@ -40,9 +40,9 @@ class PlainAttention(nn.Module):
         document_ids: Tensor | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        if self.sight != CAUSAL or sinks is not None:
+        if self.spec != CAUSAL or sinks is not None:
             options = {"ids": document_ids, "sinks": sinks, "scale": self.scale}
-            return plain_formula(q, k, v, sight=self.sight, **options)
+            return plain_formula(q, k, v, spec=self.spec, **options)
         mask = None
         if document_ids is not None:
             mask = (document_ids[:, :, None] == document_ids[:, None, :]).tril()[:, None]
@@ -54,12 +54,12 @@ class PlainAttention(nn.Module):
 class Net(nn.Module):
     """Holds the attention two levels deep, twice."""
 
-    def __init__(self, scale: float | None = None, sight: Sight = CAUSAL) -> None:
+    def __init__(self, scale: float | None = None, spec: AttentionSpec = CAUSAL) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([nn.Sequential(), nn.Sequential()])
         for block in self.blocks:
             attention = PlainAttention()
-            attention.scale, attention.sight = scale, sight
+            attention.scale, attention.spec = scale, spec
             block.add_module("attention", attention)
 
     def forward(
@@ -102,12 +102,12 @@ def _largest_error(case: dict[str, Any], documents: bool = False) -> float:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("cp",))
     case = dict(case)
     method, balanced = case.pop("method"), case.pop("balanced")
-    scale, sight = case.pop("scale", None), case.pop("sight", CAUSAL)
+    scale, spec = case.pop("scale", None), case.pop("spec", CAUSAL)
     sinks = [torch.linspace(-1, 2, case["heads"], dtype=case["dtype"])] * case.pop("sinks", False)
     qkv, grad, ids = _inputs(**case)
     split = {"rank": mesh.get_local_rank(), "size": mesh.size(), "balanced": balanced}
-    expected = _gradients(Net(scale, sight), [*qkv, *sinks], grad, ids if documents else None)
-    net = Net(scale, sight)
+    expected = _gradients(Net(scale, spec), [*qkv, *sinks], grad, ids if documents else None)
+    net = Net(scale, spec)
     apply_cp(net, mesh=mesh, attention_type=PlainAttention, method=method, balanced=balanced)
     local_ids = shard_sequence(ids, dim=1, **split) if documents else None
     local_qkv = [shard_sequence(x, dim=2, **split) for x in qkv]
@@ -183,7 +183,12 @@ def test_scale_and_values_of_another_size(pool, documents: bool) -> None:
         assert max(errors) < 1e-14
 
 
-SIGHTS = (Sight(window=2), Sight(window=7), Sight(window=50), Sight(causal=False))
+SIGHTS = (
+    AttentionSpec(window=2),
+    AttentionSpec(window=7),
+    AttentionSpec(window=50),
+    AttentionSpec(causal=False),
+)
 
 
 @pytest.mark.parametrize("documents", [False, True])
@@ -191,10 +196,10 @@ SIGHTS = (Sight(window=2), Sight(window=7), Sight(window=50), Sight(causal=False
 def test_windows_sinks_and_all_keys(pool, world: int, documents: bool) -> None:
     """Windows within a chunk, over several, and longer than the sequence: chunks have 5 to 36 keys."""
     cases = [
-        case | {"sight": sight, "sinks": sinks, "scale": 0.4}
+        case | {"spec": spec, "sinks": sinks, "scale": 0.4}
         for case in _cases(world, torch.float64)
-        for sight, sinks in (
-            *((sight, False) for sight in SIGHTS),
+        for spec, sinks in (
+            *((spec, False) for spec in SIGHTS),
             (CAUSAL, True),
             (SIGHTS[1], True),
         )
@@ -214,14 +219,14 @@ def _compiled_errors(method: Any) -> list[float]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     errors = []
     sinks = [torch.linspace(-1, 2, 4)]
-    for dtype, sight, more in (
+    for dtype, spec, more in (
         (torch.float32, CAUSAL, []),
-        (torch.float32, Sight(window=3), sinks),
+        (torch.float32, AttentionSpec(window=3), sinks),
         (torch.bfloat16, CAUSAL, []),
     ):
         qkv, grad, _ = _inputs(length=8, heads=4, groups=2, dtype=dtype)
         qkv = [*qkv, *more]
-        net = Net(sight=sight)
+        net = Net(spec=spec)
         apply_cp(net, mesh=mesh, attention_type=PlainAttention, method=method)
         expected = _gradients(net, qkv, grad, None)
         net.compile(backend="aot_eager", fullgraph=True)
@@ -393,20 +398,20 @@ def test_blocks_are_the_causal_mask(balanced: bool, window: int) -> None:
 
     With a window, blocks have neither a query that sees nothing nor a key that nobody sees.
     """
-    size, length, sight = 4, 6, Sight(window=window)
+    size, length, spec = 4, 6, AttentionSpec(window=window)
     order = unshard_sequence(torch.arange(24), dim=0, size=size, balanced=balanced).argsort()
-    mask = sight.sees(order[:, None], order)  # rows and columns as ranks hold them
+    mask = spec.sees(order[:, None], order)  # rows and columns as ranks hold them
     work = []
     for rank in range(size):
         seen = torch.zeros(length, size * length, dtype=torch.bool)
         part = SequencePart("", rank, size, balanced)
         for source in range(size):
             sources, tiles = range(source, source + 1), seen.split(length, dim=1)
-            for block in visible(sources, part=part, length=length, sight=sight):
+            for block in visible(sources, part=part, length=length, spec=spec):
                 tile = tiles[source][block.queries, block.keys]
-                how = ring._seen(block, sources, None, part, sight, tile.device)
+                how = ring._seen(block, sources, None, part, spec, tile.device)
                 queries, keys = (torch.arange(n) for n in tile.shape)
-                of_block = how["sight"].sees(queries[:, None], keys)
+                of_block = how["spec"].sees(queries[:, None], keys)
                 of_block = of_block if how["mask_BST"] is None else how["mask_BST"][0]
                 assert of_block.any(0).all() and of_block.any(1).all()
                 tile |= of_block

@@ -15,7 +15,7 @@ from titan.models.llama3 import FLAVORS, build_model
 from titan.parallel import block_attention, initialize
 from titan.parallel.block_attention import CAUSAL
 from titan.parallel.compile import apply_compile
-from titan.parallel.documents import choose_form, document_ends, mask_of, share_document_mask
+from titan.parallel.documents import choose_form, document_cu_seqlens, mask_of, share_document_mask
 from titan.untrusted import InputError
 
 BATCH, LENGTH = 3, 300  # not a multiple of FlexAttention's 128
@@ -64,10 +64,10 @@ def test_blocks_that_are_masked_are_left_out() -> None:
 
 def test_ends_leave_room_and_grow_by_doubling() -> None:
     ids = torch.tensor([[0, 0, 1, 1, 1, 2, 2, 2], [0] * 8])
-    assert document_ends(ids).tolist() == [[2, 5, 8, 8], [8, 8, 8, 8]]
-    assert document_ends(torch.zeros(1, 1024, dtype=torch.int64)).tolist() == [[1024] * 4]
+    assert document_cu_seqlens(ids).tolist() == [[2, 5, 8, 8], [8, 8, 8, 8]]
+    assert document_cu_seqlens(torch.zeros(1, 1024, dtype=torch.int64)).tolist() == [[1024] * 4]
     # Rows begin where the rows before end.
-    mask = mask_of(ids, form="varlen", ends_BN=document_ends(ids))
+    mask = mask_of(ids, form="varlen", cu_seqlens_BN=document_cu_seqlens(ids))
     assert mask.mask.tolist() == [0, 2, 5, 8, 8, 16, 16, 16, 16]
     assert mask.mask.dtype == torch.int32
 
@@ -84,7 +84,7 @@ def test_a_forward_pass_makes_one_mask(compiled: bool) -> None:
         apply_compile(model, backend="eager", preserve_rng_state=False)
     made = []
     share_document_mask(model, lambda *a, **k: made.append(1) or mask_of(*a, **k))
-    assert torch.equal(model(tokens, document_ids_BS=ids, document_ends_BN=None), expected)
+    assert torch.equal(model(tokens, document_ids_BS=ids, cu_seqlens_BN=None), expected)
     assert torch.equal(model(tokens, document_ids_BS=ids), expected)
     assert len(made) == 2
 
@@ -95,7 +95,7 @@ def test_flash_attention_takes_the_mask_on_a_gpu() -> None:
         torch.empty_like(x, device="meta", dtype=torch.bfloat16).requires_grad_() for x in heads(8)
     ]
     ends = torch.zeros(BATCH, 4, dtype=torch.int32, device="meta")
-    mask = mask_of(document_ids().to("meta"), form="varlen", ends_BN=ends)
+    mask = mask_of(document_ids().to("meta"), form="varlen", cu_seqlens_BN=ends)
     out = mask.attend(*inputs, scale=None)
     assert out.shape == (BATCH, 4, LENGTH, 8) and out.dtype == torch.bfloat16
     out.sum().backward()

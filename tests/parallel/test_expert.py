@@ -199,7 +199,7 @@ class Mixture(nn.Module):
     def __init__(self, num: int) -> None:
         super().__init__()
         self.experts = Doublers(num)
-        self.exchange: Any = None
+        self.dispatcher: Any = None
 
 
 def use_alone(_: int) -> tuple[list[float], float]:
@@ -213,7 +213,7 @@ def use_alone(_: int) -> tuple[list[float], float]:
     # Rank 0 sends rows to experts 0, 0 and 3, rank 1 one row to expert 1.
     counts = torch.tensor([[2, 0, 0, 1], [0, 1, 0, 0]][dist.get_rank()])
     rows = torch.ones(int(counts.sum()), 1)
-    out = mixture.exchange(rows, counts, mixture.experts)
+    out = mixture.dispatcher(rows, counts, mixture.experts)
     out.sum().backward()
     gradient: Any = mixture.experts.scale.grad
     return out.flatten().tolist(), gradient.full_tensor().tolist()
@@ -249,7 +249,9 @@ def run_meanwhile(_: int) -> tuple[list[str], list[str], list[float]]:
     shared: list[Tensor] = []
     counts = torch.tensor([3, 1])
     with Order(*names) as forward:
-        out = mixture.exchange(rows * 1, counts, mixture.experts, lambda: shared.append(rows.sin()))
+        out = mixture.dispatcher(
+            rows * 1, counts, mixture.experts, lambda: shared.append(rows.sin())
+        )
     with Order(*names) as backward:
         (out + shared[0]).sum().backward()
     assert rows.grad is not None

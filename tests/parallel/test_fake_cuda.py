@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titan.loss import cross_entropy_sum
-from titan.models.common.moe import Gate, grouped_products
+from titan.models.common.moe import Gate, grouped_matmuls
 from titan.optim.clipping import clip_gradients
 from titan.parallel import block_attention
-from titan.parallel.block_attention import CAUSAL, Sight
+from titan.parallel.block_attention import CAUSAL, AttentionSpec
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.cuda.is_built(),
@@ -64,9 +64,9 @@ def test_the_ring_s_kernels(
         patch.setattr(torch.cuda, "is_available", lambda: True)
         assert block_attention._choose_kernel(q) == kernel
     monkeypatch.setattr(block_attention, "_choose_kernel", lambda _, masked=False: kernel)
-    out, lse = block_attention.attend(q, k, v, sight=CAUSAL, scale=None)
+    out, lse = block_attention.attend(q, k, v, spec=CAUSAL, scale=None)
     assert (form(out), form(lse)) == (form(q), ((2, 4, 75), FP32, "cuda"))
-    grads = block_attention.attend_backward(out, q, k, v, out, lse, sight=CAUSAL, scale=None)
+    grads = block_attention.attend_backward(out, q, k, v, out, lse, spec=CAUSAL, scale=None)
     assert [form(grad) for grad in grads] == [form(x) for x in (q, k, v)]
 
 
@@ -74,19 +74,21 @@ def test_the_ring_s_kernels(
 def test_the_ring_with_a_mask(dtype: torch.dtype) -> None:
     q, k, v = (rand(2, heads, 75, 64, dtype=dtype).detach() for heads in (4, 2, 2))
     mask = torch.empty(2, 75, 75, device="cuda", dtype=torch.bool)
-    options: dict[str, Any] = {"sight": CAUSAL, "scale": None, "mask_BST": mask}
+    options: dict[str, Any] = {"spec": CAUSAL, "scale": None, "mask_BST": mask}
     out, lse = block_attention.attend(q, k, v, **options)
     assert (form(out), form(lse)) == (form(q), ((2, 4, 75), FP32, "cuda"))
     grads = block_attention.attend_backward(out, q, k, v, out, lse, **options)
     assert [form(grad) for grad in grads] == [form(x) for x in (q, k, v)]
 
 
-@pytest.mark.parametrize("sight", [Sight(window=16), Sight(), Sight(causal=False)])
-def test_sequences_with_the_logsumexp(sight: Sight) -> None:
+@pytest.mark.parametrize(
+    "spec", [AttentionSpec(window=16), AttentionSpec(), AttentionSpec(causal=False)]
+)
+def test_sequences_with_the_logsumexp(spec: AttentionSpec) -> None:
     """As the ring's own block has them with a window, and sinks with packed documents."""
     q, k, v = (rand(2, heads, 75, 64).detach() for heads in (4, 2, 2))
     ends = block_attention.whole_rows(2, 75, q.device)
-    options: dict[str, Any] = {"sight": sight, "scale": None, "ends": ends}
+    options: dict[str, Any] = {"spec": spec, "scale": None, "ends": ends}
     out, lse = block_attention.attend(q, k, v, **options)
     assert (form(out), form(lse)) == (form(q), ((2, 4, 75), FP32, "cuda"))
     grads = block_attention.attend_backward(out, q, k, v, out, lse, **options)
@@ -111,7 +113,7 @@ def test_loss(dtype: torch.dtype) -> None:
 def test_experts() -> None:
     rows, w1, w2, w3 = rand(40, 32), rand(4, 64, 32), rand(4, 32, 64), rand(4, 64, 32)
     counts = torch.zeros(4, dtype=torch.int64, device="cuda")
-    out = grouped_products(rows, counts, w1, w2, w3)
+    out = grouped_matmuls(rows, counts, w1, w2, w3)
     assert form(out) == form(rows)
 
 

@@ -19,8 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from titan.config.errors import ConfigError
 from titan.parallel import apply_ddp, apply_fsdp, build_mesh, initialize, materialize, pipeline
 from titan.parallel.activation import apply_ac
-from titan.parallel.kept_operations import DEFAULT_KEEP
 from titan.parallel.pipeline import Pipeline
+from titan.parallel.sac_save_list import DEFAULT_KEEP
 from titan.parallel.schedules import (
     Action,
     build_schedule,

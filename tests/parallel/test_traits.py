@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +42,7 @@ def test_the_named_functions_are_compiled_or_the_whole_block() -> None:
     expected = [block(x) for block in model.layers.values()]
     calls: list[str] = []
 
-    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> object:
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:
         calls.append(" ".join(str(node.target) for node in graph.graph.nodes if "call" in node.op))
         return graph.forward
 

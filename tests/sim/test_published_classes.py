@@ -21,9 +21,9 @@ FORCED = ROOT / "train_configs/published/N3434.toml"
 def exchange_at_once(config: JobConfig, layout: Layout) -> None:
     """Compute nothing while rows travel, as in the published variant "no-overlap"."""
     from titan.parallel import expert
-    from titan.parallel.collectives import TravellingRows
+    from titan.parallel.collectives import AsyncAllToAll
 
-    class AtOnce(TravellingRows):
+    class AtOnce(AsyncAllToAll):
         def __init__(self, x: Any, **options: Any) -> None:
             super().__init__(x, **options)
             self._rows = [super().wait()]
@@ -31,7 +31,7 @@ def exchange_at_once(config: JobConfig, layout: Layout) -> None:
         def wait(self) -> Any:
             return self._rows.pop()
 
-    expert.TravellingRows = AtOnce
+    expert.AsyncAllToAll = AtOnce
 
 
 def classes(simulation: Simulation) -> tuple[Counter[str], dict[str, float]]:

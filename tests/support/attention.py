@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from titan.parallel.block_attention import Sight
+from titan.parallel.block_attention import AttentionSpec
 
 
 def plain_formula(
@@ -15,7 +15,7 @@ def plain_formula(
     k: Tensor,
     v: Tensor,
     *,
-    sight: Sight,
+    spec: AttentionSpec,
     ids: Tensor | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
@@ -25,10 +25,10 @@ def plain_formula(
     scores = (q @ k.mT) * (scale or 1 / math.sqrt(q.shape[-1]))
     query, key = (torch.arange(x.shape[2]) for x in (q, k))
     seen = torch.ones(len(query), len(key), dtype=torch.bool)
-    if sight.causal:
+    if spec.causal:
         seen = key <= query[:, None]
-    if sight.window:
-        seen = seen & (key > query[:, None] - sight.window)
+    if spec.window:
+        seen = seen & (key > query[:, None] - spec.window)
     if ids is not None:
         seen = seen & (ids[:, None, :, None] == ids[:, None, None, :])
     scores = scores.masked_fill(~seen, float("-inf"))

@@ -351,7 +351,7 @@ def train(layout: Layout, precision: str = "float32", steps: int = STEPS) -> dic
     gradients: dict[str, Tensor] = {}
 
     def keep_gradients(*_: Any) -> None:
-        if not gradients and train_step.early_step is None:
+        if not gradients and train_step.in_backward is None:
             gradients.update(whole_gradients(train_step))
 
     train_step.optimizer.register_step_pre_hook(keep_gradients)

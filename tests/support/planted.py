@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tests.support.layouts import Layout, train
 from titan import train_step
 from titan.models.common import moe
-from titan.optim import balance
+from titan.optim import expert_bias
 
 
 def train_with(fault: str, layout: Layout) -> dict[str, Any]:
@@ -53,13 +53,13 @@ def norm_without_experts() -> None:
 
 def bias_of_one_rank() -> None:
     """Move the bias by the loads of one rank."""
-    finish = balance.Balance.finish
+    finish = expert_bias.ExpertBiasBalancer.finish
 
-    def alone(self: balance.Balance, *, accepted: bool) -> None:
+    def alone(self: expert_bias.ExpertBiasBalancer, *, accepted: bool) -> None:
         self.group = None
         finish(self, accepted=accepted)
 
-    balance.Balance.finish = alone
+    expert_bias.ExpertBiasBalancer.finish = alone
 
 
 def counted_in_forward() -> None:

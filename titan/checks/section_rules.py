@@ -27,7 +27,7 @@ from titan.config.task import check_task, data_keys, predicts_tokens, reads_text
 from titan.data import DataError
 from titan.data.sources import resolve_sources
 from titan.hardware import HARDWARE
-from titan.parallel.kept_operations import KeepError, parse_blocks, parse_rule
+from titan.parallel.sac_save_list import SaveListError, parse_blocks, parse_rule
 from titan.parallel.schedules import canonical_schedule, splits_backward
 
 STACKS_S = 15  # from a step's time limit until the stacks of all ranks are written; titan/health
@@ -326,7 +326,7 @@ def _kept(section: ActivationCheckpointSection, layers: int) -> Iterator[RuleVio
             if taken & {*blocks}:
                 yield key, f'"{line[:80]}": an earlier line has one of these blocks, too'
             taken |= {*blocks}
-    except KeepError as error:
+    except SaveListError as error:
         yield key, str(error)
 
 

@@ -1,7 +1,7 @@
 """Interfaces between the loader and the data.
 
 `Samples` is an endless, numbered series of samples (samples.py, streams.py). `Source` is the series of one source of text.
-`RankShare` is the part of it that one data-parallel rank takes, and `TensorBatch` is the batch that the rank computes with.
+`ShardSpec` is the part of it that one data-parallel rank takes, and `TensorBatch` is the batch that the rank computes with.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class TensorBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankShare:
+class ShardSpec:
     """Samples that a data-parallel rank takes: one batch of `batch` samples out of every `world` batches."""
 
     rank: int = 0
@@ -69,7 +69,7 @@ class RankShare:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class DatasetPhase:
     """Dataset settings in force from a given position (titan/config/phases.py). `asdict` makes them JSON-able.
 
     Attributes:
@@ -111,14 +111,14 @@ class Samples(ABC):
             bookmark: the `bookmark` of this position, if there is one.
         """
 
-    def part(self) -> Part | None:  # noqa: B027
+    def part(self) -> DatasetPhase | None:  # noqa: B027
         """Return the settings in force, or None if they can never change."""
 
-    def begin(self, part: Part) -> None:  # noqa: B027
+    def begin(self, part: DatasetPhase) -> None:  # noqa: B027
         """Switch to the settings of `part`. Sample numbers start again from 0."""
 
     def tokens_after(self, count: int, *, whole: bool) -> list[int]:
-        """Return each source's position, as in `Part.tokens`, after `count` samples with the settings in force.
+        """Return each source's position, as in `DatasetPhase.tokens`, after `count` samples with the settings in force.
 
         Args:
             count: samples since the settings came into force.

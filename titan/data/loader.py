@@ -9,7 +9,7 @@ Samples to leave out (titan/health/recovery.py chooses them) are ranges of numbe
 after it, in the same way on every layout.
 
 A phase of the run (titan/config/phases.py) may change the length of sequences and the weights of sources. Samples are then
-numbered again from the phase's first position, and the state contains the `Part`: the position of each source in tokens.
+numbered again from the phase's first position, and the state contains the `DatasetPhase`: the position of each source in tokens.
 
 A background thread prepares some steps ahead. They are not part of the state: `state_dict()` is the state after the last step
 that was handed out.
@@ -29,7 +29,7 @@ import torch
 
 from titan.config import schema as s
 from titan.data import DataError
-from titan.data.base import Part, RankShare, Samples, TensorBatch
+from titan.data.base import DatasetPhase, Samples, ShardSpec, TensorBatch
 
 Collate = Callable[..., TensorBatch]
 
@@ -49,7 +49,7 @@ class Loader:
         self,
         samples: Samples,
         *,
-        share: RankShare,
+        share: ShardSpec,
         collate: Collate,
         dataloader: s.DataloaderSection,
         accumulation: int = 1,
@@ -118,7 +118,7 @@ class Loader:
                 )
             self._state["bookmark"] = bookmarks[self.share.rank]
 
-    def reshare(self, share: RankShare) -> None:
+    def set_shard(self, share: ShardSpec) -> None:
         """Change this loader's data-parallel rank and world size. The position is kept."""
         if share != self.share:
             self.load_state_dict(self._state)  # drops steps read ahead for the old share
@@ -189,7 +189,7 @@ class Loader:
         """Switch to the phase in the state, or to the requested settings. Return the first position of the phase."""
         if self._first_part is None:
             return 0
-        part = Part(**self._state["part"]) if "part" in self._state else self._first_part
+        part = DatasetPhase(**self._state["part"]) if "part" in self._state else self._first_part
         self.samples.begin(part)
         if (new := replace(part, **self._wanted)) != part:
             count, position = self._state["position"] - part.first, self._state["position"]

@@ -16,7 +16,7 @@ from torch import Tensor
 from titan.data.base import TensorBatch
 from titan.data.special_tokens import CONTEXT, KIND_SHIFT, START, SpecialTokens, without_kind
 from titan.loss import IGNORED
-from titan.parallel.documents import document_ends
+from titan.parallel.documents import document_cu_seqlens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +28,8 @@ class Batch(TensorBatch):
         "labels_BS",
         "positions_BS",
         "document_ids_BS",
-        "further_targets_BSM",
-        "further_labels_BSM",
+        "mtp_targets_BSM",
+        "mtp_labels_BSM",
     )
 
     tokens_BS: Tensor
@@ -39,18 +39,18 @@ class Batch(TensorBatch):
     """Positions counted from the beginning of each document, or None to count from the beginning of the sequence."""
     document_ids_BS: Tensor | None = None
     """Number of the document within its sequence, for the attention mask, or None for the causal mask alone."""
-    document_ends_BN: Tensor | None = None
-    """int32: cu_seqlens of the documents, from `titan.parallel.documents.document_ends`. Equal on all context-parallel ranks."""
+    cu_seqlens_BN: Tensor | None = None
+    """int32: cu_seqlens of the documents, from `titan.parallel.documents.document_cu_seqlens`. Equal on all context-parallel ranks."""
 
-    further_targets_BSM: Tensor | None = None
+    mtp_targets_BSM: Tensor | None = None
     """int64[B, S, M]: inputs of multi-token prediction. Module m = 0, 1, ... reads the token m + 1 places ahead."""
-    further_labels_BSM: Tensor | None = None
+    mtp_labels_BSM: Tensor | None = None
     """int64[B, S, M]: labels of multi-token prediction. Module m predicts the token m + 2 places ahead.
 
     The label is IGNORED if that token is in another document or beyond the sequence.
     """
 
-    def with_further_targets(self, count: int) -> Batch:
+    def with_mtp_targets(self, count: int) -> Batch:
         """Return the batch with inputs and labels for `count` modules of multi-token prediction. Sequences must be whole."""
         tokens, labels = [], []
         ids_BS, length = self.document_ids_BS, self.tokens_BS.shape[1]
@@ -64,8 +64,8 @@ class Batch(TensorBatch):
             labels.append(self.labels_BS.roll(-ahead, dims=1).where(is_known, IGNORED))
         return replace(
             self,
-            further_targets_BSM=torch.stack(tokens, dim=-1),
-            further_labels_BSM=torch.stack(labels, dim=-1),
+            mtp_targets_BSM=torch.stack(tokens, dim=-1),
+            mtp_labels_BSM=torch.stack(labels, dim=-1),
         )
 
     def ignore_from(self, row: int) -> None:
@@ -111,7 +111,7 @@ def pack(
     # The last token of a sample is a label only.
     starts_BS = starts_BT[:, :-1].copy()
     starts_BS[:, 0] = False  # the first token of a sequence always begins document 0
-    positions_BS = document_ids_BS = document_ends_BN = None
+    positions_BS = document_ids_BS = cu_seqlens_BN = None
     if reset_positions:
         place_S = np.arange(starts_BS.shape[1])
         # Place of the last document start at or before each token.
@@ -119,7 +119,7 @@ def pack(
         positions_BS = torch.from_numpy(place_S - start_BS)
     if document_mask:
         document_ids_BS = torch.from_numpy(np.cumsum(starts_BS, axis=1))
-        document_ends_BN = document_ends(document_ids_BS)
+        cu_seqlens_BN = document_cu_seqlens(document_ids_BS)
         # The last token of a document must not predict the first one of the next.
         labels_BS[starts_BT[:, 1:]] = IGNORED
     return Batch(
@@ -127,6 +127,6 @@ def pack(
         labels_BS=torch.from_numpy(labels_BS),
         positions_BS=positions_BS,
         document_ids_BS=document_ids_BS,
-        document_ends_BN=document_ends_BN,
+        cu_seqlens_BN=cu_seqlens_BN,
         first_sample=first_sample,
     )

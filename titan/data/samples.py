@@ -18,7 +18,7 @@ import numpy as np
 
 from titan.config import schema as s
 from titan.data import DataError
-from titan.data.base import Part, Samples, Source
+from titan.data.base import DatasetPhase, Samples, Source
 from titan.data.cache import cached_shards
 from titan.data.chat import ChatTemplate
 from titan.data.order import Blend, derive_key
@@ -54,7 +54,7 @@ class BlendSamples(Samples):
         self, parts: Sequence[Source], *, weights: list[float], key: int, seq_len: int
     ) -> None:
         self._parts, self._key = parts, key
-        self.begin(Part(first=0, tokens=[0] * len(parts), seq_len=seq_len, weights=weights))
+        self.begin(DatasetPhase(first=0, tokens=[0] * len(parts), seq_len=seq_len, weights=weights))
         # Synthetic ids have no marks. All sources of text have the same marks.
         marks = [part.special_tokens for part in parts]
         self.special_tokens = SpecialTokens(
@@ -68,10 +68,10 @@ class BlendSamples(Samples):
         known = [length for length in lengths if length is not None]
         return sum(known) if len(known) == len(lengths) else None
 
-    def part(self) -> Part:
+    def part(self) -> DatasetPhase:
         return self._part
 
-    def begin(self, part: Part) -> None:
+    def begin(self, part: DatasetPhase) -> None:
         self._part, self._blend = part, Blend(part.weights, key=self._key)
         for source in self._parts:
             source.resize(part.seq_len)

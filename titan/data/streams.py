@@ -34,7 +34,7 @@ _UNSHUFFLED_BLOCK = 1024  # documents between two places from which the reader c
 _THREADS, _DOCUMENTS_AT_ONCE = 4, 64
 
 
-class Mark(NamedTuple):
+class Bookmark(NamedTuple):
     """Place from which the reader can resume.
 
     Attributes:
@@ -90,7 +90,7 @@ class StreamSamples(Source):
             logger.warning("no bookmark for %s: it is read from its start", self._stream.name)
         place = bookmark if fits else {"document": 0, "offset": 0, "mark": []}
         self._offset, first = place["offset"], place["document"]
-        mark = Mark(*place["mark"])
+        mark = Bookmark(*place["mark"])
         self._marks = deque([mark])  # places passed, oldest first; `bookmark` drops old ones
         self._next_document = first
         # Documents with unused tokens, each with its number, and the number of tokens in these documents.
@@ -144,7 +144,7 @@ class StreamSamples(Source):
     def _encode(self, text: str) -> np.ndarray:
         return np.array(self.special_tokens.wrap(self._tokenizer.encode(text)), dtype=np.int64)
 
-    def _numbered(self, mark: Mark) -> Iterator[tuple[int, str]]:
+    def _numbered(self, mark: Bookmark) -> Iterator[tuple[int, str]]:
         """Yield the documents from `mark` on with their numbers, epoch after epoch, without end."""
         number, epoch, block, state = mark
         while True:
@@ -161,8 +161,8 @@ class StreamSamples(Source):
                         yield number, raw[place]
                         number += 1
                 block += 1
-                self._marks.append(Mark(number, epoch, block, state))
+                self._marks.append(Bookmark(number, epoch, block, state))
             if is_whole_epoch and number == first:
                 raise DataError(f"dataset {self._stream.name} has no documents for this split")
             epoch, block, state = epoch + 1, 0, None
-            self._marks.append(Mark(number, epoch))
+            self._marks.append(Bookmark(number, epoch))

@@ -40,8 +40,8 @@ from pathlib import Path
 from typing import IO
 
 from titan.health import flight_recorder
-from titan.health.beats import describe_hang, describe_silence, store_host, why_silent
 from titan.health.errors import COMMUNICATION, Failure, main_thread, stacks_file, where_failed
+from titan.health.heartbeats import describe_hang, describe_silence, store_host, why_silent
 from titan.health.peers import LINGER_S, Peers, call_with_timeout
 from titan.health.run_lock import BEAT_S, RunLock, RunLocked
 from titan.health.signals import (

@@ -16,8 +16,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from titan.health.beats import Beat, connect
 from titan.health.errors import Failure, main_thread
+from titan.health.heartbeats import Heartbeat, connect
 from titan.health.run_lock import ProcessId
 
 # Seconds that a failed rank stays, so that others read the reason before its agent or store is gone.
@@ -67,25 +67,27 @@ class Peers:
             return
         # Before the thread starts: peers read this rank's heartbeat as soon as they connect.
         store.set(_beat_key(self.rank), self._beat())
-        self.first = Beat.parse(store.get(_beat_key(0)).decode()).process
+        self.first = Heartbeat.parse(store.get(_beat_key(0)).decode()).process
         self.store = store
         threading.Thread(target=self._exchange, name="beats", daemon=True).start()
 
-    def compare_beats(self) -> tuple[dict[int, Beat], list[int]]:
+    def compare_beats(self) -> tuple[dict[int, Heartbeat], list[int]]:
         """Return the heartbeats of all ranks that have not ended, and the silent ranks."""
         if self.store is None:
-            return {self.rank: Beat.parse(self._beat())}, []
+            return {self.rank: Heartbeat.parse(self._beat())}, []
         before = self._read_beats()
         time.sleep(3 * self.beat_s)  # a busy machine may delay one or two heartbeats
         after = self._read_beats()
-        beats = {rank: Beat.parse(text) for rank, text in after.items() if text != _GONE}
+        beats = {rank: Heartbeat.parse(text) for rank, text in after.items() if text != _GONE}
         # A rank is silent if both readings are equal. Ranks that have signed off are left out.
         return beats, [rank for rank in beats if after[rank] == before.get(rank)]
 
     def processes(self) -> dict[int, ProcessId]:
         """Return the processes of the ranks that have not ended."""
         texts = self._read_beats()
-        return {rank: Beat.parse(text).process for rank, text in texts.items() if text != _GONE}
+        return {
+            rank: Heartbeat.parse(text).process for rank, text in texts.items() if text != _GONE
+        }
 
     def agree(self, mine: Failure) -> Failure | None:
         """Publish a failure. Return the first one that any rank published; None if the store does not answer."""
@@ -152,7 +154,7 @@ class Peers:
 
     def _beat(self) -> str:
         activity = main_thread()
-        beat = Beat(self.rounds, self.get_step(), activity.text, activity.waits, self.me)
+        beat = Heartbeat(self.rounds, self.get_step(), activity.text, activity.waits, self.me)
         return json.dumps(asdict(beat))
 
     def _read_beats(self) -> dict[int, str]:
@@ -198,5 +200,5 @@ def _has_ended(beat: str) -> bool:
     """
     if beat in ("", _GONE):
         return beat == _GONE
-    process = Beat.parse(beat).process
+    process = Heartbeat.parse(beat).process
     return process.is_here() and not process.is_running()

@@ -17,9 +17,9 @@ from titan.hooks.checkpointing import Checkpointing
 from titan.hooks.compilation import Compilation
 from titan.hooks.evaluation import Evaluation
 from titan.hooks.experts import ExpertLoads
-from titan.hooks.further_targets import FurtherTargets
 from titan.hooks.layer_norms import LayerNormsLog
 from titan.hooks.metrics import Metrics
+from titan.hooks.mtp import MTPMetrics
 from titan.hooks.profiling import Profiling
 from titan.hooks.rank_times import RankTimes
 from titan.hooks.recovery import StepRecovery
@@ -53,7 +53,7 @@ def standard_hooks(trainer: RunContext, *, monitor: Monitor | None = None) -> li
         Checkpointing(trainer),
         LayerNormsLog(trainer),
         ExpertLoads(trainer),
-        *([FurtherTargets(trainer)] if getattr(trainer.sizes, "num_mtp_modules", 0) else []),
+        *([MTPMetrics(trainer)] if getattr(trainer.sizes, "num_mtp_modules", 0) else []),
         *([TWIN.load()(trainer)] if trainer.config.simulator.twin else []),
         Metrics(trainer),  # last, so that its row has the columns of all other hooks
     ]

@@ -1,6 +1,6 @@
 """Hook for the load of experts: columns of the metrics, and experts.json, a table of the newest loads.
 
-All figures come from the loads of the step, summed over all ranks (titan/optim/balance.py), so each
+All figures come from the loads of the step, summed over all ranks (titan/optim/expert_bias.py), so each
 layout gives the figures of one process. At logged steps one all-reduce collects the layers of other
 pipeline stages. Other steps do nothing.
 

@@ -34,7 +34,7 @@ from titan.config.layout import Layout
 from titan.config.model import num_blocks
 from titan.config.schema import ActivationCheckpointSection, JobConfig
 from titan.observe.routing import busiest_rank
-from titan.parallel.kept_operations import parse_blocks, parse_rule
+from titan.parallel.sac_save_list import parse_blocks, parse_rule
 
 ModelSizes: TypeAlias = Any
 """A family's config. The formulas read dim, n_layers, n_heads, n_kv_heads, head_dim, ffn_dim, vocab_size, num_params,

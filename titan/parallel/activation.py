@@ -4,7 +4,7 @@
     every n    full, for every n-th block only
     by op      keep what is expensive to recompute, recompute the rest (selective, arXiv:2205.05198)
 
-What "by op" keeps is a list of operations, see kept_operations.py.
+What "by op" keeps is a list of operations, see sac_save_list.py.
 
 Recomputation runs the same kernels on the same inputs, so losses and gradients are the same bits.
 """
@@ -24,9 +24,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .kept_operations import GROUPS, KeepError, Rule, parse_rule
 from .offload import Offloader
 from .random_numbers import require_restored
+from .sac_save_list import GROUPS, Rule, SaveListError, parse_rule
 from .selective import Decision, selective_checkpoint_contexts
 from .torch_compat import (
     checkpoint_wrapper,
@@ -64,7 +64,7 @@ def apply_ac(
         contexts: gives, for a block, a function that makes the context of its forward pass and that of the
             recomputation, or None.
 
-    Raises KeepError for an operation that torch does not have and for a pattern that no module of a block matches, and ValueError for a
+    Raises SaveListError for an operation that torch does not have and for a pattern that no module of a block matches, and ValueError for a
     module that draws random numbers without `preserve_rng_state`.
     """
     if every < 1:
@@ -92,13 +92,13 @@ def apply_ac(
 
 
 def _existing(entry: str) -> Rule:
-    """Return what an entry means. Raises KeepError if torch lacks the operation."""
+    """Return what an entry means. Raises SaveListError if torch lacks the operation."""
     rule = parse_rule(entry)
     for name in rule.names:
         namespace, _, operation = name.partition(".")
         # A group names operations of several versions of torch.
         if len(rule.names) == 1 and not hasattr(getattr(torch.ops, namespace), operation):
-            raise KeepError(
+            raise SaveListError(
                 f"torch has no operation '{name}'; use a name like aten.mm, or one of {', '.join(GROUPS)}"
             )
     return rule
@@ -124,7 +124,7 @@ class _Selection:
             names = [name for name, _ in block.named_modules() if name]
             matching = [name for name in names if fnmatchcase(name, pattern)]
             if not matching:
-                raise KeepError(
+                raise SaveListError(
                     f"no module of a block matches '{pattern}'; it has {', '.join(names)}"
                 )
             for name in matching:

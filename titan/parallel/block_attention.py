@@ -36,7 +36,7 @@ _LSE_ALIGNMENT = 32
 _BIAS_ALIGNMENT = 16
 
 
-class Sight(NamedTuple):
+class AttentionSpec(NamedTuple):
     """Say which keys a query sees.
 
     causal: none after itself. window: only the last of those, so many with itself; 0: all.
@@ -56,7 +56,7 @@ class Sight(NamedTuple):
         return (self.window - 1, 0) if self.causal else (-1, -1)
 
 
-CAUSAL = Sight()
+CAUSAL = AttentionSpec()
 
 
 def attend(
@@ -64,7 +64,7 @@ def attend(
     k_BGTK: Tensor,
     v_BGTK: Tensor,
     *,
-    sight: Sight,
+    spec: AttentionSpec,
     scale: float | None,
     mask_BST: Tensor | None = None,
     ends: Tensor | None = None,
@@ -72,22 +72,22 @@ def attend(
     """Return the output (B, H, S, K) in q's dtype and natural logsumexp (B, H, S), fp32 (fp64 for fp64).
 
     Args:
-        sight: which keys a query sees. S equals T if it is causal.
+        spec: which keys a query sees. S equals T if it is causal.
         scale: None is 1 / sqrt(K).
-        mask_BST: the keys that a query sees, in place of `sight`. A query that sees none has output 0 and logsumexp -inf.
+        mask_BST: the keys that a query sees, in place of `spec`. A query that sees none has output 0 and logsumexp -inf.
         ends: of FlashAttention's sequences in the flattened batch, see `varlen_attention`; only in 16 bits on a GPU.
 
     Query head h reads key/value head h // (H // G).
     """
-    mask_BST, ends = _windowed(q_BHSK, sight, mask_BST, ends)
+    mask_BST, ends = _windowed(q_BHSK, spec, mask_BST, ends)
     if mask_BST is not None:
         return _attend_masked(q_BHSK, k_BGTK, v_BGTK, mask_BST, scale)
     if ends is not None:
         length, flat = q_BHSK.shape[2], [_flat(x) for x in (q_BHSK, k_BGTK, v_BGTK)]
-        how: dict[str, Any] = {"ends": ends, "length": length, "sight": sight, "scale": scale}
+        how: dict[str, Any] = {"ends": ends, "length": length, "spec": spec, "scale": scale}
         out, lse_HN = varlen_attention(*flat, **how)
         return _unflat(out, length), lse_HN.unflatten(1, (-1, length)).transpose(0, 1)
-    kernel, causal = _choose_kernel(q_BHSK), sight.causal
+    kernel, causal = _choose_kernel(q_BHSK), spec.causal
     if kernel == "flash":
         out_BHSK, lse, *_ = _aten._scaled_dot_product_flash_attention(
             q_BHSK, k_BGTK, v_BGTK, 0.0, causal, scale=scale
@@ -119,7 +119,7 @@ def attend_backward(
     out_BHSK: Tensor,
     lse_BHS: Tensor,
     *,
-    sight: Sight,
+    spec: AttentionSpec,
     scale: float | None,
     mask_BST: Tensor | None = None,
     ends: Tensor | None = None,
@@ -128,18 +128,18 @@ def attend_backward(
 
     grad, out and lse belong to the whole row of keys, of which k and v are one block. mask_BST, ends: as in `attend`.
     """
-    mask_BST, ends = _windowed(q_BHSK, sight, mask_BST, ends)
+    mask_BST, ends = _windowed(q_BHSK, spec, mask_BST, ends)
     if ends is not None:
         rows = [_flat(x) for x in (grad_BHSK, q_BHSK, k_BGTK, v_BGTK, out_BHSK)]
         lse_HN, length = lse_BHS.transpose(0, 1).flatten(1).contiguous(), q_BHSK.shape[2]
-        how: dict[str, Any] = {"ends": ends, "length": length, "sight": sight, "scale": scale}
+        how: dict[str, Any] = {"ends": ends, "length": length, "spec": spec, "scale": scale}
         dq, dk, dv = (_unflat(x, length) for x in varlen_backward(*rows, lse=lse_HN, **how))
         return dq, dk, dv
     kernel, sizes = (
         _choose_kernel(q_BHSK, masked=mask_BST is not None),
         (q_BHSK.shape[2], k_BGTK.shape[2]),
     )
-    causal, lse_BHS = sight.causal, lse_BHS.contiguous()  # some kernels read it as if it were
+    causal, lse_BHS = spec.causal, lse_BHS.contiguous()  # some kernels read it as if it were
     if kernel == "flash":
         state = torch.empty(2, dtype=torch.uint64, device=q_BHSK.device)  # of dropout: not read
         return _aten._scaled_dot_product_flash_attention_backward(
@@ -154,7 +154,7 @@ def attend_backward(
         )  # fmt: skip
     k_BHTK, v_BHTK = _expand(k_BGTK, q_BHSK.shape[1]), _expand(v_BGTK, q_BHSK.shape[1])
     bias = None if mask_BST is None else _bias(mask_BST, q_BHSK)
-    causal = sight.causal and bias is None
+    causal = spec.causal and bias is None
     if kernel == "cpu":
         dq_BHSK, dk_BHTK, dv_BHTK = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_BHSK,
@@ -210,16 +210,16 @@ def _bias(mask_BST: Tensor, q_BHSK: Tensor) -> Tensor:
 
 
 def _windowed(
-    q_BHSK: Tensor, sight: Sight, mask_BST: Tensor | None, ends: Tensor | None
+    q_BHSK: Tensor, spec: AttentionSpec, mask_BST: Tensor | None, ends: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the mask or the ends of sequences by which a window reaches the kernel, unless the caller made one."""
-    if not sight.window or mask_BST is not None or ends is not None:
+    if not spec.window or mask_BST is not None or ends is not None:
         return mask_BST, ends
     batch, length = q_BHSK.shape[0], q_BHSK.shape[2]
     if _choose_kernel(q_BHSK) in ("flash", "cudnn"):
         return None, whole_rows(batch, length, q_BHSK.device)
     at_S = torch.arange(length, device=q_BHSK.device)
-    return sight.sees(at_S[:, None], at_S)[None], None
+    return spec.sees(at_S[:, None], at_S)[None], None
 
 
 def whole_rows(batch: int, length: int, device: torch.device) -> Tensor:
@@ -243,7 +243,7 @@ def varlen_attention(
     *,
     ends: Tensor,
     length: int,
-    sight: Sight,
+    spec: AttentionSpec,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Compute FlashAttention of sequences one after the other, (all tokens, heads, size), that begin and end at `ends`,
@@ -254,7 +254,7 @@ def varlen_attention(
     options: dict[str, Any] = {"scale": scale, "return_aux": AuxRequest(lse=True)}
     if _varlen_names_grouped_heads():
         options["enable_gqa"] = q.shape[1] != k.shape[1]
-    window = sight.flash_window
+    window = spec.flash_window
     return varlen(q, k, v, ends, ends, length, length, window_size=window, **options)
 
 
@@ -268,12 +268,12 @@ def varlen_backward(
     lse: Tensor,
     ends: Tensor,
     length: int,
-    sight: Sight,
+    spec: AttentionSpec,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v of `varlen_attention`; out and lse: of the whole rows, as in `attend_backward`."""
     state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of dropout: not read
-    window = list(sight.flash_window)
+    window = list(spec.flash_window)
     return torch.ops.torch_attn._varlen_attn_backward(
         grad, q, k, v, out, lse, ends, ends, length, length, window == [-1, 0], state, scale, window
     )
@@ -293,13 +293,13 @@ def attend_with_sinks(
     v_BGTK: Tensor,
     sinks_H: Tensor,
     *,
-    sight: Sight,
+    spec: AttentionSpec,
     scale: float | None,
     mask_BST: Tensor | None = None,
     ends: Tensor | None = None,
 ) -> Tensor:
     """Return the attention output, (B, H, S, K), where each head's softmax also counts its sink. The other arguments are those of `attend`."""
-    return _AttentionWithSinks.apply(q_BHSK, k_BGTK, v_BGTK, sinks_H, mask_BST, ends, sight, scale)
+    return _AttentionWithSinks.apply(q_BHSK, k_BGTK, v_BGTK, sinks_H, mask_BST, ends, spec, scale)
 
 
 def add_sinks(out_BHSK: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
@@ -322,8 +322,8 @@ class _AttentionWithSinks(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor, *options: Any
     ) -> Tensor:
-        mask_BST, ends, sight, scale = options
-        ctx.options = {"sight": sight, "scale": scale}
+        mask_BST, ends, spec, scale = options
+        ctx.options = {"spec": spec, "scale": scale}
         out, lse = attend(q, k, v, mask_BST=mask_BST, ends=ends, **ctx.options)
         out, lse = add_sinks(out, lse, sinks_H)
         ctx.save_for_backward(q, k, v, out, lse, sinks_H, mask_BST, ends)

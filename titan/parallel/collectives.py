@@ -43,24 +43,24 @@ def all_to_all(x: Tensor, *, group: str) -> Tensor:
     return _AllToAll.apply(x, group)
 
 
-def all_to_all_rows(x: Tensor, *, group: str, to: list[int], from_: list[int]) -> Tensor:
+def all_to_all_tokens(x: Tensor, *, group: str, to: list[int], from_: list[int]) -> Tensor:
     """Send and receive any numbers of rows, as `start_all_to_all` does. Differentiable."""
-    return TravellingRows(x, group=group, to=to, from_=from_).wait()
+    return AsyncAllToAll(x, group=group, to=to, from_=from_).wait()
 
 
-class TravellingRows:
+class AsyncAllToAll:
     """Start to send and receive rows, as `start_all_to_all` does. Differentiable: what runs before `wait` has its backward pass
     while the gradients of the rows travel back."""
 
     def __init__(self, x: Tensor, *, group: str, to: list[int], from_: list[int]) -> None:
         self.group, self.to, self.from_ = group, to, from_
         self.gradients: list[Tensor] = []
-        self._rows: list[Tensor] = [_SendRows.apply(x, self)]  # pyright: ignore
+        self._rows: list[Tensor] = [_SendTokens.apply(x, self)]  # pyright: ignore
 
     def wait(self) -> Tensor:
         """Return the rows that arrived. To be called once."""
         # Not kept: the graph keeps this object, which would then keep the graph.
-        return _ReceiveRows.apply(self._rows.pop(), self)  # pyright: ignore[reportReturnType]
+        return _ReceiveTokens.apply(self._rows.pop(), self)  # pyright: ignore[reportReturnType]
 
 
 def all_gather(x: Tensor, *, group: str, size: int) -> Tensor:
@@ -82,9 +82,9 @@ class _AllToAll(torch.autograd.Function):
         return all_to_all(grads[0], group=ctx.group), None
 
 
-class _SendRows(torch.autograd.Function):
+class _SendTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: TravellingRows) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rows: AsyncAllToAll) -> Tensor:
         ctx.rows = rows
         return start_all_to_all(x, group=rows.group, to=rows.to, from_=rows.from_)
 
@@ -94,9 +94,9 @@ class _SendRows(torch.autograd.Function):
         return wait(ctx.rows.gradients.pop()), None
 
 
-class _ReceiveRows(torch.autograd.Function):
+class _ReceiveTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, arriving: Tensor, rows: TravellingRows) -> Tensor:
+    def forward(ctx: Any, arriving: Tensor, rows: AsyncAllToAll) -> Tensor:
         ctx.rows = rows
         return wait(arriving)
 

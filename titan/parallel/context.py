@@ -12,7 +12,7 @@ queries, keys and values and returns the local part of attention over the whole 
                the wrapped attention over the whole sequence for its share of heads; at most as many ranks as heads
 
 Ulysses calls the wrapped attention, whatever that computes; the others compute softmax attention in its place, with its
-`scale`, else 1/sqrt(K), and its `sight` (block_attention.py), else causal. They want its class to say that it is that:
+`scale`, else 1/sqrt(K), and its `spec` (block_attention.py), else causal. They want its class to say that it is that:
 `is_causal_softmax = True`. Sinks are an argument of the call.
 
 Causal attention gives later positions more work. `balanced` deals each rank an early and a late chunk (head and
@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .block_attention import CAUSAL, Sight
+from .block_attention import CAUSAL, AttentionSpec
 from .collectives import all_gather, all_to_all
 from .documents import DocumentMask, MaskForm, mask_of
 from .ring import SequencePart, ring_attention
@@ -73,7 +73,7 @@ def apply_cp(
         if not vars(kind).get("is_causal_softmax"):
             raise ValueError(
                 f"context parallelism by {method} computes causal softmax attention with `scale`, else 1/sqrt(head size), "
-                f"and with the window of `sight`, without bias or soft cap, in place of {kind.__name__}: if that is what it computes, say "
+                f"and with the window of `spec`, without bias or soft cap, in place of {kind.__name__}: if that is what it computes, say "
                 "`is_causal_softmax = True` in its class; else use the method 'ulysses', which calls it"
             )
     for parent, name, child, path in attentions:
@@ -123,7 +123,7 @@ class ContextParallelAttention(nn.Module):
         super().__init__()
         self.inner = inner
         self.scale: float | None = getattr(inner, "scale", None)
-        self.sight: Sight = getattr(inner, "sight", CAUSAL)
+        self.spec: AttentionSpec = getattr(inner, "spec", CAUSAL)
         self.name = name
         self.part = part
         self.method: Method = method
@@ -168,9 +168,9 @@ class ContextParallelAttention(nn.Module):
             mask = _whole_ids(mask, self.part) if isinstance(mask, Tensor) else mask
             return self._ulysses(q_BHSK, k_BGSK, v_BGSK, mask, sinks_H)
         if isinstance(mask, Tensor):
-            sights = (self.sight,)
-            mask = mask_over_ranks(mask, part=self.part, method=self.method, sights=sights)
-        options: Any = {"scale": self.scale, "sight": self.sight, "sinks_H": sinks_H}
+            specs = (self.spec,)
+            mask = mask_over_ranks(mask, part=self.part, method=self.method, specs=specs)
+        options: Any = {"scale": self.scale, "spec": self.spec, "sinks_H": sinks_H}
         gather, part = self.method == "allgather", self.part
         if mask is None or not gather:
             ids_BCS = None if mask is None else mask.mask
@@ -233,15 +233,17 @@ def mask_over_ranks(
     part: SequencePart,
     method: Method,
     form: MaskForm = "dense",
-    ends_BN: Tensor | None = None,
-    sights: Iterable[Sight] = (CAUSAL,),
+    cu_seqlens_BN: Tensor | None = None,
+    specs: Iterable[AttentionSpec] = (CAUSAL,),
 ) -> DocumentMask:
     """Return the mask of what a rank's attention computes, from the ids of its part of the sequence.
 
-    ends_BN: of whole sequences, for "varlen", which only Ulysses takes. sights: as in `mask_of`.
+    cu_seqlens_BN: of whole sequences, for "varlen", which only Ulysses takes. specs: as in `mask_of`.
     """
     if method == "ulysses":
-        return mask_of(_whole_ids(ids_BS, part), form=form, ends_BN=ends_BN, sights=sights)
+        return mask_of(
+            _whole_ids(ids_BS, part), form=form, cu_seqlens_BN=cu_seqlens_BN, specs=specs
+        )
     length, order = ids_BS.shape[1], _chunks_held(part.size, part.balanced)
     ids_BT = _gather_ids(ids_BS, part)
     if method == "ring":
@@ -249,7 +251,7 @@ def mask_over_ranks(
     positions_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
     positions_T = _pick(positions_T, 0, order, len(order))
     positions_S = positions_T[part.rank * length : (part.rank + 1) * length]
-    return mask_of(ids_BS, form=form, keys=(ids_BT, positions_S, positions_T), sights=sights)
+    return mask_of(ids_BS, form=form, keys=(ids_BT, positions_S, positions_T), specs=specs)
 
 
 def _gather_ids(ids_BS: Tensor, part: SequencePart) -> Tensor:

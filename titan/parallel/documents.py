@@ -8,7 +8,7 @@
 `share_document_mask` has a model make its mask where its forward pass begins. All attention modules then get the same
 `DocumentMask` in place of the ids. An attention module that is called with ids makes a dense mask itself.
 
-The host never reads ids back: the number of documents is that of `document_ends`, which the loader computes.
+The host never reads ids back: the number of documents is that of `document_cu_seqlens`, which the loader computes.
 
 B batch, S queries, T keys, H query heads, G key/value heads, K head dim, N documents in a row, Q and C blocks of queries and keys
 """
@@ -27,7 +27,7 @@ from torch.nn.attention.flex_attention import AuxRequest
 
 from .block_attention import (
     CAUSAL,
-    Sight,
+    AttentionSpec,
     add_sinks,
     attend,
     attend_with_sinks,
@@ -45,10 +45,10 @@ _MEAN_LENGTH = 256
 
 @dataclass(frozen=True)
 class DocumentMask:
-    """Let a query see keys of its document, of those that its `Sight` has.
+    """Let a query see keys of its document, of those that its `AttentionSpec` has.
 
     mask: of "varlen", where each document ends in the flattened batch, int32 (B * N + 1,), beginning with 0; of "flex", a BlockMask for
-    each sight of the model; of "dense", booleans (B, 1, S, T) for each; of "ring", the ids of all ranks' positions, (B, ranks, S).
+    each spec of the model; of "dense", booleans (B, 1, S, T) for each; of "ring", the ids of all ranks' positions, (B, ranks, S).
     length: S, which no document exceeds.
     """
 
@@ -63,27 +63,25 @@ class DocumentMask:
         v_BGTK: Tensor,
         *,
         scale: float | None,
-        sight: Sight = CAUSAL,
+        spec: AttentionSpec = CAUSAL,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Return the attention output, (B, H, S, size of a value). Query head h reads key/value head h // (H // G).
 
-        sight: one of those for which the mask was made. sinks_H: a logit of each head that joins the softmax, without a value.
+        spec: one of those for which the mask was made. sinks_H: a logit of each head that joins the softmax, without a value.
         """
         qkv, grouped = (q_BHSK, k_BGTK, v_BGTK), q_BHSK.shape[1] != k_BGTK.shape[1]
         if self.form == "flex":
-            options = {"block_mask": self.mask[sight], "sight": sight}
+            options = {"block_mask": self.mask[spec], "spec": spec}
             options |= {"scale": scale, "enable_gqa": grouped}
             if sinks_H is None:
                 return flex_attention(*qkv, **options)
             out_BHSK, aux = flex_attention(*qkv, **options, return_aux=AuxRequest(lse=True))
             return add_sinks(out_BHSK, aux.lse, sinks_H)[0]
         if self.form == "dense":
-            mask = self.mask[sight]
+            mask = self.mask[spec]
             if sinks_H is not None:
-                return attend_with_sinks(
-                    *qkv, sinks_H, sight=sight, scale=scale, mask_BST=mask[:, 0]
-                )
+                return attend_with_sinks(*qkv, sinks_H, spec=spec, scale=scale, mask_BST=mask[:, 0])
             qkv = q_BHSK, *match_heads(*qkv, has_mask=True)
             grouped = q_BHSK.shape[1] != qkv[1].shape[1]
             return F.scaled_dot_product_attention(
@@ -92,7 +90,7 @@ class DocumentMask:
         size, v_size = q_BHSK.shape[-1], v_BGTK.shape[-1]
         # FlashAttention wants one size of heads. Zeros beside the values make zeros beside the output.
         v_BGTK = F.pad(v_BGTK, (0, size - v_size)) if v_size < size else v_BGTK
-        qkv, how = (q_BHSK, k_BGTK, v_BGTK), {"ends": self.mask, "sight": sight, "scale": scale}
+        qkv, how = (q_BHSK, k_BGTK, v_BGTK), {"ends": self.mask, "spec": spec, "scale": scale}
         if sinks_H is not None:
             return attend_with_sinks(*qkv, sinks_H, **how)[..., :v_size]
         return attend(*qkv, **how)[0][..., :v_size]
@@ -106,7 +104,7 @@ def choose_form(device_type: str, dtype: torch.dtype, *, whole: bool = True) -> 
     return "varlen" if whole and dtype in (torch.bfloat16, torch.float16) else "flex"
 
 
-def document_ends(ids_BS: Tensor) -> Tensor:
+def document_cu_seqlens(ids_BS: Tensor) -> Tensor:
     """Return where each document of a row ends, int32 (B, N), filled up with S. ids_BS, on the host, count up from 0.
 
     N has room for documents of 256 tokens, or twice, four times ... that, so that it hardly ever changes and with it compiled code.
@@ -123,52 +121,58 @@ def mask_of(
     ids_BS: Tensor,
     *,
     form: MaskForm = "dense",
-    ends_BN: Tensor | None = None,
+    cu_seqlens_BN: Tensor | None = None,
     keys: tuple[Tensor, Tensor, Tensor] | None = None,
-    sights: Iterable[Sight] = (CAUSAL,),
+    specs: Iterable[AttentionSpec] = (CAUSAL,),
 ) -> DocumentMask:
     """Return the mask of documents with these numbers, int64 (B, S), on their device.
 
     Args:
-        ends_BN: of `document_ends`, for "varlen". None: the host waits for the ids, to compute them.
+        cu_seqlens_BN: of `document_cu_seqlens`, for "varlen". None: the host waits for the ids, to compute them.
         keys: where keys are others than queries, the documents of keys, (B, T), and the positions of queries and keys, (S,), (T,).
-        sights: of all layers that will use the mask.
+        specs: of all layers that will use the mask.
     """
     length = ids_BS.shape[1]
     if form == "varlen":
         assert keys is None, "sequences are whole"
-        if ends_BN is None:
-            ends_BN = document_ends(ids_BS.cpu()).to(ids_BS.device)
-        starts_B1 = torch.arange(len(ends_BN), dtype=torch.int32, device=ends_BN.device)[:, None]
-        return DocumentMask(form, F.pad((starts_B1 * length + ends_BN).flatten(), (1, 0)), length)
+        if cu_seqlens_BN is None:
+            cu_seqlens_BN = document_cu_seqlens(ids_BS.cpu()).to(ids_BS.device)
+        starts_B1 = torch.arange(
+            len(cu_seqlens_BN), dtype=torch.int32, device=cu_seqlens_BN.device
+        )[:, None]
+        return DocumentMask(
+            form, F.pad((starts_B1 * length + cu_seqlens_BN).flatten(), (1, 0)), length
+        )
     if keys is None:
         positions = torch.arange(length, device=ids_BS.device)
         keys = ids_BS, positions, positions
     ids_BT, at_S, at_T = keys
     if form == "flex":
-        masks = {sight: _block_mask(ids_BS, ids_BT, at_S, at_T, sight) for sight in sights}
+        masks = {spec: _block_mask(ids_BS, ids_BT, at_S, at_T, spec) for spec in specs}
         return DocumentMask(form, masks, length)
     same_BST = ids_BS[:, :, None] == ids_BT[:, None, :]
-    masks = {sight: (same_BST & sight.sees(at_S[:, None], at_T))[:, None] for sight in sights}
+    masks = {spec: (same_BST & spec.sees(at_S[:, None], at_T))[:, None] for spec in specs}
     return DocumentMask(form, masks, length)
 
 
-def mask_of_window(q_BHSK: Tensor, sight: Sight) -> DocumentMask:
+def mask_of_window(q_BHSK: Tensor, spec: AttentionSpec) -> DocumentMask:
     """Return the mask of rows that are one document each, for queries and keys at the same positions: (S x S) only where nothing else will do."""
     batch, length, device = q_BHSK.shape[0], q_BHSK.shape[2], q_BHSK.device
     form = choose_form(device.type, q_BHSK.dtype)
     if form == "varlen":
         return DocumentMask(form, whole_rows(batch, length, device), length)
     ids_BS = torch.zeros(1 if form == "dense" else batch, length, dtype=torch.int64, device=device)
-    return mask_of(ids_BS, form=form, sights=(sight,))
+    return mask_of(ids_BS, form=form, specs=(spec,))
 
 
-def _block_mask(ids_BS: Tensor, ids_BT: Tensor, at_S: Tensor, at_T: Tensor, sight: Sight) -> Any:
+def _block_mask(
+    ids_BS: Tensor, ids_BT: Tensor, at_S: Tensor, at_T: Tensor, spec: AttentionSpec
+) -> Any:
     """Return FlexAttention's mask from the ranges of ids and positions in each block, so that no S x T mask exists."""
     from torch.nn.attention.flex_attention import BlockMask
 
     def visible(b: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (ids_BS[b, query] == ids_BT[b, key]) & sight.sees(at_S[query], at_T[key])
+        return (ids_BS[b, query] == ids_BT[b, key]) & spec.sees(at_S[query], at_T[key])
 
     (low_BQ1, high_BQ1), (low_BC, high_BC) = _ranges(ids_BS), _ranges(ids_BT)
     (first_Q1, last_Q1), (first_C, last_C) = _ranges(at_S), _ranges(at_T)
@@ -179,12 +183,12 @@ def _block_mask(ids_BS: Tensor, ids_BT: Tensor, at_S: Tensor, at_T: Tensor, sigh
     # Ranges that meet may hold no pair that is visible: then the block is computed and masked, as any other in part visible.
     some_BQC = (low_BQ1 <= high_BC) & (low_BC <= high_BQ1)
     all_BQC = (low_BQ1 == high_BC) & (low_BC == high_BQ1)
-    if sight.causal:
+    if spec.causal:
         some_BQC = some_BQC & (last_Q1 >= first_C)
         all_BQC = all_BQC & (first_Q1 >= last_C)
-    if sight.window:
-        some_BQC = some_BQC & (first_Q1 - last_C < sight.window)
-        all_BQC = all_BQC & (last_Q1 - first_C < sight.window)
+    if spec.window:
+        some_BQC = some_BQC & (first_Q1 - last_C < spec.window)
+        all_BQC = all_BQC & (last_Q1 - first_C < spec.window)
     blocks = [*_listed(some_BQC & ~all_BQC), *_listed(all_BQC)]
     lengths = ids_BS.shape[1], ids_BT.shape[1]
     return BlockMask.from_kv_blocks(
@@ -207,26 +211,26 @@ def _listed(is_in_BQC: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def share_document_mask(model: nn.Module, make: Callable[..., DocumentMask] = mask_of) -> None:
-    """Have the forward pass of a model begin with the mask: `document_ids_BS=` reaches its modules as `make(ids, ends_BN=..., sights=...)`.
+    """Have the forward pass of a model begin with the mask: `document_ids_BS=` reaches its modules as `make(ids, cu_seqlens_BN=..., specs=...)`.
 
-    The sights are those of modules that have one, as `sight`. A keyword argument `document_ends_BN` of the call is used up.
+    The specs are those of modules that have one, as `spec`. A keyword argument `cu_seqlens_BN` of the call is used up.
     """
-    found = {module.sight for module in model.modules() if hasattr(module, "sight")}
-    sights: Any = tuple(sorted(found)) or (CAUSAL,)  # pyright: ignore
+    found = {module.spec for module in model.modules() if hasattr(module, "spec")}
+    specs: Any = tuple(sorted(found)) or (CAUSAL,)  # pyright: ignore
 
     def before(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        ends_BN = kwargs.pop("document_ends_BN", None)
+        cu_seqlens_BN = kwargs.pop("cu_seqlens_BN", None)
         if isinstance(ids_BS := kwargs.get("document_ids_BS"), Tensor):
-            kwargs["document_ids_BS"] = make(ids_BS, ends_BN=ends_BN, sights=sights)
+            kwargs["document_ids_BS"] = make(ids_BS, cu_seqlens_BN=cu_seqlens_BN, specs=specs)
         return args, kwargs
 
     model.register_forward_pre_hook(before, with_kwargs=True)
 
 
-def flex_attention(q: Tensor, k: Tensor, v: Tensor, *, sight: Sight, **options: Any) -> Any:
+def flex_attention(q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, **options: Any) -> Any:
     """Call FlexAttention compiled, since the scores would exist as a whole otherwise. On a CPU, where it has no backward pass, as it is.
 
-    sight: of the mask, for the simulator alone.
+    spec: of the mask, for the simulator alone.
     """
     from torch.nn.attention import flex_attention as module
 

@@ -1,17 +1,16 @@
-"""Split experts over ranks (expert parallelism): each rank of the ep axis holds some of them, and
-rows travel to them and back.
+"""Expert parallelism: each rank of the ep axis holds some of the experts, and tokens travel to them and back.
 
-`apply_ep` cuts the stacked parameters of each MoE's experts over the axis, as DTensors, and gives it an `Exchange`. What
-it needs of a module is little: `experts`, whose parameters are stacked by expert and whose forward takes rows
-sorted by expert and a count for each, and `exchange`, which the module calls with rows, counts and experts.
+`apply_ep` shards the stacked parameters of each MoE's experts over the axis, as DTensors, and sets the module's `dispatcher` to a
+`TokenDispatcher`. It needs little of a module: `experts`, whose parameters are stacked by expert and whose forward takes tokens sorted
+by expert and a count for each expert; and `dispatcher`, which the module calls with tokens, counts and experts.
 
-Nothing is dropped and nothing padded: ranks send as many rows as they have, and learn by a first small all-to-all how
-many will come. Reading those counts is the one time in a layer that the host waits for the device.
+No token is dropped or padded. Each rank sends as many tokens as it has, and a first small all-to-all tells how many will arrive.
+Reading these counts is the only time in a layer that the host waits for the device.
 
-Which tokens a rank holds makes no difference, so the axis may be laid over any ranks with different tokens: data
-parallel, context parallel, and tensor parallel ones too, whose tokens are parts of the sequence (titan.parallel.mesh).
+The axis may be laid over any ranks that hold different tokens: data-parallel and context-parallel ranks, and tensor-parallel ranks
+too, whose tokens are shards of the sequence (titan.parallel.mesh).
 
-C ranks, E experts, e = E / C of this rank, N rows to send, R rows that arrive, D model
+C ranks, E experts, e = E / C experts of this rank, N tokens to send, R tokens that arrive, D model
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from .collectives import TravellingRows, all_to_all_rows, start_all_to_all, wait
+from .collectives import AsyncAllToAll, all_to_all_tokens, start_all_to_all, wait
 from .context import shard_sequence
 from .mesh import axis_rank, axis_size
-from .rows import host_counts, permute
 from .selective import outside_selection
+from .token_order import host_counts, permute
 
 
 def apply_ep(model: nn.Module, *, mesh: DeviceMesh, moe_type: type[nn.Module]) -> None:
@@ -52,55 +51,92 @@ def apply_ep(model: nn.Module, *, mesh: DeviceMesh, moe_type: type[nn.Module]) -
             split = nn.Parameter(part, requires_grad=parameter.requires_grad)
             experts.register_parameter(key, split)
         _give_local_parameters(experts)
-        setattr(module, "exchange", Exchange(mesh))  # noqa: B010
+        setattr(module, "dispatcher", TokenDispatcher(mesh))  # noqa: B010
 
 
-class Exchange:
-    """Bring rows to the ranks that hold their experts, and the results back."""
+class Routes(NamedTuple):
+    """Routes of dispatched tokens, by which their results return.
+
+    Attributes:
+        order_R: places of the received tokens in the order of experts, int64 (R,).
+        inverse_R: inverse permutation of order_R.
+        to: number of tokens that this rank sent to each rank.
+        from_: number of tokens that this rank received from each rank.
+    """
+
+    order_R: Tensor
+    inverse_R: Tensor
+    to: list[int]
+    from_: list[int]
+
+
+class TokenDispatcher:
+    """Dispatch of tokens to the ranks that hold their experts, and combination of the results.
+
+    N tokens of this rank, R tokens that it receives, D model, E experts, C ranks, e experts of a rank
+    """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.group, self.size = mesh.get_group().group_name, mesh.size()
 
     def __call__(
         self,
-        rows_ND: Tensor,
+        tokens_ND: Tensor,
         counts_E: Tensor,
         experts: Callable[..., Tensor],
         meanwhile: Callable[[], None] = lambda: None,
     ) -> Tensor:
-        """Return what the experts make of the rows, in the same order, (N, D).
+        """Return the results of the experts, (N, D), in the order of the tokens.
 
         Args:
-            rows_ND: sorted by expert; counts_E (int64) says how many each expert gets.
+            tokens_ND: tokens, sorted by expert.
+            counts_E: number of tokens for each expert, int64.
+            experts: maps tokens (R, D), sorted by expert, and counts (e,) to results (R, D).
             meanwhile: called while results are on their way back. Its backward pass runs while their gradients are on their way.
         """
-        # A recomputation takes what the forward pass learnt: no second wait of the host.
-        exchange_counts = outside_selection(self._exchange_counts)  # as in `keep_routes`
-        counts_Ce, to, from_ = _recall(self) or exchange_counts(counts_E, len(rows_ND))
+        tokens_RD, counts_e, routes = self.dispatch(tokens_ND, counts_E)
+        results = self.combine(experts(tokens_RD, counts_e), routes)
+        meanwhile()
+        return results.wait()
+
+    def dispatch(self, tokens_ND: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, Routes]:
+        """Send tokens to the ranks of their experts.
+
+        Returns:
+            The tokens for this rank's experts (R, D), sorted by expert; their counts (e,); and their routes.
+        """
+        # A recomputation takes the counts of the forward pass: the host does not wait a second time.
+        exchange_counts = outside_selection(self.exchange_counts)  # as in `keep_routes`
+        counts_Ce, to, from_ = _recall(self) or exchange_counts(counts_E, len(tokens_ND))
         _remember(self, (counts_Ce, to, from_))
-        rows_RD = all_to_all_rows(rows_ND, group=self.group, to=to, from_=from_)
-        # They come sorted by sender and then by expert; the experts want them by expert.
-        experts_C = torch.arange(counts_Ce.shape[1], device=rows_ND.device).repeat(self.size)
+        tokens_RD = all_to_all_tokens(tokens_ND, group=self.group, to=to, from_=from_)
+        # Tokens arrive sorted by sender, then by expert. The experts need them sorted by expert.
+        experts_C = torch.arange(counts_Ce.shape[1], device=tokens_ND.device).repeat(self.size)
         owners_R = experts_C.repeat_interleave(counts_Ce.flatten(), output_size=sum(from_))
         order_R = owners_R.argsort(stable=True)
-        place_R = torch.empty_like(order_R)
-        place_R[order_R] = torch.arange(len(order_R), device=order_R.device)
-        # To the order of experts, through them, and back to the order of senders.
-        rows_RD = experts(permute(rows_RD, order_R, place_R), counts_Ce.sum(0))
-        rows_RD = permute(rows_RD, place_R, order_R)
-        results_ND = TravellingRows(rows_RD, group=self.group, to=from_, from_=to)
-        meanwhile()
-        return results_ND.wait()
+        inverse_R = torch.empty_like(order_R)
+        inverse_R[order_R] = torch.arange(len(order_R), device=order_R.device)
+        routes = Routes(order_R, inverse_R, to, from_)
+        return permute(tokens_RD, order_R, inverse_R), counts_Ce.sum(0), routes
 
-    def _exchange_counts(
-        self, counts_E: Tensor, num_rows: int
+    def combine(self, results_RD: Tensor, routes: Routes) -> AsyncAllToAll:
+        """Start to send the experts' results back to the ranks of their tokens."""
+        results_RD = permute(results_RD, routes.inverse_R, routes.order_R)
+        return AsyncAllToAll(results_RD, group=self.group, to=routes.from_, from_=routes.to)
+
+    def exchange_counts(
+        self, counts_E: Tensor, num_tokens: int
     ) -> tuple[Tensor, list[int], list[int]]:
-        """Return the rows that come from each rank for each expert (C, e), and on the host those that go to and come from each."""
+        """Exchange counts with all ranks.
+
+        Returns:
+            Tokens that come from each rank for each expert, (C, e); and on the host, tokens sent to and received from each rank.
+        """
         ones = [1] * self.size
-        # Experts are numbered rank by rank, so a row for each rank has the counts of its experts.
+        # Experts are numbered rank by rank, so row c has the counts of rank c's experts.
         sent_Ce = counts_E.view(self.size, -1)
         counts_Ce = wait(start_all_to_all(sent_Ce, group=self.group, to=ones, from_=ones))
-        both = host_counts(torch.cat([sent_Ce.sum(1), counts_Ce.sum(1)]), num_rows=num_rows)
+        both = host_counts(torch.cat([sent_Ce.sum(1), counts_Ce.sum(1)]), num_tokens=num_tokens)
         return counts_Ce, both[: self.size], both[self.size :]
 
 

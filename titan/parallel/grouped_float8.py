@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .float8 import Float8Error
-from .rows import host_counts
+from .token_order import host_counts
 
 _MULTIPLE = {"float8": 16, "mxfp8": 32}
 
@@ -44,15 +44,15 @@ def apply_grouped_float8(
             sizes = " x ".join(map(str, module.w1.shape[1:]))
             raise Float8Error(f"{name}: experts of {sizes} do not divide by {multiple}")
         module.grouped = partial(
-            _products, function=module.grouped, product=product, multiple=multiple
+            _padded_matmuls, function=module.grouped, product=product, multiple=multiple
         )
         module.grouped_dtypes = (torch.bfloat16, torch.float32)
         names.append(name)
     return names
 
 
-def _products(
-    rows_RD: Tensor,
+def _padded_matmuls(
+    tokens_RD: Tensor,
     counts_e: Tensor,
     *weights: Tensor,
     function: Callable[..., Tensor],
@@ -63,11 +63,11 @@ def _products(
     """Return the function of rows that are padded to whole multiples for each expert."""
     padded_e = (counts_e + multiple - 1) // multiple * multiple
     shift_e = (padded_e.cumsum(0) - padded_e) - (counts_e.cumsum(0) - counts_e)
-    places_R = torch.arange(len(rows_RD), device=rows_RD.device)
-    places_R = places_R + shift_e.repeat_interleave(counts_e, output_size=len(rows_RD))
+    places_R = torch.arange(len(tokens_RD), device=tokens_RD.device)
+    places_R = places_R + shift_e.repeat_interleave(counts_e, output_size=len(tokens_RD))
     # As many rows as could be needed: how many are is known on the device alone.
-    most = -(-(len(rows_RD) + len(counts_e) * (multiple - 1)) // multiple) * multiple
-    padded = rows_RD.new_zeros(most, rows_RD.shape[1]).index_copy(0, places_R, rows_RD)
+    most = -(-(len(tokens_RD) + len(counts_e) * (multiple - 1)) // multiple) * multiple
+    padded = tokens_RD.new_zeros(most, tokens_RD.shape[1]).index_copy(0, places_R, tokens_RD)
     return function(padded, padded_e, *weights, product=product, **options)[places_R]
 
 
@@ -103,25 +103,25 @@ class _EmulatedFloat8(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows_RI: Tensor, weights_eIO: Tensor, ends_e: Tensor) -> Tensor:
-        sizes = host_counts(F.pad(ends_e, (1, 0)).diff(), num_rows=len(rows_RI))
+    def forward(ctx: Any, tokens_RI: Tensor, weights_eIO: Tensor, ends_e: Tensor) -> Tensor:
+        sizes = host_counts(F.pad(ends_e, (1, 0)).diff(), num_tokens=len(tokens_RI))
         # Rows behind the last group belong to none.
-        ctx.sizes = [*sizes, len(rows_RI) - sum(sizes)]
-        ctx.save_for_backward(rows_RI, weights_eIO)
-        return _by_group(_cast(rows_RI, 1), _cast(weights_eIO, 1), ctx.sizes)
+        ctx.sizes = [*sizes, len(tokens_RI) - sum(sizes)]
+        ctx.save_for_backward(tokens_RI, weights_eIO)
+        return _by_group(_cast(tokens_RI, 1), _cast(weights_eIO, 1), ctx.sizes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        rows_RI, weights_eIO = ctx.saved_tensors
+        tokens_RI, weights_eIO = ctx.saved_tensors
         grad_RO = grads[0]
         grad_rows = _by_group(_cast(grad_RO, 1), _cast(weights_eIO, 2).mT, ctx.sizes)
-        pairs = zip(rows_RI.split(ctx.sizes)[:-1], grad_RO.split(ctx.sizes)[:-1], strict=True)
+        pairs = zip(tokens_RI.split(ctx.sizes)[:-1], grad_RO.split(ctx.sizes)[:-1], strict=True)
         grad_weights = torch.stack([_cast(x, 0).T @ _cast(g, 0) for x, g in pairs])
         return grad_rows, grad_weights, None
 
 
-def _by_group(rows_RI: Tensor, weights_eIO: Tensor, sizes: Sequence[int]) -> Tensor:
-    *groups, rest = rows_RI.split(sizes)
+def _by_group(tokens_RI: Tensor, weights_eIO: Tensor, sizes: Sequence[int]) -> Tensor:
+    *groups, rest = tokens_RI.split(sizes)
     products = [rows @ matrix for rows, matrix in zip(groups, weights_eIO, strict=True)]
     return torch.cat([*products, rest.new_zeros(len(rest), weights_eIO.shape[-1])])
 

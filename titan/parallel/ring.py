@@ -34,7 +34,7 @@ from torch import Tensor
 
 from .block_attention import (
     CAUSAL,
-    Sight,
+    AttentionSpec,
     add_sinks,
     attend,
     attend_backward,
@@ -76,7 +76,7 @@ def ring_attention(
     gather: bool,
     scale: float | None = None,
     ids_BCS: Tensor | None = None,
-    sight: Sight = CAUSAL,
+    spec: AttentionSpec = CAUSAL,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Return the attention output (B, H, S, K) over the whole sequence.
@@ -85,25 +85,25 @@ def ring_attention(
         gather: fetch all keys at once, no ring.
         scale: of the products of queries and keys; None: 1 / sqrt(K).
         ids_BCS: the documents of all ranks' positions, (B, C, S); None: a query sees those of all documents.
-        sight: which of these positions a query sees.
+        spec: which of these positions a query sees.
         sinks_H: a logit of each head that joins the softmax, without a value.
     """
-    options = part, gather, scale, sight
+    options = part, gather, scale, spec
     return _BlockwiseAttention.apply(q_BHSK, k_BGSK, v_BGSK, options, ids_BCS, sinks_H)
 
 
 def visible(
-    sources: range, *, part: SequencePart, length: int, sight: Sight = CAUSAL
+    sources: range, *, part: SequencePart, length: int, spec: AttentionSpec = CAUSAL
 ) -> list[VisibleBlock]:
     """Return what `part` sees of `sources`, all of them before it, after it, or itself; with a window, of one source.
 
     length: number of local positions.
     """
-    if sight.window:
-        return list(_within_window(sources.start, part, length, sight.window))
+    if spec.window:
+        return list(_within_window(sources.start, part, length, spec.window))
     # Slices of the local positions. With `balanced` the first half is the head, the second the tail.
     everything, half = slice(0, length), length // 2
-    if not sight.causal:
+    if not spec.causal:
         return [VisibleBlock(everything, everything, causal=False)]
     if part.rank in sources:
         return [VisibleBlock(everything, everything, causal=True)]
@@ -135,18 +135,18 @@ def _seen(
     sources: range,
     ids_BCS: Tensor | None,
     part: SequencePart,
-    sight: Sight,
+    spec: AttentionSpec,
     device: torch.device,
 ) -> dict[str, Any]:
     """Return which keys of a block its queries see, as arguments of `attend`."""
     size = block.queries.stop - block.queries.start
     # Its last query and first key are the farthest from each other.
-    is_cut = 0 < sight.window < block.distance + size
-    window = sight.window if is_cut and block.causal else 0
-    seen: dict[str, Any] = {"sight": Sight(block.causal, window), "mask_BST": None}
+    is_cut = 0 < spec.window < block.distance + size
+    window = spec.window if is_cut and block.causal else 0
+    seen: dict[str, Any] = {"spec": AttentionSpec(block.causal, window), "mask_BST": None}
     if is_cut and not (block.causal and ids_BCS is None):
         at_S = torch.arange(size, device=device)
-        seen["mask_BST"] = sight.sees(block.distance + at_S[:, None], at_S)[None]
+        seen["mask_BST"] = spec.sees(block.distance + at_S[:, None], at_S)[None]
     if ids_BCS is not None:
         ids_BS = ids_BCS[:, part.rank, block.queries]
         ids_BT = ids_BCS[:, sources.start : sources.stop, block.keys].flatten(1)
@@ -162,17 +162,17 @@ class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, *others: Any) -> Tensor:
         ctx.options, ids_BCS, sinks_H = others
-        part, gather, scale, sight = ctx.options
+        part, gather, scale, spec = ctx.options
         # Sums over blocks are kept in fp32 at least.
         total_BHSK = total_lse_BHS = None
         precise = torch.promote_types(q_BHSK.dtype, torch.float32)
-        if sight.window:  # of the own rank, chunks come one by one
+        if spec.window:  # of the own rank, chunks come one by one
             total_BHSK = torch.zeros_like(q_BHSK, dtype=precise)
             total_lse_BHS = torch.full_like(total_BHSK[..., 0], float("-inf"))
-        for sources, kv_N2BGSK in _arrivals(k_BGSK, v_BGSK, part, gather, sight):
-            for block in visible(sources, part=part, length=q_BHSK.shape[2], sight=sight):
+        for sources, kv_N2BGSK in _arrivals(k_BGSK, v_BGSK, part, gather, spec):
+            for block in visible(sources, part=part, length=q_BHSK.shape[2], spec=spec):
                 k_BGTK, v_BGTK = _join(kv_N2BGSK, block.keys)
-                seen = _seen(block, sources, ids_BCS, part, sight, q_BHSK.device)
+                seen = _seen(block, sources, ids_BCS, part, spec, q_BHSK.device)
                 q = q_BHSK[:, :, block.queries]
                 out_BHSK, lse_BHS = attend(q, k_BGTK, v_BGTK, scale=scale, **seen)
                 if total_BHSK is None or total_lse_BHS is None:  # the own block: all rows
@@ -199,15 +199,15 @@ class _BlockwiseAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q_BHSK, k_BGSK, v_BGSK, out_BHSK, lse_BHS, ids_BCS, sinks_H = ctx.saved_tensors
         rows_of = (grads[0].contiguous(), q_BHSK, out_BHSK, lse_BHS)
-        part, gather, scale, sight = ctx.options
+        part, gather, scale, spec = ctx.options
         # dq stays here, and keys' gradients travel with their keys.
         dq_BHSK = torch.zeros_like(q_BHSK, dtype=lse_BHS.dtype)
         gathered: dict[int, Tensor] = {}  # by first source rank
         traveling = None
-        for sources, kv_N2BGSK in _arrivals(k_BGSK, v_BGSK, part, gather, sight):
+        for sources, kv_N2BGSK in _arrivals(k_BGSK, v_BGSK, part, gather, spec):
             dkv_N2BGSK = torch.zeros_like(kv_N2BGSK, dtype=lse_BHS.dtype)
-            for block in visible(sources, part=part, length=q_BHSK.shape[2], sight=sight):
-                seen = _seen(block, sources, ids_BCS, part, sight, q_BHSK.device)
+            for block in visible(sources, part=part, length=q_BHSK.shape[2], spec=spec):
+                seen = _seen(block, sources, ids_BCS, part, spec, q_BHSK.device)
                 _add_block_gradient(
                     dq_BHSK, dkv_N2BGSK, kv_N2BGSK, rows_of, block, {"scale": scale, **seen}
                 )
@@ -258,7 +258,7 @@ def _merge(total_BHSK: Tensor, total_lse_BHS: Tensor, out_BHSK: Tensor, lse_BHS:
 
 
 def _arrivals(
-    k_BGSK: Tensor, v_BGSK: Tensor, part: SequencePart, gather: bool, sight: Sight
+    k_BGSK: Tensor, v_BGSK: Tensor, part: SequencePart, gather: bool, spec: AttentionSpec
 ) -> Iterator[tuple[range, Tensor]]:
     """Yield source ranks and their keys and values (N, 2, B, G, S, K), the own ones first. With a window, they come one by one."""
     own, rank, size = torch.stack([k_BGSK, v_BGSK])[None], part.rank, part.size
@@ -268,7 +268,7 @@ def _arrivals(
         yield range(rank, rank + 1), own
         everyone = wait(pending)
         others = (range(rank), range(rank + 1, size))
-        if sight.window:
+        if spec.window:
             others = (range(source, source + 1) for source in chain(*others))
         for sources in others:
             if len(sources) > 0:

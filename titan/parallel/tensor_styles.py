@@ -73,7 +73,7 @@ class GatherSequence(ParallelStyle):
         return module
 
 
-class TokensOfRank(SequenceParallel):
+class SequenceShard(SequenceParallel):
     """Run a module with whole weights on each rank's part of the sequence.
 
     A matrix sees that part as cut over its first dimension, since a rank's tokens are tokens: its product flattens (B, S),
@@ -121,7 +121,7 @@ class ReplicatedHeads(ParallelStyle):
         return distribute_module(module, device_mesh, _replicate, _accept_replicated, keep_head)  # pyright: ignore
 
 
-class WholeInput(ParallelStyle):
+class ReplicatedInput(ParallelStyle):
     """Let each rank have all of what goes in and out, where the module or its layers want DTensors.
 
     What ranks compute alike has equal gradients on all of them. Where a layer gives each rank a part of the gradient, or of the
@@ -139,7 +139,7 @@ class WholeInput(ParallelStyle):
         return module
 
 
-class Whole(WholeInput):
+class ReplicatedModule(ReplicatedInput):
     """Keep a module's parameters whole on each rank, as what goes in and out."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -147,7 +147,7 @@ class Whole(WholeInput):
         return super()._apply(module, device_mesh)
 
 
-class GatherShared(ParallelStyle):
+class AllGatherSequence(ParallelStyle):
     """What the module returns, gathered over the sequence. Each rank uses it for its heads, so gradients are parts of a sum."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -247,7 +247,7 @@ class CutSequence(SequenceParallel):
         return module
 
 
-class PlaceShared(ParallelStyle):
+class AllGatherFeatures(ParallelStyle):
     """Let a module without weights read features of all ranks for the rank's part of the sequence."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
 from titan.data import DataError
-from titan.data.base import RankShare, Samples, TensorBatch
+from titan.data.base import Samples, ShardSpec, TensorBatch
 from titan.data.loader import Collate, Loader
 from titan.data.scoring import Scorable
 from titan.data.tokenizer import Tokenizer
@@ -132,14 +132,14 @@ class Task(ABC):
     def loader(self, *, rank: int, world: int, accumulation: int = 1) -> Loader:
         """Return the training data of a data-parallel rank, of `world`. Raises DataError."""
         batch = self.config.training.local_batch_size
-        return self._loader("train", RankShare(rank=rank, world=world, batch=batch), accumulation)
+        return self._loader("train", ShardSpec(rank=rank, world=world, batch=batch), accumulation)
 
     def validation_loader(self, *, rank: int, world: int) -> Loader:
         """Return the validation data of a data-parallel rank. Raises DataError."""
         batch = self.config.validation.local_batch_size
-        return self._loader("validation", RankShare(rank=rank, world=world, batch=batch))
+        return self._loader("validation", ShardSpec(rank=rank, world=world, batch=batch))
 
-    def _loader(self, split: str, share: RankShare, accumulation: int = 1) -> Loader:
+    def _loader(self, split: str, share: ShardSpec, accumulation: int = 1) -> Loader:
         samples = self.dataset(split, rank=share.rank, world=share.world)
         return Loader(
             samples,

@@ -70,7 +70,7 @@ class NextToken(Task):
             labels_BS=numbers(),
             positions_BS=numbers() if data.reset_positions else None,
             document_ids_BS=ids,
-            document_ends_BN=None if ids is None else ids[:, : -(-ids.shape[1] // 256)].int(),
+            cu_seqlens_BN=None if ids is None else ids[:, : -(-ids.shape[1] // 256)].int(),
         )
 
     def complete(self, batch: Any, *, device: torch.device, is_cut: bool) -> Batch:
@@ -84,23 +84,23 @@ class NextToken(Task):
             labels_BS=batch.labels_BS,
             positions_BS=positions_BS,
             document_ids_BS=batch.document_ids_BS,
-            document_ends_BN=getattr(batch, "document_ends_BN", None),  # another loader may lack it
+            cu_seqlens_BN=getattr(batch, "cu_seqlens_BN", None),  # another loader may lack it
         )
-        if not self.num_further:
+        if not self.num_mtp_modules:
             return whole
         # On the device, where pinned memory goes without a wait.
-        return whole.to(device).with_further_targets(self.num_further)
+        return whole.to(device).with_mtp_targets(self.num_mtp_modules)
 
     @cached_property
-    def num_further(self) -> int:
+    def num_mtp_modules(self) -> int:
         """Return the number of modules for multi-token prediction."""
         return getattr(self.sizes, "num_mtp_modules", 0)
 
     def microbatch(self, batch: Any) -> Microbatch:
-        names = ("positions_BS", "document_ids_BS", "document_ends_BN", "further_targets_BSM")
+        names = ("positions_BS", "document_ids_BS", "cu_seqlens_BN", "mtp_targets_BSM")
         targets = batch.labels_BS
-        if self.num_further:
-            targets = torch.cat([targets[..., None], batch.further_labels_BSM], dim=-1)
+        if self.num_mtp_modules:
+            targets = torch.cat([targets[..., None], batch.mtp_labels_BSM], dim=-1)
         return Microbatch(
             batch.tokens_BS,
             targets,
@@ -128,7 +128,7 @@ class NextToken(Task):
             logits_fn=logits_fn,
             custom=compiled_loss(loss_function(config.loss), backend=backend),
         )
-        return MTPLoss(loss, self.sizes.mtp_coeff) if self.num_further else loss
+        return MTPLoss(loss, self.sizes.mtp_coeff) if self.num_mtp_modules else loss
 
     def measure(self, batch: Any) -> float:
         """Return the number of bytes of text, for a figure that does not depend on the tokenizer."""
@@ -193,8 +193,8 @@ class MTPLoss:
 
     def __call__(self, input: Tensor, labels_BSN: Tensor) -> Tensor:
         """Return the sum. The input has B sequences for the next token, then B for each module, whose labels are labels_BSN[..., 1:]."""
-        further = labels_BSN.shape[-1] - 1
-        scales = [1.0, *[self.coeff / further] * further]
+        num_modules = labels_BSN.shape[-1] - 1
+        scales = [1.0, *[self.coeff / num_modules] * num_modules]
         # At once, since each call of the loss would keep a gradient of the output layer in fp32.
         labels = labels_BSN.movedim(-1, 0).flatten(0, 1)
         total, sums = self.loss.scaled(input, labels, scales)

@@ -39,7 +39,7 @@ from titan.data.reading import messages_of, read_row
 from titan.data.special_tokens import begin_ids, start_ids
 from titan.data.tokenizer import Tokenizer
 from titan.generation import Generator, streamed
-from titan.health.beats import default_store
+from titan.health.heartbeats import default_store
 from titan.health.launch import launch_command
 from titan.parallel import apply_tp, build_mesh, materialize
 from titan.parallel.init_distributed import start_process_group, usable_accelerator

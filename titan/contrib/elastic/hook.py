@@ -17,7 +17,7 @@ from titan.checkpoint.tensors import StateDict
 from titan.config.render import to_toml
 from titan.config.resume_diff import changed_settings
 from titan.config.toml import tomllib
-from titan.data.base import RankShare
+from titan.data.base import ShardSpec
 from titan.hook import Hook, RunContext
 from titan.hooks.checkpointing import Checkpointing
 from titan.observe.clock import Window
@@ -74,7 +74,7 @@ class Elastic(Hook):
         trainer = self.trainer
         self.groups.at(trainer.step - 1)
         groups, batch = self.groups, trainer.config.training.local_batch_size
-        share = RankShare(
+        share = ShardSpec(
             rank=groups.rank * trainer.layout.dp + trainer.dp_rank,
             world=groups.size * trainer.layout.dp,
             batch=batch,
@@ -181,7 +181,7 @@ class SemiSync(Elastic):
         super().__init__(trainer)
         section, layout = groups_of(trainer.config), trainer.layout
         self.size = section.replica_groups
-        self.share = RankShare(
+        self.share = ShardSpec(
             rank=section.replica_id * layout.dp + trainer.dp_rank,
             world=section.replica_groups * layout.dp,
             batch=trainer.config.training.local_batch_size,

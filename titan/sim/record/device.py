@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 from titan.parallel import documents
-from titan.parallel.block_attention import Sight
+from titan.parallel.block_attention import AttentionSpec
 from titan.sim.record import torch_compat
 from titan.sim.record.trace import COMPUTE_STREAM, AwaitEvent, AwaitStream, RecordEvent, Synchronize
 
@@ -292,7 +292,7 @@ def _flex_attention(
     k: Tensor,
     v: Tensor,
     *,
-    sight: Sight,
+    spec: AttentionSpec,
     scale: float | None = None,
     return_aux: AuxRequest | None = None,
     **_: Any,
@@ -301,9 +301,9 @@ def _flex_attention(
 
     A sliding window is recorded as attention over `window` keys.
     """
-    if sight.window:
-        k, v = k[:, :, : sight.window], v[:, :, : sight.window]
-    found = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, sight.causal, scale=scale)
+    if spec.window:
+        k, v = k[:, :, : spec.window], v[:, :, : spec.window]
+    found = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, spec.causal, scale=scale)
     out, lse = found[0][..., : v.shape[-1]], found[1]
     return (out, AuxOutput(lse=lse)) if return_aux else out
 

@@ -1,6 +1,6 @@
 """Assumed numbers of tokens for experts. A recording has no tokens, so their routing is unknown.
 
-A run asks the device once for each layer (`titan.parallel.rows.host_counts`), and the host waits
+A run asks the device once for each layer (`titan.parallel.token_order.host_counts`), and the host waits
 for the answer. A recording assumes that each rank sends equally many tokens to every rank, and that
 the current rank is the busiest rank of each layer: it receives `busiest` times the tokens that it
 sends, as titan.observe.routing says. All its experts get equal shares.
@@ -27,20 +27,20 @@ def assume_token_counts(busiest: float, record: Callable[[Event], None]) -> None
     """
 
     def waiting(assume: Callable[[int, int], list[int]]) -> Callable[..., list[int]]:
-        def assumed(counts: Tensor, *, num_rows: int) -> list[int]:
+        def assumed(counts: Tensor, *, num_tokens: int) -> list[int]:
             record(Synchronize(current_stream(), "rows of experts are counted"))
-            return assume(len(counts), num_rows)
+            return assume(len(counts), num_tokens)
 
         return assumed
 
-    def of_ranks(count: int, num_rows: int) -> list[int]:
+    def of_ranks(count: int, num_tokens: int) -> list[int]:
         # Tokens sent to each rank, then tokens received from each rank: at most all tokens.
         ranks = count // 2
-        arriving = round(num_rows * min(busiest, ranks))
-        return [*split_evenly(num_rows, ranks), *split_evenly(arriving, ranks)]
+        arriving = round(num_tokens * min(busiest, ranks))
+        return [*split_evenly(num_tokens, ranks), *split_evenly(arriving, ranks)]
 
     # A rank's tokens, by its experts, and by the ranks of the dispatch.
-    moe.host_counts = waiting(lambda count, num_rows: split_evenly(num_rows, count))
+    moe.host_counts = waiting(lambda count, num_tokens: split_evenly(num_tokens, count))
     expert.host_counts = waiting(of_ranks)
 
 

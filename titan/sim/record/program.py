@@ -59,7 +59,7 @@ def job_program(config: JobConfig, layout: Layout, device: Any, mesh: Any) -> Pr
     train_step.is_fake = True
     batches = [train_step.task.fake_batch() for _ in range(layout.accumulation)]
     # A pipeline learns shapes in its first step, and an early update makes states in the backward pass.
-    needs_two = train_step.pipeline is not None or train_step.early_step is not None
+    needs_two = train_step.pipeline is not None or train_step.in_backward is not None
     return Program(
         train_step.model_parts,
         [train_step.optimizer],

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from titan.parallel.kept_operations import GROUPS
+from titan.parallel.sac_save_list import GROUPS
 from titan.sim.price.cost import Cost
 from titan.sim.record.segments import block_of
 from titan.sim.record.trace import Allocate, AwaitWork, Event, Free, Launch, Trace, Transfer

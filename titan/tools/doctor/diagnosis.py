@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from titan.health.beats import list_ranks
 from titan.health.errors import TIMED_OUT
+from titan.health.heartbeats import list_ranks
 from titan.tools.doctor import waits as waiting
 from titan.tools.doctor.evidence import Evidence
 from titan.tools.doctor.waits import Wait

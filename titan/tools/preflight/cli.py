@@ -123,7 +123,7 @@ def check_all(
     from titan.observe.estimate import estimate_memory
     from titan.parallel.compile import BackendError
     from titan.parallel.float8 import Float8Error
-    from titan.parallel.kept_operations import KeepError
+    from titan.parallel.sac_save_list import SaveListError
     from titan.parallelize import torch_dtype
     from titan.tools.preflight import judge, measure
     from titan.tools.preflight.dry_run import dry_run, explain, out_of_memory
@@ -164,7 +164,7 @@ def check_all(
             result = dry_run(config, layout, device=device, mesh=mesh)
         except Exception as error:
             text = explain(error, rank=rank, host=mine.host)
-            is_known = isinstance(error, (InputError, KeepError, BackendError, Float8Error))
+            is_known = isinstance(error, (InputError, SaveListError, BackendError, Float8Error))
             if not is_known and not out_of_memory(error):
                 traceback.print_exc()
             print(f"PROBLEM  {text}", flush=True)

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from titan.models.common.moe import Gate
-from titan.parallel import products
-from titan.parallel.products import linear_in_fp32, multiplies_into_fp32
+from titan.parallel import matmul_fp32
+from titan.parallel.matmul_fp32 import linear_in_fp32, multiplies_into_fp32
 
 BF16, FP32 = torch.bfloat16, torch.float32
 calls: list[tuple[torch.dtype, ...]] = []
@@ -26,7 +26,7 @@ def mm(a: torch.Tensor, b: torch.Tensor, *, out_dtype: torch.dtype | None = None
 @pytest.fixture
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     calls.clear()
-    monkeypatch.setattr(products, "compute_capability", lambda _: (9, 0))
+    monkeypatch.setattr(matmul_fp32, "compute_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch, "mm", mm)
 
 
@@ -77,5 +77,5 @@ def test_devices(
     expected: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(products, "compute_capability", lambda _: capability)
+    monkeypatch.setattr(matmul_fp32, "compute_capability", lambda _: capability)
     assert multiplies_into_fp32(dtype, "cuda") == expected

@@ -17,7 +17,7 @@ from titan.models.common.moe import MoE
 from titan.parallel.mesh import submesh
 
 
-class Balance:
+class ExpertBiasBalancer:
     """Balance the MoE modules of this rank. moes: by name.
 
     group: ranks that hold different tokens of a step. loads: of the step that ended last, over all ranks, (layers, E) int64.
@@ -28,7 +28,7 @@ class Balance:
         self.loads: Tensor | None = None
 
     @classmethod
-    def of(cls, moes: Mapping[str, MoE], mesh: DeviceMesh) -> Balance:
+    def of(cls, moes: Mapping[str, MoE], mesh: DeviceMesh) -> ExpertBiasBalancer:
         """Return the balance of these modules over the ranks of a mesh that hold different tokens."""
         axes = ("dp_replicate", "dp_shard", "cp", "tp")
         tokens = submesh(mesh, *axes, flatten=True) if moes else None

@@ -33,7 +33,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 DEFAULT_KEEP = ("matmul/2", "attention", "network", "scales")
 
 
-class KeepError(ValueError):
+class SaveListError(ValueError):
     """Report that an entry has no meaning, or that an operation or a module to be kept does not exist. The message is
     for the user."""
 
@@ -61,10 +61,10 @@ _BLOCKS = re.compile(r"(\d{1,8})(?:-(\d{1,8}))?:(.*)", re.ASCII)
 
 
 def parse_rule(entry: str) -> Rule:
-    """Return what an entry means. Raises KeepError; only torch knows whether an operation exists."""
+    """Return what an entry means. Raises SaveListError; only torch knows whether an operation exists."""
     match = _ENTRY.fullmatch(entry)
     if not match or ("." not in match[1] and match[1] not in GROUPS):
-        raise KeepError(
+        raise SaveListError(
             f'"{entry[:80]}" is no operation such as "aten.mm" and no group ({", ".join(GROUPS)}); either may end in '
             '"/2", in "@0,3", and in ">host"'
         )
@@ -77,11 +77,11 @@ def parse_rule(entry: str) -> Rule:
 def parse_blocks(line: str) -> tuple[range, list[str] | None]:
     """Return the blocks and the entries of a line such as "8-15: aten.mm@0,2 attention". None: they keep everything.
 
-    Raises KeepError.
+    Raises SaveListError.
     """
     match = _BLOCKS.fullmatch(line.strip())
     if not match or int(match[1]) > int(match[2] or match[1]):
-        raise KeepError(
+        raise SaveListError(
             f'"{line[:80]}": write blocks, a colon and what they keep, such as "8-15: aten.mm@0,2 attention"; '
             '"all" for everything, nothing for nothing'
         )

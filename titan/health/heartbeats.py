@@ -20,7 +20,7 @@ _FIRST_VALUE_S = 60.0  # ranks start together
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """Heartbeat: the state of a rank, as the rank itself reports it.
 
     Attributes:
@@ -38,10 +38,10 @@ class Beat:
     process: ProcessId
 
     @staticmethod
-    def parse(text: str) -> Beat:
+    def parse(text: str) -> Heartbeat:
         """Parse the text of a heartbeat in the store."""
         content = json.loads(text)
-        return Beat(**(content | {"process": ProcessId(**content["process"])}))
+        return Heartbeat(**(content | {"process": ProcessId(**content["process"])}))
 
 
 def connect(timeout_s: float) -> Any:
@@ -128,7 +128,7 @@ class FolderStore:
 
 
 def describe_silence(
-    beats: dict[int, Beat], silent: Sequence[int], *, limit_s: float
+    beats: dict[int, Heartbeat], silent: Sequence[int], *, limit_s: float
 ) -> tuple[str, bool]:
     """Describe the silent ranks: their machines, and their last activity.
 
@@ -158,7 +158,7 @@ def describe_silence(
     return ". ".join(parts), lost
 
 
-def describe_hang(beats: dict[int, Beat], silent: Sequence[int]) -> str:
+def describe_hang(beats: dict[int, Heartbeat], silent: Sequence[int]) -> str:
     """Describe which ranks do not wait for others, and where the others wait."""
     parts = [
         f"rank {rank} does not answer (stopped, or its interpreter is locked)"

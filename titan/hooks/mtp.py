@@ -15,7 +15,7 @@ from titan.observe.clock import Window
 from titan.train_step import StepReport
 
 
-class FurtherTargets(Hook):
+class MTPMetrics(Hook):
     """Loss of multi-token prediction, summed over all ranks at logged steps.
 
     Attributes:

@@ -21,7 +21,7 @@ from torch import Tensor
 from .clipping import local_gradient, local_sum_of_squares, reduce_squares
 
 
-class EarlyStep:
+class OptimizerInBackward:
     """Take over an optimizer's steps. Set `active` before a backward pass: whether it completes the
     gradients (the last micro-batch) or only adds to them."""
 
