@@ -45,10 +45,7 @@ class Batch(TensorBatch):
     further_targets_BSM: Tensor | None = None
     """int64[B, S, M]: inputs of multi-token prediction. Module m = 0, 1, ... reads the token m + 1 places ahead."""
     further_labels_BSM: Tensor | None = None
-    """int64[B, S, M]: labels of multi-token prediction. Module m predicts the token m + 2 places ahead.
-
-    The label is IGNORED if that token is in another document or beyond the sequence.
-    """
+    """int64[B, S, M]: label of module m is the token m + 2 places ahead, or IGNORED if that is another document's or missing."""
 
     def with_further_targets(self, count: int) -> Batch:
         """Return the batch with inputs and labels for `count` modules of multi-token prediction. Sequences must be whole."""
