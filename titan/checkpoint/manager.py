@@ -276,11 +276,7 @@ class CheckpointManager:
         return path
 
     def newest(self, *, read_only: bool = False) -> Location | None:
-        """Return the newest whole step, or None if there are no steps.
-
-        Args:
-            read_only: do not set damaged steps aside.
-        """
+        """Return the newest whole step, or None if there are no steps. `read_only` leaves damaged steps where they are."""
         steps = self.steps()
         return self._newest_whole(steps, read_only=read_only) if steps else None
 

@@ -29,7 +29,7 @@ def without_kind(tokens: np.ndarray) -> np.ndarray:
 
 
 def begin_ids(tokenizer: Tokenizer, *, add_bos: bool) -> list[int]:
-    """Return the ids that begin a text to be continued or scored: those that began the texts of training.
+    """Return the ids that begin a text to be continued or scored, as in training.
 
     Args:
         tokenizer: the tokenizer of the model.

@@ -166,7 +166,7 @@ class _SplitWriter:
         return full
 
     def close(self, read: ReadPosition) -> None:
-        """Give the open shard its final name, once its bytes are on disk. `read` is the reader's position."""
+        """Rename the open shard to its final name, once its bytes are on disk. `read` is the reader's position."""
         if self._file is None:
             return
         # The bytes must be durable before the name is.
