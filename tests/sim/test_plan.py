@@ -219,7 +219,7 @@ def test_what_is_tight_comes_last_and_is_marked(
     bare = {"context_gib": 0.0, "communicator_gib": 0.0, "workspace_mib": 0.0}
     roomy = load_profile("h100-sxm").model_copy(update=bare)
     options = ["plan", *JOB, "--world-size", "2", "--hardware", "h100-sxm", "--simulate", "3"]
-    monkeypatch.setattr("titan.sim.search.plan.load_profile", lambda _: roomy)
+    monkeypatch.setattr("titan.sim.search.command.load_profile", lambda _: roomy)
     assert main([*options, "--json", "-"]) == 0
     printed = capsys.readouterr()
     assert "3 of 3 candidates simulated\n" in printed.err
@@ -228,7 +228,7 @@ def test_what_is_tight_comes_last_and_is_marked(
     # Less than the job needs. The job has a separate row.
     most = max(gib for gib in needed if gib < found["job"]["facts"]["memory"]["needed_gib"])
     small = roomy.model_copy(update={"memory_gib": most / 0.95})
-    monkeypatch.setattr("titan.sim.search.plan.load_profile", lambda _: small)
+    monkeypatch.setattr("titan.sim.search.command.load_profile", lambda _: small)
     assert main(options) == 0
     printed = capsys.readouterr().out
     rows = [line for line in printed.splitlines() if re.match(r"[123][ =] ", line)]

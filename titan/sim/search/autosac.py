@@ -18,6 +18,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from titan.checks.rules import check_to_run
@@ -27,7 +28,7 @@ from titan.sim.price.profiles import Profile
 from titan.sim.record.trace import Trace
 from titan.sim.record.trace_jobs import TraceError
 from titan.sim.replay.queues import ReplayError
-from titan.sim.report.text import say
+from titan.sim.report.text import job_parser, say
 from titan.sim.search.command import read_command, show
 from titan.sim.search.recomputation import Block, Kept, choose, find_blocks, keep, measure, samples
 from titan.sim.search.variants import simulate_variants
@@ -219,16 +220,18 @@ def to_lines(kept: Mapping[int, Kept], host: Collection[tuple[int, str]] = ()) -
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Return 1 if the job does not fit with any recomputation."""
-    options, job, profile, config = read_command(
+    parser = job_parser(
         "autosac",
-        "[--host]",
+        "[--host] [--memory GIB] [--output FILE] [--json FILE]",
         "Choose what each block keeps for its backward pass and what it computes again, so that the job fits and takes the least "
-        "time, by simulation.",
-        argv,
-        lambda parser: parser.add_argument(
-            "--host", action="store_true", help="results may go to the host's memory, too"
-        ),
+        "time, by simulation. Prints, or writes, a TOML overlay.",
     )
+    host = "results may go to the host's memory, too"
+    parser.add_argument("--host", action="store_true", help=host)
+    output = "write the overlay; default: print it"
+    parser.add_argument("--output", type=Path, metavar="FILE", help=output)
+    checked = {"positive": ["processes"], "folders": ["output"]}
+    options, job, profile, config = read_command(parser, argv, **checked)
     compile = config.compile
     how: dict[str, Any] = {"world_size": options.world_size, "processes": options.processes}
     others = _OTHERS | (_COMPILED if compile.enable and "model" in compile.components else {})

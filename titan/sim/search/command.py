@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 from titan.config.load import load_from_argv
 from titan.config.schema import JobConfig
@@ -14,7 +13,6 @@ from titan.sim.price.profiles import Profile, load_profile
 from titan.sim.report.text import (
     columns,
     duration,
-    job_parser,
     known_options,
     memory_limit,
     put_json,
@@ -25,30 +23,24 @@ from titan.sim.simulate import Facts
 
 
 def read_command(
-    name: str, flags: str, description: str, argv: Sequence[str] | None, add: Callable[[ArgumentParser], object] = lambda _: None
+    parser: ArgumentParser, argv: Sequence[str] | None, *, positive: Sequence[str], folders: Sequence[str] = ()
 ) -> tuple[Namespace, list[str], Profile, JobConfig]:  # fmt: skip
-    """Return the options of `titan NAME`, the job's arguments, the profile with the memory that --memory allows, and the job.
+    """Return a command's options, the job's arguments, the profile with the memory that --memory allows, and the job.
 
     Args:
-        name: Name of the command.
-        flags: Usage of its own options.
-        description: Its description.
+        parser: Parser with the command's own options. It gets --memory, too.
         argv: Arguments; None for those of the process.
-        add: Adds the command's own options to the parser.
+        positive: Options that must be at least 1.
+        folders: Options whose files must be in existing folders.
 
     Raises:
         ConfigError: An option or the job has a mistake.
     """
-    usage = f"{flags} [--memory GIB] [--output FILE] [--json FILE]".lstrip()
-    parser = job_parser(name, usage, f"{description} Prints, or writes, a TOML overlay.")
     memory = "of a device, to be used; default: 90%% of it"
     parser.add_argument("--memory", type=float, metavar="GIB", help=memory)
-    output = "write the overlay; default: print it"
-    parser.add_argument("--output", type=Path, metavar="FILE", help=output)
-    add(parser)
     options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
-    require_positive(options, "world_size", "processes")
-    require_folders(options, "json", "output")
+    require_positive(options, "world_size", *positive)
+    require_folders(options, "json", *folders)
     profile = memory_limit(load_profile(options.hardware), options.memory)
     return options, job, profile, load_from_argv(job, options=known_options(parser))
 
@@ -65,9 +57,7 @@ def show(options: Namespace, data: object, results: Mapping[str, Facts], overlay
 def comparison(results: Mapping[str, Facts], *, limit_gib: float) -> str:
     """Return a table of ways to run a job: step, speed, exposed communication and memory.
 
-    Gains are over the first.
-
-    Results without facts cannot run.
+    Gains are over the first result. Results without facts cannot run.
     """
     rows = [["", "step", "tokens/s/GPU", "gain", "exposed", "GiB", ""]]
     base = next(iter(results.values()))

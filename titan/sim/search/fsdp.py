@@ -1,12 +1,14 @@
-"""`titan plan --only fsdp`: the choice of what FSDP gathers together, keeps and gathers ahead, so that a job fits and takes the least time.
+"""Search of `titan plan --only fsdp`: units, prefetch and kept blocks of FSDP, so that a job fits and takes the least time.
 
     fsdp_blocks_per_unit             1, 2, 3, 4 and 8
     fsdp_prefetch                    -1 (1 for experts, else 0) and 2
     fsdp_kept_blocks                 any number of units
 
-Blocks that stay gathered only save time and only cost memory. So a simulation that keeps all bounds the speed of all others with
-its units and prefetch, and the most blocks that fit are found by bisection. Units whose bound is no better than what was found
-are left out. The result is that of trying everything (tests/sim/test_plan_fsdp.py). The job as it is counts as a choice, too.
+Blocks that stay gathered only save time and only cost memory. So a simulation that keeps all of
+them bounds the speed of all other choices with its units and prefetch, and bisection finds the most
+blocks that fit. Units whose bound is no better than the best choice so far are left out. The result
+equals that of an exhaustive search (tests/sim/test_plan_fsdp.py). The job as it is counts as a
+choice, too.
 """
 
 from __future__ import annotations
@@ -28,7 +30,13 @@ _KEY = "parallelism.fsdp_"
 
 
 def settings(*, unit: int, prefetch: int, kept: int) -> dict[str, str]:
-    """Return a choice as settings of a job. kept: blocks that stay gathered."""
+    """Return a choice as settings of a job.
+
+    Args:
+        unit: Blocks of an FSDP unit.
+        prefetch: Units that are gathered ahead.
+        kept: Blocks that stay gathered.
+    """
     return {
         _KEY + "blocks_per_unit": f"{unit}",
         # Not "never", even if all blocks stay: that keeps the embedding, too, which no backward pass needs.
@@ -48,15 +56,15 @@ def choose(
     """Return the fastest choice that needs at most `limit_gib`, or None.
 
     Args:
-        simulate: called with several choices at a time.
-        now: the job as it is.
-        num_blocks: of a pipeline rank.
-        limit_gib: memory that may be used, with what is outside of the allocator.
+        simulate: Simulates several choices at a time.
+        now: The job as it is.
+        num_blocks: Blocks of a pipeline rank.
+        limit_gib: Memory that may be used, inside and outside of the allocator.
     """
     found: list[Variant] = []
 
     def fits(variant: Variant) -> bool:
-        """Note a choice if it fits. One that cannot run does not."""
+        """Return whether a choice runs and fits, and note it if it does."""
         fitting = bool(variant.facts) and variant.needed_gib <= limit_gib
         found.extend([variant] if fitting else [])
         return fitting
@@ -64,7 +72,7 @@ def choose(
     fits(now)
     ways = [(u, p) for u in UNITS if u <= num_blocks for p in PREFETCH]
     everything = simulate([settings(unit=u, prefetch=p, kept=num_blocks) for u, p in ways])
-    # The fastest bound first: what is found with it rules out most of the others.
+    # The fastest bound first: the choices found with it rule out most other bounds.
     order = sorted(range(len(ways)), key=lambda n: -everything[n].speed)
     for number in order:
         bound, (unit, prefetch) = everything[number], ways[number]
@@ -82,7 +90,7 @@ def choose(
 def run(options: Namespace, job: Sequence[str], profile: Profile, config: JobConfig) -> int:
     """Run `titan plan --only fsdp`. Return 1 if no choice fits."""
     check_to_run(config, world_size=options.world_size)
-    # Without a limit the allocator never gives memory back, which would be slow and hide what is needed.
+    # Without a limit the allocator never gives memory back, which would be slow and hide the job's need.
     roomy = profile.model_copy(update={"memory_gib": 2.0**20})
 
     def simulate(choices: list[dict[str, str]]) -> list[Variant]:

@@ -23,25 +23,20 @@ from pathlib import Path
 
 from titan.checks.rules import advise
 from titan.config.errors import choose
-from titan.config.load import load_from_argv, print_warnings
+from titan.config.load import print_warnings
 from titan.config.schema import JobConfig
-from titan.sim.price.profiles import load_profile
 from titan.sim.report.text import (
     columns,
     degrees,
     job_parser,
-    known_options,
-    memory_limit,
     mistake,
     put_json,
-    require_folders,
-    require_positive,
     say,
     utilization,
 )
 from titan.sim.search import fsdp
 from titan.sim.search.candidates import ALSO, Point, Search
-from titan.sim.search.command import settings_overlay
+from titan.sim.search.command import read_command, settings_overlay
 from titan.sim.search.variants import Variant, simulate_variants
 from titan.sim.simulate import Facts
 
@@ -237,6 +232,7 @@ def _fixed(search: Search, also: Sequence[str]) -> str:
 
 
 def _parser() -> ArgumentParser:
+    """Return the parser of the command's own options."""
     parser = job_parser(
         "plan",
         f"[--only fsdp] [--simulate {_BUDGET}] [--also A,B] [--most 5] [--memory GIB] [--output DIR] [--json FILE]",
@@ -252,8 +248,6 @@ def _parser() -> ArgumentParser:
         help=f"search with and without these, too: {', '.join(ALSO)}",
     )
     parser.add_argument("--most", type=int, default=5, metavar="M", help="overlays; default: 5")
-    memory = "of a device, to be used; default: 90%% of it"
-    parser.add_argument("--memory", type=float, metavar="GIB", help=memory)
     output = "write DIR/plan-1.toml, ...; with --only, a file"
     parser.add_argument("--output", type=Path, metavar="DIR", help=output)
     only = "choose what FSDP gathers together, keeps and gathers ahead, and nothing else"
@@ -264,11 +258,8 @@ def _parser() -> ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Return 1 if nothing fits."""
     parser = _parser()
-    options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
-    require_positive(options, "world_size", "simulate", "most")
-    require_folders(options, "json")
-    profile = memory_limit(load_profile(options.hardware), options.memory)
-    config = load_from_argv(job, options=known_options(parser))
+    positive = ["simulate", "most"]
+    options, job, profile, config = read_command(parser, argv, positive=positive)
     if options.only:
         return fsdp.run(options, job, profile, config)
     print_warnings(advise(config, device=profile.device_kind))

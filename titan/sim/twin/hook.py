@@ -173,7 +173,10 @@ class Twin(Hook):
             self.watch.measured_links(slow)
 
     def _bytes_per_step(self, axis: str) -> float:
-        """Return the approximate bytes that a rank sends along an axis in a step: as simulated, or as FSDP's parameters and gradients."""
+        """Return the approximate bytes that a rank sends along an axis in a step.
+
+        They come from the simulation, or from the sizes of FSDP's parameters and gradients.
+        """
         if self.prediction is not None and (facts := self.prediction.poll()):
             by_axis = facts["comm"]["by_axis"]
             return sum(row["bytes"] for axes, row in by_axis.items() if axis in axes.split("+"))
