@@ -171,7 +171,7 @@ def _run(config: JobConfig, stop: StopRequest, monitor: Monitor) -> int:
     if monitor.rank == 0 and restarts:
         allowed = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
         print(f"started again by torchrun, {restarts} of {allowed} times", file=sys.stderr)
-    _set_compile_cache(config.compile.cache_folder)
+    set_compile_cache(config.compile.cache_folder)
     # Import these after everything that needs no torch.
     from titan.checkpoint import SaveFailed
     from titan.health.recovery import NonFiniteError, SpikeError
@@ -209,7 +209,7 @@ def _run(config: JobConfig, stop: StopRequest, monitor: Monitor) -> int:
         monitor.close()  # last, for it keeps the run lock alive while a save ends
 
 
-def _set_compile_cache(folder: str) -> None:
+def set_compile_cache(folder: str) -> None:
     """Set inductor's folder for compiled programs, before inductor is imported.
 
     Its default is in /tmp, which a restart may find empty. So a single node uses the user's cache

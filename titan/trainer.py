@@ -290,7 +290,7 @@ class Trainer:
     # ---- set-up --------------------------------------------------------------------------------
 
     def _init_distributed(self) -> torch.device:
-        return _start_process_group(self.config)
+        return connect(self.config)
 
     def _build_mesh(self) -> None:
         # FP8 units are asked for before a model is built.
@@ -427,7 +427,7 @@ def _why_unsaved(config: JobConfig, first_step: int) -> str:
     )
 
 
-def _start_process_group(config: JobConfig) -> torch.device:
+def connect(config: JobConfig) -> torch.device:
     if is_replica_group(config):
         # NCCL's watchdog would end this process a minute after it has lost a group, though torchft goes on without that group.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")

@@ -96,10 +96,10 @@ class Gemma3(Llama):
         )
         return torch.cat([wide / (config.rope_factor or 1.0), local])
 
-    def _cos_sin(self, *args: Any) -> Any:
+    def rotary_cos_sin(self, *args: Any) -> Any:
         """Return cos and sin of global layers, and those of local ones, (S, 1, K) or (B, S, 1, K) each."""
         # Halves of a head: global and local in the first, the same in the second.
-        pair = [x.unflatten(-1, (2, 2, -1)) for x in super()._cos_sin(*args)]
+        pair = [x.unflatten(-1, (2, 2, -1)) for x in super().rotary_cos_sin(*args)]
         return [tuple(x[..., kind, :].flatten(-2) for x in pair) for kind in (0, 1)]
 
     def init_std(self, name: str) -> float | None:

@@ -194,7 +194,7 @@ class Llama(nn.Module):
         mtp_targets_BSM: int64, the tokens 1, 2, ... after each, for the M modules of multi-token prediction, whose logits then follow,
         (B + M x B, S, V). None: they do not run.
         """
-        cos_sin = self._cos_sin(positions_BS, tokens_BS.shape[1], tokens_BS.device)
+        cos_sin = self.rotary_cos_sin(positions_BS, tokens_BS.shape[1], tokens_BS.device)
         mtp = () if mtp_targets_BSM is None else mtp_targets_BSM.unbind(-1)
         x_BSD = tokens_BS
         if self.tok_embeddings is not None:
@@ -248,7 +248,7 @@ class Llama(nn.Module):
             positions = torch.arange(len(self.rotations), device=self.rotations.device)
             self.rotations.copy_(rotation_table(positions, self.frequencies(positions.device)))
 
-    def _cos_sin(
+    def rotary_cos_sin(
         self, positions: Tensor | None, length: int, device: torch.device
     ) -> tuple[Tensor, Tensor]:
         """Return cos and sin for all blocks, (S, 1, K) or (B, S, 1, K): from the table where it has them."""

@@ -158,7 +158,7 @@ class Llava(Llama):
         images: (B, I, P, C), pictures of each row. image_index_BS: int64, which of a row's I x P patches stands here; -1: none.
         The others are as for Llama. A pipeline stage without embedding needs neither.
         """
-        cos_sin = self._cos_sin(positions_BS, tokens_BS.shape[1], tokens_BS.device)
+        cos_sin = self.rotary_cos_sin(positions_BS, tokens_BS.shape[1], tokens_BS.device)
         x_BSD = tokens_BS if self.tok_embeddings is None else self.embed(tokens_BS)
         if self.vision is not None and self.projector is not None and images is not None:
             x_BSD = self.projector(self.vision(images), x_BSD, image_index_BS)

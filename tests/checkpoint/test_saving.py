@@ -407,7 +407,7 @@ def test_the_writer_gets_copies_that_have_arrived(
     with device:
         if overlap:
             copies = {"x": torch.zeros(1000)}
-            finish = staging._on_stream({"x": weight}, copies, weight.device)
+            finish = staging.copy_on_stream({"x": weight}, copies, weight.device)
             assert copies["x"].eq(0).all()
         else:
             finish = staging.begin({"x": weight})

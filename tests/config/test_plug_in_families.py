@@ -43,7 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (metadata / "entry_points.txt").write_text("[titan.models]\nmine = mine_family")
     for path in (OPT, tmp_path):
         monkeypatch.syspath_prepend(path)
-    caches = (model.families, model.family, plug_ins.installed_entry_points, model._check_module)
+    caches = (model.families, model.family, plug_ins.installed_entry_points, model.check_module)
     for cached in caches:
         cached.cache_clear()
     yield tmp_path

@@ -403,11 +403,11 @@ def test_a_template_writes_what_transformers_writes(folder: Path, tmp_path: Path
     expected = theirs.apply_chat_template(message, chat_template=template, tokenize=False)
     tokenizer = build_tokenizer(s.TokenizerSection(path=str(tmp_path)), hf_assets_path="")
     chat = ChatTemplate(template, tokenizer)
-    assert chat._render(message, where="x", add_generation_prompt=True) == expected
+    assert chat.render(message, where="x", add_generation_prompt=True) == expected
     assert "<|im_end|><|begin_of_text|><|im_start|>" in expected
     # A worker process has them, too.
     again = pickle.loads(pickle.dumps(chat))
-    assert again._render(message, where="x", add_generation_prompt=True) == expected
+    assert again.render(message, where="x", add_generation_prompt=True) == expected
 
 
 @pytest.mark.parametrize(

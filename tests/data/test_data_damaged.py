@@ -225,8 +225,10 @@ def test_broken_off_within_a_document_it_continues_to_the_same_bytes(
     monkeypatch.undo()
     [shard] = read_index(folder / "progress.json").splits["train"]
     assert (shard.documents_read, shard.pieces_read > 0) == (1, True)
-    encode = writer._encode
-    monkeypatch.setattr(writer, "_encode", lambda c, spec: encoded.extend(c) or encode(c, spec))
+    encode = writer.encode_documents
+    monkeypatch.setattr(
+        writer, "encode_documents", lambda c, spec: encoded.extend(c) or encode(c, spec)
+    )
     assert prepare(book, folder) == 0
     # The piece that closed the shard is on disk, too: as the first of the open one.
     assert min(piece.place for piece in encoded) == (1, shard.pieces_read + 1), "tokenized again"

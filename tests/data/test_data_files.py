@@ -157,7 +157,7 @@ def test_a_byte_order_mark_is_dropped_everywhere(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["p.txt", "P.JSONL", "p.ndjson"])
 def test_prompts_are_lines(tmp_path: Path, name: str) -> None:
-    from titan.tools.generate import _read_prompts
+    from titan.tools.generate import read_prompts
 
     class Prompts:
         of_text = staticmethod(str)
@@ -169,7 +169,7 @@ def test_prompts_are_lines(tmp_path: Path, name: str) -> None:
         else [json.dumps({"prompt": value}, ensure_ascii=False) for value in values]
     )
     (tmp_path / name).write_bytes(BOM + f"{lines[0]}\r\n   \n{lines[1]}".encode())
-    assert _read_prompts(tmp_path / name, Prompts()) == values  # pyright: ignore
+    assert read_prompts(tmp_path / name, Prompts()) == values  # pyright: ignore
 
 
 @pytest.mark.parametrize("key", ["text", "messages"])
@@ -184,14 +184,14 @@ def test_values_of_a_dictionary_are_read_a_few_at_a_time(
     parquet.write_table(arrow.table({key: [value] * 40}), file)
     assert file.stat().st_size < 2**18
     batches: list[int] = []
-    following = reading._next_batch
+    following = reading.next_batch
 
     def watched(*args: object, **kwargs: object) -> object:
         values = following(*args, **kwargs)  # pyright: ignore
         batches.append(len(json.dumps(values or [])))
         return values
 
-    monkeypatch.setattr(reading, "_next_batch", watched)
+    monkeypatch.setattr(reading, "next_batch", watched)
     section = s.ParquetSource(path=str(file), messages_key="" if key == "text" else key)
     assert len(read(section)) == 40
     assert max(batches) < 2 * reading._BATCH_BYTES

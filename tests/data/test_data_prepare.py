@@ -134,10 +134,10 @@ def test_a_resume_reads_only_from_the_row_group_where_it_was(
     write_files(
         corpus, [text for pair in zip(texts, [""] * len(texts), strict=True) for text in pair]
     )
-    real, rows_at_a_time = writer.write_index, reading._rows_at_a_time
+    real, rows_at_a_time = writer.write_index, reading.rows_at_a_time
     monkeypatch.setattr(
         reading,
-        "_rows_at_a_time",
+        "rows_at_a_time",
         lambda group, key: groups.append(group) or rows_at_a_time(group, key),
     )
     assert prepare(tmp_path / "whole", corpus) == 0

@@ -86,7 +86,7 @@ def test_a_short_stream_starts_over_in_another_order() -> None:
     made, stream, _ = samples(texts, shuffle_buffer=30)
     made.get(np.arange(300))
     assert stream.reads > 2 * len(texts)
-    source = made._numbered(Bookmark())
+    source = made.numbered(Bookmark())
     first, second = ([next(source)[1] for _ in range(100)] for _ in range(2))
     assert sorted(first) == sorted(second) == texts
     assert first != second != texts
@@ -167,13 +167,13 @@ def test_a_rank_tokenizes_its_part_only(
     world: int, hub: Path, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
-    encode = StreamSamples._encode
+    encode = StreamSamples.encode
 
     def watched(self: StreamSamples, text: str) -> np.ndarray:
         seen.append(text)
         return encode(self, text)
 
-    monkeypatch.setattr(StreamSamples, "_encode", watched)
+    monkeypatch.setattr(StreamSamples, "encode", watched)
     by_rank = []
     for loader in stream_job(hub, cache, shuffle=False).loaders((world, 4, 1)):
         seen.clear()

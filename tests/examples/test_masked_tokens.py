@@ -32,7 +32,7 @@ def forget() -> None:
         model.families,
         model.family,
         plug_ins.installed_entry_points,
-        model._check_module,
+        model.check_module,
     ):
         cached.cache_clear()
 

@@ -41,7 +41,7 @@ def test_a_copy_beside_the_computation_is_of_its_own_step(tmp_path: Path) -> Non
             manager.staging.before_update()
             with torch.no_grad():
                 weight.fill_(-1)  # the update
-            copy = manager.staging._buffers["model.weight"]
+            copy = manager.staging.buffers["model.weight"]
             assert isinstance(copy, DTensor) and copy.to_local().is_pinned()
             buffers.add(copy.to_local().data_ptr())
             assert manager.poll(wait=True)

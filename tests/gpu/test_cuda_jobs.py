@@ -99,11 +99,11 @@ def test_merged_blocks_equal_the_whole(
     kernel: str, groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two halves of a sequence, as two ranks see them, against plain attention in fp32."""
-    if kernel == "cudnn" and not block_attention._cudnn_is_faster():
+    if kernel == "cudnn" and not block_attention.cudnn_is_faster():
         pytest.skip("titan takes cuDNN on Hopper and Blackwell only, from 9.15.1 on")
     if DEVICE.type == "cuda":  # it has one kernel on a CPU
-        chosen = create_autospec(block_attention._choose_kernel, return_value=kernel)
-        monkeypatch.setattr(block_attention, "_choose_kernel", chosen)
+        chosen = create_autospec(block_attention.choose_kernel, return_value=kernel)
+        monkeypatch.setattr(block_attention, "choose_kernel", chosen)
     dtype = torch.float32 if kernel == "efficient" else torch.bfloat16
     generator = torch.Generator().manual_seed(0)
     heads, n = (4, groups, groups, 4), 256
@@ -121,7 +121,7 @@ def test_merged_blocks_equal_the_whole(
         part = block_attention.attend(
             q[:, :, rows], k[:, :, keys], v[:, :, keys], spec=AttentionSpec(causal), scale=None
         )
-        ring._merge(out[:, :, rows], lse[:, :, rows], *part)
+        ring.merge_softmax(out[:, :, rows], lse[:, :, rows], *part)
     found = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
     for rows, keys, causal in blocks:
         of_rows = (grad[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys])

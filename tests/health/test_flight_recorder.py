@@ -77,11 +77,11 @@ def test_times_and_the_pair_of_a_send_over_nccl() -> None:
         "time_discovered_started_ns": 10**18 + 5_000,
         "time_discovered_completed_ns": 10**18 + 255_000,
     }
-    found = flight_recorder._entry(entry, [4, 12])
+    found = flight_recorder.readable_entry(entry, [4, 12])
     assert found["peers"] == [4, 12] and found["p2p_seq"] == 2
     assert (found["started_unix_s"], found["ended_unix_s"]) == (1e9 + 5e-6, 1e9 + 2.55e-4)
     assert found["duration_ms"] == 0.25
-    assert flight_recorder._entry(entry | {"profiling_name": "nccl:recv 1<-0"}, [4, 12])[
+    assert flight_recorder.readable_entry(entry | {"profiling_name": "nccl:recv 1<-0"}, [4, 12])[
         "peers"
     ] == [12, 4]
 
@@ -89,12 +89,12 @@ def test_times_and_the_pair_of_a_send_over_nccl() -> None:
 def test_a_buffer_of_nothing_writes_nothing(tmp_path: Path) -> None:
     section = CommSection(trace_buf_size=0)
     recorder = FlightRecorder(section, tmp_path, rank=0, world_size=1)
-    before = flight_recorder._recorder
+    before = flight_recorder.installed
     try:
         flight_recorder.install(recorder)
         flight_recorder.dump(BECAUSE)
     finally:
-        flight_recorder._recorder = before
+        flight_recorder.installed = before
     assert not recorder.path.exists()
     assert "because" in (tmp_path / "logs" / "rank-0.stacks.txt").read_text()
 

@@ -116,7 +116,9 @@ def test_rank_0_waits_for_the_living_only(tmp_path: Path, monkeypatch: pytest.Mo
     alive = Monitor(tmp_path, rank=2, world_size=4).peers
     alive.store = waiting.store
     dead = replace(beat(), process=replace(waiting.me, started="1"))
-    for rank, text in enumerate([waiting._beat(), json.dumps(asdict(dead)), alive._beat(), "gone"]):
+    for rank, text in enumerate(
+        [waiting.heartbeat_text(), json.dumps(asdict(dead)), alive.heartbeat_text(), "gone"]
+    ):
         waiting.store.set(f"beat/{rank}", text)
     signs_off = threading.Event()
     threading.Timer(0.5, lambda: (signs_off.set(), alive.wait())).start()

@@ -183,8 +183,8 @@ def test_a_noisy_falling_loss_has_no_spikes() -> None:
     recovery = Recovery(section, device=torch.device("cpu"))
     for step in range(10_000):
         loss = 1.7 + 9 * (step + 10) ** -0.3 + dice.normal(0, 0.05)
-        assert recovery._judge(loss, 1.0).action == StepAction.TRAIN, step
-    assert recovery._judge(loss + 1.0, 1.0).action == StepAction.SKIP
+        assert recovery.decide(loss, 1.0).action == StepAction.TRAIN, step
+    assert recovery.decide(loss + 1.0, 1.0).action == StepAction.SKIP
 
 
 @pytest.fixture

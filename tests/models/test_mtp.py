@@ -104,7 +104,7 @@ def written_out(model: Any, tokens: Tensor, row: Tensor) -> tuple[Tensor, Tensor
     def normed(norm: Any, x: Tensor) -> Tensor:
         return x * (x.square().mean(-1, keepdim=True) + config.norm_eps).rsqrt() * norm.weight
 
-    cos_sin = model._cos_sin(None, length, tokens.device)
+    cos_sin = model.rotary_cos_sin(None, length, tokens.device)
     x = F.embedding(tokens, model.tok_embeddings.weight)
     for n in range(config.n_layers):
         x = model.layers[str(n)](x, cos_sin, None)

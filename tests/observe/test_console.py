@@ -280,7 +280,7 @@ def test_the_bar_counts_down_between_logged_steps(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("titan.observe.console.time.monotonic", clock)
 
     def speak(console: Console) -> None:
-        bar = console._bar
+        bar = console.bar
         assert bar is not None
         console.advance(1)
         assert bar.tasks[0].fields["eta"] == "-"  # no step was logged
@@ -324,8 +324,8 @@ def test_nothing_garbles_the_bar_and_the_bar_garbles_nothing(width: int) -> None
             logging.getLogger("titan").warning(f"careful {step}")
             print(f"printed {step}")
             console.message(f"saved {step}")
-            assert console._bar is not None
-            console._bar.refresh()
+            assert console.bar is not None
+            console.bar.refresh()
             shown.append(screen(out.getvalue()))
 
     printed(speak, is_terminal=True, width=width, file=out)

@@ -200,7 +200,7 @@ def test_schedule(tmp_path: Path) -> None:
     profiler, _ = make(tmp_path, profile_freq=6, profiler_warmup=2, profiler_active=3)
     off, warm = ProfilerAction.NONE, ProfilerAction.WARMUP
     record, save = ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE
-    actions = [profiler._action(step) for step in range(1, 13)]
+    actions = [profiler.action_of(step) for step in range(1, 13)]
     assert actions == [off, warm, warm, record, record, save] * 2
 
 

@@ -27,7 +27,7 @@ from titan.parallel.expert import keep_routes
 from titan.parallel.offload import apply_offload
 from titan.parallel.sac_save_list import DEFAULT_KEEP
 from titan.parallel.torch_compat import set_memory_budget
-from titan.train import _set_compile_cache
+from titan.train import set_compile_cache
 
 
 @pytest.fixture(autouse=True)
@@ -232,12 +232,12 @@ def test_the_cache_s_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     variable = "TORCHINDUCTOR_CACHE_DIR"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv(variable, "/environment")
-    _set_compile_cache("")
+    set_compile_cache("")
     assert os.environ[variable] == "/environment"
     monkeypatch.delenv(variable)
-    _set_compile_cache("")
+    set_compile_cache("")
     assert os.environ[variable] == str(tmp_path / "titan" / "compile")
-    _set_compile_cache(str(tmp_path / "programs"))
+    set_compile_cache(str(tmp_path / "programs"))
     assert os.environ[variable] == str(tmp_path / "programs")
 
 
@@ -253,13 +253,13 @@ def test_the_cache_of_several_nodes_is_on_each_node(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     for expected in (local, tmp_path / "home" / "titan" / "compile"):
         monkeypatch.delenv(variable)
-        _set_compile_cache("")
+        set_compile_cache("")
         assert os.environ[variable] == str(expected)
         local.chmod(0o777)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
     local.chmod(0o700)
     monkeypatch.delenv(variable)
-    _set_compile_cache("")
+    set_compile_cache("")
     assert os.environ[variable] == str(tmp_path / "home" / "titan" / "compile")
 
 

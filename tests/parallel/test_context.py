@@ -409,7 +409,7 @@ def test_blocks_are_the_causal_mask(balanced: bool, window: int) -> None:
             sources, tiles = range(source, source + 1), seen.split(length, dim=1)
             for block in visible(sources, part=part, length=length, spec=spec):
                 tile = tiles[source][block.queries, block.keys]
-                how = ring._seen(block, sources, None, part, spec, tile.device)
+                how = ring.visible_keys(block, sources, None, part, spec, tile.device)
                 queries, keys = (torch.arange(n) for n in tile.shape)
                 of_block = how["spec"].sees(queries[:, None], keys)
                 of_block = of_block if how["mask_BST"] is None else how["mask_BST"][0]

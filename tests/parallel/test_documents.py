@@ -173,7 +173,7 @@ def test_the_ring_prefers_cudnn_where_torch_does(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
     monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: allowed)
-    assert block_attention._cudnn_is_faster() == expected
+    assert block_attention.cudnn_is_faster() == expected
 
 
 @pytest.mark.parametrize(

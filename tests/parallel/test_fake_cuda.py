@@ -62,8 +62,8 @@ def test_the_ring_s_kernels(
     q, k, v = (rand(2, heads, 75, size, dtype=dtype).detach() for heads in (4, groups, groups))
     with monkeypatch.context() as patch:  # with it, fake tensors would start the driver
         patch.setattr(torch.cuda, "is_available", lambda: True)
-        assert block_attention._choose_kernel(q) == kernel
-    monkeypatch.setattr(block_attention, "_choose_kernel", lambda _, masked=False: kernel)
+        assert block_attention.choose_kernel(q) == kernel
+    monkeypatch.setattr(block_attention, "choose_kernel", lambda _, masked=False: kernel)
     out, lse = block_attention.attend(q, k, v, spec=CAUSAL, scale=None)
     assert (form(out), form(lse)) == (form(q), ((2, 4, 75), FP32, "cuda"))
     grads = block_attention.attend_backward(out, q, k, v, out, lse, spec=CAUSAL, scale=None)

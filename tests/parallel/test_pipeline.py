@@ -150,7 +150,7 @@ class _Recorder:
     def stage_class(self) -> type:
         recorder = self
 
-        class Recorded(pipeline._Stage):
+        class Recorded(pipeline.Stage):
             def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
                 recorder.order.append(f"{self.stage_index}F{fwd_chunk_id}")
                 with recorder.watching(self.submod, (self.stage_index, fwd_chunk_id)):
@@ -181,13 +181,13 @@ def _build(plan: StageSplit, *, stage_class: type | None = None) -> Pipeline:
         stages, schedule=plan.schedule, mesh=mesh, device=torch.device("cpu"), loss_fn=_loss_sum
     )
     if stage_class is not None:  # as what `Pipeline` builds its stages
-        original, pipeline._Stage = pipeline._Stage, stage_class  # pyright: ignore
+        original, pipeline.Stage = pipeline.Stage, stage_class  # pyright: ignore
         try:
             tokens, _, positions = _data()
             count, inputs = plan.schedule.num_microbatches, {"positions": positions}
-            built._runner("train", tokens, count, inputs=inputs)
+            built.runner("train", tokens, count, inputs=inputs)
         finally:
-            pipeline._Stage = original
+            pipeline.Stage = original
     return built
 
 
@@ -360,12 +360,12 @@ def test_with_data_parallelism_over_batches_of_several_shapes(pool) -> None:
 
 
 def _with_fsdp_unmended() -> dict[str, Tensor]:
-    pipeline._prepare_to_split_backward = lambda stage: None
+    pipeline.prepare_to_split_backward = lambda stage: None
     return _with_fsdp("InterleavedZeroBubble", "zero3", (8,))
 
 
 def test_torch_still_needs_gathered_parameters_to_split_backward(pool) -> None:
-    """Why `_prepare_to_split_backward` is there. Where this fails, torch has been mended, and it can go."""
+    """Why `prepare_to_split_backward` is there. Where this fails, torch has been mended, and it can go."""
     assert _fsdp_error(pool.run(4, _with_fsdp_unmended), (8,)) > 0.1
 
 
@@ -511,17 +511,17 @@ def test_compiled_stages_are_refused_where_backward_is_split() -> None:
     stage = extract_stage(_meta_model(), ["layers.0"])
     stage.layers["0"].compile()  # pyright: ignore
     with pytest.raises(ValueError, match=r"'layers\.0' is compiled"):
-        pipeline._prepare_to_split_backward(stage)
+        pipeline.prepare_to_split_backward(stage)
 
 
 def test_selective_recomputation_is_refused_where_backward_is_split() -> None:
     stage = extract_stage(_meta_model(), ["layers.0"])
     apply_ac(stage)
-    pipeline._prepare_to_split_backward(stage)  # whole blocks may be recomputed
+    pipeline.prepare_to_split_backward(stage)  # whole blocks may be recomputed
     stage = extract_stage(_meta_model(), ["layers.0"])
     apply_ac(stage, keep=DEFAULT_KEEP)
     with pytest.raises(ValueError, match=r"'layers\.0' keeps some operations"):
-        pipeline._prepare_to_split_backward(stage)
+        pipeline.prepare_to_split_backward(stage)
 
 
 def test_names_and_stage_numbers() -> None:

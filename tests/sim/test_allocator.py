@@ -155,8 +155,8 @@ def test_invariants(seed: int, expandable: bool) -> None:
             size = int(2 ** draw.uniform(0, 27))
             allocator.allocate(number, size, stream=draw.choice([0, 0, 1]))
             alive.append(number)
-    blocks = list(allocator._live.values())
-    cached = [block for pool in allocator._free.values() for *_, block in pool]
+    blocks = list(allocator.live_blocks.values())
+    cached = [block for pool in allocator.free_blocks.values() for *_, block in pool]
     for block in cached:
         for near in (block.previous, block.next):
             assert near is None or not near.free or near.mapped != block.mapped
@@ -168,5 +168,5 @@ def test_invariants(seed: int, expandable: bool) -> None:
     for number in alive:
         allocator.free(number)
     assert allocator.active_bytes == 0
-    allocator._release_cached()
+    allocator.release_cached()
     assert allocator.reserved_bytes == 0

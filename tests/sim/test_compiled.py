@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.sim.test_trace_jobs import _numbered_anew
+from tests.sim.test_trace_jobs import numbered_anew
 from tests.support.ranks import Pool
 from tests.support.traces import events_of, in_turn, job, real_batches, real_program, trace_of
 from titan.config.schema import JobConfig
@@ -96,7 +96,7 @@ def test_saves_what_a_real_compiler_saves(kind: str, pool: Pool) -> None:
 def test_every_later_step_is_the_same() -> None:
     config = compiled_job(activation_checkpoint={"mode": "selective"})
     second, third = (trace_of(config, world=2, steps=n).step for n in (2, 3))
-    assert list(_numbered_anew(third)) == list(_numbered_anew(second))
+    assert list(numbered_anew(third)) == list(numbered_anew(second))
     alive = {e.block for e in events_of(second, Allocate)} - {e.block for e in events_of(second, Free)}  # fmt: skip
     assert not alive
 

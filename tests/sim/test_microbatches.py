@@ -74,14 +74,14 @@ def _count_forwards(file: Path, config: JobConfig, layout: Layout) -> None:
     """Write a line for each microbatch that repeats another one."""
     from titan.sim.record.microbatches import Microbatches
 
-    repeat = Microbatches._repeat
+    repeat = Microbatches.repeat
 
     def counting(self: Any, stage: int, number: int, part: str) -> Any:
         with file.open("a") as stream:
             stream.write(f"{part}{number}\n")
         return repeat(self, stage, number, part)
 
-    Microbatches._repeat = counting
+    Microbatches.repeat = counting
 
 
 @pytest.mark.parametrize("name", in_turn(JOBS, slow=[*JOBS][1:]))

@@ -93,7 +93,7 @@ def test_the_formulas_speed_is_that_of_the_simulators_network(count: int, stride
     gather = Transfer("all_gather", "g", size, "bfloat16", 0, True, 0, Scope("forward"))
     price = price_transfer(gather, Group("g", ("dp_shard",), ranks), profile, rank=0)
     assert price.volume_s == pytest.approx(
-        size * (count - 1) / count / (search()._speed(count * stride, stride=stride) * 1e9), rel=0.1
+        size * (count - 1) / count / (search().speed(count * stride, stride=stride) * 1e9), rel=0.1
     )
 
 

@@ -15,7 +15,7 @@ from tests.support.jobs import ROOT
 from titan.cli import main
 from titan.sim.price.profiles import load_profile
 from titan.sim.record.trace import CATEGORIES
-from titan.sim.record.trace_cache import _read
+from titan.sim.record.trace_cache import read_entry
 from titan.sim.replay.memory import memory_report
 from titan.sim.report import text as report
 from titan.sim.search.variants import Variant, front
@@ -138,7 +138,7 @@ def test_memory_is_that_of_the_allocator_the_job_has(
         result = json.loads(capsys.readouterr().out)["memory"]
         reserved[expandable] = result["peak_reserved_gib"]
     [path] = tmp_path.rglob("*.pickle")  # one trace serves both
-    [trace] = _read(path) or []
+    [trace] = read_entry(path) or []
     for expandable, gib in reserved.items():
         report = memory_report(trace, load_profile("h100-sxm"), expandable=expandable)
         assert report.peak_reserved_bytes / 2**30 == gib

@@ -252,10 +252,10 @@ def test_every_later_step_is_the_same() -> None:
     """So nothing is left alive that the step before did not leave."""
     config = job(training=BF16, activation_checkpoint=SELECTIVE)
     second, third = (trace_of(config, world=2, steps=n).step for n in (2, 3))
-    assert list(_numbered_anew(third)) == list(_numbered_anew(second))
+    assert list(numbered_anew(third)) == list(numbered_anew(second))
 
 
-def _numbered_anew(events: list[Event]) -> Iterator[Any]:
+def numbered_anew(events: list[Event]) -> Iterator[Any]:
     """Blocks, events and works are numbered through: say instead how long ago they were."""
     seen: dict[tuple[str, int], int] = {}
     for index, event in enumerate(events):
@@ -371,12 +371,12 @@ def _child_that_fails(*args: Any) -> None:
         return []
 
     tracer.workspace_bytes = fail
-    record_module._child(*args)
+    record_module.trace_child(*args)
 
 
 def test_says_what_failed_in_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Autograd's thread may take the process with it."""
-    monkeypatch.setattr(record_module, "_child", _child_that_fails)
+    monkeypatch.setattr(record_module, "trace_child", _child_that_fails)
     with pytest.raises(TraceError, match=r"^rank 0 .*silu_backward.*\(backward, .*ValueError: no room"):  # fmt: skip
         trace_ranks(job(training=BF16), world_size=1)
 

@@ -151,8 +151,8 @@ def install() -> None:
     from titan.config import model
 
     entry = EntryPoint("awkward", __name__, "titan.models")
-    model._plug_ins = lambda: {"awkward": entry}
-    for cached in (model.families, model.family, model._check_module):
+    model.plug_in_families = lambda: {"awkward": entry}
+    for cached in (model.families, model.family, model.check_module):
         cached.cache_clear()
 
 

@@ -113,7 +113,7 @@ def scored(
     section = {"enable": True, "prompts": PROMPTS, "prompt_tokens": 12}
     section = weights.config.validation.model_copy(update=section)
     task.config = weights.config.model_copy(update={"validation": section})
-    task._scorer = scorer
+    task.cached_scorer = scorer
     return scores, task.generate(SimpleNamespace(train_step=scorer.train_step))  # pyright: ignore
 
 

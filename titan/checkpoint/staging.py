@@ -34,7 +34,7 @@ class Staging:
 
     def __init__(self, *, overlap: bool) -> None:
         self._overlap = overlap
-        self._buffers: StateDict = {}
+        self.buffers: StateDict = {}
         self._pending: Callable[[], object] | None = None
         self.waited_s = 0.0
 
@@ -42,16 +42,16 @@ class Staging:
         """Copy `state`, or start to copy it. Return a function that the writer's thread calls for the finished copy."""
         self.waited_s = 0.0
         # In the second mode, use the buffers of the previous save again.
-        copies = self._buffers if _are_alike(self._buffers, state) else self._allocate(state)
+        copies = self.buffers if _are_alike(self.buffers, state) else self._allocate(state)
         if not self._overlap:
             # The writer reads at once, without waiting for an event. So the host must wait for each copy here.
             _copy(state, copies, non_blocking=False)
             return lambda: copies
         # Keep the buffers for the next save, because pinning memory is slow.
-        self._buffers = copies
+        self.buffers = copies
         devices = {value.device for value in state.values()} - {torch.device("cpu")}
         if devices:
-            return self._on_stream(state, copies, devices.pop())
+            return self.copy_on_stream(state, copies, devices.pop())
         copied = threading.Event()
         # `before_update` calls this on the training thread.
         self._pending = copied.wait
@@ -72,7 +72,7 @@ class Staging:
             self._pending()
             self._pending, self.waited_s = None, time.monotonic() - start
 
-    def _on_stream(
+    def copy_on_stream(
         self, state: StateDict, copies: StateDict, device: torch.device
     ) -> Callable[[], StateDict]:
         module = torch.get_device_module(device)

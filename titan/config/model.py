@@ -76,7 +76,7 @@ def resolve_model(section: ModelSection) -> tuple[Any, list[RuleViolation]]:
     config = replace_fields(flavor, section.overrides)
     violations = [*_check_shape(config, "head_dim" in section.overrides), *_check_experts(config)]
     if not violations and foreign:
-        violations = [*_check_module(section.name, config)]
+        violations = [*check_module(section.name, config)]
     return (None if violations else config), violations
 
 
@@ -93,16 +93,16 @@ def families() -> list[str]:
         for m in pkgutil.iter_modules(import_module("titan.models").__path__)
         if m.ispkg and m.name != "common"
     ]
-    return sorted({*built_in, *_plug_ins()})
+    return sorted({*built_in, *plug_in_families()})
 
 
-def _plug_ins() -> dict[str, EntryPoint]:
+def plug_in_families() -> dict[str, EntryPoint]:
     return {entry.name: entry for entry in plug_ins("titan.models")}
 
 
 def is_plug_in(name: str) -> bool:
     """Return whether a family belongs to another package. Families in titan/contrib do not."""
-    entry = _plug_ins().get(name)
+    entry = plug_in_families().get(name)
     return entry is not None and not is_ours(entry)
 
 
@@ -116,7 +116,7 @@ def family(name: str) -> ModuleType:
     """
     if name not in families():
         raise KeyError(name)
-    entry = _plug_ins().get(name)
+    entry = plug_in_families().get(name)
     return load_plug_in(entry) if entry else import_module(f"titan.models.{name}")
 
 
@@ -132,7 +132,7 @@ def _lacks(thing: Any, names: tuple[str, ...]) -> str:
 
 
 @cache
-def _check_module(name: str, config: Any) -> tuple[RuleViolation, ...]:
+def check_module(name: str, config: Any) -> tuple[RuleViolation, ...]:
     """Check that a plug-in's module is as titan expects. The module is built on meta, which imports torch.
 
     Tests check titan's families.

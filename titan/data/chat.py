@@ -115,7 +115,7 @@ class ChatTemplate:
             DataError: the template refuses the messages, or a message spells a special token.
         """
         self._check(messages, where=where)
-        text = self._render(messages, where=where, add_generation_prompt=True)
+        text = self.render(messages, where=where, add_generation_prompt=True)
         return self.tokenizer.encode_rendered(_plain(text))[0]
 
     def encode(self, messages: Messages, *, where: str) -> np.ndarray:
@@ -150,20 +150,20 @@ class ChatTemplate:
         """Return the first special token that the template writes after an answer, as a set of at most one id."""
         answer = "An answer."
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
-        _, found, after = _plain(self._render(messages, where="chat")).rpartition(answer)
+        _, found, after = _plain(self.render(messages, where="chat")).rpartition(answer)
         special = {*self.tokenizer.special_ids.values()} if found else set()
         return {*[i for i in self.tokenizer.encode_rendered(after)[0] if i in special][:1]}
 
     def _with_answers(self, messages: Messages, *, where: str) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of a conversation, and the (begin, end) of each answer in it, in characters."""
-        text = self._render(messages, where=where)
+        text = self.render(messages, where=where)
         if "endgeneration" in self.source:
             return _plain(text), _marked(text)
         answers = []
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
-                before = self._render(messages[:number], where=where, add_generation_prompt=True)
-                upto = self._render(messages[: number + 1], where=where)
+                before = self.render(messages[:number], where=where, add_generation_prompt=True)
+                upto = self.render(messages[: number + 1], where=where)
                 if not (upto.startswith(before) and text.startswith(upto)):
                     raise DataError(
                         f"{where}: the chat template writes message {number + 1} in another way than its prompt says, or changes it "
@@ -172,9 +172,7 @@ class ChatTemplate:
                 answers.append((len(before), len(upto)))
         return text, answers
 
-    def _render(
-        self, messages: Messages, *, where: str, add_generation_prompt: bool = False
-    ) -> str:
+    def render(self, messages: Messages, *, where: str, add_generation_prompt: bool = False) -> str:
         values = {"tools": None, "documents": None, **self.tokenizer.token_texts}
         try:
             return self._template.render(

@@ -412,11 +412,11 @@ def read_parquet(
             where = f"{file}, row group {number}"
             # Batch by batch: a row group may be larger than the memory.
             batches = table.iter_batches(
-                batch_size=_rows_at_a_time(table.metadata.row_group(number), key),
+                batch_size=rows_at_a_time(table.metadata.row_group(number), key),
                 row_groups=[number],
                 columns=[key],
             )
-            while (values := _next_batch(batches, where=where)) is not None:
+            while (values := next_batch(batches, where=where)) is not None:
                 for value, row in zip(values, rows):  # noqa: B905 (rows has no end)
                     if take is None:
                         yield _text(value, key, where=where)
@@ -425,7 +425,7 @@ def read_parquet(
             meter.here = size * (number + 1) // table.num_row_groups
 
 
-def _rows_at_a_time(group: Any, key: str) -> int:
+def rows_at_a_time(group: Any, key: str) -> int:
     """Return how many rows of a column to read at once, so that they take a few megabytes."""
     columns = [group.column(n) for n in range(group.num_columns)]
     # Each field inside a list is a column of its own: "messages.list.element.content".
@@ -437,7 +437,7 @@ def _rows_at_a_time(group: Any, key: str) -> int:
     return max(1, min(1024, _BATCH_BYTES // max(held, 1)))
 
 
-def _next_batch(batches: Iterator[Any], *, where: str) -> list[Any] | None:
+def next_batch(batches: Iterator[Any], *, where: str) -> list[Any] | None:
     """Return the texts of the next batch, or None after the last batch."""
     try:
         batch = next(batches, None)

@@ -96,7 +96,7 @@ class StreamSamples(Source):
         # Documents with unused tokens, each with its number, and the number of tokens in these documents.
         self._documents: deque[tuple[int, np.ndarray]] = deque()
         self._num_tokens = 0
-        self._source = self._encoded(item for item in self._numbered(mark) if item[0] >= first)
+        self._source = self._encoded(item for item in self.numbered(mark) if item[0] >= first)
 
     def bookmark(self) -> dict[str, Any]:
         """Return the JSON-able beginning of the next sample, and the last place from which the reader can reach it."""
@@ -139,12 +139,12 @@ class StreamSamples(Source):
         # A chunk is large enough for every thread, and small enough to stay near the reader's place.
         while chunk := list(islice(numbered, _DOCUMENTS_AT_ONCE)):
             numbers, texts = zip(*chunk, strict=True)
-            yield from zip(numbers, self._pool.map(self._encode, texts), strict=True)
+            yield from zip(numbers, self._pool.map(self.encode, texts), strict=True)
 
-    def _encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str) -> np.ndarray:
         return np.array(self.special_tokens.wrap(self._tokenizer.encode(text)), dtype=np.int64)
 
-    def _numbered(self, mark: Bookmark) -> Iterator[tuple[int, str]]:
+    def numbered(self, mark: Bookmark) -> Iterator[tuple[int, str]]:
         """Yield the documents from `mark` on with their numbers, epoch after epoch, without end."""
         number, epoch, block, state = mark
         while True:

@@ -323,7 +323,7 @@ def _pieces(document: Document, *, number: int, split: str) -> Iterator[_Piece]:
         text, index = following, index + 1
 
 
-def _encode(chunk: list[_Piece], spec: TokenizationSpec) -> list[_Encoded]:
+def encode_documents(chunk: list[_Piece], spec: TokenizationSpec) -> list[_Encoded]:
     encoded = []
     for piece in chunk:
         if spec.template is not None:
@@ -344,7 +344,7 @@ def _encode_all(
     # With workers, each gets a thread. Without workers, threads tokenize, since tokenizers release the interpreter's lock.
     num_tasks = min(8, os.cpu_count() or 1) if workers == 1 else workers
     idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-    encode = partial(_encode, spec=spec)
+    encode = partial(encode_documents, spec=spec)
     # With workers, each thread below only waits for a worker.
     started = [_Worker(spec) for _ in range(workers)] if workers > 1 else []
     if started:
@@ -437,7 +437,7 @@ def work() -> None:
         while True:
             chunk = pickle.load(sys.stdin.buffer)
             try:
-                answer = _encode(chunk, spec)
+                answer = encode_documents(chunk, spec)
             except DataError as error:  # a conversation is unusable
                 answer = error
             pickle.dump(answer, answers)

@@ -87,7 +87,7 @@ class FlightRecorder:
 
 
 # One per process, like torch's: C++ and signals call it without an object at hand.
-_recorder: FlightRecorder | None = None
+installed: FlightRecorder | None = None
 _writing = threading.Lock()
 _kept: list[Any] = []  # callbacks: C++ holds only their addresses
 
@@ -98,8 +98,8 @@ def install(recorder: FlightRecorder) -> None:
     Call it before torch is imported, since torch reads the environment variables then. Variables
     that the user has set stay.
     """
-    global _recorder
-    _recorder = recorder
+    global installed
+    installed = recorder
     # A dump of an earlier run would pass for this run's.
     recorder.path.unlink(missing_ok=True)
     if recorder.rank == 0:
@@ -126,16 +126,16 @@ def install(recorder: FlightRecorder) -> None:
 
 def close() -> None:
     """Remove the stacks file of a rank that has ended well, if it is empty."""
-    if _recorder is not None:
-        stacks = stacks_file(_recorder.run_dir, _recorder.rank)
+    if installed is not None:
+        stacks = stacks_file(installed.run_dir, installed.rank)
         if stacks.exists() and not stacks.stat().st_size:
             stacks.unlink()
 
 
 def begin() -> None:
     """Count sends and receives from now on. Call it when the process group exists."""
-    if _recorder is not None and _recorder.section.trace_buf_size and _recorder.world_size > 1:
-        _record_p2p(_recorder)
+    if installed is not None and installed.section.trace_buf_size and installed.world_size > 1:
+        _record_p2p(installed)
 
 
 def name_axes(mesh: Any) -> None:
@@ -143,9 +143,9 @@ def name_axes(mesh: Any) -> None:
 
     torch names the groups of a mesh, except groups that existed before it.
     """
-    if _recorder is not None:
+    if installed is not None:
         for axis in mesh.mesh_dim_names:
-            _recorder.axes.setdefault(mesh.get_group(axis).group_name, axis)
+            installed.axes.setdefault(mesh.get_group(axis).group_name, axis)
 
 
 def dump(failure: Failure, *, stacks: bool = True, at: Activity | None = None) -> None:
@@ -156,18 +156,18 @@ def dump(failure: Failure, *, stacks: bool = True, at: Activity | None = None) -
         stacks: whether to write the stacks of all threads.
         at: last activity of a main thread that has left it already.
     """
-    if _recorder is None:
+    if installed is None:
         return
     _writing.acquire(timeout=5)  # another thread may hang at a disk that is full or gone
     with suppress(Exception):
         # Stacks first: they need nothing of torch.
         if stacks:
-            dump_stacks(stacks_file(_recorder.run_dir, _recorder.rank), failure.reason)
+            dump_stacks(stacks_file(installed.run_dir, installed.rank), failure.reason)
     with suppress(Exception):
-        if _recorder.section.trace_buf_size:
-            content = _contents(_recorder, failure, at or main_thread())
+        if installed.section.trace_buf_size:
+            content = _contents(installed, failure, at or main_thread())
             text = json.dumps(content, separators=(",", ":"))
-            write_text_atomically(_recorder.path, text + "\n", durable=False)
+            write_text_atomically(installed.path, text + "\n", durable=False)
     with suppress(RuntimeError):  # the lock was not ours after 5 seconds, and the owner released it
         _writing.release()
 
@@ -186,7 +186,7 @@ def catch_terminate(report: Callable[[str], None]) -> None:
 
     def handle() -> None:
         with suppress(Exception):
-            rank = _recorder.rank if _recorder else 0
+            rank = installed.rank if installed else 0
             report(f"rank {rank} was ended by an error in C++, in {main_thread().text}")
         ctypes.CFUNCTYPE(None)(before)()  # prints the error, and aborts
 
@@ -222,14 +222,14 @@ def _contents(recorder: FlightRecorder, failure: Failure, at: Activity) -> dict[
         "oom_kills": count_oom_kills() - recorder.oom_kills,
         "groups": groups,
         "entries": [
-            _entry(entry, groups[entry["process_group"][0]]["ranks"])
+            readable_entry(entry, groups[entry["process_group"][0]]["ranks"])
             for entry in unfinished[-NEWEST:] + entries[-NEWEST:]
         ],
         "p2p": list(recorder.p2p),
     }
 
 
-def _entry(entry: dict[str, Any], ranks: list[int]) -> dict[str, Any]:
+def readable_entry(entry: dict[str, Any], ranks: list[int]) -> dict[str, Any]:
     """Select the fields of a torch entry for the doctor and readers. `ranks`: global ranks of its group."""
     frames = [(f["filename"], f["line"], f["name"]) for f in entry.get("frames", ())]
     operation, line = locate(reversed(frames))  # torch has the innermost first

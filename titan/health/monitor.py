@@ -243,7 +243,7 @@ class Monitor:
                 self._report(self._find_silent_ranks)
             if time.monotonic() > self._deadline:
                 self._deadline = float("inf")  # once is enough
-                self._report(self._find_hanging_ranks)
+                self._report(self.find_hanging_ranks)
 
     def _touch_lock(self) -> None:
         try:
@@ -272,7 +272,7 @@ class Monitor:
         kind = "host_lost" if host_is_lost else "rank_silent"
         return self._failure(reason, kind, silent=tuple(silent))
 
-    def _find_hanging_ranks(self) -> Failure:
+    def find_hanging_ranks(self) -> Failure:
         """Describe the ranks that keep the others waiting in this step."""
         beats, silent = self.peers.compare_beats()
         title = f"step {self.step} hangs: it has taken longer than {self.step_limit_s:g} s"

@@ -66,7 +66,7 @@ class Peers:
             logging.getLogger("titan").warning("no heartbeat: the ranks' store cannot be shared")
             return
         # Before the thread starts: peers read this rank's heartbeat as soon as they connect.
-        store.set(_beat_key(self.rank), self._beat())
+        store.set(_beat_key(self.rank), self.heartbeat_text())
         self.first = Heartbeat.parse(store.get(_beat_key(0)).decode()).process
         self.store = store
         threading.Thread(target=self._exchange, name="beats", daemon=True).start()
@@ -74,7 +74,7 @@ class Peers:
     def compare_beats(self) -> tuple[dict[int, Heartbeat], list[int]]:
         """Return the heartbeats of all ranks that have not ended, and the silent ranks."""
         if self.store is None:
-            return {self.rank: Heartbeat.parse(self._beat())}, []
+            return {self.rank: Heartbeat.parse(self.heartbeat_text())}, []
         before = self._read_beats()
         time.sleep(3 * self.beat_s)  # a busy machine may delay one or two heartbeats
         after = self._read_beats()
@@ -136,7 +136,7 @@ class Peers:
         neighbour, last, unchanged = (self.rank + 1) % self.world_size, b"", 0
         while not self.finished.wait(self.beat_s):
             try:
-                self.store.set(_beat_key(self.rank), self._beat())
+                self.store.set(_beat_key(self.rank), self.heartbeat_text())
                 if self.store.check([_FAILURE]):
                     self.on_failure(_parse_failure(self.store.get(_FAILURE)))
                 beat = b""
@@ -152,7 +152,7 @@ class Peers:
                 # The monitor's thread goes on: to read all heartbeats takes the time of several.
                 self.one_is_silent, unchanged = True, 0
 
-    def _beat(self) -> str:
+    def heartbeat_text(self) -> str:
         activity = main_thread()
         beat = Heartbeat(self.rounds, self.get_step(), activity.text, activity.waits, self.me)
         return json.dumps(asdict(beat))

@@ -110,7 +110,7 @@ class Recovery:
         Returns:
             Whether to update the weights.
         """
-        self.decision = self._judge(*AsyncScalars([loss, grad_norm]).values())
+        self.decision = self.decide(*AsyncScalars([loss, grad_norm]).values())
         # The most severe action of all ranks, by the order in StepAction.
         agreed = torch.tensor(float(self.decision.action), device=self.device)
         if dist.get_world_size() > 1:
@@ -136,7 +136,7 @@ class Recovery:
         self.num_skipped = state.get("num_skipped", 0)
         self.skipped_in_a_row = state.get("skipped_in_a_row", 0)
 
-    def _judge(self, loss: float, grad_norm: float) -> StepDecision:
+    def decide(self, loss: float, grad_norm: float) -> StepDecision:
         section = self.section
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return StepDecision(

@@ -91,7 +91,7 @@ class Console(logging.Handler):
             emoji=False,
         )
         self._is_quiet = is_quiet()
-        self._bar = self._make_bar() if live and self._is_rank_0 and not self._is_quiet else None
+        self.bar = self._make_bar() if live and self._is_rank_0 and not self._is_quiet else None
         self._end_s = math.nan  # end of training, by time.monotonic
         self._widths: list[int] = []  # widths of the columns of a step's line
         # Warnings of any part of titan appear between the lines, above the bar.
@@ -108,15 +108,15 @@ class Console(logging.Handler):
             step: number of the step.
             eta_s: remaining seconds of the run; None: the last value runs down.
         """
-        if self._bar is not None:
+        if self.bar is not None:
             now_s = time.monotonic()
             if eta_s is not None:
                 self._end_s = now_s + eta_s
             # Between logged steps, the remaining time of the last one runs down.
             left_s = self._end_s - now_s
             eta = "-" if math.isnan(left_s) else duration(max(left_s, 0.0))
-            self._bar.start()  # appears with the first step
-            self._bar.update(self._bar.tasks[0].id, completed=step, eta=eta)
+            self.bar.start()  # appears with the first step
+            self.bar.update(self.bar.tasks[0].id, completed=step, eta=eta)
 
     def step(self, row: Row) -> None:
         """Print a line for a logged step."""
@@ -164,9 +164,9 @@ class Console(logging.Handler):
 
     def close(self) -> None:
         """Remove the bar; the lines stay. Lines may be printed afterwards."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
         _LOG.removeHandler(self)
         super().close()
 

@@ -71,7 +71,7 @@ class Profiler:
     def begin(self, step: int) -> None:
         """Begin a step: warm up or record, if a trace is due. Steps count from 1."""
         self._step = step
-        action = self._action(step)
+        action = self.action_of(step)
         if not self._section.enable_profiling or action is ProfilerAction.NONE:
             return
         if action is not ProfilerAction.WARMUP and not self._ranges:
@@ -123,12 +123,12 @@ class Profiler:
         return profile(
             activities=activities,
             schedule=lambda n: (
-                self._action(first + n) if first + n <= last else ProfilerAction.NONE
+                self.action_of(first + n) if first + n <= last else ProfilerAction.NONE
             ),
             on_trace_ready=self._write_trace,
         )
 
-    def _action(self, step: int) -> ProfilerAction:
+    def action_of(self, step: int) -> ProfilerAction:
         """Return the profiler's action in a step."""
         section = self._section
         left = -step % section.profile_freq  # steps until the trace is written

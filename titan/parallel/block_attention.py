@@ -87,7 +87,7 @@ def attend(
         how: dict[str, Any] = {"ends": ends, "length": length, "spec": spec, "scale": scale}
         out, lse_HN = varlen_attention(*flat, **how)
         return _unflat(out, length), lse_HN.unflatten(1, (-1, length)).transpose(0, 1)
-    kernel, causal = _choose_kernel(q_BHSK), spec.causal
+    kernel, causal = choose_kernel(q_BHSK), spec.causal
     if kernel == "flash":
         out_BHSK, lse, *_ = _aten._scaled_dot_product_flash_attention(
             q_BHSK, k_BGTK, v_BGTK, 0.0, causal, scale=scale
@@ -136,7 +136,7 @@ def attend_backward(
         dq, dk, dv = (_unflat(x, length) for x in varlen_backward(*rows, lse=lse_HN, **how))
         return dq, dk, dv
     kernel, sizes = (
-        _choose_kernel(q_BHSK, masked=mask_BST is not None),
+        choose_kernel(q_BHSK, masked=mask_BST is not None),
         (q_BHSK.shape[2], k_BGTK.shape[2]),
     )
     causal, lse_BHS = spec.causal, lse_BHS.contiguous()  # some kernels read it as if it were
@@ -185,7 +185,7 @@ def _attend_masked(
     heads, length = q_BHSK.shape[1:3]
     k_BHTK, v_BHTK = _expand(k_BGTK, heads), _expand(v_BGTK, heads)
     bias = _bias(mask_BST, q_BHSK)
-    if _choose_kernel(q_BHSK, masked=True) == "cpu":
+    if choose_kernel(q_BHSK, masked=True) == "cpu":
         out_BHSK, lse_BHS = _aten._scaled_dot_product_flash_attention_for_cpu(
             q_BHSK, k_BHTK, v_BHTK, 0.0, False, attn_mask=bias, scale=scale
         )
@@ -216,7 +216,7 @@ def _windowed(
     if not spec.window or mask_BST is not None or ends is not None:
         return mask_BST, ends
     batch, length = q_BHSK.shape[0], q_BHSK.shape[2]
-    if _choose_kernel(q_BHSK) in ("flash", "cudnn"):
+    if choose_kernel(q_BHSK) in ("flash", "cudnn"):
         return None, whole_rows(batch, length, q_BHSK.device)
     at_S = torch.arange(length, device=q_BHSK.device)
     return spec.sees(at_S[:, None], at_S)[None], None
@@ -368,7 +368,7 @@ def prefer_backend(name: str, device_type: str) -> None:
     _chosen.enter_context(sdpa_kernel(backends[order.index(name) :], set_priority=True))
 
 
-def _choose_kernel(
+def choose_kernel(
     q_BHSK: Tensor, *, masked: bool = False
 ) -> Literal["cpu", "flash", "cudnn", "efficient"]:
     """Choose a kernel: flash and cudnn take fewer key/value heads than query heads; only efficient takes 32 bits and a mask."""
@@ -379,13 +379,13 @@ def _choose_kernel(
     # cuDNN's limits: heads in multiples of 8 and up to 128, and more than one query.
     fits = q_BHSK.shape[3] % 8 == 0 and q_BHSK.shape[3] <= 128 and q_BHSK.shape[2] > 1
     # cuDNN's gradient differs from run to run.
-    if fits and _cudnn_is_faster() and not torch.are_deterministic_algorithms_enabled():
+    if fits and cudnn_is_faster() and not torch.are_deterministic_algorithms_enabled():
         return "cudnn"
     return "flash"
 
 
 @torch.compiler.assume_constant_result
-def _cudnn_is_faster() -> bool:
+def cudnn_is_faster() -> bool:
     """Return whether torch's own attention prefers cuDNN, by the rules of its sdp_utils.cpp."""
     # Before 9.15.1 cuDNN reads beyond its inputs where 128 does not divide the lengths (pytorch#169849). Wheels for
     # CUDA 12 come with older ones.

@@ -71,7 +71,7 @@ class Pipeline:
         assert mesh.size() == schedule.num_ranks
         if schedule.splits_backward:
             for stage in stages.values():
-                _prepare_to_split_backward(stage)
+                prepare_to_split_backward(stage)
         self.stages = dict(sorted(stages.items()))
         self.schedule = schedule
         self.group = mesh.get_group()
@@ -99,7 +99,7 @@ class Pipeline:
         """
         count, given = self.schedule.num_microbatches, _without_none(inputs)
         is_new = self._key("train", input, count, given) not in self._runners
-        runner = self._runner("train", input, count, inputs=given)
+        runner = self.runner("train", input, count, inputs=given)
         if is_new and self.compiles_first and self.boundary is not None:
             self._compile(input, targets, given)
         # Set for each step: torch passes the loss function an output and a target only.
@@ -132,7 +132,7 @@ class Pipeline:
         """
         count = num_microbatches or self.schedule.num_microbatches
         given = _without_none(inputs)
-        runner = self._runner("eval", input, count, inputs=given, loss_fn=loss_fn or self.loss_fn)
+        runner = self.runner("eval", input, count, inputs=given, loss_fn=loss_fn or self.loss_fn)
         losses: list[Tensor] = []
         runner.eval(
             *self._args(input),
@@ -149,7 +149,7 @@ class Pipeline:
     ) -> Tensor | None:
         """Return the output of the whole model if `is_last`, else None."""
         given = _without_none(inputs)
-        runner = self._runner("forward", input, num_microbatches, inputs=given)
+        runner = self.runner("forward", input, num_microbatches, inputs=given)
         return runner.eval(*self._args(input), **given)
 
     def change(self, schedule: Schedule) -> None:
@@ -181,7 +181,7 @@ class Pipeline:
         further = tuple((name, value.shape) for name, value in inputs.items())
         return kind, num_microbatches, input.shape, further, loss_fn
 
-    def _runner(
+    def runner(
         self,
         kind: Literal["train", "eval", "forward"],
         input: Tensor,
@@ -268,7 +268,7 @@ class Pipeline:
         if self.boundary is not None:
             sent = self.boundary(input, inputs).to("meta").requires_grad_(has_backward)
         return [
-            _Stage(
+            Stage(
                 module,
                 number,
                 self.schedule.num_stages,
@@ -282,7 +282,7 @@ class Pipeline:
         ]
 
 
-class _Stage(PipelineStage):
+class Stage(PipelineStage):
     """torch's stage, with three faults worked around (docs/architecture.md). With the shapes given, torch runs no pass to learn them."""
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -355,7 +355,7 @@ def _remember(module: nn.Module, device: torch.device) -> Callable[[], None]:
     return undo
 
 
-def _prepare_to_split_backward(stage: nn.Module) -> None:
+def prepare_to_split_backward(stage: nn.Module) -> None:
     for name, module in stage.named_modules():
         if is_compiled(module):
             raise ValueError(

@@ -130,7 +130,7 @@ def _within_window(
             yield VisibleBlock(queries, keys, distance == 0, distance - size + near)
 
 
-def _seen(
+def visible_keys(
     block: VisibleBlock,
     sources: range,
     ids_BCS: Tensor | None,
@@ -172,7 +172,7 @@ class _BlockwiseAttention(torch.autograd.Function):
         for sources, kv_N2BGSK in _arrivals(k_BGSK, v_BGSK, part, gather, spec):
             for block in visible(sources, part=part, length=q_BHSK.shape[2], spec=spec):
                 k_BGTK, v_BGTK = _join(kv_N2BGSK, block.keys)
-                seen = _seen(block, sources, ids_BCS, part, spec, q_BHSK.device)
+                seen = visible_keys(block, sources, ids_BCS, part, spec, q_BHSK.device)
                 q = q_BHSK[:, :, block.queries]
                 out_BHSK, lse_BHS = attend(q, k_BGTK, v_BGTK, scale=scale, **seen)
                 if total_BHSK is None or total_lse_BHS is None:  # the own block: all rows
@@ -183,7 +183,7 @@ class _BlockwiseAttention(torch.autograd.Function):
                     )
                 else:
                     rows = (slice(None), slice(None), block.queries)
-                    _merge(total_BHSK[rows], total_lse_BHS[rows], out_BHSK, lse_BHS)
+                    merge_softmax(total_BHSK[rows], total_lse_BHS[rows], out_BHSK, lse_BHS)
         assert total_BHSK is not None and total_lse_BHS is not None, (
             "the own block is always visited"
         )
@@ -207,7 +207,7 @@ class _BlockwiseAttention(torch.autograd.Function):
         for sources, kv_N2BGSK in _arrivals(k_BGSK, v_BGSK, part, gather, spec):
             dkv_N2BGSK = torch.zeros_like(kv_N2BGSK, dtype=lse_BHS.dtype)
             for block in visible(sources, part=part, length=q_BHSK.shape[2], spec=spec):
-                seen = _seen(block, sources, ids_BCS, part, spec, q_BHSK.device)
+                seen = visible_keys(block, sources, ids_BCS, part, spec, q_BHSK.device)
                 _add_block_gradient(
                     dq_BHSK, dkv_N2BGSK, kv_N2BGSK, rows_of, block, {"scale": scale, **seen}
                 )
@@ -249,7 +249,9 @@ def _add_block_gradient(
         dkv_N2BGSK[:, i, :, :, block.keys] += _split(gradient, kv_N2BGSK.shape[0])
 
 
-def _merge(total_BHSK: Tensor, total_lse_BHS: Tensor, out_BHSK: Tensor, lse_BHS: Tensor) -> None:
+def merge_softmax(
+    total_BHSK: Tensor, total_lse_BHS: Tensor, out_BHSK: Tensor, lse_BHS: Tensor
+) -> None:
     """Add a block to the totals, in place."""
     lse = torch.logaddexp(total_lse_BHS, lse_BHS)
     total_BHSK *= (total_lse_BHS - lse).exp()[..., None]

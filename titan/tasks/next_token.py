@@ -145,9 +145,9 @@ class NextToken(Task):
 
     def scorer(self, train_step: Scorable) -> Scorer:
         """Return the scorer of texts with the model of the run, always the same."""
-        if not hasattr(self, "_scorer"):
-            self._scorer = Scorer(train_step, self.tokenizer)
-        return self._scorer
+        if not hasattr(self, "cached_scorer"):
+            self.cached_scorer = Scorer(train_step, self.tokenizer)
+        return self.cached_scorer
 
     def generate(self, run: SampleContext) -> Mapping[str, str]:
         """Return the greedy continuations of validation.prompts."""

@@ -248,7 +248,7 @@ class Answers:
         return line or None
 
 
-def _read_prompts(file: Path, answers: Answers) -> list[_Prompt]:
+def read_prompts(file: Path, answers: Answers) -> list[_Prompt]:
     """Read the prompts of a file: its lines, or `prompt` or `messages` of JSON Lines.
 
     Raises:
@@ -399,7 +399,7 @@ def _answer(args: argparse.Namespace, device: torch.device) -> None:
     tokenizer = _open_tokenizer(config)
     given = task_of(config).prompt_with(args.image, args.prompt) if args.image else None
     answers = Answers(_load(config, step, **options), tokenizer, args)
-    prompts = _read_prompts(args.prompts, answers) if args.prompts else []
+    prompts = read_prompts(args.prompts, answers) if args.prompts else []
     if given:
         prompts = [_Prompt(given[0], {}, given[1])]
     if args.chat:

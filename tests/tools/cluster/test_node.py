@@ -85,7 +85,7 @@ def test_the_address_of_the_store(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert node._store(arguments) == expected
+    assert node.store_address(arguments) == expected
 
 
 PREPARE = """

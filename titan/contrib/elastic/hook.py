@@ -49,7 +49,7 @@ class Elastic(Hook):
         self.groups = ReplicaGroups(
             groups_of(trainer.config),
             device=trainer.device,
-            state=self._state,
+            state=self.state,
             load=self._load,
         )
         self.is_committed = self.is_first = False
@@ -145,7 +145,7 @@ class Elastic(Hook):
 
     # ---- healing
 
-    def _state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         checkpointing = self.trainer.hook(Checkpointing)
         assert checkpointing is not None
         tensors = {name: _local(tensor) for name, tensor in checkpointing.state().items()}

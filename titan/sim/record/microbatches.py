@@ -147,7 +147,7 @@ class Microbatches:
                 self._repeated[stage, number] = _Repeated(self.tracer)
         if (stage, number) in self._repeated:
             self._compare(stage, part)
-            return self._repeat(stage, number, part)
+            return self.repeat(stage, number, part)
         start = len(self.tracer.events)
         result = function()
         if (
@@ -248,7 +248,7 @@ class Microbatches:
 
     # ---- parts that repeat others
 
-    def _repeat(self, stage: int, number: int, part: str) -> Any:
+    def repeat(self, stage: int, number: int, part: str) -> Any:
         """Emit the events of a part again, and return equal outputs."""
         tracer, own = self.tracer, self._repeated[stage, number]
         recorded = self._parts[stage, self.turns[stage, part][2], part]

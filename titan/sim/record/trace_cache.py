@@ -126,7 +126,7 @@ def get_traces(
     for request in jobs:
         cached = use_cache and not whole and request.prepare is None
         path = _folder() / f"{request.key}.pickle" if cached else None
-        if path and (traces := _read(path)) is not None:
+        if path and (traces := read_entry(path)) is not None:
             # The cache may hold the trace of a world with more or fewer replicas.
             done(request, {t.rank: t for t in (remap_ranks(t, request.layout) for t in traces)})
         else:
@@ -421,7 +421,7 @@ class _Reader(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is no part of a trace")
 
 
-def _read(path: Path) -> list[Trace] | None:
+def read_entry(path: Path) -> list[Trace] | None:
     """Return the traces of a file in the cache, or None if there are none."""
     try:
         return _Reader(io.BytesIO(path.read_bytes())).load()

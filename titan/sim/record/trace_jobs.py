@@ -292,7 +292,9 @@ def trace_jobs(
                 first, *rest = numbers = waiting.pop(0)
                 job = replace(jobs[first], others=tuple(jobs[number] for number in rest))
                 ours, theirs = context.Pipe(duplex=False)
-                child = context.Process(target=_child, args=(theirs, job, options), daemon=True)
+                child = context.Process(
+                    target=trace_child, args=(theirs, job, options), daemon=True
+                )
                 child.start()
                 # Only the child may hold its end, so that its death ends the connection.
                 theirs.close()
@@ -347,7 +349,7 @@ def _outcome(job: Job, answers: dict[int, Trace | Exception], exit_code: int) ->
     return traces
 
 
-def _child(connection: Connection, job: Job, options: dict[str, Any]) -> None:
+def trace_child(connection: Connection, job: Job, options: dict[str, Any]) -> None:
     """Record a job in a child process, and send the traces."""
     # Nothing is compiled to the end, so no pool of compilers. torch's warnings are about a run, not a recording, and
     # its errors come with an exception, which is sent.

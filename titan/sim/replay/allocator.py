@@ -80,10 +80,10 @@ class Allocator:
         self.reserved_bytes = self.peak_reserved_bytes = 0
         self.num_retries = 0
         # Free and backed blocks by (size, address), sorted for best fit.
-        self._free: dict[_Pool, list[tuple[int, int, _Block]]] = defaultdict(list)
+        self.free_blocks: dict[_Pool, list[tuple[int, int, _Block]]] = defaultdict(list)
         # Free parts of expandable segments without memory, sorted by address.
         self._unmapped: dict[_Pool, list[tuple[int, _Block]]] = defaultdict(list)
-        self._live: dict[int, _Block] = {}
+        self.live_blocks: dict[int, _Block] = {}
         # Addresses only order blocks and align pages. They never overlap between segments.
         self._next_address = 0
 
@@ -105,22 +105,22 @@ class Allocator:
         block = self._best_fit(pool, size) or self._grow(pool, size)
         if block is None and self._cached():
             self.num_retries += 1
-            self._release_cached()
+            self.release_cached()
             block = self._grow(pool, size)
         if block is None:
             raise OutOfMemory(size, self.reserved_bytes, self.limit_bytes or 0)
         # The rest beyond the request goes back to the pool before the block counts as in use.
         self._split(block, size)
         block.free = False
-        assert key not in self._live, f"block {key} is in use"
-        self._live[key] = block
+        assert key not in self.live_blocks, f"block {key} is in use"
+        self.live_blocks[key] = block
         self.active_bytes += block.size
         self.peak_active_bytes = max(self.peak_active_bytes, self.active_bytes)
         return block.size
 
     def free(self, key: int) -> int:
         """End the use of a block, and return its size."""
-        block = self._live.pop(key)
+        block = self.live_blocks.pop(key)
         size = block.size
         self.active_bytes -= size
         block.free = True
@@ -132,7 +132,7 @@ class Allocator:
     def _listed(self, block: _Block) -> tuple[list[Any], tuple[int, ...]]:
         """Return the list that a free block belongs into, and its sort key."""
         if block.mapped:
-            return self._free[block.pool], (block.size, block.address)
+            return self.free_blocks[block.pool], (block.size, block.address)
         return self._unmapped[block.pool], (block.address,)
 
     def _insert(self, block: _Block) -> None:
@@ -150,7 +150,7 @@ class Allocator:
 
         A block that can grow counts with its largest size.
         """
-        blocks = self._free[pool]
+        blocks = self.free_blocks[pool]
         place = bisect_left(blocks, (size,))
         if place == len(blocks):
             return None
@@ -267,11 +267,11 @@ class Allocator:
 
     def _cached(self) -> bool:
         """Return whether any free block has memory."""
-        return any(self._free.values())
+        return any(self.free_blocks.values())
 
-    def _release_cached(self) -> None:
+    def release_cached(self) -> None:
         """Give back free segments; of expandable segments, all whole pages that are free."""
-        for pool, blocks in self._free.items():
+        for pool, blocks in self.free_blocks.items():
             page = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT
             for *_, block in list(blocks):
                 if not self.expandable:

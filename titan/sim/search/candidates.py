@@ -311,21 +311,21 @@ class Search:
         near, far = shards * point.tp, point.replicate * shards * point.tp
         gathered = 2 + 2 if point.zero == 3 else 2
         volume = held * (1 - 1 / shards) * (gathered + 4) * layout.accumulation
-        data_parallel = volume / (self._speed(near, stride=point.tp) * 1e9)
+        data_parallel = volume / (self.speed(near, stride=point.tp) * 1e9)
         summed = held / shards * 2 * 4 * (1 - 1 / point.replicate)
-        data_parallel += summed / (self._speed(far, stride=near) * 1e9)
+        data_parallel += summed / (self.speed(far, stride=near) * 1e9)
         # Tokens are dispatched to their experts, and combined, as often as TP moves activations.
         if point.ep > 1:
             dispatched = local_tokens / point.tp * model.top_k
             moved = dispatched * model.dim * 2 * (1 - 1 / point.ep) * 2 * passes
-            speed = self._speed(point.ep, stride=profile.gpus_per_node)
+            speed = self.speed(point.ep, stride=profile.gpus_per_node)
             within += model.n_layers / point.pp * moved / (speed * 1e9)
         # The bubble stretches the work within a stage. FSDP's transfers hide behind the computation in
         # part.
         step = (compute + within) / (1 - bubble)
         return step + max(0.0, data_parallel - _HIDDEN * compute)
 
-    def _speed(self, span: int, *, stride: int) -> float:
+    def speed(self, span: int, *, stride: int) -> float:
         """Return the GB/s of a group whose ranks are `stride` apart, among `span` consecutive ranks."""
         profile = self.profile
         if span <= profile.gpus_per_node:

@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Otherwise a restarted rank may find the address that a dead rank left in the agent's store.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     arguments = list(sys.argv[1:] if argv is None else argv)
-    store = _store(arguments)
+    store = store_address(arguments)
     prepare_host(store[0] if store and "--nnodes=1" not in arguments else None)
     if store:
         threading.Thread(target=_end_with_store, args=store, name="store", daemon=True).start()
@@ -154,7 +154,7 @@ def _end_with_store(host: str, port: int) -> None:
     os._exit(EXIT_FAILED)
 
 
-def _store(arguments: Sequence[str]) -> tuple[str, int] | None:
+def store_address(arguments: Sequence[str]) -> tuple[str, int] | None:
     """Return host and port of torchrun's rendezvous, or None if no option names them."""
     # torchrun takes each option from PET_ variables too; the command line wins.
     endpoint = os.environ.get("PET_RDZV_ENDPOINT", "")

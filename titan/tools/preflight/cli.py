@@ -78,10 +78,10 @@ def run_rank(
     Returns:
         The exit code, the same on all ranks unless the dry run fails on some.
     """
-    from titan.train import _set_compile_cache
+    from titan.train import set_compile_cache
 
     # Inductor reads this when it is imported.
-    _set_compile_cache(config.compile.cache_folder)
+    set_compile_cache(config.compile.cache_folder)
     import torch.distributed as dist
 
     from titan.parallel import build_mesh

@@ -165,8 +165,8 @@ import sys, time
 from titan.cli import main
 from titan.contrib.elastic.hook import Elastic
 
-state = Elastic._state
-Elastic._state = lambda self: time.sleep(float(sys.argv[1])) or state(self)
+state = Elastic.state
+Elastic.state = lambda self: time.sleep(float(sys.argv[1])) or state(self)
 sys.exit(main(sys.argv[2:]))
 """
 
@@ -577,7 +577,7 @@ def test_nccl_leaves_it_to_the_groups_to_go_on(
         trainer, "start_process_group", lambda **_: found.append(os.environ.get(name))
     )
     config = job(fault_tolerance={"enable": enable}, checkpoint={"enable": True})
-    trainer._start_process_group(config)
+    trainer.connect(config)
     assert found == [expected]
 
 
