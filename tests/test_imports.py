@@ -19,7 +19,8 @@ ALLOWED = {
     "loss_kernels": "",
     "parallel": "untrusted",
     "models": "parallel",
-    "loss": "loss_kernels parallel",
+    "vocabulary": "parallel",
+    "loss": "loss_kernels parallel vocabulary",
     "config": "titan parallel untrusted",
     "commands": "config",
     "run_folder": "titan untrusted",
@@ -36,11 +37,13 @@ ALLOWED = {
     "parallelize": "config models parallel resolved untrusted",
     "random_draws": "config parallel untrusted",
     "whole_model": "loss parallel parallelize resolved untrusted",
-    "train_step": "async_scalars config optim parallel parallelize random_draws resolved tasks whole_model",
+    "step_report": "",
+    "train_step": "async_scalars config optim parallel parallelize random_draws resolved step_report tasks whole_model",
     # The run.
     "hook": "async_scalars config data hardware observe resolved tasks train_step",
     "hooks": "async_scalars checkpoint checks config data health hook observe optim parallel parallelize train_step untrusted",
-    "trainer": "async_scalars checks config data hardware health hook observe parallel random_draws resolved run_folder tasks train_step",
+    "progress": "config data hook observe resolved run_folder train_step",
+    "trainer": "async_scalars checks config data hardware health hook observe parallel progress random_draws resolved run_folder tasks train_step",
     "train": "checkpoint checks config data health hooks parallel run_folder trainer untrusted",
 }
 # Who may import these. They may import all parts, but not each other against this order.

@@ -25,44 +25,23 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from titan.loss_kernels import Kernels
 from titan.parallel.matmul_fp32 import multiplies_into_fp32
-from titan.parallel.torch_compat import enable_loss_parallel
+from titan.vocabulary import (
+    IGNORED,
+    VocabularyShard,
+    gather_vocabulary,
+    local_shard,
+    plain_over_vocabulary,
+    sum_over_vocabulary,
+)
 
-IGNORED = -100  # torch's cross entropy leaves this label out
 # Tokens of a matmul in 8 bits are a multiple of 128 at most, those of each chunk but the last.
 _FLOAT8_TOKENS = 128
-
-
-@dataclass(frozen=True)
-class VocabularyShard:
-    """This rank's shard of logits that are split over the vocabulary as DTensor splits them (loss parallel).
-
-    Attributes:
-        group: the ranks that hold all shards.
-        start: first column of this rank's shard.
-        mesh: mesh of the group, with one axis, for torch's own loss.
-        vocab_size: size of the whole vocabulary, for a package's loss.
-    """
-
-    group: dist.ProcessGroup
-    start: int
-    mesh: DeviceMesh | None = None
-    vocab_size: int = 0
-
-    @staticmethod
-    def of(tp: DeviceMesh | None, vocab_size: int) -> VocabularyShard | None:
-        """Return this rank's shard: shards are of equal size, rounded up, and the last one is shorter."""
-        if tp is None:
-            return None
-        start = tp.get_local_rank() * -(-vocab_size // tp.size())
-        return VocabularyShard(tp.get_group(), start=start, mesh=tp, vocab_size=vocab_size)
 
 
 # Maps the output layer's input (N, D) to logits (N, V), differentiable in the input and in a weight of its own.
@@ -209,7 +188,9 @@ def _one_chunk(
     lse_C, target_logit_C, state = kernels.statistics(logits_CV, column_C)
     whole_lse_C = lse_C
     if shard is not None:
-        whole_lse_C, target_logit_C = _across_ranks(lse_C, target_logit_C, is_mine_C, shard.group)
+        whole_lse_C, target_logit_C = sum_over_vocabulary(
+            lse_C, target_logit_C, is_mine_C, shard.group
+        )
     # Masked by filling, since a multiplication would keep the nan of an ignored token.
     loss = (whole_lse_C - target_logit_C).masked_fill(~is_valid_C, 0.0).sum()
     if gradient_dtype is None:
@@ -230,7 +211,7 @@ def _custom_chunk(
     columns = slice(None)
     if shard is not None:
         columns = slice(shard.start, shard.start + logits_CV.shape[1])
-        logits_CV = _gather_vocabulary(logits_CV, shard)
+        logits_CV = gather_vocabulary(logits_CV, shard)
     logits_CV = logits_CV.float().detach().requires_grad_(gradient_dtype is not None)
     with torch.set_grad_enabled(gradient_dtype is not None):
         loss = custom(logits_CV, labels_C)
@@ -238,34 +219,6 @@ def _custom_chunk(
         return loss, None
     (d_logits_CV,) = torch.autograd.grad(loss, logits_CV)
     return loss.detach(), d_logits_CV[:, columns].to(gradient_dtype)
-
-
-def _gather_vocabulary(logits_CV: Tensor, shard: VocabularyShard) -> Tensor:
-    """Gather logits over the vocabulary: (C, V/tp) to (C, V)."""
-    size = dist.get_world_size(shard.group)
-    width = -(-shard.vocab_size // size)
-    # The last ranks may have fewer columns, and a collective takes equal parts.
-    mine_CW = F.pad(logits_CV, (0, width - logits_CV.shape[1])).contiguous()
-    gathered = mine_CW.new_empty(size * len(mine_CW), width)
-    dist.all_gather_into_tensor(gathered, mine_CW, group=shard.group)
-    whole_CV = gathered.view(size, len(mine_CW), width).transpose(0, 1).flatten(1)
-    return whole_CV[:, : shard.vocab_size]
-
-
-def _across_ranks(
-    lse_C: Tensor, target_logit_C: Tensor, is_mine_C: Tensor, group: dist.ProcessGroup
-) -> tuple[Tensor, Tensor]:
-    """Return the log-sum-exp over the whole vocabulary and the target's logit, from those of this rank's shard.
-
-    There are two all-reduces. The first finds the largest log-sum-exp of each token. The second sums the ranks' exponentials and the
-    target's logit, which one rank has.
-    """
-    # Subtract the largest before taking exponentials, as in any log-sum-exp.
-    largest_C = lse_C.clone()
-    dist.all_reduce(largest_C, op=dist.ReduceOp.MAX, group=group)
-    sums_2C = torch.stack([(lse_C - largest_C).exp(), torch.where(is_mine_C, target_logit_C, 0.0)])
-    dist.all_reduce(sums_2C, group=group)
-    return largest_C + sums_2C[0].log(), sums_2C[1]
 
 
 def cross_entropy_sum(input: Tensor, labels: Tensor, **options: Any) -> Tensor:
@@ -314,7 +267,7 @@ def scaled_cross_entropy(
             f"labels are {tuple(labels.shape)} and the input is {tuple(input.shape)}: one label for each position"
         )
     if isinstance(weight, DTensor):
-        weight = _local_rows(weight, shard)
+        weight = local_shard(weight, shard)
     input_ND, labels_N = input.reshape(-1, input.shape[-1]), labels.reshape(-1)
     part_tokens = len(input_ND) // len(scales)
     num_chunks = -(-part_tokens // (chunk_tokens or part_tokens))
@@ -325,7 +278,7 @@ def scaled_cross_entropy(
         return _parts(lambda x, y: loss(linear(x).float(), y), input_ND, labels_N, scales)
     is_plain = not chunk_tokens and weight is None and custom is None
     if is_plain and shard is not None and shard.mesh is not None:
-        plain = partial(_plain_over_vocabulary, mesh=shard.mesh, start=shard.start)
+        plain = partial(plain_over_vocabulary, mesh=shard.mesh, start=shard.start)
         return _parts(plain, input_ND, labels_N, scales)
     size = -(-part_tokens // num_chunks)
     if logits_fn is not None:
@@ -350,44 +303,6 @@ def _scaled_total(sums: list[Tensor], scales: Sequence[float]) -> tuple[Tensor, 
     for scale, one in zip(scales[1:], sums[1:], strict=True):
         total = total + scale * one
     return total, torch.stack(sums).detach()
-
-
-def _local_rows(weight: DTensor, shard: VocabularyShard | None) -> Tensor:
-    """Return this rank's shard of a weight that is split over the ranks of `shard` and over no others."""
-    mesh, ranks = weight.device_mesh, dist.get_process_group_ranks
-    if (
-        shard is None
-        or mesh.ndim > 1
-        or weight.placements != (Shard(0),)
-        or ranks(mesh.get_group()) != ranks(shard.group)
-    ):
-        raise ValueError(
-            f"the output layer's weight is laid out as {weight.placements} over {mesh}: take it from the layer after the forward "
-            "pass, when FSDP has gathered it; where tensor parallelism splits its rows, give `shard` with that group"
-        )
-    return weight.to_local()
-
-
-def _plain_over_vocabulary(
-    logits_NV: Tensor, labels_N: Tensor, mesh: DeviceMesh, *, start: int
-) -> Tensor:
-    """Return torch's loss parallel: the cross entropy of an fp32 copy of logits that are split over the vocabulary."""
-    enable_loss_parallel()
-    # The last ranks may have fewer columns. All must give one shape, or labels are looked for in the wrong places: equal parts.
-    rank = mesh.get_local_rank()
-    columns = -(-start // rank) if rank else logits_NV.shape[1]
-    whole = DTensor.from_local(
-        logits_NV.float(),
-        mesh,
-        [Shard(1)],
-        run_check=False,
-        shape=torch.Size([len(logits_NV), columns * mesh.size()]),
-        stride=(columns * mesh.size(), 1),
-    )
-    labels = DTensor.from_local(labels_N, mesh, [Replicate()], run_check=False)
-    loss = F.cross_entropy(whole, labels, ignore_index=IGNORED, reduction="sum")
-    assert isinstance(loss, DTensor)
-    return loss.to_local()
 
 
 def defer_lm_head(output: nn.Module) -> None:

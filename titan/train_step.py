@@ -50,6 +50,7 @@ from titan.parallelize import (
 )
 from titan.random_draws import RandomDraws
 from titan.resolved import ResolvedJob
+from titan.step_report import StepReport
 from titan.tasks.base import LossFunction, Microbatch
 from titan.whole_model import build_whole_model, sent_by_stage
 
@@ -57,25 +58,6 @@ if TYPE_CHECKING:
     from titan.parallel.pipeline import Pipeline
     from titan.parallel.schedules import Schedule
     from titan.parallel.stage_split import StageSplit
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """The numbers of a step, as scalars on the device. Reading one waits for the device.
-
-    Attributes:
-        loss: mean over the valid tokens of the global batch, in nats.
-        grad_norm: global gradient norm before clipping.
-        num_valid: valid tokens of the global batch.
-        local_losses: this rank's summed loss of each micro-batch; zeros on a pipeline stage that is not the last.
-        has_targets: num_valid is above 0. Otherwise the weights were not updated.
-    """
-
-    loss: Tensor
-    grad_norm: Tensor
-    num_valid: Tensor
-    local_losses: Tensor
-    has_targets: bool = True
 
 
 @dataclass

@@ -15,11 +15,10 @@ import gc
 import logging
 import os
 import socket
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,11 +27,9 @@ from torch import Tensor
 from titan.async_scalars import AsyncScalars, to_device
 from titan.checks.rules import resolve_layout
 from titan.config.layout import AXES, is_replica_group
-from titan.config.phases import Phase
 from titan.config.quantize import eight_bit_sections
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
-from titan.data.base import ShardSpec
 from titan.data.tokenizer_files import keep_tokenizer
 from titan.hardware import by_name, recognise
 from titan.health import flight_recorder
@@ -48,6 +45,7 @@ from titan.parallel.float8 import require_hardware, table
 from titan.parallel.init_distributed import start_process_group
 from titan.parallel.mesh import axis_rank
 from titan.parallel.torch_compat import set_timeout
+from titan.progress import RunProgress
 from titan.random_draws import seed_all
 from titan.resolved import resolve_job
 from titan.run_folder import open_rank_log, write_environment, write_status
@@ -58,10 +56,8 @@ _LOG = logging.getLogger("titan")
 _Hook = TypeVar("_Hook", bound=Hook)
 
 
-class Trainer:
+class Trainer(RunProgress):
     """One rank of a training run."""
-
-    phase: Phase  # of the newest step
 
     def __init__(
         self,
@@ -79,6 +75,7 @@ class Trainer:
             stop: asked after each step whether to stop.
             connected: called once the process group exists.
         """
+        super().__init__()
         self.config = config
         self.stop_request = stop or StopRequest()
         self.rank = int(os.environ.get("RANK", 0))
@@ -91,26 +88,16 @@ class Trainer:
         self.config = config = config.on_device(self.device.type)
         connected()
         seed_all(config.debug)
-        self.num_groups = 1  # replica groups whose samples a step trains on
         # The order is the user's: cheap checks first, then what reads files, then the model.
         self._build_mesh()
         self._build_data()  # before the model, since it fails more often, and sooner
         try_loss(self.task, self.mesh, self.device)
         self.train_step = build_train_step(self.job, device=self.device, mesh=self.mesh)
-        self.is_started = False
         self._enter_phase(1)
         # Groups of a mesh start with torch's limits. All of them exist now, and none has communicated yet.
         set_timeout(timedelta(seconds=config.comm.init_timeout_seconds))
-        self.step = self.tokens_seen = 0
         self.last_step = config.training.steps
-        self.saved_step: int | None = None  # the last step that a checkpoint holds
-        self.is_writer = True
-        self.is_stopping = False
-        self.decision = ""  # the last about a step that was not taken
-        # Steps whose numbers are still on the device, oldest first.
-        self.pending: deque[StepResult] = deque()
         self.max_pending = 0 if self.device.type == "cpu" else 1
-        self.is_void = False  # the step that runs does not count
         self.hooks = list(hooks(self))
 
     # ---- the loop ------------------------------------------------------------------------------
@@ -196,96 +183,6 @@ class Trainer:
         if self.world_size > 1:
             dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
         return agreed
-
-    # ---- what hooks use ------------------------------------------------------------------------
-
-    def hook(self, kind: type[_Hook]) -> _Hook | None:
-        """Return the first hook of a class, or None."""
-        return next((hook for hook in self.hooks if isinstance(hook, kind)), None)
-
-    @property
-    def logs_this_step(self) -> bool:
-        """Return whether this step writes a row of metrics. The last step of a phase does, so that no row covers two phases."""
-        every = self.config.metrics.log_freq
-        return self.step in (1, self.last_step, self.phase.last_step) or self.step % every == 0
-
-    def announce(self, text: str) -> None:
-        """Report a decision in the log of every rank, on the console, in events.jsonl and in status.json."""
-        _LOG.warning(text)
-        self.decision = text
-        self.events.write("decision", step=self.step, text=text)
-        self.write_status()
-
-    def write_status(self) -> None:
-        """Write how far the run is to status.json."""
-        if self.rank == 0:
-            write_status(self.run_dir, state="running", step=self.step, reason=self.decision)
-
-    def advance(self, step: int, *, tokens: int) -> None:
-        """Take over the counters of a checkpoint or a peer, and enter the phase of its step."""
-        self.step, self.tokens_seen = step, tokens
-        self._enter_phase(step)
-
-    def rewind(self, *, failed_at: int) -> None:
-        """Restart from self.step, whose state a hook has just loaded, after step `failed_at` went wrong."""
-        self.is_void = True
-        self.pending.clear()  # a rank that was asked to stop says so again in the next step
-        for hook in self.hooks:
-            hook.rewound()
-        self.events.rewind(failed_at, to=self.step, spent=self.timer.total_s)
-        # A new timer, since its step counts and averages were those of the failed attempt.
-        self.timer = StepTimer(total_steps=self.last_step, step=self.step)
-
-    def repeat(self, data: dict[str, Any]) -> None:
-        """Take back the step that runs. The next one begins at `data`, a state of the loader."""
-        self.is_void = True
-        self.tokens_seen -= self.tokens_per_step
-        self.step -= 1
-        self.loader.load_state_dict(data)
-
-    def reshare(self, share: ShardSpec, *, num_groups: int, is_writer: bool) -> None:
-        """Continue as a data-parallel rank of another share of the samples, in a run of `num_groups` replica groups."""
-        self.loader.set_shard(share)
-        self.num_groups, self.is_writer = num_groups, is_writer
-
-    def saved(self) -> None:
-        """Record that a checkpoint holds this step."""
-        self.saved_step = self.step
-
-    def stop(self) -> None:
-        """Make this step the last one of the run."""
-        self.last_step = self.step
-
-    @property
-    def sequences_per_step(self) -> int:
-        """Return the sequences of a step over all ranks and replica groups."""
-        batch = self.phase.config.training.local_batch_size
-        return batch * self.layout.dp * self.job.accumulation(self.phase) * self.num_groups
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Return the tokens of a step over all ranks and replica groups."""
-        return self.sequences_per_step * self.phase.config.training.seq_len
-
-    def _enter_phase(self, step: int) -> None:
-        """Continue with the batch, the sequences and the data of the phase of a step. The learning rate follows the step by itself."""
-        # Steps past the end belong to the last phase.
-        phase = [phase for phase in self.phases if phase.first_step <= max(step, 1)][-1]
-        if phase is getattr(self, "phase", None):
-            return
-        self.phase, training = phase, phase.config.training
-        self.loader.change(
-            batch=training.local_batch_size,
-            accumulation=self.job.accumulation(phase),
-            seq_len=training.seq_len,
-            weights=[source.weight for source in phase.config.data.sources],
-        )
-        self.train_step.change(phase)
-        if self.is_started:
-            self.timer.forget_mean()
-            # No warning, for it begins as planned.
-            self.console.message(str(phase), always=True)
-            self.events.write("decision", step=self.step, text=str(phase))
 
     # ---- set-up --------------------------------------------------------------------------------
 

@@ -19,6 +19,8 @@ from titan.checkpoint.storage import Location, as_location
 from titan.checks.text_identity import other_tokenizer, text_changes, text_facts
 from titan.config.render import to_toml
 from titan.config.resume_diff import changed_model, changed_settings, job_facts
+from titan.config.schema import JobConfig
+from titan.data.tokenizer import Tokenizer
 from titan.hook import Hook, RunContext, StepResult
 from titan.optim.schedule import rate_jump
 from titan.parallel.torch_compat import set_timeout
@@ -38,7 +40,7 @@ class Checkpointing(Hook):
             kept=frozenset(phase.first_step - 1 for phase in trainer.phases[1:]),
             require_same=partial(require_same_model, config=trainer.config),
         )
-        self.export = self._describe_export()
+        self.export = _describe_export(trainer.config, trainer.tokenizer)
         self.resumed_from: Location | None = None
         self.changes: list[str] = []  # settings that differ from the checkpoint's
         self.text_changes: list[str] = []  # differences of tokenizer, template and data
@@ -209,18 +211,6 @@ class Checkpointing(Hook):
         export_state(folder, state, self.export, group=self.manager.group)
         self.trainer.console.message(f"saved {folder} for transformers")
 
-    def _describe_export(self) -> Export | None:
-        """Describe the export if the job needs one, at the start, so that an error shows before the last step."""
-        config, section = self.trainer.config, self.section
-        if not (section.initial_load_in_hf or section.last_save_in_hf):
-            return None
-        dtype = torch_dtype(section.export_dtype)
-        export = Export.of(config, tokenizer=self.trainer.tokenizer, dtype=dtype)
-        has_bias = getattr(export.model.sizes, "load_balance_coeff", 0) > 0
-        if section.last_save_in_hf and has_bias and export.model.off_disk:
-            raise CheckpointError(no_routing_bias(export.model))
-        return export
-
     def _before_update(self, *_: Any) -> None:
         """Wait until the asynchronous copy of the state is done, before the optimizer changes it."""
         with self.trainer.timer.pause("checkpoint"):
@@ -342,3 +332,15 @@ class Checkpointing(Hook):
         for hook in trainer.hooks:
             if hook.state_key:
                 hook.load_state_dict(metadata.get(hook.state_key, {}))
+
+
+def _describe_export(config: JobConfig, tokenizer: Tokenizer | None) -> Export | None:
+    """Describe the export if the job needs one, at the start, so that an error shows before the last step."""
+    section = config.checkpoint
+    if not (section.initial_load_in_hf or section.last_save_in_hf):
+        return None
+    export = Export.of(config, tokenizer=tokenizer, dtype=torch_dtype(section.export_dtype))
+    has_bias = getattr(export.model.sizes, "load_balance_coeff", 0) > 0
+    if section.last_save_in_hf and has_bias and export.model.off_disk:
+        raise CheckpointError(no_routing_bias(export.model))
+    return export

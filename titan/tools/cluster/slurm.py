@@ -149,6 +149,19 @@ def main(argv: list[str] | None = None) -> int:
         raise ConfigError([Problem(COMMAND_LINE, 0, "--submit", message)]) from None
 
 
+def _require_valid(options: argparse.Namespace) -> None:
+    """Raise ConfigError for a value that cannot be in a line of #SBATCH."""
+    for name, (pattern, example) in _PATTERNS.items():
+        value = getattr(options, name)
+        if value is not None and not re.fullmatch(pattern, value):
+            message = f"expected such as {example}, got {value!r}"
+            raise ConfigError([Problem(COMMAND_LINE, 0, f"--{name}", message)])
+    for word in options.sbatch:
+        if not re.fullmatch(_SBATCH_OPTION, word):
+            message = f"{word!r}: expected such as --qos=high, and no option that titan slurm sets"
+            raise ConfigError([Problem(COMMAND_LINE, 0, "--sbatch", message)])
+
+
 def script(
     config: JobConfig,
     options: argparse.Namespace,
@@ -164,19 +177,12 @@ def script(
         options: options of the command.
         job: files and overrides of the command line.
         ranks_per_node: ranks of a node.
+        extensions: packages' parts of the script.
 
     Raises:
         ConfigError: a value cannot be in a line of #SBATCH.
     """
-    for name, (pattern, example) in _PATTERNS.items():
-        value = getattr(options, name)
-        if value is not None and not re.fullmatch(pattern, value):
-            message = f"expected such as {example}, got {value!r}"
-            raise ConfigError([Problem(COMMAND_LINE, 0, f"--{name}", message)])
-    for word in options.sbatch:
-        if not re.fullmatch(_SBATCH_OPTION, word):
-            message = f"{word!r}: expected such as --qos=high, and no option that titan slurm sets"
-            raise ConfigError([Problem(COMMAND_LINE, 0, "--sbatch", message)])
+    _require_valid(options)
     folder = str(run_folder(config))
     # Slurm replaces %j and the like in the name of its log, and has no way to escape a line break.
     if not folder.isprintable() or "%" in folder:
