@@ -1,8 +1,8 @@
 """Tensor-parallel styles that torch lacks. The table of all styles is in tensor.py, which applies them.
 
-A style decides how a module's weight is stored, and which collectives run before and after its forward pass. Shapes below
-are global, and local shapes divide a dimension by tp. An example with B = 1 sequence of S = 8 tokens, width D = 16, 4 query
-heads and 1 key/value head of K = 4, vocabulary V = 32, on tp = 2 ranks:
+A style decides how a module's weight is stored, and which collectives run before and after its forward pass. A shape with
+a "/tp", such as (B, S/tp, D), is local: a rank's part of the global (B, S, D). An example with B = 1 sequence of S = 8 tokens,
+width D = 16, H = 4 query heads and G = 1 key/value head of K = 4, vocabulary V = 32, on tp = 2 ranks:
 
     style              class              weight on a rank     input on a rank   output on a rank
     sequence           SequenceShard      (16,), replicated    (1, 4, 16)        (1, 4, 16)
@@ -13,6 +13,8 @@ heads and 1 key/value head of K = 4, vocabulary V = 32, on tp = 2 ranks:
     gather_shared      AllGatherSequence  none                 (1, 4, 4)         (1, 8, 4)
     width_norm         NormOfAllRanks     (8,) of (16,)        (1, 8, 8)         (1, 8, 8): norm over all 16 channels
     head_vector        HeadVector         (2,) of (4,)         none              (2,): a number for each local query head
+    cut_sequence       CutSequence        replicated           (1, 7, 16)        (1, 4, 16): T = 7 tokens, padded to 8
+    place              AllGatherFeatures  none                 x (1, 4, 16)      (1, 4, 16): forward reads features (1, 8, 16)
     vocab_output       GatherForLoss      (16, 16) of (32, 16) (1, 4, 16)        (1, 8, 16): the loss multiplies by the weight
 
 The gradient takes the way back: an all-gather in the forward pass is a reduce-scatter in the backward pass, if each rank
