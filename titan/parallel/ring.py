@@ -159,7 +159,16 @@ def visible_keys(
     spec: AttentionSpec,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Return the spec and the mask of a block, as arguments of `attend`."""
+    """Return the keys of a block that its queries see: a spec and a mask, as arguments of `attend`.
+
+    Args:
+        block: the block.
+        sources: source ranks of its keys.
+        ids_BCS: document ids of the positions of all ranks, or None.
+        part: the part of the sequence that the queries' rank holds.
+        spec: keys that a query of the whole sequence sees.
+        device: device of the mask.
+    """
     size = block.queries.stop - block.queries.start
     # The last query and the first key of a block have the largest distance.
     is_cut = 0 < spec.window < block.distance + size
@@ -273,7 +282,14 @@ def _add_block_gradient(
 def merge_softmax(
     total_BHSK: Tensor, total_lse_BHS: Tensor, out_BHSK: Tensor, lse_BHS: Tensor
 ) -> None:
-    """Add a block to the totals, in place."""
+    """Add a block to the totals of attention, in place.
+
+    Args:
+        total_BHSK: sum over earlier blocks, weighted by softmax.
+        total_lse_BHS: its logsumexp.
+        out_BHSK: output of the block.
+        lse_BHS: logsumexp of the block.
+    """
     lse = torch.logaddexp(total_lse_BHS, lse_BHS)
     total_BHSK *= (total_lse_BHS - lse).exp()[..., None]
     total_BHSK += out_BHSK * (lse_BHS - lse).exp()[..., None]

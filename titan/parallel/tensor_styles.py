@@ -283,7 +283,7 @@ class CutSequence(SequenceParallel):
 
         def cut(_: nn.Module, __: Any, output: DTensor) -> Tensor:
             x = output.to_local()
-            sides = [0, 0] * (x.ndim - SEQUENCE_DIM - 1)  # no padding of the dimensions after the sequence
+            sides = [0, 0] * (x.ndim - SEQUENCE_DIM - 1)  # no padding of later dimensions
             x = F.pad(x, [*sides, 0, -x.shape[SEQUENCE_DIM] % device_mesh.size()])
             x = DTensor.from_local(x, device_mesh, (Replicate(),), run_check=False)
             return x.redistribute(placements=(Shard(SEQUENCE_DIM),)).to_local()
