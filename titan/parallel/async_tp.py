@@ -22,7 +22,7 @@ from .torch_compat import enable_symmetric_memory, micro_pipeline_module
 
 @dataclass
 class Rewrites:
-    """Counts of the collectives that the pass found in the graphs compiled so far, and of those that it fused.
+    """Counts of the collectives that the pass found and fused in the graphs compiled so far.
 
     Attributes:
         num_graphs: number of compiled graphs with such collectives.

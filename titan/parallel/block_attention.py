@@ -129,7 +129,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v by this block, in the shapes and dtype of the inputs.
 
-    grad, out and lse are those of attention over all keys, of which k and v are one block. The other arguments are as in `attend`.
+    grad, out and lse belong to attention over all keys, and k and v are one block of them. Other arguments: see `attend`.
     """
     mask_BST, ends = _windowed(q_BHSK, spec, mask_BST, ends)
     if ends is not None:
@@ -205,7 +205,7 @@ def _attend_masked(
 def _bias(mask_BST: Tensor, q_BHSK: Tensor) -> Tensor:
     """Return the tensor to add to the scores, (B, H, S, T): 0 for a visible key, else -inf. Heads share its memory."""
     (size, length), heads = mask_BST.shape[1:], q_BHSK.shape[1]
-    # The memory-efficient kernel reads rows in whole vectors of 16 bytes.
+    # The memory-efficient kernel reads rows of the bias in whole vectors of 16 bytes.
     room = -(-length // _BIAS_ALIGNMENT) * _BIAS_ALIGNMENT
     bias_BST = q_BHSK.new_zeros(len(mask_BST), size, room)[..., :length]
     bias_B1ST = bias_BST.masked_fill_(~mask_BST, float("-inf"))[:, None]
@@ -285,7 +285,7 @@ def varlen_backward(
     spec: AttentionSpec,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v of `varlen_attention`. out and lse are those over all keys."""
+    """Return the gradients of q, k and v of `varlen_attention`. out and lse belong to all keys."""
     state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of dropout: not read
     window = list(spec.flash_window)
     return torch.ops.torch_attn._varlen_attn_backward(
@@ -352,7 +352,7 @@ class _AttentionWithSinks(torch.autograd.Function):
         return *gradients, sinks_gradient(grad, out, lse, sinks_H), None, None, None, None
 
 
-_chosen = ExitStack()  # torch's choice comes back where the context ends, so it is kept
+_chosen = ExitStack()  # kept open: torch restores its choice when the context ends
 
 
 def prefer_backend(name: str, device_type: str) -> None:
@@ -403,7 +403,7 @@ def choose_kernel(
 @torch.compiler.assume_constant_result
 def cudnn_is_faster() -> bool:
     """Return whether torch's own attention prefers cuDNN, by the rules of its sdp_utils.cpp."""
-    # Before 9.15.1 cuDNN reads beyond its inputs where 128 does not divide the lengths (pytorch#169849). Wheels for
+    # Before 9.15.1 cuDNN reads beyond its inputs if 128 does not divide the lengths (pytorch#169849). Wheels for
     # CUDA 12 come with older ones.
     return (
         torch.cuda.is_available()

@@ -62,7 +62,7 @@ def apply_compile(
             recompute. It applies to everything that this process compiles from now on.
         fullgraph: raise an error instead of running slower code if a block cannot be compiled whole.
         preserve_rng_state: graphs restore the random generators' state for recomputed operations. Use False if blocks draw no
-            random numbers, and under tensor parallelism, where torch up to 2.13 fails.
+            random numbers, and under tensor parallelism, for which torch up to 2.13 fails.
         kinds: number of kinds of blocks, by what they keep. Beyond torch's limit of programs, blocks would run uncompiled.
 
     Raises:
@@ -114,7 +114,7 @@ def apply_compile(
 
 
 def _with_any_rows(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Let one program take any number of tokens. Otherwise the first number would get a program of its own."""
+    """Return a function with one program for any number of tokens, not a separate one for the first number."""
 
     @wraps(compiled)
     def call(rows: Tensor, *args: Tensor, **options: Any) -> Tensor:

@@ -75,7 +75,7 @@ def apply_cp(
             f"context parallelism found no {attention_type.__name__} in {type(model).__name__}"
         )
     for kind in {type(child) for _, _, child, _ in attentions} if method != "ulysses" else ():
-        # The class itself: one that is derived from it may compute something else.
+        # Ask the class itself: a derived class may compute another function.
         if not vars(kind).get("is_causal_softmax"):
             raise ValueError(
                 f"context parallelism by {method} computes causal softmax attention with `scale`, else 1/sqrt(head size), "

@@ -103,7 +103,7 @@ class DocumentMask:
                 *qkv, attn_mask=mask, scale=scale, enable_gqa=grouped
             )
         size, v_size = q_BHSK.shape[-1], v_BGTK.shape[-1]
-        # FlashAttention wants one size of heads. Zeros beside the values make zeros beside the output.
+        # FlashAttention wants one size of heads. The zeros that pad the values become zeros that pad the output.
         v_BGTK = F.pad(v_BGTK, (0, size - v_size)) if v_size < size else v_BGTK
         qkv, how = (q_BHSK, k_BGTK, v_BGTK), {"ends": self.mask, "spec": spec, "scale": scale}
         if sinks_H is not None:
@@ -252,7 +252,7 @@ def share_document_mask(model: nn.Module, make: Callable[..., DocumentMask] = ma
     """Register a pre-forward hook that builds the document mask once and passes it to every attention module.
 
     The hook replaces the argument `document_ids_BS` of the model's forward by a mask, and removes the argument `cu_seqlens_BN`. The
-    specs of the mask are those of all modules with an attribute `spec`.
+    specs of the mask come from all modules with an attribute `spec`.
 
     Args:
         model: the model.
@@ -273,7 +273,7 @@ def share_document_mask(model: nn.Module, make: Callable[..., DocumentMask] = ma
 def flex_attention(q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, **options: Any) -> Any:
     """Call FlexAttention, compiled. Uncompiled, it would keep all scores in memory.
 
-    On a CPU, where it has no backward pass, it runs uncompiled.
+    On a CPU it runs uncompiled, since the compiled one has no backward pass there.
 
     Args:
         q: queries, (B, H, S, K).

@@ -276,7 +276,7 @@ def rows_style(mesh: DeviceMesh, *, sequence_dim: int) -> ParallelStyle:
 
 
 def _gather_bytes(mesh: DeviceMesh) -> None:
-    """Let torchao's all-gather send float8 values as bytes on a CPU, since gloo has no float8."""
+    """Make torchao's all-gather send float8 values as bytes on a CPU, since gloo has no float8."""
     if mesh.device_type != "cpu":
         return
     from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
@@ -305,7 +305,7 @@ def quiet_torchao(*, has_kernels: bool) -> None:
     """
     if not has_kernels:
         os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
-        logging.getLogger("torchao").setLevel(logging.ERROR)  # says that it skips them
+        logging.getLogger("torchao").setLevel(logging.ERROR)  # it logs that it skips them
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # torchao's enums, deprecated
 
 

@@ -157,7 +157,7 @@ def units_of(
         inside: modules within others that are units themselves.
 
     Raises:
-        ValueError: two units share another parameter, of which each would train a copy; or a unit has two dtypes.
+        ValueError: two units share another parameter, so that each would train a copy; or a unit has two dtypes.
     """
     # The remainder comes first: a short first unit exposes less communication at both ends of a step.
     starts = range(len(blocks) % blocks_per_unit, len(blocks), blocks_per_unit)

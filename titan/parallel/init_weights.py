@@ -100,13 +100,13 @@ def materialize(
 
 @torch.no_grad()
 def _fill(unfilled: list[tuple[str, nn.Module]], fill_buffers: Callable[[nn.Module], Any]) -> None:
-    """Let a callback fill buffers. Raise ValueError for those that keep a value that no model wants."""
+    """Fill buffers by a callback. Raise ValueError if one keeps a value that no model wants."""
 
     def buffers() -> Iterator[tuple[str, Tensor]]:
         for name, module in unfilled:
             yield name, module.get_buffer(name.rpartition(".")[2])
 
-    # First fill them with values that no model wants, to see afterwards what was left out.
+    # First fill them with values that no model wants, to find afterwards the buffers that the callback left out.
     for _, buffer in buffers():
         buffer.fill_(_unwanted(buffer.dtype))
     for module in dict.fromkeys(module for _, module in unfilled):

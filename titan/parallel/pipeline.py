@@ -1,6 +1,6 @@
 """Pipeline parallelism: a model is cut into stages, and microbatches pass through them.
 
-    split_stages     which modules make up each stage, and which rank does what when (stage_split.py, schedules.py)
+    split_stages     the modules of each stage, and the order of each rank's work (stage_split.py, schedules.py)
     extract_stages   copies of the model without the modules of other stages (stages.py)
     Pipeline         trains and evaluates the stages of this rank, which may be parallelised further
 
@@ -378,7 +378,7 @@ def _reshard(module: nn.Module) -> None:
 
 
 def _remember(module: nn.Module, device: torch.device) -> Callable[[], None]:
-    """Return a function that undoes, once, what a pass through a module changes.
+    """Return a function that undoes, once, the effects of a pass through a module.
 
     It restores the gradients, the buffers and the state of random generators.
     """

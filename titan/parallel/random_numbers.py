@@ -1,4 +1,4 @@
-"""Random numbers in forward passes, such as those of dropout: modules that draw them, and checks of their use."""
+"""Random numbers in forward passes, as of dropout: modules that draw them, and checks of their use."""
 
 from __future__ import annotations
 

@@ -290,7 +290,7 @@ def _fits_rounds(num_microbatches: int, num_ranks: int) -> bool:
 def build_schedule(
     name: str, *, num_ranks: int, num_stages: int, num_microbatches: int
 ) -> Schedule:
-    """Build a schedule by its name. Arguments and errors are those of `check_schedule`."""
+    """Build a schedule by its name. It has the arguments and errors of `check_schedule`."""
     check_schedule(
         name, num_ranks=num_ranks, num_stages=num_stages, num_microbatches=num_microbatches
     )

@@ -12,7 +12,7 @@ An example: a block runs aten.mm twice and has an FSDP hook that runs an all-gat
 "recompute", the first result is kept. The recomputation calls it with ("aten.mm", True) twice. The first call returns the kept
 result, and the second matmul runs again.
 
-The private names of torch used here are those of the modes, which are dispatched to, and of a compiled program's operation.
+This file uses private names of torch: the modes, to which torch dispatches, and the name of a compiled program's operation.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def call_program(program: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
         program: compiled function that takes a list of inputs.
         inputs: the inputs.
     """
-    # torch puts a mode that checks aliasing around a program's first call, so ours may not be the innermost.
+    # torch puts a mode that checks aliasing around a program's first call, so titan's may not be the innermost mode.
     modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _SeesPrograms)]
     if _outside.depth or not modes:
         return program(inputs)

@@ -70,7 +70,7 @@ def extract_stage(model: nn.Module, names: Sequence[str]) -> nn.Module:
                 f"{shared[0]} is tied to a parameter of another pipeline stage, which would train a separate copy; "
                 "untie them (model.tied_embeddings = false), or keep both modules in one stage"
             )
-    # Stages of one rank must not share modules. Placeholders replace the modules of other stages, of which there may be many.
+    # Stages of one rank must not share modules. Placeholders replace the modules of other stages, which may be many.
     mine = {id(units[name]) for name in names}
     foreign = {id(unit): nn.Identity() for unit in units.values() if id(unit) not in mine}
     stage = copy.deepcopy(model, foreign)

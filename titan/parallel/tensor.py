@@ -87,7 +87,7 @@ _SPLITS = {  # type of module that a style can split
 
 
 def _take_by_position(module: nn.Module) -> None:
-    """Let callers pass the first argument by name. torch's styles and titan's read it by position."""
+    """Register a hook that moves a first argument by name to its position, from which all styles read it."""
     names = argument_names(module)[:1]
 
     def reorder(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,6 +1,6 @@
 """Private and changing names of torch 2.11 to 2.15, all in this one place.
 
-Each name says what it is, and in which versions torch differs. If torch lacks a name, this import fails with it, and not the
+Each name has a description, with the versions in which torch differs. If torch lacks a name, this import fails, and not the
 middle of a run.
 """
 
@@ -36,7 +36,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-# Where a shard is in the whole tensor; DCP's own planner asks it too.
+# The place of a shard in the whole tensor. DCP's own planner asks it, too.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils import flop_counter
 
@@ -112,7 +112,7 @@ def compute_capability(device_type: str) -> tuple[int, int]:
 
 
 def allow_programs(kinds: int) -> None:
-    """Let torch.compile make a program for each of `kinds` kinds of blocks, beside those for other shapes.
+    """Raise torch.compile's limit so that each of `kinds` kinds of blocks gets a program, as do other shapes.
 
     All blocks run the same code. By default torch compiles 8 versions of it, and runs all others uncompiled.
     """
@@ -184,7 +184,7 @@ def set_memory_budget(share: float) -> None:
 
 
 def _count_grouped_heads(name: str, keys: int) -> None:
-    """Let torch 2.11 count the operations of attention with grouped heads, by which it chooses what to keep.
+    """Make torch 2.11 count the operations of attention with grouped heads, to choose the results to keep.
 
     name: name of the function that counts by shapes. keys: place of the key among its arguments, which the value follows.
     """
@@ -362,7 +362,7 @@ def after_gathering(module: nn.Module, then: Callable[[], None]) -> None:
 
 
 def reduce_unused(module: nn.Module) -> None:
-    """Let FSDP accumulate and reduce gradients if a micro-batch uses only some of a unit's parameters, or none.
+    """Make FSDP reduce gradients if a micro-batch uses only some of a unit's parameters, or none.
 
     torch alone fails for a unit that no micro-batch has used yet, and adds up gradients of two precisions. If the last micro-batch
     uses other parameters, it leaves the sum over replicas to the next step, or adds it to other parameters. All ranks must use the

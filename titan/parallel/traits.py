@@ -14,8 +14,8 @@ class BlockTraits:
 
     Attributes:
         compiled: functions to compile, if the block cannot be compiled whole. Empty: the whole block is compiled.
-        varying: those of the compiled functions whose first argument has another number of tokens each time.
-        recomputed: those of the compiled functions that a selective checkpoint recomputes whole: their results would take more
+        varying: compiled functions whose first argument has another number of tokens each time.
+        recomputed: compiled functions that a selective checkpoint recomputes whole: their results would take more
             memory than they save time.
     """
 
