@@ -7,8 +7,8 @@ tokens sorted by expert and a count for each expert; and `dispatcher`, which the
 No token is dropped or padded. Each rank sends all its tokens, and a small all-to-all first tells how many will arrive. The host
 reads these counts, which is the only time in a layer that it waits for the device.
 
-An example with C = 2 ranks and E = 4 experts: rank 0 holds the experts 0 and 1. Rank 0 has N = 6 tokens with counts_E = [1, 2, 2, 1],
-and rank 1 has 6 with [3, 0, 1, 2]. Rank 0 sends to = [3, 3] tokens and receives from_ = [3, 3], so R = 6: one token for expert 0
+An example with C = 2 ranks and E = 4 experts: rank 0 holds the experts 0 and 1. Rank 0 has N = 6 tokens with counts_E =
+[1, 2, 2, 1], and rank 1 has 6 with [3, 0, 1, 2]. Rank 0 sends to = [3, 3] tokens and receives from_ = [3, 3], so R = 6: one token for expert 0
 and two for expert 1 from itself, three for expert 0 from rank 1. Sorted by expert, the counts of its experts are [4, 2].
 
 The axis may cover any ranks that hold different tokens: data-parallel and context-parallel ranks, and tensor-parallel ranks,

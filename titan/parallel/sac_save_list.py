@@ -13,8 +13,8 @@ An example: the matmuls of a Llama block run in the order q, k, v, o, w1, w3, w2
     matmul@1,3          keeps k and o
     aten.mm@6>host      keeps w2, in host memory
 
-The default list keeps q, v, w1 and w2, attention, and the results of reduce-scatters and all-to-alls. The block runs k, o, w3 and all
-elementwise operations again. activation.py says how much memory that takes.
+The default list keeps q, v, w1 and w2, attention, and the results of reduce-scatters and all-to-alls. The block runs k, o, w3
+and all elementwise operations again. activation.py says how much memory that takes.
 """
 
 from __future__ import annotations
