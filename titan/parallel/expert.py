@@ -8,8 +8,8 @@ No token is dropped or padded. Each rank sends all its tokens, and a small all-t
 reads these counts, which is the only time in a layer that it waits for the device.
 
 An example with C = 2 ranks and E = 4 experts: rank 0 holds the experts 0 and 1. Rank 0 has N = 6 tokens with counts_E =
-[1, 2, 2, 1], and rank 1 has 6 with [3, 0, 1, 2]. Rank 0 sends to = [3, 3] tokens and receives from_ = [3, 3], so R = 6: one token for expert 0
-and two for expert 1 from itself, three for expert 0 from rank 1. Sorted by expert, the counts of its experts are [4, 2].
+[1, 2, 2, 1], and rank 1 has 6 with [3, 0, 1, 2]. Rank 0 sends to = [3, 3] tokens and receives from_ = [3, 3], so R = 6: one
+token for expert 0 and two for expert 1 from itself, three for expert 0 from rank 1. The counts of its experts are [4, 2].
 
 The axis may cover any ranks that hold different tokens: data-parallel and context-parallel ranks, and tensor-parallel ranks,
 whose tokens are shards of the sequence (mesh.py).
@@ -210,6 +210,12 @@ class RoundRobin:
         self.mesh, self.balanced = mesh, balanced
 
     def get(self, moe: Any, tokens: Tensor) -> Tensor | None:
+        """Return the experts of each token, int64 (B * S, top_k).
+
+        Args:
+            moe: the mixture of experts, with its config.
+            tokens: tokens of this rank, (B, S, D).
+        """
         length = tokens.shape[1] * axis_size(self.mesh, "cp", "tp")
         k, num_experts = moe.config.top_k, moe.config.num_experts
         places_S = local_tokens(self.mesh, length, balanced=self.balanced).to(tokens.device)
@@ -249,9 +255,21 @@ class KeptRoutes:
 
     def get(self, moe: Any, tokens: Tensor) -> Tensor | None:
         # Returns None in a forward pass, which then chooses.
+        """Return the experts that the forward pass chose, in a recomputation, else None.
+
+        Args:
+            moe: the mixture of experts.
+            tokens: tokens of this rank. Not read.
+        """
         return _recall(moe)
 
     def put(self, moe: Any, ids_TK: Tensor) -> None:
+        """Keep the experts that the forward pass chose.
+
+        Args:
+            moe: the mixture of experts.
+            ids_TK: experts of each token, int64 (T, top_k).
+        """
         _remember(moe, ids_TK)
 
 
