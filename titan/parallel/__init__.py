@@ -1,6 +1,6 @@
-"""Parallelize helpers: each takes any nn.Module and a DeviceMesh, and imports neither a trainer nor a config.
+"""Parallelize helpers. Each takes any nn.Module and a DeviceMesh, and imports neither a trainer nor a config.
 
-Names are imported when they are first used: `titan.parallel.schedules`, which the checks of a job file need, imports no torch.
+A name is imported at its first use: the checks of a job file need `titan.parallel.schedules`, which imports no torch.
 """
 
 from importlib import import_module

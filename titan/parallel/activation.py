@@ -1,12 +1,21 @@
-"""Recompute a block's activations in the backward pass rather than keep them (activation checkpointing).
+"""Activation checkpointing: the backward pass recomputes a block's activations instead of keeping them.
 
     full       keep each block's input, recompute the block (arXiv:1604.06174)
     every n    full, for every n-th block only
-    by op      keep what is expensive to recompute, recompute the rest (selective, arXiv:2205.05198)
+    by op      keep results that are expensive to recompute, recompute the others (selective, arXiv:2205.05198)
 
-What "by op" keeps is a list of operations, see sac_save_list.py.
+An example "by op": a Llama block (width 4096, 32 query heads and 8 key/value heads of 128, feed-forward width 14336) with
+the default list of sac_save_list.py, ("matmul/2", "attention", "network", "scales"). "matmul/2" counts the block's matmuls in
+the order in which they run, and keeps every second one. The columns are KiB for each token, in bf16:
 
-Recomputation runs the same kernels on the same inputs, so losses and gradients are the same bits.
+    operation       wq   wk   wv   attention   wo   w1   w3   w2
+    matmul number   0    1    2    -           3    4    5    6
+    kept            8    -    2    8           -    28   -    8
+
+With its input (8), the block keeps 62 KiB for each token, and the logsumexp of attention. The recomputation runs in the same
+order: the matmuls 1, 3 and 5, norms, SiLU and sums run again, and the results of the others are read from memory.
+
+A recomputation runs the same kernels on the same inputs, so losses and gradients are the same bits.
 """
 
 from __future__ import annotations
@@ -51,21 +60,22 @@ def apply_ac(
     Blocks count by their place in the container, also on a pipeline stage.
 
     Args:
-        model: has the container.
-        container: name of the blocks' container.
+        model: a model that has the container.
+        container: name of the container of the blocks.
         every: 1 for each block, 2 for every second one.
-        blocks: numbers of the blocks to wrap, which are their names in the container; None: any.
-        keep: operations whose results are kept; none: full.
-        keep_modules: patterns of module names within a block ("feed_forward.w*") whose matrix products and
-            attention are kept too, and not counted.
-        by_op: go through operations one by one even if nothing is kept.
-        preserve_rng_state: recompute with the random numbers of the forward pass, without which the gradients of
-            blocks that draw some (dropout) are wrong; others save a little with False.
-        contexts: gives, for a block, a function that makes the context of its forward pass and that of the
-            recomputation, or None.
+        blocks: numbers of the blocks to wrap, which are their names in the container. None: any.
+        keep: operations whose results are kept, as entries of a save list. None of them: full recomputation.
+        keep_modules: patterns of module names within a block ("feed_forward.w*"). The results of matmuls and attention in these
+            modules are kept, too, and the entries of `keep` do not count them.
+        by_op: decide operation by operation even if nothing is kept.
+        preserve_rng_state: recompute with the random numbers of the forward pass. Blocks that draw random numbers (dropout) need
+            it for right gradients. Other blocks save a little time with False.
+        contexts: returns, for a block, a function that makes the context of its forward pass and that of its recomputation,
+            or None.
 
-    Raises SaveListError for an operation that torch does not have and for a pattern that no module of a block matches, and ValueError for a
-    module that draws random numbers without `preserve_rng_state`.
+    Raises:
+        SaveListError: torch lacks an operation, or no module of a block matches a pattern.
+        ValueError: a module draws random numbers, and `preserve_rng_state` is False.
     """
     if every < 1:
         raise ValueError(f"every is {every}: 1 is each block, 2 every second one")
@@ -73,7 +83,7 @@ def apply_ac(
     # torch.compile would warn, in five lines, that in-place operations must not be recomputed; blocks have none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     selection = _selection(tuple(keep), tuple(keep_modules))
-    # One for all blocks, or torch.compile would compile each by itself; and a partial of a function, for it takes no method.
+    # One function for all blocks, or torch.compile would compile each block anew. A partial, as torch.compile takes no method.
     context_fn = partial(_contexts, selection)
     parent = model.get_submodule(container)
     for place, (name, block) in enumerate(list(parent.named_children()), 1):
@@ -85,14 +95,14 @@ def apply_ac(
             if keep or keep_modules or by_op:
                 selection.watch(block)
                 both = context_fn if of_block is None else partial(_contexts, selection, of_block)
-                # With modules to watch a recomputation runs to its end, so that it leaves what it has entered.
+                # Disable early stop when hooks watch modules: they must see module exits, too.
                 settings = {"context_fn": both, "early_stop": not keep_modules}
             wrapped = checkpoint_wrapper(block, preserve_rng_state=preserve_rng_state, **settings)
             parent.register_module(name, wrapped)
 
 
 def _existing(entry: str) -> Rule:
-    """Return what an entry means. Raises SaveListError if torch lacks the operation."""
+    """Return the rule of an entry. Raises SaveListError if torch lacks the operation."""
     rule = parse_rule(entry)
     for name in rule.names:
         namespace, _, operation = name.partition(".")
@@ -105,7 +115,7 @@ def _existing(entry: str) -> Rule:
 
 
 class _Selection:
-    """What blocks keep of their results."""
+    """The operations whose results blocks keep, and the counts and module depth that decide about each call."""
 
     def __init__(self, keep: Sequence[str], keep_modules: Sequence[str]) -> None:
         self.rules: defaultdict[str, list[Rule]] = defaultdict(list)
@@ -115,12 +125,12 @@ class _Selection:
         moves = any(rule.host for rules in self.rules.values() for rule in rules)
         self.offloader = Offloader() if moves else None
         self.keep_modules = keep_modules
-        self.depth = 0  # of modules to be kept that are running
+        self.depth = 0  # number of running modules whose results are kept, nested
 
     def watch(self, block: nn.Module) -> None:
-        """Record when those modules of a block run whose results are kept."""
+        """Register hooks that record when the modules of a block run whose results are kept."""
         for pattern in self.keep_modules:
-            # Names within a block, as `named_modules` of the block gives them.
+            # Names within a block, as `named_modules` of the block returns them.
             names = [name for name, _ in block.named_modules() if name]
             matching = [name for name in names if fnmatchcase(name, pattern)]
             if not matching:
@@ -132,7 +142,7 @@ class _Selection:
                 block.get_submodule(name).register_forward_hook(self._leave)
 
     def _enter(self, *_: Any) -> None:
-        # A compiler is asked where it is, see _in_kept_module.
+        # While a compiler traces, _in_kept_module asks it for the module path.
         if not torch.compiler.is_compiling():
             self.depth += 1
 
@@ -147,12 +157,13 @@ class _Selection:
         return any(fnmatchcase(n, pattern) for n in names for pattern in self.keep_modules)
 
     def contexts(self, within: str) -> Any:
-        """Return the contexts of one forward pass and its recomputation, which count operations in the same way.
+        """Return the contexts of one forward pass and its recomputation, which count operations alike.
 
-        within: name of the module that is run, with a dot; "" if it is the block.
+        Args:
+            within: name of the module that runs, followed by a dot. "" for the block itself.
         """
         counts: Counter[tuple[tuple[str, ...], bool]] = Counter()
-        self.depth = 0  # a module that raised was not left, and its caller may go on
+        self.depth = 0  # after an exception, the exit hook of a module has not run
 
         def decide(name: str, recomputes: bool) -> Decision:
             expensive = name in GROUPS["matmul"] or name in GROUPS["attention"]
@@ -171,21 +182,33 @@ class _Selection:
 
 @cache
 def _selection(keep: tuple[str, ...], keep_modules: tuple[str, ...]) -> _Selection:
-    """Return one selection for all models of a process that keep the same: compiled code is valid for one object alone."""
+    """Return one selection for all models of a process that keep the same results.
+
+    Compiled code is valid for one object only.
+    """
     return _Selection(keep, keep_modules)
 
 
 def keeps_some(block: nn.Module) -> bool:
-    """Return whether a block was wrapped to keep some results and recompute others."""
+    """Return whether a block was wrapped to keep some results and recompute others.
+
+    Args:
+        block: a block, wrapped or not.
+    """
     return selection_of(block) is not None
 
 
 def selection_of(block: nn.Module) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
-    """Return what lets a function of a block keep and recompute by itself what the block would; None: the block keeps all
-    or nothing.
+    """Return a decorator that checkpoints a function of a block by the block's own save list.
 
-    The parts of a block that are compiled by themselves need it: what is recomputed within a program only its compiler can
-    decide. Each part counts its operations from the start.
+    Functions of a block that are compiled separately need it: only the compiler of a program can decide what the program
+    recomputes. Each function counts its operations from the start.
+
+    Args:
+        block: a block, wrapped or not.
+
+    Returns:
+        The decorator, or None if the block keeps all results or none.
     """
     settings = getattr(getattr(block, "checkpoint_fn", None), "keywords", {})
     context_fn = settings.get("context_fn")
@@ -210,8 +233,10 @@ def selection_of(block: nn.Module) -> Callable[[Callable[..., Any]], Callable[..
 
 @cache
 def _renamed(code: CodeType, name: str) -> CodeType:
-    """Return one code object for each name: torch.compile keeps its programs by code object, and would take another part of
-    a block for a recompilation of the first."""
+    """Return one code object for each name.
+
+    torch.compile keeps its programs by code object. It would take another function of a block for a recompilation of the first.
+    """
     return code.replace(co_name=name)
 
 
@@ -227,7 +252,7 @@ def _contexts(
 
 
 class _Both(AbstractContextManager[None]):
-    """Enter two contexts."""
+    """Two contexts, entered one after the other."""
 
     def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
         self.contexts = contexts

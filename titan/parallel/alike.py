@@ -1,4 +1,7 @@
-"""Refuse, by name, what ranks would compute other numbers with than one process: modules and parameters of other people's models."""
+"""Checks for modules and parameters with which ranks would compute other numbers than one process does.
+
+They are for models that titan did not write. A message names the module or parameter.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,16 @@ from .init_weights import canonical_name
 
 
 def require_alike_modules(model: nn.Module, *, num_ranks: int) -> None:
-    """Raise ValueError for a module that computes with the rows of this rank's batch, or changes a weight in the forward pass."""
+    """Raise ValueError for a module whose result depends on this rank's batch, or whose forward changes a weight.
+
+    Args:
+        model: any model.
+        num_ranks: number of ranks that the batch or the model is split over.
+
+    Raises:
+        ValueError: a module computes batch statistics or gradient scales of this rank's batch only, makes sparse gradients, or
+            changes a weight in the forward pass.
+    """
     for name, module in model.named_modules():
         if reason := _reason(module, num_ranks):
             raise ValueError(f"module '{canonical_name(name)}' ({type(module).__name__}) {reason}")
@@ -32,7 +44,14 @@ def _reason(module: nn.Module, num_ranks: int) -> str:
 
 
 def require_alike_parameters(model: nn.Module) -> None:
-    """Raise ValueError for a parameter that FSDP cannot shard, or would reduce to another number."""
+    """Raise ValueError for a parameter that FSDP cannot shard, or would reduce to another number.
+
+    Args:
+        model: any model.
+
+    Raises:
+        ValueError: a parameter is lazy, complex, a scalar, or not contiguous.
+    """
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             reason = "gets its shape in the first forward pass: run one before, on one process"

@@ -1,10 +1,11 @@
-"""Make tensor parallelism asynchronous: inductor rewrites an all-gather before matrix products, or
-a reduce-scatter after one, into an operation that does both in pieces, so that most of the
-communication hides behind the computation.
+"""Asynchronous tensor parallelism: collectives run in pieces behind the matmuls next to them.
 
-The rewrite (torch's micro_pipeline_tp pass over compiled blocks; PyTorch's symmetric memory underneath) leaves a graph
-that it does not recognise as it was, without a word. So titan counts what it did while blocks are
-compiled, and the trainer reports the counts after the first step.
+Inductor rewrites an all-gather before matmuls, or a reduce-scatter after one, into an operation that does both in pieces, so
+that most of the communication hides behind the computation.
+
+The rewrite is torch's micro_pipeline_tp pass over compiled blocks, on PyTorch's symmetric memory. It silently leaves a graph
+unchanged if it does not recognise its pattern. titan therefore counts the rewrites while blocks are compiled, and the trainer
+reports the counts after the first step.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ from .torch_compat import enable_symmetric_memory, micro_pipeline_module
 
 @dataclass
 class Rewrites:
-    """Count what the pass found in the graphs compiled so far, and what it fused."""
+    """Counts of the collectives that the pass found and fused in the graphs compiled so far.
+
+    Attributes:
+        num_graphs: number of compiled graphs with such collectives.
+        all_gathers: all-gathers found.
+        reduce_scatters: reduce-scatters found.
+        fused_all_gathers: all-gathers that were fused with matmuls.
+        fused_reduce_scatters: reduce-scatters that were fused with matmuls.
+    """
 
     num_graphs: int = 0
     all_gathers: int = 0
@@ -31,7 +40,7 @@ class Rewrites:
 
     @property
     def fired(self) -> bool:
-        """Return whether anything was fused."""
+        """Return whether the pass fused anything."""
         return self.fused_all_gathers + self.fused_reduce_scatters > 0
 
     def __str__(self) -> str:
@@ -44,7 +53,14 @@ class Rewrites:
 
 
 def enable_async_tp(group: dist.ProcessGroup) -> Rewrites:
-    """Turn the rewrite on for collectives of `group`, before blocks are compiled; the counts fill as they are."""
+    """Turn on the rewrite for collectives of `group`. Call it before blocks are compiled.
+
+    Args:
+        group: the tensor-parallel group.
+
+    Returns:
+        The counts, which grow as blocks are compiled.
+    """
     from torch._inductor import config
 
     config._micro_pipeline_tp = True
@@ -63,7 +79,7 @@ def _counted(rewrite: Callable[[Any], None], rewrites: Rewrites) -> Callable[[An
             rewrites.num_graphs += 1
         rewrites.all_gathers += gathers
         rewrites.reduce_scatters += scatters
-        # The name of a fused operation has that of the plain one in it: count namespaces apart.
+        # The name of a fused operation contains the name of the plain one, so namespaces are counted separately.
         rewrites.fused_all_gathers += _count(graph, "all_gather", namespace="symm_mem")
         rewrites.fused_reduce_scatters += _count(graph, "reduce_scatter", namespace="symm_mem")
 

@@ -1,17 +1,15 @@
-"""Attend to one block of keys and return the logsumexp too, so that blocks can be merged. Compute
-its gradient.
+"""Attention to one block of keys with its logsumexp, by which blocks can be merged, and its gradient.
 
-torch's public scaled_dot_product_attention keeps the logsumexp to itself. The operators under it give it out and have
-the same schemas in torch 2.11 to 2.15; this file is the only one that calls them. On a CPU: the flash kernel for CPUs.
-On an accelerator: in 16 bits FlashAttention (arXiv:2307.08691) or, where it is faster, cuDNN; else the
-memory-efficient kernel. cuDNN on an H200 took 0.6 of FlashAttention's time (bf16, 64k tokens, 32 heads of 128).
+torch's public scaled_dot_product_attention does not return the logsumexp. The operators under it do, and have the same schemas
+in torch 2.11 to 2.15; only this file calls them. A CPU has one kernel. On an accelerator it is FlashAttention (arXiv:2307.08691)
+in 16 bits, or cuDNN if that is faster, and otherwise the memory-efficient kernel. cuDNN on an H200 took 0.6 of FlashAttention's
+time (bf16, 64k tokens, 32 heads of 128).
 
-The gradient of a block is exact when it is given the output and the logsumexp of the *whole* row: the kernel
-recomputes the block's probabilities exp(qk - logsumexp), and those are then the whole softmax's. A sink (StreamingLLM,
-arXiv:2309.17453; learned for each head in gpt-oss, arXiv:2508.10925) is such a block: of one key, whose logit is a parameter
-and whose value is zero.
+The gradient of a block is exact if the kernel gets the output and the logsumexp over all keys: it recomputes the block's
+probabilities exp(qk - logsumexp), which are then those of the whole softmax. A sink (StreamingLLM, arXiv:2309.17453; learned for
+each head in gpt-oss, arXiv:2508.10925) is such a block, with one key, whose logit is a parameter and whose value is zero.
 
-B batch, S queries, T keys, H query heads, G key/value heads, K head dim
+B batch, S queries, T keys, H query heads, G key/value heads, K head dim, N = B * S tokens of a flattened batch
 """
 
 from __future__ import annotations
@@ -31,28 +29,30 @@ from .torch_compat import compute_capability
 
 _aten = torch.ops.aten
 
-# The memory-efficient kernel wants rows of logsumexp padded to this (kAlignLSE in torch's mem_eff_attention).
+# The memory-efficient kernel wants the queries of the logsumexp padded to a multiple of it (kAlignLSE in mem_eff_attention).
 _LSE_ALIGNMENT = 32
 _BIAS_ALIGNMENT = 16
 
 
 class AttentionSpec(NamedTuple):
-    """Say which keys a query sees.
+    """Keys that a query sees.
 
-    causal: none after itself. window: only the last of those, so many with itself; 0: all.
+    Attributes:
+        causal: a query sees no key after itself.
+        window: number of the newest keys that a query sees, its own included. 0: all.
     """
 
     causal: bool = True
     window: int = 0
 
     def sees(self, query: Tensor, key: Tensor) -> Tensor:
-        """Return, as booleans, whether queries at these positions see keys at those. Shapes are broadcast."""
+        """Return a boolean mask of the queries and keys at these positions. Shapes are broadcast."""
         sees = query >= key if self.causal else torch.ones_like(query == key)
         return sees & (query - key < self.window) if self.window else sees
 
     @property
     def flash_window(self) -> tuple[int, int]:
-        """Return how many keys before and after itself a query sees, as FlashAttention takes them: -1 for all."""
+        """Return the numbers of keys before and after itself that a query sees: -1 for all, as in FlashAttention."""
         return (self.window - 1, 0) if self.causal else (-1, -1)
 
 
@@ -69,15 +69,18 @@ def attend(
     mask_BST: Tensor | None = None,
     ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output (B, H, S, K) in q's dtype and natural logsumexp (B, H, S), fp32 (fp64 for fp64).
+    """Return the attention output (B, H, S, K) in q's dtype and its natural logsumexp (B, H, S).
+
+    The logsumexp is in fp32 (fp64 for fp64). Query head h reads key/value head h // (H // G).
 
     Args:
-        spec: which keys a query sees. S equals T if it is causal.
+        q_BHSK: queries.
+        k_BGTK: keys.
+        v_BGTK: values.
+        spec: keys that a query sees. S equals T if it is causal.
         scale: None is 1 / sqrt(K).
-        mask_BST: the keys that a query sees, in place of `spec`. A query that sees none has output 0 and logsumexp -inf.
-        ends: of FlashAttention's sequences in the flattened batch, see `varlen_attention`; only in 16 bits on a GPU.
-
-    Query head h reads key/value head h // (H // G).
+        mask_BST: the keys that a query sees, in place of `spec`. A query without keys has output 0 and logsumexp -inf.
+        ends: cu_seqlens of FlashAttention's sequences in the flattened batch, see `varlen_attention`; only in 16 bits on a GPU.
     """
     mask_BST, ends = _windowed(q_BHSK, spec, mask_BST, ends)
     if mask_BST is not None:
@@ -107,7 +110,7 @@ def attend(
     out_BHSK, lse, *_ = _aten._scaled_dot_product_efficient_attention(
         q_BHSK, k_BHTK, v_BHTK, None, True, 0.0, causal, scale=scale
     )
-    # Cut off the padding of rows.
+    # Cut off the padding of queries.
     return out_BHSK, lse[..., : q_BHSK.shape[2]]
 
 
@@ -126,7 +129,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v by this block, in the shapes and dtype of the inputs.
 
-    grad, out and lse belong to the whole row of keys, of which k and v are one block. mask_BST, ends: as in `attend`.
+    grad, out and lse belong to attention over all keys, and k and v are one block of them. Other arguments: see `attend`.
     """
     mask_BST, ends = _windowed(q_BHSK, spec, mask_BST, ends)
     if ends is not None:
@@ -139,7 +142,7 @@ def attend_backward(
         choose_kernel(q_BHSK, masked=mask_BST is not None),
         (q_BHSK.shape[2], k_BGTK.shape[2]),
     )
-    causal, lse_BHS = spec.causal, lse_BHS.contiguous()  # some kernels read it as if it were
+    causal, lse_BHS = spec.causal, lse_BHS.contiguous()  # some kernels assume it
     if kernel == "flash":
         state = torch.empty(2, dtype=torch.uint64, device=q_BHSK.device)  # of dropout: not read
         return _aten._scaled_dot_product_flash_attention_backward(
@@ -174,7 +177,7 @@ def attend_backward(
             grad_BHSK, q_BHSK, k_BHTK, v_BHTK, bias, out_BHSK, lse_padded, state, state, 0.0,
             [True, True, True, False], causal, scale=scale,
         )  # fmt: skip
-    # Copies of a key/value head add their gradients up.
+    # The gradients of a head's copies are added up.
     groups = k_BGTK.shape[1]
     return dq_BHSK, _sum_groups(dk_BHTK, groups), _sum_groups(dv_BHTK, groups)
 
@@ -193,16 +196,16 @@ def _attend_masked(
         out_BHSK, lse_BHS, *_ = _aten._scaled_dot_product_efficient_attention(
             q_BHSK, k_BHTK, v_BHTK, bias, True, 0.0, False, scale=scale
         )
-    # Kernels disagree about a query that sees nothing.
+    # Kernels disagree about a query that sees no key.
     sees_B1S = mask_BST.any(-1)[:, None]
     out_BHSK = torch.where(sees_B1S[..., None], out_BHSK, 0.0)
     return out_BHSK, lse_BHS[..., :length].masked_fill(~sees_B1S, float("-inf"))
 
 
 def _bias(mask_BST: Tensor, q_BHSK: Tensor) -> Tensor:
-    """Return what is added to the scores, (B, H, S, T), without copies for heads: 0 where a query sees a key, else -inf."""
+    """Return the tensor to add to the scores, (B, H, S, T): 0 for a visible key, else -inf. Heads share its memory."""
     (size, length), heads = mask_BST.shape[1:], q_BHSK.shape[1]
-    # The memory-efficient kernel reads rows in whole vectors of 16 bytes.
+    # The memory-efficient kernel reads rows of the bias in whole vectors of 16 bytes.
     room = -(-length // _BIAS_ALIGNMENT) * _BIAS_ALIGNMENT
     bias_BST = q_BHSK.new_zeros(len(mask_BST), size, room)[..., :length]
     bias_B1ST = bias_BST.masked_fill_(~mask_BST, float("-inf"))[:, None]
@@ -212,7 +215,7 @@ def _bias(mask_BST: Tensor, q_BHSK: Tensor) -> Tensor:
 def _windowed(
     q_BHSK: Tensor, spec: AttentionSpec, mask_BST: Tensor | None, ends: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the mask or the ends of sequences by which a window reaches the kernel, unless the caller made one."""
+    """Return a mask or cu_seqlens, with which a kernel computes a window, unless the caller made either."""
     if not spec.window or mask_BST is not None or ends is not None:
         return mask_BST, ends
     batch, length = q_BHSK.shape[0], q_BHSK.shape[2]
@@ -223,12 +226,12 @@ def _windowed(
 
 
 def whole_rows(batch: int, length: int, device: torch.device) -> Tensor:
-    """Return the `ends` of a batch whose rows are one sequence each, int32 (batch + 1,)."""
+    """Return the cu_seqlens of `batch` sequences of `length` tokens, int32 (batch + 1,) on `device`."""
     return length * torch.arange(batch + 1, dtype=torch.int32, device=device)
 
 
 def _flat(x_BHSK: Tensor) -> Tensor:
-    """Return (B * S, H, K), a view of what projections wrote."""
+    """Return tokens and heads (B * S, H, K), as a view of the memory that the projection wrote."""
     return x_BHSK.transpose(1, 2).flatten(0, 1)
 
 
@@ -246,8 +249,19 @@ def varlen_attention(
     spec: AttentionSpec,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute FlashAttention of sequences one after the other, (all tokens, heads, size), that begin and end at `ends`,
-    int32, and have at most `length` tokens. Return the logsumexp too, (heads, all tokens), which has no gradient."""
+    """Return FlashAttention's output (N, H, K) and logsumexp (H, N), for sequences of different lengths.
+
+    The sequences follow each other in a flattened batch. The logsumexp has no gradient.
+
+    Args:
+        q: queries, (N, H, K).
+        k: keys, (N, G, K).
+        v: values, (N, G, K).
+        ends: cu_seqlens, int32 (sequences + 1,): the first token of each sequence, and N.
+        length: length of the longest sequence, or more.
+        spec: keys of its sequence that a query sees.
+        scale: None is 1 / sqrt(K).
+    """
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
     varlen: Any = varlen_attn
@@ -271,7 +285,7 @@ def varlen_backward(
     spec: AttentionSpec,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v of `varlen_attention`; out and lse: of the whole rows, as in `attend_backward`."""
+    """Return the gradients of q, k and v of `varlen_attention`. out and lse belong to all keys."""
     state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of dropout: not read
     window = list(spec.flash_window)
     return torch.ops.torch_attn._varlen_attn_backward(
@@ -281,7 +295,7 @@ def varlen_backward(
 
 @torch.compiler.assume_constant_result
 def _varlen_names_grouped_heads() -> bool:
-    """Return whether grouped heads must be asked for, as since 2.12. Before, the kernel took them without a word."""
+    """Return whether torch wants an argument for grouped heads, as from 2.12 on. Before, the kernel took them silently."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in signature(varlen_attn).parameters
@@ -298,12 +312,12 @@ def attend_with_sinks(
     mask_BST: Tensor | None = None,
     ends: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention output, (B, H, S, K), where each head's softmax also counts its sink. The other arguments are those of `attend`."""
+    """Return attention, (B, H, S, K), with a sink of each head in its softmax. Other arguments: see `attend`."""
     return _AttentionWithSinks.apply(q_BHSK, k_BGTK, v_BGTK, sinks_H, mask_BST, ends, spec, scale)
 
 
 def add_sinks(out_BHSK: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
-    """Return output and logsumexp of rows of which each head's sink, a logit without a value, becomes a part."""
+    """Return output and logsumexp with a sink of each head, (H,), in the softmax: a logit with the value zero."""
     total_BHS = torch.logaddexp(lse_BHS, sinks_H[:, None].to(lse_BHS.dtype))
     out = out_BHSK * (lse_BHS - total_BHS).exp()[..., None]
     # A copy, also of the same dtype: compiled by torch 2.11, an alias that is returned and saved comes back wrong in backward.
@@ -311,7 +325,7 @@ def add_sinks(out_BHSK: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> tuple[Tenso
 
 
 def sinks_gradient(grad_BHSK: Tensor, out_BHSK: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> Tensor:
-    """Return the gradient of the sinks, (H,), by output and logsumexp of whole rows."""
+    """Return the gradient of the sinks, (H,), from the output and the logsumexp over all keys and sinks."""
     share_BHS = (sinks_H[:, None] - lse_BHS).exp()  # the probability of the sink
     product_BHS = (grad_BHSK.to(share_BHS.dtype) * out_BHSK).sum(-1)
     return -(share_BHS * product_BHS).sum((0, 2)).to(sinks_H.dtype)
@@ -338,16 +352,18 @@ class _AttentionWithSinks(torch.autograd.Function):
         return *gradients, sinks_gradient(grad, out, lse, sinks_H), None, None, None, None
 
 
-_chosen = ExitStack()  # torch's choice comes back where the context ends, so it is kept
+_chosen = ExitStack()  # kept open: torch restores its choice when the context ends
 
 
 def prefer_backend(name: str, device_type: str) -> None:
-    """Have torch's attention use these kernels for the rest of the process, and of others only those that come after them in its order.
+    """Put a kernel first in torch's attention priority, for this process. Only later backends remain as fallback.
 
     Args:
-        name: "cudnn", "flash", "efficient" or "math"; "fa3" or "fa4": FlashAttention-3 or -4 in place of 2, where it is installed; "auto": torch's order.
+        name: "cudnn", "flash", "efficient", "math"; "fa3" or "fa4" for FlashAttention-3 or -4 in place of 2; "auto": torch's order.
+        device_type: type of the device, such as "cuda".
 
-    Raises InputError for what the device or the installation lacks.
+    Raises:
+        InputError: the device or the installation lacks the kernel.
     """
     if name == "auto":
         return
@@ -371,7 +387,7 @@ def prefer_backend(name: str, device_type: str) -> None:
 def choose_kernel(
     q_BHSK: Tensor, *, masked: bool = False
 ) -> Literal["cpu", "flash", "cudnn", "efficient"]:
-    """Choose a kernel: flash and cudnn take fewer key/value heads than query heads; only efficient takes 32 bits and a mask."""
+    """Return a kernel. flash and cudnn take grouped heads. Only efficient takes 32 bits and a mask."""
     if q_BHSK.device.type == "cpu":
         return "cpu"
     if masked or q_BHSK.dtype not in (torch.bfloat16, torch.float16):
@@ -387,7 +403,7 @@ def choose_kernel(
 @torch.compiler.assume_constant_result
 def cudnn_is_faster() -> bool:
     """Return whether torch's own attention prefers cuDNN, by the rules of its sdp_utils.cpp."""
-    # Before 9.15.1 cuDNN reads beyond its inputs where 128 does not divide the lengths (pytorch#169849). Wheels for
+    # Before 9.15.1 cuDNN reads beyond its inputs if 128 does not divide the lengths (pytorch#169849). Wheels for
     # CUDA 12 come with older ones.
     return (
         torch.cuda.is_available()
@@ -401,9 +417,9 @@ def cudnn_is_faster() -> bool:
 def match_heads(
     q_BHSK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, *, has_mask: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return keys and values for torch's attention. If no fused kernel takes grouped heads, each query head gets a copy.
+    """Return keys and values for torch's attention, copied for each query head if no kernel takes grouped heads.
 
-    torch would compute S x T scores in memory otherwise.
+    Without the copies torch would keep S x T scores in memory.
     """
     if k_BGTK.shape[1] == q_BHSK.shape[1]:
         return k_BGTK, v_BGTK
@@ -414,7 +430,7 @@ def match_heads(
 
 @torch.compiler.assume_constant_result
 def _takes_grouped_heads(device_type: str, dtype: torch.dtype, has_mask: bool) -> bool:
-    """Return whether the copies are of no use, by the rules of torch's sdp_utils.cpp (2.11 to 2.15)."""
+    """Return whether a fused kernel takes grouped heads, by the rules of torch's sdp_utils.cpp (2.11 to 2.15)."""
     capability, allowed = compute_capability(device_type), torch.backends.cuda
     # The memory-efficient kernel needs copies. It takes 32 and 16 bits.
     if capability == (0, 0) or dtype == torch.float64 or not allowed.mem_efficient_sdp_enabled():

@@ -1,10 +1,10 @@
-"""Start collectives now and wait for them later, and build differentiable ones on them.
+"""Collectives that start now and are waited for later, and differentiable collectives built on them.
 
-They are torch's functional collectives, taken at the operators: torch.compile and a simulator see both the start and
-the wait, nothing is a tensor subclass that waits at an unknown moment, and the operators are the same in torch 2.11 to
-2.15 while the Python functions above them change names and warn. A group goes by its name.
+They call the operators of torch's functional collectives. torch.compile and a simulator see both the start and the wait, and no
+tensor subclass waits at an unknown moment. The operators are the same in torch 2.11 to 2.15, while the Python functions
+around them change their names and warn. A group is given by its name.
 
-C ranks of the group; the first dimension is the one that is gathered, scattered or exchanged.
+C ranks of the group. The first dimension is the one that a collective gathers, scatters or sends.
 """
 
 from __future__ import annotations
@@ -23,34 +23,83 @@ wait = _c10d.wait_tensor
 
 
 def start_all_gather(x: Tensor, *, group: str, size: int) -> Tensor:
-    """Start to concatenate every rank's x: (C * n, ...) of (n, ...)."""
+    """Start to concatenate x of all ranks: (n, ...) -> (C * n, ...).
+
+    Args:
+        x: this rank's tensor, (n, ...).
+        group: name of the process group.
+        size: number of its ranks, C.
+
+    Returns:
+        The tensor (C * n, ...), valid after `wait`.
+    """
     # NCCL and gloo send memory in its order, so a view must become contiguous first.
     return _c10d.all_gather_into_tensor(x.contiguous(), size, group)
 
 
 def start_reduce_scatter(x: Tensor, *, group: str, size: int) -> Tensor:
-    """Start to sum x over ranks; each gets its part: (n, ...) of (C * n, ...)."""
+    """Start to sum x over ranks and to give each rank its part: (C * n, ...) -> (n, ...).
+
+    Args:
+        x: this rank's tensor, (C * n, ...).
+        group: name of the process group.
+        size: number of its ranks, C.
+
+    Returns:
+        This rank's part of the sum, (n, ...), valid after `wait`.
+    """
     return _c10d.reduce_scatter_tensor(x.contiguous(), "sum", size, group)
 
 
 def start_all_to_all(x: Tensor, *, group: str, to: list[int], from_: list[int]) -> Tensor:
-    """Send the first to[0] rows of x to rank 0, the next to[1] to rank 1, ...; get from_[c] rows from rank c."""
+    """Start to send each rank its part of x: the first to[0] entries to rank 0, the next to[1] to rank 1, and so on.
+
+    Args:
+        x: this rank's entries along the first dimension, sorted by receiver.
+        group: name of the process group.
+        to: number of entries for each rank.
+        from_: number of entries from each rank.
+
+    Returns:
+        The entries that arrive, sorted by sender, valid after `wait`.
+    """
     return _c10d.all_to_all_single(x.contiguous(), from_, to, group)
 
 
 def all_to_all(x: Tensor, *, group: str) -> Tensor:
-    """Send row c of x to rank c, and receive row r of its x; x has a row for each rank. Differentiable."""
+    """Send x[c] to rank c, and receive an entry from every rank. Differentiable.
+
+    Args:
+        x: an entry for each rank, (C, ...).
+        group: name of the process group.
+
+    Returns:
+        The entries from the ranks, in order of rank, (C, ...).
+    """
     return _AllToAll.apply(x, group)
 
 
 def all_to_all_tokens(x: Tensor, *, group: str, to: list[int], from_: list[int]) -> Tensor:
-    """Send and receive any numbers of rows, as `start_all_to_all` does. Differentiable."""
+    """Send and receive any number of tokens. Differentiable.
+
+    Args:
+        x: tokens, sorted by receiver.
+        group: name of the process group.
+        to: number of tokens for each rank.
+        from_: number of tokens from each rank.
+
+    Returns:
+        The tokens that arrived, sorted by sender.
+    """
     return AsyncAllToAll(x, group=group, to=to, from_=from_).wait()
 
 
 class AsyncAllToAll:
-    """Start to send and receive rows, as `start_all_to_all` does. Differentiable: what runs before `wait` has its backward pass
-    while the gradients of the rows travel back."""
+    """All-to-all of tokens that is under way from the construction on. Differentiable.
+
+    An operation between the construction and `wait` overlaps with the transfer. Its backward pass overlaps with the transfer of the
+    tokens' gradients back.
+    """
 
     def __init__(self, x: Tensor, *, group: str, to: list[int], from_: list[int]) -> None:
         self.group, self.to, self.from_ = group, to, from_
@@ -58,13 +107,21 @@ class AsyncAllToAll:
         self._rows: list[Tensor] = [_SendTokens.apply(x, self)]  # pyright: ignore
 
     def wait(self) -> Tensor:
-        """Return the rows that arrived. To be called once."""
-        # Not kept: the graph keeps this object, which would then keep the graph.
+        """Return the tokens that arrived. Call it once."""
+        # Remove it from the list: the graph keeps this object, which would then keep the graph.
         return _ReceiveTokens.apply(self._rows.pop(), self)  # pyright: ignore[reportReturnType]
 
 
 def all_gather(x: Tensor, *, group: str, size: int) -> Tensor:
-    """Return every rank's x, (C, ...) of (...). Differentiable: gradients are summed over ranks, in fp32 at least."""
+    """Return x of all ranks: (...) -> (C, ...). Differentiable.
+
+    The gradients are summed over ranks in fp32, or in the gradient's own dtype if that is more precise.
+
+    Args:
+        x: this rank's tensor, of any shape.
+        group: name of the process group.
+        size: number of its ranks, C.
+    """
     return _AllGather.apply(x, group, size)
 
 
@@ -72,7 +129,7 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
         ctx.group = group
-        # A row for each rank.
+        # An entry for each rank.
         ones = [1] * x.shape[0]
         return wait(start_all_to_all(x, group=group, to=ones, from_=ones))
 
@@ -104,10 +161,10 @@ class _ReceiveTokens(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         rows = ctx.rows
-        # Autograd takes the ready node that is the latest of the forward pass: next are those between the two.
+        # Autograd runs the ready node that came last in the forward pass: next run the nodes between start and wait.
         back = start_all_to_all(grads[0], group=rows.group, to=rows.from_, from_=rows.to)
         rows.gradients.append(back)
-        # As many rows as arrived, which autograd asks for. Nobody reads it.
+        # Autograd asks for a gradient of the shape of the tokens that arrived. Nobody reads it.
         return grads[0], None
 
 

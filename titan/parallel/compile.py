@@ -1,10 +1,10 @@
-"""Compile by region: torch.compile for each block, so that equal blocks share one compiled program.
+"""Compilation by block: torch.compile for each block, so that equal blocks share one compiled program.
 
-Compiling block by block costs one compilation for all blocks of a shape, whatever the depth of the model, and keeps
-FSDP's gathering, which sits between blocks, out of the compiled graphs.
+All blocks of a shape cost one compilation, whatever the depth of the model. FSDP's all-gathers, which run between blocks, stay
+outside of the compiled graphs.
 
-What the compiler did is read from torch's own record of compilations: how many, how long, and why a block was
-compiled again or in pieces (a graph break), either of which costs speed without an error.
+torch's own record of compilations tells how many there were, how long they took, and why a block was compiled again or
+in pieces (a graph break). Either costs speed without an error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CompileMode = Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead"
 
 
 class BackendError(ValueError):
-    """Report that torch has no compiler backend of a name. The message is for the user."""
+    """Name of a compiler backend that torch does not have. The message is for the user."""
 
 
 def apply_compile(
@@ -47,23 +47,26 @@ def apply_compile(
     preserve_rng_state: bool = True,
     kinds: int = 1,
 ) -> None:
-    """Compile every block in `model.<container>` (a ModuleDict or ModuleList, or several), in place; names do not change.
+    """Compile every block of the containers in place, at its first forward and backward pass. Names do not change.
 
-    A block whose `traits` (traits.py) name functions has these compiled instead. In a block that is recomputed selectively, each of them
-    decides what to keep as a block would, and is not run again, but for those that the traits name as recomputed.
-
-    Compilation happens in the first forward and backward pass. Call this after `apply_tp`, before FSDP. Raises BackendError for a
-    backend that torch does not have.
+    Call it after `apply_tp` and before FSDP. If a block's `traits` (traits.py) name functions, these are compiled instead of the
+    block. In a block that is recomputed selectively, each function decides what to keep, and only those named as recomputed run
+    again.
 
     Args:
-        mode: torch.compile's, for inductor: kernels chosen by measuring ("max-autotune-no-cudagraphs"), CUDA graphs
-            ("reduce-overhead"), both ("max-autotune").
+        model: the model.
+        container: name of one or several containers of blocks (a ModuleDict or ModuleList).
+        backend: backend of torch.compile.
+        mode: for inductor: "max-autotune-no-cudagraphs" measures kernels, "reduce-overhead" makes CUDA graphs, "max-autotune" both.
         memory_budget: share of the activations, 0 to 1, that a block keeps for its backward pass; the compiler chooses what to
-            recompute. It applies to all that this process compiles from now on.
-        fullgraph: an error, rather than slower code, where a block cannot be compiled whole.
-        preserve_rng_state: graphs restore the state of random generators for what they recompute. Choose False where blocks draw no
-            random numbers, and under tensor parallelism, where torch up to 2.13 cannot.
-        kinds: blocks that differ in what they keep; beyond torch's limit of programs, blocks would run uncompiled.
+            recompute. It applies to everything that this process compiles from now on.
+        fullgraph: raise an error instead of running slower code if a block cannot be compiled whole.
+        preserve_rng_state: graphs restore the random generators' state for recomputed operations. Use False if blocks draw no
+            random numbers, and under tensor parallelism, for which torch up to 2.13 fails.
+        kinds: number of kinds of blocks, by what they keep. Beyond torch's limit of programs, blocks would run uncompiled.
+
+    Raises:
+        BackendError: torch does not have the backend.
     """
     if backend not in torch._dynamo.list_backends(exclude_tags=()):
         known = ", ".join(torch._dynamo.list_backends())
@@ -77,10 +80,10 @@ def apply_compile(
     set_memory_budget(memory_budget)
     containers = [container] if isinstance(container, str) else container
     if len(containers) > 1:
-        # torch keeps programs by code object, which all modules share. It would take another shape for one that varies.
+        # torch keeps programs by code object, which all modules share. It would take another container's shape for a varying one.
         settings["dynamic"] = False
     blocks = [block for name in containers for block in model.get_submodule(name).children()]
-    # The fault is at the border: where an output from outside goes into a compiled block.
+    # See `detach_collective`: the fault occurs if an output from outside goes into a compiled block.
     inside = {module for block in blocks for module in block.modules()}
     for module in model.modules():
         if module not in inside and _leaves_collective(module):
@@ -111,7 +114,7 @@ def apply_compile(
 
 
 def _with_any_rows(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Let one program take any number of rows: otherwise the compiler makes a program for the first number, and another for all others."""
+    """Return a function with one program for any number of tokens, not a separate one for the first number."""
 
     @wraps(compiled)
     def call(rows: Tensor, *args: Tensor, **options: Any) -> Tensor:
@@ -122,25 +125,33 @@ def _with_any_rows(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether a module, or a function of it, was compiled."""
+    """Return whether a module, or a function of it, was compiled.
+
+    Args:
+        module: any module, wrapped or not.
+    """
     if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
         return True
     return any(hasattr(value, "_torchdynamo_orig_callable") for value in vars(module).values())
 
 
 class CompileLog:
-    """Record the compilations of this process from now on. what: the compiled things, in words ("8
-    blocks and the loss")."""
+    """Record of this process's compilations since the construction.
+
+    Attributes:
+        what: the compiled things, in words ("8 blocks and the loss").
+        events: the compilations so far.
+    """
 
     def __init__(self, what: str) -> None:
         self.what = what
-        # What was compiled before belongs to others.
+        # Earlier compilations belong to other logs.
         self._seen = {key for key, _ in compile_events()}
         self._said: set[str] = set()
         self.events: list[CompileEvent] = []
 
     def summary(self) -> str:
-        """Return one line on all that was compiled so far."""
+        """Return one line about all compilations so far."""
         self._update()
         # Forward and backward pass of a program are two events.
         programs = [event for event in self.events if event.is_forward]
@@ -152,10 +163,10 @@ class CompileLog:
         return f"{line}, {cached} from the cache" if cached else line
 
     def warnings(self) -> Iterator[str]:
-        """Return what is new since the last call and costs speed: graph breaks, recompilations, failures; each once."""
+        """Yield new events that cost speed, once each: graph breaks, recompilations and failures."""
         self._update()
         for event in self.events:
-            # Of a program beyond torch's limit, torch does not say what it was compiled for.
+            # torch does not name the function of a program beyond its limit.
             name = event.name or f"a part of {self.what}"
             lines = [
                 f"graph break in {name}: {_first_lines(reason)}" for reason in event.graph_breaks
@@ -178,25 +189,31 @@ class CompileLog:
 
 
 def _first_lines(reason: str) -> str:
-    """Return the first line and the explanation, if there is one; torch goes on with advice and links."""
+    """Return the first line and the explanation, if there is one. torch's text continues with advice and links."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     explained = [line for line in lines[1:] if line.startswith("Explanation:")]
     return "; ".join([*lines[:1], *(line.removeprefix("Explanation: ") for line in explained)])
 
 
 def _leaves_collective(module: nn.Module) -> bool:
-    """Return whether tensor parallelism makes it return a reduction that is still under way: rows are split."""
+    """Return whether a module's output under tensor parallelism is a reduction that may still be under way.
+
+    This is so if its weight is split along the dimension that a matmul or look-up sums over.
+    """
     if not isinstance(module, nn.Embedding | nn.Linear) or not isinstance(module.weight, DTensor):
         return False
     return isinstance(module, nn.Embedding) or module.weight.placements == (Shard(1),)
 
 
 def detach_collective(module: nn.Module) -> None:
-    """Make `module` return a plain tensor rather than a collective that is still under way.
+    """Make `module` return a plain tensor instead of a collective that may still be under way.
 
-    torch 2.13 and 2.15 lose the gradient of a vocabulary-parallel embedding without a word where its output, such a
-    tensor, goes straight into a compiled block: its unwrapping there forgets requires_grad (pytorch PR 179849).
-    A copy is a plain tensor. tests/parity compares every gradient under compile x TP and would see it come back.
+    torch 2.13 and 2.15 silently lose the gradient of a vocabulary-parallel embedding if its output, such a tensor, goes
+    straight into a compiled block: the unwrapping there forgets requires_grad (pytorch PR 179849). A copy is a plain
+    tensor. tests/parity compares every gradient under compile x TP and would see the fault again.
+
+    Args:
+        module: module outside of compiled blocks, whose output goes into one.
     """
 
     def copy(_: nn.Module, args: Any, output: Tensor) -> Tensor:

@@ -1,22 +1,21 @@
-"""Split sequences over ranks (context parallelism): each rank of the cp axis holds a part of every
-sequence, and only attention communicates.
+"""Context parallelism: each rank of the cp axis holds a part of every sequence, and only attention communicates.
 
-The caller splits what is laid out along the sequence (tokens, labels, positions, document ids) with
-`shard_sequence`; `apply_cp` puts a `ContextParallelAttention` in place of every attention module, which takes local
-queries, keys and values and returns the local part of attention over the whole sequence. Three methods, all exact:
+The caller splits all tensors with a sequence dimension (tokens, labels, positions, document ids) with `shard_sequence`.
+`apply_cp` replaces every attention module by a `ContextParallelAttention`, which takes local queries, keys and values and
+returns the local part of attention over the whole sequence. There are three methods, all exact:
 
-    ring       keys and values travel from rank to rank behind the computation (ring.py): least memory, and
-               the only one whose transfers hide completely; wants long sequences
+    ring       keys and values travel from rank to rank behind the computation (ring.py): needs the least memory, and is the
+               only method whose transfers hide completely; for long sequences
     allgather  all keys and values at once (ring.py): for grouped heads, whose keys and values are few
-    ulysses    DeepSpeed Ulysses (arXiv:2309.14509): two all-to-alls trade sequence for heads, so that a rank runs
-               the wrapped attention over the whole sequence for its share of heads; at most as many ranks as heads
+    ulysses    DeepSpeed Ulysses (arXiv:2309.14509): two all-to-alls trade sequence for heads, so that a rank runs the
+               wrapped attention over the whole sequence for its share of heads; at most as many ranks as heads
 
-Ulysses calls the wrapped attention, whatever that computes; the others compute softmax attention in its place, with its
-`scale`, else 1/sqrt(K), and its `spec` (block_attention.py), else causal. They want its class to say that it is that:
+Ulysses calls the wrapped attention, of any kind. The other methods compute softmax attention in its place, with the module's
+`scale` (1/sqrt(K) by default) and `spec` (block_attention.py, causal by default). They require that its class declares
 `is_causal_softmax = True`. Sinks are an argument of the call.
 
-Causal attention gives later positions more work. `balanced` deals each rank an early and a late chunk (head and
-tail, see ring.py) instead of one contiguous part; ring and allgather need it to be fast, Ulysses does not.
+Causal attention has more work for later positions. `balanced` gives each rank an early and a late chunk (head and
+tail, see ring.py) instead of one contiguous part. Ring and allgather need it to be fast; Ulysses does not.
 
 B batch, S local positions, T all positions, H query heads, G key/value heads, K head dim, C ranks
 """
@@ -48,11 +47,18 @@ def apply_cp(
     method: Method = "allgather",
     balanced: bool = True,
 ) -> None:
-    """Replace each `attention_type` in `model`, in place, by one that works on parts of the sequence.
+    """Replace each `attention_type` in `model`, in place, by a module that works on parts of the sequence.
 
-    mesh: the one cp axis. attention_type: an attention without parameters, called as forward(q_BHSK, k_BGSK, v_BGSK,
-    document_ids_BS=None, sinks_H=None), by position or by these names. balanced: how the caller splits the sequence. Raises
-    ValueError for an unknown method, if the model has no such module, or for one that ring or allgather may not replace.
+    Args:
+        model: the model.
+        mesh: mesh with the cp axis only.
+        attention_type: attention without parameters, called as forward(q_BHSK, k_BGSK, v_BGSK, document_ids_BS=None, sinks_H=None),
+            by position or by these names.
+        method: "ring", "allgather" or "ulysses".
+        balanced: the caller gives each rank a head and a tail of the sequence.
+
+    Raises:
+        ValueError: the method is unknown, the model has no such module, or ring or allgather may not replace a module.
     """
     if method not in get_args(Method):
         raise ValueError(f"context parallel method {method!r}: must be one of {get_args(Method)}")
@@ -69,7 +75,7 @@ def apply_cp(
             f"context parallelism found no {attention_type.__name__} in {type(model).__name__}"
         )
     for kind in {type(child) for _, _, child, _ in attentions} if method != "ulysses" else ():
-        # The class itself: one that is derived from it may compute something else.
+        # Ask the class itself: a derived class may compute another function.
         if not vars(kind).get("is_causal_softmax"):
             raise ValueError(
                 f"context parallelism by {method} computes causal softmax attention with `scale`, else 1/sqrt(head size), "
@@ -82,26 +88,50 @@ def apply_cp(
 
 
 def shard_sequence(tensor: Tensor, *, dim: int, rank: int, size: int, balanced: bool) -> Tensor:
-    """Return rank `rank`'s part of `tensor`, which holds the whole sequence along `dim`.
+    """Return the part of a rank.
 
-    Raises ValueError where the length does not divide by `size`, or by 2 x size if balanced.
+    Args:
+        tensor: whole sequences along `dim`.
+        dim: dimension of the sequence.
+        rank: rank along the cp axis.
+        size: number of ranks along the cp axis.
+        balanced: the part is a head and a tail, and not contiguous.
+
+    Raises:
+        ValueError: the length does not divide by `size`, or by 2 x size if balanced.
     """
     check_divides(tensor.shape[dim], size=size, balanced=balanced)
-    # Each rank holds as many chunks: two if balanced, else one.
+    # Each rank holds two chunks if balanced, else one.
     order = _chunks_held(size, balanced)
     held = order[rank * len(order) // size : (rank + 1) * len(order) // size]
     return _pick(tensor, dim, held, len(order))
 
 
 def unshard_sequence(tensor: Tensor, *, dim: int, size: int, balanced: bool) -> Tensor:
-    """Put all ranks' parts, concatenated along `dim` in order of rank, back into the order of the sequence."""
+    """Return whole sequences from the parts of all ranks.
+
+    Args:
+        tensor: the parts of all ranks, concatenated along `dim` in the order of ranks.
+        dim: dimension of the sequence.
+        size: number of ranks along the cp axis.
+        balanced: each part is a head and a tail.
+    """
     order = _chunks_held(size, balanced)
-    # For each chunk of the sequence, where in the joined parts it is.
+    # The place of each chunk of the sequence in the joined parts.
     return _pick(tensor, dim, [order.index(chunk) for chunk in range(len(order))], len(order))
 
 
 def check_divides(length: int, *, size: int, balanced: bool) -> None:
-    """Raise ValueError, with the nearest lengths that would do, if `length` cannot be split over `size` ranks."""
+    """Raise ValueError, with the nearest lengths that divide, if a sequence cannot be split.
+
+    Args:
+        length: length of the sequence.
+        size: number of ranks along the cp axis.
+        balanced: each part is a head and a tail.
+
+    Raises:
+        ValueError: the length does not divide by `size`, or by 2 x size if balanced.
+    """
     multiple = 2 * size if balanced else size
     below = length // multiple * multiple
     if below != length:
@@ -114,8 +144,16 @@ def check_divides(length: int, *, size: int, balanced: bool) -> None:
 
 
 class ContextParallelAttention(nn.Module):
-    """Compute attention over the whole sequence, from and to this rank's part of it (see the
-    module's docstring)."""
+    """Attention over the whole sequence, from and to this rank's part of it (see the module's docstring).
+
+    Attributes:
+        inner: the attention module that this module replaces.
+        scale: factor of the scores. None: 1 / sqrt(K).
+        spec: keys that a query sees.
+        name: name of the module, for messages.
+        part: the part of the sequence that this rank holds.
+        method: "ring", "allgather" or "ulysses".
+    """
 
     def __init__(
         self, inner: nn.Module, *, part: SequencePart, method: Method, name: str = "attention"
@@ -136,11 +174,17 @@ class ContextParallelAttention(nn.Module):
         document_ids_BS: Tensor | DocumentMask | None = None,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
-        """Return the local output, (B, H, S, K), for local inputs; document_ids_BS are the local positions' too,
-        or the mask of `mask_over_ranks`; sinks_H: a logit of each head, without a value.
+        """Return the local output, (B, H, S, size of a value).
 
-        Values may be smaller than keys, and so is then the output. Raises ValueError for heads of other sizes, and for heads that
-        Ulysses cannot deal out.
+        Args:
+            q_BHSK: local queries.
+            k_BGSK: local keys.
+            v_BGSK: local values. Their heads may be smaller than those of keys.
+            document_ids_BS: document ids of the local positions, or the mask of `mask_over_ranks`.
+            sinks_H: a logit of each head that joins the softmax, with the value zero.
+
+        Raises:
+            ValueError: sizes of heads do not fit each other, or Ulysses cannot split the heads over the ranks.
         """
         size, v_size = q_BHSK.shape[-1], v_BGSK.shape[-1]
         if size != k_BGSK.shape[-1] or size < v_size:
@@ -150,7 +194,7 @@ class ContextParallelAttention(nn.Module):
             )
         if size == v_size:
             return self._attend(q_BHSK, k_BGSK, v_BGSK, document_ids_BS, sinks_H)
-        # Keys and values travel in one tensor. Zeros beside the values make zeros beside the output.
+        # Keys and values travel in one tensor. The zeros that pad the values become zeros that pad the output.
         v_BGSK = F.pad(v_BGSK, (0, size - v_size))
         return self._attend(q_BHSK, k_BGSK, v_BGSK, document_ids_BS, sinks_H)[..., :v_size]
 
@@ -164,7 +208,7 @@ class ContextParallelAttention(nn.Module):
     ) -> Tensor:
         mask = document_ids_BS
         if self.method == "ulysses":
-            # The wrapped attention may be anyone's, and want ids where it got ids.
+            # The wrapped attention may be a user's class. If the caller passed ids, it gets ids.
             mask = _whole_ids(mask, self.part) if isinstance(mask, Tensor) else mask
             return self._ulysses(q_BHSK, k_BGSK, v_BGSK, mask, sinks_H)
         if isinstance(mask, Tensor):
@@ -178,7 +222,7 @@ class ContextParallelAttention(nn.Module):
             return ring_attention(q_BHSK, k_BGSK, v_BGSK, **options)
         # A mask over all keys, in the order in which ranks hold them: (2, B, G, S, K) -> (C, 2, B, G, S, K)
         kv = all_gather(torch.stack([k_BGSK, v_BGSK]), group=part.group, size=part.size)
-        # Sources become part of the key dimension: (2, B, G, C x S, K), then keys and values apart.
+        # Sources become part of the key dimension, (2, B, G, C x S, K). Then split keys and values.
         k_BGTK, v_BGTK = kv.permute(1, 2, 3, 0, 4, 5).flatten(3, 4).unbind(0)
         return mask.attend(q_BHSK, k_BGTK, v_BGTK, **options)
 
@@ -200,29 +244,34 @@ class ContextParallelAttention(nn.Module):
                 f"Ulysses deals out {heads} query heads (of this tensor-parallel rank) to {size} context parallel"
                 f" ranks: their number must be a multiple of it; use the method 'ring' or 'allgather'"
             )
-        # Fewer key/value heads than ranks, or an uneven number: copies, until each rank gets whole ones.
+        # With fewer key/value heads than ranks, or an uneven number, copy heads until each rank gets whole heads.
         copies = math.lcm(groups, size) // groups
         if copies > 1:
             k_BGSK, v_BGSK = (x.repeat_interleave(copies, dim=1) for x in (k_BGSK, v_BGSK))
         per_rank = [x.unflatten(1, (size, -1)) for x in (q_BHSK, k_BGSK, v_BGSK)]
-        # One all-to-all for all three: (C, B, (H + 2G) / C, S, K), C heads' shares before, parts of T after.
+        # One all-to-all for all three, (C, B, (H + 2G) / C, S, K): C indexes shares of heads before it, parts of T after it.
         parts = all_to_all(torch.cat(per_rank, dim=2).movedim(1, 0), group=self.part.group)
         whole = parts.movedim(0, 2).flatten(2, 3)
         whole = unshard_sequence(whole, dim=2, size=size, balanced=balanced)
-        # An attention that takes no sinks is not given any.
+        # An attention without sinks may not have the argument.
         sinks = () if sinks_H is None else (sinks_H.chunk(size)[self.part.rank],)
         qkv = whole.split([x.shape[2] for x in per_rank], dim=1)
         out_BHTK = self.inner(*qkv, mask, *sinks)
-        # Back to the order in which ranks hold chunks, before the exchange.
+        # Back to the order in which ranks hold chunks, before the all-to-all.
         order = _chunks_held(size, balanced)
         out_BHTK = _pick(out_BHTK, 2, order, len(order))
-        # (C, B, H / C, S, K): parts of T before, C heads' shares after.
+        # (C, B, H / C, S, K): C indexes parts of T before it, shares of heads after it.
         shares = all_to_all(out_BHTK.unflatten(2, (size, -1)).movedim(2, 0), group=self.part.group)
         return shares.movedim(0, 1).flatten(1, 2)
 
 
 def sequence_part(mesh: DeviceMesh, *, balanced: bool) -> SequencePart:
-    """Return which part of each sequence this rank of the cp axis holds."""
+    """Return the part of each sequence that this rank of the cp axis holds.
+
+    Args:
+        mesh: mesh with the cp axis only.
+        balanced: the part is a head and a tail, and not contiguous.
+    """
     # Functional collectives know a group by its name, which a compiler can put into a graph.
     return SequencePart(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size(), balanced)
 
@@ -236,9 +285,15 @@ def mask_over_ranks(
     cu_seqlens_BN: Tensor | None = None,
     specs: Iterable[AttentionSpec] = (CAUSAL,),
 ) -> DocumentMask:
-    """Return the mask of what a rank's attention computes, from the ids of its part of the sequence.
+    """Return the document mask for a rank's attention, from the ids of its part of the sequence.
 
-    cu_seqlens_BN: of whole sequences, for "varlen", which only Ulysses takes. specs: as in `mask_of`.
+    Args:
+        ids_BS: document ids of the local positions.
+        part: the part of the sequence that this rank holds.
+        method: "ring", "allgather" or "ulysses".
+        form: form of the mask (documents.py). Only Ulysses takes "varlen".
+        cu_seqlens_BN: result of `document_cu_seqlens` for whole sequences, for "varlen".
+        specs: specs of all layers that will use the mask.
     """
     if method == "ulysses":
         return mask_of(
@@ -255,7 +310,7 @@ def mask_over_ranks(
 
 
 def _gather_ids(ids_BS: Tensor, part: SequencePart) -> Tensor:
-    """Return all ranks' ids, (B, T), in the order in which ranks hold them."""
+    """Return all ranks' ids, (B, T), in the order of ranks."""
     ids_CBS = all_gather(ids_BS, group=part.group, size=part.size)
     return ids_CBS.movedim(0, 1).flatten(1, 2)
 
@@ -267,14 +322,17 @@ def _whole_ids(ids_BS: Tensor, part: SequencePart) -> Tensor:
 
 
 def _chunks_held(size: int, balanced: bool) -> list[int]:
-    """Return the numbers of the chunks of the sequence in the order in which ranks 0, 1, ... hold them."""
+    """Return the numbers of the sequence's chunks that ranks 0, 1, ... hold, in the order of ranks."""
     if not balanced:
         return list(range(size))
     return [chunk for rank in range(size) for chunk in (rank, 2 * size - 1 - rank)]
 
 
 def _pick(tensor: Tensor, dim: int, chunks: list[int], num_chunks: int) -> Tensor:
-    """Return some of `num_chunks` equal chunks, one after the other; views and cat, no index to move to the device."""
+    """Return some of `num_chunks` equal chunks, concatenated.
+
+    It uses views and cat, since an index would have to be moved to the device.
+    """
     if chunks == list(range(num_chunks)):
         return tensor
     pieces = tensor.chunk(num_chunks, dim)

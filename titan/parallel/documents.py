@@ -1,16 +1,20 @@
-"""Make the attention mask of packed documents once for a forward pass, in the form that the device's kernels want.
+"""Attention mask of packed documents, made once for a forward pass, in the form for the device's kernels.
 
-    varlen  FlashAttention over documents as sequences: it computes nothing outside of them. In 16 bits on GPUs
-    flex    FlexAttention, compiled: it skips blocks of 128 x 128 that are masked as a whole, and takes any dtype and any layout
+    varlen  FlashAttention over documents as sequences: it computes no score outside of them. In 16 bits on GPUs
+    flex    FlexAttention, compiled: it skips fully masked blocks of 128 x 128, and takes any dtype and any layout
     dense   one boolean for each query and key. On CPUs, and on GPUs that have neither
-    ring    the ids themselves: ring.py makes a dense mask of each block that passes by
+    ring    the document ids: ring.py makes a dense mask of each block of keys that arrives
 
-`share_document_mask` has a model make its mask where its forward pass begins. All attention modules then get the same
+An example: a batch of one sequence of S = 8 tokens with documents of 3, 4 and 1 tokens has the ids [0, 0, 0, 1, 1, 1, 1, 2]. Its
+cu_seqlens are [0, 3, 7, 8]. The query at position 4 sees the keys 3 and 4.
+
+`share_document_mask` makes the mask at the start of a model's forward pass. All attention modules then get the same
 `DocumentMask` in place of the ids. An attention module that is called with ids makes a dense mask itself.
 
-The host never reads ids back: the number of documents is that of `document_cu_seqlens`, which the loader computes.
+The host never reads ids back from the device: `document_cu_seqlens`, which the loader calls on the host, counts the documents.
 
-B batch, S queries, T keys, H query heads, G key/value heads, K head dim, N documents in a row, Q and C blocks of queries and keys
+B batch, S queries, T keys, H query heads, G key/value heads, K head dim, N documents of a sequence, Q and C blocks of queries and
+keys
 """
 
 from __future__ import annotations
@@ -39,17 +43,19 @@ from .torch_compat import compute_capability
 MaskForm = Literal["varlen", "flex", "dense", "ring"]
 
 _BLOCK = 128  # FlexAttention's default, which its kernels' tiles divide
-# Rows have room for documents of this mean length. Room that is not used costs FlashAttention empty blocks of its grid.
+# Sequences have room for documents of this mean length. Unused room costs FlashAttention empty blocks of its grid.
 _MEAN_LENGTH = 256
 
 
 @dataclass(frozen=True)
 class DocumentMask:
-    """Let a query see keys of its document, of those that its `AttentionSpec` has.
+    """Attention mask of packed documents, further limited by causality and window (`AttentionSpec`).
 
-    mask: of "varlen", where each document ends in the flattened batch, int32 (B * N + 1,), beginning with 0; of "flex", a BlockMask for
-    each spec of the model; of "dense", booleans (B, 1, S, T) for each; of "ring", the ids of all ranks' positions, (B, ranks, S).
-    length: S, which no document exceeds.
+    Attributes:
+        form: form of the mask, see the module's docstring.
+        mask: "varlen": cu_seqlens of the flattened batch, int32 (B * N + 1,). "flex": a BlockMask for each spec of the model.
+            "dense": booleans (B, 1, S, T) for each spec. "ring": ids of the positions of all ranks, (B, ranks, S).
+        length: S, the upper limit of a document's length.
     """
 
     form: MaskForm
@@ -66,9 +72,18 @@ class DocumentMask:
         spec: AttentionSpec = CAUSAL,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
-        """Return the attention output, (B, H, S, size of a value). Query head h reads key/value head h // (H // G).
+        """Return the attention output. Query head h reads key/value head h // (H // G).
 
-        spec: one of those for which the mask was made. sinks_H: a logit of each head that joins the softmax, without a value.
+        Args:
+            q_BHSK: queries.
+            k_BGTK: keys.
+            v_BGTK: values. Their heads may be smaller than those of keys.
+            scale: None is 1 / sqrt(K).
+            spec: one of the specs for which the mask was made.
+            sinks_H: a logit of each head that joins the softmax, with the value zero.
+
+        Returns:
+            The output, (B, H, S, size of a value).
         """
         qkv, grouped = (q_BHSK, k_BGTK, v_BGTK), q_BHSK.shape[1] != k_BGTK.shape[1]
         if self.form == "flex":
@@ -88,7 +103,7 @@ class DocumentMask:
                 *qkv, attn_mask=mask, scale=scale, enable_gqa=grouped
             )
         size, v_size = q_BHSK.shape[-1], v_BGTK.shape[-1]
-        # FlashAttention wants one size of heads. Zeros beside the values make zeros beside the output.
+        # FlashAttention wants one size of heads. The zeros that pad the values become zeros that pad the output.
         v_BGTK = F.pad(v_BGTK, (0, size - v_size)) if v_size < size else v_BGTK
         qkv, how = (q_BHSK, k_BGTK, v_BGTK), {"ends": self.mask, "spec": spec, "scale": scale}
         if sinks_H is not None:
@@ -97,17 +112,27 @@ class DocumentMask:
 
 
 def choose_form(device_type: str, dtype: torch.dtype, *, whole: bool = True) -> MaskForm:
-    """Return the fastest form for a device and the dtype of queries. whole: each rank attends to whole sequences."""
-    # FlashAttention needs 8.0, as Triton, which FlexAttention is compiled to, does in all its features.
+    """Return the fastest form of a mask.
+
+    Args:
+        device_type: type of the device, such as "cuda".
+        dtype: dtype of queries.
+        whole: each rank attends to whole sequences.
+    """
+    # FlashAttention needs 8.0. So does Triton, to which FlexAttention is compiled, for all its features.
     if compute_capability(device_type) < (8, 0):
         return "dense"
     return "varlen" if whole and dtype in (torch.bfloat16, torch.float16) else "flex"
 
 
 def document_cu_seqlens(ids_BS: Tensor) -> Tensor:
-    """Return where each document of a row ends, int32 (B, N), filled up with S. ids_BS, on the host, count up from 0.
+    """Return the end of each document within its sequence, int32 (B, N), padded with S.
 
-    N has room for documents of 256 tokens, or twice, four times ... that, so that it hardly ever changes and with it compiled code.
+    N has room for documents with a mean length of 256 tokens, or for two, four, eight ... times as many. It hardly ever changes, so
+    that compiled code stays valid.
+
+    Args:
+        ids_BS: document ids on the host, which count up from 0 in each sequence.
     """
     length = ids_BS.shape[1]
     room = -(-length // _MEAN_LENGTH)
@@ -125,12 +150,15 @@ def mask_of(
     keys: tuple[Tensor, Tensor, Tensor] | None = None,
     specs: Iterable[AttentionSpec] = (CAUSAL,),
 ) -> DocumentMask:
-    """Return the mask of documents with these numbers, int64 (B, S), on their device.
+    """Return the mask of packed documents.
 
     Args:
-        cu_seqlens_BN: of `document_cu_seqlens`, for "varlen". None: the host waits for the ids, to compute them.
-        keys: where keys are others than queries, the documents of keys, (B, T), and the positions of queries and keys, (S,), (T,).
-        specs: of all layers that will use the mask.
+        ids_BS: document ids, int64 (B, S), on the device of the mask.
+        form: form of the mask.
+        cu_seqlens_BN: result of `document_cu_seqlens`, for "varlen". None: the host waits for the ids, to compute it.
+        keys: if keys are not at the queries' positions: the document ids of keys, (B, T), and the positions of queries, (S,), and
+            keys, (T,).
+        specs: specs of all layers that will use the mask.
     """
     length = ids_BS.shape[1]
     if form == "varlen":
@@ -156,7 +184,14 @@ def mask_of(
 
 
 def mask_of_window(q_BHSK: Tensor, spec: AttentionSpec) -> DocumentMask:
-    """Return the mask of rows that are one document each, for queries and keys at the same positions: (S x S) only where nothing else will do."""
+    """Return the mask of sequences of one document each, for queries and keys at the same positions.
+
+    It is a mask of S x S booleans only if no kernel takes another form.
+
+    Args:
+        q_BHSK: queries, which determine shapes, dtype and device.
+        spec: keys that a query sees.
+    """
     batch, length, device = q_BHSK.shape[0], q_BHSK.shape[2], q_BHSK.device
     form = choose_form(device.type, q_BHSK.dtype)
     if form == "varlen":
@@ -168,7 +203,7 @@ def mask_of_window(q_BHSK: Tensor, spec: AttentionSpec) -> DocumentMask:
 def _block_mask(
     ids_BS: Tensor, ids_BT: Tensor, at_S: Tensor, at_T: Tensor, spec: AttentionSpec
 ) -> Any:
-    """Return FlexAttention's mask from the ranges of ids and positions in each block, so that no S x T mask exists."""
+    """Return FlexAttention's mask from the ranges of ids and positions in each block, so that no S x T mask is in memory."""
     from torch.nn.attention.flex_attention import BlockMask
 
     def visible(b: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -180,7 +215,7 @@ def _block_mask(
         x[..., None] for x in (low_BQ1, high_BQ1, first_Q1, last_Q1)
     )
     low_BC, high_BC = low_BC[:, None], high_BC[:, None]
-    # Ranges that meet may hold no pair that is visible: then the block is computed and masked, as any other in part visible.
+    # Ranges that overlap may contain no visible pair. The block is then computed and masked, like a partly visible one.
     some_BQC = (low_BQ1 <= high_BC) & (low_BC <= high_BQ1)
     all_BQC = (low_BQ1 == high_BC) & (low_BC == high_BQ1)
     if spec.causal:
@@ -197,7 +232,7 @@ def _block_mask(
 
 
 def _ranges(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the smallest and the largest value in each block of the last dimension, whose last block may be shorter."""
+    """Return the smallest and the largest value in each block of the last dimension. The last block may be shorter."""
     length = x.shape[-1]
     places = torch.arange(-(-length // _BLOCK) * _BLOCK, device=x.device).clamp(max=length - 1)
     low, high = torch.aminmax(x[..., places].unflatten(-1, (-1, _BLOCK)), dim=-1)
@@ -205,15 +240,23 @@ def _ranges(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _listed(is_in_BQC: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each block of queries how many blocks of keys there are, and their numbers, first in order: with a dimension for heads."""
+    """Return, for each block of queries, the number of key blocks and their indices, with a dimension for heads.
+
+    The indices of the blocks that are in the mask come first, in order.
+    """
     order = is_in_BQC.int().argsort(dim=-1, descending=True, stable=True)
     return is_in_BQC.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None]
 
 
 def share_document_mask(model: nn.Module, make: Callable[..., DocumentMask] = mask_of) -> None:
-    """Have the forward pass of a model begin with the mask: `document_ids_BS=` reaches its modules as `make(ids, cu_seqlens_BN=..., specs=...)`.
+    """Register a pre-forward hook that builds the document mask once and passes it to every attention module.
 
-    The specs are those of modules that have one, as `spec`. A keyword argument `cu_seqlens_BN` of the call is used up.
+    The hook replaces the argument `document_ids_BS` of the model's forward by a mask, and removes the argument `cu_seqlens_BN`. The
+    specs of the mask come from all modules with an attribute `spec`.
+
+    Args:
+        model: the model.
+        make: called as `make(ids, cu_seqlens_BN=..., specs=...)`.
     """
     found = {module.spec for module in model.modules() if hasattr(module, "spec")}
     specs: Any = tuple(sorted(found)) or (CAUSAL,)  # pyright: ignore
@@ -228,13 +271,20 @@ def share_document_mask(model: nn.Module, make: Callable[..., DocumentMask] = ma
 
 
 def flex_attention(q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, **options: Any) -> Any:
-    """Call FlexAttention compiled, since the scores would exist as a whole otherwise. On a CPU, where it has no backward pass, as it is.
+    """Call FlexAttention, compiled. Uncompiled, it would keep all scores in memory.
 
-    spec: of the mask, for the simulator alone.
+    On a CPU it runs uncompiled, since the compiled one has no backward pass there.
+
+    Args:
+        q: queries, (B, H, S, K).
+        k: keys, (B, G, T, K).
+        v: values, (B, G, T, size of a value).
+        spec: spec of the mask. Only the simulator reads it.
+        **options: further arguments of FlexAttention.
     """
     from torch.nn.attention import flex_attention as module
 
-    # Within a compiled block it becomes a part of that.
+    # Within a compiled block, it is compiled as a part of the block.
     as_is = torch.compiler.is_compiling() or q.device.type == "cpu"
     return (module.flex_attention if as_is else _compiled_flex())(q, k, v, **options)
 

@@ -1,14 +1,18 @@
 """Expert parallelism: each rank of the ep axis holds some of the experts, and tokens travel to them and back.
 
 `apply_ep` shards the stacked parameters of each MoE's experts over the axis, as DTensors, and sets the module's `dispatcher` to a
-`TokenDispatcher`. It needs little of a module: `experts`, whose parameters are stacked by expert and whose forward takes tokens sorted
-by expert and a count for each expert; and `dispatcher`, which the module calls with tokens, counts and experts.
+`TokenDispatcher`. A module needs two attributes: `experts`, whose parameters are stacked by expert and whose forward takes
+tokens sorted by expert and a count for each expert; and `dispatcher`, which the module calls with tokens, counts and experts.
 
-No token is dropped or padded. Each rank sends as many tokens as it has, and a first small all-to-all tells how many will arrive.
-Reading these counts is the only time in a layer that the host waits for the device.
+No token is dropped or padded. Each rank sends all its tokens, and a small all-to-all first tells how many will arrive. The host
+reads these counts, which is the only time in a layer that it waits for the device.
 
-The axis may be laid over any ranks that hold different tokens: data-parallel and context-parallel ranks, and tensor-parallel ranks
-too, whose tokens are shards of the sequence (titan.parallel.mesh).
+An example with C = 2 ranks and E = 4 experts: rank 0 holds the experts 0 and 1. Rank 0 has N = 6 tokens with counts_E =
+[1, 2, 2, 1], and rank 1 has 6 with [3, 0, 1, 2]. Rank 0 sends to = [3, 3] tokens and receives from_ = [3, 3], so R = 6: one
+token for expert 0 and two for expert 1 from itself, three for expert 0 from rank 1. The counts of its experts are [4, 2].
+
+The axis may cover any ranks that hold different tokens: data-parallel and context-parallel ranks, and tensor-parallel ranks,
+whose tokens are shards of the sequence (mesh.py).
 
 C ranks, E experts, e = E / C experts of this rank, N tokens to send, R tokens that arrive, D model
 """
@@ -33,9 +37,15 @@ from .token_order import host_counts, permute
 
 
 def apply_ep(model: nn.Module, *, mesh: DeviceMesh, moe_type: type[nn.Module]) -> None:
-    """Spread the experts of each `moe_type` in `model` over the one axis of `mesh`, in place.
+    """Shard the experts of each `moe_type` in `model` over the one axis of `mesh`, in place.
 
-    Raises ValueError for a number of experts that the ranks do not divide.
+    Args:
+        model: the model.
+        mesh: mesh with the ep axis only.
+        moe_type: class of the modules with `experts` and `dispatcher`.
+
+    Raises:
+        ValueError: the number of ranks does not divide the number of experts.
     """
     for name, module in model.named_modules():
         if not isinstance(module, moe_type):
@@ -46,7 +56,7 @@ def apply_ep(model: nn.Module, *, mesh: DeviceMesh, moe_type: type[nn.Module]) -
                 raise ValueError(
                     f"the {len(parameter)} experts of {name} do not divide by {mesh.size()} ranks"
                 )
-            # Stacked parameters are cut between experts, so a rank has whole ones.
+            # Stacked parameters are split between experts, so a rank has whole experts.
             part = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
             split = nn.Parameter(part, requires_grad=parameter.requires_grad)
             experts.register_parameter(key, split)
@@ -102,11 +112,15 @@ class TokenDispatcher:
     def dispatch(self, tokens_ND: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, Routes]:
         """Send tokens to the ranks of their experts.
 
+        Args:
+            tokens_ND: tokens, sorted by expert.
+            counts_E: number of tokens for each expert, int64.
+
         Returns:
             The tokens for this rank's experts (R, D), sorted by expert; their counts (e,); and their routes.
         """
         # A recomputation takes the counts of the forward pass: the host does not wait a second time.
-        exchange_counts = outside_selection(self.exchange_counts)  # as in `keep_routes`
+        exchange_counts = outside_selection(self.exchange_counts)  # the recomputation leaves it out
         counts_Ce, to, from_ = _recall(self) or exchange_counts(counts_E, len(tokens_ND))
         _remember(self, (counts_Ce, to, from_))
         tokens_RD = all_to_all_tokens(tokens_ND, group=self.group, to=to, from_=from_)
@@ -120,7 +134,12 @@ class TokenDispatcher:
         return permute(tokens_RD, order_R, inverse_R), counts_Ce.sum(0), routes
 
     def combine(self, results_RD: Tensor, routes: Routes) -> AsyncAllToAll:
-        """Start to send the experts' results back to the ranks of their tokens."""
+        """Start to send the experts' results back to the ranks of their tokens.
+
+        Args:
+            results_RD: results of this rank's experts, in the order of the dispatched tokens.
+            routes: routes that `dispatch` returned.
+        """
         results_RD = permute(results_RD, routes.inverse_R, routes.order_R)
         return AsyncAllToAll(results_RD, group=self.group, to=routes.from_, from_=routes.to)
 
@@ -129,11 +148,16 @@ class TokenDispatcher:
     ) -> tuple[Tensor, list[int], list[int]]:
         """Exchange counts with all ranks.
 
+        Args:
+            counts_E: number of this rank's tokens for each expert, int64.
+            num_tokens: number of this rank's tokens.
+
         Returns:
-            Tokens that come from each rank for each expert, (C, e); and on the host, tokens sent to and received from each rank.
+            The number of tokens from each rank for each expert, (C, e); and on the host, the numbers of tokens sent to and received
+            from each rank.
         """
         ones = [1] * self.size
-        # Experts are numbered rank by rank, so row c has the counts of rank c's experts.
+        # Experts are numbered rank by rank, so entry c has the counts of rank c's experts.
         sent_Ce = counts_E.view(self.size, -1)
         counts_Ce = wait(start_all_to_all(sent_Ce, group=self.group, to=ones, from_=ones))
         both = host_counts(torch.cat([sent_Ce.sum(1), counts_Ce.sum(1)]), num_tokens=num_tokens)
@@ -141,9 +165,12 @@ class TokenDispatcher:
 
 
 def _give_local_parameters(module: nn.Module) -> None:
-    """Let forward see this rank's part of each parameter as a plain tensor; after FSDP has gathered it, if it does."""
+    """Replace each parameter by this rank's part, as a plain tensor, while forward runs.
 
-    # Products take plain tensors. The split parameters come back when forward is over.
+    FSDP all-gathers the part before that, if it shards the module.
+    """
+
+    # Grouped matmuls take plain tensors. The split parameters come back after forward.
     def unwrap(module: nn.Module, *_: Any) -> None:
         split = dict(module._parameters)
         module.__dict__["_split_parameters"] = split
@@ -159,10 +186,12 @@ def _give_local_parameters(module: nn.Module) -> None:
 
 
 def local_tokens(mesh: DeviceMesh, length: int, *, balanced: bool) -> Tensor:
-    """Return the places, in a sequence of this length, of the tokens that this rank's experts see, int64.
+    """Return the positions in the sequence of the tokens that this rank's experts see, int64.
 
     Args:
-        balanced: how context parallelism splits the sequence.
+        mesh: the dense mesh.
+        length: length of a sequence.
+        balanced: context parallelism gives each rank a head and a tail of the sequence.
     """
     tokens, cp = torch.arange(length), axis_size(mesh, "cp")
     if cp > 1:
@@ -172,20 +201,26 @@ def local_tokens(mesh: DeviceMesh, length: int, *, balanced: bool) -> Tensor:
 
 
 class RoundRobin:
-    """Send tokens to all experts in turn, by their place in the sequence: the same in every layout.
+    """Routes that send tokens to all experts in turn, by position in the sequence: the same in every layout.
 
-    A token's experts are far apart, so they are on different ranks where there are enough ranks, as an even router's would be.
+    A token's experts are far apart. With enough ranks they are on different ranks, as they would be with an even router.
     """
 
     def __init__(self, mesh: DeviceMesh, *, balanced: bool) -> None:
         self.mesh, self.balanced = mesh, balanced
 
     def get(self, moe: Any, tokens: Tensor) -> Tensor | None:
+        """Return the experts of each token, int64 (B * S, top_k).
+
+        Args:
+            moe: the mixture of experts, with its config.
+            tokens: tokens of this rank, (B, S, D).
+        """
         length = tokens.shape[1] * axis_size(self.mesh, "cp", "tp")
         k, num_experts = moe.config.top_k, moe.config.num_experts
         places_S = local_tokens(self.mesh, length, balanced=self.balanced).to(tokens.device)
         turns_SK = places_S[:, None] * k + torch.arange(k, device=tokens.device)
-        # Experts in columns, one from each in turn. Neighbours are on one rank.
+        # Experts in columns, which take turns. Experts next to each other in a column are on one rank.
         columns = next(n for n in range(k, num_experts + 1) if num_experts % n == 0)
         turns_SK = turns_SK % num_experts
         ids_SK = turns_SK % columns * (num_experts // columns) + turns_SK // columns
@@ -198,7 +233,7 @@ class RoundRobin:
 
 
 class _Record(threading.local):
-    """The record of the checkpointed block that runs in this thread, and whether it is a recomputation."""
+    """Record of the checkpointed block that runs in this thread, and whether the block is being recomputed."""
 
     routes: dict[Any, Any] | None = None
     is_recomputation = False
@@ -213,25 +248,46 @@ def is_recomputation() -> bool:
 
 
 class KeptRoutes:
-    """Let a recomputation send each token where the forward pass sent it, without choosing or
-    counting again."""
+    """Routes of the forward pass, for the recomputation.
+
+    The recomputation sends each token to the same experts, and neither chooses nor counts again.
+    """
 
     def get(self, moe: Any, tokens: Tensor) -> Tensor | None:
-        # Only a recomputation finds something here.
+        # Returns None in a forward pass, which then chooses.
+        """Return the experts that the forward pass chose, in a recomputation, else None.
+
+        Args:
+            moe: the mixture of experts.
+            tokens: tokens of this rank. Not read.
+        """
         return _recall(moe)
 
     def put(self, moe: Any, ids_TK: Tensor) -> None:
+        """Keep the experts that the forward pass chose.
+
+        Args:
+            moe: the mixture of experts.
+            ids_TK: experts of each token, int64 (T, top_k).
+        """
         _remember(moe, ids_TK)
 
 
 def keep_routes(
     block: nn.Module,
 ) -> Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]] | None:
-    """Return what makes the contexts of a checkpointed block's forward pass and of its recomputation; None: it has no experts."""
+    """Return a function that makes the contexts of a checkpointed block's forward pass and recomputation.
+
+    Args:
+        block: a block, before it is wrapped.
+
+    Returns:
+        The function, or None if the block has no experts.
+    """
     moes: list[Any] = [module for module in block.modules() if hasattr(module, "route_sources")]
     for moe in moes:
         moe.route_sources.insert(0, KeptRoutes())
-        # The recomputation leaves it out, so a selective checkpoint must not count what it does.
+        # The recomputation leaves the choice out, so a selective checkpoint must not count its operations.
         moe.router.choose = outside_selection(moe.router.choose)
     return _contexts if moes else None
 
@@ -242,7 +298,10 @@ def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[No
 
 
 class _Recording(AbstractContextManager[None]):
-    """Makes these routes the current ones; enters as often as a backward pass in two halves recomputes."""
+    """Context in which these routes are the current ones.
+
+    A backward pass in two halves recomputes twice, and enters it twice.
+    """
 
     def __init__(self, routes: dict[Any, Any], is_recomputation: bool) -> None:
         self.record = routes, is_recomputation

@@ -1,17 +1,18 @@
-"""Compute the matrix products of linear layers in 8 bits (float8, MXFP8), by torchao. Weights and
-optimizer stay as they are.
+"""Matmuls of linear layers in 8 bits (float8, MXFP8), by torchao. Weights and optimizer do not change.
 
-A float8 layer (arXiv:2209.05433) casts its three products' operands as it multiplies them: x to x s with s = 448 / max |x|,
-and divides by the scales afterwards. What shares a scale is the recipe:
+A float8 layer (arXiv:2209.05433) casts the operands of its three matmuls when it multiplies them: x to x s with s = 448 / max |x|.
+It divides the result by the scales. The recipe says which values share a scale:
 
-    tensorwise             the whole tensor (the fastest); of it FSDP and TP can gather 8 bits instead of 16
-    rowwise                each row of the left, each column of the right operand: an outlier costs its own row only
-    rowwise_with_gw_hp     the same, the product for the weight's gradient in high precision (the most exact)
-    mxfp8_cublas[_rceil]   each 32 values in a row (OCP MX), the scale a power of two rounded down [up]
+    tensorwise             the whole tensor (the fastest); FSDP and TP can all-gather 8 bits instead of 16
+    rowwise                each row of the left and each column of the right operand: an outlier affects its own row only
+    rowwise_with_gw_hp     the same, with the weight's gradient in high precision (the most exact)
+    mxfp8_cublas[_rceil]   32 neighbours in a row (OCP MX); the scale is a power of two, rounded down [up]
 
-Layers are converted before the model is split: TP and FSDP must find a weight that knows how to cast itself. Emulated, the same
-casts are followed by a product in fp32: slow, but the same numbers to rounding, on any device. A float8 all-gather wraps
-weights in a tensor subclass of torchao's; `plain` takes it off again, so that checkpoints know nothing of it.
+An example, tensorwise: for x = [0.5, -2, 1], s = 448 / 2 = 224, and the layer multiplies [112, -448, 224].
+
+Layers are converted before the model is split: TP and FSDP must find a weight that can cast itself. An emulated layer makes
+the same casts, followed by a matmul in fp32: slow, but on any device the same numbers, up to rounding. For a float8 all-gather,
+torchao wraps weights in a tensor subclass; `plain` removes it, so that checkpoints do not contain it.
 """
 
 from __future__ import annotations
@@ -32,23 +33,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-# The oldest compute capability that multiplies so: Ada, Hopper, Blackwell; MI300 (gfx942), MI350 (gfx950).
+# The oldest compute capability with such matmuls: Ada, Hopper, Blackwell; MI300 (gfx942), MI350 (gfx950).
 _NVIDIA = {"tensorwise": (8, 9), "rowwise": (9, 0), "mxfp8": (10, 0)}
 _AMD = {"tensorwise": (9, 4), "rowwise": (9, 4), "mxfp8": (9, 5)}
 _FLOAT8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 RECIPES = (*_FLOAT8, "mxfp8_cublas", "mxfp8_cublas_rceil")
-# A name in filter_fqns, as in TorchTitan: leave layers alone that are too small to gain, by torchao's measurements.
+# A name in filter_fqns, as in TorchTitan: leave layers alone that are too small to gain speed, by torchao's measurements.
 _SMALL = "auto_filter_small_kn"
 
 
 class Float8Error(ValueError):
-    """Report that float8 cannot be had here. The message is for the user."""
+    """Float8 that this device or installation cannot do. The message is for the user."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """Say what became of a linear layer. shape: (out, in). kept: why it is in high precision, or ""
-    if it is converted."""
+    """Result of the conversion of one linear layer.
+
+    Attributes:
+        name: name of the layer.
+        shape: its output and input features.
+        kept: reason why the layer stays in high precision. "" if it was converted.
+    """
 
     name: str
     shape: tuple[int, int]
@@ -67,17 +73,23 @@ def apply_float8(
     tp: int = 1,
     num_kv_heads: int = 1,
 ) -> list[Conversion]:
-    """Convert the linear layers of `model` in place, before it is split, and say what became of each. Raises Float8Error.
+    """Convert the linear layers of `model` in place, before it is split. Return a result for each.
 
     Args:
-        recipe: how values are scaled (docs/memory.md).
-        filter_fqns: parts of names to leave alone. None: the output layer, whose rounding would go straight into the loss. By torchao's
-            advice it is the last linear layer, unless a ModuleList or ModuleDict of blocks holds it.
+        model: the model.
+        recipe: name of the scaling (docs/memory.md).
+        filter_fqns: parts of names of layers to leave alone. None: the output layer, whose rounding would affect the loss directly;
+            as torchao advises, that is the last linear layer, unless it is in a ModuleList or ModuleDict of blocks.
         emulate: compute in the model's precision, with rounded values.
-        fsdp_all_gather: FSDP gathers weights in float8 (tensorwise). Under tensor parallelism call `precompute_scales` before the first
-            forward pass of every step then, or each rank's part has a separate scale.
-        keep: names of more layers to leave alone, and why.
-        tensor_plan, tp, num_kv_heads: how `apply_tp` will split the layers, since a rank's part must divide by 16 (MXFP8: 32).
+        fsdp_all_gather: FSDP all-gathers weights in float8 (tensorwise). Under tensor parallelism, call `precompute_scales` before
+            the first forward pass of every step, or each rank's part gets its own scale.
+        keep: names of more layers to leave alone, with reasons.
+        tensor_plan: plan of `apply_tp`, since 16 (MXFP8: 32) must divide a rank's part of a layer.
+        tp: number of tensor-parallel ranks.
+        num_kv_heads: number of key/value heads.
+
+    Raises:
+        Float8Error: the recipe is unknown, cannot be gathered in float8, or needs another torchao.
     """
     if recipe not in RECIPES:
         raise Float8Error(f"there is no recipe {recipe}, but {', '.join(RECIPES)}")
@@ -97,7 +109,7 @@ def apply_float8(
         style = next((s for p, s in (tensor_plan or {}).items() if fnmatchcase(name, p)), "")
         named = next((part for part in filter_fqns if part in name), None)
         rows, columns = _local_shape(layer, style=style, tp=tp)
-        # What the user asked for first, then what cannot be converted, then what does not pay.
+        # First the user's wishes, then layers that cannot be converted, then layers that would not gain speed.
         kept = ""
         if named is not None:
             kept = f'filter_fqns has "{named}"'
@@ -123,7 +135,7 @@ def apply_float8(
 
 
 def _output_layer(model: nn.Module) -> str:
-    """Return the name of the last linear layer, or "" where that is in a list of blocks."""
+    """Return the name of the last linear layer, or "" if it is in a list of blocks."""
     names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
     parts = names[-1].split(".") if names else []
     above = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
@@ -133,7 +145,15 @@ def _output_layer(model: nn.Module) -> str:
 
 
 def require_hardware(recipe: str, device: torch.device) -> None:
-    """Raise Float8Error unless `device` multiplies in the precision of `recipe`."""
+    """Raise Float8Error unless `device` multiplies in the precision of `recipe`.
+
+    Args:
+        recipe: name of the scaling.
+        device: device of the model.
+
+    Raises:
+        Float8Error: the device is too old, or has no such matmuls.
+    """
     kind = "mxfp8" if _is_mx(recipe) else "tensorwise" if recipe == "tensorwise" else "rowwise"
     needed, have = (_AMD if torch.version.hip else _NVIDIA)[kind], "a CPU"
     if device.type == "cuda":
@@ -148,10 +168,13 @@ def require_hardware(recipe: str, device: torch.device) -> None:
 
 
 def precompute_scales(model: nn.Module) -> None:
-    """Find the scales of all weights that FSDP gathers in float8, in one reduction rather than one for each.
+    """Compute the scales of all weights that FSDP all-gathers in float8, in one reduction.
 
-    Called before a forward pass, and not after the optimizer step: so no way of changing weights (a resumed run, another
-    optimizer) leaves an old scale behind. Weights that are still gathered are up to date and passed over.
+    Call it before a forward pass, not after the optimizer step. No change of the weights (a resumed run, another optimizer) can
+    then leave an old scale behind. Weights that are still gathered are up to date, and are skipped.
+
+    Args:
+        model: model after FSDP.
     """
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
@@ -160,7 +183,11 @@ def precompute_scales(model: nn.Module) -> None:
 
 @torch.no_grad()
 def plain(tensor: Tensor) -> Tensor:
-    """Return the same memory without torchao's wrapper, if it has one, also inside a DTensor."""
+    """Return the same memory without torchao's wrapper, if there is one, also inside a DTensor.
+
+    Args:
+        tensor: any tensor.
+    """
     local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if not hasattr(local, "_precomputed_scale"):
         return tensor
@@ -171,7 +198,14 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def table(report: Iterable[Conversion], *, recipe: str, emulated: bool, compiled: bool) -> str:
-    """Describe which layers were converted, a line for each kind of layer: `layers.*.attention.wq`, how many, their shape, why not."""
+    """Return a table of the conversion, with a line for each kind of layer: name, count, shape, reason.
+
+    Args:
+        report: results of `apply_float8`.
+        recipe: name of the scaling.
+        emulated: layers compute in high precision.
+        compiled: blocks will be compiled.
+    """
     # Equal layers of all blocks are one line.
     kinds = Counter(dataclasses.replace(c, name=re.sub(r"\.\d+\.", ".*.", c.name)) for c in report)
     done = sum(count for kind, count in kinds.items() if not kind.kept)
@@ -192,15 +226,26 @@ def table(report: Iterable[Conversion], *, recipe: str, emulated: bool, compiled
 
 
 def is_tensorwise(module: nn.Module) -> bool:
-    """Return whether a module is a float8 layer with one scale for each tensor."""
+    """Return whether a module is a float8 layer with one scale for each tensor.
+
+    Args:
+        module: any module.
+    """
     config = getattr(module, "config", None)
     cast = getattr(config, "cast_config_input", None)
     return cast is not None and cast.scaling_granularity.value == "tensorwise"
 
 
 def cast_before_gather(module: nn.Module, mesh: DeviceMesh) -> Callable[[DTensor], DTensor] | None:
-    """Return what casts the input that the layers in `module` share, so that it is gathered in float8; None unless all of its matrices
-    belong to tensorwise layers."""
+    """Return a function that casts the input of the layers in `module`, to be all-gathered in float8.
+
+    Args:
+        module: module whose layers share an input.
+        mesh: mesh with the tp axis only.
+
+    Returns:
+        The function, or None unless all matrices of the module belong to tensorwise layers.
+    """
     layers = [m for m in module.modules() if is_tensorwise(m)]
     matrices = {id(p) for p in module.parameters() if p.ndim > 1}
     # Other matrices in the module need the input in high precision.
@@ -218,7 +263,12 @@ def cast_before_gather(module: nn.Module, mesh: DeviceMesh) -> Callable[[DTensor
 
 
 def rows_style(mesh: DeviceMesh, *, sequence_dim: int) -> ParallelStyle:
-    """Return a RowwiseParallel whose output's gradient is cast before it is gathered over the sequence."""
+    """Return a RowwiseParallel that casts its output's gradient before it is all-gathered over the sequence.
+
+    Args:
+        mesh: mesh with the tp axis only.
+        sequence_dim: dimension of the sequence.
+    """
     from torchao.float8.float8_tensor_parallel import Float8RowwiseParallel
 
     _gather_bytes(mesh)
@@ -226,7 +276,7 @@ def rows_style(mesh: DeviceMesh, *, sequence_dim: int) -> ParallelStyle:
 
 
 def _gather_bytes(mesh: DeviceMesh) -> None:
-    """Send bytes, since gloo has no float8: let torchao's all-gather send the same bits as bytes."""
+    """Make torchao's all-gather send float8 values as bytes on a CPU, since gloo has no float8."""
     if mesh.device_type != "cpu":
         return
     from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
@@ -248,10 +298,14 @@ def _gather_bytes(mesh: DeviceMesh) -> None:
 
 
 def quiet_torchao(*, has_kernels: bool) -> None:
-    """Keep torchao from warnings when it is imported. has_kernels: load its own kernels, which may not fit this torch."""
+    """Suppress the warnings of torchao's import.
+
+    Args:
+        has_kernels: load torchao's own kernels, which may not fit this torch.
+    """
     if not has_kernels:
         os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
-        logging.getLogger("torchao").setLevel(logging.ERROR)  # says that it skips them
+        logging.getLogger("torchao").setLevel(logging.ERROR)  # it logs that it skips them
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # torchao's enums, deprecated
 
 
@@ -269,7 +323,7 @@ def _local_shape(layer: nn.Linear, *, style: str, tp: int) -> tuple[int, int]:
 def _converter(
     recipe: str, *, emulate: bool, fsdp_all_gather: bool
 ) -> Callable[[nn.Module, set[str]], Any]:
-    """Return the function that converts the named layers of a model in place; they keep their weights."""
+    """Return a function that converts the named layers of a model in place. The layers keep their weights."""
     quiet_torchao(has_kernels=not emulate)
     try:
         if _is_mx(recipe):

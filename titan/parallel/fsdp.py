@@ -1,15 +1,18 @@
-"""Apply data parallelism: FSDP2 (ZeRO-2 and ZeRO-3), HSDP and DDP, on any nn.Module.
+"""Data parallelism: FSDP2 (ZeRO-2 and ZeRO-3), HSDP and DDP, on any nn.Module.
 
-FSDP2 (torch.distributed.fsdp.fully_shard; ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277) shards
-parameters, gradients and optimizer state over a mesh axis and gathers one unit's parameters at a time. Units are what
-comes before the blocks (the embedding, and each part of an encoder), each block, and what comes after them (norm and
-output). What is left is the root's: embedding and output, where they share a weight. A mesh of two axes replicates over the first and
-shards over the second (HSDP). DDP is torch's `replicate`, which runs on FSDP2's machinery and so composes with
-tensor parallelism and casts to a lower precision in the same way.
+FSDP2 (torch.distributed.fsdp.fully_shard; ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277) shards parameters, gradients
+and optimizer state over a mesh axis, and all-gathers the parameters of one unit at a time. The units are the modules before the
+blocks (the embedding, and each part of an encoder), each block, and the modules after them (norm and output). All other
+parameters belong to the root, such as an embedding and an output layer that share a weight. A mesh of two axes replicates over
+the first and shards over the second (HSDP). DDP is torch's `replicate`, which runs on FSDP2's machinery, and so works with
+tensor parallelism and lower precision in the same way.
 
-Gradients are summed, not averaged: the loss is already divided by the number of valid tokens of the *global*
-batch (titan/train_step.py), which is the same number for any layout, while a mean over ranks would be wrong as soon
-as ranks hold different numbers of valid tokens.
+An example: a model of 1 embedding, 4 blocks, norm and output on 8 ranks has 6 units: the embedding, 4 blocks, and norm with
+output. A block's weight of (4096, 4096) is (512, 4096) on each rank, and whole only while the block computes.
+
+Gradients are summed, not averaged: the loss is already divided by the number of valid tokens of the *global* batch
+(titan/train_step.py), which is the same in every layout. A mean over ranks would be wrong if ranks have different numbers of
+valid tokens.
 """
 
 from __future__ import annotations
@@ -57,22 +60,23 @@ def apply_fsdp(
     """Shard `model` in place over `mesh`: one axis (FSDP) or two (replicate, shard: HSDP).
 
     Args:
+        model: the model.
+        mesh: the axis or the two axes.
         blocks: modules in forward order, gathered `blocks_per_unit` at a time.
-        param_dtype: what parameters are gathered and computed in; None: as they are.
-        reduce_dtype: of gradients. Always set, since torch's own default changed in 2.15.
+        param_dtype: dtype in which parameters are gathered and computed with. None: their own.
+        reduce_dtype: dtype of gradients in the reduction. Always set, since torch's own default changed in 2.15.
         reshard_after_forward: free a unit's gathered parameters until its backward pass (ZeRO-3), or keep them (ZeRO-2).
-        kept_blocks: as many last blocks, the others of their unit and what comes after them are kept in any case, since their backward
-            pass comes next.
+        kept_blocks: number of last blocks not resharded (with their unit and all later modules): their backward pass comes next.
+        blocks_per_unit: number of blocks in a unit.
         cpu_offload: keep shards on the host.
-        cast_forward_inputs: cast floating-point inputs of each unit to param_dtype; a model that passes fp32 tables to its blocks
-            wants False.
-        prefetch: units gathered ahead with the units in them, in the forward and in the backward pass. 0: as FSDP does by itself, the
-            next one when the host gets there. -1: 1 where `own_mesh` has modules that are gathered, else 0.
-        own_mesh: modules within blocks that are units by themselves, over another mesh: experts, whose stacked parameters are cut
-            between experts, or within each where ranks outnumber them.
-        encoders: more modules that run before the blocks, a unit each, outer ones first.
-        first, last: modules that run before and after the blocks, one unit each; without them they are the root's, gathered during all
-            of the step.
+        cast_forward_inputs: cast floating-point inputs of each unit to param_dtype. False for a model with fp32 tables as inputs.
+        prefetch: units gathered ahead, in the forward and the backward pass. 0: FSDP's default, the next unit when the host gets
+            there. -1: 1 if `own_mesh` has modules that are gathered, else 0.
+        own_mesh: modules within blocks that are units over another mesh: experts, split between experts, or within if ranks
+            outnumber them.
+        encoders: more modules that run before the blocks, one unit each, outer modules first.
+        first: modules that run before the blocks, one unit. Without it they are the root's, gathered during the whole step.
+        last: modules that run after the blocks, one unit.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=cast_forward_inputs
@@ -80,14 +84,14 @@ def apply_fsdp(
     offload = (
         CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
     )
-    # Inner units first, so that what is left belongs to the root.
+    # Inner units first: all other parameters belong to the root.
     blocks = [*(blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks)]
     require_alike_modules(model, num_ranks=mesh.size())
     require_alike_parameters(model)
     ends = {"encoders": encoders, "first": first, "last": last}
     units = units_of(model, blocks, **ends, blocks_per_unit=blocks_per_unit, inside=own_mesh or ())
-    # A loss in chunks has done the output layer's part of the backward pass. What follows, the norm, is too short to
-    # gather the last block behind it.
+    # A loss in chunks has done the output layer's part of the backward pass. The norm, which follows, is too short to
+    # hide an all-gather of the last block.
     kept = {*last, *blocks[-kept_blocks:]}
     options: Any = {"mp_policy": precision, "offload_policy": offload}
     gathered: list[list[nn.Module]] = []
@@ -96,7 +100,7 @@ def apply_fsdp(
         inside = _shard_inside(unit, own_mesh or {}, reshard_after_forward=reshard, **options)
         gathered.insert(0, [unit[0], *inside])
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, **options)  # pyright: ignore
-    # What is left is used at both ends of the forward pass (tied embeddings), so it stays gathered.
+    # The root's parameters are used at both ends of the forward pass (tied embeddings), so they stay gathered.
     fully_shard(model, mesh=mesh, reshard_after_forward=False, **options)
     alone = {inner for inner, inner_mesh in (own_mesh or {}).items() if inner_mesh.size() == 1}
     if mesh.size() == 1:
@@ -114,7 +118,7 @@ def apply_fsdp(
 def _shard_inside(
     unit: Sequence[nn.Module], own_mesh: Mapping[nn.Module, DeviceMesh], **options: Any
 ) -> list[nn.Module]:
-    """Shard the modules within a unit that have a mesh of their own, and return them."""
+    """Shard the modules of a unit that have their own mesh, and return them."""
     parts = {part for module in unit for part in module.modules()}
     inside = [module for module in own_mesh if module in parts]
     for inner in inside:
@@ -141,10 +145,21 @@ def units_of(
 ) -> list[list[nn.Module]]:
     """Return the modules of each unit, in forward order.
 
-    An end that shares a parameter with the other one, or with what is in no unit, is left to the root. Raises ValueError for any other
-    parameter of two units, of which each would train a copy. inside: modules that are units by themselves within others.
+    `first` or `last` is left to the root if it shares a parameter with the other, or with a module in no unit.
+
+    Args:
+        model: the model.
+        blocks: modules in forward order.
+        encoders: more modules that run before the blocks, one unit each.
+        first: modules that run before the blocks, one unit.
+        last: modules that run after the blocks, one unit.
+        blocks_per_unit: number of blocks in a unit.
+        inside: modules within others that are units themselves.
+
+    Raises:
+        ValueError: two units share another parameter, so that each would train a copy; or a unit has two dtypes.
     """
-    # What is left over comes first: the shorter the first unit, the less is exposed at both ends of a step.
+    # The remainder comes first: a short first unit exposes less communication at both ends of a step.
     starts = range(len(blocks) % blocks_per_unit, len(blocks), blocks_per_unit)
     middle = [[*blocks[: starts.start]], *([*blocks[n : n + blocks_per_unit]] for n in starts)]
     alone = ([module] for module in encoders)
@@ -176,7 +191,7 @@ def units_of(
 def _places(
     model: nn.Module, number: Mapping[nn.Module, int]
 ) -> dict[nn.Parameter, dict[int, str]]:
-    """Return, for each parameter, a name in each unit that has it. number: of the modules that are units; -1 is the root."""
+    """Return each parameter's name in each unit that has it. number: of the modules that are units. -1 is the root."""
     places: dict[nn.Parameter, dict[int, str]] = {}
 
     def visit(module: nn.Module, path: str, unit: int) -> None:
@@ -191,9 +206,9 @@ def _places(
 
 
 def _only_embeddings(modules: Iterable[nn.Module]) -> bool:
-    """Return whether a backward pass needs none of the modules' parameters: that of an embedding needs the ids."""
+    """Return whether a backward pass needs none of the modules' parameters: an embedding's needs the ids only."""
     inner = [part for module in modules for part in module.modules() if part._parameters]
-    # Not a subclass that computes with its weight, or one that hooks make of other parameters.
+    # A subclass may compute with its weight, and hooks may make the weight from other parameters: both do not count.
     return all(
         type(part).forward is nn.Embedding.forward and [*part._parameters] == ["weight"]
         for part in inner
@@ -204,8 +219,9 @@ def _prefetch(units: Sequence[Sequence[nn.Module]], depth: int) -> None:
     """Gather `depth` units ahead, in the forward and in the backward pass.
 
     Args:
-        units: the module that stands for each, and the units inside it. FSDP drops its own order for these lists, so what
-            they leave out is gathered only when it runs.
+        units: for each unit, the module that stands for it, and the units inside it. FSDP drops its own order in favour of these
+            lists, and gathers a unit that they leave out only when it runs.
+        depth: number of units.
     """
     for place, (unit, *_) in enumerate(units):
         assert isinstance(unit, FSDPModule)
@@ -217,7 +233,7 @@ def _prefetch(units: Sequence[Sequence[nn.Module]], depth: int) -> None:
 
 
 def _run_hooks_outside_selection(unit: nn.Module) -> None:
-    """Keep a unit's hooks apart from the selective checkpoint that may be around it."""
+    """Hide FSDP's hooks of a unit from a selective checkpoint around it."""
     for hooks in (unit._forward_pre_hooks, unit._forward_hooks):
         for key, hook in hooks.items():
             if getattr(hook, "__module__", "").startswith("torch.distributed.fsdp"):
@@ -243,13 +259,21 @@ def apply_ddp(
     first: Sequence[nn.Module] = (),
     last: Sequence[nn.Module] = (),
 ) -> None:
-    """Replicate `model` in place over the one axis of `mesh`; gradients of each block are reduced as a bucket.
+    """Replicate `model` in place over the one axis of `mesh`. The gradients of each block are reduced as a bucket.
 
-    Nothing is broadcast, unlike torch's DistributedDataParallel: replicas must start equal. `initialize` draws the same weights on
-    all; `replicas.require_equal_replicas` checks any others.
+    Nothing is broadcast, unlike in torch's DistributedDataParallel: replicas must start equal. `initialize` draws the same
+    weights on all ranks; `replicas.require_equal_replicas` checks other weights.
 
     Args:
-        blocks, param_dtype, reduce_dtype, cast_forward_inputs, encoders, first, last: as in `apply_fsdp`.
+        model: the model.
+        mesh: mesh with one axis.
+        blocks: as in `apply_fsdp`, like all following arguments.
+        param_dtype: dtype of computation.
+        reduce_dtype: dtype of gradients in the reduction.
+        cast_forward_inputs: cast floating-point inputs of each unit to param_dtype.
+        encoders: more modules that run before the blocks.
+        first: modules that run before the blocks.
+        last: modules that run after the blocks.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=cast_forward_inputs
@@ -266,11 +290,12 @@ def apply_ddp(
 def sum_gradients(model: nn.Module, *, alone: Container[nn.Module] = ()) -> None:
     """Make every unit's gradient reduction a plain sum over ranks.
 
-    The factor of 1 alone is not enough: on gloo torch would still scale inside the collective, with an
-    operation that gloo lacks.
+    A factor of 1 alone is not enough: with gloo, torch would still scale inside the collective, by an operation that gloo
+    lacks.
 
     Args:
-        alone: units of one rank. They get no factor, as torch would divide their gradients by 1, into a copy.
+        model: model after FSDP or DDP.
+        alone: units of one rank. They get no factor: torch would divide their gradients by 1, into a copy.
     """
     units: list[tuple[str, Any]] = [
         (canonical_name(name), m) for name, m in model.named_modules() if isinstance(m, FSDPModule)
@@ -286,13 +311,15 @@ def sum_gradients(model: nn.Module, *, alone: Container[nn.Module] = ()) -> None
 def set_gradient_sync(
     model: nn.Module, enabled: bool, *, all_reduce: bool | None = None, reshard: bool = True
 ) -> None:
-    """Set what the next backward pass does when it has a unit's gradients.
+    """Set what the next backward pass does with the gradients of a unit.
 
     Args:
-        enabled: reduce them over ranks, or only add to the local ones. Without it, FSDP keeps whole gradients of every unit in
-            memory until the last backward pass.
-        all_reduce: of HSDP, also over replicas; otherwise add them up in shards until a backward pass does. As `enabled` by default.
-        reshard: free the gathered weights. False: the next forward pass will use them, with no update before it.
+        model: model after FSDP or DDP.
+        enabled: reduce gradients over ranks, or only add them to the local ones. Without the reduction, FSDP keeps unsharded
+            gradients of every unit in memory until the last backward pass.
+        all_reduce: for HSDP: also reduce over replicas. False: gradients add up in shards until a backward pass does. None: as
+            `enabled`.
+        reshard: free the gathered weights. False: the next forward pass uses them, without an update before it.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(enabled)

@@ -1,9 +1,11 @@
-"""Compute the experts' grouped products in 8 bits: float8 with a scale for each row, or MXFP8, by torchao.
+"""Grouped matmuls of experts in 8 bits, by torchao: float8 with a scale for each row, or MXFP8.
 
-Weights stay as they are: torchao's functions take them, and none of its tensor wrappers gets into a checkpoint. The kernels
-want groups of 16 rows (MXFP8: 32), so rows of zeros fill each expert's group up, and are cut off again.
+Weights do not change: torchao's functions take them as they are, and no tensor wrapper of torchao gets into a checkpoint. The
+kernels want groups of a multiple of 16 tokens (MXFP8: 32), so each expert's group is padded with zeros, which are removed again.
 
-Emulated float8 follows the same casts by products in high precision, on any device. torchao emulates MXFP8, and not this.
+An example with float8: 3 experts get 5, 0 and 20 tokens. They are padded to 16, 0 and 32 tokens.
+
+Emulated float8 makes the same casts, followed by matmuls in high precision, on any device. torchao emulates MXFP8, but not this.
 """
 
 from __future__ import annotations
@@ -25,12 +27,19 @@ _MULTIPLE = {"float8": 16, "mxfp8": 32}
 def apply_grouped_float8(
     model: nn.Module, *, recipe: str, fqns: Sequence[str], emulate: bool = False
 ) -> list[str]:
-    """Convert the experts whose names contain one of `fqns`, in place; return their names. After `apply_ep`.
+    """Convert the experts whose names contain one of `fqns`, in place. Call it after `apply_ep`.
 
     Args:
+        model: the model.
         recipe: "float8" or "mxfp8".
+        fqns: parts of names.
+        emulate: compute in high precision, with rounded values.
 
-    Raises Float8Error for experts whose width or input does not divide by 16 (MXFP8: 32).
+    Returns:
+        The names of the converted experts.
+
+    Raises:
+        Float8Error: the width or the input of an expert does not divide by 16 (MXFP8: 32), or torchao is missing.
     """
     multiple, names = _MULTIPLE[recipe], []
     product = _grouped_mm(recipe, emulate=emulate)
@@ -60,19 +69,19 @@ def _padded_matmuls(
     multiple: int,
     **options: Any,
 ) -> Tensor:
-    """Return the function of rows that are padded to whole multiples for each expert."""
+    """Return a function's result for tokens that are padded to whole multiples for each expert."""
     padded_e = (counts_e + multiple - 1) // multiple * multiple
     shift_e = (padded_e.cumsum(0) - padded_e) - (counts_e.cumsum(0) - counts_e)
     places_R = torch.arange(len(tokens_RD), device=tokens_RD.device)
     places_R = places_R + shift_e.repeat_interleave(counts_e, output_size=len(tokens_RD))
-    # As many rows as could be needed: how many are is known on the device alone.
+    # The largest number of tokens that may be needed: only the device knows the number.
     most = -(-(len(tokens_RD) + len(counts_e) * (multiple - 1)) // multiple) * multiple
     padded = tokens_RD.new_zeros(most, tokens_RD.shape[1]).index_copy(0, places_R, tokens_RD)
     return function(padded, padded_e, *weights, product=product, **options)[places_R]
 
 
 def _grouped_mm(recipe: str, *, emulate: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return a product of rows (R, I) with each group's matrix (e, I, O), differentiable."""
+    """Return a differentiable matmul of tokens (R, I) with each group's matrix (e, I, O)."""
     try:
         if recipe == "mxfp8":
             from torchao.prototype.moe_training.mxfp8_grouped_mm import (
@@ -82,7 +91,7 @@ def _grouped_mm(recipe: str, *, emulate: bool) -> Callable[[Tensor, Tensor, Tens
 
             kernels = KernelPreference.EMULATED if emulate else KernelPreference.AUTO
             product = partial(_to_mxfp8_then_scaled_grouped_mm, kernel_preference=kernels)
-            # Its products are in bf16, whatever goes in.
+            # Its results are in bf16, for inputs of any dtype.
             return lambda rows, weights, ends: product(rows, weights, ends).to(rows.dtype)
         if emulate:
             return _EmulatedFloat8.apply
@@ -97,15 +106,15 @@ def _grouped_mm(recipe: str, *, emulate: bool) -> Callable[[Tensor, Tensor, Tens
 
 
 class _EmulatedFloat8(torch.autograd.Function):
-    """Products of rows and gradients that were cast to float8 and back, group by group.
+    """Matmuls of tokens and gradients that were cast to float8 and back, group by group.
 
-    What shares a scale lies along the inner side of a product, so each of the three casts its operands by itself.
+    The values that share a scale lie along the inner dimension of a matmul, so each of the three matmuls casts its operands itself.
     """
 
     @staticmethod
     def forward(ctx: Any, tokens_RI: Tensor, weights_eIO: Tensor, ends_e: Tensor) -> Tensor:
         sizes = host_counts(F.pad(ends_e, (1, 0)).diff(), num_tokens=len(tokens_RI))
-        # Rows behind the last group belong to none.
+        # Tokens behind the last group belong to no expert.
         ctx.sizes = [*sizes, len(tokens_RI) - sum(sizes)]
         ctx.save_for_backward(tokens_RI, weights_eIO)
         return _by_group(_cast(tokens_RI, 1), _cast(weights_eIO, 1), ctx.sizes)
@@ -127,7 +136,7 @@ def _by_group(tokens_RI: Tensor, weights_eIO: Tensor, sizes: Sequence[int]) -> T
 
 
 def _cast(x: Tensor, dim: int) -> Tensor:
-    """Return what is left of x in float8 (e4m3), with a power of two as the scale of all that lies along `dim`."""
+    """Return x rounded to float8 (e4m3), with a power of two as the scale of all values along `dim`."""
     if not x.numel():
         return x
     largest = x.abs().amax(dim, keepdim=True).float().clamp(min=1e-12)

@@ -1,4 +1,4 @@
-"""Do the first thing that a rank does: find its device and the other ranks."""
+"""Start of a rank: its device and its process group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ STORE_FOLDER = "TITAN_STORE"
 
 
 def usable_accelerator() -> torch.device | None:
-    """Return this machine's accelerator if ranks on it can communicate. Apple's (mps) has no backend, so ranks use the CPU."""
+    """Return this machine's accelerator if ranks on it can communicate, else None.
+
+    Apple's accelerator (mps) has no communication backend, so its ranks use the CPU.
+    """
     if not torch.accelerator.is_available():
         return None
     device = torch.accelerator.current_accelerator()
@@ -32,14 +35,15 @@ def start_process_group(
     host_tensors: bool = False,
     numa_binding: bool = False,
 ) -> torch.device:
-    """Start the process group, on the accelerator if there is one. Returns this rank's device.
+    """Start the process group, on the accelerator if there is one. Return this rank's device.
 
-    Where all ranks are on one machine, gloo listens on loopback only.
+    If all ranks are on one machine, gloo listens on loopback only.
 
     Args:
-        init_timeout_s: limit of the default group's collectives. Groups of meshes start with torch's own limits.
-        expandable_segments: of the accelerator's caching allocator, unless the environment says something of it.
-        host_tensors: also let the groups of meshes communicate tensors of the host (parameters that FSDP keeps there).
+        init_timeout_s: time limit of the default group's collectives, in seconds. The groups of meshes start with torch's own
+            limits.
+        expandable_segments: setting of the accelerator's caching allocator, unless an environment variable sets the allocator.
+        host_tensors: let the groups of meshes also communicate tensors in host memory (parameters that FSDP keeps there).
         numa_binding: keep the threads of this process on the cores beside its GPU.
     """
     # torch has two names for the variable, the older one with CUDA in it.
@@ -53,17 +57,17 @@ def start_process_group(
         if numa_binding and device.type == "cuda":
             bind_to_node(device)
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    # Ranks of one machine need no other address. On several, the default device must reach the others.
+    # Ranks of one machine need no other address. Ranks of several machines need gloo's default device to reach each other.
     limit_gloo(loopback=world_size == int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
     backend = dist.get_default_backend_for_device(device)
-    # With a bound device, a mesh splits its groups off the default one: one call per axis, and NCCL shares what it has.
+    # With a bound device, a mesh splits its groups off the default one: one call per axis, and NCCL shares resources.
     bound = None if device.type == "cpu" else device
     if bound is not None and host_tensors:
         # A split would copy gloo too, in C++ and with NCCL's options: limit_gloo would not see it. Without a bound
         # device, each group is made in Python.
         backend, bound = f"cpu:gloo,{device.type}:{backend}", None
-    # Objects go over the accelerator. Only checkpoints have a gloo group, for a save in the background must not
-    # meet the collectives of training.
+    # Objects go over the accelerator. Only checkpoints have a gloo group, since a save in the background must not
+    # mix with the collectives of training.
     dist.init_process_group(
         backend,
         timeout=timedelta(seconds=init_timeout_s),
@@ -74,7 +78,7 @@ def start_process_group(
 
 
 def _store(world_size: int) -> dict[str, Any]:
-    """Return what init_process_group needs to find the other ranks; nothing where torchrun's environment says it."""
+    """Return the arguments of init_process_group that find the other ranks. None if torchrun's environment has them."""
     if "RANK" not in os.environ:
         return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     if (folder := os.environ.get(STORE_FOLDER)) is None:

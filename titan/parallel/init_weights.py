@@ -1,10 +1,12 @@
-"""Draw initial weights that do not depend on the layout: one process, FSDP on 512 ranks and every
-mesh between draw the same numbers from the same seed, without communication and without a seed checkpoint.
+"""Initial weights that do not depend on the layout.
 
-Each parameter has its own generator, seeded with the run's seed and the parameter's name. Every rank draws
-the full tensor and keeps its shard; of parameters stacked by expert it draws its own experts. (DTensor's own generator is no help: on a CPU it gives every shard the
-same numbers, and elsewhere they depend on the degrees; see docs/architecture.md.) The numbers
-do depend on the device type, whose generators differ.
+One process, FSDP on 512 ranks and every mesh between them draw the same numbers from the same seed, without communication and
+without a seed checkpoint.
+
+Each parameter has its own generator, seeded with the run's seed and the parameter's name. Every rank draws the full tensor and
+keeps its shard; of a parameter that is stacked by expert, it draws its own experts only. DTensor's own generator would not
+do: on a CPU it gives every shard the same numbers, and elsewhere the numbers depend on the degrees (docs/architecture.md). The
+numbers depend on the device type, since generators differ.
 """
 
 from __future__ import annotations
@@ -26,7 +28,11 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def canonical_name(name: str) -> str:
-    """Return a parameter's name in the plain model, without what activation checkpointing and compile add."""
+    """Return a parameter's name in the plain model, without the parts that activation checkpointing and compile add.
+
+    Args:
+        name: name of a parameter or module.
+    """
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -39,13 +45,20 @@ def materialize(
     fill_buffers: Callable[[nn.Module], Any] | None = None,
     buffers_on: torch.device | str | None = None,
 ) -> None:
-    """Give meta parameters and buffers uninitialised memory on `device`, in place, and move other buffers there.
-    Buffers go to `buffers_on` if that is given: those of offloaded parameters' modules are used on the accelerator.
+    """Allocate meta parameters and buffers on `device`, in place, uninitialised, and move other buffers there.
 
-    Unlike nn.Module.to_empty, parameters that are shared (tied embeddings) stay shared. Then each module with buffers from meta fills
-    them: in its method `reset_buffers()`, or, where it has none, in `fill_buffers(module)`. A model whose buffers were built on the
-    CPU, with its parameters on meta, needs neither. Raises ValueError where nothing fills a buffer,
-    or `fill_buffers` left one unfilled.
+    Unlike in nn.Module.to_empty, shared parameters (tied embeddings) stay shared. Then each module with former meta buffers
+    fills them: in its method `reset_buffers()`, or in `fill_buffers(module)` if it has none. A model needs neither if its buffers
+    were built on the CPU, with its parameters on meta.
+
+    Args:
+        model: the model.
+        device: device of the parameters.
+        fill_buffers: fills the buffers of a module without `reset_buffers()`.
+        buffers_on: device of buffers, if it differs: the modules of offloaded parameters use them on the accelerator.
+
+    Raises:
+        ValueError: nothing fills a buffer, or `fill_buffers` did not fill one.
     """
     on_meta = [
         (canonical_name(name), module)
@@ -59,7 +72,7 @@ def materialize(
             f"nothing fills the buffers {', '.join(name for name, _ in left)}, which were built on meta: give their modules a "
             "method reset_buffers(), pass fill_buffers=, or build the buffers on the CPU"
         )
-    # By identity, so that a parameter shared by two modules is allocated once.
+    # The key is the identity, so that a parameter shared by two modules is allocated once.
     moved: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -77,7 +90,7 @@ def materialize(
                 module._buffers[name] = torch.empty_like(buffer, device=buffers_on or device)
             elif buffer is not None:
                 module._buffers[name] = buffer.to(buffers_on or device)
-    # Only now: a buffer's values may be computed on the device.
+    # Buffers are filled last, since their values may be computed on the device.
     for module in dict.fromkeys(module for _, module in on_meta):
         if hasattr(module, "reset_buffers"):
             module.reset_buffers()  # pyright: ignore
@@ -87,13 +100,13 @@ def materialize(
 
 @torch.no_grad()
 def _fill(unfilled: list[tuple[str, nn.Module]], fill_buffers: Callable[[nn.Module], Any]) -> None:
-    """Let a callback fill buffers; raise ValueError for those that still hold what no model wants."""
+    """Fill buffers by a callback. Raise ValueError if one keeps a value that no model wants."""
 
     def buffers() -> Iterator[tuple[str, Tensor]]:
         for name, module in unfilled:
             yield name, module.get_buffer(name.rpartition(".")[2])
 
-    # First fill them with values that no model wants, to see afterwards what was left out.
+    # First fill them with values that no model wants, to find afterwards the buffers that the callback left out.
     for _, buffer in buffers():
         buffer.fill_(_unwanted(buffer.dtype))
     for module in dict.fromkeys(module for _, module in unfilled):
@@ -101,7 +114,7 @@ def _fill(unfilled: list[tuple[str, nn.Module]], fill_buffers: Callable[[nn.Modu
     left = [
         name
         for name, buffer in buffers()
-        # A bool or a complex number has no value that could not be meant.
+        # Every value of a bool or a complex number may be a model's.
         if not (buffer.dtype == torch.bool or buffer.is_complex())
         and (
             buffer.isnan() if buffer.is_floating_point() else buffer == _unwanted(buffer.dtype)
@@ -119,10 +132,14 @@ def _unwanted(dtype: torch.dtype) -> float | int:
 
 @torch.no_grad()
 def initialize(model: nn.Module, *, seed: int, std_of: Callable[[str], float | None]) -> None:
-    """Draw every parameter from a normal distribution truncated at three standard deviations.
+    """Draw every parameter from a normal distribution, truncated at three standard deviations.
 
-    std_of: standard deviation for a parameter's name; 0.0 sets it to zeros, None to ones. The row of an embedding's `padding_idx` is zeros. Memory: one full parameter at
-    a time beyond the model itself.
+    The row of an embedding's `padding_idx` is zeros. It needs memory for one full parameter at a time beyond the model itself.
+
+    Args:
+        model: the model, after `materialize`.
+        seed: the run's seed.
+        std_of: returns the standard deviation for a parameter's name. 0.0 sets zeros, None sets ones.
     """
     modules: list[Any] = [m for m in model.modules() if getattr(m, "padding_idx", None) is not None]
     padding = {id(m.weight): m.padding_idx for m in modules}
@@ -153,7 +170,7 @@ def initialize(model: nn.Module, *, seed: int, std_of: Callable[[str], float | N
 
 
 def _draw(shape: Sequence[int], *, std: float, device: torch.device, seed: int) -> Tensor:
-    # A generator for each draw: the order of parameters, and what a stage leaves out, change nothing.
+    # One generator for each draw, so that the order of parameters and the parameters on other stages do not matter.
     generator = torch.Generator(device=device).manual_seed(seed)
     full = torch.empty(tuple(shape), dtype=torch.float32, device=device)
     return nn.init.trunc_normal_(full, std=std, a=-3 * std, b=3 * std, generator=generator)
@@ -169,6 +186,11 @@ def _keep_shard(parameter: Tensor, full: Tensor) -> None:
 
 
 def derived_seed(seed: int, name: str) -> int:
-    """Return the seed of a generator for something that has a name."""
+    """Return the seed of the generator for a name.
+
+    Args:
+        seed: the run's seed.
+        name: name of a parameter, for example.
+    """
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1  # a generator takes 63 bits

@@ -1,6 +1,6 @@
-"""Multiply matrices of 16 bits into fp32, where the device can: the exact products of the inputs, added up in fp32.
+"""Matmuls of 16-bit tensors with results in fp32, if the device can: exact products, added up in fp32.
 
-N rows, D inputs, E outputs of a layer
+N tokens, D inputs, E outputs of a layer
 """
 
 from __future__ import annotations
@@ -17,23 +17,34 @@ from .torch_compat import compute_capability
 
 @torch.compiler.assume_constant_result
 def multiplies_into_fp32(dtype: torch.dtype, device_type: str) -> bool:
-    """Return whether torch.mm and addmm of such tensors take `out_dtype`: CUDA's do, for 16 bits."""
+    """Return whether torch.mm and addmm take `out_dtype` for such tensors. On CUDA they do, for 16 bits.
+
+    Args:
+        dtype: dtype of the operands.
+        device_type: type of their device, such as "cuda".
+    """
     if dtype not in (torch.bfloat16, torch.float16) or torch.version.hip:
         return False
     return compute_capability(device_type) >= (8, 0)
 
 
 def linear_in_fp32(x: Tensor, weight_ED: Tensor, *, into_fp32: bool = True) -> Tensor:
-    """Return x (..., D) times weight^T, (..., E), in fp32 or better.
+    """Return x times weight^T in fp32, or in the operands' dtype if that is more precise.
 
-    A product of two numbers of 16 bits is exact in fp32, so tensor cores, which take them as they are, give what a product of
-    inputs in fp32 gives, except for the order of sums. The backward pass is in fp32: the gradient of the result has more bits.
+    The product of two 16-bit numbers is exact in fp32. Tensor cores, which take 16-bit operands, therefore return the same
+    as a matmul of operands cast to fp32, except for the order of the sums. The backward pass is in fp32, since the gradient of the
+    result has more than 16 bits.
 
     Args:
-        into_fp32: allow such a product. It is one autograd.Function, which computes both gradients at once.
+        x: input, (..., D).
+        weight_ED: weight of the layer, (E, D).
+        into_fp32: allow a matmul of 16-bit operands into fp32. It is one autograd.Function, which computes both gradients at once.
+
+    Returns:
+        The output, (..., E).
     """
     is_exact = x.dtype == weight_ED.dtype and multiplies_into_fp32(x.dtype, x.device.type)
-    # DTensor has no rule for such a product.
+    # DTensor has no rule for a matmul with out_dtype.
     if into_fp32 and is_exact and not isinstance(x, DTensor):
         return _LinearIntoFp32.apply(x.flatten(0, -2), weight_ED).unflatten(0, x.shape[:-1])  # pyright: ignore
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -41,7 +52,7 @@ def linear_in_fp32(x: Tensor, weight_ED: Tensor, *, into_fp32: bool = True) -> T
 
 
 class _LinearIntoFp32(torch.autograd.Function):
-    """torch has no derivative of such a product."""
+    """Linear layer of 16-bit operands with a result in fp32, for which torch has no derivative."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, weight_ED: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Build the device mesh: its axes, outermost first, and the groups derived from them.
+"""Device mesh: its axes, outermost first, and the process groups derived from them.
 
     pp            pipeline stages
     dp_replicate  replicas of the model (DDP, HSDP)
@@ -6,18 +6,21 @@
     cp            parts of the sequence
     tp            parts of each matrix
 
-Ranks are numbered with tp fastest, so that tensor-parallel ranks are neighbours on a node. Axes of size one are
-left out of the mesh (a group of one rank is pure cost), except dp_shard, on which FSDP does its casting even alone;
-`submesh` knows which are there.
+Ranks are numbered with tp fastest, so that tensor-parallel ranks are neighbours on a node. The mesh has no axes of size one
+(a group of one rank is pure cost), except dp_shard, on which FSDP casts to a lower precision even alone. `submesh` knows which
+axes the mesh has.
 
-Experts have a second mesh over the same ranks. Ranks that hold different tokens, and tensor parallel ones do between
-the matrices, all lend themselves to it:
+Experts have a second mesh over the same ranks. Expert parallelism may use any ranks that hold different tokens; tensor-parallel
+ranks do too, between matmuls (sequence parallel):
 
     dense    pp x dp_replicate x dp_shard x cp x tp
     sparse   pp x dp_replicate x efsdp x ep            efsdp = dp_shard cp tp / ep
 
     efsdp    shards of the experts that an ep rank holds (FSDP)
-    ep       experts; the fastest axis, so that rows travel within a node first
+    ep       experts; the fastest axis, so that tokens travel within a node first
+
+An example with 16 ranks: dp_shard = 4, cp = 2 and tp = 2 make a dense mesh of 4 x 2 x 2. With ep = 8, the sparse mesh
+is efsdp = 2 x ep = 8.
 """
 
 from __future__ import annotations
@@ -42,7 +45,16 @@ def build_mesh(
 ) -> DeviceMesh:
     """Build the mesh over all ranks of the default process group, which must be initialised.
 
-    Raises ValueError (from torch) if the product of the degrees is not the world size.
+    Args:
+        device_type: type of the ranks' device, such as "cuda".
+        pp: number of pipeline ranks.
+        dp_replicate: number of replicas.
+        dp_shard: number of FSDP shards.
+        cp: number of context-parallel ranks.
+        tp: number of tensor-parallel ranks.
+
+    Raises:
+        ValueError: the product of the degrees is not the world size (from torch).
     """
     degrees = dict(zip(AXES, (pp, dp_replicate, dp_shard, cp, tp), strict=True))
     present = {axis: n for axis, n in degrees.items() if n > 1 or axis == "dp_shard"}
@@ -52,7 +64,15 @@ def build_mesh(
 
 
 def build_sparse_mesh(mesh: DeviceMesh, *, ep: int) -> DeviceMesh:
-    """Build the experts' mesh over the ranks of `mesh`. Raises ValueError if `ep` does not divide dp_shard x cp x tp."""
+    """Build the experts' mesh over the ranks of `mesh`.
+
+    Args:
+        mesh: the dense mesh.
+        ep: number of expert-parallel ranks.
+
+    Raises:
+        ValueError: `ep` does not divide dp_shard x cp x tp.
+    """
     lent = axis_size(mesh, "dp_shard", "cp", "tp")
     if lent % ep:
         raise ValueError(f"expert parallel degree {ep} does not divide dp_shard x cp x tp = {lent}")
@@ -66,9 +86,12 @@ def build_sparse_mesh(mesh: DeviceMesh, *, ep: int) -> DeviceMesh:
 
 
 def submesh(mesh: DeviceMesh, *axes: str, flatten: bool = False) -> DeviceMesh | None:
-    """Return the part of the mesh along `axes` (those present), or None if all have size one.
+    """Return the part of the mesh along the given axes that it has, or None if all have size one.
 
-    `flatten` joins several axes to one, named after them, for a collective over all of their ranks.
+    Args:
+        mesh: the dense or the sparse mesh.
+        axes: names of axes.
+        flatten: join several axes to one, named after them, for a collective over all of their ranks.
     """
     names = mesh.mesh_dim_names
     assert names is not None, "the mesh was built with axis names"
@@ -82,16 +105,26 @@ def submesh(mesh: DeviceMesh, *axes: str, flatten: bool = False) -> DeviceMesh |
 
 
 def axis_size(mesh: DeviceMesh, *axes: str) -> int:
-    """Return the number of ranks along the axes; 1 for an axis left out."""
+    """Return the number of ranks along the axes. An axis that the mesh does not have counts as 1.
+
+    Args:
+        mesh: the dense or the sparse mesh.
+        axes: names of axes.
+    """
     names = mesh.mesh_dim_names or ()
     return math.prod(mesh[axis].size() for axis in axes if axis in names)
 
 
 def axis_rank(mesh: DeviceMesh, *axes: str) -> int:
-    """Return this rank's number along the axes, the last one fastest."""
+    """Return this rank's number along the axes, with the last one fastest.
+
+    Args:
+        mesh: the dense or the sparse mesh.
+        axes: names of axes.
+    """
     names = mesh.mesh_dim_names or ()
     rank = 0
-    # The same order as in the mesh: an axis counts in units of all that follow it.
+    # The same order as in the mesh: the ranks of an axis are multiplied by the sizes of all later axes.
     for axis in axes:
         if axis in names:
             rank = rank * mesh[axis].size() + mesh.get_local_rank(axis)
@@ -100,10 +133,13 @@ def axis_rank(mesh: DeviceMesh, *axes: str) -> int:
 
 @dataclass(frozen=True)
 class StepGroups:
-    """Hold the process groups that a step sums over. None for a group of one rank.
+    """Process groups that a training step sums over. None for a group of one rank.
 
-    data: ranks with different samples. tokens: ranks with different tokens, which includes context parallelism.
-    loss: the same, of all pipeline stages. stages: the pipeline.
+    Attributes:
+        data: ranks with different samples.
+        tokens: ranks with different tokens, which includes context parallelism.
+        loss: ranks with different tokens, on all pipeline stages.
+        stages: ranks of the pipeline.
     """
 
     data: dist.ProcessGroup | None
@@ -113,7 +149,11 @@ class StepGroups:
 
     @staticmethod
     def of(mesh: DeviceMesh) -> StepGroups:
-        """Return the groups of a mesh."""
+        """Return the groups of a mesh.
+
+        Args:
+            mesh: the dense mesh.
+        """
 
         def group(*axes: str) -> dist.ProcessGroup | None:
             part = submesh(mesh, *axes, flatten=True)

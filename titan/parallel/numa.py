@@ -1,4 +1,7 @@
-"""Keep a rank's threads on the cores beside its GPU: memory of the other socket is slower to reach, and so is the GPU from there."""
+"""NUMA binding: the threads of a rank stay on the cores beside its GPU.
+
+Memory of the other socket is slower to reach from these cores, and so is the GPU from the other cores.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ import torch
 def bind_to_node(device: torch.device) -> None:
     """Bind all threads of this process to the cores of the NUMA node that a CUDA device belongs to.
 
-    Threads and processes that start later inherit it. Nothing changes where the host does not say which node that is.
+    Threads and processes that start later inherit the binding. Nothing changes if the host does not say which node that is.
+
+    Args:
+        device: the CUDA device of this rank.
     """
     properties = torch.cuda.get_device_properties(device)
     # ROCm's properties and Windows have no such names.
@@ -24,7 +30,12 @@ def bind_to_node(device: torch.device) -> None:
 
 
 def node_cores(pci_address: str, *, system: Path = Path("/sys")) -> set[int]:
-    """Return the cores of the NUMA node of a PCI device; empty where the host does not say."""
+    """Return the cores of the NUMA node of a PCI device. Empty if the host does not say.
+
+    Args:
+        pci_address: such as "0000:1b:00.0".
+        system: the folder of sysfs.
+    """
     try:
         node = int((system / "bus/pci/devices" / pci_address / "numa_node").read_text())
         # "0-3,8-11". A machine without nodes says -1, and a node may have memory but no cores.
@@ -36,7 +47,13 @@ def node_cores(pci_address: str, *, system: Path = Path("/sys")) -> set[int]:
 
 
 def bind_threads(cores: set[int]) -> None:
-    """Bind each thread of this process to those of the cores that it may use already; a thread that may use none stays."""
+    """Bind each thread of this process to the given cores, within the cores that it may use already.
+
+    A thread that may use none of them keeps its binding.
+
+    Args:
+        cores: numbers of the cores.
+    """
     # Other systems than Linux have no such folder, and no cores were found on them.
     folders = Path("/proc/self/task").iterdir() if cores else ()
     for thread in [int(folder.name) for folder in folders]:

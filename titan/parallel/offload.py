@@ -1,11 +1,14 @@
-"""Keep activations in host memory until the backward pass.
+"""Offload of activations to host memory until the backward pass.
 
-What a block saves for its backward pass is copied to the host while later blocks compute, and back while the backward pass of the
-block after it runs. It pays where the copies are shorter than the computation they hide behind: long sequences, wide
-models. With full activation checkpointing, block inputs are all there is to copy.
+The tensors that a block saves for its backward pass are copied to the host while later blocks compute, and back while the backward
+pass of the next block runs. It pays if the copies take less time than the computation that hides them: with long sequences and wide
+models. With full activation checkpointing, only block inputs are copied.
 
-Values do not change. Parameters stay where they are, and so does what is too small to be worth a copy. A storage is copied once,
-however many views of it are saved.
+Values do not change. Parameters stay on the device, and so do tensors that are too small to be worth a copy. A storage is copied
+once, even if several views of it are saved.
+
+An example with 4 blocks: the forward pass of block 1 hides the copies of block 0. The backward pass of block 2 starts the copies
+of block 1 back. Block 3 keeps its tensors, since its backward pass comes at once.
 """
 
 from __future__ import annotations
@@ -27,10 +30,17 @@ _SMALLEST_BYTES = 2**14
 def apply_offload(
     model: nn.Module, *, container: str = "layers", smallest_bytes: int = _SMALLEST_BYTES
 ) -> Offloader:
-    """Wrap every block in `model.<container>` but the last, whose backward pass comes at once, in place.
+    """Wrap every block in `model.<container>` except the last, in place. The last one's backward pass comes at once.
 
-    smallest_bytes: storages below this size stay on the device. Goes around activation checkpointing and
-    compilation, inside FSDP.
+    The wrapper goes around activation checkpointing and compilation, and inside FSDP.
+
+    Args:
+        model: a model that has the container.
+        container: name of the container of the blocks.
+        smallest_bytes: storages below this size stay on the device.
+
+    Returns:
+        The state that the blocks share.
     """
     offloader = Offloader(smallest_bytes)
     blocks = model.get_submodule(container)
@@ -40,7 +50,14 @@ def apply_offload(
 
 
 class Offloader:
-    """Hold what the blocks of a model share. num_bytes: copied to the host so far."""
+    """State that the blocks of a model share.
+
+    Attributes:
+        smallest_bytes: storages below this size stay on the device.
+        num_bytes: number of bytes copied to the host so far.
+        stream: stream of the copies, or None before the first one and on a CPU.
+        latest: the last forward pass that began.
+    """
 
     def __init__(self, smallest_bytes: int = _SMALLEST_BYTES) -> None:
         self.smallest_bytes = smallest_bytes
@@ -49,38 +66,46 @@ class Offloader:
         self.latest: weakref.ref[_Run] | None = None
 
     def run(self, block: nn.Module | None = None) -> _Run:
-        """Begin one forward pass of `block`, and link it to the pass before. None: no parameter is packed."""
+        """Begin one forward pass of `block`, and link it to the pass before.
+
+        Args:
+            block: the block, whose parameters stay on the device. None: no parameter is saved.
+        """
         # The link to the block before lets the backward pass restore one block ahead.
         run = _Run(self, block, before=self.latest)
         self.latest = weakref.ref(run)
         return run
 
     def copy_stream(self, device: torch.device) -> torch.Stream | None:
-        """Return the stream that copies run on, made at the first call. None on a CPU."""
+        """Return the stream on which copies run, made at the first call. None on a CPU.
+
+        Args:
+            device: device of the saved tensors.
+        """
         if self.stream is None and device.type != "cpu":
             self.stream = torch.Stream(device)
         return self.stream
 
 
 class _Run:
-    """One forward pass of one block, until its backward pass; only what autograd saved of it keeps it alive."""
+    """One forward pass of one block, until its backward pass. Only the tensors that autograd saved keep it alive."""
 
     def __init__(
         self, offloader: Offloader, block: nn.Module | None, *, before: weakref.ref[_Run] | None
     ) -> None:
         self.offloader, self.before = offloader, before
         self.copies: list[_Copy] = []
-        # By address and version, as long as the storage lives: another may get its address.
+        # The key is address and version. An entry lives as long as its storage: another storage may get the address.
         self.newest: weakref.WeakValueDictionary[tuple[int, int], _Copy] = (
             weakref.WeakValueDictionary()
         )
-        # A block's own parameters are on the device anyway, and FSDP frees them by itself.
+        # A block's own parameters are on the device anyway, and FSDP frees them.
         of_block = block.parameters() if block else ()
         parameters = (p.to_local() if isinstance(p, DTensor) else p for p in of_block)
         self.resident = {p.untyped_storage()._cdata for p in parameters}
 
     def pack(self, tensor: Tensor) -> Any:
-        # A DTensor is stored as its local part and what is needed to put it together again.
+        # A DTensor is stored as its local part and its layout.
         if isinstance(tensor, DTensor):
             spec = (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
             return self.pack(waited(tensor.to_local())), spec
@@ -91,7 +116,7 @@ class _Run:
         # Small tensors are not worth a copy; parameters stay on the device anyway.
         if storage.nbytes() < self.offloader.smallest_bytes or storage._cdata in self.resident:
             return tensor
-        key = (storage._cdata, tensor._version)  # what was written to since is another copy
+        key = (storage._cdata, tensor._version)  # a tensor written to since is copied anew
         copy = self.newest.get(key)
         if copy is None:
             copy = _Copy(storage, tensor.device, self.offloader.copy_stream(tensor.device))
@@ -99,21 +124,21 @@ class _Run:
             self.newest[key] = copy
             self.copies.append(copy)
             self.offloader.num_bytes += storage.nbytes()
-        # Where in the storage this view is, to make it again on the way back.
+        # The place of this view in the storage, to make it again on the way back.
         view = (tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
         return copy, view
 
     def unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        # What `pack` returned for a DTensor: its packed local part, and its layout.
+        # For a DTensor, `pack` returned its packed local part and its layout.
         what, how = packed
         if not isinstance(what, _Copy):
             mesh, placements, shape, stride = how
             return DTensor.from_local(
                 self.unpack(what), mesh, placements, run_check=False, shape=shape, stride=stride
             )
-        # Backward asks for the last saved tensor first: bring all of this block back, and start on the one before.
+        # Backward asks for the last saved tensor first: copy all of this block back, and start with the block before.
         self.begin_restoring()
         if (before := self.before and self.before()) is not None:
             before.begin_restoring()
@@ -130,16 +155,16 @@ def _forget(copies: Any, key: tuple[int, int], _: Any) -> None:
 
 
 class _Copy:
-    """Hold a storage's bytes on the host, and on the device again once they are asked for.
+    """A storage's bytes on the host, and on the device again after they are asked for.
 
-    On an accelerator both copies use page-locked memory and a separate stream. The host waits for neither.
+    On an accelerator, both copies use page-locked memory and a separate stream. The host waits for neither.
     """
 
     def __init__(
         self, storage: torch.UntypedStorage, device: torch.device, stream: torch.Stream | None
     ) -> None:
         self.device, self.stream = device, stream
-        self.original: Any = None  # a weak reference, and what happens at its end
+        self.original: Any = None  # a weak reference, with a callback for the end of the storage
         self.on_device: Tensor | None = None
         self.ready: torch.Event | None = None
         # The whole storage as bytes, whichever views of it were saved.
@@ -152,7 +177,7 @@ class _Copy:
         stream.wait_stream(torch.accelerator.current_stream(self.device))
         with stream:
             self.host.copy_(flat, non_blocking=True)
-        flat.record_stream(stream)  # its memory is not given away before it is copied
+        flat.record_stream(stream)  # its memory is not reused before the copy ends
 
     def begin_restoring(self) -> None:
         # On a CPU the copy is made at once: there is no stream to hide it on.
@@ -164,7 +189,7 @@ class _Copy:
             self.ready = self.stream.record_event()
 
     def restored(self) -> torch.UntypedStorage:
-        """Return the bytes on the device, there before what the current stream does next."""
+        """Return the bytes on the device. The current stream waits for them."""
         assert self.on_device is not None
         if self.ready is not None:
             current = torch.accelerator.current_stream(self.device)

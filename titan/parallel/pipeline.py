@@ -1,13 +1,13 @@
-"""Cut a model into pipeline stages, and send microbatches through them.
+"""Pipeline parallelism: a model is cut into stages, and microbatches pass through them.
 
-    split_stages     which modules make up each stage, and which rank does what when (stage_split.py, schedules.py)
-    extract_stages   copies of the model with everything foreign to a stage removed
+    split_stages     the modules of each stage, and the order of each rank's work (stage_split.py, schedules.py)
+    extract_stages   copies of the model without the modules of other stages (stages.py)
     Pipeline         trains and evaluates the stages of this rank, which may be parallelised further
 
-The model is any nn.Module whose forward passes over children that are None (embedding, norm, output layer) and loops over
-a ModuleDict of layers; activations go from stage to stage as the first argument of forward. torch's
-torch.distributed.pipelining executes; what it does wrongly, or differently from 2.11 to 2.15, is dealt with here and said
-where. Gradients are plain sums over microbatches, for a loss that is a sum divided by a global count.
+The model is any nn.Module whose forward skips children that are None (embedding, norm, output layer) and loops over a ModuleDict
+of layers. Activations go from stage to stage as the first argument of forward. torch's torch.distributed.pipelining runs the
+stages. This file works around its faults, and its changes from 2.11 to 2.15, and says so at each place. Gradients are plain sums
+over microbatches, for a loss that is a sum divided by a global count.
 """
 
 from __future__ import annotations
@@ -38,19 +38,26 @@ _FORWARD = ("FORWARD", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD")
 
 
 class Pipeline:
-    """Hold the stages of this rank, and the steps that train and evaluate the whole pipeline.
+    """The stages of this rank, with the steps that train and evaluate the whole pipeline.
 
-    stages: module for each of `schedule.stages_of(rank)`, materialised and parallelised. mesh: the pp axis.
-    loss_fn: (output of the last stage, targets) -> scalar sum. Where the schedule splits backward, FSDP keeps
-    parameters gathered between forward and backward (see `splits_backward`), whatever the job says.
-
-    boundary: returns a tensor as a stage sends it to the next, on meta, for the input and further inputs of a microbatch. None: torch
-    runs the stages one after the other over zeros to learn it. Experts then get all their rows on one rank, and stages that are compiled
-    compile one after the other.
-
-    Every rank of the axis calls the same methods with the same batches; who needs what of them is seen to here.
-    Further inputs (positions, document ids) go to forward of every stage by name. All tensors are split into microbatches along
+    Every rank of the axis calls the same methods with the same batches, and each rank uses the tensors that its stages need.
+    Further inputs (positions, document ids) go to the forward of every stage by name. All tensors are split into microbatches along
     their first dimension.
+
+    If the schedule splits backward passes, FSDP keeps parameters gathered between forward and backward (see `splits_backward`),
+    whatever its own setting is.
+
+    Attributes:
+        stages: materialised and parallelised module of each of `schedule.stages_of(rank)`.
+        schedule: order of the ranks' actions.
+        group: process group of the pp axis.
+        device: device of this rank.
+        loss_fn: (output of the last stage, targets) -> scalar sum.
+        boundary: (input, further inputs of a microbatch) -> tensor on meta with the shape and dtype that each stage sends to the
+            next one. None: torch runs the stages one after the other over zeros to learn it. Experts then get all tokens on one
+            rank, and compiled stages compile one after the other.
+        is_first: this rank has the first stage.
+        is_last: this rank has the last stage.
     """
 
     compiles_first = True
@@ -80,7 +87,7 @@ class Pipeline:
         self.boundary = boundary
         self.is_first = 0 in stages
         self.is_last = schedule.num_stages - 1 in stages
-        # torch's buffers have the shapes of the first call: one runner for each shape.
+        # torch's buffers have the shapes of the first call, so there is one runner for each shape.
         self._runners: dict[Any, Any] = {}
         self._divisor: Tensor | float = 1.0
         self._sums: list[Tensor] = []
@@ -93,16 +100,23 @@ class Pipeline:
         divide_by: Tensor | float = 1.0,
         **inputs: Tensor | None,
     ) -> list[Tensor]:
-        """Run forward and backward; gradients of loss_fn / divide_by are added to those that are there.
+        """Run forward and backward, and add the gradients of loss_fn / divide_by to existing ones.
 
-        Returns the undivided loss of each microbatch if `is_last`, else nothing.
+        Args:
+            input: a batch.
+            targets: targets of the batch.
+            divide_by: divisor of the loss.
+            **inputs: further inputs of every stage.
+
+        Returns:
+            The undivided loss of each microbatch if `is_last`, else an empty list.
         """
         count, given = self.schedule.num_microbatches, _without_none(inputs)
         is_new = self._key("train", input, count, given) not in self._runners
         runner = self.runner("train", input, count, inputs=given)
         if is_new and self.compiles_first and self.boundary is not None:
             self._compile(input, targets, given)
-        # Set for each step: torch passes the loss function an output and a target only.
+        # An attribute, since torch passes the loss function an output and a target only.
         self._divisor = divide_by
         self._sums.clear()
         runner.step(
@@ -126,9 +140,17 @@ class Pipeline:
         loss_fn: LossFunction | None = None,
         **inputs: Tensor | None,
     ) -> list[Tensor]:
-        """Run forward on any number of microbatches; return the loss of each if `is_last`, else nothing.
+        """Run forward on any number of microbatches.
 
-        loss_fn: takes the place of the pipeline's, and may return a tensor of any shape.
+        Args:
+            input: a batch.
+            targets: targets of the batch.
+            num_microbatches: number of microbatches. None: the schedule's.
+            loss_fn: takes the place of the pipeline's loss. It may return a tensor of any shape.
+            **inputs: further inputs of every stage.
+
+        Returns:
+            The loss of each microbatch if `is_last`, else an empty list.
         """
         count = num_microbatches or self.schedule.num_microbatches
         given = _without_none(inputs)
@@ -147,15 +169,25 @@ class Pipeline:
     def forward(
         self, input: Tensor, *, num_microbatches: int = 1, **inputs: Tensor | None
     ) -> Tensor | None:
-        """Return the output of the whole model if `is_last`, else None."""
+        """Return the output of the whole model if `is_last`, else None.
+
+        Args:
+            input: a batch.
+            num_microbatches: number of microbatches.
+            **inputs: further inputs of every stage.
+        """
         given = _without_none(inputs)
         runner = self.runner("forward", input, num_microbatches, inputs=given)
         return runner.eval(*self._args(input), **given)
 
     def change(self, schedule: Schedule) -> None:
-        """Go on with another number of microbatches, or sequences of another length. The stages stay where they are."""
+        """Continue with another number of microbatches, or another length of sequences.
+
+        Args:
+            schedule: the new schedule, with the same stages on each rank.
+        """
         self.schedule = schedule
-        # The next step makes runners for its shapes; those of the old ones would keep their memory.
+        # The next step makes runners for its shapes. Old runners would keep their memory.
         self._runners.clear()
 
     def _args(self, input: Tensor) -> tuple[Tensor, ...]:
@@ -207,7 +239,10 @@ class Pipeline:
         return self._runners[key]
 
     def _compile(self, input: Tensor, targets: Tensor, inputs: Mapping[str, Tensor]) -> None:
-        """Run each compiled stage forward and backward on noise, without a trace: every rank compiles while the others do."""
+        """Run each compiled stage forward and backward on noise, and undo all effects.
+
+        All ranks compile at the same time.
+        """
         assert self.boundary is not None
         rows = len(input) // self.schedule.num_microbatches
         first, more = input[:rows], _first(inputs, rows)
@@ -227,9 +262,12 @@ class Pipeline:
             undo()
 
     def _build_training(self, stages: list[Any]) -> Any:
-        """Build GPipe and 1F1B from torch's classes, which gather FSDP's parameters block by block; all others, which gather a
-        stage at a time, from the runtime of which torch's other schedules are subclasses."""
-        # torch would divide gradients by the number of microbatches. The loss is divided already.
+        """Build the runner of training steps.
+
+        GPipe and 1F1B use torch's classes, which gather FSDP's parameters block by block. All other schedules use the runtime
+        that is the base of torch's other classes, which gathers a stage at a time.
+        """
+        # torch would divide gradients by the number of microbatches, but the loss is divided already.
         settings: Any = {"loss_fn": self._divided_loss, "scale_grads": False}
         count = self.schedule.num_microbatches
         single = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}.get(self.schedule.name)
@@ -242,10 +280,10 @@ class Pipeline:
     def _build_forward(
         self, torch_stages: list[Any], num_microbatches: int, loss_fn: LossFunction | None
     ) -> Any:
-        """Build a breadth-first order, of which only the forward part is kept.
+        """Build the runner of a breadth-first order, and keep its forward part only.
 
-        torch's own eval() runs the backward actions too, as empty shells, and fails on V-shaped schedules. In
-        a separate order, validation need not have the number of microbatches that training has.
+        torch's own eval() runs the backward actions, too, as empty shells, and fails on V-shaped schedules. With a separate order,
+        validation may have another number of microbatches than training.
         """
         order = [
             [Action(s, "F", m) for s in stages for m in range(num_microbatches)]
@@ -283,7 +321,10 @@ class Pipeline:
 
 
 class Stage(PipelineStage):
-    """torch's stage, with three faults worked around (docs/architecture.md). With the shapes given, torch runs no pass to learn them."""
+    """torch's stage, with workarounds for three faults (docs/architecture.md).
+
+    If the shapes are given, torch runs no pass to learn them.
+    """
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         super().__init__(module, *args, **kwargs)
@@ -291,11 +332,11 @@ class Stage(PipelineStage):
         self._undo_inference = None if self._sent is not None else _remember(module, self.device)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Leave out messages to itself, which the turn of a V makes on torch 2.11 and which gloo cannot send."""
+        """Remove messages to the rank itself: torch 2.11 makes them at the turn of a V, and gloo cannot send them."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute a microbatch. Raises ValueError if the output is not what the next stage waits for."""
+        """Compute a microbatch. Raise ValueError if the next stage waits for an output of another shape or dtype."""
         output, sent = super().forward_one_chunk(*args, **kwargs), self._sent
         if self.is_last or sent is None:
             return output
@@ -307,17 +348,22 @@ class Stage(PipelineStage):
         return output
 
     def _validate_fwd_outputs(self, outputs: Any) -> None:
-        """Leave to `forward_one_chunk` what torch 2.11 compares: the last stage's output, too, whose shape nobody needs."""
+        """Do nothing, since `forward_one_chunk` checks the outputs.
+
+        torch 2.11 would check the last stage's output, too, whose shape nobody needs.
+        """
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """Keep gradients: learning the shapes of a new batch (2.13 on) throws FSDP's gradients away, also those of an earlier
-        batch of the same optimizer step."""
+        """Keep gradients when torch has learned the shapes of a new batch.
+
+        From 2.13 on, torch throws away FSDP's gradients, even those of an earlier batch of the same optimizer step.
+        """
         if self._undo_inference is not None:
             super()._post_metadata_inference_cleanup()
             self._undo_inference()
 
     def _shape_inference(self, *args: Any, **kwargs: Any) -> Any:
-        """Run torch 2.11's only pass to learn shapes, after which it calls no cleanup."""
+        """Run torch 2.11's only pass to learn shapes, and undo its effects. torch calls no cleanup after it."""
         outputs = super()._shape_inference(*args, **kwargs)  # pyright: ignore
         assert self._undo_inference is not None
         self._undo_inference()
@@ -325,14 +371,17 @@ class Stage(PipelineStage):
 
 
 def _reshard(module: nn.Module) -> None:
-    """Free gathered parameters, which have no gradients: their shards do."""
+    """Free gathered parameters. They have no gradients; their shards have them."""
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()
 
 
 def _remember(module: nn.Module, device: torch.device) -> Callable[[], None]:
-    """Return what takes back, once, what a pass through a module has changed: its gradients, its buffers and random generators."""
+    """Return a function that undoes, once, the effects of a pass through a module.
+
+    It restores the gradients, the buffers and the state of random generators.
+    """
     _reshard(module)
     device_module = torch.get_device_module(device)
     sources = [m for m in (torch.random, device_module) if hasattr(m, "get_rng_state")]
@@ -348,7 +397,7 @@ def _remember(module: nn.Module, device: torch.device) -> Callable[[], None]:
             buffer.copy_(value)
         for source, state in states:
             source.set_rng_state(state)
-        # What is kept would keep memory.
+        # Free the memory of the copies.
         for kept in (gradients, buffers, states):
             kept.clear()
 
@@ -356,6 +405,14 @@ def _remember(module: nn.Module, device: torch.device) -> Callable[[], None]:
 
 
 def prepare_to_split_backward(stage: nn.Module) -> None:
+    """Keep FSDP's parameters of a stage gathered after forward, for a schedule that splits backward passes.
+
+    Args:
+        stage: module of the stage.
+
+    Raises:
+        ValueError: a module is compiled or recomputes selectively, so that its backward pass cannot be split.
+    """
     for name, module in stage.named_modules():
         if is_compiled(module):
             raise ValueError(

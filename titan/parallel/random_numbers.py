@@ -1,4 +1,4 @@
-"""Random numbers in forward passes, such as those of dropout: which modules draw some, and where that cannot be right."""
+"""Random numbers in forward passes, as of dropout: modules that draw them, and checks of their use."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ from .init_weights import canonical_name
 
 
 def drawing_modules(model: nn.Module) -> list[str]:
-    """Return the names of the modules that draw random numbers in training, as far as their class or an attribute says so: dropout, or a
-    number above 0 whose name has "drop" in it."""
+    """Return the names of the modules that draw random numbers in training.
+
+    They are dropout modules, RReLU, and modules with a float attribute above 0 whose name contains "drop".
+
+    Args:
+        model: any model.
+    """
     return [canonical_name(name) for name, m in model.named_modules() if _draws(m)]
 
 
@@ -24,7 +29,15 @@ def _draws(module: nn.Module) -> bool:
 
 
 def require_restored(model: nn.Module, *, preserve_rng_state: bool) -> None:
-    """Raise ValueError, with its name, for a module that draws random numbers if those of the forward pass are not restored."""
+    """Raise ValueError if a module draws random numbers and those of the forward pass are not restored.
+
+    Args:
+        model: the model that will be recomputed.
+        preserve_rng_state: the recomputation restores the random numbers of the forward pass.
+
+    Raises:
+        ValueError: a module, which the message names, draws random numbers that are not restored.
+    """
     if not preserve_rng_state and (names := drawing_modules(model)):
         raise ValueError(
             f"module '{names[0]}' draws random numbers, and the recomputation would draw others: set preserve_rng_state=True"
@@ -32,8 +45,14 @@ def require_restored(model: nn.Module, *, preserve_rng_state: bool) -> None:
 
 
 def require_own_part(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise ValueError, in the forward pass and with its name, for a module that draws random numbers for a tensor that all ranks of `mesh`
-    hold: they would draw different ones."""
+    """Register hooks that check that no module draws random numbers for a tensor that all ranks of `mesh` hold.
+
+    The ranks would draw different numbers. A hook raises ValueError, with the module's name, in the forward pass.
+
+    Args:
+        model: the model.
+        mesh: mesh with the tp axis only.
+    """
     for name in drawing_modules(model):
 
         def check(module: nn.Module, args: tuple[object, ...], name: str = name) -> None:

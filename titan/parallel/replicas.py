@@ -1,7 +1,8 @@
-"""Check that ranks which should hold the same weights hold the same bits. Otherwise a flipped bit in one replica would train on unseen.
+"""Check that replicas of weights have equal bits. A run would otherwise train on after a bit flip in one replica.
 
-Each rank hashes every parameter's local tensor on its device, and hashes are compared along the mesh axes over which it is replicated:
-DDP and HSDP replicas, and what tensor parallelism leaves whole. One pass over the weights and a few bytes for each parameter.
+Each rank hashes every parameter's local tensor on its device. The hashes are compared along the mesh axes over which the parameter
+is replicated: DDP and HSDP replicas, and parameters that tensor parallelism does not split. It costs one pass over the weights and
+a few bytes for each parameter.
 """
 
 from __future__ import annotations
@@ -20,15 +21,21 @@ ReplicaGroups = dict[dist.ProcessGroup, list[tuple[str, Tensor]]]
 
 
 class ReplicaError(RuntimeError):
-    """Report that replicas differ. The message names ranks and parameters."""
+    """Different weights on replicas. The message names ranks and parameters."""
 
     kind = "replicas_differ"  # of a failure
 
 
 @torch.no_grad()
 def require_equal_replicas(parts: Iterable[nn.Module]) -> None:
-    """Raise ReplicaError on all ranks if any replicas differ. All ranks call this, and it waits for
-    the device."""
+    """Raise ReplicaError on all ranks if any replicas differ. All ranks call it, and it waits for the device.
+
+    Args:
+        parts: models of this rank (pipeline stages).
+
+    Raises:
+        ReplicaError: replicas differ.
+    """
     differences = []
     for group, named in replicated(parts).items():
         # One integer for each parameter, so a gather moves a few bytes.
@@ -39,7 +46,7 @@ def require_equal_replicas(parts: Iterable[nn.Module]) -> None:
         if any(row != hashes[0] for row in hashes):
             ranks = dist.get_process_group_ranks(group)
             differences.append(_describe(hashes, ranks, [name for name, _ in named]))
-    # Every rank raises, also one whose own replicas agree.
+    # Every rank raises, even if its own replicas agree.
     of_all: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_all, differences)
     if texts := sorted({text for texts in of_all for text in texts}):
@@ -50,7 +57,11 @@ def require_equal_replicas(parts: Iterable[nn.Module]) -> None:
 
 
 def replicated(parts: Iterable[nn.Module]) -> ReplicaGroups:
-    """Return local tensors by the group whose ranks must hold the same."""
+    """Return local tensors, with their names, by the group whose ranks must hold equal ones.
+
+    Args:
+        parts: models of this rank (pipeline stages).
+    """
     groups: ReplicaGroups = defaultdict(list)
     for part in parts:
         for name, parameter in part.named_parameters():
@@ -70,7 +81,7 @@ def _describe(hashes: list[list[int]], ranks: list[int], names: list[str]) -> st
     differing: dict[str, list[int]] = {}
     tied = False
     for column, name in enumerate(names):
-        # The majority is taken for right. With a tie nobody can say who is.
+        # The majority counts as right. With a tie, no rank is known to be right.
         [(usual, count), *rest] = Counter(row[column] for row in hashes).most_common()
         if rest:
             tied |= rest[0][1] == count

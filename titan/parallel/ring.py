@@ -1,23 +1,28 @@
-"""Compute attention of local queries over keys and values on C ranks, exact, forward and backward.
+"""Attention of local queries to the keys and values of C ranks, exact, forward and backward.
 
-Ring Attention (arXiv:2310.01889) sends keys and values around the ring, each transfer hidden behind the block
-computed meanwhile; in backward their gradients travel with them and arrive home complete. All-gather (Llama 3,
-arXiv:2407.21783 section 3.3.2) fetches all of them at once: one big collective instead of C small ones, hidden
-only behind the own block, and whole keys and values in memory for one layer at a time.
+Ring Attention (arXiv:2310.01889) sends keys and values around the ring. Each transfer hides behind the computation of a block.
+In the backward pass the keys' gradients travel with the keys, and are complete when they return to the keys' own rank.
+All-gather (Llama 3, arXiv:2407.21783 section 3.3.2) fetches all keys and values at once: one large collective instead of C small
+ones, which hides only behind the rank's own block, and needs memory for all keys and values of one layer at a time.
 
-Both visit the same blocks. With the sequence cut in 2C chunks of which rank r holds chunks r (its head) and
-2C-1-r (its tail), so that all ranks have equal work (zig-zag, also called head-tail or striped), rank r sees of
+Both compute the same blocks. The sequence is cut into 2C chunks, of which rank r holds chunk r (its head) and chunk 2C-1-r (its
+tail), so that all ranks have equal work (zig-zag, also called head-tail or striped). The queries of rank r see
 
-    itself            its own head and tail, causally
-    a rank before it  the head only, with all queries
-    a rank after it   head and tail, with the tail's queries
+    its own keys            head and tail, causally
+    keys of a rank before   the head only, from all queries
+    keys of a rank after    head and tail, from the queries of its tail
 
-and with contiguous parts everything before, nothing after. No block but the own one needs a mask, unless documents are packed:
-then each block has a dense one of its documents. With a window, blocks are pairs of chunks, cut to the queries and keys that are
-near enough: nothing is computed for chunks beyond it. Attention that is not causal sees everything of every rank. Blocks are merged in fp32 by their logsumexp: out = sum_b out_b exp(lse_b - lse).
+An example with C = 2 ranks and 8 tokens: rank 0 holds the tokens 0, 1 (head) and 6, 7 (tail), rank 1 the tokens 2, 3 and 4, 5. Rank
+0 sees the tokens 2 to 5 from its queries 6 and 7; rank 1 sees the tokens 0 and 1 from all its queries. Each computes half of a
+block.
 
-Transfers are functional collectives (a rotation is an all-to-all in which every rank sends to one only), so that
-torch.compile and a simulator see them, and no point-to-point communicators appear beside the group's own.
+With contiguous parts, a rank sees all keys of the ranks before it, and none of the ranks after it. Only a rank's own block needs
+a mask, unless documents are packed: then each block has a dense mask of its documents. With a window, blocks are pairs of chunks,
+cut to the queries and keys that are near enough, and chunks beyond the window are not computed. Attention that is not causal sees
+all keys of all ranks. Blocks are merged in fp32 by their logsumexp: out = sum_b out_b exp(lse_b - lse).
+
+Transfers are functional collectives (a rotation is an all-to-all in which every rank sends to one rank only). torch.compile and
+a simulator see them, and no point-to-point communicators are made beside the group's own.
 
 B batch, S local positions, T joined key positions, H query heads, G key/value heads, K head dim, N source ranks,
 2 keys and values
@@ -44,9 +49,13 @@ from .collectives import start_all_gather, start_all_to_all, start_reduce_scatte
 
 
 class SequencePart(NamedTuple):
-    """Say which part of the sequence this rank holds: `rank` of `size`, head and tail if `balanced`.
+    """The part of the sequence that this rank holds.
 
-    group: name of the process group of the ranks that hold the others.
+    Attributes:
+        group: name of the process group of the ranks that hold all parts.
+        rank: rank in this group.
+        size: number of ranks in this group.
+        balanced: the part is a head and a tail, and not contiguous.
     """
 
     group: str
@@ -56,9 +65,13 @@ class SequencePart(NamedTuple):
 
 
 class VisibleBlock(NamedTuple):
-    """Say what some queries see of some source ranks, as slices of their local positions.
+    """Some queries and the keys of source ranks that they see, as slices of local positions.
 
-    distance: by how many positions the first query comes after the first key, where there is a window.
+    Attributes:
+        queries: local positions of the queries.
+        keys: local positions of the keys on each source rank.
+        causal: a query sees no key after itself.
+        distance: number of positions from the first key to the first query, if there is a window.
     """
 
     queries: slice
@@ -79,14 +92,18 @@ def ring_attention(
     spec: AttentionSpec = CAUSAL,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention output (B, H, S, K) over the whole sequence.
+    """Return attention over the whole sequence, (B, H, S, K), for the queries of this rank.
 
     Args:
-        gather: fetch all keys at once, no ring.
-        scale: of the products of queries and keys; None: 1 / sqrt(K).
-        ids_BCS: the documents of all ranks' positions, (B, C, S); None: a query sees those of all documents.
-        spec: which of these positions a query sees.
-        sinks_H: a logit of each head that joins the softmax, without a value.
+        q_BHSK: queries of this rank.
+        k_BGSK: keys of this rank.
+        v_BGSK: values of this rank.
+        part: the part of the sequence that this rank holds.
+        gather: all-gather keys and values at once instead of sending them around the ring.
+        scale: factor of the scores. None: 1 / sqrt(K).
+        ids_BCS: document ids of the positions of all ranks, (B, C, S). None: documents do not limit attention.
+        spec: keys of its document that a query sees.
+        sinks_H: a logit of each head that joins the softmax, with the value zero.
     """
     options = part, gather, scale, spec
     return _BlockwiseAttention.apply(q_BHSK, k_BGSK, v_BGSK, options, ids_BCS, sinks_H)
@@ -95,13 +112,17 @@ def ring_attention(
 def visible(
     sources: range, *, part: SequencePart, length: int, spec: AttentionSpec = CAUSAL
 ) -> list[VisibleBlock]:
-    """Return what `part` sees of `sources`, all of them before it, after it, or itself; with a window, of one source.
+    """Return the blocks of `sources` that the queries of `part` see.
 
-    length: number of local positions.
+    Args:
+        sources: source ranks, all before the rank of `part`, all after it, or the rank itself. With a window, one rank.
+        part: the part of the sequence that the queries' rank holds.
+        length: number of local positions, S.
+        spec: keys that a query sees.
     """
     if spec.window:
         return list(_within_window(sources.start, part, length, spec.window))
-    # Slices of the local positions. With `balanced` the first half is the head, the second the tail.
+    # Slices of the local positions. With `balanced`, the first half is the head and the second half is the tail.
     everything, half = slice(0, length), length // 2
     if not spec.causal:
         return [VisibleBlock(everything, everything, causal=False)]
@@ -116,7 +137,7 @@ def visible(
 def _within_window(
     source: int, part: SequencePart, length: int, window: int
 ) -> Iterator[VisibleBlock]:
-    """Yield the pairs of a rank's and a source's chunks in which a query sees a key. A query's own chunk comes first."""
+    """Yield the pairs of a rank's chunk and a source's chunk in which a query sees a key. A query's own chunk comes first."""
     num_chunks = 2 if part.balanced else 1
     size = length // num_chunks
     mine, theirs = ((r, 2 * part.size - 1 - r)[:num_chunks] for r in (part.rank, source))
@@ -138,9 +159,18 @@ def visible_keys(
     spec: AttentionSpec,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Return which keys of a block its queries see, as arguments of `attend`."""
+    """Return the keys of a block that its queries see: a spec and a mask, as arguments of `attend`.
+
+    Args:
+        block: the block.
+        sources: source ranks of its keys.
+        ids_BCS: document ids of the positions of all ranks, or None.
+        part: the part of the sequence that the queries' rank holds.
+        spec: keys that a query of the whole sequence sees.
+        device: device of the mask.
+    """
     size = block.queries.stop - block.queries.start
-    # Its last query and first key are the farthest from each other.
+    # The last query and the first key of a block have the largest distance.
     is_cut = 0 < spec.window < block.distance + size
     window = spec.window if is_cut and block.causal else 0
     seen: dict[str, Any] = {"spec": AttentionSpec(block.causal, window), "mask_BST": None}
@@ -166,7 +196,7 @@ class _BlockwiseAttention(torch.autograd.Function):
         # Sums over blocks are kept in fp32 at least.
         total_BHSK = total_lse_BHS = None
         precise = torch.promote_types(q_BHSK.dtype, torch.float32)
-        if spec.window:  # of the own rank, chunks come one by one
+        if spec.window:  # the chunks of the own rank come one by one, too
             total_BHSK = torch.zeros_like(q_BHSK, dtype=precise)
             total_lse_BHS = torch.full_like(total_BHSK[..., 0], float("-inf"))
         for sources, kv_N2BGSK in _arrivals(k_BGSK, v_BGSK, part, gather, spec):
@@ -175,8 +205,8 @@ class _BlockwiseAttention(torch.autograd.Function):
                 seen = visible_keys(block, sources, ids_BCS, part, spec, q_BHSK.device)
                 q = q_BHSK[:, :, block.queries]
                 out_BHSK, lse_BHS = attend(q, k_BGTK, v_BGTK, scale=scale, **seen)
-                if total_BHSK is None or total_lse_BHS is None:  # the own block: all rows
-                    # Copies: activation checkpointing may keep what attention returned, and it must stay as it is.
+                if total_BHSK is None or total_lse_BHS is None:  # the own block has all queries
+                    # Copies, since activation checkpointing may keep attention's results, which must not change.
                     total_BHSK = out_BHSK.to(precise, copy=True)
                     total_lse_BHS = lse_BHS.to(
                         precise, copy=True, memory_format=torch.contiguous_format
@@ -189,7 +219,7 @@ class _BlockwiseAttention(torch.autograd.Function):
         )
         if sinks_H is not None:
             total_BHSK, total_lse_BHS = add_sinks(total_BHSK, total_lse_BHS, sinks_H)
-        # A copy also where the dtype is the same: compiled by torch 2.11, a tensor changed in place that is
+        # A copy even if the dtype is the same: compiled by torch 2.11, a tensor changed in place that is
         # returned and saved comes back in backward as it was before the changes.
         out_BHSK = total_BHSK.to(q_BHSK.dtype, copy=True)
         ctx.save_for_backward(q_BHSK, k_BGSK, v_BGSK, out_BHSK, total_lse_BHS, ids_BCS, sinks_H)
@@ -200,7 +230,7 @@ class _BlockwiseAttention(torch.autograd.Function):
         q_BHSK, k_BGSK, v_BGSK, out_BHSK, lse_BHS, ids_BCS, sinks_H = ctx.saved_tensors
         rows_of = (grads[0].contiguous(), q_BHSK, out_BHSK, lse_BHS)
         part, gather, scale, spec = ctx.options
-        # dq stays here, and keys' gradients travel with their keys.
+        # dq stays on this rank. The gradients of keys travel with the keys.
         dq_BHSK = torch.zeros_like(q_BHSK, dtype=lse_BHS.dtype)
         gathered: dict[int, Tensor] = {}  # by first source rank
         traveling = None
@@ -214,16 +244,16 @@ class _BlockwiseAttention(torch.autograd.Function):
             if gather:
                 gathered[sources.start] = dkv_N2BGSK
                 continue
-            # They arrived, with what the ranks before added, during this block.
+            # They arrived during this block, with the sums of the ranks before.
             if traveling is not None:
                 dkv_N2BGSK += wait(traveling)
             traveling = _pass_on(dkv_N2BGSK, part)
         if gather:
-            # Each rank has a share of every rank's gradient: (C, 2, B, G, S, K) -> (1, 2, B, G, S, K).
+            # Each rank has a partial sum of every rank's gradient: (C, 2, B, G, S, K) -> (1, 2, B, G, S, K).
             whole = torch.cat([gathered[start] for start in sorted(gathered)])
             traveling = start_reduce_scatter(whole, group=part.group, size=part.size)
         assert traveling is not None, "the own block is always visited"
-        # By either way, the sum over all ranks is now at the rank that owns the keys.
+        # In both methods, the sum over all ranks is now on the rank that owns the keys.
         dk_BGSK, dv_BGSK = wait(traveling)[0].to(k_BGSK.dtype).unbind(0)
         d_sinks_H = None
         if sinks_H is not None:
@@ -239,7 +269,7 @@ def _add_block_gradient(
     block: VisibleBlock,
     options: dict[str, Any],
 ) -> None:
-    """Add one block's gradients to dq and dkv, in place. rows_of: gradient of the output, q, output, logsumexp."""
+    """Add one block's gradients to dq and dkv, in place. rows_of: gradient of the output, queries, output, logsumexp."""
     grad_BHSK, q_BHSK, out_BHSK, lse_BHS = (x[:, :, block.queries] for x in rows_of)
     k_BGTK, v_BGTK = _join(kv_N2BGSK, block.keys)
     rows = grad_BHSK, q_BHSK, k_BGTK, v_BGTK, out_BHSK, lse_BHS
@@ -252,7 +282,14 @@ def _add_block_gradient(
 def merge_softmax(
     total_BHSK: Tensor, total_lse_BHS: Tensor, out_BHSK: Tensor, lse_BHS: Tensor
 ) -> None:
-    """Add a block to the totals, in place."""
+    """Add a block to the totals of attention, in place.
+
+    Args:
+        total_BHSK: sum over earlier blocks, weighted by softmax.
+        total_lse_BHS: its logsumexp.
+        out_BHSK: output of the block.
+        lse_BHS: logsumexp of the block.
+    """
     lse = torch.logaddexp(total_lse_BHS, lse_BHS)
     total_BHSK *= (total_lse_BHS - lse).exp()[..., None]
     total_BHSK += out_BHSK * (lse_BHS - lse).exp()[..., None]
@@ -262,7 +299,7 @@ def merge_softmax(
 def _arrivals(
     k_BGSK: Tensor, v_BGSK: Tensor, part: SequencePart, gather: bool, spec: AttentionSpec
 ) -> Iterator[tuple[range, Tensor]]:
-    """Yield source ranks and their keys and values (N, 2, B, G, S, K), the own ones first. With a window, they come one by one."""
+    """Yield source ranks and their keys and values (N, 2, B, G, S, K), the rank's own first. With a window, one by one."""
     own, rank, size = torch.stack([k_BGSK, v_BGSK])[None], part.rank, part.size
     if gather:
         # (2, B, G, S, K) on each rank -> (C, 2, B, G, S, K) on all, while the own block is computed.
@@ -278,7 +315,7 @@ def _arrivals(
         return
     held = own
     for step in range(size):
-        # The next transfer starts before this block is computed, so it hides behind it.
+        # The next transfer starts before this block is computed, so the computation hides it.
         coming = None if step == size - 1 else _pass_on(held, part)
         source = (rank - step) % size
         yield range(source, source + 1), held
@@ -287,7 +324,7 @@ def _arrivals(
 
 
 def _pass_on(x: Tensor, part: SequencePart) -> Tensor:
-    """Send x to the next rank and return, at once, what will come from the one before."""
+    """Start to send x to the next rank. Return the tensor from the rank before, valid after `wait`."""
     to_next, from_previous = [0] * part.size, [0] * part.size
     to_next[(part.rank + 1) % part.size] = x.shape[0]
     from_previous[(part.rank - 1) % part.size] = x.shape[0]
@@ -295,12 +332,12 @@ def _pass_on(x: Tensor, part: SequencePart) -> Tensor:
 
 
 def _join(kv_N2BGSK: Tensor, keys: slice) -> tuple[Tensor, Tensor]:
-    """Join keys and values of all sources, one after the other: (B, G, T, K) each."""
+    """Return the keys and the values of all sources, one source after the other: (B, G, T, K) each."""
     kv_2BGNSK = kv_N2BGSK[..., keys, :].permute(1, 2, 3, 0, 4, 5)
     k_BGTK, v_BGTK = kv_2BGNSK.flatten(3, 4).unbind(0)
     return k_BGTK, v_BGTK
 
 
 def _split(x_BGTK: Tensor, num_sources: int) -> Tensor:
-    """Split again what was joined: (N, B, G, S, K)."""
+    """Split joined keys or values by source: (B, G, T, K) -> (N, B, G, S, K)."""
     return x_BGTK.unflatten(2, (num_sources, -1)).movedim(2, 0)

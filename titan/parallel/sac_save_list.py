@@ -1,13 +1,20 @@
-"""Read which operations' results a selectively recomputed block keeps. Imports no torch, as configs are checked with it.
+"""Save list of selective activation checkpointing: the operations whose results a block keeps.
 
-What a block keeps is a list of entries. Each names an operation ("aten.mm") or one of the groups below, and may end in
+The checks of a job file read it, so it imports no torch. Each entry names an operation ("aten.mm") or one of the groups
+below, and may end in
 
-    /2      keep every second one, in the order they run in a block
-    @0,3    keep the first and the fourth
-    >host   keep them in host memory
+    /2      keep every second call, in the order in which they run in a block
+    @0,3    keep the first and the fourth call
+    >host   keep the results in host memory
 
-The default list keeps, of a Llama block: q, v, w1 and w2, attention, and what came over the network. It runs k, o, w3 and
-everything elementwise again.
+An example: the matmuls of a Llama block run in the order q, k, v, o, w1, w3, w2, with the numbers 0 to 6.
+
+    matmul/2            keeps 0, 2, 4, 6: q, v, w1 and w2
+    matmul@1,3          keeps k and o
+    aten.mm@6>host      keeps w2, in host memory
+
+The default list keeps q, v, w1 and w2, attention, and the results of reduce-scatters and all-to-alls. The block runs k, o, w3
+and all elementwise operations again. activation.py says how much memory that takes.
 """
 
 from __future__ import annotations
@@ -25,23 +32,26 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "aten._scaled_dot_product_attention_math",
         "torch_attn._varlen_attn",
     ),
-    # Not all-gathers: their results are large, and gathering again overlaps with what is recomputed before.
+    # No all-gathers: their results are large, and a second all-gather overlaps with the recomputation before it.
     "network": ("_c10d_functional.reduce_scatter_tensor", "_c10d_functional.all_to_all_single"),
-    # The largest absolute values that float8 scales by: a few numbers each, for a pass over the tensor.
+    # The largest absolute values, by which float8 scales: a few numbers each, which cost a pass over the tensor.
     "scales": ("aten.max", "aten.amax"),
 }
 DEFAULT_KEEP = ("matmul/2", "attention", "network", "scales")
 
 
 class SaveListError(ValueError):
-    """Report that an entry has no meaning, or that an operation or a module to be kept does not exist. The message is
-    for the user."""
+    """Entry without a meaning, or operation or module that does not exist. The message is for the user."""
 
 
 class Rule(NamedTuple):
-    """Say which results of some operations, counted together, to keep.
+    """The results to keep of some operations, whose calls are counted together.
 
-    every, places: keep each n-th one, or, if there are any, those at these places from 0. host: keep them in host memory.
+    Attributes:
+        names: names of the operations.
+        every: keep each n-th call, beginning with the first. Ignored if there are `places`.
+        places: numbers of the calls to keep, from 0.
+        host: keep the results in host memory.
     """
 
     names: tuple[str, ...]
@@ -50,7 +60,11 @@ class Rule(NamedTuple):
     host: bool = False
 
     def keeps(self, place: int) -> bool:
-        """Return whether it keeps the operation at this place."""
+        """Return whether the rule keeps the result of a call.
+
+        Args:
+            place: number of the call in the block, from 0.
+        """
         return place in self.places if self.places else place % self.every == 0
 
 
@@ -61,7 +75,14 @@ _BLOCKS = re.compile(r"(\d{1,8})(?:-(\d{1,8}))?:(.*)", re.ASCII)
 
 
 def parse_rule(entry: str) -> Rule:
-    """Return what an entry means. Raises SaveListError; only torch knows whether an operation exists."""
+    """Return the rule of an entry. Only torch knows whether an operation exists.
+
+    Args:
+        entry: text such as "aten.mm@0,3>host".
+
+    Raises:
+        SaveListError: the entry has no meaning.
+    """
     match = _ENTRY.fullmatch(entry)
     if not match or ("." not in match[1] and match[1] not in GROUPS):
         raise SaveListError(
@@ -75,9 +96,16 @@ def parse_rule(entry: str) -> Rule:
 
 
 def parse_blocks(line: str) -> tuple[range, list[str] | None]:
-    """Return the blocks and the entries of a line such as "8-15: aten.mm@0,2 attention". None: they keep everything.
+    """Return the blocks and the entries of a line such as "8-15: aten.mm@0,2 attention".
 
-    Raises SaveListError.
+    Args:
+        line: block numbers, a colon, and entries; "all" keeps everything, and no entry keeps nothing.
+
+    Returns:
+        The numbers of the blocks, and the entries, or None if the blocks keep everything.
+
+    Raises:
+        SaveListError: the line or an entry has no meaning.
     """
     match = _BLOCKS.fullmatch(line.strip())
     if not match or int(match[1]) > int(match[2] or match[1]):

@@ -1,19 +1,17 @@
-"""Order the work of a pipeline: which rank computes what, in which order, and what that costs in
-idle time and memory.
+"""Pipeline schedules: the order of each rank's work, and its cost in idle time and memory.
 
-A pipeline cuts a model into stages and a batch into microbatches. A `Schedule` is, for each rank, the list of
-its actions in order, written as torch and its CSV files write them, stage, kind, microbatch: "0F3" is the forward
-pass of microbatch 3 through stage 0.
+A pipeline cuts a model into stages and a batch into microbatches. A `Schedule` lists the actions of each rank in order. An action
+is written as in torch and its CSV files, stage, kind, microbatch: "0F3" is the forward pass of microbatch 3 through stage 0.
 
     F  forward                               1 unit of time
     B  backward, whole                       2
-    I  backward, gradients of the input      1   what the previous stage waits for
+    I  backward, gradients of the input      1   the previous stage waits for it
     W  backward, gradients of the weights    1   can wait, and so fills bubbles (zero bubble)
 
-GPipe (arXiv:1811.06965), 1F1B (PipeDream-Flush, arXiv:2006.09503), interleaved 1F1B (arXiv:2104.04473), breadth
-first (arXiv:2211.05953), zero bubble and ZBV (arXiv:2401.10241), DualPipeV (arXiv:2412.19437). The orders of all but the first
-two are torch's, asked for without running anything. Nothing here needs a process group, and
-torch is imported only to ask: `titan pipeline` draws, and the simulator and the tests read, what pipeline.py runs.
+GPipe (arXiv:1811.06965), 1F1B (PipeDream-Flush, arXiv:2006.09503), interleaved 1F1B (arXiv:2104.04473), breadth first
+(arXiv:2211.05953), zero bubble and ZBV (arXiv:2401.10241), DualPipeV (arXiv:2412.19437). The orders of all but the first two are
+torch's, which a class computes without running anything. Nothing here needs a process group, and only these orders import
+torch: `titan pipeline` draws, and the simulator and the tests read, the schedules that pipeline.py runs.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ _CELL = re.compile(rf"{_ACTION}|\({_ACTION}(;{_ACTION})*\)OVERLAP_F_B")
 
 
 class SplitError(ValueError):
-    """Report numbers of stages, ranks and microbatches that do not fit each other. kind: what to change."""
+    """Numbers of stages, ranks and microbatches that do not fit each other. `kind` says which one to change."""
 
     def __init__(
         self, message: str, kind: Literal["stages", "microbatches", "first", "last"] = "stages"
@@ -43,7 +41,7 @@ class SplitError(ValueError):
 
 
 class Action(NamedTuple):
-    """Name one computation of a rank."""
+    """One computation of a rank: stage, kind and microbatch."""
 
     stage: int
     kind: str
@@ -54,7 +52,7 @@ class Action(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Say when an action runs, in units of a forward pass of one microbatch through one stage."""
+    """Time in which an action runs, in units of a forward pass of one microbatch through one stage."""
 
     action: Action
     start: int
@@ -63,7 +61,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Hold the order of actions of each rank."""
+    """Order of the actions of each rank."""
 
     name: str
     num_stages: int
@@ -85,7 +83,7 @@ class Schedule:
         return any(action.kind == "I" for actions in self.order for action in actions)
 
     def peak_in_flight(self, rank: int) -> int:
-        """Return the most microbatches whose activations a rank holds at once, each of its stages counted by itself.
+        """Return the largest number of microbatches whose activations a rank holds at once, summed over its stages.
 
         A microbatch is in flight in a stage from its F to its B or W.
         """
@@ -96,7 +94,7 @@ class Schedule:
         return peak
 
     def timeline(self) -> list[list[Span]]:
-        """Return when each action of each rank runs, if each starts as soon as its rank and its inputs are there.
+        """Return the time of each rank's actions, if each starts as soon as its rank and its inputs are ready.
 
         Raises ValueError for an order in which ranks wait for each other forever.
         """
@@ -130,14 +128,14 @@ class Schedule:
         return spans
 
     def bubble_fraction(self) -> float:
-        """Return the idle part of the ranks' time between the first action and the last."""
+        """Return the idle share of the ranks' time between the first action and the last."""
         spans = self.timeline()
         length = max(rank[-1].end for rank in spans)
         busy = sum(COSTS[action.kind] for actions in self.order for action in actions)
         return 1 - busy / (length * self.num_ranks)
 
     def _ready_at(self, action: Action, ends: dict[Action, int]) -> int | None:
-        """Return when the inputs of an action are there; None: not known yet."""
+        """Return the time at which the inputs of an action are ready, or None if it is not known yet."""
         stage, kind, microbatch = action
         if kind == "W":
             return ends.get(Action(stage, "I", microbatch))
@@ -154,8 +152,11 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rules:
-    """stages: how many each rank holds, None for any number. rounds: microbatches go in equal rounds of
-    about as many as there are ranks. fills: there must be a microbatch for each stage."""
+    """Numbers that a schedule accepts.
+
+    stages: stages of each rank, None for any number. rounds: microbatches go in equal rounds of about one for each rank.
+    fills: there is at least one microbatch for each stage.
+    """
 
     stages: int | None
     style: Literal["loop", "v"] = "loop"
@@ -173,16 +174,21 @@ _SCHEDULES = {
     "ZBVZeroBubble": _Rules(stages=2, style="v", splits=True),
     "DualPipeV": _Rules(stages=2, style="v", splits=True, fills=True),
 }
-# torch's Interleaved1F1B now includes what was once another class: microbatches need not be a multiple of ranks.
+# torch's Interleaved1F1B includes this former class: the number of microbatches need not be a multiple of the ranks.
 _ALIASES = {"flexibleinterleaved1f1b": "Interleaved1F1B"}
-# torch's classes that define no order. TorchTitan's jobs name them beside a CSV, which does.
+# torch's classes that define no order. TorchTitan's jobs name them beside a CSV, which defines it.
 _RUN_A_FILE = ("pipelineschedulemulti", "pipelineschedulesingle", "pipelinescheduleruntime")
 
 
 def canonical_schedule(name: str, *, csv: Path | str | None = None) -> str:
-    """Return the name as this module spells it, for any letter case, with or without hyphens; raises ValueError.
+    """Return the name as this module spells it, for any letter case, with or without hyphens.
 
-    csv: the file that gives the order instead, beside which the name may be that of torch's class that runs files.
+    Args:
+        name: name of a schedule.
+        csv: the file that gives the order instead. The name may then be that of torch's class that runs files.
+
+    Raises:
+        ValueError: the name is unknown.
     """
     key = name.lower().replace("-", "").replace("_", "")
     names = {known.lower(): known for known in _SCHEDULES} | _ALIASES
@@ -201,11 +207,15 @@ def canonical_schedule(name: str, *, csv: Path | str | None = None) -> str:
 
 
 def splits_backward(name: str, *, csv: Path | str | None = None) -> bool:
-    """Return whether a schedule computes gradients of inputs and weights apart; raises ValueError.
+    """Return whether a schedule computes gradients of inputs and of weights separately.
 
-    csv: the file that gives the order instead of the name. FSDP must then keep parameters gathered between forward and
-    backward (reshard_after_forward=False): torch otherwise computes wrong gradients without a word. And torch.compile
-    and activation checkpointing by operation, whose backward pass cannot be split, must be off.
+    FSDP must then keep parameters gathered between forward and backward (reshard_after_forward=False), or torch silently computes
+    wrong gradients. torch.compile and activation checkpointing by operation must be off, since their backward passes cannot be
+    split.
+
+    Args:
+        name: name of a schedule. Raises ValueError if it is unknown.
+        csv: the file that gives the order instead of the name.
     """
     return (
         read_schedule(csv).splits_backward if csv else _SCHEDULES[canonical_schedule(name)].splits
@@ -213,15 +223,17 @@ def splits_backward(name: str, *, csv: Path | str | None = None) -> bool:
 
 
 def stages_per_rank(name: str) -> int:
-    """Return how many stages each rank holds by default."""
+    """Return the default number of stages of each rank."""
     return _SCHEDULES[canonical_schedule(name)].stages or 2
 
 
 def stage_numbers(
     rank: int, *, num_ranks: int, stages_per_rank: int, style: Literal["loop", "v"] = "loop"
 ) -> list[int]:
-    """Return the stages of a rank. "loop" deals them out in turn; "v" goes down the ranks and back up, so that the first
-    rank has the first stage and the last."""
+    """Return the stages of a rank.
+
+    "loop" deals them out in turn. "v" goes down the ranks and back up, so that the first rank has the first and the last stage.
+    """
     if style == "v":
         assert stages_per_rank == 2, "a V has two arms"
         return [rank, 2 * num_ranks - 1 - rank]
@@ -229,7 +241,14 @@ def stage_numbers(
 
 
 def check_schedule(name: str, *, num_ranks: int, num_stages: int, num_microbatches: int) -> None:
-    """Raise SplitError for numbers that do not fit, with the nearest that do; ValueError for an unknown name."""
+    """Raise SplitError for numbers that do not fit, with the nearest numbers that do.
+
+    Args:
+        name: name of a schedule. Raises ValueError if it is unknown.
+        num_ranks: number of pipeline ranks.
+        num_stages: number of stages on all ranks.
+        num_microbatches: number of microbatches of a step.
+    """
     name = canonical_schedule(name)
     rules = _SCHEDULES[name]
     if rules.stages and num_stages != rules.stages * num_ranks:
@@ -271,7 +290,7 @@ def _fits_rounds(num_microbatches: int, num_ranks: int) -> bool:
 def build_schedule(
     name: str, *, num_ranks: int, num_stages: int, num_microbatches: int
 ) -> Schedule:
-    """Build a schedule by its name. Raises what `check_schedule` does."""
+    """Build a schedule by its name. It has the arguments and errors of `check_schedule`."""
     check_schedule(
         name, num_ranks=num_ranks, num_stages=num_stages, num_microbatches=num_microbatches
     )
@@ -300,7 +319,7 @@ def _one_forward_one_backward(stage: int, num_stages: int, num_microbatches: int
     """Build 1F1B without torch, whose list (not its execution) starts the last rank at microbatch 1."""
     forward = [Action(stage, "F", m) for m in range(num_microbatches)]
     backward = [Action(stage, "B", m) for m in range(num_microbatches)]
-    # Stages before the last run ahead by as many microbatches as stages follow.
+    # A stage runs ahead by one microbatch for each stage that follows.
     ahead = num_stages - 1 - stage
     # Then one forward and one backward in turn, until the forward passes are used up.
     steady = [action for pair in zip(forward[ahead:], backward, strict=False) for action in pair]
@@ -310,7 +329,7 @@ def _one_forward_one_backward(stage: int, num_stages: int, num_microbatches: int
 def _torch_order(
     name: str, num_ranks: int, num_stages: int, num_microbatches: int
 ) -> list[list[Action]]:
-    """Return the order that torch's class makes at construction, for which it reads a few numbers of its stages."""
+    """Return the order that torch's class computes at construction."""
     from torch import nn
     from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -330,14 +349,16 @@ def _torch_order(
             style=_SCHEDULES[name].style,
         )
     ]
-    # Built as for rank 0. The class computes the orders of all ranks.
+    # Built for rank 0. The class computes the orders of all ranks.
     torch_schedule: Any = get_schedule_class(name)(stages, num_microbatches)
     return [list(_computations(torch_schedule.pipeline_order[rank])) for rank in range(num_ranks)]
 
 
 def _computations(actions: Iterable[Any]) -> Iterable[Action]:
-    """Convert torch's actions to ours: without idle slots, and the two halves of an overlapped pair one after the other,
-    which is how torch runs them anyway."""
+    """Convert torch's actions to titan's, without idle slots.
+
+    The two computations of an overlapped pair follow each other, in the order in which torch runs them.
+    """
     for action in actions:
         if action is None:
             continue
@@ -349,9 +370,12 @@ def _computations(actions: Iterable[Any]) -> Iterable[Action]:
 
 
 def read_schedule(file: Path | str) -> Schedule:
-    """Read a custom schedule: a CSV with a line for each rank and an action in each cell; empty cells are idle.
+    """Read a custom schedule: a CSV with a line for each rank and an action in each cell. Empty cells are idle.
 
-    Sends and receives are added when it runs. Raises ValueError, with file and line, for what cannot run.
+    Sends and receives are added when it runs.
+
+    Raises:
+        ValueError: the file, at a line that the message names, is no schedule that can run.
     """
     file = Path(file)
     from titan.untrusted import read_text  # needs pydantic, which helpers alone do not
@@ -369,7 +393,7 @@ def read_schedule(file: Path | str) -> Schedule:
         num_microbatches=1 + max(action.microbatch for actions in order for action in actions),
         order=tuple(order),
     )
-    # First that nothing is missing, then that the order can run at all.
+    # First check that no action is missing, then that the order can run.
     _check_complete(schedule, file)
     try:
         schedule.timeline()
@@ -379,7 +403,7 @@ def read_schedule(file: Path | str) -> Schedule:
 
 
 def write_schedule(schedule: Schedule, file: Path | str) -> None:
-    """Write what `read_schedule` (and torch) reads: a start for a custom schedule."""
+    """Write a schedule as a CSV that `read_schedule` (and torch) reads, as a start for a custom schedule."""
     with Path(file).open("w", newline="", encoding="utf-8") as lines:
         csv.writer(lines).writerows(schedule.order)
 
@@ -398,7 +422,7 @@ def _read_line(row: Sequence[str], *, place: str) -> tuple[Action, ...]:
 
 
 def _check_complete(schedule: Schedule, file: Path) -> None:
-    """Check that every microbatch passes every stage forward and backward once, and a stage has one rank."""
+    """Check that every microbatch passes every stage forward and backward once, and that a stage has one rank."""
     ranks = {
         stage: rank for rank in range(schedule.num_ranks) for stage in schedule.stages_of(rank)
     }

@@ -1,8 +1,18 @@
-"""Decide operation by operation what a checkpointed block keeps (selective checkpointing), around torch's own modes.
+"""Selective activation checkpointing: contexts that decide about each operation's result.
 
-torch's contexts keep or recompute what they see. These also move results to the host, pass over what a recomputation does
-otherwise than the forward pass (FSDP's gathers), and take a compiled program for one operation. Private names of torch, as in
-torch_compat.py: the modes, which are dispatched to, and the name of a compiled program's operation.
+They wrap torch's own contexts, which keep or recompute each result that they see, and add three things:
+
+    host        a result may be kept in host memory
+    outside     a function may be left out of the decisions, such as FSDP's all-gather hooks, which may do something in the
+                recomputation that they did not do in the forward pass, or the reverse
+    programs    a compiled program counts as one operation, whose results are all kept
+
+An example: a block runs aten.mm twice and has an FSDP hook that runs an all-gather in between. `decide` is called with
+("aten.mm", False) for each matmul of the forward pass, and not for the hook's all-gather. If it returns "keep" and then
+"recompute", the first result is kept. The recomputation calls it with ("aten.mm", True) twice. The first call returns the kept
+result, and the second matmul runs again.
+
+This file uses private names of torch: the modes, to which torch dispatches, and the name of a compiled program's operation.
 """
 
 from __future__ import annotations
@@ -23,10 +33,10 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 
 class _Outside(threading.local):
-    """Whether what runs now in this thread is no part of the checkpointed block around it."""
+    """Whether this thread runs a function that is no part of the checkpointed block around it."""
 
     def __init__(self) -> None:
-        # Not on the class: Dynamo guards where it found the attribute, and `+=` would move it.
+        # An attribute of the object, not of the class: Dynamo guards where it found it, and `+=` would move it.
         self.depth = 0
 
 
@@ -36,10 +46,16 @@ _outside = _Outside()
 def outside_selection(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function so that a selective checkpoint around it neither keeps nor counts its operations.
 
-    FSDP's hooks within a checkpointed block need it: in the recomputation they gather what they found gathered in the
-    forward pass, or the reverse, and from 2.12 on torch refuses a recomputation with other operations.
+    FSDP's hooks within a checkpointed block need it: in the recomputation they all-gather parameters that were gathered already in
+    the forward pass, or the reverse. torch from 2.12 on refuses a recomputation with other operations.
 
-    Compile the function first, and then wrap it: a compiler that traced the wrapper would leave its effect for the end.
+    Compile a function before wrapping it. A compiler that traces the wrapper delays the wrapper's effect until the end.
+
+    Args:
+        function: any function.
+
+    Returns:
+        The wrapped function, with the attribute `is_outside_selection`.
     """
 
     @wraps(function)
@@ -55,9 +71,10 @@ def outside_selection(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def show_programs_to_checkpoints() -> None:
-    """Let a selective checkpoint see a call of a program that inductor compiles from now on as one operation.
+    """Show a selective checkpoint each program that inductor compiles from now on as one operation.
 
-    Otherwise it sees some of the program's own calls, which write into buffers that the program uses again, and keeps those.
+    Otherwise it would see some calls within the program, which write into buffers that the program reuses, and would keep
+    these buffers.
     """
     from torch._inductor import config
 
@@ -65,9 +82,15 @@ def show_programs_to_checkpoints() -> None:
 
 
 def call_program(program: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
-    """Call a compiled forward program as inductor does after `show_programs_to_checkpoints`: a selective checkpoint keeps
-    what it returns. For compilers other than inductor."""
-    # torch puts a mode that checks aliasing around a program's first call, so ours may not be the innermost.
+    """Call a compiled forward program as inductor does after `show_programs_to_checkpoints`.
+
+    For compilers other than inductor. A selective checkpoint keeps the results.
+
+    Args:
+        program: compiled function that takes a list of inputs.
+        inputs: the inputs.
+    """
+    # torch puts a mode that checks aliasing around a program's first call, so titan's may not be the innermost mode.
     modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _SeesPrograms)]
     if _outside.depth or not modes:
         return program(inputs)
@@ -76,15 +99,15 @@ def call_program(program: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
 
 
 class _SeesPrograms:
-    """The base of a selective checkpoint's modes."""
+    """Base of a selective checkpoint's modes, to find them among all dispatch modes."""
 
 
 @dataclass(frozen=True)
 class _Program:
-    """Mark a compiled program among the operations that a selective checkpoint sees."""
+    """A compiled program, as one of the operations that a selective checkpoint sees."""
 
     run: Callable[[list[Any]], Any]
-    # torch 2.11 looks there for results that share memory with arguments, of which a program has none.
+    # torch 2.11 looks here for results that share memory with arguments. A program has none.
     _schema: ClassVar[Any] = SimpleNamespace(returns=())
 
     def __call__(self, inputs: list[Any]) -> Any:
@@ -104,12 +127,12 @@ def selective_checkpoint_contexts(
 ) -> Any:
     """Return the contexts of a selective checkpoint's forward pass and recomputation.
 
-    They pass over functions wrapped by `outside_selection`, and keep all that a
-    compiled program returns (see `show_programs_to_checkpoints`).
+    They ignore functions that `outside_selection` wrapped, and keep all results of a compiled program (see
+    `show_programs_to_checkpoints`).
 
     Args:
         decide: called with each operation's name ("aten.mm") and whether this is the recomputation.
-        host: has `pack` and `unpack`, which move a tensor to the host and back. Only for "host", which
+        host: object with `pack` and `unpack`, which move a tensor to the host and back. Needed for "host" only, which
             does not work in compiled blocks.
     """
     decision: list[Decision] = ["recompute"]  # of the call that is running
@@ -126,10 +149,10 @@ def selective_checkpoint_contexts(
         def call(
             dispatch: Callable[..., Any], func: Any, types: Any, args: Any, kwargs: Any
         ) -> Any:
-            # str(func) is "aten.mm.default": without the overload.
+            # str(func) is "aten.mm.default". Remove the overload.
             name = str(func).rsplit(".", 1)[0]
             if isinstance(func, _Program) or name == "inductor_compiled_code":
-                # What a program returns includes what its backward pass needs.
+                # The results of a program include the tensors that its backward pass needs.
                 decision[0] = "keep"
                 return dispatch(func, types, args, kwargs)
             decision[0] = decide(name, recomputes)
@@ -157,7 +180,7 @@ def selective_checkpoint_contexts(
 
 @dataclass(frozen=True)
 class _Moved:
-    """Hold a tensor that went to the host. Opaque to pytrees, unlike the tuples that `pack` returns."""
+    """A tensor in host memory. It is opaque to pytrees, unlike the tuples that `pack` returns."""
 
     packed: Any
 
@@ -167,7 +190,7 @@ def _passes_over(mode: type) -> type:
     def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _outside.depth:
             return func(*args, **(kwargs or {}))
-        # Passed here and not held, which would make a cycle that keeps the results alive.
+        # An argument, not an attribute, which would make a cycle that keeps the results alive.
         return self.titan_call(
             partial(mode.__torch_dispatch__, self), func, types, args, kwargs or {}
         )

@@ -1,5 +1,8 @@
-"""Decide which modules make up which pipeline stage. Imports no torch: the checks of a job file ask
-the same questions."""
+"""Split of a model into pipeline stages. Imports no torch, since the checks of a job file read it.
+
+An example: 8 layers on 4 stages, with first_less = last_less = 1, weigh 10 layers. Each stage gets 2, and the two left over go
+to the middle stages. The stages have 1, 3, 3 and 1 layers; the embedding is on the first one, and norm and output on the last one.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,15 @@ from .traits import USUAL_ENDS, ModelEnds
 
 @dataclass(frozen=True, kw_only=True)
 class StageSplit:
-    """Hold the names of each stage's modules, and the schedule that runs them. `custom` if it was
-    read from a file."""
+    """Modules of each stage, and the schedule that runs them.
+
+    Attributes:
+        modules: names of the modules of each stage.
+        schedule_name: name of the schedule.
+        custom: the schedule, if it was read from a file.
+        num_ranks: number of pipeline ranks.
+        num_microbatches: number of microbatches of a step.
+    """
 
     modules: list[list[str]]
     schedule_name: str
@@ -32,7 +42,7 @@ class StageSplit:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """Return which rank does what when; imports torch, which knows the orders."""
+        """Return the order of every rank's actions. Imports torch, which knows the orders."""
         return self.custom or build_schedule(
             self.schedule_name,
             num_ranks=self.num_ranks,
@@ -54,14 +64,19 @@ def split_stages(
     modules: Sequence[Sequence[str]] | None = None,
     ends: ModelEnds = USUAL_ENDS,
 ) -> StageSplit:
-    """Split a model into stages. Raises SplitError, with the nearest numbers that would work; ValueError for the CSV or a name.
+    """Split a model into stages, or raise SplitError with the nearest numbers that work.
 
     Args:
-        csv: a custom schedule instead of `schedule`.
-        layers_per_stage: makes as many stages as that takes; None: one or two for each rank, as the schedule has.
-        first_less, last_less: how many layers embedding and output layer count for.
+        num_layers: number of layers of the model.
+        num_ranks: number of pipeline ranks.
+        num_microbatches: number of microbatches of a step.
+        schedule: name of the schedule. Raises ValueError for an unknown one.
+        csv: a custom schedule instead of `schedule`. Raises ValueError if the file holds none.
+        layers_per_stage: upper limit, from which the number of stages follows. None: the schedule's one or two for each rank.
+        first_less: number of layers that the embedding counts for.
+        last_less: number of layers that norm and output layer count for.
         modules: names for each stage, instead of an even split.
-        ends: names of the modules that come before and after the blocks, and go to the first and to the last stage.
+        ends: names of the modules before and after the blocks, which go to the first and to the last stage.
     """
     custom = read_schedule(csv) if csv else None
     # Embedding and output layer count as layers here, too. The division rounds up.
@@ -90,7 +105,7 @@ def split_stages(
         raise SplitError(
             f"modules are named for {len(modules)} stages, the schedule has {num_stages}"
         )
-    # The schedule first: it knows what numbers of stages are possible at all.
+    # Check the schedule first: it knows which numbers of stages are possible.
     if not custom:
         check_schedule(
             schedule, num_ranks=num_ranks, num_stages=num_stages, num_microbatches=num_microbatches
@@ -120,12 +135,20 @@ def split_modules(
     last_less: int = 1,
     ends: ModelEnds = USUAL_ENDS,
 ) -> list[list[str]]:
-    """Return the names of each stage's modules, named as in models/, as even as can be.
+    """Return the names of each stage's modules, as even as can be. The names are those in models/.
 
-    The embedding, with all in `ends.first`, counts as `first_less` layers; norm and output layer, with all in `ends.last`, as
-    `last_less`. What does not divide goes
-    one by one to the middle stages, later ones first, since earlier ones hold more microbatches in flight; then to
-    the first stage, and not to the last, which has the logits.
+    The remainder of the division goes to the middle stages, one layer each, later stages first, since earlier stages hold more
+    microbatches in flight; then to the first stage. It does not go to the last stage, which has the logits.
+
+    Args:
+        num_layers: number of layers of the model.
+        num_stages: number of stages.
+        first_less: number of layers that the embedding, with all of `ends.first`, counts for.
+        last_less: number of layers that norm and output layer, with all of `ends.last`, count for.
+        ends: names of the modules before and after the blocks.
+
+    Raises:
+        SplitError: there are too many stages, or an end counts for more than its stage has room for.
     """
     weight = num_layers + first_less + last_less
     each, rest = divmod(weight, num_stages)
@@ -134,8 +157,8 @@ def split_modules(
             f"{num_stages} stages are more than {num_layers} layers, embedding ({first_less}) and output ({last_less}) "
             f"= {weight}; use {weight} stages or fewer"
         )
-    # Counted in layers: the ends first get their share, and then give up what embedding and output
-    # take of it.
+    # Counts of layers. The first and the last stage get the same share, from which the layers that embedding and output
+    # count for are subtracted.
     counts = [each] * num_stages
     for stage in [*range(num_stages - 2, 0, -1), 0][:rest]:
         counts[stage] += 1

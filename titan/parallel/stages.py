@@ -1,4 +1,4 @@
-"""Take the stages of a pipeline out of a model: copies of it with everything foreign to a stage removed."""
+"""Pipeline stages: copies of a model in which all modules of other stages are removed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,17 @@ from torch import nn
 def extract_stages(
     model: nn.Module, modules: Sequence[Sequence[str]], *, numbers: Iterable[int]
 ) -> dict[int, nn.Module]:
-    """Return the stages of these numbers, taken out of `model`; modules: the names of every stage's modules.
+    """Return stages of `model`, by number.
 
-    Raises ValueError unless every module is in one stage; one without parameters (rotation tables, dropout) may be in several,
-    wherever forward is to call it.
+    A module without parameters (rotation tables, dropout) may be in several stages, if the forward pass of each is to call it.
+
+    Args:
+        model: the model, on meta.
+        modules: names of the modules of every stage.
+        numbers: numbers of the stages to return.
+
+    Raises:
+        ValueError: a module with parameters is in no stage or in several.
     """
     # Every parameter must be trained by exactly one stage.
     stages_of: dict[str, list[int]] = {}
@@ -37,11 +44,16 @@ def extract_stages(
 
 
 def extract_stage(model: nn.Module, names: Sequence[str]) -> nn.Module:
-    """Return a copy of `model` that keeps the modules of these names, under these names, and nothing else.
+    """Return a copy of `model` with the named modules, under the same names, and no other modules.
 
-    names: children ("norm"), or single entries of a child that is a ModuleDict ("layers.3"). Other children become None,
-    other entries are deleted. Cheap on meta, where models are built. Raises ValueError for a name that the model does
-    not have, and for a parameter shared with another stage (tied embeddings).
+    Other children become None, and other entries of a ModuleDict are deleted. It is cheap on meta, on which models are built.
+
+    Args:
+        model: the model.
+        names: children ("norm"), or single entries of a child that is a ModuleDict ("layers.3").
+
+    Raises:
+        ValueError: the model does not have a name, or a parameter is shared with another stage (tied embeddings).
     """
     units = _units(model)
     for name in names:
@@ -58,7 +70,7 @@ def extract_stage(model: nn.Module, names: Sequence[str]) -> nn.Module:
                 f"{shared[0]} is tied to a parameter of another pipeline stage, which would train a separate copy; "
                 "untie them (model.tied_embeddings = false), or keep both modules in one stage"
             )
-    # Stages of one rank must not share modules. Of foreign ones, placeholders are copied: deep models have many.
+    # Stages of one rank must not share modules. Placeholders replace the modules of other stages, which may be many.
     mine = {id(units[name]) for name in names}
     foreign = {id(unit): nn.Identity() for unit in units.values() if id(unit) not in mine}
     stage = copy.deepcopy(model, foreign)

@@ -1,35 +1,36 @@
-"""Split each matrix over a mesh axis, and the sequence between the matrices (tensor parallelism).
+"""Tensor parallelism: each matrix is split over a mesh axis, and the sequence is split between the matrices.
 
-Megatron's pattern (arXiv:1909.08053) with sequence parallelism (arXiv:2205.05198), on DTensor. A plan beside the
-model names a style for each module; nothing in the model changes. With S the sequence and tp ranks:
+The pattern is Megatron's (arXiv:1909.08053) with sequence parallelism (arXiv:2205.05198), on DTensor. A plan beside the
+model names a style for each module. The model itself does not change. With S the sequence and tp ranks:
 
     style            weight        input -> output of the module, local shapes
     vocab_embedding  rows V/tp     (B, S) -> (B, S/tp, D): each rank looks up its rows, reduce-scatter
-    sequence         whole         (B, S/tp, D) -> same: norms work on each rank's part of the sequence
-    gather_input     none          first tensor (B, S/tp, D) -> (B, S, D), all-gather; others are taken as they are;
+    sequence         replicated    (B, S/tp, D) -> same: a norm of each rank's tokens
+    gather_input     none          first tensor (B, S/tp, D) -> (B, S, D), all-gather; other arguments are unchanged;
                                    `gather_input:x` gathers the argument `x` of forward
     colwise          columns /tp   (B, S, D) -> (B, S, F/tp)
-    kv_colwise       columns /tp   as `colwise`; whole where ranks outnumber key/value heads, and each rank keeps
-                                   the one head that its query heads read
-    gather_colwise   columns /tp   (B, S/tp, L) -> (B, S, F/tp): all-gather first; columns are key/value heads
-    gather_shared    none          (B, S/tp, K) -> (B, S, K): keys that the heads of all ranks share
+    kv_colwise       columns /tp   like `colwise`; replicated if there are more ranks than key/value heads: each rank
+                                   then keeps the one head that its query heads read
+    gather_colwise   columns /tp   (B, S/tp, L) -> (B, S, F/tp): all-gather first; the columns are key/value heads
+    gather_shared    none          (B, S/tp, K) -> (B, S, K), all-gather of keys that the heads of all ranks share
     rowwise          rows /tp      (B, S, F/tp) -> (B, S/tp, D), reduce-scatter
-    whole            whole         without sequence parallelism: whole tensor -> same, every rank computes it
-    whole_input      none          the same for a module with split layers: the gradients of their input add up before one all-reduce,
-                                   and if it returns parts of a sum, these are added up
+    whole            replicated    (B, S, D) -> same: no sequence parallelism, every rank computes all of it
+    whole_input      none          the same for a module with split layers: the gradients of its input are added up before one
+                                   all-reduce, and so are the partial sums that it returns
     rowwise_whole    rows /tp      (B, S, F/tp) -> (B, S, D), all-reduce
-    rowwise_part     rows /tp      (B, S, F/tp) -> (B, S, D), this rank's part of a sum, for `whole_input` around it
-    tokens           none          (B, S/tp, D) -> same, as a plain tensor: experts, to whom each rank's tokens are tokens
-    token_weights    whole         as `sequence`, and gives a plain tensor: a router's matrix
-    experts          -             left alone: `apply_ep` and FSDP split them
-    head_norm        whole         (B, S, H/tp, K) -> same: norms within each rank's heads
-    head_vector      values /tp    a module that returns its weight, a number for each query head: this rank's part
-    cut_sequence     whole         (N, T, ...) -> (N, T'/tp, D): each rank's part of the output, with zeros after T that make parts equal
-    place            none          x (B, S/tp, D), features (N, T/tp, D) -> (B, S/tp, D): features are gathered, and of an index (B, S)
-                                   each rank takes its part; in this order of arguments
-    width_norm       channels /tp  (B, S, F/tp) -> same: norms over the channels of all ranks, which add up their squares
+    rowwise_part     rows /tp      (B, S, F/tp) -> (B, S, D), a partial sum on each rank, for `whole_input` around it
+    tokens           none          (B, S/tp, D) -> same, as a plain tensor: experts, which take each rank's own tokens
+    token_weights    replicated    like `sequence`, with a plain tensor as output: the matrix of a router
+    experts          -             unchanged: `apply_ep` and FSDP split experts
+    head_norm        replicated    (B, S, H/tp, K) -> same: a norm of each of the rank's heads
+    head_vector      values /tp    none -> (H/tp,): a module that returns its weight, a number for each query head
+    cut_sequence     replicated    (N, T, ...) -> (N, T'/tp, D): every rank computes the output and keeps its part; zeros after T
+                                   make the parts equal
+    place            none          x (B, S/tp, D), features (N, T/tp, D), index (B, S) -> (B, S/tp, D): all-gather of features;
+                                   each rank takes its part of the index; the arguments have this order
+    width_norm       channels /tp  (B, S, F/tp) -> same: a norm over the channels of all ranks, all-reduce of the squares
     vocab_output     columns V/tp  (B, S/tp, D) -> (B, S, V/tp) for the vocabulary-parallel loss, or (B, S, V);
-                                   -> (B, S, D) where the loss applies the weight
+                                   -> (B, S, D) if the loss multiplies by the weight
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ from .tensor_styles import (
 )
 
 GATHER = "gather_input"
-_SPLITS = {  # what torch's styles and ours know how to split
+_SPLITS = {  # type of module that a style can split
     "vocab_embedding": nn.Embedding,
     **dict.fromkeys(("colwise", "kv_colwise", "gather_colwise"), nn.Linear),
     **dict.fromkeys(("rowwise", "rowwise_whole", "rowwise_part"), nn.Linear),
@@ -86,7 +87,7 @@ _SPLITS = {  # what torch's styles and ours know how to split
 
 
 def _take_by_position(module: nn.Module) -> None:
-    """Let callers give the first argument by name: torch's styles and ours read it by position."""
+    """Register a hook that moves a first argument by name to its position, from which all styles read it."""
     names = argument_names(module)[:1]
 
     def reorder(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -107,18 +108,25 @@ def apply_tp(
     loss_parallel: bool = True,
     output_in_loss: bool = False,
 ) -> None:
-    """Split `model` in place over the one axis of `mesh`.
+    """Split `model` in place over the one axis of `mesh`. Shared parameters stay shared.
 
-    plan: pattern of module names (`layers.*.attention.wq`) -> style, from the table above; the first pattern
-    that matches counts. Modules that no pattern matches stay as they are. Patterns
-    without a module are fine: a pipeline stage holds some of the model. loss_parallel: the output layer's
-    logits stay split over the vocabulary. output_in_loss: the loss applies the output layer's weight. Shared parameters stay shared.
+    The number of ranks must divide the length of the sequence, the number of query heads and the outputs of each `colwise`
+    layer. It must divide the number of key/value heads, or be a multiple of it.
 
-    The sequence must divide by the number of ranks, and so must query heads and what `colwise` splits; key/value heads must divide
-    by it or it by them. Raises KeyError for an unknown style, and ValueError, with the module's name, for numbers that do not divide
-    (of the sequence: in the forward pass), for a module that is not the nn.Linear or nn.Embedding that its style splits, and if the
-    plan leaves out a module that has parameters to train: each rank would see its part of the sequence, and nobody would add their
-    gradients up.
+    Args:
+        model: the model, or a pipeline stage of it. It may be on the meta device.
+        mesh: mesh with the tp axis only.
+        plan: pattern of module names (`layers.*.attention.wq`) -> style, from the table above. The first pattern that
+            matches counts. A module that no pattern matches does not change. A pattern may match nothing, as on a pipeline stage.
+        num_kv_heads: number of key/value heads of the whole model.
+        loss_parallel: keep the logits split over the vocabulary.
+        output_in_loss: the loss multiplies by the output layer's weight.
+
+    Raises:
+        KeyError: a style is unknown.
+        ValueError: a number does not divide (the sequence: in the forward pass); a module is not the nn.Linear or nn.Embedding
+            that its style splits; or a trainable parameter has no style, so that nobody would add up its gradients over the
+            ranks, of which each sees its own tokens only.
     """
     # The logits, a DTensor's local part, are a view; nobody writes to them.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
@@ -126,7 +134,7 @@ def apply_tp(
     require_alike_modules(model, num_ranks=size)
     styles = _styles(size, num_kv_heads, loss_parallel=loss_parallel, output_in_loss=output_in_loss)
     style_of = check_plan(model, plan, size=size, num_kv_heads=num_kv_heads)
-    # torch's styles replace parameters: remember which were shared or frozen, and restore that afterwards.
+    # torch's styles replace parameters. Remember the shared and the frozen ones, and restore both afterwards.
     shared = _shared_parameters(model)
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     for name, module in list(model.named_modules()):
@@ -154,7 +162,18 @@ def apply_tp(
 def check_plan(
     model: nn.Module, plan: Mapping[str, str], *, size: int, num_kv_heads: int
 ) -> dict[str, str]:
-    """Return the style of each module of `model`, "" for none. Raises what `apply_tp` raises of a plan, without a mesh."""
+    """Return the style of each module of `model` by its name, "" for none. Needs no mesh.
+
+    Args:
+        model: the model, or a pipeline stage of it.
+        plan: pattern of module names -> style, as in `apply_tp`.
+        size: number of tensor-parallel ranks.
+        num_kv_heads: number of key/value heads of the whole model.
+
+    Raises:
+        KeyError: a style is unknown.
+        ValueError: the plan does not fit the model, as in `apply_tp`.
+    """
     if num_kv_heads % size and size % num_kv_heads:
         raise ValueError(
             f"{num_kv_heads} key/value heads do not divide by {size} ranks, nor they by the heads"
@@ -170,7 +189,7 @@ def check_plan(
         for name, _ in model.named_modules()
     }
     _require_fit(model, style_of, size=size, num_kv_heads=num_kv_heads)
-    # A style makes DTensors of the parameters in its module and below, except those that only move what goes in or out.
+    # A style makes DTensors of the parameters in its module and below. These styles only move inputs and outputs.
     moving = (GATHER, "gather_shared", "place", "tokens", "whole_input", "")
     split = [name for name, style in style_of.items() if style.split(":")[0] not in moving]
     _require_all_split(model, left=lambda _: True, but=split)
@@ -180,7 +199,7 @@ def check_plan(
 def _styles(
     size: int, num_kv_heads: int, *, loss_parallel: bool, output_in_loss: bool
 ) -> dict[str, Callable[[], ParallelStyle]]:
-    """Return what makes each style of the table above, for `size` ranks."""
+    """Return the constructor of each style of the table above, for `size` ranks."""
     # With more ranks than key/value heads, ranks share a head: it cannot be split further.
     kv_split = num_kv_heads % size == 0
     return {
@@ -220,8 +239,8 @@ def _styles(
 def _require_all_split(
     model: nn.Module, *, left: Callable[[Tensor], bool], but: Sequence[str]
 ) -> None:
-    """Raise ValueError if a parameter that is trained is `left`, outside of the modules `but`."""
-    # Such a parameter would see the gradient of this rank's part of the sequence only.
+    """Raise ValueError if `left` is true of a trainable parameter, except in the modules `but`."""
+    # Such a parameter would get the gradient of this rank's tokens only.
     inside = tuple(f"{module}." for module in but)
     if names := [
         name
@@ -237,7 +256,7 @@ def _require_all_split(
 def _require_fit(
     model: nn.Module, style_of: Mapping[str, str], *, size: int, num_kv_heads: int
 ) -> None:
-    """Raise ValueError for a module that its style cannot split: of another kind, or into parts of heads."""
+    """Raise ValueError for a module of a type that its style cannot split, or with parts that are not whole heads."""
     head_sizes: dict[
         str, set[int]
     ] = {}  # of keys and values, by the name of their attention module
@@ -264,7 +283,7 @@ def _require_fit(
         columns: Any = model.get_submodule(name).out_features
         if columns % size:
             raise ValueError(f"the {columns} outputs of {name} do not divide by {size} ranks")
-        # Beside keys and values the queries come first; a feed-forward matrix may follow, which has no heads.
+        # In a module with keys and values, the queries come first. A feed-forward matrix, which has no heads, may follow.
         sizes = head_sizes.pop(name.rpartition(".")[0], set())
         if sizes and all(columns // size % head_size for head_size in sizes):
             heads = " or ".join(map(str, sorted(sizes)))
@@ -280,7 +299,7 @@ def _require_whole_parts(_: nn.Module, args: tuple[Any, ...], *, size: int) -> N
 
 
 def _shared_parameters(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Return where each parameter is registered that several modules share."""
+    """Return the places (module, name) of each parameter that several modules share."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):

@@ -1,4 +1,27 @@
-"""Define the styles of tensor parallelism that torch lacks. titan/parallel/tensor.py has the table of all, and applies them."""
+"""Tensor-parallel styles that torch lacks. The table of all styles is in tensor.py, which applies them.
+
+A style decides how a module's weight is stored, and which collectives run before and after its forward pass. A shape with
+a "/tp", such as (B, S/tp, D), is local: a rank's part of the global (B, S, D). An example with B = 1 sequence of S = 8 tokens,
+width D = 16, H = 4 query heads and G = 1 key/value head of K = 4, vocabulary V = 32, on tp = 2 ranks:
+
+    style              class              weight on a rank     input on a rank   output on a rank
+    sequence           SequenceShard      (16,), replicated    (1, 4, 16)        (1, 4, 16)
+    gather_input       GatherSequence     none                 (1, 4, 16)        (1, 8, 16): forward reads all tokens
+    kv_colwise         ReplicatedHeads    (4, 16), replicated  (1, 8, 16)        (1, 8, 4): the one head, on both ranks
+    whole              ReplicatedModule   replicated           (1, 8, 16)        (1, 8, 16)
+    whole_input        ReplicatedInput    split inside         (1, 8, 16)        (1, 8, 16)
+    gather_shared      AllGatherSequence  none                 (1, 4, 4)         (1, 8, 4)
+    width_norm         NormOfAllRanks     (8,) of (16,)        (1, 8, 8)         (1, 8, 8): norm over all 16 channels
+    head_vector        HeadVector         (2,) of (4,)         none              (2,): a number for each local query head
+    cut_sequence       CutSequence        replicated           (1, 7, 16)        (1, 4, 16): T = 7 tokens, padded to 8
+    place              AllGatherFeatures  none                 x (1, 4, 16)      (1, 4, 16): forward reads features (1, 8, 16)
+    vocab_output       GatherForLoss      (16, 16) of (32, 16) (1, 4, 16)        (1, 8, 16): the loss multiplies by the weight
+
+The gradient takes the way back: an all-gather in the forward pass is a reduce-scatter in the backward pass, if each rank
+computes a partial sum of the gradient (DTensor's `Partial`), as it does where it uses only its own heads or vocabulary rows.
+
+B batch, S tokens of a sequence, D model, H query heads, G key/value heads, K head dim, F features, V vocabulary, tp ranks
+"""
 
 from __future__ import annotations
 
@@ -25,12 +48,16 @@ SEQUENCE_DIM = 1
 
 
 class GatherSequence(ParallelStyle):
-    """Gather one argument of the module over the sequence, in float8 where the layers that read it
-    cast it anyway.
+    """All-gather of one argument of a module over the sequence: (B, S/tp, D) -> (B, S, D).
 
-    The module gets a DTensor, so that the gradients of its uses add up before the one reduce-scatter.
+    The other arguments stay as they are. If all layers that read the argument are tensorwise float8 layers, it is cast to float8
+    before the all-gather. The module receives a replicated DTensor, so that the gradients of all its uses are added before
+    the one reduce-scatter, which returns (B, S/tp, D).
 
-    argument: its name; "": the first tensor, in the order of forward's signature. The caller may give it by position or by name.
+    Attributes:
+        name: name of the module, for messages.
+        argument: name of the argument to gather. "" is the first tensor in the order of forward's signature. The caller may
+            pass it by position or by name.
     """
 
     def __init__(self, name: str, argument: str = "") -> None:
@@ -59,7 +86,7 @@ class GatherSequence(ParallelStyle):
                 )
                 raise ValueError(f"{self.name} was called with no {what} that could be gathered")
             x = arguments[place]
-            # A DTensor: the gradients of all layers that read it add up before one reduce-scatter.
+            # As a DTensor, the gradients of all layers that read it are added up before one reduce-scatter.
             if not isinstance(x, DTensor):
                 x = DTensor.from_local(x, device_mesh, (Shard(SEQUENCE_DIM),), run_check=False)
             if cast is not None:
@@ -74,10 +101,12 @@ class GatherSequence(ParallelStyle):
 
 
 class SequenceShard(SequenceParallel):
-    """Run a module with whole weights on each rank's part of the sequence.
+    """A replicated module on each rank's tokens: (B, S/tp, D) -> (B, S/tp, F). No communication.
 
-    A matrix sees that part as cut over its first dimension, since a rank's tokens are tokens: its product flattens (B, S),
-    which torch 2.11 does for no tensor that is cut over S.
+    Each rank's weight gradient is a partial sum over its own tokens. DTensor adds these up.
+
+    The input of a matrix is declared as sharded over the batch dimension, not over the sequence: a linear layer flattens
+    (B, S), which torch 2.11 cannot do for a tensor that is sharded over S. The local values are the same.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -103,8 +132,14 @@ class SequenceShard(SequenceParallel):
 
 
 class ReplicatedHeads(ParallelStyle):
-    """Keep a key or value projection with fewer heads than ranks whole on each rank, which uses one
-    head of its output."""
+    """A replicated key or value projection with fewer heads than ranks: (B, S, D) -> (B, S, K).
+
+    Every rank computes all G heads, (B, S, G * K), and keeps one, head rank * G // tp, which its query heads read. The weight's
+    gradient is a partial sum on each rank, since it comes from the rank's own head.
+
+    Attributes:
+        num_heads: number of key/value heads, G.
+    """
 
     def __init__(self, num_heads: int) -> None:
         self.num_heads = num_heads
@@ -114,7 +149,7 @@ class ReplicatedHeads(ParallelStyle):
         head = device_mesh.get_local_rank() * self.num_heads // device_mesh.size()
 
         def keep_head(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
-            # Each rank's gradient reaches its own head only: what all ranks have is an unfinished sum.
+            # Each rank's gradient comes from its own head only, so it is a partial sum.
             local = output.to_local(grad_placements=(Partial(),))
             return local.unflatten(-1, (self.num_heads, -1))[..., head, :]
 
@@ -122,10 +157,10 @@ class ReplicatedHeads(ParallelStyle):
 
 
 class ReplicatedInput(ParallelStyle):
-    """Let each rank have all of what goes in and out, where the module or its layers want DTensors.
+    """Replicated input and output of a module whose layers want DTensors: (B, S, D) -> (B, S, D).
 
-    What ranks compute alike has equal gradients on all of them. Where a layer gives each rank a part of the gradient, or of the
-    output, the parts are added up.
+    Layers inside may be split. A layer that returns partial sums on each rank is summed over ranks by an all-reduce at the
+    end of the module. The same happens to the input's gradient, once for all the layers that read the input.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -140,7 +175,7 @@ class ReplicatedInput(ParallelStyle):
 
 
 class ReplicatedModule(ReplicatedInput):
-    """Keep a module's parameters whole on each rank, as what goes in and out."""
+    """A replicated module: (B, S, D) -> (B, S, D). Every rank computes the same."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _replicate("", module, device_mesh)
@@ -148,7 +183,10 @@ class ReplicatedModule(ReplicatedInput):
 
 
 class AllGatherSequence(ParallelStyle):
-    """What the module returns, gathered over the sequence. Each rank uses it for its heads, so gradients are parts of a sum."""
+    """All-gather of a module's output over the sequence: (B, S/tp, K) -> (B, S, K).
+
+    Each rank uses the output for its own heads, so its gradient is a partial sum. The backward pass reduce-scatters it.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(_: nn.Module, args: tuple[Any, ...], output: DTensor) -> Tensor:
@@ -160,7 +198,10 @@ class AllGatherSequence(ParallelStyle):
 
 
 class NormOfAllRanks(ParallelStyle):
-    """A norm in plain operations over channels that are split: DTensor adds up what ranks have of a token's sum."""
+    """A norm over channels that are split between ranks: (B, S, F/tp) -> (B, S, F/tp), weight (F/tp,).
+
+    The norm is written in plain operations. DTensor sums the squares of each token over all ranks in an all-reduce.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def take(_: nn.Module, args: tuple[Any, ...], mesh: DeviceMesh) -> DTensor:
@@ -173,7 +214,7 @@ class NormOfAllRanks(ParallelStyle):
 
 
 class HeadVector(ParallelStyle):
-    """Split a weight over heads. Each rank gets the values of its own."""
+    """A weight with a number for each query head: no input -> (H/tp,), the values of the rank's heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _split_weight("", module, device_mesh)
@@ -182,11 +223,10 @@ class HeadVector(ParallelStyle):
 
 
 class GatherForLoss(ParallelStyle):
-    """Split the output layer where the loss applies its weight: V/tp rows of it for each rank, and
-    what goes in comes out gathered.
+    """An output layer whose weight, (V/tp, D), the loss multiplies by: (B, S/tp, D) -> (B, S, D).
 
-    Each rank's gradient belongs to its part of the vocabulary, so it is a part of a sum. The way
-    back reduces and scatters it.
+    The module itself only all-gathers its input. Each rank's loss uses its own rows of the vocabulary, so the gradient (B, S, D)
+    on a rank is a partial sum. The backward pass reduce-scatters it.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -206,7 +246,11 @@ def _split_weight(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def argument_names(module: nn.Module) -> list[str]:
-    """Return the names that a module's forward gives to its arguments, in order."""
+    """Return the names of the arguments of a module's forward, in order.
+
+    Args:
+        module: the module. `*args` and `**kwargs` of its forward are left out.
+    """
     parameters = signature(module.forward).parameters.values()
     return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
@@ -226,7 +270,11 @@ def _replicate(_: str, child: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class CutSequence(SequenceParallel):
-    """Run a module with whole weights on whole inputs on each rank, and keep the rank's part of the output."""
+    """A replicated module whose output is sharded over the sequence: (N, T, ...) -> (N, T'/tp, D).
+
+    T' is T rounded up to a multiple of tp, and positions after T are zeros. Every rank computes the whole output and keeps
+    its part.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def whole(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -235,7 +283,7 @@ class CutSequence(SequenceParallel):
 
         def cut(_: nn.Module, __: Any, output: DTensor) -> Tensor:
             x = output.to_local()
-            sides = [0, 0] * (x.ndim - SEQUENCE_DIM - 1)  # of the dimensions after it: none
+            sides = [0, 0] * (x.ndim - SEQUENCE_DIM - 1)  # no padding of later dimensions
             x = F.pad(x, [*sides, 0, -x.shape[SEQUENCE_DIM] % device_mesh.size()])
             x = DTensor.from_local(x, device_mesh, (Replicate(),), run_check=False)
             return x.redistribute(placements=(Shard(SEQUENCE_DIM),)).to_local()
@@ -248,7 +296,12 @@ class CutSequence(SequenceParallel):
 
 
 class AllGatherFeatures(ParallelStyle):
-    """Let a module without weights read features of all ranks for the rank's part of the sequence."""
+    """All-gather of features around a module without parameters, which works on a shard of the sequence.
+
+    The arguments of forward are x (B, S/tp, D), features (N, T/tp, D) and index (B, S), in this order. The module receives x as
+    it is, all features (N, T, D), and the rank's part of the index, (B, S/tp). Each rank's gradient of the features comes from
+    its own tokens, so it is a partial sum, which the backward pass reduce-scatters.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def prepare(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -256,7 +309,7 @@ class AllGatherFeatures(ParallelStyle):
             cut = DTensor.from_local(features, device_mesh, (Shard(SEQUENCE_DIM),), run_check=False)
             whole = cut.redistribute(placements=(Replicate(),))
             part = index.chunk(device_mesh.size(), dim=SEQUENCE_DIM)[device_mesh.get_local_rank()]
-            # Each rank's gradient is that of its own positions.
+            # Each rank's gradient comes from its own tokens, so it is a partial sum.
             return x, whole.to_local(grad_placements=(Partial(),)), part
 
         module.register_forward_pre_hook(prepare)

@@ -1,6 +1,6 @@
-"""What a mixture of experts and its exchange both do with rows: reorder them, and read how many there are.
+"""Reordering and counting of tokens, for mixtures of experts and for their token dispatch.
 
-Torch alone, so that models and helpers may import it. N, R rows; D model
+It imports torch only, so that models and helpers may import it. N tokens, D model
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from torch import Tensor
 
 
 def host_counts(counts: Tensor, *, num_tokens: int) -> list[int]:
-    """Return integers of the device on the host, which waits for them.
+    """Return integer counts from the device. The host waits for them.
 
     Args:
-        num_tokens: that this rank holds. The simulator, which has no counts, deals them out evenly.
+        counts: integers, of one dimension.
+        num_tokens: number of tokens that this rank holds. The simulator, which has no counts, spreads them evenly.
     """
     return counts.tolist()
 
@@ -33,5 +34,11 @@ class _Permute(torch.autograd.Function):
 
 
 def permute(tokens_ND: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
-    """Return the rows in an order; inverse_N is its inverse. The gradient is a look-up too, not a sum into places."""
+    """Return tokens in another order. The gradient is a look-up by the inverse order, not a sum into places.
+
+    Args:
+        tokens_ND: tokens, (N, D).
+        order_N: for each place in the result, the place of its token, int64 (N,).
+        inverse_N: inverse permutation of order_N, int64 (N,).
+    """
     return _Permute.apply(tokens_ND, order_N, inverse_N)

@@ -1,7 +1,7 @@
-"""Keep torch's private or moving names in this one place, for torch 2.11 to 2.15.
+"""Private and changing names of torch 2.11 to 2.15, all in this one place.
 
-Each name says what it is, and where torch is known to differ. A torch that lacks one fails here at import,
-with the name in the message, and not in the middle of a run.
+Each name has a description, with the versions in which torch differs. If torch lacks a name, this import fails, and not the
+middle of a run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-# Where a shard is in the whole tensor; DCP's own planner asks it too.
+# The place of a shard in the whole tensor. DCP's own planner asks it, too.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils import flop_counter
 
@@ -70,7 +70,7 @@ __all__ = [
 
 
 def micro_pipeline_module() -> Any:
-    """Return the module in which inductor looks up the pass `micro_pipeline_tp_pass` (by name, at each graph)."""
+    """Return the module in which inductor looks up the pass `micro_pipeline_tp_pass` (by name, for each graph)."""
     from torch._inductor.fx_passes import post_grad
 
     assert hasattr(post_grad, "micro_pipeline_tp_pass"), f"torch {torch.__version__}"
@@ -78,7 +78,7 @@ def micro_pipeline_module() -> Any:
 
 
 def enable_symmetric_memory(group: dist.ProcessGroup) -> None:
-    """Announce a group: torch up to 2.13 rewrites only for groups that were announced; 2.15 finds them by itself and warns."""
+    """Announce a group, since torch up to 2.13 rewrites only for announced groups. 2.15 finds them and warns."""
     from torch.distributed import _symmetric_memory
 
     with warnings.catch_warnings():
@@ -87,15 +87,14 @@ def enable_symmetric_memory(group: dist.ProcessGroup) -> None:
 
 
 def waited(tensor: Tensor) -> Tensor:
-    """Return the plain tensor of a collective's result, after it has arrived; any other tensor as it is."""
+    """Return the plain tensor of a collective's result after its arrival, and any other tensor as it is."""
     return tensor.trigger_wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def traced_module_path() -> list[str]:
     """Return the names of the modules whose operation torch.compile is tracing now, outermost first.
 
-    They are relative to the module that was compiled, or that is recomputed. Outside of tracing
-    there are none.
+    They are relative to the module that was compiled, or that is recomputed. The list is empty outside of tracing.
     """
     stack = fx_traceback.current_meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values()]
@@ -107,15 +106,15 @@ def traced_module_path() -> list[str]:
 
 
 def compute_capability(device_type: str) -> tuple[int, int]:
-    """Return a device's compute capability, such as (9, 0); (0, 0) for devices that have none, such as CPUs."""
+    """Return a device's compute capability, such as (9, 0), or (0, 0) for devices without one, such as CPUs."""
     module = getattr(torch, device_type, None)  # torch.cuda; there is none for "meta"
     return getattr(module, "get_device_capability", lambda: (0, 0))()
 
 
 def allow_programs(kinds: int) -> None:
-    """Let torch.compile make a program for each of so many kinds of blocks, beside those for other shapes.
+    """Raise torch.compile's limit so that each of `kinds` kinds of blocks gets a program, as do other shapes.
 
-    All blocks run the same code, of which torch compiles 8 versions by default and runs the others uncompiled.
+    All blocks run the same code. By default torch compiles 8 versions of it, and runs all others uncompiled.
     """
     from torch._dynamo import config
 
@@ -123,10 +122,11 @@ def allow_programs(kinds: int) -> None:
 
 
 def start_compile_workers() -> None:
-    """Start the processes that compile for inductor, where it has any, deaf to the signals that stop a run.
+    """Start the processes that compile for inductor, if it has any, deaf to the signals that stop a run.
 
-    Slurm sends these to every process of a step. A rank finishes its step and saves, for which it may need what is compiled; the
-    workers would die of them. They end with their rank. Blocked signals, unlike handlers, are inherited by programs.
+    Slurm sends these signals to every process of a step. A rank then finishes its step and saves, for which it may need a
+    compilation, and the workers must not die before that. They end with their rank. Programs inherit blocked signals, but no
+    handlers.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1))
     try:
@@ -138,10 +138,10 @@ def start_compile_workers() -> None:
 
 
 def keep_random_state_in_graphs(keep: bool) -> None:
-    """Set whether graphs compiled from now on keep and restore the state of random generators for what they recompute.
+    """Set whether graphs compiled from now on restore the state of random generators for recomputed operations.
 
-    Attention counts as drawing random numbers, even without dropout. Up to 2.13 torch puts that state behind the DeviceMesh which
-    a graph with DTensor weights keeps for its backward pass, and then fails to find either.
+    Attention counts as drawing random numbers, even without dropout. Up to 2.13, torch puts that state behind the DeviceMesh that
+    a graph with DTensor weights keeps for its backward pass, and then finds neither.
     """
     from torch._functorch import partitioners
 
@@ -162,15 +162,15 @@ def _without_random_state(joint: Any, forward: Any, backward: Any, *_: Any) -> t
 
 
 def set_allocator(settings: str) -> None:
-    """Set the accelerator's allocator, as in PYTORCH_ALLOC_CONF; before its first allocation. A variable that is set now might be read too late."""
+    """Set the accelerator's allocator, as in PYTORCH_ALLOC_CONF. Call it before the first allocation."""
     torch._C._accelerator_setAllocatorSettings(settings)
 
 
 def set_memory_budget(share: float) -> None:
     """Set the share of the activations, 0 to 1, that graphs compiled from now on may keep for their backward pass.
 
-    torch 2.13 asks for the size of all that a graph takes, and under tensor parallelism that includes the DeviceMesh of its
-    DTensors, whose size it refuses to guess. A mesh holds no activations: its size is zero.
+    torch 2.13 asks for the size of everything that a graph takes. Under tensor parallelism that includes the DeviceMesh of its
+    DTensors, whose size it refuses to guess. A mesh holds no activations, so its size is zero.
     """
     from torch._functorch import config
 
@@ -184,9 +184,9 @@ def set_memory_budget(share: float) -> None:
 
 
 def _count_grouped_heads(name: str, keys: int) -> None:
-    """Let torch 2.11 count the operations of attention whose key/value heads are fewer, by which it chooses what to keep.
+    """Make torch 2.11 count the operations of attention with grouped heads, to choose the results to keep.
 
-    name: of the function that counts by shapes. keys: where among its arguments key and value stand.
+    name: name of the function that counts by shapes. keys: place of the key among its arguments, which the value follows.
     """
     original = getattr(flop_counter, name)
     if hasattr(original, "original"):
@@ -203,7 +203,13 @@ def _count_grouped_heads(name: str, keys: int) -> None:
 
 @dataclass(frozen=True)
 class CompileEvent:
-    """One compilation. name: function, file and line; of a backward pass: nothing. folder: the file's. seconds: of the whole compilation."""
+    """One compilation.
+
+    Attributes:
+        name: function, file and line. "" for a backward pass.
+        folder: folder of the file.
+        seconds: time of the whole compilation.
+    """
 
     name: str
     folder: str
@@ -216,11 +222,11 @@ class CompileEvent:
 
 
 def compile_events() -> list[tuple[Any, CompileEvent]]:
-    """Return what torch._dynamo compiled in this process so far (the newest 64), by a unique key."""
+    """Return the newest 64 compilations of torch._dynamo in this process, with a unique key each."""
     from torch._dynamo import utils
 
     events = []
-    # Only the file's name: the folder says nothing to a reader.
+    # The name has no folder, which says nothing to a reader.
     for m in utils.get_compilation_metrics():
         path = Path(m.co_filename or "")
         where = f"{m.co_name} ({path.name}:{m.co_firstlineno})" if m.co_name else ""
@@ -231,7 +237,7 @@ def compile_events() -> list[tuple[Any, CompileEvent]]:
             is_forward=bool(m.is_forward),
             from_cache=bool(m.aotautograd_local_cache_hit_count),
             recompile_reason=m.recompile_reason or "",
-            # An analysis that begins again without a reason breaks no graph. Its class stands for it, such as
+            # An analysis that begins again without a reason breaks no graph. Its reason is its class, such as
             # TensorifyScalarRestartAnalysis for a learning rate that becomes an input.
             graph_breaks=tuple(r for r in m.restart_reasons or () if not r.startswith("<class ")),
             failure=m.fail_reason or "",
@@ -241,23 +247,27 @@ def compile_events() -> list[tuple[Any, CompileEvent]]:
 
 
 def can_split_custom_functions() -> bool:
-    """Return whether zero-bubble schedules can split the backward pass at an autograd.Function that has a weight among its inputs; torch
-    2.11 cannot (2.12 was not tried)."""
+    """Return whether zero-bubble schedules can split the backward pass at an autograd.Function with a weight.
+
+    torch 2.11 cannot (2.12 was not tried).
+    """
     return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
 def enable_loss_parallel() -> None:
-    """Enable DTensor's cross entropy over a split vocabulary, in forward and backward passes from now on; loss_parallel() turns it on for
-    a block of code, which both would have to be in."""
+    """Enable DTensor's cross entropy over a split vocabulary, in all forward and backward passes from now on.
+
+    torch's loss_parallel() enables it within a block of code, which would have to contain both passes.
+    """
     from torch.distributed.tensor.parallel.loss import _enable_custom_loss_ops
 
     _enable_custom_loss_ops()
 
 
 def set_timeout(timeout: timedelta, *, but_not_of: dist.ProcessGroup | None = None) -> None:
-    """Set the time limit of every process group's collectives from now on, except one group's.
+    """Set the time limit of the collectives of every process group from now on, except `but_not_of`.
 
-    gloo's sends and receives (pipeline parallelism on a CPU) keep the limit that their group was made with.
+    gloo's sends and receives (pipeline parallelism on a CPU) keep the limit with which their group was made.
     """
     for group in dist.distributed_c10d._world.pg_map:
         if group is not but_not_of:
@@ -265,12 +275,12 @@ def set_timeout(timeout: timedelta, *, but_not_of: dist.ProcessGroup | None = No
 
 
 def limit_gloo(*, loopback: bool) -> None:
-    """Give each gloo group made from now on one thread; with `loopback`, let it listen on 127.0.0.1 only.
+    """Give each gloo group made from now on one thread. With `loopback`, let it listen on 127.0.0.1 only.
 
-    torch gives a group two threads. Both assign the name of the operation that they have completed to one
-    std::string without a lock (ProcessGroupGloo::runLoop, `lastCompletedWorkName`), and free it twice where the name
-    does not fit into the string itself ("ALLGATHER_COALESCED", which DTensor's all-gather is). The heap is
-    then corrupt, and the process dies later, anywhere: docs/architecture.md. GLOO_SOCKET_IFNAME wins over `loopback`.
+    torch gives a group two threads. Both assign the name of their last completed operation to one std::string without a lock
+    (ProcessGroupGloo::runLoop, `lastCompletedWorkName`), and free it twice if the name does not fit into the string itself
+    ("ALLGATHER_COALESCED", which is DTensor's all-gather). The heap is then corrupt, and the process dies later, at any place:
+    docs/architecture.md. GLOO_SOCKET_IFNAME wins over `loopback`.
     """
     gloo: Any = dist.ProcessGroupGloo
     original = getattr(gloo.__init__, "original", gloo.__init__)
@@ -294,11 +304,13 @@ _GLOO_TIMEOUT = timedelta(minutes=30)  # torch's
 
 
 def gloo_options(timeout: timedelta, *, host: str) -> Any:
-    """Return the options of a gloo group that listens on the interfaces of GLOO_SOCKET_IFNAME, or else on the address of `host`; empty:
-    on gloo's own choice."""
+    """Return the options of a gloo group that listens on the interfaces of GLOO_SOCKET_IFNAME.
+
+    Without this variable it listens on the address of `host`. If that is empty, gloo chooses.
+    """
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
-    # As torch reads it where it makes the devices itself; its default device knows nothing of it.
+    # torch reads the variable like this if it makes the devices itself. Its default device ignores the variable.
     interfaces = [n for n in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if n]
     places = [{"interface": n} for n in interfaces] or [{"hostname": host}] * bool(host)
     made = [gloo.create_device(**place) for place in places]
@@ -307,10 +319,10 @@ def gloo_options(timeout: timedelta, *, host: str) -> Any:
 
 
 def enclose_calls(module: nn.Module, *, name: str) -> tuple[bool, Callable[[], None]]:
-    """Run every call of `module`, its hooks and compiled code too, in a profiler range, from outside.
+    """Run every call of `module`, with its hooks and compiled code, in a profiler range, from outside.
 
-    torch looks for a compiled call first, and takes any function; a hook would be compiled with the module. Returns
-    whether the module is compiled, and what undoes it.
+    torch looks for a compiled call first, and takes any function. A hook would be compiled with the module. Returns whether
+    the module is compiled, and a function that undoes the change.
     """
     compiled = module.__dict__.get("_compiled_call_impl")
     call = compiled or module._call_impl
@@ -330,7 +342,7 @@ def enclose_calls(module: nn.Module, *, name: str) -> tuple[bool, Callable[[], N
 
 
 def _parameter_groups(module: nn.Module) -> list[Any]:
-    """Return FSDP's groups of a module's own parameters; none, where it does not shard the module. torch 2.11 has one, 2.13 a list."""
+    """Return FSDP's groups of a module's own parameters, if it shards the module. torch 2.11 has one, 2.13 a list."""
     state = getattr(module, "_get_fsdp_state", lambda: None)()
     return getattr(state, "_fsdp_param_groups", None) or [
         group for group in [getattr(state, "_fsdp_param_group", None)] if group is not None
@@ -338,7 +350,7 @@ def _parameter_groups(module: nn.Module) -> list[Any]:
 
 
 def after_gathering(module: nn.Module, then: Callable[[], None]) -> None:
-    """Call `then` each time FSDP has gathered the module's own parameters; never, where it does not shard the module."""
+    """Call `then` each time FSDP has gathered the module's own parameters. Never, if it does not shard the module."""
     # FSDP waits for its groups in order, so the last one is the end of gathering.
     for group in _parameter_groups(module)[-1:]:
 
@@ -350,19 +362,21 @@ def after_gathering(module: nn.Module, then: Callable[[], None]) -> None:
 
 
 def reduce_unused(module: nn.Module) -> None:
-    """Let FSDP accumulate and reduce gradients where a micro-batch uses not all of a unit's parameters, or none of them.
+    """Make FSDP reduce gradients if a micro-batch uses only some of a unit's parameters, or none.
 
-    By itself, torch fails for a unit that no micro-batch has used yet, adds up gradients of two precisions, and leaves what replicas have
-    to add up to the next step, or adds it to other parameters, if the last micro-batch uses other ones. All ranks must use the same.
+    torch alone fails for a unit that no micro-batch has used yet, and adds up gradients of two precisions. If the last micro-batch
+    uses other parameters, it leaves the sum over replicas to the next step, or adds it to other parameters. All ranks must use the
+    same parameters.
     """
     for group in _parameter_groups(module):
         group.post_backward = partial(_post_backward, group, group.post_backward, set())
 
 
 def compare_units(model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> None:
-    """Raise ValueError where ranks run different ones of FSDP's units: they would wait for each other, or mix up what they send.
+    """Make ranks that run different FSDP units raise ValueError instead of waiting forever.
 
-    Compares the first pass of each unit alone, as a comparison waits for the device. units: by name.
+    They might also mix up what they send. Only the first pass of each unit is compared, as a comparison waits for the device. units
+    has each unit's name.
     """
     numbered = [(n, g) for n, (_, unit) in enumerate(units) for g in _parameter_groups(unit)[:1]]
     names = [*(f"'{name}'" for name, _ in units), "the end"]
@@ -418,7 +432,7 @@ def _post_backward(group: Any, reduce: Callable[..., None], used: set[Any], *arg
     reduce(*args)
     if group.reduce_grads and group.all_reduce_grads:
         for p in without:
-            # Of what no micro-batch used: an optimizer would decay the weight by zeros.
+            # No micro-batch used the parameter. With a gradient of zeros, an optimizer would decay the weight.
             if p not in used:
                 p.sharded_param.grad = None
         used.clear()
@@ -430,5 +444,5 @@ def record_memory_history(max_entries: int) -> None:
 
 
 def dump_memory_history(path: Path) -> None:
-    """Write what `record_memory_history` has kept, and what is allocated now, as a pickle."""
+    """Write the recorded allocations of `record_memory_history`, and all current allocations, as a pickle."""
     torch.cuda.memory._dump_snapshot(str(path))

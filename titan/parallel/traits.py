@@ -1,4 +1,4 @@
-"""What a model's modules say of themselves to titan.parallel, as data. Imports no torch."""
+"""Traits of a model's modules that titan.parallel reads, as data. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTraits:
-    """What a block is to those that wrap it, in its attribute `traits`. A block without that attribute has the defaults.
+    """Traits of a block, in its attribute `traits`. A block without that attribute has the defaults.
 
-    Functions are named by their path within the block, such as "moe.combine".
+    A function's name is its path within the block, such as "moe.combine".
 
     Attributes:
-        compiled: the functions to compile, if the block cannot be compiled whole; empty: the whole block.
-        varying: of these, the ones whose first argument has another number of rows each time.
-        recomputed: of these, the ones that a selective checkpoint runs again as a whole, since their results would take more memory than
-            they save time.
+        compiled: functions to compile, if the block cannot be compiled whole. Empty: the whole block is compiled.
+        varying: compiled functions whose first argument has another number of tokens each time.
+        recomputed: compiled functions that a selective checkpoint recomputes whole: their results would take more
+            memory than they save time.
     """
 
     compiled: tuple[str, ...] = ()
@@ -24,7 +24,12 @@ class BlockTraits:
     recomputed: frozenset[str] = frozenset()
 
     def within(self, path: str, *before: str) -> BlockTraits:
-        """Return the traits of a module that has this one as a child. before: functions of its own to compile."""
+        """Return the traits of a module that has this module as a child.
+
+        Args:
+            path: name of this module within the parent.
+            before: functions of the parent itself to compile, before those of the child.
+        """
         names = {name: f"{path}.{name}" for name in self.compiled}
         return BlockTraits(
             compiled=(*before, *names.values()),
@@ -34,20 +39,29 @@ class BlockTraits:
 
 
 def traits_of(block: Any) -> BlockTraits:
-    """Return what a block says of itself."""
+    """Return the traits of a block, or the defaults.
+
+    Args:
+        block: any module.
+    """
     return getattr(block, "traits", BlockTraits())
 
 
 @dataclass(frozen=True)
 class ModelEnds:
-    """Names of the modules before and after a model's blocks. The first one is the embedding."""
+    """Names of the modules before and after a model's blocks.
+
+    Attributes:
+        first: modules before the blocks. The first of them is the embedding.
+        last: modules after the blocks.
+    """
 
     first: tuple[str, ...] = ("tok_embeddings",)
     last: tuple[str, ...] = ("norm", "output")
 
     @property
     def embedding(self) -> str:
-        """Return the name of the module that the inputs go through."""
+        """Return the name of the first module, which takes the model's inputs."""
         return self.first[0]
 
 
@@ -55,6 +69,10 @@ USUAL_ENDS = ModelEnds()
 
 
 def ends_of(sizes: Any) -> ModelEnds:
-    """Return the ends that a family's config names, in `first_modules` and `last_modules`, or the usual ones."""
+    """Return the ends of a model.
+
+    Args:
+        sizes: config of a model family. It may name the ends in `first_modules` and `last_modules`.
+    """
     named = {end: getattr(sizes, f"{end}_modules", None) for end in ("first", "last")}
     return ModelEnds(**{end: names for end, names in named.items() if names})
