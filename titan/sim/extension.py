@@ -1,6 +1,7 @@
-"""Base class of what a package adds to `titan sim`. Imports no torch.
+"""Extensions of `titan sim` by other packages. Imports no torch.
 
-The package registers its subclass under the entry point group `titan.extensions` as sim.NAME (titan/config/plug_ins.py).
+A package registers its subclass under the entry point group `titan.extensions` as sim.NAME
+(titan/config/plug_ins.py).
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ if TYPE_CHECKING:
 
 
 class SimExtension:
-    """Options, facts and files of a simulation. A subclass overrides the methods that it needs.
+    """Options, facts and files that a package adds to a simulation.
 
-    files: names of its options that are paths of what it writes, such as "trace" of --trace.
+    A subclass overrides the methods that it needs.
+
+    Attributes:
+        files: Names of its options that are paths of its output files, such as "trace" of --trace.
     """
 
     files: tuple[str, ...] = ()

@@ -74,6 +74,13 @@ def script_facts(simulation: StepSimulation, name: str) -> Facts:
     """Return a simulated script as data for JSON.
 
     Its FLOPs are the recorded ones, without recomputation.
+
+    Args:
+        simulation: The simulated step.
+        name: Name of the script.
+
+    Returns:
+        A dict with the fields of titan.sim.simulate.facts.
     """
     traces, step_s = [*simulation.traces.values()], simulation.timeline.step_s
     per_s: defaultdict[str, float] = defaultdict(float)  # TFLOPs, by the dtype whose peak counts

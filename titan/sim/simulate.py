@@ -149,6 +149,10 @@ def simulate(
             cached.
         say: Called with a line on the progress.
 
+    Returns:
+        The simulated step, with a trace, a timeline and a memory report for one rank of each
+            pipeline stage.
+
     Raises:
         ConfigError: The layout does not suit the world size.
         HardwareError: The hardware cannot run the job.
@@ -196,6 +200,9 @@ def price(
         profile: The hardware.
         started: Time from which the duration of the simulation counts. None: now.
 
+    Returns:
+        The simulated step.
+
     Raises:
         ConfigError: The profile lacks the job's kernel of attention.
         ReplayError: The traced ranks wait for each other forever.
@@ -218,7 +225,7 @@ def replayed(
     busiest: float = 1.0,
     started: float | None = None,
 ) -> tuple[Timeline, dict[int, MemoryReport], float]:
-    """Return the timeline and the memory of traces, and the seconds of the simulation.
+    """Replay traces in time and in memory, and return the timeline, the memory, and the seconds of the simulation.
 
     Args:
         traces: Traces by global rank.
@@ -239,7 +246,14 @@ def replayed(
 
 
 def step_facts(simulation: StepSimulation) -> Facts:
-    """Return the facts of any simulated step, as data for JSON. docs/simulator.md defines every field."""
+    """Return the facts of any simulated step, as data for JSON.
+
+    Args:
+        simulation: The simulated step.
+
+    Returns:
+        A dict whose fields docs/simulator.md defines. Times are in seconds, memory is in GiB.
+    """
     timeline, profile = simulation.timeline, simulation.profile
     return {
         "world_size": simulation.world_size,
@@ -273,7 +287,15 @@ def step_facts(simulation: StepSimulation) -> Facts:
 
 
 def facts(simulation: Simulation) -> Facts:
-    """Return a simulated job as data for JSON."""
+    """Return a simulated job as data for JSON.
+
+    Args:
+        simulation: The simulated job.
+
+    Returns:
+        The fields of `step_facts`, with the model, the layout, FLOPs and, for a model with experts,
+            "experts".
+    """
     config, profile, model = simulation.config, simulation.profile, simulation.model
     convention = config.metrics.mfu_convention
     flops_per_token = model.flops_per_token(config.training.seq_len, causal=convention == "causal")

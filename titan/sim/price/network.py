@@ -118,7 +118,7 @@ def price_transfer(
     rank: int,
     dispatch: Dispatch | None = None,
 ) -> TransferPrice:
-    """Return latency, volume and links of a transfer.
+    """Return the price of a transfer.
 
     Args:
         transfer: The transfer.
@@ -126,6 +126,9 @@ def price_transfer(
         profile: The hardware.
         rank: Rank that takes part in it.
         dispatch: Choice of experts, if DeepEP dispatches the tokens.
+
+    Returns:
+        Latency and volume in seconds, and the links that the volume occupies.
     """
     if transfer.kind in ("send", "recv", "read"):
         return _price_p2p(transfer, rank, profile)

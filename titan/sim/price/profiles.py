@@ -243,7 +243,15 @@ def _slowest_of(count: int) -> float:
 
 
 def on_curve(curve: Curve, size: float) -> float:
-    """Return the value at `size`: between points by the logarithm of the size, and constant beyond the ends."""
+    """Return the value at `size`: between points by the logarithm of the size, and constant beyond the ends.
+
+    Args:
+        curve: Points (size, value), by increasing size.
+        size: Size to look up.
+
+    Returns:
+        The value.
+    """
     place = bisect_left(curve, (size,))
     if place == 0 or place == len(curve):
         return curve[min(place, len(curve) - 1)][1]
@@ -268,6 +276,12 @@ def hardware_names() -> str:
 
 def load_profile(name_or_path: str | Path) -> Profile:
     """Return a profile by its name, or from a file.
+
+    Args:
+        name_or_path: Name of a file in titan/sim/hardware/, or the path of a TOML file.
+
+    Returns:
+        The profile, with the figures of its base and of its device.
 
     Raises:
         ConfigError: There is no such profile, or its file has a mistake.

@@ -29,7 +29,14 @@ class MissingName(RuntimeError):
 
 
 def find(module: str, name: str) -> Any:
-    """Return `name` (dotted) of a module of torch.
+    """Return a name of a module of torch.
+
+    Args:
+        module: The module.
+        name: The name, which may be dotted.
+
+    Returns:
+        The object.
 
     Raises:
         MissingName: This torch has no such name.
@@ -46,7 +53,12 @@ def find(module: str, name: str) -> Any:
 
 
 def replace(module: str, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Replace `name` (dotted) of a module by `wrap(old)`.
+    """Replace a name of a module.
+
+    Args:
+        module: The module.
+        name: The name, which may be dotted.
+        wrap: Returns the new object from the old one.
 
     Raises:
         MissingName: This torch has no such name.

@@ -140,7 +140,13 @@ class Group:
 
 @dataclass(slots=True)
 class Launch:
-    """Launch of a kernel on a stream. On HOST, the host computes itself, on its own memory."""
+    """Launch of a kernel.
+
+    Attributes:
+        kernel: The kernel.
+        stream: Stream of the launch. On HOST, the host computes on its own memory.
+        scope: Place in the program.
+    """
 
     kernel: Kernel
     stream: int

@@ -99,6 +99,9 @@ def memory_report(trace: Trace, profile: Profile, *, expandable: bool = True) ->
         trace: The rank's trace.
         profile: The hardware.
         expandable: `training.expandable_segments`.
+
+    Returns:
+        The rank's peaks in bytes, and whether they fit.
     """
     workspace = int(profile.workspace_mib * 2**20)
     capacity = int(profile.memory_gib * 2**30)

@@ -142,7 +142,14 @@ class Timeline:
 
 
 def axis_of(group: Group) -> str:
-    """Return a group's axes as one word, such as "dp_shard+cp"."""
+    """Return a group's axes as one word.
+
+    Args:
+        group: The process group.
+
+    Returns:
+        A word such as "dp_shard+cp"; "one rank", or the group's name, for a group without axes.
+    """
     return "+".join(group.axes) or ("one rank" if len(group.ranks) == 1 else group.name)
 
 

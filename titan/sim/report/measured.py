@@ -30,7 +30,16 @@ _PART: dict[KernelKind, str] = {
 
 
 def compare(simulation: Simulation, run: Path) -> list[Facts]:
-    """Return rows of `name`, `unit`, `predicted` and `measured`, for the run's later steps and its rank 0."""
+    """Compare a simulation with a run.
+
+    Args:
+        simulation: The simulated job.
+        run: Folder of a run of the job.
+
+    Returns:
+        Rows of `name`, `unit`, `predicted` and `measured`, for the run's later steps and its rank
+            0.
+    """
     ranks, logged = [*simulation.traces], read_rows(run / "metrics.jsonl")
     later = [row for row in logged[len(logged) // 2 :] if row.get("step_s")]
     step_s = median(row["step_s"] for row in later) if later else 0.0

@@ -25,7 +25,11 @@ _said_s = time.monotonic()
 
 
 def say(text: str) -> None:
-    """Show progress: on one line of a terminal that the next text replaces, or as a line of a log now and then."""
+    """Show progress: on one line of a terminal that the next text replaces, or as a line of a log now and then.
+
+    Args:
+        text: The line. An empty text clears the line of a terminal.
+    """
     global _said_s
     if is_quiet():
         return
@@ -61,7 +65,15 @@ def known_options(parser: ArgumentParser) -> list[str]:
 
 
 def mistake(option: str, message: str) -> ConfigError:
-    """Return the error of a wrong option."""
+    """Return the error of a wrong option.
+
+    Args:
+        option: The option, such as "--memory".
+        message: The rule that it breaks.
+
+    Returns:
+        The error, to be raised.
+    """
     return ConfigError([Problem("command line", 0, option, message)])
 
 
@@ -111,9 +123,15 @@ def put_json(data: object, target: str | None, *, indent: int | None = 2) -> boo
 
 
 def columns(rows: Sequence[Sequence[str]], *, left: Collection[int] = ()) -> list[str]:
-    """Return rows of cells as lines.
+    """Return rows of cells as lines of a table.
 
-    Cells are aligned on the right, except in the columns `left`.
+    Args:
+        rows: Rows with equally many cells.
+        left: Numbers of the columns that are aligned on the left. All others are aligned on the
+            right.
+
+    Returns:
+        One line for each row.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
@@ -136,7 +154,14 @@ def utilization(facts: Facts) -> str:
 
 
 def page(facts: Facts) -> str:
-    """Return the page of a simulation. `facts` come from titan.sim.simulate.facts."""
+    """Return the page of a simulation.
+
+    Args:
+        facts: The simulation as data, from titan.sim.simulate.facts.
+
+    Returns:
+        The page, as lines for a terminal.
+    """
     return "\n".join(
         [
             f"{facts['model']} on {facts['world_size']} x {facts['hardware']}: {degrees(facts)}",
@@ -330,7 +355,14 @@ def _tflops(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as text, in milliseconds below one second."""
+    """Return seconds as text.
+
+    Args:
+        seconds: The duration.
+
+    Returns:
+        Seconds, or milliseconds below one second.
+    """
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 

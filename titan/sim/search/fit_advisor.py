@@ -118,13 +118,16 @@ def _experts(config: JobConfig, layout: Layout) -> Iterator[Settings]:
 def find_changes(
     job: Sequence[str], config: JobConfig, layout: Layout, profile: Profile
 ) -> list[Variant]:
-    """Return the fastest variants that fit.
+    """Simulate changes of a job that save memory, and return the fastest that fit.
 
     Args:
         job: Files and overrides that `config` was loaded from.
         config: The job.
         layout: Its layout.
         profile: The hardware.
+
+    Returns:
+        At most five variants that fit, the fastest first.
     """
     fitting: list[Variant] = []
     # First single changes, then pairs.

@@ -83,6 +83,9 @@ def plan(
         budget: Number of candidates to simulate, without single changes of the job.
         processes: Number of processes that trace at once. All cores by default.
         progress: Called with the number of candidates that are done, and of all.
+
+    Returns:
+        The job, and the candidates that run.
     """
     results: dict[Point, Variant] = {}
     ranked: list[Point] = []

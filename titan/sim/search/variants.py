@@ -95,7 +95,7 @@ def simulate_variants(
     processes: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Variant]:
-    """Simulate a job with each of these settings on each profile, and return the variants in this order.
+    """Simulate a job with each of these settings on each profile.
 
     Args:
         job: Files and overrides, as on the command line.
@@ -104,6 +104,10 @@ def simulate_variants(
         profiles: Hardware to price every variant on.
         processes: Number of processes that trace at once. All cores by default.
         progress: Called with the number of variants that are done, and of all.
+
+    Returns:
+        The variants, by settings and then by profile. A variant that cannot run has a `problem` and
+            no `facts`.
     """
     variants: list[Variant] = []
     requests: dict[str, TraceRequest] = {}
