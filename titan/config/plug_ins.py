@@ -37,11 +37,11 @@ def installed_entry_points() -> dict[str, list[EntryPoint]]:
 
 
 def plug_ins(group: str, *, of: str = "") -> list[EntryPoint]:
-    """Return the entry points that packages register under a group, by name.
+    """Return the entry points that packages register under a group, sorted by name.
 
     Args:
-        group: the group.
-        of: keep only entry points with this name, or with this name and a dot at the beginning. Empty keeps all.
+        group: Name of the group.
+        of: Keep only entry points with this name, or with this name and a dot at the beginning. Empty keeps all.
     """
     found = sorted(installed_entry_points()[group], key=lambda entry: entry.name)
     return [entry for entry in found if not of or entry.name.partition(".")[0] == of]
@@ -50,8 +50,11 @@ def plug_ins(group: str, *, of: str = "") -> list[EntryPoint]:
 def load_plug_in(entry: EntryPoint) -> Any:
     """Import the object that an entry point names.
 
+    Args:
+        entry: The entry point.
+
     Raises:
-        ConfigError: its package cannot be imported.
+        ConfigError: Its package cannot be imported.
     """
     try:
         return entry.load()
