@@ -207,7 +207,7 @@ class ReplicaGroups:
         return _READY, ""
 
     def _meet(self, text: str) -> tuple[int, str, list[tuple[str, str]]]:
-        """Exchange texts until all groups that were behind have a peer's state. Return as `_tell`, with the reason in second place."""
+        """Exchange texts until all groups that were behind have a peer's state. Return the worst status, the reason, and the texts."""
 
         def tick() -> None:
             if (code := self._tell(text, _HEALING)[0]) != _HEALING:

@@ -51,7 +51,7 @@ class TitanLM(LM):
             max_seq_len=self.scorer.max_length,
             context_len=1,
         )
-        encode = self.scorer.encode  # the harness scores the tokenizer's first special token, too
+        encode = self.scorer.encode  # as in the harness, the tokenizer's begin token is scored
         pairs = [map(make_disjoint_window, windows(encode(r.args[0]))) for r in requests]
         rows = [[ScoredText([*before, *text], len(text)) for before, text in of] for of in pairs]
         scores = iter(self.scorer.score([row for of in rows for row in of], batch=self.batch))
@@ -87,7 +87,7 @@ class TitanLM(LM):
         def text(n: int, tokens: list[int]) -> tuple[str, bool]:
             """Return the text before an "until" text, and whether the continuation ends there.
 
-            As in the harness, new tokens are decoded without their prompt, and an empty "until" text ends an answer after one token.
+            As in the harness, new tokens are decoded without their prompt, and an empty "until" text ends an answer after a token.
             """
             whole = self.scorer.tokenizer.decode(tokens)
             ends = [at for stop in stops[n] if stop and (at := whole.find(stop)) >= 0]
