@@ -133,7 +133,12 @@ class LlamaConfig:
         return outputs + self.num_mtp_modules * 2 * self.dim**2
 
     def attention_flops_per_token(self, seq_len: int, *, causal: bool) -> int:
-        """Return the floating-point operations of attention itself for one token; the arguments are those of `flops_per_token`."""
+        """Return the floating-point operations of attention itself for one token.
+
+        Args:
+            seq_len: Tokens of a sequence.
+            causal: Count only the pairs of queries and keys that a causal mask leaves.
+        """
         flops = 0
         for layer in range(self.num_blocks):
             keys = min(self.window_of(layer) or seq_len, seq_len)

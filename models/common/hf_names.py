@@ -112,7 +112,12 @@ def header(architectures: Mapping[str, str], name: str) -> dict[str, Any]:
 
 
 def fields_of(config: Any, fields: Iterable[Field]) -> dict[str, Any]:
-    """Return the values of fields under transformers' names."""
+    """Return the values of fields under transformers' names.
+
+    Args:
+        config: A family's sizes.
+        fields: Our name, transformers' name and the default of each field.
+    """
     return {theirs: getattr(config, ours) for ours, theirs, _ in fields}
 
 

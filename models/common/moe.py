@@ -33,7 +33,15 @@ class RouteSource(Protocol):
     """Source of routes in place of the router's choice, which also observes the routes taken."""
 
     def get(self, moe: MoE, tokens: Tensor) -> Tensor | None:
-        """Return the experts of tokens (B, S, D) as ids (T, K), or None to let the router choose."""
+        """Return the experts of a forward pass, or None to let the router choose.
+
+        Args:
+            moe: The module that routes.
+            tokens: Its input, (B, S, D).
+
+        Returns:
+            Ids, (T, K) int64.
+        """
         ...
 
     def put(self, moe: MoE, ids_TK: Tensor) -> None: ...
@@ -79,7 +87,15 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def choose(self, scores_TE: Tensor, bias_E: Tensor) -> Tensor:
-        """Return the ids of the best experts, (T, K) int64. The bias affects this choice only, not the weights."""
+        """Choose the best experts of each token.
+
+        Args:
+            scores_TE: Scores of all experts.
+            bias_E: Routing bias. It affects this choice only, not the weights.
+
+        Returns:
+            Ids, (T, K) int64.
+        """
         config = self.config
         scores_TE = scores_TE + bias_E
         if config.num_groups:
@@ -92,7 +108,15 @@ class Router(nn.Module):
         return scores_TE.topk(config.top_k, dim=-1).indices
 
     def weigh(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
-        """Return the weights of a token's experts, (T, K)."""
+        """Return the weights of each token's experts.
+
+        Args:
+            scores_TE: Scores of all experts.
+            ids_TK: Experts of each token.
+
+        Returns:
+            Weights, (T, K).
+        """
         weights_TK = scores_TE.gather(1, ids_TK)
         if self.config.normalize_weights:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
@@ -157,9 +181,12 @@ class Experts(nn.Module):
 
 
 def gate(x_RF: Tensor, limit: float) -> Tensor:
-    """Return the activation of one half of an expert's hidden channels, which multiplies the other half: silu.
+    """Return the activation of one half of an expert's hidden channels, which multiplies the other half.
 
-    With a limit it is gpt-oss's (arXiv:2508.10925): the input is clamped from above, and the sigmoid is steeper (close to GELU).
+    Args:
+        x_RF: The first half.
+        limit: 0: silu. Otherwise gpt-oss's activation (arXiv:2508.10925): x is clamped from above to the limit, and the
+            sigmoid is steeper, which makes it close to GELU.
     """
     if not limit:
         return F.silu(x_RF)
@@ -168,7 +195,12 @@ def gate(x_RF: Tensor, limit: float) -> Tensor:
 
 
 def gated(x_RF: Tensor, limit: float) -> Tensor:
-    """Return the half of the hidden channels that `gate` multiplies, unchanged, or with a limit clamped to +-limit plus 1."""
+    """Return the other half of an expert's hidden channels.
+
+    Args:
+        x_RF: The second half.
+        limit: 0: unchanged. Otherwise clamped to +-limit, plus 1, as in gpt-oss.
+    """
     return x_RF.clamp(-limit, limit) + 1 if limit else x_RF
 
 
@@ -393,7 +425,15 @@ class MoE(nn.Module):
         )
 
     def combine(self, tokens_TKD: Tensor, weights_TK: Tensor) -> Tensor:
-        """Return the weighted sum of the outputs of each token's experts, (T, D) in their dtype, added in the order of K."""
+        """Add up the outputs of each token's experts, in the order of K.
+
+        Args:
+            tokens_TKD: Outputs of the experts.
+            weights_TK: Weights of the experts.
+
+        Returns:
+            The weighted sum, (T, D), in the outputs' dtype.
+        """
         y_TD = (tokens_TKD.to(weights_TK.dtype) * weights_TK[..., None]).sum(1)
         return y_TD.to(tokens_TKD.dtype)
 
@@ -436,6 +476,10 @@ class MoE(nn.Module):
 
 def count(ids_BN: Tensor, num_experts: int) -> Tensor:
     """Count how often each id occurs in each row, without waiting for the device as bincount does.
+
+    Args:
+        ids_BN: Ids, int64.
+        num_experts: Number of different ids, E.
 
     Returns:
         Counts, (B, E) int64.

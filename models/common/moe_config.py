@@ -70,7 +70,12 @@ class MoEConfig(LlamaConfig):
         return self.moe_biases * (self.num_experts + experts * (2 * self.expert_dim + self.dim))
 
     def block_params(self, layer: int, *, active: bool = False) -> int:
-        """Return the number of parameters of a block; with `active`, only those that act on one token."""
+        """Return the number of parameters of a block.
+
+        Args:
+            layer: Number of the block.
+            active: Count only the parameters that act on one token.
+        """
         common = self.num_attention_params + self.num_block_norm_params
         if not self.is_moe_layer(layer):
             return common + 3 * self.dim * self.ffn_dim
@@ -99,7 +104,12 @@ class MoEConfig(LlamaConfig):
         return embeddings + blocks + self.num_mtp_params + self.dim
 
     def flops_per_token(self, seq_len: int, *, causal: bool = False) -> int:
-        """Return the operations of forward and backward for one token, which counts active parameters only (see `LlamaConfig`)."""
+        """Return the floating-point operations of forward and backward for one token, of active parameters only.
+
+        Args:
+            seq_len: Tokens of a sequence.
+            causal: Count only the pairs of queries and keys that a causal mask leaves.
+        """
         blocks = (
             self.block_params(layer, active=True)
             - self.num_block_norm_params

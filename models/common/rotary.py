@@ -46,6 +46,10 @@ def rope_frequencies(
 def rotation_table(positions: Tensor, frequencies: Tensor) -> Tensor:
     """Return the table that `rotate` multiplies by.
 
+    Args:
+        positions: Positions, (...).
+        frequencies: Rotation per position of each pair of channels, (K/2,), in radians.
+
     Returns:
         Cosines of all channels, then sines, which are negative in the first half, (..., 2K) fp32.
     """
@@ -55,7 +59,15 @@ def rotation_table(positions: Tensor, frequencies: Tensor) -> Tensor:
 
 
 def rotate(x_BSHK: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate channel i against channel i + K/2 by the position's angle, in fp32; dtype as x."""
+    """Rotate channel i against channel i + K/2 by the position's angle, in fp32.
+
+    Args:
+        x_BSHK: Queries or keys.
+        cos_sin: The two halves of `rotation_table`, with a dimension for the heads.
+
+    Returns:
+        The rotated heads, with the shape and dtype of x.
+    """
     cos, sin = cos_sin
     x = x_BSHK.float()
     # Channel i + K/2 moves to i, and the reverse. Not addcmul, which rounds once less than transformers does.
@@ -97,8 +109,16 @@ def yarn_frequencies(
 
 
 def rotate_pairs(x_BSHR: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate channel 2i against channel 2i + 1, and return all first channels before all second ones.
+    """Rotate channel 2i against channel 2i + 1.
 
-    Queries and keys are reordered alike, which leaves their dot products unchanged.
+    The result has all first channels before all second channels. Queries and keys are reordered alike, which leaves their dot
+    products unchanged.
+
+    Args:
+        x_BSHR: Queries or keys.
+        cos_sin: As for `rotate`.
+
+    Returns:
+        The rotated heads, with the shape and dtype of x.
     """
     return rotate(torch.cat([x_BSHR[..., 0::2], x_BSHR[..., 1::2]], dim=-1), cos_sin)

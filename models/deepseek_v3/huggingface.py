@@ -65,7 +65,15 @@ def hf_name(name: str) -> str:
 
 
 def hf_buffer(name: str, config: DeepSeekConfig) -> str | None:
-    """Return the name of one of our buffers in transformers, or None. Only V3 stores a buffer: the routing bias."""
+    """Return the name of one of our buffers in transformers.
+
+    Args:
+        name: Our name.
+        config: The model's sizes.
+
+    Returns:
+        The name, or None if transformers has no such buffer. It has only the routing bias of V3.
+    """
     layer, _, rest = name.removeprefix("layers.").partition(".")
     has_bias = rest.removeprefix("block.") == "moe.bias" and config.score == "sigmoid"
     return f"model.layers.{layer}.mlp.gate.e_score_correction_bias" if has_bias else None

@@ -38,7 +38,7 @@ class LatentAttention(nn.Module):
         self.wkv_a = nn.Linear(config.dim, rank + config.qk_rope_head_dim, bias=False)
         self.kv_norm = nn.RMSNorm(rank, eps=_LATENT_EPS)
         self.wkv_b = nn.Linear(rank, config.n_heads * kv_dim, bias=False)
-        # Hook for tensor parallelism, whose ranks hold some of the heads each.
+        # Tensor parallelism, whose ranks hold some of the heads each, wraps this module.
         self.shared_keys = nn.Identity()
         self.wo = nn.Linear(config.n_heads * config.v_head_dim, config.dim, bias=False)
         self.inner_attention = InnerAttention(scale=config.softmax_scale)

@@ -14,7 +14,7 @@ TIME_CHANNELS = 256  # sines and cosines of the time
 
 @dataclass(frozen=True, kw_only=True)
 class FluxConfig:
-    """Sizes of a Flux.
+    """Sizes of Flux.1.
 
     Attributes:
         dim: Model width.

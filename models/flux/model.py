@@ -35,7 +35,13 @@ def time_channels(time_B: Tensor) -> Tensor:
 
 
 def modulated(x_BSD: Tensor, shift_B1D: Tensor, scale_B1D: Tensor) -> Tensor:
-    """Normalize each position, then scale and shift it."""
+    """Normalize each position, then scale and shift it.
+
+    Args:
+        x_BSD: The stream.
+        shift_B1D: Shift of each channel.
+        scale_B1D: Scale of each channel, minus 1.
+    """
     return F.layer_norm(x_BSD, x_BSD.shape[-1:], eps=_EPS) * (1 + scale_B1D) + shift_B1D
 
 
@@ -164,7 +170,17 @@ class DoubleBlock(nn.Module):
     def forward(
         self, x_BSD: Tensor, c_BTD: Tensor, vector_BD: Tensor, rotations: Rotations
     ) -> tuple[Tensor, Tensor]:
-        """Return patches and context after the block. `rotations` has the context's positions first, then the patches'."""
+        """Run the block.
+
+        Args:
+            x_BSD: Patches.
+            c_BTD: Context.
+            vector_BD: Vector that modulations read.
+            rotations: Cos and sin of the context's positions, then of the patches'.
+
+        Returns:
+            Patches and context after the block.
+        """
         streams, inputs = (self.context_stream, self.patch_stream), (c_BTD, x_BSD)
         parts = [s.modulation(vector_BD)[:, None].chunk(6, dim=-1) for s in streams]
         heads = [

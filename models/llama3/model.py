@@ -101,7 +101,16 @@ class Block(nn.Module):
     def forward(
         self, x_BSD: Tensor, cos_sin: tuple[Tensor, Tensor], document_ids_BS: Tensor | None
     ) -> Tensor:
-        """Return the residual stream after the block, (B, S, D)."""
+        """Run the block.
+
+        Args:
+            x_BSD: Residual stream.
+            cos_sin: As for `Attention`.
+            document_ids_BS: As for `Attention`.
+
+        Returns:
+            The residual stream after the block, (B, S, D).
+        """
         if self.moe is None:
             # Not through `attend`: its result would keep the normalized input alive for longer than needed.
             h_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), cos_sin, document_ids_BS)

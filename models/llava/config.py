@@ -11,7 +11,7 @@ from ..llama3.config import FLAVORS as LLAMA
 
 @dataclass(frozen=True, kw_only=True)
 class LlavaConfig(LlamaConfig):
-    """Sizes of a LLaVA: those of its decoder, a Llama, and those of its encoder of pictures, a ViT.
+    """Sizes of LLaVA: those of its decoder, a Llama, and those of its encoder of pictures, a ViT.
 
     Attributes:
         first_modules: Modules that a pipeline puts on its first stage, before the blocks.

@@ -148,7 +148,12 @@ def read_config(hf: dict[str, Any]) -> LlavaConfig:
 
 
 def hf_unused(hf: dict[str, Any], sizes: LlavaConfig) -> Iterator[str]:
-    """Yield the prefixes of tensor names that the decoder's input does not depend on."""
+    """Yield the prefixes of tensor names that the decoder's input does not depend on.
+
+    Args:
+        hf: Content of config.json.
+        sizes: The model's sizes.
+    """
     for vision in SPELLINGS[0]:
         yield f"{vision}post_layernorm."
         for number in range(sizes.vision_layers, hf["vision_config"].get("num_hidden_layers", 24)):

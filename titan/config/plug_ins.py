@@ -70,7 +70,12 @@ def load_plug_in(entry: EntryPoint) -> Any:
 
 
 def load_plug_ins(group: str, *, of: str = "") -> list[Any]:
-    """Import the objects that the entry points of a group name, in the order of the names. `of` is as in `plug_ins`."""
+    """Import the objects that the entry points of a group name, in the order of the names.
+
+    Args:
+        group: Name of the group.
+        of: As for `plug_ins`.
+    """
     return [load_plug_in(entry) for entry in plug_ins(group, of=of)]
 
 

@@ -185,7 +185,12 @@ def begin_step(optimizer: Any, group: dict[str, Any]) -> list[Tensor]:
 
 
 def load_as_saved(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Load a state as torch's load_state_dict does, without its cast of every state to the weights' precision."""
+    """Load a state as torch's load_state_dict does, without its cast of every state to the weights' precision.
+
+    Args:
+        optimizer: The optimizer.
+        state_dict: Its saved state.
+    """
     torch.optim.Optimizer.load_state_dict(optimizer, state_dict)
     saved = (i for group in state_dict["param_groups"] for i in group["params"])
     parameters = (p for group in optimizer.param_groups for p in group["params"])

@@ -88,7 +88,12 @@ class WeightAverage:
 
 @contextmanager
 def of_optimizer(optimizer: Any, parts: Sequence[nn.Module]) -> Iterator[None]:
-    """Replace the weights by those of an optimizer's `eval` within a block, until its `train` (arXiv:2405.15682)."""
+    """Replace the weights by the optimizer's average within a block (arXiv:2405.15682).
+
+    Args:
+        optimizer: Optimizer with methods `eval` and `train`, which set the average and the weights.
+        parts: The model, or its stages on this rank.
+    """
     optimizer.eval()
     _reshard(parts)
     try:

@@ -31,13 +31,23 @@ class ExpertBiasBalancer:
 
     @classmethod
     def of(cls, moes: Mapping[str, MoE], mesh: DeviceMesh) -> ExpertBiasBalancer:
-        """Return the balancer of these modules over the ranks of a mesh that hold different tokens."""
+        """Return the balancer of MoE modules over the ranks of a mesh that hold different tokens.
+
+        Args:
+            moes: Modules of this rank, by name.
+            mesh: Mesh of the layout.
+        """
         axes = ("dp_replicate", "dp_shard", "cp", "tp")
         tokens = submesh(mesh, *axes, flatten=True) if moes else None
         return cls(moes, group=None if tokens is None else tokens.get_group())
 
     def begin(self, *, num_sequences: int, num_tokens: int) -> None:
-        """Set the size of the global batch, by which the balance terms of a step are divided."""
+        """Set the size of the global batch, by which the balance terms of a step are divided.
+
+        Args:
+            num_sequences: Sequences of the global batch.
+            num_tokens: Tokens of the global batch.
+        """
         for moe in self.moes.values():
             moe.num_sequences, moe.num_tokens = num_sequences, num_tokens
 

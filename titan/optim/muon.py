@@ -240,7 +240,7 @@ def cuts_of(parameter: Tensor) -> list[Cut]:
     """
     if not isinstance(parameter, DTensor):
         return []
-    # Axes that replicate do not cut.
+    # Axes that replicate do not split matrices.
     axes = [i for i, place in enumerate(parameter.placements) if not isinstance(place, Replicate)]
     # FSDP splits the shards of tensor parallelism; on the same dimension DTensor calls that a strided shard.
     axes.sort(key=lambda i: hasattr(parameter.placements[i], "split_factor"))
@@ -294,7 +294,7 @@ def give_back(x_nRC: Tensor, cut: Cut, *, counts: list[int]) -> Exchange:
 def _all_to_all(
     sent: Tensor, ours: list[int], theirs: list[int], group: dist.ProcessGroup
 ) -> Exchange:
-    """Start an all-to-all, yield while it runs, and return what has arrived."""
+    """Start an all-to-all, yield while it runs, and return the received blocks."""
     received = sent.new_empty(sum(ours), *sent.shape[1:])
     work = dist.all_to_all_single(
         received, sent.contiguous(), ours, theirs, group=group, async_op=True

@@ -43,7 +43,12 @@ class RoundingSeeds:
 
     @contextmanager
     def seeded(self, parameter: Tensor, step: float) -> Iterator[None]:
-        """Seed torch's generators for one update of a parameter, and restore them afterwards."""
+        """Seed torch's generators for one update of a parameter, and restore them afterwards.
+
+        Args:
+            parameter: The parameter.
+            step: Number of its step.
+        """
         devices = [parameter.device] if parameter.device.type != "cpu" else []
         with torch.random.fork_rng(devices, device_type=parameter.device.type):
             torch.manual_seed(

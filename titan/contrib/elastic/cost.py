@@ -1,4 +1,4 @@
-"""Cost of replica groups for `titan sim`: what they send each other, and how long a step waits for it (README.md).
+"""Cost of replica groups for `titan sim`: the bytes that groups send each other, and the time that a step waits (README.md).
 
 The simulated job is one group. Rank r of each group takes part in a ring all-reduce with rank r of the other groups, which
 network.py prices like any other. fault_tolerance.semi_sync_method decides how often, and of which tensors:

@@ -194,7 +194,7 @@ class ReplicaGroups:
         try:
             self._start_quorum(timeout=timedelta(seconds=_RETRY_S))
         except (TimeoutError, RuntimeError) as error:
-            self.manager._quorum_future = None  # or the next one would raise this again
+            self.manager._quorum_future = None  # or the next quorum would raise this again
             is_late = isinstance(error, TimeoutError)
             return _LOST, "there are fewer, or one is busy" if is_late else _first_line(error)
         if error := self.manager.errored() or self.group.errored():
@@ -207,7 +207,7 @@ class ReplicaGroups:
         return _READY, ""
 
     def _meet(self, text: str) -> tuple[int, str, list[tuple[str, str]]]:
-        """Exchange texts until all groups that were behind have a peer's state. Return the worst status, the reason, and the texts."""
+        """Exchange texts until all groups that were behind have a peer's state. Return status, reason and texts."""
 
         def tick() -> None:
             if (code := self._tell(text, _HEALING)[0]) != _HEALING:
@@ -306,7 +306,12 @@ class ReplicaGroups:
         return self.manager.should_commit()
 
     def synchronize_by(self, begin: Callable[..., None], *, commit: Callable[..., bool]) -> None:
-        """Set the functions that torchft's local methods call at the beginning and at the commit of a synchronization."""
+        """Set the functions that torchft's local methods call.
+
+        Args:
+            begin: Called at the beginning of a synchronization.
+            commit: Called at its end. It returns whether the synchronization counts.
+        """
         self.manager.start_quorum, self.manager.should_commit = begin, commit
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class GroupsSection(Section):
-    """Replica groups: which there are, and how they meet."""
+    """Replica groups: their number, and how they synchronize."""
 
     enable: bool = False
     """Train in replica groups that may come and go, on torchft (titan/contrib/elastic/README.md). Needs the extra `elastic`."""

@@ -90,7 +90,15 @@ def write_card(output: Path, config: JobConfig, run: Path, **about: Any) -> None
 
 
 def newest_row(run: Path, step: int) -> Mapping[str, Any]:
-    """Return the newest value of each column of a run's metrics, up to a step. Without metrics, return {}."""
+    """Return the newest value of each column of a run's metrics.
+
+    Args:
+        run: Folder of the run.
+        step: Last step to read.
+
+    Returns:
+        Values by column, or {} for a run without metrics.
+    """
     try:
         rows = [row for row in read_rows(run / "metrics.jsonl") if row["step"] <= step]
     except OSError:

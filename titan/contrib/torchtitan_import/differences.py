@@ -51,7 +51,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-# Tables that TorchTitan lacks. It refuses a file that has one.
+# Tables that TorchTitan lacks. It refuses a file with such a table.
 _OURS = (
     *("average", "data", "hardware", "loss", "model.overrides", "moe", "simulator", "task"),
     "tokenizer",

@@ -100,7 +100,7 @@ class RunReader:
         evaluated = (key for row in shown for key in row if key.startswith("eval/"))
         self._tasks = list(islice(dict.fromkeys([*self._tasks, *evaluated]), _MAX_KEYS))
         status = self._small("status.json", json.loads)
-        # Each event carries the account of time up to it, so the newest one has all of it.
+        # Each event has the account of time up to it, so the newest event has the whole account.
         account = self.events.rows[-1] if self.events.rows else {}
         seconds = account.get("seconds", {})
         return {
