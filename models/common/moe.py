@@ -33,15 +33,7 @@ class RouteSource(Protocol):
     """Source of routes in place of the router's choice, which also observes the routes taken."""
 
     def get(self, moe: MoE, tokens: Tensor) -> Tensor | None:
-        """Return the experts of a forward pass, or None to let the router choose.
-
-        Args:
-            moe: The module that routes.
-            tokens: Its input, (B, S, D).
-
-        Returns:
-            Ids, (T, K) int64.
-        """
+        """Return the experts of a module's input (B, S, D) as ids (T, K), or None to let the router choose."""
         ...
 
     def put(self, moe: MoE, ids_TK: Tensor) -> None: ...
@@ -72,11 +64,7 @@ class Router(nn.Module):
         self.gate = Gate(config.dim, config.num_experts, bias=config.moe_biases)
 
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Score all experts for tokens (B, S, D).
-
-        Returns:
-            Scores (T, E), the same normalised to a sum of 1, and the logits' logsumexp (T,), all in fp32 or better.
-        """
+        """Return scores (T, E), the same normalized to a sum of 1, and the logits' logsumexp (T,), all in fp32 or better."""
         logits_TE = self.gate(x_BSD).flatten(0, 1)
         log_sum_T = logits_TE.logsumexp(-1)
         if self.config.score == "softmax":
@@ -87,15 +75,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def choose(self, scores_TE: Tensor, bias_E: Tensor) -> Tensor:
-        """Choose the best experts of each token.
-
-        Args:
-            scores_TE: Scores of all experts.
-            bias_E: Routing bias. It affects this choice only, not the weights.
-
-        Returns:
-            Ids, (T, K) int64.
-        """
+        """Return the ids of each token's best experts, (T, K) int64. The bias affects this choice only, not the weights."""
         config = self.config
         scores_TE = scores_TE + bias_E
         if config.num_groups:
@@ -108,15 +88,7 @@ class Router(nn.Module):
         return scores_TE.topk(config.top_k, dim=-1).indices
 
     def weigh(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
-        """Return the weights of each token's experts.
-
-        Args:
-            scores_TE: Scores of all experts.
-            ids_TK: Experts of each token.
-
-        Returns:
-            Weights, (T, K).
-        """
+        """Return the weights of each token's experts, (T, K)."""
         weights_TK = scores_TE.gather(1, ids_TK)
         if self.config.normalize_weights:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
@@ -128,8 +100,7 @@ class Experts(nn.Module):
 
     Attributes:
         chunk_tokens: Tokens that pass at a time, see `forward`. 0: all of them.
-        grouped: Function that multiplies tokens of all experts in one kernel.
-        grouped_dtypes: Dtypes that `grouped` supports.
+        grouped: Function that multiplies tokens of all experts in one kernel, for `grouped_dtypes`.
     """
 
     def __init__(self, config: MoEConfig) -> None:
@@ -181,12 +152,9 @@ class Experts(nn.Module):
 
 
 def gate(x_RF: Tensor, limit: float) -> Tensor:
-    """Return the activation of one half of an expert's hidden channels, which multiplies the other half.
+    """Return the activation of one half of an expert's hidden channels, which multiplies the other half: silu for limit 0.
 
-    Args:
-        x_RF: The first half.
-        limit: 0: silu. Otherwise gpt-oss's activation (arXiv:2508.10925): x is clamped from above to the limit, and the
-            sigmoid is steeper, which makes it close to GELU.
+    A limit gives gpt-oss's (arXiv:2508.10925): x is clamped from above, and the sigmoid is steeper, which is close to GELU.
     """
     if not limit:
         return F.silu(x_RF)
@@ -195,12 +163,7 @@ def gate(x_RF: Tensor, limit: float) -> Tensor:
 
 
 def gated(x_RF: Tensor, limit: float) -> Tensor:
-    """Return the other half of an expert's hidden channels.
-
-    Args:
-        x_RF: The second half.
-        limit: 0: unchanged. Otherwise clamped to +-limit, plus 1, as in gpt-oss.
-    """
+    """Return the other half of an expert's hidden channels: x, or with a limit x clamped to +-limit, plus 1 (gpt-oss)."""
     return x_RF.clamp(-limit, limit) + 1 if limit else x_RF
 
 
@@ -211,9 +174,6 @@ def grouped_mm(tokens_RI: Tensor, weights_eIO: Tensor, ends_e: Tensor) -> Tensor
         tokens_RI: Tokens sorted by group.
         weights_eIO: One matrix for each group.
         ends_e: End of each group in `tokens_RI`, int32.
-
-    Returns:
-        Outputs, (R, O).
     """
     return torch._grouped_mm(tokens_RI, weights_eIO, offs=ends_e)  # public only from torch 2.12 on
 
@@ -239,9 +199,6 @@ def grouped_matmuls(
         *biases: Biases of w1, w2 and w3, (e, F), (e, D), (e, F), or none.
         limit: See `gate`.
         product: Grouped matmul, as `grouped_mm`.
-
-    Returns:
-        Outputs, (R, D).
     """
     # The kernel wants the ends of groups as int32.
     ends_e = counts_e.cumsum(0, dtype=torch.int32)
@@ -262,14 +219,7 @@ def grouped_matmuls(
 def looped_matmuls(
     tokens_RD: Tensor, counts_e: Tensor, *weights: Tensor, limit: float = 0.0
 ) -> Tensor:
-    """Return the result of `grouped_matmuls` expert by expert, in any precision.
-
-    Args:
-        tokens_RD: Tokens sorted by expert.
-        counts_e: Number of tokens of each expert.
-        *weights: Weights and biases, in the order of `grouped_matmuls`.
-        limit: See `gate`.
-    """
+    """Return the result of `grouped_matmuls`, with `weights` as its weights and biases, expert by expert, in any precision."""
     # An expert without tokens takes part, so that its gradient is zeros and not None. unbind, since a gradient of w[i]
     # would be as large as w.
     sizes = (
@@ -333,11 +283,7 @@ def run_experts(
 ) -> Tensor:
     """Run tokens sorted by expert through the experts: the dispatcher of a rank that has all of them.
 
-    Args:
-        tokens_ND: Tokens sorted by expert.
-        counts_E: Number of tokens of each expert.
-        experts: Function from tokens and counts to outputs.
-        meanwhile: Function that a dispatcher calls while it communicates.
+    A dispatcher calls `meanwhile` while it communicates.
     """
     tokens_ND = experts(tokens_ND, counts_E)
     meanwhile()
@@ -425,30 +371,17 @@ class MoE(nn.Module):
         )
 
     def combine(self, tokens_TKD: Tensor, weights_TK: Tensor) -> Tensor:
-        """Add up the outputs of each token's experts, in the order of K.
-
-        Args:
-            tokens_TKD: Outputs of the experts.
-            weights_TK: Weights of the experts.
-
-        Returns:
-            The weighted sum, (T, D), in the outputs' dtype.
-        """
+        """Return the weighted sum of the outputs of each token's experts, (T, D) in their dtype, added in the order of K."""
         y_TD = (tokens_TKD.to(weights_TK.dtype) * weights_TK[..., None]).sum(1)
         return y_TD.to(tokens_TKD.dtype)
 
     def term_gradients(
         self, ids_TK: Tensor, log_sum_T: Tensor, batch: int
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Count loads, and compute the gradients of all balance terms.
-
-        Args:
-            ids_TK: Experts of each token.
-            log_sum_T: Logsumexp of the router's logits.
-            batch: Number of sequences.
+        """Count loads, and compute the gradients of all balance terms for a batch of `batch` sequences.
 
         Returns:
-            Gradients in the normalised scores, (T, E), and in the logsumexp, (T,). None for terms that are off.
+            Gradients in the normalized scores, (T, E), and in the logsumexp, (T,). None for terms that are off.
         """
         config, E, K = self.config, self.config.num_experts, ids_TK.shape[1]
         counts_BE = count(ids_TK.view(batch, -1), E)
@@ -475,15 +408,7 @@ class MoE(nn.Module):
 
 
 def count(ids_BN: Tensor, num_experts: int) -> Tensor:
-    """Count how often each id occurs in each row, without waiting for the device as bincount does.
-
-    Args:
-        ids_BN: Ids, int64.
-        num_experts: Number of different ids, E.
-
-    Returns:
-        Counts, (B, E) int64.
-    """
+    """Count how often each id occurs in each row, (B, E) int64, without waiting for the device as bincount does."""
     counts_BE = ids_BN.new_zeros(len(ids_BN), num_experts)
     return counts_BE.scatter_add_(1, ids_BN, torch.ones_like(ids_BN))
 
