@@ -14,7 +14,6 @@ class LlavaConfig(LlamaConfig):
     """Sizes of LLaVA: those of its decoder, a Llama, and those of its encoder of pictures, a ViT.
 
     Attributes:
-        first_modules: Modules that a pipeline puts on its first stage, before the blocks.
         vision_dim: Width of the ViT.
         vision_layers: Blocks of the ViT. LLaVA reads the output of CLIP's last block but one, so 23 of 24.
         vision_heads: Heads of the ViT.
@@ -25,7 +24,7 @@ class LlavaConfig(LlamaConfig):
         vision_norm_eps: Epsilon of the ViT's norms.
     """
 
-    # The projector puts patches among the token embeddings, so all three are on one stage.
+    # Modules that a pipeline puts on its first stage, before the blocks.
     first_modules: ClassVar[tuple[str, ...]] = ("tok_embeddings", "vision", "projector")
 
     vision_dim: int

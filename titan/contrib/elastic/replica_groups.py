@@ -290,7 +290,7 @@ class ReplicaGroups:
         """Sum tensors over the groups, in place, in buckets of one dtype."""
         if (
             self.device.type != "cpu"
-        ):  # the limit of a sum is not for what the device still has to do
+        ):  # a sum's time limit must not include kernels that still run
             torch.accelerator.current_stream().synchronize()
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in (t.to_local() if isinstance(t, DTensor) else t for t in tensors):
