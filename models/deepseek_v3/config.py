@@ -13,7 +13,7 @@ from ..common.moe_config import MoEConfig
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSeekConfig(MoEConfig):
-    """Sizes of DeepSeek: those of MoEConfig, and of multi-head latent attention (MLA).
+    """Sizes of DeepSeek: the fields of MoEConfig, and of multi-head latent attention (MLA).
 
     Each query head has its own keys and values.
 

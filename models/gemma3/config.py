@@ -10,7 +10,7 @@ from ..common.config import LlamaConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma3Config(LlamaConfig):
-    """Sizes of Gemma 3: those of LlamaConfig, with local layers between global ones.
+    """Sizes of Gemma 3: the fields of LlamaConfig, with local layers between global ones.
 
     Attributes:
         window: Number of keys that a query of a local layer sees, its own included. 0: all keys up to its own.

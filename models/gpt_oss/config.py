@@ -10,7 +10,7 @@ from ..common.moe_config import MoEConfig
 
 @dataclass(frozen=True, kw_only=True)
 class GptOssConfig(MoEConfig):
-    """Sizes of gpt-oss: those of MoEConfig, with biases everywhere, and sinks and windows in attention.
+    """Sizes of gpt-oss: the fields of MoEConfig, with biases everywhere, and sinks and windows in attention.
 
     A token's weights are the softmax over the logits of its chosen experts, which equals the softmax over all experts divided
     by the sum of the chosen ones (`normalize_weights`).

@@ -11,7 +11,7 @@ from ..llama3.config import FLAVORS as LLAMA
 
 @dataclass(frozen=True, kw_only=True)
 class LlavaConfig(LlamaConfig):
-    """Sizes of LLaVA: those of its decoder, a Llama, and those of its encoder of pictures, a ViT.
+    """Sizes of LLaVA: its decoder, a Llama, and its encoder of pictures, a ViT.
 
     Attributes:
         vision_dim: Width of the ViT.

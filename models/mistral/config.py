@@ -10,7 +10,7 @@ from ..common.config import LlamaConfig
 
 @dataclass(frozen=True, kw_only=True)
 class MistralConfig(LlamaConfig):
-    """Sizes of Mistral: those of LlamaConfig, with a window in all layers.
+    """Sizes of Mistral: the fields of LlamaConfig, with a window in all layers.
 
     Attributes:
         window: Number of keys that a query sees, its own included. 0: all keys up to its own.

@@ -9,7 +9,7 @@ from ..common.moe_config import MoEConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Config(MoEConfig):
-    """Sizes of Qwen3: those of MoEConfig, with norms of queries and keys in each head. head_dim is not dim / n_heads."""
+    """Sizes of Qwen3: the fields of MoEConfig, with norms of queries and keys in each head. head_dim is not dim / n_heads."""
 
     vocab_size: int = 151936
     head_dim: int = 128

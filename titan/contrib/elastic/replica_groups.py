@@ -288,9 +288,7 @@ class ReplicaGroups:
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Sum tensors over the groups, in place, in buckets of one dtype."""
-        if (
-            self.device.type != "cpu"
-        ):  # a sum's time limit must not include kernels that still run
+        if self.device.type != "cpu":  # a sum's time limit must not include kernels that still run
             torch.accelerator.current_stream().synchronize()
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in (t.to_local() if isinstance(t, DTensor) else t for t in tensors):
