@@ -1,2 +1,4 @@
-"""Hold the model zoo, installed as `titan.models`: one folder per family. docs/architecture.md says
-what a folder holds."""
+"""Model zoo, installed as `titan.models`: one folder for each family.
+
+docs/architecture.md lists the contents of a folder.
+"""

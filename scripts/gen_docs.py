@@ -91,7 +91,7 @@ def _overrides() -> Iterator[str]:
         if own:
             users = ", ".join(name for name, k in kinds.items() if issubclass(k, kind))
             shown = (f"`{f.name}`" + _default_of(f) for f in own)
-            about = " ".join((kind.__doc__ or "").split("Args:")[-1].split())
+            about = " ".join((kind.__doc__ or "").replace("Attributes:", "").split())
             yield f"| {users} | {', '.join(shown)} | {about} |"
 
 

@@ -1,4 +1,4 @@
-"""Commands of `titan`, as data. Imports nothing of size: `titan --help` reads all of it.
+"""Commands of `titan`, as data. Imports no large package: `titan --help` reads all of it.
 
 An installed package adds commands through the entry point group `titan.commands` (titan/config/plug_ins.py). titan's own
 commands keep their names.
@@ -78,12 +78,20 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 def command_names() -> list[str]:
-    """Return the names of titan's commands, then of those that packages add."""
+    """Return the names of titan's commands, then the names of commands that packages add."""
     return [*COMMANDS, *_added()]
 
 
 def load_command(name: str) -> Callable[[Sequence[str]], int]:
-    """Return the function behind a command. Raises `KeyError` for an unknown one, `ConfigError` for a broken package."""
+    """Return the function behind a command.
+
+    Args:
+        name: Name of the command.
+
+    Raises:
+        KeyError: There is no such command.
+        ConfigError: The package that adds it cannot be imported.
+    """
     if name not in COMMANDS:
         return load_plug_in(_added()[name])
     module, _, function = COMMANDS[name][1].partition(":")
@@ -91,7 +99,7 @@ def load_command(name: str) -> Callable[[Sequence[str]], int]:
 
 
 def summary_of(name: str) -> str:
-    """Return a command's line in `titan --help`. It imports the module of one that a package adds."""
+    """Return a command's line in `titan --help`. For a command that a package adds, this imports its module."""
     if name in COMMANDS:
         return COMMANDS[name][0]
     try:

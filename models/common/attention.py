@@ -1,6 +1,6 @@
-"""Compute attention in this one place. Every model calls `InnerAttention` between its projections.
+"""Attention of all models, which call `InnerAttention` between their projections.
 
-Windows, sinks, context parallelism, document masks and key/value caches act here and nowhere else: they replace or wrap this
+Windows, sinks, context parallelism, document masks and key/value caches act here and nowhere else. They replace or wrap this
 module from outside, and no model file changes.
 
 B batch, S query positions, T key positions, H query heads, G key/value heads, K head dim
@@ -21,9 +21,10 @@ DocumentIds: TypeAlias = Tensor | DocumentMask
 
 
 class Sinks(nn.Module):
-    """Hold a logit for each query head that joins the softmax of every query and has no value (gpt-oss, arXiv:2508.10925).
+    """Attention sinks: one logit for each query head (gpt-oss, arXiv:2508.10925).
 
-    A module of its own, so that tensor parallelism can split it (style `head_vector`).
+    The logit joins the softmax of every query and has no value. Sinks are a module of their own, so that tensor parallelism
+    can split them (style `head_vector`).
     """
 
     def __init__(self, num_heads: int) -> None:
@@ -36,12 +37,12 @@ class Sinks(nn.Module):
 
 
 class InnerAttention(nn.Module):
-    """Compute scaled-dot-product attention over grouped heads, optionally only within documents.
+    """Scaled-dot-product attention over grouped heads, optionally only within documents.
 
-    Args:
-        scale: of the products of queries and keys; None: 1 / sqrt(K).
-        window: how many keys a query sees, the last of which is at its own position; 0: all of them. A block may set it.
-        causal: a query sees no key after its position. Else it sees all, and there is no window.
+    Attributes:
+        scale: Factor of the scores of queries and keys. None: 1 / sqrt(K).
+        window: Number of keys that a query sees, its own position included. 0: all of them. A block may set it.
+        causal: Whether a query sees no key after its position. False: it sees all keys, and a window is not allowed.
     """
 
     is_causal_softmax = True  # so that context parallelism may compute it block by block
@@ -54,7 +55,11 @@ class InnerAttention(nn.Module):
 
     @property
     def spec(self) -> AttentionSpec:
-        """Return which keys a query sees. Raises ValueError for a window of attention that is not causal."""
+        """Return the attention spec: which keys a query sees.
+
+        Raises:
+            ValueError: The attention has a window and is not causal.
+        """
         if self.window and not self.causal:
             raise ValueError(f"a window of {self.window} needs attention that is causal")
         return AttentionSpec(self.causal, self.window)
@@ -67,11 +72,18 @@ class InnerAttention(nn.Module):
         document_ids_BS: DocumentIds | None = None,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
-        """Return the attention output, (B, H, S, K) in the inputs' dtype; with values of another size than K, of that size.
+        """Compute attention.
 
-        document_ids_BS (int64) numbers the documents packed into each sequence: a query sees only keys
-        of the same document. A `DocumentMask` made of them once serves all layers. H must be a multiple of G; query head h reads key/value head h // (H // G).
-        sinks_H: what `Sinks` returns, for these heads.
+        Args:
+            q_BHSK: Queries. H is a multiple of G, and query head h reads key/value head h // (H // G).
+            k_BGSK: Keys.
+            v_BGSK: Values, whose head dim may differ from that of the keys.
+            document_ids_BS: Numbers of the documents that are packed into each sequence, int64. A query sees only keys of
+                its own document. A `DocumentMask` that is made of them once serves all layers. None: no documents.
+            sinks_H: Logits of `Sinks` for these heads. None: no sinks.
+
+        Returns:
+            The attention output, (B, H, S, head dim of the values), in the inputs' dtype.
         """
         mask, spec = document_ids_BS, self.spec
         if isinstance(mask, Tensor):
@@ -95,10 +107,10 @@ class InnerAttention(nn.Module):
 
 
 class CachedAttention(nn.Module):
-    """Wrap an inner attention for generation: keep the keys and values of the positions seen so far.
+    """Inner attention of generation, with a cache of the keys and values of all positions so far.
 
-    The first call takes the whole prompts. Of each later call the last token is new, and those before it are padding, which
-    tensor parallelism needs to split the sequence.
+    The first call takes the whole prompts. In each later call only the last token is new. The tokens before it are
+    padding, which tensor parallelism needs to split the sequence.
     """
 
     def __init__(self, inner: InnerAttention) -> None:
@@ -116,11 +128,20 @@ class CachedAttention(nn.Module):
         document_ids_BS: Tensor | None = None,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
-        """Return the attention output, (B, H, S, K), in later calls with zeros for the padding.
+        """Compute attention to the cached and the new keys.
 
-        document_ids_BS: another number for the padding on the left of prompts; None: all prompts are of one length.
+        Args:
+            q_BHSK: Queries.
+            k_BGSK: Keys of the prompts, or of padding and one new token.
+            v_BGSK: Values, as the keys.
+            document_ids_BS: Ids that differ between a prompt and the padding on its left, int64. None: all prompts have
+                the same length.
+            sinks_H: Logits of `Sinks` for these heads. None: no sinks.
+
+        Returns:
+            The attention output, (B, H, S, K). In later calls the padding's output is zeros.
         """
-        last = slice(-self.inner.window, None)  # with no window: all
+        last = slice(-self.inner.window, None)  # without a window: all keys
         ids_BS = document_ids_BS
         if self.k_BGTK is None or self.v_BGTK is None:
             # The prompts: nothing is cached yet, and the inner attention masks them.
@@ -133,7 +154,7 @@ class CachedAttention(nn.Module):
         if self.ids_BT is not None and ids_BS is not None:
             self.ids_BT = torch.cat([self.ids_BT, ids_BS[:, -1:]], dim=1)[:, last]
             mask_B1T = (self.ids_BT == ids_BS[:, -1:])[:, None]
-        # The newest token sees all that is kept, except padding.
+        # The newest token sees all cached keys, except padding.
         q_BH1K, scale = q_BHSK[:, :, -1:], self.inner.scale
         if sinks_H is not None:
             whole = {"spec": AttentionSpec(causal=False), "scale": scale, "mask_BST": mask_B1T}

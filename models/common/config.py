@@ -1,6 +1,6 @@
 """Sizes of a decoder like Llama, which families add fields to. Imports no torch.
 
-Counts follow from the sizes alone, so that `titan check` can say them without building anything.
+Parameter and FLOP counts follow from the sizes alone, so that `titan check` prints them without building a model.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Describe the frequency scaling that stretches Llama 3.1's context (see `rope_frequencies` in rotary.py)."""
+    """Frequency scaling that stretches Llama 3.1's context (see `rope_frequencies` in rotary.py)."""
 
     factor: float
     low_freq_factor: float = 1.0
@@ -22,12 +22,22 @@ class RopeScaling:
 class LlamaConfig:
     """Sizes of a decoder like Llama.
 
-    dim: model width; n_layers: blocks; n_heads, n_kv_heads: query heads and shared key/value heads;
-    ffn_dim: width of the SwiGLU; vocab_size: rows of the embedding; tied_embeddings: the output layer is
-    the embedding; rope_factor: 0 for no scaling, else the factor of `RopeScaling`.
-
-    num_mtp_modules: blocks after the last one that learn to predict further tokens, one each (multi-token prediction, DeepSeek-V3,
-    arXiv:2412.19437, section 2.2); mtp_coeff: weight of the mean of their losses.
+    Attributes:
+        dim: Model width.
+        n_layers: Number of blocks, without the modules of multi-token prediction.
+        n_heads: Query heads.
+        n_kv_heads: Key/value heads, each shared by n_heads / n_kv_heads query heads.
+        ffn_dim: Width of the SwiGLU.
+        vocab_size: Rows of the embedding.
+        head_dim: Channels of a head. 0: dim / n_heads.
+        norm_eps: Epsilon of the RMSNorms.
+        rope_theta: Base of the rotary frequencies.
+        rope_factor: Factor of `RopeScaling`. 0: no scaling.
+        tied_embeddings: Whether the output layer is the embedding.
+        init_std: Standard deviation of initial weights.
+        num_mtp_modules: Modules of multi-token prediction after the last block, which each predict one token further
+            ahead (DeepSeek-V3, arXiv:2412.19437, section 2.2).
+        mtp_coeff: Weight of the mean of their losses.
     """
 
     dim: int
@@ -52,32 +62,32 @@ class LlamaConfig:
 
     @property
     def rope_scaling(self) -> RopeScaling | None:
-        """Return the scaling that `rope_factor` stands for, if it is not 0."""
+        """Return the scaling that `rope_factor` stands for, or None if it is 0."""
         return RopeScaling(factor=self.rope_factor) if self.rope_factor else None
 
     @property
     def num_blocks(self) -> int:
-        """Return the blocks, those of multi-token prediction included."""
+        """Return the number of blocks, those of multi-token prediction included."""
         return self.n_layers + self.num_mtp_modules
 
     @property
     def last_modules(self) -> tuple[str, ...]:
-        """Return what a pipeline puts on its last stage, after the blocks."""
+        """Return the names of the modules that a pipeline puts on its last stage, after the blocks."""
         return (*(f"layers.{n}" for n in range(self.n_layers, self.num_blocks)), "norm", "output")
 
     @property
     def num_mtp_params(self) -> int:
-        """Return the parameters of multi-token prediction outside its blocks: a projection and three norms each."""
+        """Return the number of parameters of multi-token prediction outside its blocks: a projection and three norms each."""
         return self.num_mtp_modules * (2 * self.dim + 3) * self.dim
 
     @property
     def num_block_norm_params(self) -> int:
-        """Return the parameters of a block's norms."""
+        """Return the number of parameters of a block's norms."""
         return 2 * self.dim
 
     @property
     def num_block_params(self) -> int:
-        """Return the parameters of a block, norms included."""
+        """Return the number of parameters of a block, norms included."""
         # wq, wo, then wk and wv, then the three matrices of the SwiGLU.
         q_and_o = 2 * self.dim * self.n_heads * self.head_dim
         k_and_v = 2 * self.dim * self.n_kv_heads * self.head_dim
@@ -85,27 +95,31 @@ class LlamaConfig:
 
     @property
     def num_embedding_params(self) -> int:
-        """Return the parameters of the embedding, which are also those of an output layer."""
+        """Return the number of parameters of the embedding. An output layer has as many."""
         return self.vocab_size * self.dim
 
     @property
     def num_params(self) -> int:
-        """Return all parameters. Tied embeddings count once."""
+        """Return the number of parameters. Tied embeddings count once."""
         embeddings = self.num_embedding_params * (1 if self.tied_embeddings else 2)
         # The last norm counts once.
         blocks = self.num_blocks * self.num_block_params + self.num_mtp_params
         return embeddings + blocks + self.dim
 
     def window_of(self, layer: int) -> int:
-        """Return how many keys a query of a layer sees, itself included; 0: all before it."""
+        """Return the number of keys that a query of a layer sees, its own included. 0: all keys up to its own."""
         return 0
 
     def flops_per_token(self, seq_len: int, *, causal: bool = False) -> int:
-        """Return the floating-point operations of forward and backward for one token of a sequence of `seq_len`.
+        """Return the floating-point operations of forward and backward for one token.
 
-        6 for every matrix-product parameter (the output layer counted, the embedding look-up and norms
-        not) plus 12 x layers x heads x head_dim x seq_len for attention (PaLM, arXiv:2204.02311, appendix B), where a
-        layer's window may be shorter; `causal` counts only what a causal mask leaves, without a window half of it.
+        Each parameter of a matmul costs 6 operations. The output layer counts as a matmul; the embedding look-up and norms
+        do not. Attention costs 12 x layers x heads x head_dim x seq_len (PaLM, arXiv:2204.02311, appendix B), or less where a
+        layer's window is shorter than the sequence.
+
+        Args:
+            seq_len: Tokens of a sequence.
+            causal: Count only the pairs of queries and keys that a causal mask leaves. Without a window these are half.
         """
         matmul_params = self.num_blocks * (self.num_block_params - self.num_block_norm_params)
         matmul_params += self._matmul_params_after_blocks
@@ -113,13 +127,18 @@ class LlamaConfig:
 
     @property
     def _matmul_params_after_blocks(self) -> int:
-        # Norms are no matrix products, and an embedding is looked up. The output layer multiplies, also if it is tied, and once
-        # more for each further token.
+        # Norms are no matmuls, and an embedding is looked up. The output layer is a matmul, also if it is tied, and it runs
+        # once more for each module of multi-token prediction.
         outputs = (1 + self.num_mtp_modules) * self.num_embedding_params
         return outputs + self.num_mtp_modules * 2 * self.dim**2
 
     def attention_flops_per_token(self, seq_len: int, *, causal: bool) -> int:
-        """Return those of attention itself."""
+        """Return the floating-point operations of attention itself for one token.
+
+        Args:
+            seq_len: Tokens of a sequence.
+            causal: Count only the pairs of queries and keys that a causal mask leaves.
+        """
         flops = 0
         for layer in range(self.num_blocks):
             keys = min(self.window_of(layer) or seq_len, seq_len)

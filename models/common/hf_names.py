@@ -25,7 +25,7 @@ BLOCK = {
     "feed_forward.w1": "mlp.gate_proj",
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
-    # Of multi-token prediction, as DeepSeek-V3's folder has them.
+    # Modules of multi-token prediction, as in DeepSeek-V3's folder.
     "enorm": "enorm",
     "hnorm": "hnorm",
     "eh_proj": "eh_proj",
@@ -38,7 +38,7 @@ MOE_BLOCK = {
     "moe.experts.w2": "mlp.experts.{}.down_proj",
     "moe.experts.w3": "mlp.experts.{}.up_proj",
 }
-# Our field, theirs, and what transformers takes where config.json does not say; ... where it must.
+# Our field, theirs, and transformers' default for a missing key; ... if the key is required.
 Field = tuple[str, str, Any]
 FIELDS: tuple[Field, ...] = (
     ("dim", "hidden_size", ...),
@@ -50,8 +50,9 @@ FIELDS: tuple[Field, ...] = (
     ("tied_embeddings", "tie_word_embeddings", False),
 )
 MTP: Field = ("num_mtp_modules", "num_nextn_predict_layers", 0)
-# What transformers can do and this model cannot: the only value of each that is this model.
+# quant_method and weight_block_size of the one quantization that is read by default.
 FP8: tuple[str, Any] = ("fp8", [128, 128])
+# Settings of which this model supports one value only, though transformers supports more.
 _ONLY: dict[str, Any] = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -61,10 +62,14 @@ _ONLY: dict[str, Any] = {
 
 
 def hf_name(name: str, *, block: dict[str, str] = BLOCK) -> str:
-    """Name in transformers of one of our parameters. Raises KeyError for a name that is not the family's.
+    """Return the name of one of our parameters in transformers.
 
-    block: names within a block; a family that builds on this one adds its own. A parameter stacked by expert has a
-    name with {} in the place of the expert's number.
+    Args:
+        name: Our name. A parameter that stacks experts gets a name with {} for the expert's number.
+        block: Names within a block. A family adds its own to `BLOCK`.
+
+    Raises:
+        KeyError: The family has no parameter of this name.
     """
     if name in _TOP:
         return _TOP[name]
@@ -97,12 +102,22 @@ def hf_config(config: LlamaConfig) -> dict[str, Any]:
 
 
 def header(architectures: Mapping[str, str], name: str) -> dict[str, Any]:
-    """Return what says in config.json which model it is."""
+    """Return the fields of config.json that name the model's class and type.
+
+    Args:
+        architectures: transformers' classes, and the model_type of each.
+        name: The class to write.
+    """
     return {"architectures": [name], "model_type": architectures[name]}
 
 
 def fields_of(config: Any, fields: Iterable[Field]) -> dict[str, Any]:
-    """Return the values of fields under transformers' names."""
+    """Return the values of fields under transformers' names.
+
+    Args:
+        config: A family's sizes.
+        fields: Our name, transformers' name and the default of each field.
+    """
     return {theirs: getattr(config, ours) for ours, theirs, _ in fields}
 
 
@@ -117,12 +132,20 @@ def read_sizes(
     quantized: tuple[str, Any] = FP8,
     theta: float = 10_000.0,
 ) -> _Config:
-    """Return a family's config dataclass from config.json.
+    """Read a family's config dataclass from config.json.
 
     Args:
-        n_kv_heads, head_dim: what transformers takes by default.
-        fields: those of the family, and `only`: its settings with one value that this model has.
-        quantized: see `require`. theta: see `rope_of`.
+        hf: Content of config.json.
+        kind: The family's config class.
+        n_kv_heads: transformers' default for num_key_value_heads.
+        head_dim: transformers' default for head_dim.
+        fields: Fields of the family, besides `FIELDS`.
+        only: Settings of which this model supports one value: that value.
+        quantized: See `require`.
+        theta: See `rope_of`.
+
+    Raises:
+        ValueError: The file is invalid, or describes a model that the family does not have.
     """
     require(hf, only, quantized=quantized)
     rope = rope_of(hf, theta=theta)
@@ -148,9 +171,15 @@ def read_sizes(
 def require(
     hf: dict[str, Any], only: Mapping[str, Any], *, quantized: tuple[str, Any] = FP8
 ) -> None:
-    """Raise ValueError for a setting that titan's model does not have.
+    """Check that titan's model has every setting of a config.json.
 
-    quantized: the quant_method and weight_block_size of the one form that published weights of the family have.
+    Args:
+        hf: Content of config.json.
+        only: Settings of which the family supports one value: that value.
+        quantized: quant_method and weight_block_size of the one quantization that published weights of the family have.
+
+    Raises:
+        ValueError: A setting has a value that titan's model does not support.
     """
     for key, value in {**_ONLY, **only}.items():
         if hf.get(key, value) != value:
@@ -164,13 +193,18 @@ def require(
 
 
 def rope_of(hf: dict[str, Any], *, theta: float = 10_000.0) -> dict[str, Any]:
-    """Return the table of the rotary embedding with its rope_type and rope_theta, as transformers 5 understands it.
+    """Return the settings of the rotary embedding with rope_type and rope_theta, as transformers 5 reads them.
 
-    `rope_scaling` is the key of transformers 4, and comes before `rope_parameters`, since people add it to a folder by hand.
-    A theta in the table comes before one beside it, but a length beside the table before one in it.
+    transformers 4 writes the key `rope_scaling`, which takes precedence over `rope_parameters`, since people add it to a
+    folder by hand. A theta inside the table takes precedence over a top-level theta. For the original context length the
+    top-level key takes precedence.
 
     Args:
-        theta: the family's default.
+        hf: Content of config.json.
+        theta: The family's default.
+
+    Raises:
+        ValueError: rope_scaling is not a table.
     """
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(rope, dict):
@@ -189,7 +223,16 @@ def rope_of(hf: dict[str, Any], *, theta: float = 10_000.0) -> dict[str, Any]:
 
 
 def read_fields(hf: dict[str, Any], kind: type, fields: Iterable[Field]) -> dict[str, Any]:
-    """Return the values of fields under our names. Raises ValueError for one that is missing, of another type, or out of range."""
+    """Return the values of fields under our names.
+
+    Args:
+        hf: Content of config.json.
+        kind: Config dataclass, whose annotations give the types.
+        fields: Our name, transformers' name and the default of each field.
+
+    Raises:
+        ValueError: A field is missing, has another type, or is out of range.
+    """
     sizes, types = {}, get_type_hints(kind)
     for ours, theirs, default in fields:
         value = hf.get(theirs, default)

@@ -1,15 +1,15 @@
-"""Put a mixture of experts in the place of a feed-forward layer: a router sends each token to a few
-of many experts.
+"""Mixture of experts in place of a feed-forward layer: a router sends each token to a few of many experts.
 
-Routing works on single tokens, so the module takes whatever part of the batch a rank holds: nobody but the exchange
-needs to know who holds which token. The file knows nothing of parallelism. titan/parallel/expert.py gives each rank some of
-the experts, and replaces `MoE.dispatcher`, which brings rows to their experts and back.
+Routing works on single tokens, so the module takes whatever part of the batch a rank holds. Only the dispatcher
+needs to know which rank holds which token. The file knows nothing of parallelism. titan/parallel/expert.py gives each
+rank some of the experts, and replaces `MoE.dispatcher`, which dispatches tokens to their experts and combines the outputs.
 
-What balances the experts' loads enters the backward pass at one function (`_RouterTerms`), divided by counts of the
-global batch that the trainer sets. So it is the same in every layout, and the loss does not know of it.
+The gradients of the terms that balance the experts' loads enter the backward pass in one function (`_RouterTerms`),
+divided by counts of the global batch that the trainer sets. So they are the same in every layout, and the loss itself
+does not contain them.
 
 B batch, S sequence, T = B S tokens, D model, E experts, e experts of this rank, K experts of a token, F width of an expert;
-N = T K rows to be sent, R rows that arrived
+N = T K copies of tokens to dispatch, R copies that arrived
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from .moe_config import MoEConfig
 
 
 class RouteSource(Protocol):
-    """Supply routes in the place of the router's choice, and see those that are taken."""
+    """Source of routes in place of the router's choice, which also observes the routes taken."""
 
     def get(self, moe: MoE, tokens: Tensor) -> Tensor | None:
-        """Return the experts of these tokens (B, S, D) as ids (T, K), or None: the router chooses."""
+        """Return the experts of a module's input (B, S, D) as ids (T, K), or None to let the router choose."""
         ...
 
     def put(self, moe: MoE, ids_TK: Tensor) -> None: ...
 
 
 class Gate(nn.Module):
-    """Apply the router's matrix. It computes in fp32 at least, since rounding decides where a token goes."""
+    """Router's matrix. It computes in fp32 or better, since rounding decides where a token goes."""
 
     def __init__(self, dim: int, num_experts: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Gate(nn.Module):
 
 
 class Router(nn.Module):
-    """Score all experts for each token, and choose the best few."""
+    """Router, which scores all experts for each token and chooses the best few."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Router(nn.Module):
         self.gate = Gate(config.dim, config.num_experts, bias=config.moe_biases)
 
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return scores (T, E), the same normalised to a sum of 1, and the logits' logsumexp (T,), all in fp32 at least."""
+        """Return scores (T, E), the same normalized to a sum of 1, and the logits' logsumexp (T,), all in fp32 or better."""
         logits_TE = self.gate(x_BSD).flatten(0, 1)
         log_sum_T = logits_TE.logsumexp(-1)
         if self.config.score == "softmax":
@@ -75,7 +75,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def choose(self, scores_TE: Tensor, bias_E: Tensor) -> Tensor:
-        """Return the ids of the best experts, (T, K) int64. The bias has no part in the weights."""
+        """Return the ids of each token's best experts, (T, K) int64. The bias affects this choice only, not the weights."""
         config = self.config
         scores_TE = scores_TE + bias_E
         if config.num_groups:
@@ -88,7 +88,7 @@ class Router(nn.Module):
         return scores_TE.topk(config.top_k, dim=-1).indices
 
     def weigh(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
-        """Return the weights of a token's experts, (T, K)."""
+        """Return the weights of each token's experts, (T, K)."""
         weights_TK = scores_TE.gather(1, ids_TK)
         if self.config.normalize_weights:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
@@ -96,8 +96,12 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Apply each expert's SwiGLU to its rows. Weights and biases are stacked. chunk_tokens: see `forward`. 0
-    means all rows at once."""
+    """SwiGLU of each expert, with weights and biases stacked by expert.
+
+    Attributes:
+        chunk_tokens: Tokens that pass at a time, see `forward`. 0: all of them.
+        grouped: Function that multiplies tokens of all experts in one kernel, for `grouped_dtypes`.
+    """
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
@@ -116,10 +120,17 @@ class Experts(nn.Module):
         self.grouped_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
 
     def forward(self, tokens_RD: Tensor, counts_e: Tensor) -> Tensor:
-        """Return the experts' output, (R, D), for rows sorted by expert; counts_e (int64) says how many rows each has.
+        """Apply each expert to its tokens.
 
-        With `chunk_tokens` = n, n rows pass at a time, and each chunk is computed again in the backward pass: what is kept does
-        not grow with the number of rows that happen to arrive. Outputs and gradients of rows are the same bits.
+        With `chunk_tokens` = n, n tokens pass at a time, and each chunk is recomputed in the backward pass. So the memory of
+        saved activations does not grow with the number of tokens that arrive. Outputs and gradients of tokens are the same bits.
+
+        Args:
+            tokens_RD: Tokens sorted by expert.
+            counts_e: Number of tokens of each expert, int64.
+
+        Returns:
+            The experts' outputs, (R, D).
         """
         weights = tuple(getattr(self, name) for name in self.names)
         size = self.chunk_tokens
@@ -127,23 +138,23 @@ class Experts(nn.Module):
             return self._products(tokens_RD, counts_e, *weights)
         ends_e, chunks = counts_e.cumsum(0), []
         for start in range(0, len(tokens_RD), size):
-            # An expert's rows that fall into this chunk.
+            # Number of each expert's tokens in this chunk.
             counts = F.pad(ends_e.clamp(start, start + size), (1, 0), value=start).diff()
             rows = tokens_RD[start : start + size]
             chunks.append(checkpoint(self._products, rows, counts, *weights, use_reentrant=False))
         return torch.cat(chunks)
 
     def _products(self, tokens_RD: Tensor, counts_e: Tensor, *weights: Tensor) -> Tensor:
-        """Return grouped products in bf16, else a loop: the same bits."""
+        """Return grouped matmuls in bf16, or a loop over the experts in another dtype, with the same bits."""
         is_grouped = tokens_RD.dtype in self.grouped_dtypes and len(tokens_RD) > 0
         products = self.grouped if is_grouped else looped_matmuls
         return products(tokens_RD, counts_e, *weights, limit=self.limit)
 
 
 def gate(x_RF: Tensor, limit: float) -> Tensor:
-    """Return what one half of an expert's hidden channels multiplies the other half with: silu.
+    """Return the activation of one half of an expert's hidden channels, which multiplies the other half: silu for limit 0.
 
-    With a limit, gpt-oss's (arXiv:2508.10925): from above clamped to it, and with a steeper sigmoid, which is nearly GELU.
+    A limit gives gpt-oss's (arXiv:2508.10925): x is clamped from above, and the sigmoid is steeper, which is close to GELU.
     """
     if not limit:
         return F.silu(x_RF)
@@ -152,12 +163,18 @@ def gate(x_RF: Tensor, limit: float) -> Tensor:
 
 
 def gated(x_RF: Tensor, limit: float) -> Tensor:
-    """Return the other half: as it is. With a limit, gpt-oss's: clamped to +-limit, plus 1."""
+    """Return the other half of an expert's hidden channels: x, or with a limit x clamped to +-limit, plus 1 (gpt-oss)."""
     return x_RF.clamp(-limit, limit) + 1 if limit else x_RF
 
 
 def grouped_mm(tokens_RI: Tensor, weights_eIO: Tensor, ends_e: Tensor) -> Tensor:
-    """Return each row times its group's matrix, (R, O); ends_e (int32): where each group of rows ends."""
+    """Multiply each token by the matrix of its group.
+
+    Args:
+        tokens_RI: Tokens sorted by group.
+        weights_eIO: One matrix for each group.
+        ends_e: End of each group in `tokens_RI`, int32.
+    """
     return torch._grouped_mm(tokens_RI, weights_eIO, offs=ends_e)  # public only from torch 2.12 on
 
 
@@ -171,10 +188,17 @@ def grouped_matmuls(
     limit: float = 0.0,
     product: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_mm,
 ) -> Tensor:
-    """Return silu(x w1) (x w3) w2 with each row's own expert, (R, D), by one kernel for all experts (bf16 only).
+    """Return the SwiGLU of each token's own expert, silu(x w1) (x w3) w2, by one kernel for all experts (bf16 only).
 
     Args:
-        biases: of w1, w2 and w3, (e, F), (e, D), (e, F), or none. limit: see `gate`.
+        tokens_RD: Tokens sorted by expert.
+        counts_e: Number of tokens of each expert.
+        w1_eFD: Matrices of the activated half.
+        w2_eDF: Matrices of the output.
+        w3_eFD: Matrices of the other half.
+        *biases: Biases of w1, w2 and w3, (e, F), (e, D), (e, F), or none.
+        limit: See `gate`.
+        product: Grouped matmul, as `grouped_mm`.
     """
     # The kernel wants the ends of groups as int32.
     ends_e = counts_e.cumsum(0, dtype=torch.int32)
@@ -184,7 +208,7 @@ def grouped_matmuls(
         tokens_RO = product(tokens_RI, weights_eOI.mT, ends_e)
         if bias_eO is None:
             return tokens_RO
-        # Products in 8 bits are of padded rows (titan/parallel/grouped_float8.py).
+        # Float8 matmuls pad the groups (titan/parallel/grouped_float8.py).
         return _AddBias.apply(tokens_RO, bias_eO, ends_e, product is not grouped_mm)  # pyright: ignore
 
     hidden_RF = gate(multiply(tokens_RD, w1_eFD, w1_bias), limit)
@@ -195,8 +219,8 @@ def grouped_matmuls(
 def looped_matmuls(
     tokens_RD: Tensor, counts_e: Tensor, *weights: Tensor, limit: float = 0.0
 ) -> Tensor:
-    """Return what `grouped_matmuls` does, expert by expert, in any precision. weights: its weights and biases."""
-    # An expert without rows takes part, so that its gradient is zeros and not None. unbind, since a gradient of w[i]
+    """Return the result of `grouped_matmuls`, with `weights` as its weights and biases, expert by expert, in any precision."""
+    # An expert without tokens takes part, so that its gradient is zeros and not None. unbind, since a gradient of w[i]
     # would be as large as w.
     sizes = (
         host_counts(counts_e, num_tokens=len(tokens_RD)) if len(tokens_RD) else [0] * len(counts_e)
@@ -225,7 +249,7 @@ def _expert(
 
 
 class _AddBias(torch.autograd.Function):
-    """Add each row's own expert's bias. Its gradient is a product with zeros and ones, which has a fixed order of sums."""
+    """Addition of the bias of each token's expert. Its gradient is a matmul with zeros and ones: sums have a fixed order."""
 
     @staticmethod
     def forward(
@@ -235,7 +259,7 @@ class _AddBias(torch.autograd.Function):
         owners_R = torch.searchsorted(ends_e, numbers_R, right=True)
         ctx.save_for_backward(owners_R)
         ctx.num_experts, ctx.is_padded = len(bias_eO), is_padded
-        # What lies behind the last group is cut off again, so it does not matter what is added to it.
+        # Padding behind the last group is cut off later, so any bias may be added to it.
         return tokens_RO + bias_eO[owners_R.clamp(max=len(bias_eO) - 1) if is_padded else owners_R]
 
     @staticmethod
@@ -257,17 +281,22 @@ def run_experts(
     experts: Callable[..., Tensor],
     meanwhile: Callable[[], None],
 ) -> Tensor:
-    """Run rows sorted by expert through them: the exchange of a rank that has all experts."""
+    """Run tokens sorted by expert through the experts: the dispatcher of a rank that has all of them.
+
+    A dispatcher calls `meanwhile` while it communicates.
+    """
     tokens_ND = experts(tokens_ND, counts_E)
     meanwhile()
     return tokens_ND
 
 
 class MoE(nn.Module):
-    """Route tokens to experts, and all tokens to the shared experts.
+    """Mixture of experts: routed experts, and shared experts for all tokens.
 
-    bias (E,) fp32: added to the scores when experts are chosen. loads (E,) int64: tokens that each expert got in backward
-    passes since it was last set to zero. last_loads: those of the last step, of all ranks.
+    Attributes:
+        bias: Routing bias, added to the scores when experts are chosen, (E,) fp32.
+        loads: Tokens that each expert got in backward passes since the last reset, (E,) int64.
+        last_loads: Loads of the last step, summed over all ranks, (E,) int64.
     """
 
     bias: Tensor
@@ -298,7 +327,7 @@ class MoE(nn.Module):
             buffer.zero_()
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """Return the weighted sum of the output of each token's experts, and that of the shared ones; as x."""
+        """Return the weighted sum of the outputs of each token's experts, plus the shared experts' output; shape and dtype as x."""
         x_TD = x_BSD.flatten(0, 1)
         # Sources are asked in order, and the first answer counts.
         given = (source.get(self, x_BSD) for source in self.route_sources)
@@ -310,7 +339,7 @@ class MoE(nn.Module):
             source.put(self, ids_TK)
         weights_TK = self.router.weigh(scores_TE, ids_TK)
         weights_TK = _RouterTerms.apply(weights_TK, probs_TE, log_sum_T, ids_TK, self, len(x_BSD))
-        # Rows in the order of their experts, and for each row of (T, K) its place among them.
+        # Permutation that sorts the copies (T, K) by expert, and its inverse.
         order_N = ids_TK.flatten().argsort(stable=True)
         inverse_N = torch.empty_like(order_N)
         inverse_N[order_N] = torch.arange(len(order_N), device=order_N.device)
@@ -322,34 +351,38 @@ class MoE(nn.Module):
             if self.shared_experts is not None:
                 shared.append(self.shared_experts(x_BSD))
 
-        # They need no other rank: an exchange runs them while it waits for the others.
+        # Shared experts need no other rank: a dispatcher runs them while it communicates.
         tokens_ND = self.dispatcher(tokens_ND, counts_E, self.experts, run_shared_experts)
-        # Added up in the order of K: on a GPU, adding into tokens would have no fixed order.
+        # Sums run in the order of K: on a GPU, index_add into tokens would have no fixed order.
         tokens_TKD = permute(tokens_ND, inverse_N, order_N).view(*ids_TK.shape, -1)
         y_BSD = self.combine(tokens_TKD, weights_TK).view(x_BSD.shape)
         return y_BSD + shared[0] if shared else y_BSD
 
     @property
     def traits(self) -> BlockTraits:
-        """Return what can be compiled: all but the exchange, which waits for the device."""
+        """Return the functions to compile: all but the dispatcher, which waits for the device."""
         shared = () if self.shared_experts is None else ("shared_experts.forward",)
         router = ("router.forward", "router.choose", "router.weigh")
         return BlockTraits(
             compiled=(*router, "experts.grouped", "combine", *shared),
             varying=frozenset({"experts.grouped"}),
-            # What they keep has a row for each expert of a token.
+            # Their saved activations are K times as large as those of other modules.
             recomputed=frozenset({"experts.grouped", "combine"}),
         )
 
     def combine(self, tokens_TKD: Tensor, weights_TK: Tensor) -> Tensor:
-        """Return the weighted sum of each token's rows, (T, D) in their dtype, added up in the order of K."""
+        """Return the weighted sum of the outputs of each token's experts, (T, D) in their dtype, added in the order of K."""
         y_TD = (tokens_TKD.to(weights_TK.dtype) * weights_TK[..., None]).sum(1)
         return y_TD.to(tokens_TKD.dtype)
 
     def term_gradients(
         self, ids_TK: Tensor, log_sum_T: Tensor, batch: int
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Count loads, and return the gradients of all balance terms to the normalised scores and to the logsumexp."""
+        """Count loads, and compute the gradients of all balance terms for a batch of `batch` sequences.
+
+        Returns:
+            Gradients in the normalized scores, (T, E), and in the logsumexp, (T,). None for terms that are off.
+        """
         config, E, K = self.config, self.config.num_experts, ids_TK.shape[1]
         counts_BE = count(ids_TK.view(batch, -1), E)
         self.loads += counts_BE.sum(0)
@@ -364,7 +397,7 @@ class MoE(nn.Module):
             grad_BE = counts_BE.to(log_sum_T.dtype) * scale
             grad_TE = grad_BE.repeat_interleave(len(ids_TK) // batch, 0)
         if config.global_balance_coeff:
-            # The counts of this step are known when it is over: those of the last one take their place.
+            # The counts of this step are known only after it, so the last step's counts take their place.
             last_E = self.last_loads.to(log_sum_T.dtype)
             scale = config.global_balance_coeff * E / self.num_tokens
             grad_E = scale * last_E / last_E.sum().clamp(min=1)
@@ -375,15 +408,16 @@ class MoE(nn.Module):
 
 
 def count(ids_BN: Tensor, num_experts: int) -> Tensor:
-    """Return how often each id occurs in each row, (B, E) int64; without waiting for the device, unlike bincount."""
+    """Count how often each id occurs in each row, (B, E) int64, without waiting for the device as bincount does."""
     counts_BE = ids_BN.new_zeros(len(ids_BN), num_experts)
     return counts_BE.scatter_add_(1, ids_BN, torch.ones_like(ids_BN))
 
 
 class _RouterTerms(torch.autograd.Function):
-    """The identity on the weights. Its backward pass counts the experts' loads and adds the balance terms' gradients.
+    """Identity on the weights, whose backward pass counts the experts' loads and adds the balance terms' gradients.
 
-    Counting there counts each micro-batch once: a forward pass may be computed twice (recomputation), or be an evaluation.
+    Counting in the backward pass counts each micro-batch once. A forward pass may run twice (recomputation), or belong to
+    an evaluation.
     """
 
     @staticmethod
@@ -398,7 +432,7 @@ class _RouterTerms(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """A row for each token and expert, in the given order. Gradients of a token's rows are added in the order of K."""
+    """Copies of each token for its K experts, in the given order. Gradients of the copies are added in the order of K."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, order_N: Tensor, inverse_N: Tensor, k: int) -> Tensor:

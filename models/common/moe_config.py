@@ -1,4 +1,4 @@
-"""Define the sizes of a mixture of experts, as fields that families add to Llama's. Imports no torch."""
+"""Sizes of a mixture of experts, as fields that families add to Llama's. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,21 +9,28 @@ from .config import LlamaConfig
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig(LlamaConfig):
-    """Describe Llama's sizes, and those of the experts that take the feed-forward layer's place.
-    With num_experts 0 a model is dense.
+    """Sizes of Llama, and of the experts that replace the feed-forward layer.
 
-    num_experts, top_k: experts, and how many of them a token goes to; expert_dim: width of each;
-    num_shared_experts: experts that all tokens go to, one SwiGLU of so many widths; n_dense_layers: first
-    blocks that keep their feed-forward layer.
+    A coefficient of 0 turns its term off.
 
-    score: "softmax" or "sigmoid" of the router's logits; normalize_weights: divide a token's weights by their
-    sum; route_scale: then multiply them. num_groups, top_groups: experts are in groups, and a token goes to the
-    best few of these only (0: no groups); group_top_k: a group is as good as the sum of its best so many.
-    moe_biases: the router and the experts have biases; swiglu_limit: experts have gpt-oss's clamped SwiGLU (0: SwiGLU).
-
-    load_balance_coeff: step of the routing bias (arXiv:2408.15664). The others weigh terms of the loss:
-    sequence_balance_coeff (DeepSeek-V3, arXiv:2412.19437, eq. 17), global_balance_coeff (arXiv:2501.11873) and
-    router_z_loss_coeff (ST-MoE, arXiv:2202.08906). 0: off.
+    Attributes:
+        num_experts: Routed experts. 0: the model is dense.
+        top_k: Experts that each token goes to.
+        expert_dim: Width of an expert.
+        num_shared_experts: Experts that all tokens go to, built as one SwiGLU of this many times `expert_dim`.
+        n_dense_layers: First blocks, which keep their feed-forward layer.
+        score: "softmax" or "sigmoid" of the router's logits.
+        normalize_weights: Whether a token's weights are divided by their sum.
+        route_scale: Factor of the weights after that.
+        num_groups: Groups of experts. 0: no groups.
+        top_groups: Best groups, to which a token's choice is restricted.
+        group_top_k: Best experts of a group, whose scores add up to the group's score.
+        moe_biases: Whether the router and the experts have biases.
+        swiglu_limit: Limit of gpt-oss's clamped SwiGLU. 0: plain SwiGLU.
+        load_balance_coeff: Step of the routing bias (arXiv:2408.15664).
+        sequence_balance_coeff: Weight of the balance loss of each sequence (DeepSeek-V3, arXiv:2412.19437, eq. 17).
+        global_balance_coeff: Weight of the balance loss of the global batch (arXiv:2501.11873).
+        router_z_loss_coeff: Weight of the router's z-loss (ST-MoE, arXiv:2202.08906).
     """
 
     num_experts: int = 0
@@ -50,20 +57,25 @@ class MoEConfig(LlamaConfig):
 
     @property
     def num_attention_params(self) -> int:
-        """Return the parameters of a block's attention that take part in matrix products."""
+        """Return the number of parameters in the matmuls of a block's attention."""
         return 2 * self.dim * (self.n_heads + self.n_kv_heads) * self.head_dim
 
     @property
     def num_expert_params(self) -> int:
-        """Return the parameters of one expert, without biases."""
+        """Return the number of parameters of one expert, without biases."""
         return 3 * self.dim * self.expert_dim
 
     def num_bias_params(self, experts: int) -> int:
-        """Return the biases of the router and of so many experts."""
+        """Return the number of biases of the router and of this many experts."""
         return self.moe_biases * (self.num_experts + experts * (2 * self.expert_dim + self.dim))
 
     def block_params(self, layer: int, *, active: bool = False) -> int:
-        """Return the parameters of a block; active: only those that a token meets."""
+        """Return the number of parameters of a block.
+
+        Args:
+            layer: Number of the block.
+            active: Count only the parameters that act on one token.
+        """
         common = self.num_attention_params + self.num_block_norm_params
         if not self.is_moe_layer(layer):
             return common + 3 * self.dim * self.ffn_dim
@@ -73,17 +85,17 @@ class MoEConfig(LlamaConfig):
 
     @property
     def num_block_params(self) -> int:
-        """Return the parameters of the last block, the largest."""
+        """Return the number of parameters of the last block, the largest."""
         return self.block_params(self.n_layers - 1)
 
     @property
     def num_params(self) -> int:
-        """Return the parameters of the model, all experts included."""
+        """Return the number of parameters of the model, all experts included."""
         return self._count(active=False)
 
     @property
     def num_active_params(self) -> int:
-        """Return the parameters that a token meets: of the experts, those it goes to. Both embeddings count."""
+        """Return the number of parameters that act on one token, among them its K routed experts and both embeddings."""
         return self._count(active=True)
 
     def _count(self, *, active: bool) -> int:
@@ -92,7 +104,12 @@ class MoEConfig(LlamaConfig):
         return embeddings + blocks + self.num_mtp_params + self.dim
 
     def flops_per_token(self, seq_len: int, *, causal: bool = False) -> int:
-        """Return the operations of forward and backward for one token, as LlamaConfig's, of the active parameters."""
+        """Return the floating-point operations of forward and backward for one token, of active parameters only.
+
+        Args:
+            seq_len: Tokens of a sequence.
+            causal: Count only the pairs of queries and keys that a causal mask leaves.
+        """
         blocks = (
             self.block_params(layer, active=True)
             - self.num_block_norm_params

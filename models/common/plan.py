@@ -1,5 +1,7 @@
-"""Say what of Llama may be split how, as data for titan.parallel.tensor (whose docstring explains
-the styles)."""
+"""Tensor-parallel plan of Llama: a style for each module, as data.
+
+The docstring of titan.parallel.tensor explains the styles.
+"""
 
 TENSOR_PLAN: dict[str, str] = {
     "tok_embeddings": "vocab_embedding",

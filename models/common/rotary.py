@@ -1,4 +1,4 @@
-"""Rotary position embeddings (RoFormer, arXiv:2104.09864), and the ways in which families stretch them.
+"""Rotary position embeddings (RoFormer, arXiv:2104.09864), and two ways to stretch their context.
 
 B batch, S sequence, H heads, K head dim, R channels of a head that rotate
 """
@@ -13,17 +13,24 @@ from torch import Tensor
 
 from .config import RopeScaling
 
-# YaRN leaves channels alone that turn so often within the original context, and stretches those that turn less than once.
+# YaRN leaves channels alone that turn this often within the original context, and stretches those that turn less than once.
 _FAST_TURNS, _SLOW_TURNS = 32, 1
 
 
 def rope_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device
 ) -> Tensor:
-    """Return the rotation per position of each pair of channels, (K/2,) fp32, in radians (RoFormer, arXiv:2104.09864).
+    """Return the rotation per position of each pair of channels (RoFormer, arXiv:2104.09864).
 
-    `scaling` is Llama 3.1's: wavelengths that fit often enough into the original context stay, those longer than
-    it are stretched by `factor`, those between are interpolated.
+    Args:
+        head_dim: Channels of a head, K.
+        theta: Base of the frequencies.
+        scaling: Llama 3.1's scaling. Wavelengths that fit often enough into the original context stay, longer ones are
+            stretched by `factor`, and those between are interpolated. None: no scaling.
+        device: Device of the result.
+
+    Returns:
+        Radians per position, (K/2,) fp32.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     frequencies = 1.0 / theta**exponents
@@ -37,28 +44,49 @@ def rope_frequencies(
 
 
 def rotation_table(positions: Tensor, frequencies: Tensor) -> Tensor:
-    """Return what `rotate` multiplies with, (..., 2K) fp32: the cosines of all channels, then their sines, negative in the first half."""
+    """Return the table that `rotate` multiplies by.
+
+    Args:
+        positions: Positions, (...).
+        frequencies: Rotation per position of each pair of channels, (K/2,), in radians.
+
+    Returns:
+        Cosines of all channels, then sines, which are negative in the first half, (..., 2K) fp32.
+    """
     angles = positions[..., None].float() * frequencies
     cos, sin = angles.cos(), angles.sin()
     return torch.cat([cos, cos, -sin, sin], dim=-1)
 
 
 def rotate(x_BSHK: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate channel i against channel i + K/2 by the position's angle, in fp32; dtype as x."""
+    """Rotate channel i against channel i + K/2 by the position's angle, in fp32.
+
+    Args:
+        x_BSHK: Queries or keys.
+        cos_sin: The two halves of `rotation_table`, with a dimension for the heads.
+
+    Returns:
+        The rotated heads, with the shape and dtype of x.
+    """
     cos, sin = cos_sin
     x = x_BSHK.float()
-    # Channel i + K/2 comes to place i, and the reverse. Not addcmul, which rounds once less than transformers does.
+    # Channel i + K/2 moves to i, and the reverse. Not addcmul, which rounds once less than transformers does.
     return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x_BSHK.dtype)
 
 
 def yarn_frequencies(
     config: Any, size: int, device: torch.device, *, truncate: bool = True
 ) -> Tensor:
-    """Return the rotation per position of each pair of channels, (R/2,) fp32, in radians (YaRN, arXiv:2309.00071).
+    """Return the rotation per position of each pair of channels with YaRN (arXiv:2309.00071).
 
     Args:
-        config: a family's sizes, with rope_theta, rope_factor and original_context. size: channels of a head that rotate.
-        truncate: round the first and the last stretched pair outwards to whole pairs.
+        config: A family's sizes, with rope_theta, rope_factor and original_context.
+        size: Channels of a head that rotate, R.
+        device: Device of the result.
+        truncate: Round the first and the last stretched pair outwards to whole pairs.
+
+    Returns:
+        Radians per position, (R/2,) fp32.
     """
     theta = config.rope_theta
     frequencies = rope_frequencies(size, theta, None, device)
@@ -81,8 +109,16 @@ def yarn_frequencies(
 
 
 def rotate_pairs(x_BSHR: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate channel 2i against channel 2i + 1, and return all first channels before all second ones.
+    """Rotate channel 2i against channel 2i + 1.
 
-    Queries and keys then have the same order, which leaves their products as they are.
+    The result has all first channels before all second channels. Queries and keys are reordered alike, which leaves their dot
+    products unchanged.
+
+    Args:
+        x_BSHR: Queries or keys.
+        cos_sin: As for `rotate`.
+
+    Returns:
+        The rotated heads, with the shape and dtype of x.
     """
     return rotate(torch.cat([x_BSHR[..., 0::2], x_BSHR[..., 1::2]], dim=-1), cos_sin)

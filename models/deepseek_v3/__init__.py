@@ -1,5 +1,4 @@
-"""Provide DeepSeek-V3, V2 and V2-Lite: latent attention and mixtures of experts. It builds on the
-parts of models/llama3."""
+"""DeepSeek-V3, V2 and V2-Lite: latent attention and mixtures of experts on top of Llama."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Define the sizes of DeepSeek-V3 (arXiv:2412.19437), V2 and V2-Lite (arXiv:2405.04434), from the
-models' config.json. Imports no torch."""
+"""Sizes of DeepSeek-V3 (arXiv:2412.19437), V2 and V2-Lite (arXiv:2405.04434). Imports no torch.
+
+The numbers come from the models' config.json.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,19 @@ from ..common.moe_config import MoEConfig
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSeekConfig(MoEConfig):
-    """Describe one size of the family: as MoEConfig, with latent attention (MLA).
+    """Sizes of DeepSeek: the fields of MoEConfig, and of multi-head latent attention (MLA).
 
-    q_lora_rank, kv_lora_rank: widths of the latents from which queries, and keys and values, are made; q_lora_rank 0: queries
-    come from the input. qk_nope_head_dim, qk_rope_head_dim: parts of a head of queries and keys without and with
-    rotation, the latter the same for all heads of keys; v_head_dim: of values. Each head has keys and values.
+    Each query head has its own keys and values.
 
-    rope_factor: YaRN's (arXiv:2309.00071), which stretches a context of original_context tokens; 0: none, as in pretraining.
-    rope_mscale: then the scale of attention is multiplied by (0.1 rope_mscale ln(rope_factor) + 1)^2.
+    Attributes:
+        q_lora_rank: Width of the latent of queries. 0: queries are projected from the input.
+        kv_lora_rank: Width of the latent of keys and values.
+        qk_nope_head_dim: Channels of a query or key head without rotation.
+        qk_rope_head_dim: Channels with rotation. All heads share those of the keys.
+        v_head_dim: Channels of a value head.
+        rope_factor: Factor of YaRN (arXiv:2309.00071). 0: none, as in pretraining.
+        rope_mscale: With YaRN, the scale of attention is multiplied by (0.1 rope_mscale ln(rope_factor) + 1)^2.
+        original_context: Context in tokens that YaRN stretches.
     """
 
     n_kv_heads: int = field(init=False)
@@ -41,7 +48,7 @@ class DeepSeekConfig(MoEConfig):
 
     @property
     def softmax_scale(self) -> float:
-        """Return what products of queries and keys are multiplied by."""
+        """Return the factor of the scores of queries and keys."""
         # YaRN's temperature: attention over a stretched context is sharpened with the factor's logarithm.
         stretch = math.log(self.rope_factor) if self.rope_factor else 0.0
         return self.head_dim**-0.5 * (0.1 * self.rope_mscale * stretch + 1) ** 2
@@ -53,7 +60,7 @@ class DeepSeekConfig(MoEConfig):
             queries_params = self.q_lora_rank * (self.dim + queries)
         else:
             queries_params = self.dim * queries
-        # The latent holds the keys' part without rotation, and the values.
+        # Keys' channels without rotation, and values, are projected from the latent.
         made_of_latent = self.n_heads * (self.qk_nope_head_dim + self.v_head_dim)
         to_latent = self.dim * (self.kv_lora_rank + self.qk_rope_head_dim)
         output = self.n_heads * self.v_head_dim * self.dim
@@ -68,7 +75,7 @@ class DeepSeekConfig(MoEConfig):
         return (3 if causal else 6) * self.num_blocks * self.n_heads * sizes * seq_len
 
 
-# V2 balances by a loss of each sequence (aux_loss_alpha and seq_aux in its config.json).
+# V2 balances loads by a loss of each sequence (aux_loss_alpha and seq_aux in its config.json).
 _V2 = {"route_scale": 1.0, "sequence_balance_coeff": 1e-3, "num_shared_experts": 2}
 _V3 = {
     "score": "sigmoid",

@@ -1,6 +1,7 @@
-"""Translate DeepSeek to and from `transformers` (DeepseekV3ForCausalLM, DeepseekV2ForCausalLM). Imports no torch.
+"""DeepSeek in `transformers` (DeepseekV3ForCausalLM, DeepseekV2ForCausalLM): names, and config.json. Imports no torch.
 
-V3 is the one with sigmoid scores. Weights are not permuted: `rotate_pairs` in common/rotary.py pairs neighbours, as they do.
+A model with sigmoid scores is V3. Weights are not permuted: `rotate_pairs` in common/rotary.py pairs neighbours, as
+transformers does.
 """
 
 from __future__ import annotations
@@ -55,19 +56,31 @@ _YARN_DEFAULTS = {"truncate": True, "attention_factor": None}
 
 
 def hf_name(name: str) -> str:
-    """Name in transformers of one of our parameters. Raises KeyError for a name that is not DeepSeek's."""
+    """Return the name of one of our parameters in transformers.
+
+    Raises:
+        KeyError: DeepSeek has no parameter of this name.
+    """
     return hf_names.hf_name(name, block=_BLOCK)
 
 
 def hf_buffer(name: str, config: DeepSeekConfig) -> str | None:
-    """Name in transformers of one of our buffers, None if it has none: V3 keeps the routing bias."""
+    """Return the name of one of our buffers in transformers.
+
+    Args:
+        name: Our name.
+        config: The model's sizes.
+
+    Returns:
+        The name, or None if transformers has no such buffer. It has only the routing bias of V3.
+    """
     layer, _, rest = name.removeprefix("layers.").partition(".")
     has_bias = rest.removeprefix("block.") == "moe.bias" and config.score == "sigmoid"
     return f"model.layers.{layer}.mlp.gate.e_score_correction_bias" if has_bias else None
 
 
 def hf_copies(config: DeepSeekConfig) -> dict[str, str]:
-    """Return tensors of a folder that are copies of our parameters: modules of multi-token prediction have both embeddings."""
+    """Return tensors on disk that are copies of our parameters: modules of multi-token prediction repeat both embeddings."""
     output = "tok_embeddings.weight" if config.tied_embeddings else "output.weight"
     copied = {"embed_tokens": "tok_embeddings.weight", "shared_head.head": output}
     numbers = range(config.n_layers, config.num_blocks)
@@ -88,7 +101,7 @@ def hf_config(config: DeepSeekConfig) -> dict[str, Any]:
         **hf_names.hf_config(config),
         **hf_names.fields_of(config, _FIELDS),
         "q_lora_rank": config.q_lora_rank or None,
-        # One group of which one is chosen: none.
+        # transformers writes "no groups" as one group, of which one is chosen.
         "n_group": config.num_groups or 1,
         "topk_group": config.top_groups or 1,
         "topk_method": method,
@@ -101,7 +114,11 @@ def hf_config(config: DeepSeekConfig) -> dict[str, Any]:
 
 
 def read_config(hf: dict[str, Any]) -> DeepSeekConfig:
-    """Return the sizes of a config.json. Raises ValueError if it describes something else than DeepSeek-V2 or V3."""
+    """Return the sizes of a config.json.
+
+    Raises:
+        ValueError: The file does not describe DeepSeek-V2 or V3.
+    """
     is_v3 = "v3" in str(hf.get("model_type") or hf.get("architectures")).lower()
     score, normalizes = ("sigmoid", {}) if is_v3 else ("softmax", {"norm_topk_prob": False})
     only = {"scoring_func": score, "moe_layer_freq": 1, "rope_interleave": True, **normalizes}

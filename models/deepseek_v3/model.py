@@ -1,11 +1,9 @@
-"""Define where DeepSeek differs from Llama: attention by latents (MLA, arXiv:2405.04434, section
-2.1), and YaRN.
+"""DeepSeek's differences from Llama: multi-head latent attention (MLA, arXiv:2405.04434, section 2.1), and YaRN.
 
-Queries, and keys and values, are made of latents, which are narrow vectors for each token. A part
-of each head rotates with the position. That part of the keys comes from the token itself, and all
-heads share it.
+Queries, and keys and values, are projected from latents, which are narrow vectors for each token. Some channels of each
+head rotate with the position. The rotating channels of the keys come from the token itself, and all heads share them.
 
-B batch, S sequence, D model, H heads, K head dim of queries and keys, N and R of its parts without and with rotation, L latent,
+B batch, S sequence, D model, H heads, K head dim of queries and keys, N and R its channels without and with rotation, L latent,
 E = all heads' channels
 """
 
@@ -19,12 +17,12 @@ from ..common.rotary import rotate_pairs, yarn_frequencies
 from ..llama3.model import Llama
 from .config import DeepSeekConfig
 
-# Published models have it whatever their rms_norm_eps.
+# Published models use this epsilon whatever their rms_norm_eps.
 _LATENT_EPS = 1e-6
 
 
 class LatentAttention(nn.Module):
-    """Project to and from latents, and rotate, around the inner attention."""
+    """Multi-head latent attention: projections to and from latents, and rotation, around the inner attention."""
 
     def __init__(self, config: DeepSeekConfig) -> None:
         super().__init__()
@@ -40,7 +38,7 @@ class LatentAttention(nn.Module):
         self.wkv_a = nn.Linear(config.dim, rank + config.qk_rope_head_dim, bias=False)
         self.kv_norm = nn.RMSNorm(rank, eps=_LATENT_EPS)
         self.wkv_b = nn.Linear(rank, config.n_heads * kv_dim, bias=False)
-        # A place for tensor parallelism, whose ranks hold some of the heads.
+        # Tensor parallelism, whose ranks hold some of the heads each, wraps this module.
         self.shared_keys = nn.Identity()
         self.wo = nn.Linear(config.n_heads * config.v_head_dim, config.dim, bias=False)
         self.inner_attention = InnerAttention(scale=config.softmax_scale)
@@ -48,6 +46,7 @@ class LatentAttention(nn.Module):
     def forward(
         self, x_BSD: Tensor, cos_sin: tuple[Tensor, Tensor], document_ids_BS: Tensor | None
     ) -> Tensor:
+        """Return the layer's output, (B, S, D). The arguments are those of Llama's `Attention`."""
         config = self.config
         nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
         has_latent = config.q_lora_rank > 0
@@ -72,7 +71,7 @@ def _heads(x_BSE: Tensor, *sizes: int) -> tuple[Tensor, ...]:
 
 
 class DeepSeek(Llama):
-    """Turn token ids into logits."""
+    """Decoder of DeepSeek, from token ids to logits."""
 
     config: DeepSeekConfig
 

@@ -1,5 +1,7 @@
-"""Say what of DeepSeek may be split how: latents are made of each rank's tokens, heads are dealt
-out, experts as everywhere."""
+"""Tensor-parallel plan of DeepSeek.
+
+Each rank computes the latents of its own tokens. Heads are split over ranks, and experts as in every family.
+"""
 
 from ..common.plan import MOE_PLAN
 from ..common.plan import TENSOR_PLAN as LLAMA_PLAN

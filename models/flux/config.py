@@ -1,8 +1,8 @@
-"""Define the sizes of Flux.1, a transformer that turns noise into pictures (the models' config.json; Stable Diffusion 3,
-arXiv:2403.03206, for its blocks of two streams). Imports no torch.
+"""Sizes of Flux.1, a transformer that turns noise into pictures. Imports no torch.
 
+The numbers come from the models' config.json. The blocks of two streams are those of Stable Diffusion 3 (arXiv:2403.03206).
 A sample is a sequence of context positions (encodings of a text, or a label) and of patches of a picture. The first
-`n_double` blocks keep separate weights for the two, the others have one set for both.
+`n_double` blocks keep separate weights for context and patches. The other blocks have one set of weights for both.
 """
 
 from __future__ import annotations
@@ -14,13 +14,22 @@ TIME_CHANNELS = 256  # sines and cosines of the time
 
 @dataclass(frozen=True, kw_only=True)
 class FluxConfig:
-    """Describe one size of the family.
+    """Sizes of Flux.1.
 
-    dim: model width. n_layers: all blocks; n_double: those of two streams, which come first. ffn_dim: of the feed-forward layers.
-    in_channels: of a patch. context_dim, pooled_dim: of a context position, and of the vector that stands for all of the context.
-    rope_axes: the channels of a head that rotate with a position's index, row and column. guidance_embed: the model also takes a
-    strength of guidance. gate_init_std: standard deviation of the initial weights of modulations and of the output layer. With 0 every block
-    begins as the identity (adaLN-Zero, arXiv:2212.09748).
+    Attributes:
+        dim: Model width.
+        n_layers: Number of blocks of both kinds.
+        n_double: Blocks of two streams, which come first.
+        n_heads: Heads of attention.
+        ffn_dim: Width of the feed-forward layers.
+        in_channels: Channels of a patch.
+        context_dim: Channels of a context position.
+        pooled_dim: Channels of the vector that stands for the whole context.
+        rope_axes: Channels of a head that rotate with a position's index, row and column.
+        rope_theta: Base of the rotary frequencies.
+        guidance_embed: Whether the model takes a guidance strength as input.
+        gate_init_std: Standard deviation of the initial weights of modulations and of the output layer. With 0 every
+            block begins as the identity (adaLN-Zero, arXiv:2212.09748).
     """
 
     dim: int
@@ -39,31 +48,31 @@ class FluxConfig:
 
     @property
     def head_dim(self) -> int:
-        """Return the channels of a head."""
+        """Return the number of channels of a head."""
         return self.dim // self.n_heads
 
     @property
     def n_kv_heads(self) -> int:
-        """Return the key/value heads: each query head has its own."""
+        """Return the number of key/value heads: each query head has its own."""
         return self.n_heads
 
     @property
     def num_block_matrix_params(self) -> int:
-        """Return the parameters of the matrices that a position meets in a block: the same in both kinds of blocks."""
+        """Return the number of matrix parameters that act on one position in a block. Both kinds of blocks have the same number."""
         return 4 * self.dim**2 + 2 * self.dim * self.ffn_dim
 
     @property
     def num_modulation_params(self) -> int:
-        """Return the parameters of the matrices that turn the time into shifts, scales and gates, of all blocks."""
+        """Return the number of matrix parameters, over all blocks, that turn the time into shifts, scales and gates."""
         n_single = self.n_layers - self.n_double
         return (2 * 6 * self.n_double + 3 * n_single) * self.dim**2
 
     @property
     def num_params_in_blocks(self) -> int:
-        """Return the parameters of all blocks."""
+        """Return the number of parameters of all blocks."""
         n_single = self.n_layers - self.n_double
-        # Biases: of modulations, of queries, keys, values and outputs, of feed-forward layers; and the norms of heads. A block of one
-        # stream has one bias for both of its outputs.
+        # Biases of modulations, projections and feed-forward layers, and the norms of heads. A block of one stream has one
+        # bias for both of its outputs.
         double = 2 * ((6 + 4 + 1) * self.dim + self.ffn_dim + 2 * self.head_dim)
         single = (3 + 3 + 1) * self.dim + self.ffn_dim + 2 * self.head_dim
         matrices = (2 * self.n_double + n_single) * self.num_block_matrix_params
@@ -71,27 +80,31 @@ class FluxConfig:
 
     @property
     def num_block_params(self) -> int:
-        """Return the parameters of a block, on average over both kinds."""
+        """Return the number of parameters of a block, averaged over both kinds."""
         return self.num_params_in_blocks // self.n_layers
 
     @property
     def num_embedding_params(self) -> int:
-        """Return the parameters before the blocks: of patches, context, time and the pooled vector."""
+        """Return the number of parameters before the blocks: of patches, context, time, guidance and the pooled vector."""
         times = 1 + self.guidance_embed
         inputs = self.in_channels + self.context_dim + self.pooled_dim + times * TIME_CHANNELS
         return (inputs + (1 + times) * self.dim + 2 + 2 + 2 * times) * self.dim
 
     @property
     def num_params(self) -> int:
-        """Return all parameters."""
+        """Return the number of parameters."""
         last = 2 * (self.dim + 1) * self.dim + (self.dim + 1) * self.in_channels
         return self.num_params_in_blocks + self.num_embedding_params + last
 
     def flops_per_token(self, seq_len: int, *, causal: bool = False) -> int:
-        """Return the floating-point operations of forward and backward for one position of a sequence of `seq_len`.
+        """Return the floating-point operations of forward and backward for one position.
 
-        6 for every matrix parameter that the position meets, and 12 x layers x width x seq_len for attention, which sees all
-        positions whatever `causal` says. Modulations are computed once a sample. The ends are left out: 0.1% of the whole.
+        Each matrix parameter that acts on the position costs 6 operations. Attention costs 12 x layers x width x seq_len.
+        Modulations are computed once a sample. The embedder and the output layer, about 0.1% of the total, are left out.
+
+        Args:
+            seq_len: Positions of a sequence.
+            causal: Ignored, since attention always sees all positions.
         """
         per_position = self.n_layers * (6 * self.num_block_matrix_params + 12 * self.dim * seq_len)
         return per_position + 6 * self.num_modulation_params // seq_len

@@ -1,6 +1,7 @@
-"""Translate Flux to and from `diffusers` (FluxTransformer2DModel): the `transformer/` folder of a pipeline. Imports no torch.
+"""Flux in `diffusers` (FluxTransformer2DModel): names, and config.json of a pipeline's `transformer/` folder. Imports no torch.
 
-Only names differ, but for a block of one stream: there, the matrices after attention and after the feed-forward layer are one.
+Only names differ, with one exception: in a block of one stream, diffusers joins the matrices after attention and after the
+feed-forward layer into one.
 """
 
 from __future__ import annotations
@@ -64,7 +65,10 @@ _FIELDS: tuple[hf_names.Field, ...] = (
 
 
 def hf_name_of(sizes: FluxConfig) -> Callable[[str], str]:
-    """Return what names our parameters as diffusers does. Two of ours with one name are the columns of one of theirs."""
+    """Return a function from our parameter names to those of diffusers.
+
+    Two of our parameters with the same name in diffusers are the columns of one tensor there.
+    """
 
     def name_of(name: str) -> str:
         name, _, kind = name.rpartition(".")
@@ -94,10 +98,14 @@ def hf_config(config: FluxConfig) -> dict[str, Any]:
 
 
 def read_config(hf: dict[str, Any]) -> FluxConfig:
-    """Return the sizes of a config.json. Raises ValueError if it describes something else than Flux.1."""
+    """Return the sizes of a config.json.
+
+    Raises:
+        ValueError: The file does not describe Flux.1.
+    """
     if hf.get("patch_size", 1) != 1 or hf.get("out_channels") not in (None, hf.get("in_channels")):
         raise ValueError("patch_size and out_channels are not those of Flux.1")
-    # What follows from others is read under the name of one of our fields.
+    # Two keys have no field of ours. They are read under the name of the field that is computed from each.
     more = (("n_layers", "num_single_layers", ...), ("dim", "attention_head_dim", ...))
     sizes = hf_names.read_fields(hf, FluxConfig, (*_FIELDS, *more))
     sizes["n_layers"] += sizes["n_double"]

@@ -1,9 +1,9 @@
-"""Define Flux.1 as a plain nn.Module: a transformer over patches of a noisy picture and positions of its context, which
-predicts the velocity that leads from the picture to the noise (rectified flow, arXiv:2209.03003; arXiv:2403.03206).
+"""Flux.1 as a plain nn.Module: a transformer over the patches of a noisy picture and the positions of its context.
 
-Time, and a vector that stands for the context, act through modulation: each block computes shifts, scales and gates of
-them. The first blocks have two streams, with weights of their own for context and patches, which meet in attention. In the
-others one set of weights serves both, and attention and feed-forward layer work side by side.
+It predicts the velocity from the picture to the noise (rectified flow, arXiv:2209.03003; arXiv:2403.03206). Time, and a
+vector that stands for the context, act through modulation: each block computes shifts, scales and gates of them. The first
+blocks have two streams, context and patches, with separate weights and joint attention. The other blocks apply one set of
+weights to both, and compute attention and the feed-forward layer in parallel.
 
 The file knows nothing of parallelism: titan/parallel/ works on it from outside (see models/llama3/model.py).
 
@@ -35,12 +35,18 @@ def time_channels(time_B: Tensor) -> Tensor:
 
 
 def modulated(x_BSD: Tensor, shift_B1D: Tensor, scale_B1D: Tensor) -> Tensor:
-    """Normalise each position, then scale and shift it."""
+    """Normalize each position, then scale and shift it.
+
+    Args:
+        x_BSD: The stream.
+        shift_B1D: Shift of each channel.
+        scale_B1D: Scale of each channel, minus 1.
+    """
     return F.layer_norm(x_BSD, x_BSD.shape[-1:], eps=_EPS) * (1 + scale_B1D) + shift_B1D
 
 
 class Embedder(nn.Module):
-    """Bring patches, context, time and pooled context to the model's width."""
+    """Projections of patches, context, time and pooled context to the model's width."""
 
     def __init__(self, config: FluxConfig) -> None:
         super().__init__()
@@ -56,9 +62,15 @@ class Embedder(nn.Module):
     def forward(
         self, patches_BSC: Tensor, context_BTC: Tensor, vectors: dict[str, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return patches (B, S, D), context (B, T, D), and what modulations read, (B, D), in the dtype of the weights.
+        """Project the inputs of the model.
 
-        vectors: what is one vector a sample, (B, channels), by name.
+        Args:
+            patches_BSC: Noisy patches.
+            context_BTC: Encodings of the context.
+            vectors: Inputs that are one vector a sample, (B, channels), by name.
+
+        Returns:
+            Patches (B, S, D), context (B, T, D), and the vector that modulations read, (B, D), in the dtype of the weights.
         """
         dtype = self.patches.weight.dtype
 
@@ -67,7 +79,7 @@ class Embedder(nn.Module):
             return out(F.silu(into(vector_BC.to(dtype))))
 
         sum_BD = torch.stack([embed(name, vector) for name, vector in vectors.items()]).sum(0)
-        # Every modulation reads it through the same function.
+        # Every modulation begins with this silu, so it is applied once.
         return (
             self.patches(patches_BSC.to(dtype)),
             self.context(context_BTC.to(dtype)),
@@ -76,7 +88,7 @@ class Embedder(nn.Module):
 
 
 class Heads(nn.Module):
-    """Make queries, keys and values. Queries and keys are normalised within each head."""
+    """Projections to queries, keys and values. Queries and keys are normalized within each head."""
 
     def __init__(self, config: FluxConfig) -> None:
         super().__init__()
@@ -93,14 +105,23 @@ class Heads(nn.Module):
 
 
 def attend(inner: nn.Module, heads: tuple[Tensor, ...], rotations: Rotations) -> Tensor:
-    """Return attention among all positions, (B, J, H x K), of queries, keys and values (B, J, H, K)."""
+    """Compute attention among all positions.
+
+    Args:
+        inner: The inner attention.
+        heads: Queries, keys and values, (B, J, H, K) each.
+        rotations: Cos and sin for `rotate_pairs`.
+
+    Returns:
+        The output, (B, J, H x K).
+    """
     q, k, v = heads
     rotated = rotate_pairs(q, rotations), rotate_pairs(k, rotations), v
     return inner(*(x.transpose(1, 2) for x in rotated)).transpose(1, 2).flatten(-2)
 
 
 class GeluFeedForward(nn.Module):
-    """Compute two matrices with a GELU between them."""
+    """Two linear layers with a GELU between them."""
 
     def __init__(self, config: FluxConfig) -> None:
         super().__init__()
@@ -108,12 +129,12 @@ class GeluFeedForward(nn.Module):
         self.w2 = nn.Linear(config.ffn_dim, config.dim)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """Return (B, S, D) of (B, S, D)."""
+        """Apply the layers, (B, S, D) to (B, S, D)."""
         return self.w2(F.gelu(self.w1(x_BSD), approximate="tanh"))
 
 
 class OneStream(nn.Module):
-    """Hold the weights of a two-stream block for context or for patches."""
+    """One stream of a two-stream block: the weights of context or of patches."""
 
     def __init__(self, config: FluxConfig) -> None:
         super().__init__()
@@ -123,14 +144,23 @@ class OneStream(nn.Module):
         self.feed_forward = GeluFeedForward(config)
 
     def forward(self, x_BSD: Tensor, o_BSD: Tensor, modulation: tuple[Tensor, ...]) -> Tensor:
-        """Return the stream, (B, S, D), after the output of attention and the feed-forward layer are added to it."""
+        """Add attention and the feed-forward layer to the stream.
+
+        Args:
+            x_BSD: The stream.
+            o_BSD: Output of attention, before its projection.
+            modulation: Gate of attention; shift, scale and gate of the feed-forward layer.
+
+        Returns:
+            The stream after the block, (B, S, D).
+        """
         gate, shift, scale, ffn_gate = modulation
         x_BSD = x_BSD + gate * self.wo(o_BSD)
         return x_BSD + ffn_gate * self.feed_forward(modulated(x_BSD, shift, scale))
 
 
 class DoubleBlock(nn.Module):
-    """Let two streams meet in attention (MM-DiT, arXiv:2403.03206, section 4)."""
+    """Block of two streams with joint attention (MM-DiT, arXiv:2403.03206, section 4)."""
 
     def __init__(self, config: FluxConfig) -> None:
         super().__init__()
@@ -140,7 +170,17 @@ class DoubleBlock(nn.Module):
     def forward(
         self, x_BSD: Tensor, c_BTD: Tensor, vector_BD: Tensor, rotations: Rotations
     ) -> tuple[Tensor, Tensor]:
-        """Return patches and context after the block. rotations: of context positions, then of patches."""
+        """Run the block.
+
+        Args:
+            x_BSD: Patches.
+            c_BTD: Context.
+            vector_BD: Vector that modulations read.
+            rotations: Cos and sin of the context's positions, then of the patches'.
+
+        Returns:
+            Patches and context after the block.
+        """
         streams, inputs = (self.context_stream, self.patch_stream), (c_BTD, x_BSD)
         parts = [s.modulation(vector_BD)[:, None].chunk(6, dim=-1) for s in streams]
         heads = [
@@ -155,7 +195,7 @@ class DoubleBlock(nn.Module):
 
 
 class Joint(nn.Module):
-    """Compute attention and a feed-forward layer side by side, and add them up."""
+    """Attention and a feed-forward layer in parallel, with their outputs added."""
 
     def __init__(self, config: FluxConfig) -> None:
         super().__init__()
@@ -166,13 +206,13 @@ class Joint(nn.Module):
         self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
 
     def forward(self, x_BJD: Tensor, rotations: Rotations) -> Tensor:
-        """Return (B, J, D)."""
+        """Return the sum of both outputs, (B, J, D)."""
         o_BJD = attend(self.inner_attention, self.heads(x_BJD), rotations)
         return self.wo(o_BJD) + self.w2(F.gelu(self.w1(x_BJD), approximate="tanh"))
 
 
 class SingleBlock(nn.Module):
-    """Treat context and patches alike (parallel layers as in arXiv:2302.05442)."""
+    """Block of one stream, with context and patches in one sequence (parallel layers as in arXiv:2302.05442)."""
 
     def __init__(self, config: FluxConfig) -> None:
         super().__init__()
@@ -186,20 +226,20 @@ class SingleBlock(nn.Module):
 
 
 class ModulatedNorm(nn.Module):
-    """Normalise what the output layer reads."""
+    """Modulated norm before the output layer."""
 
     def __init__(self, config: FluxConfig) -> None:
         super().__init__()
         self.modulation = nn.Linear(config.dim, 2 * config.dim)
 
     def forward(self, x_BSD: Tensor, vector_BD: Tensor) -> Tensor:
-        """Return (B, S, D)."""
+        """Return the normalized patches, (B, S, D)."""
         scale, shift = self.modulation(vector_BD)[:, None].chunk(2, dim=-1)
         return modulated(x_BSD, shift, scale)
 
 
 class Flux(nn.Module):
-    """Turn noisy patches into velocities."""
+    """Flux.1, from noisy patches to velocities."""
 
     def __init__(self, config: FluxConfig) -> None:
         super().__init__()
@@ -225,10 +265,18 @@ class Flux(nn.Module):
         time_B: Tensor,
         guidance_B: Tensor | None = None,
     ) -> Tensor:
-        """Return the velocity of each patch, (B, S, C), in the dtype of the weights.
+        """Predict the velocity of each patch.
 
-        positions_BSA: int64 index, row and column of each patch; all of the context is at 0. context_BTC: encodings. pooled_BC: one
-        vector for all of the context. time_B: 0 for a picture, 1 for noise. guidance_B: of a model with `guidance_embed`.
+        Args:
+            patches_BSC: Noisy patches.
+            positions_BSA: Index, row and column of each patch, int64. Context positions are all at 0.
+            context_BTC: Encodings of the context.
+            pooled_BC: One vector for the whole context.
+            time_B: 0 for a picture, 1 for noise.
+            guidance_B: Guidance strength, needed if `guidance_embed` is set.
+
+        Returns:
+            Velocities, (B, S, C), in the dtype of the weights.
         """
         vectors = {"time": time_channels(time_B), "pooled": pooled_BC}
         if self.config.guidance_embed:
@@ -246,7 +294,7 @@ class Flux(nn.Module):
         return self.output(self.norm(x_BJD[:, length:], vector_BD))
 
     def _rotations(self, positions_BJA: Tensor) -> Rotations:
-        """Return cos and sin for `rotate_pairs`, (B, J, 1, K) each in fp32: each axis turns its own channels."""
+        """Return cos and sin for `rotate_pairs`, (B, J, 1, K) each in fp32: each axis rotates its own channels."""
         config, device = self.config, positions_BJA.device
         sizes = enumerate(config.rope_axes)
         angles = torch.cat(
@@ -261,7 +309,7 @@ class Flux(nn.Module):
         return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
     def init_std(self, name: str) -> float | None:
-        """Return the standard deviation of a parameter's initial weights; None: all ones (norms of heads). Biases begin at zero."""
+        """Return the standard deviation of a parameter's initial weights. None: all ones (norms of heads). Biases begin at zero."""
         if "_norm." in name:
             return None
         if name.endswith(".bias"):

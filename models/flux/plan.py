@@ -1,7 +1,7 @@
-"""Say what of Flux may be split how, as data for titan.parallel.tensor (whose docstring explains the styles).
+"""Tensor-parallel plan of Flux: a style for each module, as data.
 
-Activations are whole on each rank, and so is what works on them or on the time: the ends, modulations and norms. Heads and
-feed-forward layers are split.
+The docstring of titan.parallel.tensor explains the styles. Activations are replicated, and so are the modules that act on
+them or on the time: embedder, output layer, modulations and norms. Heads and feed-forward layers are split.
 """
 
 TENSOR_PLAN: dict[str, str] = {

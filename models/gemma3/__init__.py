@@ -1,4 +1,4 @@
-"""Provide the text models of Gemma 3. They build on the parts of models/llama3."""
+"""Text models of Gemma 3, built on the parts of models/llama3."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Define the sizes of Gemma 3's text models (arXiv:2503.19786, table 1, and the models' config.json). Imports no torch."""
+"""Sizes of Gemma 3's text models (arXiv:2503.19786, table 1, and the models' config.json). Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from ..common.config import LlamaConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma3Config(LlamaConfig):
-    """Hold the sizes of LlamaConfig, with local layers between global ones.
+    """Sizes of Gemma 3: the fields of LlamaConfig, with local layers between global ones.
 
-    Args:
-        window: how many keys a query of a local layer sees, itself included; 0: all before it.
-        global_every: every so many layers one is global, which sees all keys; the first is local.
-        rope_theta, rope_factor: of global layers. The factor divides all frequencies; 0: none.
-        rope_local_theta: of local layers.
-        query_pre_attn_scalar: products of queries and keys are divided by its square root.
+    Attributes:
+        window: Number of keys that a query of a local layer sees, its own included. 0: all keys up to its own.
+        global_every: Distance of global layers, which see all keys. The first layer is local.
+        rope_theta: Base of the rotary frequencies of global layers.
+        rope_factor: Divisor of all frequencies of global layers. 0: none.
+        rope_local_theta: Base of the rotary frequencies of local layers.
+        query_pre_attn_scalar: Scores of queries and keys are divided by its square root.
     """
 
     vocab_size: int = 262_144
@@ -40,11 +41,11 @@ class Gemma3Config(LlamaConfig):
 
     @property
     def rope_scaling(self) -> None:
-        """Return that there is no scaling of Llama's kind."""
+        """Return None: Gemma has no scaling of Llama's kind."""
 
     @property
     def num_block_norm_params(self) -> int:
-        """Return the parameters of the norms in a block."""
+        """Return the number of parameters of the norms in a block."""
         # Before and after attention and feed-forward, and over the channels of a head.
         return 4 * self.dim + 2 * self.head_dim
 

@@ -1,6 +1,6 @@
-"""Translate the text models of Gemma 3 to and from `transformers` (Gemma3ForCausalLM). Imports no torch.
+"""Text models of Gemma 3 in `transformers` (Gemma3ForCausalLM): names, and config.json. Imports no torch.
 
-A norm multiplies by 1 + weight in both, so that tensors are the same.
+Tensors are the same, since norms multiply by 1 + weight in both.
 """
 
 from __future__ import annotations
@@ -39,7 +39,11 @@ _ONLY: dict[str, Any] = {
 
 
 def hf_name(name: str) -> str:
-    """Name in transformers of one of our parameters. Raises KeyError for a name that is not Gemma 3's."""
+    """Return the name of one of our parameters in transformers.
+
+    Raises:
+        KeyError: Gemma 3 has no parameter of this name.
+    """
     return hf_names.hf_name(name, block=_BLOCK)
 
 
@@ -59,7 +63,11 @@ def hf_config(config: Gemma3Config) -> dict[str, Any]:
 
 
 def read_config(hf: dict[str, Any]) -> Gemma3Config:
-    """Return the sizes of a config.json. Raises ValueError if it describes something else than Gemma 3."""
+    """Return the sizes of a config.json.
+
+    Raises:
+        ValueError: The file does not describe Gemma 3.
+    """
     wide, local = _rope_tables(hf)
     types = hf.get("layer_types")
     is_global = [kind == "full_attention" for kind in types or ()]
@@ -91,13 +99,13 @@ def read_config(hf: dict[str, Any]) -> Gemma3Config:
 
 
 def _rope_tables(hf: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tables of global and local layers: transformers 5 writes both, 4 the global one as rope_scaling."""
+    """Return the rotary tables of global and local layers. transformers 5 writes both, 4 the global one as rope_scaling."""
     kinds = ("full_attention", "sliding_attention")
     both = hf.get("rope_parameters") or dict.fromkeys(kinds)
     if not isinstance(both, dict) or not {*both} & {*kinds}:
         raise ValueError(f"rope_parameters is {both}; it needs a table for each of {kinds}")
     wide, local = ({**(both.get(kind) or {})} for kind in kinds)
-    # Each with the theta that stands beside the tables.
+    # Default thetas: the top-level keys of transformers 4.
     thetas = hf.get("rope_theta", 1_000_000.0), hf.get("rope_local_base_freq", 10_000.0)
     return (
         hf_names.rope_of({"rope_scaling": wide | (hf.get("rope_scaling") or {})}, theta=thetas[0]),

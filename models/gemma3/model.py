@@ -1,5 +1,6 @@
-"""Define where Gemma 3 differs from Llama (arXiv:2503.19786): windows and another rotation in local layers, more norms,
-GeGLU, and scaled embeddings.
+"""Gemma 3's differences from Llama (arXiv:2503.19786).
+
+Local layers have windows and other rotary frequencies. There are more norms, GeGLU, and scaled embeddings.
 
 B batch, S sequence, D model, H query heads, G key/value heads, K head dim
 """
@@ -21,7 +22,7 @@ from .config import Gemma3Config
 
 
 class OffsetNorm(nn.Module):
-    """Apply RMSNorm times 1 + weight, in fp32."""
+    """RMSNorm times 1 + weight, in fp32."""
 
     def __init__(self, size: int, *, eps: float) -> None:
         super().__init__()
@@ -29,21 +30,21 @@ class OffsetNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (..., size) of (..., size)."""
+        """Normalize the last dimension, (..., size)."""
         weight = 1 + self.weight.float()
         return F.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
 
 
 class GeGLU(FeedForward):
-    """Compute GeGLU (arXiv:2002.05202), with GELU approximated by tanh."""
+    """GeGLU (arXiv:2002.05202), with GELU approximated by tanh."""
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """Return (B, S, D) of (B, S, D)."""
+        """Apply the layer, (B, S, D) to (B, S, D)."""
         return self.w2(F.gelu(self.w1(x_BSD), approximate="tanh") * self.w3(x_BSD))
 
 
 class Attention(NormedAttention):
-    """Scale products of queries and keys by a number of the family's, and normalise as it does."""
+    """Llama's attention with Gemma's norms of queries and keys, and Gemma's scale of their scores."""
 
     def __init__(self, config: Gemma3Config) -> None:
         super().__init__(config)
@@ -53,7 +54,7 @@ class Attention(NormedAttention):
 
 
 class Block(LlamaBlock):
-    """Normalise before and after attention and feed-forward."""
+    """Block with norms before and after attention and feed-forward."""
 
     post_attention_norm: nn.Module
     post_ffn_norm: nn.Module
@@ -66,7 +67,7 @@ class Block(LlamaBlock):
         self.is_local = config.is_local(layer)
 
     def forward(self, x_BSD: Tensor, rotations: Any, document_ids_BS: Tensor | None) -> Tensor:
-        """Return the residual stream after the block, (B, S, D). rotations: of global and of local layers."""
+        """Return the residual stream after the block, (B, S, D). `rotations` are those of global and of local layers."""
         cos_sin = rotations[self.is_local]
         attended_BSD = self.attention(self.attention_norm(x_BSD), cos_sin, document_ids_BS)
         h_BSD = x_BSD + self.post_attention_norm(attended_BSD)
@@ -74,7 +75,7 @@ class Block(LlamaBlock):
 
 
 class Gemma3(Llama):
-    """Turn token ids into logits."""
+    """Decoder of Gemma 3, from token ids to logits."""
 
     config: Gemma3Config
 
@@ -83,7 +84,7 @@ class Gemma3(Llama):
         self.norm = OffsetNorm(config.dim, eps=config.norm_eps)
 
     def embed(self, tokens_BS: Tensor) -> Tensor:
-        """Return the embeddings times the root of D, which is rounded to their dtype, (B, S, D)."""
+        """Return the embeddings times sqrt(D), which is rounded to their dtype, (B, S, D)."""
         x_BSD = super().embed(tokens_BS)
         return x_BSD * x_BSD.new_full((), self.config.dim**0.5)
 
@@ -97,8 +98,8 @@ class Gemma3(Llama):
         return torch.cat([wide / (config.rope_factor or 1.0), local])
 
     def rotary_cos_sin(self, *args: Any) -> Any:
-        """Return cos and sin of global layers, and those of local ones, (S, 1, K) or (B, S, 1, K) each."""
-        # Halves of a head: global and local in the first, the same in the second.
+        """Return cos and sin of global layers, and those of local layers, (S, 1, K) or (B, S, 1, K) each."""
+        # Each half of a head has the channels of global layers, then those of local layers.
         pair = [x.unflatten(-1, (2, 2, -1)) for x in super().rotary_cos_sin(*args)]
         return [tuple(x[..., kind, :].flatten(-2) for x in pair) for kind in (0, 1)]
 

@@ -1,4 +1,7 @@
-"""Say what of Gemma 3 may be split how: as Llama, and its other norms. Those after a layer give plain tensors, which are added."""
+"""Tensor-parallel plan of Gemma 3: Llama's, and the additional norms.
+
+Norms after attention and feed-forward return plain tensors, which are added to the residual stream.
+"""
 
 from ..common.plan import TENSOR_PLAN as LLAMA_PLAN
 

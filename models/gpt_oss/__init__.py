@@ -1,4 +1,4 @@
-"""Provide gpt-oss, 20b and 120b: windows and sinks in attention, and experts with biases. It builds on models/llama3."""
+"""gpt-oss, 20b and 120b: windows and sinks in attention, and experts with biases. It builds on models/llama3."""
 
 from __future__ import annotations
 

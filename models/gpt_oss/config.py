@@ -1,4 +1,4 @@
-"""Define the sizes of gpt-oss (arXiv:2508.10925, section 2, and the models' config.json). Imports no torch."""
+"""Sizes of gpt-oss (arXiv:2508.10925, section 2, and the models' config.json). Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from ..common.moe_config import MoEConfig
 
 @dataclass(frozen=True, kw_only=True)
 class GptOssConfig(MoEConfig):
-    """Describe one size of the family: as MoEConfig, with biases everywhere, and sinks and windows in attention.
+    """Sizes of gpt-oss: the fields of MoEConfig, with biases everywhere, and sinks and windows in attention.
 
-    window: positions that a query of an even layer sees, its own among them; odd layers see all. A token's weights are
-    the softmax over the logits of its experts alone, which is that over all, divided by the sum.
+    A token's weights are the softmax over the logits of its chosen experts, which equals the softmax over all experts divided
+    by the sum of the chosen ones (`normalize_weights`).
 
-    rope_factor: YaRN's (arXiv:2309.00071), which stretches a context of original_context tokens; 0: none.
+    Attributes:
+        window: Number of keys that a query of an even layer sees, its own included. Odd layers see all keys.
+        rope_factor: Factor of YaRN (arXiv:2309.00071). 0: none.
+        original_context: Context in tokens that YaRN stretches.
     """
 
     n_heads: int = 64
@@ -33,18 +36,18 @@ class GptOssConfig(MoEConfig):
     global_balance_coeff: float = 0.001  # router_aux_loss_coef of transformers' GptOssConfig
 
     def window_of(self, layer: int) -> int:
-        """Return the window of a layer's attention; 0: none."""
+        """Return the window of a layer's attention. 0: none."""
         return self.window if layer % 2 == 0 else 0
 
     @property
     def softmax_scale(self) -> float:
-        """Return what products of queries and keys are multiplied by: YaRN scales both by its attention factor."""
+        """Return the factor of the scores of queries and keys. YaRN scales both by its attention factor."""
         stretch = math.log(self.rope_factor) if self.rope_factor else 0.0
         return self.head_dim**-0.5 * (0.1 * stretch + 1) ** 2
 
     @property
     def num_block_norm_params(self) -> int:
-        """Return the parameters of a block that are in no matrix: norms, biases of attention, and sinks."""
+        """Return the number of parameters of a block outside matrices: norms, biases of attention, and sinks."""
         biases = (self.n_heads + 2 * self.n_kv_heads) * self.head_dim + self.dim
         return 2 * self.dim + biases + self.n_heads
 

@@ -1,7 +1,7 @@
-"""Translate gpt-oss to and from `transformers` (GptOssForCausalLM). Imports no torch.
+"""gpt-oss in `transformers` (GptOssForCausalLM): names, and config.json. Imports no torch.
 
-On disk experts are stacked as here. Their matrices are transposed, and those of w1 and w3 are one tensor whose last
-channels take turns. Published weights of experts are MXFP4, which titan.checkpoint.huggingface reads.
+On disk experts are stacked as here, with their matrices transposed. w1 and w3 are one tensor there, whose last channels
+alternate between the two. Published weights of experts are MXFP4, which titan.checkpoint.huggingface reads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .config import GptOssConfig
 ARCHITECTURES = {"GptOssForCausalLM": "gpt_oss"}
 
 _BLOCK = {**hf_names.BLOCK, "moe.router.gate": "mlp.router"}
-# Ours, theirs, and which channels are ours: the first, and how far to the next.
+# Our name, transformers' name, and the channels on disk that are ours: first channel and stride.
 _PARTS = {
     "moe.experts.w1": ("mlp.experts.gate_up_proj", (0, 2)),
     "moe.experts.w2": ("mlp.experts.down_proj", (0, 1)),
@@ -37,13 +37,17 @@ _YARN: tuple[hf_names.Field, ...] = (
     ("original_context", "original_max_position_embeddings", ...),
 )
 _YARN_ONLY = {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
-# What transformers takes where config.json says nothing.
+# transformers' defaults for keys that config.json lacks.
 _YARN_DEFAULT = {**_YARN_ONLY, "factor": 32.0, "original_max_position_embeddings": 4096}
 _ONLY = {"attention_bias": True, "swiglu_alpha": 1.702}
 
 
 def hf_name(name: str) -> str:
-    """Name in transformers of one of our parameters. Raises KeyError for a name that is not gpt-oss's."""
+    """Return the name of one of our parameters in transformers.
+
+    Raises:
+        KeyError: gpt-oss has no parameter of this name.
+    """
     layer, _, rest = name.removeprefix("layers.").partition(".")
     if rest == "attention.sinks.weight":
         return f"model.layers.{layer}.self_attn.sinks"
@@ -53,8 +57,11 @@ def hf_name(name: str) -> str:
 
 
 def hf_part(name: str) -> tuple[int, int] | None:
-    """Return which of the last channels of a tensor on disk, stacked by expert, are ours: the first, and how far to the next.
-    None: the tensor is ours as it is."""
+    """Return which of the last channels of a stacked tensor on disk belong to one of our parameters.
+
+    Returns:
+        First channel and stride, or None if the tensor on disk is our parameter as it is.
+    """
     return _PARTS.get(name.removeprefix("layers.").partition(".")[2], (None, None))[1]
 
 
@@ -74,7 +81,11 @@ def hf_config(config: GptOssConfig) -> dict[str, Any]:
 
 
 def read_config(hf: dict[str, Any]) -> GptOssConfig:
-    """Return the sizes of a config.json. Raises ValueError if it describes something else than gpt-oss."""
+    """Return the sizes of a config.json.
+
+    Raises:
+        ValueError: The file does not describe gpt-oss.
+    """
     if hf.get("rope_parameters") is None:
         hf = {**hf, "rope_parameters": _YARN_DEFAULT}
     rope = hf_names.rope_of(hf, theta=150_000.0)
@@ -96,7 +107,7 @@ def read_config(hf: dict[str, Any]) -> GptOssConfig:
     types = hf.get("layer_types")
     if types and set(types) == {"full_attention"}:
         config = replace(config, window=0)
-    # The length first: it is all that keeps a list of a billion layers from being made.
+    # The length first, so that a huge num_hidden_layers makes no huge list.
     if types and (len(types) != config.n_layers or types != _layer_types(config)):
         raise ValueError(
             "layer_types: titan's model has windows in every second layer, from the first on"

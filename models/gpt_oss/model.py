@@ -1,4 +1,4 @@
-"""Define where gpt-oss differs from Llama: sinks, windows and biases in attention, and YaRN.
+"""gpt-oss's differences from Llama: sinks, windows and biases in attention, and YaRN.
 
 Its experts are those of models/common/moe.py with `moe_biases` and `swiglu_limit`.
 """
@@ -16,7 +16,7 @@ from .config import GptOssConfig
 
 
 class Attention(LlamaAttention):
-    """Compute Llama's attention with biases of all projections, and a sink for each head."""
+    """Llama's attention with biases of all projections, and a sink for each head."""
 
     def __init__(self, config: GptOssConfig) -> None:
         super().__init__(config)
@@ -27,7 +27,7 @@ class Attention(LlamaAttention):
 
 
 class GptOss(Llama):
-    """Turn token ids into logits. Biases and sinks are drawn as matrices are, as in TorchTitan."""
+    """Decoder of gpt-oss, from token ids to logits. Biases and sinks are initialized like matrices, as in TorchTitan."""
 
     config: GptOssConfig
 

@@ -1,4 +1,4 @@
-"""Say what of gpt-oss may be split how: as Llama, its experts, and a sink for each head."""
+"""Tensor-parallel plan of gpt-oss: Llama's, the experts', and a sink for each head."""
 
 from ..common.plan import MOE_PLAN
 from ..common.plan import TENSOR_PLAN as LLAMA_PLAN

@@ -1,5 +1,4 @@
-"""Provide Llama 3, 3.1 and 3.2. `FLAVORS` names the sizes, and `build_model` makes the module.
-Importing this imports no torch."""
+"""Llama 3, 3.1 and 3.2. `FLAVORS` names the sizes, and `build_model` makes the module. Importing this imports no torch."""
 
 from __future__ import annotations
 

@@ -21,6 +21,10 @@ def hf_config(config: LlamaConfig) -> dict[str, Any]:
 
 
 def read_config(hf: dict[str, Any]) -> LlamaConfig:
-    """Return the sizes of a config.json. Raises ValueError if it describes something else than Llama 3."""
+    """Return the sizes of a config.json.
+
+    Raises:
+        ValueError: The file does not describe Llama 3.
+    """
     heads = hf.get("num_attention_heads")
     return hf_names.read_sizes(hf, LlamaConfig, n_kv_heads=heads, head_dim=0)

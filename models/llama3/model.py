@@ -1,9 +1,9 @@
-"""Define Llama 3 as a plain nn.Module: grouped-query attention, rotary positions, RMSNorm, SwiGLU (arXiv:2407.21783).
+"""Llama 3 as a plain nn.Module: grouped-query attention, rotary positions, RMSNorm, SwiGLU (arXiv:2407.21783).
 
 The file knows nothing of parallelism: titan/parallel/ works on it from outside. Three things make that easy:
 blocks are in a ModuleDict under their global number, so a pipeline stage that holds some of them keeps their
-names; embedding, norm and output layer may be absent (set to None) on a stage; and nothing is allocated or drawn
-at construction that `init_std` does not describe, so the module can be built on meta.
+names; embedding, norm and output layer may be absent (set to None) on a stage; and everything that is allocated
+at construction is described by `init_std`, so the module can be built on meta.
 
 B batch, S sequence, D model, H query heads, G key/value heads, K head dim, V vocabulary
 """
@@ -27,7 +27,7 @@ from ..common.rotary import rope_frequencies, rotate, rotation_table
 
 
 class Attention(nn.Module):
-    """Project and rotate around the inner attention."""
+    """Grouped-query attention: projections and rotation around the inner attention."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -43,11 +43,19 @@ class Attention(nn.Module):
     def forward(
         self, x_BSD: Tensor, cos_sin: tuple[Tensor, Tensor], document_ids_BS: Tensor | None
     ) -> Tensor:
-        """Return the layer's output, (B, S, D). cos_sin: `rotation_table` of the positions, (S, 1, K)
-        or (B, S, 1, K) each. document_ids_BS: None for one document in a row."""
+        """Compute attention.
+
+        Args:
+            x_BSD: Normalized residual stream.
+            cos_sin: `rotation_table` of the positions, (S, 1, K) or (B, S, 1, K) each.
+            document_ids_BS: Numbers of the packed documents. None: one document in each sequence.
+
+        Returns:
+            The layer's output, (B, S, D).
+        """
         q_BSHK, k_BSGK, v_BSGK = self.heads(x_BSD)
         rotated = rotate(q_BSHK, cos_sin), rotate(k_BSGK, cos_sin), v_BSGK
-        # Heads are moved last, and only as views: kernels of attention read them as they are.
+        # Heads are transposed last, and only as views: attention kernels read any strides.
         q_BHSK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in rotated)
         sinks = () if self.sinks is None else (self.sinks(),)
         o_BHSK = self.inner_attention(q_BHSK, k_BGSK, v_BGSK, document_ids_BS, *sinks)
@@ -61,7 +69,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Compute SwiGLU (arXiv:2002.05202)."""
+    """SwiGLU (arXiv:2002.05202)."""
 
     def __init__(self, dim: int, ffn_dim: int) -> None:
         super().__init__()
@@ -70,12 +78,12 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(dim, ffn_dim, bias=False)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """Return (B, S, D) of (B, S, D)."""
+        """Apply the layer, (B, S, D) to (B, S, D)."""
         return self.w2(F.silu(self.w1(x_BSD)) * self.w3(x_BSD))
 
 
 class Block(nn.Module):
-    """Add attention, then feed-forward or experts, to the residual stream. Each is normalised before."""
+    """Decoder block: attention, then feed-forward or experts, each with a norm before it and added to the residual stream."""
 
     def __init__(
         self, config: LlamaConfig, layer: int, *, attention: type[nn.Module] = Attention
@@ -93,9 +101,18 @@ class Block(nn.Module):
     def forward(
         self, x_BSD: Tensor, cos_sin: tuple[Tensor, Tensor], document_ids_BS: Tensor | None
     ) -> Tensor:
-        """Return the residual stream after the block, (B, S, D)."""
+        """Run the block.
+
+        Args:
+            x_BSD: Residual stream.
+            cos_sin: As for `Attention`.
+            document_ids_BS: As for `Attention`.
+
+        Returns:
+            The residual stream after the block, (B, S, D).
+        """
         if self.moe is None:
-            # Not by `attend`: its result would keep the normalised input for longer than needed.
+            # Not through `attend`: its result would keep the normalized input alive for longer than needed.
             h_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), cos_sin, document_ids_BS)
             return h_BSD + self.feed_forward(self.ffn_norm(h_BSD))
         h_BSD, x_BSD = self.attend(x_BSD, cos_sin, document_ids_BS)
@@ -104,18 +121,18 @@ class Block(nn.Module):
     def attend(
         self, x_BSD: Tensor, cos_sin: tuple[Tensor, Tensor], document_ids_BS: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the residual stream after attention, and the same normalised."""
+        """Return the residual stream after attention, and its normalized copy."""
         h_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), cos_sin, document_ids_BS)
         return h_BSD, self.ffn_norm(h_BSD)
 
     @property
     def traits(self) -> BlockTraits:
-        """Return what to compile: the whole block, or what experts leave of it, as they wait for the device."""
+        """Return the functions to compile: the whole block, or without experts, since these wait for the device."""
         return BlockTraits() if self.moe is None else self.moe.traits.within("moe", "attend")
 
 
 def build_moe(config: LlamaConfig, layer: int) -> MoE | None:
-    """Return the experts of a block; None: it has a feed-forward layer."""
+    """Return the experts of a block. None: the block has a feed-forward layer."""
     if not isinstance(config, MoEConfig) or not config.is_moe_layer(layer):
         return None
     width = config.num_shared_experts * config.expert_dim
@@ -123,7 +140,10 @@ def build_moe(config: LlamaConfig, layer: int) -> MoE | None:
 
 
 class MTPModule(nn.Module):
-    """Learn to predict one token mtp than the module before it does (DeepSeek-V3, arXiv:2412.19437, section 2.2, eq. 21-23)."""
+    """Module of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2, eq. 21-23).
+
+    Each module predicts one token further ahead than the module before it.
+    """
 
     def __init__(self, config: LlamaConfig, block: Block) -> None:
         super().__init__()
@@ -140,20 +160,29 @@ class MTPModule(nn.Module):
         cos_sin: tuple[Tensor, Tensor],
         document_ids_BS: Tensor | None,
     ) -> Tensor:
-        """Return what the output layer takes, (B, S, D). x_BSD: what it takes of the module before, or of the model itself.
-        token_BSD: the embedding of the token that that one predicts."""
+        """Run the module.
+
+        Args:
+            x_BSD: Hidden states of the previous module, or of the model itself, as the output layer reads them.
+            token_BSD: Embeddings of the tokens that the previous module predicts.
+            cos_sin: As for `Attention`.
+            document_ids_BS: As for `Attention`.
+
+        Returns:
+            Hidden states for the output layer, (B, S, D).
+        """
         # In the order of the released weights; the paper has the hidden state first.
         both = torch.cat([self.enorm(token_BSD), self.hnorm(x_BSD)], dim=-1)
         return self.head_norm(self.block(self.eh_proj(both), cos_sin, document_ids_BS))
 
     @property
     def traits(self) -> BlockTraits:
-        """Return what to compile, as `Block` does."""
+        """Return the functions to compile, as `Block` does."""
         return self.block.traits.within("block")
 
 
 class Llama(nn.Module):
-    """Turn token ids into logits."""
+    """Decoder of Llama, from token ids to logits."""
 
     rotations: Tensor | None
 
@@ -186,13 +215,18 @@ class Llama(nn.Module):
         document_ids_BS: Tensor | None = None,
         mtp_targets_BSM: Tensor | None = None,
     ) -> Tensor:
-        """Return logits (B, S, V) in the dtype of the weights.
+        """Compute logits.
 
-        tokens_BS: int64 ids, or on a later pipeline stage the activations (B, S, D) of the one before.
-        positions_BS: int64 positions for the rotation, (B, S), below what was reserved, or any, (S,); None: 0 .. S-1.
-        document_ids_BS: int64, see InnerAttention; None: one document.
-        mtp_targets_BSM: int64, the tokens 1, 2, ... after each, for the M modules of multi-token prediction, whose logits then follow,
-        (B + M x B, S, V). None: they do not run.
+        Args:
+            tokens_BS: Ids, int64, or on a later pipeline stage the previous stage's activations, (B, S, D).
+            positions_BS: Positions for the rotation, int64: (B, S) below the reserved length, or (S,) of any size.
+                None: 0 .. S-1.
+            document_ids_BS: See InnerAttention, int64. None: one document.
+            mtp_targets_BSM: The tokens 1, 2, ... after each, int64, for the M modules of multi-token prediction. None: the modules
+                do not run.
+
+        Returns:
+            Logits, (B, S, V), in the dtype of the weights. With `mtp_targets_BSM` the modules' logits follow, (B + M x B, S, V).
         """
         cos_sin = self.rotary_cos_sin(positions_BS, tokens_BS.shape[1], tokens_BS.device)
         mtp = () if mtp_targets_BSM is None else mtp_targets_BSM.unbind(-1)
@@ -209,10 +243,16 @@ class Llama(nn.Module):
         *,
         num_mtp_modules: int = 0,
     ) -> Tensor:
-        """Return the logits of embedded tokens. cos_sin: of their positions, for all blocks.
+        """Return the logits of embedded tokens.
 
-        num_mtp_modules: so many more batches follow in the rows, the embeddings of further tokens. They pass the blocks by, so that a
-        pipeline has the embedding on its first stage only, and its gradient comes back there.
+        The embeddings for multi-token prediction follow in the batch and skip the blocks. So a pipeline needs the embedding on its
+        first stage only, and its gradient comes back there.
+
+        Args:
+            x_BSD: Embeddings of (1 + num_mtp_modules) batches.
+            cos_sin: Rotations of the positions, for all blocks.
+            document_ids_BS: As for `forward`.
+            num_mtp_modules: Number of batches for multi-token prediction.
         """
         x_BSD, *mtp = x_BSD.chunk(1 + num_mtp_modules) if num_mtp_modules else [x_BSD]
         num_layers = self.config.n_layers
@@ -236,7 +276,7 @@ class Llama(nn.Module):
         return self.tok_embeddings(tokens_BS)
 
     def reserve_positions(self, length: int) -> None:
-        """Keep the rotations of positions below `length`, so that forward passes compute none. Also on meta."""
+        """Store the rotations of positions below `length`, so that forward passes compute none. Works on meta, too."""
         width = 4 * len(self.frequencies(torch.device("meta")))
         self.rotations = torch.empty(length, width, dtype=torch.float32)
         if not self.rotations.is_meta:
@@ -251,7 +291,7 @@ class Llama(nn.Module):
     def rotary_cos_sin(
         self, positions: Tensor | None, length: int, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Return cos and sin for all blocks, (S, 1, K) or (B, S, 1, K): from the table where it has them."""
+        """Return cos and sin for all blocks, (S, 1, K) or (B, S, 1, K), from the table if it has the positions."""
         table = self.rotations
         if positions is None and table is not None and length <= len(table):
             rows = table[:length]
@@ -270,7 +310,7 @@ class Llama(nn.Module):
         return rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling, device)
 
     def init_std(self, name: str) -> float | None:
-        """Return the standard deviation of the initial truncated normal of a parameter; None: all ones (norms).
+        """Return the standard deviation of the initial truncated normal of a parameter. None: all ones (norms).
 
         Projections into the residual stream shrink with the depth of their block, the output layer with
         the width, so that initial logits are of order one at any size (as TorchTitan and lingua do).

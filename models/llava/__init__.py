@@ -1,4 +1,4 @@
-"""Provide LLaVA 1.5: a picture's patches, encoded and projected, stand for tokens of a Llama. Importing this imports no torch."""
+"""LLaVA 1.5: a Llama that reads pictures, whose encoded patches take the place of tokens. Importing this imports no torch."""
 
 from __future__ import annotations
 

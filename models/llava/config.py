@@ -11,13 +11,20 @@ from ..llama3.config import FLAVORS as LLAMA
 
 @dataclass(frozen=True, kw_only=True)
 class LlavaConfig(LlamaConfig):
-    """Describe one size: the fields of the decoder, which is a Llama, and those of its encoder of pictures, a ViT.
+    """Sizes of LLaVA: its decoder, a Llama, and its encoder of pictures, a ViT.
 
-    vision_dim, vision_layers, vision_heads, vision_ffn_dim: of the ViT. LLaVA reads the layer before CLIP's last one, so 23 of 24.
-    image_size, patch_size: pixels of a side. image_token: id that stands in a text where a patch goes.
+    Attributes:
+        vision_dim: Width of the ViT.
+        vision_layers: Blocks of the ViT. LLaVA reads the output of CLIP's last block but one, so 23 of 24.
+        vision_heads: Heads of the ViT.
+        vision_ffn_dim: Width of the ViT's feed-forward layers.
+        image_size: Side of a picture in pixels.
+        patch_size: Side of a patch in pixels.
+        image_token: Id that stands in a text for a patch.
+        vision_norm_eps: Epsilon of the ViT's norms.
     """
 
-    # What a pipeline puts on its first stage, before the blocks.
+    # Modules that a pipeline puts on its first stage, before the blocks.
     first_modules: ClassVar[tuple[str, ...]] = ("tok_embeddings", "vision", "projector")
 
     vision_dim: int
@@ -32,29 +39,29 @@ class LlavaConfig(LlamaConfig):
 
     @property
     def num_patches(self) -> int:
-        """Return the patches of a picture, each of which is a position of the decoder."""
+        """Return the number of patches of a picture, each of which takes one position of the decoder."""
         return (self.image_size // self.patch_size) ** 2
 
     @property
     def patch_dim(self) -> int:
-        """Return the numbers of a patch: three colours of each pixel."""
+        """Return the number of values of a patch: three colours of each pixel."""
         return 3 * self.patch_size**2
 
     def images_in(self, seq_len: int) -> int:
-        """Return how many pictures a row of `seq_len` positions can hold, each with a begin token and a token of text."""
+        """Return how many pictures fit into a sequence of `seq_len` positions, each with a begin token and one token of text."""
         return (seq_len + 1) // (self.num_patches + 2)
 
     @property
     def _vision_matmul_params(self) -> int:
-        """Return the parameters in matrices of the ViT's blocks."""
+        """Return the number of matrix parameters in the ViT's blocks."""
         width = self.vision_dim
         return self.vision_layers * (4 * width**2 + 2 * width * self.vision_ffn_dim)
 
     @property
     def num_vision_params(self) -> int:
-        """Return the parameters of encoder and projector."""
+        """Return the number of parameters of encoder and projector."""
         width, dim = self.vision_dim, self.dim
-        # Of a block: biases of five matrices of this width and one of the feed-forward layer, and two norms with biases.
+        # A block has biases of five matrices of this width and one of the feed-forward width, and two norms with biases.
         rest = self.vision_layers * (9 * width + self.vision_ffn_dim)
         # Patches; the class token, whose position is the first; positions; the norm before the blocks.
         embed = width * (self.patch_dim + 1 + (1 + self.num_patches) + 2)
@@ -62,16 +69,20 @@ class LlavaConfig(LlamaConfig):
 
     @property
     def num_params(self) -> int:
-        """Return all parameters."""
+        """Return the number of parameters."""
         return super().num_params + self.num_vision_params
 
     def flops_per_token(self, seq_len: int, *, causal: bool = False) -> int:
-        """Return the operations of forward and backward for one position of a row, as `LlamaConfig` counts them.
+        """Return the operations of forward and backward for one position of a sequence, as `LlamaConfig` counts them.
 
-        A row has as many pictures as fit. Its positions share the operations of their encoding.
+        A sequence holds as many pictures as fit. The cost of encoding them is spread over its positions.
+
+        Args:
+            seq_len: Positions of a sequence.
+            causal: As for `LlamaConfig`; the ViT's attention is never causal.
         """
         tokens = self.num_patches + 1
-        # Every patch sees all others, so causal halves nothing.
+        # Every patch sees all others, so `causal` does not halve this.
         blocks = 6 * self._vision_matmul_params
         blocks += 12 * self.vision_layers * self.vision_dim * tokens
         ends = 6 * (self.vision_dim * (self.patch_dim + self.dim) + self.dim**2)
@@ -85,7 +96,7 @@ def _with_vision(decoder: LlamaConfig, **changes: Any) -> LlavaConfig:
 
 
 def _llava(dim: int, n_layers: int, n_heads: int, ffn_dim: int) -> LlavaConfig:
-    """Return Vicuna, which is Llama 2 with a larger vocabulary, and CLIP ViT-L/14 at 336 pixels without its last block."""
+    """Return the sizes of Vicuna (Llama 2 with a larger vocabulary) with CLIP ViT-L/14 at 336 pixels, without its last block."""
     return LlavaConfig(
         dim=dim,
         n_layers=n_layers,

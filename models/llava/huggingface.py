@@ -1,7 +1,8 @@
-"""Translate LLaVA to and from `transformers` (LlavaForConditionalGeneration with CLIP and Llama). Imports no torch.
+"""LLaVA in `transformers` (LlavaForConditionalGeneration with CLIP and Llama): names, and config.json. Imports no torch.
 
-Names are those of the published folders, llava-hf/llava-1.5-*. CLIP's blocks past `vision_feature_layer` and its last norm have
-no effect on what the decoder reads. They are left out on the way in, and a folder that is written ends with the last layer read.
+Names are those of the published folders, llava-hf/llava-1.5-*. The decoder does not depend on CLIP's blocks past
+`vision_feature_layer` and CLIP's last norm. Reading a folder skips them, and a folder that is written has no blocks past
+the last one that LLaVA reads.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from .config import LlavaConfig
 
 ARCHITECTURES = {"LlavaForConditionalGeneration": "llava"}
 _VISION = "vision_tower.vision_model."
-# The second spelling is transformers 5's, of folders that it writes.
+# transformers 5 writes the second spelling.
 SPELLINGS = ((_VISION, "vision_tower."),)
 
 _TOP = {
@@ -46,7 +47,7 @@ _VISION_FIELDS: tuple[hf_names.Field, ...] = (
     ("patch_size", "patch_size", 14),
     ("vision_norm_eps", "layer_norm_eps", 1e-5),
 )
-# What transformers takes where text_config does not say, as the published ones do not. Newer folders say all.
+# transformers' defaults for text_config, which the published folders rely on. Newer folders write every key.
 _TEXT = {
     "hidden_size": 4096,
     "intermediate_size": 11_008,
@@ -63,7 +64,11 @@ _ONLY_VISION = {"hidden_act": "quick_gelu", "num_channels": 3, "model_type": "cl
 
 
 def hf_name(name: str) -> str:
-    """Name in transformers of one of our parameters. Raises KeyError for a name that is not the family's."""
+    """Return the name of one of our parameters in transformers.
+
+    Raises:
+        KeyError: LLaVA has no parameter of this name.
+    """
     if name in _TOP:
         return _TOP[name]
     module, _, leaf = name.rpartition(".")
@@ -97,10 +102,10 @@ def hf_config(config: LlavaConfig) -> dict[str, Any]:
 
 
 def hf_files(config: LlavaConfig) -> dict[str, dict[str, Any]]:
-    """Return the further files that say how transformers prepares a picture, as `titan.tasks.image_text` does."""
+    """Return the files, by name, that make transformers prepare pictures as `titan.tasks.image_text` does."""
     side = config.image_size
     return {
-        # All else as CLIPImageProcessor does by itself.
+        # CLIPImageProcessor's defaults do the rest.
         "preprocessor_config.json": {
             "image_processor_type": "CLIPImageProcessor",
             "size": {"shortest_edge": side},
@@ -115,13 +120,17 @@ def hf_files(config: LlavaConfig) -> dict[str, dict[str, Any]]:
     }
 
 
-# Of each colour, 0 to 1: CLIP's, over its training pictures.
+# Statistics of each colour, 0 to 1, over CLIP's training pictures.
 IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
 IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 def read_config(hf: dict[str, Any]) -> LlavaConfig:
-    """Return the sizes of a config.json. Raises ValueError if it describes something else than LLaVA 1.5."""
+    """Return the sizes of a config.json.
+
+    Raises:
+        ValueError: The file does not describe LLaVA 1.5.
+    """
     text, vision = ({**hf[name]} for name in ("text_config", "vision_config"))
     text = {**_TEXT, **text}
     hf_names.require(hf, _ONLY)
@@ -139,7 +148,12 @@ def read_config(hf: dict[str, Any]) -> LlavaConfig:
 
 
 def hf_unused(hf: dict[str, Any], sizes: LlavaConfig) -> Iterator[str]:
-    """Yield how the names of tensors begin that the decoder's input does not depend on."""
+    """Yield the prefixes of tensor names that the decoder's input does not depend on.
+
+    Args:
+        hf: Content of config.json.
+        sizes: The model's sizes.
+    """
     for vision in SPELLINGS[0]:
         yield f"{vision}post_layernorm."
         for number in range(sizes.vision_layers, hf["vision_config"].get("num_hidden_layers", 24)):
@@ -147,14 +161,14 @@ def hf_unused(hf: dict[str, Any], sizes: LlavaConfig) -> Iterator[str]:
 
 
 def _layers_read(hf: dict[str, Any]) -> int:
-    """Return how many blocks of the encoder come before what the decoder reads."""
+    """Return the number of the encoder's blocks that run before the layer that LLaVA reads."""
     total, layer = (
         hf["vision_config"].get("num_hidden_layers", 24),
         hf.get("vision_feature_layer", -2),
     )
     if not isinstance(layer, int) or not isinstance(total, int) or total > 1000:
         raise ValueError(f"vision_feature_layer is {layer!r} of {total!r}; titan reads one layer")
-    # Layer 0 is the embedding, so there is one more than blocks.
+    # Layer 0 is the embedding, so there is one more layer than blocks.
     number = layer if layer >= 0 else total + 1 + layer
     if not 1 <= number <= total:
         raise ValueError(f"vision_feature_layer {layer} is none of the {total} blocks")

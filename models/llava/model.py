@@ -1,8 +1,10 @@
-"""Define LLaVA (arXiv:2304.08485, 2310.03744): a ViT (arXiv:2010.11929, as CLIP has it) encodes pictures, two layers project each patch
-to the decoder's width, and a Llama reads them in the places of tokens.
+"""LLaVA (arXiv:2304.08485, 2310.03744): a ViT as an encoder of pictures, a projector, and a Llama as decoder.
 
-N pictures of all rows, I of a row, P patches of a picture, C numbers of a patch, T tokens of the ViT: a class token and the
-patches, W its width. Else as in models/llama3.
+The ViT (arXiv:2010.11929, in CLIP's form) encodes pictures. Two layers project each patch to the decoder's width, and
+the decoder reads the patches in the positions of image tokens.
+
+N pictures of all sequences, I of a sequence, P patches of a picture, C values of a patch, T tokens of the ViT: a class
+token and the patches, W width of the ViT. The other letters are those of models/llama3.
 """
 
 from __future__ import annotations
@@ -16,25 +18,25 @@ from .config import LlavaConfig
 
 
 class PatchEmbedding(nn.Module):
-    """Map patches to the width of the ViT, put the class token before them, and add learned positions."""
+    """Embedding of the ViT: patches at its width, behind a class token, plus learned positions."""
 
     def __init__(self, config: LlavaConfig) -> None:
         super().__init__()
         width, side = config.vision_dim, config.patch_size
-        # As CLIP's convolution has it, whose stride is its width: a matrix product of each patch.
+        # The weight of CLIP's convolution, whose stride is its width: it is a matmul of each patch.
         self.patches = nn.Parameter(torch.empty(width, 3, side, side))
         self.class_token = nn.Parameter(torch.empty(width))
         self.positions = nn.Parameter(torch.empty(1 + config.num_patches, width))
 
     def forward(self, images_NPC: Tensor) -> Tensor:
-        """Return (N, T, W)."""
+        """Return the embedded tokens, (N, T, W)."""
         x_NPW = F.linear(images_NPC.to(self.patches.dtype), self.patches.flatten(1))
         first_N1W = self.class_token.expand(len(x_NPW), 1, -1)
         return torch.cat([first_N1W, x_NPW], dim=1) + self.positions
 
 
 class VisionAttention(nn.Module):
-    """Let every token of a picture see all others."""
+    """Attention of the ViT, in which every token of a picture sees all others."""
 
     def __init__(self, config: LlavaConfig) -> None:
         super().__init__()
@@ -43,19 +45,19 @@ class VisionAttention(nn.Module):
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(width, width) for _ in range(4))
 
     def forward(self, x_NTW: Tensor) -> Tensor:
-        """Return (N, T, W). What follows the picture's tokens is padding, which nobody sees."""
+        """Compute attention, (N, T, W) to (N, T, W). No token sees the padding after the picture's tokens."""
         q_NHTK, k_NHTK, v_NHTK = (
             w(x_NTW).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for w in (self.wq, self.wk, self.wv)
         )
         k_NHTK, v_NHTK = k_NHTK[:, :, : self.num_tokens], v_NHTK[:, :, : self.num_tokens]
-        # Not InnerAttention: context parallelism cuts rows of the decoder, and no pictures.
+        # Not InnerAttention: context parallelism splits the decoder's sequences, but not pictures.
         o_NHTK = F.scaled_dot_product_attention(q_NHTK, k_NHTK, v_NHTK)
         return self.wo(o_NHTK.transpose(1, 2).flatten(-2))
 
 
 class VisionFeedForward(nn.Module):
-    """Compute two layers with CLIP's approximation of GELU between them."""
+    """Two linear layers with CLIP's approximation of GELU between them."""
 
     def __init__(self, config: LlavaConfig) -> None:
         super().__init__()
@@ -63,13 +65,13 @@ class VisionFeedForward(nn.Module):
         self.w2 = nn.Linear(config.vision_ffn_dim, config.vision_dim)
 
     def forward(self, x_NTW: Tensor) -> Tensor:
-        """Return (N, T, W) of (N, T, W)."""
+        """Apply the layers, (N, T, W) to (N, T, W)."""
         h_NTF = self.w1(x_NTW)
         return self.w2(h_NTF * torch.sigmoid(1.702 * h_NTF))
 
 
 class VisionBlock(nn.Module):
-    """Add attention, then feed-forward, to the residual stream. Each is normalised before."""
+    """Block of the ViT: attention, then feed-forward, each with a norm before it and added to the residual stream."""
 
     def __init__(self, config: LlavaConfig) -> None:
         super().__init__()
@@ -84,7 +86,7 @@ class VisionBlock(nn.Module):
 
 
 class Vision(nn.Module):
-    """Encode pictures."""
+    """ViT that encodes pictures."""
 
     def __init__(self, config: LlavaConfig) -> None:
         super().__init__()
@@ -95,7 +97,7 @@ class Vision(nn.Module):
         )
 
     def forward(self, images_BIPC: Tensor) -> Tensor:
-        """Return (N, T, W), without a last norm."""
+        """Encode pictures (B, I, P, C) to tokens (N, T, W), without a last norm."""
         x_NTW = self.norm(self.embed(images_BIPC.flatten(0, 1)))
         for block in self.layers.values():
             x_NTW = block(x_NTW)
@@ -103,16 +105,25 @@ class Vision(nn.Module):
 
 
 class Place(nn.Module):
-    """Put projected patches into their places in the rows."""
+    """Placement of projected patches among the token embeddings."""
 
     def __init__(self, config: LlavaConfig) -> None:
         super().__init__()
         self.num_patches = config.num_patches
 
     def forward(self, x_BSD: Tensor, features_NTD: Tensor, image_index_BS: Tensor) -> Tensor:
-        """Return (B, S, D): the patch of a row's pictures that the index names, and x where it is negative."""
+        """Replace token embeddings by patches.
+
+        Args:
+            x_BSD: Token embeddings.
+            features_NTD: Projected tokens of the ViT.
+            image_index_BS: Index of the patch, among the I x P of its sequence, for each position. Negative: keep x.
+
+        Returns:
+            Embeddings, (B, S, D).
+        """
         image_BS, patch_BS = image_index_BS // self.num_patches, image_index_BS % self.num_patches
-        # Beyond the class token. Padding may follow the patches of a picture.
+        # + 1 skips the class token. Padding may follow the patches of a picture.
         place_BS = image_BS * features_NTD.shape[1] + 1 + patch_BS
         features_BFD = features_NTD.view(len(x_BSD), -1, features_NTD.shape[-1])
         index_BSD = place_BS.clamp(min=0)[..., None].expand(-1, -1, features_BFD.shape[-1])
@@ -120,7 +131,7 @@ class Place(nn.Module):
 
 
 class Projector(nn.Module):
-    """Map tokens of the ViT to the decoder's width, and put them into the rows."""
+    """Projector of the ViT's tokens to the decoder's width, with their placement among the token embeddings."""
 
     def __init__(self, config: LlavaConfig) -> None:
         super().__init__()
@@ -129,19 +140,19 @@ class Projector(nn.Module):
         self.place = Place(config)
 
     def forward(self, x_NTW: Tensor, x_BSD: Tensor, image_index_BS: Tensor) -> Tensor:
-        """Return (B, S, D), see `Place`."""
+        """Project tokens of the ViT and return the embeddings, (B, S, D); see `Place`."""
         return self.place(x_BSD, self.w2(F.gelu(self.w1(x_NTW))), image_index_BS)
 
 
 class Llava(Llama):
-    """Turn token ids and pictures into logits."""
+    """Decoder of LLaVA, from token ids and pictures to logits."""
 
     def __init__(self, config: LlavaConfig) -> None:
         super().__init__(config)
         self.sizes = config
         self.vision: nn.Module | None = Vision(config)
         self.projector: nn.Module | None = Projector(config)
-        # Children are in the order in which they run: what comes before the blocks has gradients before them.
+        # Children are in the order in which they run: vision and projector before the blocks.
         for name in ("layers", "norm", "output"):
             self.add_module(name, self._modules.pop(name))
 
@@ -153,10 +164,19 @@ class Llava(Llama):
         images: Tensor | None = None,
         image_index_BS: Tensor | None = None,
     ) -> Tensor:
-        """Return logits (B, S, V) in the dtype of the weights.
+        """Compute logits.
 
-        images: (B, I, P, C), pictures of each row. image_index_BS: int64, which of a row's I x P patches stands here; -1: none.
-        The others are as for Llama. A pipeline stage without embedding needs neither.
+        A pipeline stage without the embedding needs neither `images` nor `image_index_BS`.
+
+        Args:
+            tokens_BS: As for Llama.
+            positions_BS: As for Llama.
+            document_ids_BS: As for Llama.
+            images: Pictures of each sequence, (B, I, P, C).
+            image_index_BS: Index of the patch, among the I x P of its sequence, for each position, int64. -1: a token of text.
+
+        Returns:
+            Logits, (B, S, V), in the dtype of the weights.
         """
         cos_sin = self.rotary_cos_sin(positions_BS, tokens_BS.shape[1], tokens_BS.device)
         x_BSD = tokens_BS if self.tok_embeddings is None else self.embed(tokens_BS)
@@ -165,7 +185,7 @@ class Llava(Llama):
         return self.decode(x_BSD, cos_sin, document_ids_BS)
 
     def init_std(self, name: str) -> float | None:
-        """Return the standard deviation of a parameter's initial weights: as Llama's, and zeros for biases."""
+        """Return the standard deviation of a parameter's initial weights: Llama's, and zero for biases."""
         if name.endswith(".bias"):
             return 0.0
         # Patches, positions and features are of order one at any size, as embeddings are.

@@ -1,4 +1,4 @@
-"""Say what of LLaVA may be split how, as data for titan.parallel.tensor: the decoder as Llama, and patches as the encoder's sequence."""
+"""Tensor-parallel plan of LLaVA: Llama's for the decoder, and the patches of a picture as the encoder's sequence."""
 
 from ..common.plan import TENSOR_PLAN as LLAMA
 

@@ -1,4 +1,4 @@
-"""Provide Mistral 7B: Llama with a window over the keys. On the parts of models/llama3."""
+"""Mistral 7B: Llama with a sliding window over the keys, built on the parts of models/llama3."""
 
 from __future__ import annotations
 

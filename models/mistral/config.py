@@ -1,4 +1,4 @@
-"""Define the sizes of Mistral 7B (arXiv:2310.06825, table 1, and the models' config.json). Imports no torch."""
+"""Sizes of Mistral 7B (arXiv:2310.06825, table 1, and the models' config.json). Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from ..common.config import LlamaConfig
 
 @dataclass(frozen=True, kw_only=True)
 class MistralConfig(LlamaConfig):
-    """Hold the sizes of LlamaConfig, with a window in all layers.
+    """Sizes of Mistral: the fields of LlamaConfig, with a window in all layers.
 
-    window: how many keys a query sees, itself included; 0: all before it.
+    Attributes:
+        window: Number of keys that a query sees, its own included. 0: all keys up to its own.
     """
 
     n_kv_heads: int = 8

@@ -1,4 +1,4 @@
-"""Translate Mistral to and from `transformers` (MistralForCausalLM). Imports no torch."""
+"""Mistral in `transformers` (MistralForCausalLM): names, and config.json. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ def hf_config(config: MistralConfig) -> dict[str, Any]:
 
 
 def read_config(hf: dict[str, Any]) -> MistralConfig:
-    """Return the sizes of a config.json. Raises ValueError if it describes something else than Mistral."""
+    """Return the sizes of a config.json.
+
+    Raises:
+        ValueError: The file does not describe Mistral.
+    """
     # null: no window.
     hf = {**hf, "sliding_window": hf.get("sliding_window", 4096) or 0}
     window: hf_names.Field = ("window", "sliding_window", 0)

@@ -1,4 +1,4 @@
-"""Mixtral 8x7B and 8x22B: Llama with experts in all blocks. On the parts of models/llama3."""
+"""Mixtral 8x7B and 8x22B: Llama with experts in all blocks, built on the parts of models/llama3."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from ..common.moe_config import MoEConfig
 
 @dataclass(frozen=True, kw_only=True)
 class MixtralConfig(MoEConfig):
-    """Hold the sizes of MoEConfig, with Mixtral's as defaults where all its models have the same."""
+    """Sizes of Mixtral: the fields of MoEConfig. Values that all its models share are defaults."""
 
     n_kv_heads: int = 8
     vocab_size: int = 32000

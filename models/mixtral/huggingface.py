@@ -1,4 +1,4 @@
-"""Translate Mixtral to and from `transformers` (MixtralForCausalLM). Imports no torch."""
+"""Mixtral in `transformers` (MixtralForCausalLM): names, and config.json. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ _FIELDS: tuple[hf_names.Field, ...] = (
 
 
 def hf_name(name: str) -> str:
-    """Name in transformers of one of our parameters. Raises KeyError for a name that is not Mixtral's."""
+    """Return the name of one of our parameters in transformers.
+
+    Raises:
+        KeyError: Mixtral has no parameter of this name.
+    """
     return hf_names.hf_name(name, block=_BLOCK)
 
 
@@ -41,7 +45,11 @@ def hf_config(config: MixtralConfig) -> dict[str, Any]:
 
 
 def read_config(hf: dict[str, Any]) -> MixtralConfig:
-    """Return the sizes of a config.json. Raises ValueError if it describes something else than Mixtral."""
+    """Return the sizes of a config.json.
+
+    Raises:
+        ValueError: The file does not describe Mixtral.
+    """
     only = {"sliding_window": None}
     return hf_names.read_sizes(
         hf, MixtralConfig, n_kv_heads=8, head_dim=0, fields=_FIELDS, only=only, theta=1_000_000.0

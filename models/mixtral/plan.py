@@ -1,4 +1,4 @@
-"""Say what of Mixtral may be split how: as Llama, and its experts."""
+"""Tensor-parallel plan of Mixtral: Llama's, and the experts'."""
 
 from ..common.plan import MOE_PLAN
 from ..common.plan import TENSOR_PLAN as LLAMA_PLAN

@@ -1,4 +1,4 @@
-"""OLMoE 1B-7B: many small experts, and queries and keys normalised over all heads. On the parts of models/llama3."""
+"""OLMoE 1B-7B: a Llama of many small experts, with norms of queries and keys over all heads. Built on models/llama3."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from ..common.moe_config import MoEConfig
 
 @dataclass(frozen=True, kw_only=True)
 class OlmoeConfig(MoEConfig):
-    """Hold the sizes of MoEConfig, with queries and keys normalised over all heads together."""
+    """Sizes of OLMoE: the fields of MoEConfig, with norms of queries and keys over all heads together."""
 
     vocab_size: int = 50304
     rope_theta: float = 10_000.0

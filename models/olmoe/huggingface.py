@@ -1,4 +1,4 @@
-"""Translate OLMoE to and from `transformers` (OlmoeForCausalLM). Imports no torch."""
+"""OLMoE in `transformers` (OlmoeForCausalLM): names, and config.json. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ _FIELDS: tuple[hf_names.Field, ...] = (
 
 
 def hf_name(name: str) -> str:
-    """Name in transformers of one of our parameters. Raises KeyError for a name that is not OLMoE's."""
+    """Return the name of one of our parameters in transformers.
+
+    Raises:
+        KeyError: OLMoE has no parameter of this name.
+    """
     return hf_names.hf_name(name, block=_BLOCK)
 
 
@@ -41,7 +45,11 @@ def hf_config(config: OlmoeConfig) -> dict[str, Any]:
 
 
 def read_config(hf: dict[str, Any]) -> OlmoeConfig:
-    """Return the sizes of a config.json. Raises ValueError if it describes something else than OLMoE."""
+    """Return the sizes of a config.json.
+
+    Raises:
+        ValueError: The file does not describe OLMoE.
+    """
     heads, only = hf.get("num_attention_heads"), {"clip_qkv": None}
     return hf_names.read_sizes(
         hf, OlmoeConfig, n_kv_heads=heads, head_dim=0, fields=_FIELDS, only=only

@@ -1,4 +1,4 @@
-"""What OLMoE does otherwise than Llama: queries and keys are normalised before the rotation, over all heads together.
+"""OLMoE's difference from Llama: queries and keys are normalized before the rotation, over all heads together.
 
 B batch, S sequence, D model, H query heads, G key/value heads, K head dim, E = all heads' channels
 """
@@ -13,7 +13,7 @@ from .config import OlmoeConfig
 
 
 class WidthNorm(nn.Module):
-    """Apply RMSNorm over the last dimension, in operations that also compute it where that dimension is split over ranks."""
+    """RMSNorm over the last dimension, in operations that also work if that dimension is split over ranks."""
 
     def __init__(self, size: int, *, eps: float) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class WidthNorm(nn.Module):
 
 
 class Attention(LlamaAttention):
-    """Compute Llama's attention, with norms over all queries and over all keys of a token."""
+    """Llama's attention with norms over all queries and over all keys of a token."""
 
     def __init__(self, config: OlmoeConfig) -> None:
         super().__init__(config)

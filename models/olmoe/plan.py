@@ -1,4 +1,4 @@
-"""Say what of OLMoE may be split how: as Llama, its experts, and norms over heads of all ranks."""
+"""Tensor-parallel plan of OLMoE: Llama's, the experts', and norms over the heads of all ranks."""
 
 from ..common.plan import MOE_PLAN
 from ..common.plan import TENSOR_PLAN as LLAMA_PLAN

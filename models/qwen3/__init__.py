@@ -1,4 +1,4 @@
-"""Provide Qwen3, dense and with experts, as models/llama3 does. It builds on that family's parts."""
+"""Qwen3, dense and with experts, built on the parts of models/llama3."""
 
 from __future__ import annotations
 

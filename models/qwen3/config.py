@@ -1,5 +1,4 @@
-"""Define the sizes of the Qwen3 models, dense and with experts (arXiv:2505.09388, table 1, and the
-models' config.json). Imports no torch."""
+"""Sizes of Qwen3, dense and with experts (arXiv:2505.09388, table 1, and the models' config.json). Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,8 +9,7 @@ from ..common.moe_config import MoEConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Config(MoEConfig):
-    """Describe one size of the family: as MoEConfig, with queries and keys normalised in each head.
-    head_dim is not dim / n_heads."""
+    """Sizes of Qwen3: the fields of MoEConfig, with norms of queries and keys in each head. head_dim is not dim / n_heads."""
 
     vocab_size: int = 151936
     head_dim: int = 128
@@ -20,7 +18,7 @@ class Qwen3Config(MoEConfig):
 
     @property
     def num_block_norm_params(self) -> int:
-        """Return the parameters of the norms in a block."""
+        """Return the number of parameters of the norms in a block."""
         # Two norms over channels, two over the channels of a head.
         return 2 * self.dim + 2 * self.head_dim
 

@@ -1,5 +1,4 @@
-"""Translate Qwen3 to and from `transformers` (Qwen3ForCausalLM, Qwen3MoeForCausalLM): as Llama, with
-the norms within heads and with experts. Imports no torch."""
+"""Qwen3 in `transformers` (Qwen3ForCausalLM, Qwen3MoeForCausalLM): names, and config.json. Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,7 +26,11 @@ _ONLY: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
 def hf_name(name: str) -> str:
-    """Name in transformers of one of our parameters. Raises KeyError for a name that is not Qwen3's."""
+    """Return the name of one of our parameters in transformers.
+
+    Raises:
+        KeyError: Qwen3 has no parameter of this name.
+    """
     return hf_names.hf_name(name, block=_BLOCK)
 
 
@@ -44,7 +47,11 @@ def hf_config(config: Qwen3Config) -> dict[str, Any]:
 
 
 def read_config(hf: dict[str, Any]) -> Qwen3Config:
-    """Return the sizes of a config.json. Raises ValueError if it describes something else than Qwen3."""
+    """Return the sizes of a config.json.
+
+    Raises:
+        ValueError: The file does not describe Qwen3.
+    """
     if "moe" not in str(hf.get("model_type") or hf.get("architectures")).lower():
         return hf_names.read_sizes(hf, Qwen3Config, n_kv_heads=32, head_dim=128)
     hf = {"num_experts": hf.get("num_local_experts"), **hf}  # as transformers 5 writes it

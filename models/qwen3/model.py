@@ -1,4 +1,4 @@
-"""Define where Qwen3 differs from Llama: each head's queries and keys are normalised before the rotation.
+"""Qwen3's difference from Llama: each head's queries and keys are normalized before the rotation.
 
 B batch, S sequence, D model, H query heads, G key/value heads, K head dim
 """
@@ -12,7 +12,7 @@ from ..llama3.model import Attention as LlamaAttention
 
 
 class Attention(LlamaAttention):
-    """Add RMSNorm over each head's queries and keys to Llama's attention (arXiv:2505.09388, section 2)."""
+    """Llama's attention with an RMSNorm over each head's queries and keys (arXiv:2505.09388, section 2)."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)

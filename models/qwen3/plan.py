@@ -1,4 +1,4 @@
-"""Say what of Qwen3 may be split how: as Llama, and the norms within heads."""
+"""Tensor-parallel plan of Qwen3: Llama's, the experts', and the norms within heads."""
 
 from ..common.plan import MOE_PLAN
 from ..common.plan import TENSOR_PLAN as LLAMA_PLAN

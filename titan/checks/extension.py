@@ -1,4 +1,4 @@
-"""Base class of what a package adds to `titan check`. Imports no torch."""
+"""Base class of packages' additions to `titan check`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from titan.config.schema import JobConfig
 
 
 class CheckExtension:
-    """Facts about a valid job, and their lines on the page.
+    """Additional facts about a valid job, and their lines on the page.
 
     A package registers a subclass under the entry point group `titan.extensions` as check.NAME (titan/config/plug_ins.py).
     """
 
     def facts(self, config: JobConfig) -> dict[str, Any]:
-        """Return more facts, for --json."""
+        """Return additional facts about a job, for --json."""
         return {}
 
     def lines(self, facts: dict[str, Any]) -> list[str]:
-        """Return more lines of the page."""
+        """Return additional lines of the page."""
         return []
 
 
 def check_extensions() -> list[CheckExtension]:
-    """Return an instance of each extension that is installed."""
+    """Return an instance of each installed extension."""
     return [extension() for extension in load_plug_ins("titan.extensions", of="check")]

@@ -1,4 +1,4 @@
-"""Keys and tables that installed packages add to a job, through the entry-point group `titan.sections`."""
+"""Keys and tables that installed packages add to a job, through the entry point group `titan.sections`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def extend(job: type[Job], names: dict[str, Any]) -> type[Job]:
     """Return the class of a job with the keys and tables that packages add.
 
     Args:
-        job: class of the job.
-        names: namespace of the module of `job`. An extended section replaces the original section there, because pickle looks
+        job: Class of the job.
+        names: Namespace of the module of `job`. An extended section replaces the original section there, because pickle looks
             it up by name.
 
     Raises:
-        ConfigError: a section already has the key, or is a choice between sections.
+        ConfigError: A section already has the key, or is a choice between sections.
     """
     sections: dict[str, Any] = {}
     for entry in plug_ins("titan.sections"):

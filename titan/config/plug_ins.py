@@ -37,11 +37,11 @@ def installed_entry_points() -> dict[str, list[EntryPoint]]:
 
 
 def plug_ins(group: str, *, of: str = "") -> list[EntryPoint]:
-    """Return the entry points that packages register under a group, by name.
+    """Return the entry points that packages register under a group, sorted by name.
 
     Args:
-        group: the group.
-        of: keep only entry points with this name, or with this name and a dot at the beginning. Empty keeps all.
+        group: Name of the group.
+        of: Keep only entry points with this name, or with this name and a dot at the beginning. Empty keeps all.
     """
     found = sorted(installed_entry_points()[group], key=lambda entry: entry.name)
     return [entry for entry in found if not of or entry.name.partition(".")[0] == of]
@@ -50,8 +50,11 @@ def plug_ins(group: str, *, of: str = "") -> list[EntryPoint]:
 def load_plug_in(entry: EntryPoint) -> Any:
     """Import the object that an entry point names.
 
+    Args:
+        entry: The entry point.
+
     Raises:
-        ConfigError: its package cannot be imported.
+        ConfigError: Its package cannot be imported.
     """
     try:
         return entry.load()
@@ -67,7 +70,12 @@ def load_plug_in(entry: EntryPoint) -> Any:
 
 
 def load_plug_ins(group: str, *, of: str = "") -> list[Any]:
-    """Import the objects that the entry points of a group name, in the order of the names. `of` is as in `plug_ins`."""
+    """Import the objects that the entry points of a group name, in the order of the names.
+
+    Args:
+        group: Name of the group.
+        of: As for `plug_ins`.
+    """
     return [load_plug_in(entry) for entry in plug_ins(group, of=of)]
 
 

@@ -1,1 +1,1 @@
-"""Optimize: optimizers, learning-rate schedules, gradient clipping."""
+"""Optimizers, learning-rate schedules and gradient clipping."""

@@ -1,14 +1,14 @@
 """Adam and AdamW with small states: moments in bf16 or 8 bits, weights in bf16. torchao computes the update.
 
 torch's fused kernel, the default, wants weights, gradients and moments in one precision. Here every update is
-computed in fp32, and what is kept is small:
+computed in fp32, and the stored state is small:
 
     bf16 moments          4 bytes a parameter rather than 8
-    8-bit moments         2 and a little; vectors, and rows that make no blocks, keep fp32
+    8-bit moments         slightly more than 2 bytes; vectors, and rows that make no blocks, keep fp32
     stochastic rounding   bf16 weights with no fp32 master (rounding.py)
 
-The 8-bit format is dynamic block-wise quantization (arXiv:2110.02861): each block of a row is divided by its largest magnitude (its
-scale), and each element becomes the number (its code) of the nearest of 256 levels.
+The 8-bit format is dynamic block-wise quantization (arXiv:2110.02861): each block of a row is divided by its largest magnitude
+(its scale), and each element becomes the number (its code) of the nearest of 256 levels.
 
 torchao's update runs on this rank's shard. Codes and scales are kept as plain sharded tensors, laid out like the parameter: a
 checkpoint needs no special case. There are at least eight blocks to a row, so that a shard of rows or of an eighth of the columns
@@ -33,11 +33,11 @@ from .rounding import RoundingSeeds
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 LARGEST_BLOCK, SMALLEST_BLOCK = 256, 8
-PARTS = 8  # of a row, each of whole blocks: tensor parallel degrees up to it cut none
+PARTS = 8  # of a row, each of whole blocks: tensor parallel degrees up to 8 cut no block
 
 
 def block_size(shape: Sequence[int]) -> int:
-    """Return the elements in a block of a tensor of this (global) shape; 0 if 8 bits save nothing: vectors, odd rows."""
+    """Return the elements in a block of a tensor of this (global) shape. 0: the tensor gets no blocks (vectors, odd rows)."""
     if len(shape) < 2 or shape[-1] % PARTS:
         return 0
     # A power of two, at most 256, that divides an eighth of a row.
@@ -46,14 +46,14 @@ def block_size(shape: Sequence[int]) -> int:
 
 
 class SmallAdam(torch.optim.Optimizer):
-    """Adam or AdamW with moments in a precision of choice.
+    """Adam or AdamW with moments in a chosen precision.
 
-    Args:
-        lr, betas, eps: as in torch's Adam.
-        state_dtype: of the moments; uint8 means 8 bits in blocks.
-        decoupled: decay weights as AdamW does, else as Adam.
-        seeds: of stochastic rounding; None: round to the nearest.
-        compiled: one kernel per parameter, by torch.compile (the first step takes seconds); otherwise one kernel per operation.
+    Attributes:
+        state_dtype: Precision of the moments; uint8 means 8 bits in blocks.
+        decoupled: Whether weight decay is AdamW's.
+        seeds: Seeds of stochastic rounding. None: round to the nearest.
+        levels: Function from a device to the 256 levels of each moment.
+        update: Function that updates one shard.
     """
 
     def __init__(
@@ -68,6 +68,18 @@ class SmallAdam(torch.optim.Optimizer):
         seeds: RoundingSeeds | None = None,
         compiled: bool = False,
     ) -> None:
+        """Create the optimizer, without state.
+
+        Args:
+            parameters: Parameters, or groups of them.
+            lr: As in torch's Adam.
+            betas: As in torch's Adam.
+            eps: As in torch's Adam.
+            state_dtype: Precision of the moments; uint8 means 8 bits in blocks.
+            decoupled: Decay weights as AdamW does, otherwise as Adam.
+            seeds: Seeds of stochastic rounding. None: round to the nearest.
+            compiled: Use one kernel per parameter, by torch.compile (the first step takes seconds), otherwise one per operation.
+        """
         quiet_torchao(has_kernels=torch.cuda.is_available())
         # Weight decay is each group's own (optimizers.py).
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
@@ -89,7 +101,7 @@ class SmallAdam(torch.optim.Optimizer):
     def init_state(self, parameter: Tensor) -> None:
         """Fill the state with zeros, laid out like the parameter."""
         state, parameter = self.state[parameter], plain(parameter)
-        # On the host: it is read in every step.
+        # On the host, since every step reads it there.
         state["step"] = torch.tensor(0.0)
         is_8_bit = self.state_dtype == torch.uint8
         for name in MOMENTS:
@@ -130,7 +142,7 @@ def _update_shard(
     levels: dict[str, Tensor] | None,
     **options: Any,
 ) -> None:
-    """Compute one update in fp32, in place, of vectors. levels: of 8-bit moments."""
+    """Update a shard in place, in fp32. All tensors are vectors; `levels` are those of 8-bit moments."""
     from torchao.optim import adam, quant_utils
 
     if levels is None:
@@ -148,7 +160,7 @@ def _update_shard(
 
 
 def _levels(device: torch.device) -> dict[str, Tensor]:
-    """Return the 256 levels of each moment: the first has both signs."""
+    """Return the 256 levels of each moment. Those of the first moment have both signs."""
     from torchao.optim.quant_utils import create_dynamic_map
 
     return {
@@ -157,7 +169,12 @@ def _levels(device: torch.device) -> dict[str, Tensor]:
 
 
 def begin_step(optimizer: Any, group: dict[str, Any]) -> list[Tensor]:
-    """Return a group's parameters that have gradients. They have a state from now on, and their steps are counted."""
+    """Return a group's parameters that have gradients, after creating missing states and counting the step.
+
+    Args:
+        optimizer: Optimizer with a method `init_state(parameter)`.
+        group: One of its parameter groups.
+    """
     parameters = [p for p in group["params"] if p.grad is not None]
     for parameter in parameters:
         if not optimizer.state[parameter]:
@@ -168,7 +185,12 @@ def begin_step(optimizer: Any, group: dict[str, Any]) -> list[Tensor]:
 
 
 def load_as_saved(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Load as torch's load_state_dict does, without its cast of every state to the weights' precision."""
+    """Load a state as torch's load_state_dict does, without its cast of every state to the weights' precision.
+
+    Args:
+        optimizer: The optimizer.
+        state_dict: Its saved state.
+    """
     torch.optim.Optimizer.load_state_dict(optimizer, state_dict)
     saved = (i for group in state_dict["param_groups"] for i in group["params"])
     parameters = (p for group in optimizer.param_groups for p in group["params"])
@@ -188,14 +210,14 @@ def local(tensor: Tensor | None) -> Tensor:
 
 
 def _zeros_of_blocks(parameter: Tensor, block: int) -> Tensor:
-    """Return fp32 zeros with a number for each block of each row, laid out like the parameter."""
+    """Return fp32 zeros, one for each block of each row, laid out like the parameter."""
     shape = (*parameter.shape[:-1], parameter.shape[-1] // block)
     mine = local(parameter)
     assert mine.shape[-1] % block == 0, "rules.py refuses tensor parallel degrees that cut a block"
     zeros = torch.zeros(*mine.shape[:-1], mine.shape[-1] // block, device=mine.device)
     if not isinstance(parameter, DTensor):
         return zeros
-    # Strides of the whole: from_local would guess them from this rank's shard.
+    # Strides of the global tensor: from_local would guess them from this rank's shard.
     strides = torch.empty(shape, device="meta").stride()
     placed = DTensor.from_local(
         zeros,

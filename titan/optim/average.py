@@ -1,5 +1,7 @@
-"""Average the weights over the steps of a run, in fp32 and sharded as the weights are (Polyak and Juditsky, 1992; as an
-exponential moving average in arXiv:1809.11096, appendix C). Samples and validation may use the average in place of the weights.
+"""Average of the weights over the steps of a run, in fp32 and sharded like the weights.
+
+The method is Polyak averaging (Polyak and Juditsky, 1992), as an exponential moving average (arXiv:1809.11096, appendix C).
+Samples and validation may use the average in place of the weights.
 
 After step s, with n = s - start_step: average = d x average + (1 - d) x weights, with d = min(decay, (1 + n) / (10 + n)), which
 forgets the first steps early. Up to start_step it is a copy of the weights.
@@ -23,9 +25,13 @@ from .adam import local
 
 
 class WeightAverage:
-    """Keep the average of a model's parameters, or of its pipeline stages on this rank. It begins as a copy of them.
+    """Average of the parameters of a model, or of its pipeline stages on this rank. It begins as a copy of the weights.
 
-    tensors: fp32, laid out as the parameters, under their plain names.
+    Attributes:
+        parts: The model, or its stages on this rank.
+        section: [average].
+        parameters: Parameters by their plain names.
+        tensors: The average in fp32, laid out like the parameters, by their plain names.
     """
 
     def __init__(self, parts: Sequence[nn.Module], section: AverageSection) -> None:
@@ -41,11 +47,11 @@ class WeightAverage:
         self.restart()
 
     def restart(self) -> None:
-        """Begin again with the weights."""
+        """Set the average to the weights."""
         self._mix(1.0)
 
     def update(self, step: int) -> None:
-        """Take in the weights after a step."""
+        """Add the weights after a step to the average."""
         number = step - self.section.start_step
         decay = min(self.section.decay, (1 + number) / (10 + number)) if number > 0 else 0.0
         self._mix(1 - decay)
@@ -64,7 +70,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let the model compute with the average within a block. Keeps a copy of the weights, sharded as they are."""
+        """Replace the weights by the average within a block. A copy of the weights is kept, sharded as they are."""
         weights = [local(p) for p in self.parameters.values()]
         kept = [weight.clone() for weight in weights]
         try:
@@ -82,7 +88,12 @@ class WeightAverage:
 
 @contextmanager
 def of_optimizer(optimizer: Any, parts: Sequence[nn.Module]) -> Iterator[None]:
-    """Let the model compute with the weights that an optimizer's `eval` sets, until its `train` (arXiv:2405.15682)."""
+    """Replace the weights by the optimizer's average within a block (arXiv:2405.15682).
+
+    Args:
+        optimizer: Optimizer with methods `eval` and `train`, which set the average and the weights.
+        parts: The model, or its stages on this rank.
+    """
     optimizer.eval()
     _reshard(parts)
     try:
@@ -93,7 +104,7 @@ def of_optimizer(optimizer: Any, parts: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _reshard(parts: Sequence[nn.Module]) -> None:
-    """Let FSDP drop what it has gathered: it may be of other weights."""
+    """Make FSDP drop its gathered weights, which may be outdated."""
     for part in parts:
         for module in part.modules():
             if isinstance(module, FSDPModule):
@@ -101,10 +112,11 @@ def _reshard(parts: Sequence[nn.Module]) -> None:
 
 
 def averaged(step: Any, *, wanted: bool = True) -> AbstractContextManager[None]:
-    """Return a block in which the model has an average of its weights: the job's, if that is wanted, or the optimizer's.
+    """Return a block in which the model has an average of its weights: the job's, or the optimizer's.
 
     Args:
-        step: a TrainStep.
+        step: The run's TrainStep.
+        wanted: Use the job's average if there is one.
     """
     step.before_change()
     if step.average is not None and wanted:

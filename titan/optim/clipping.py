@@ -1,4 +1,4 @@
-"""Compute the global gradient norm and clip by it, for plain tensors and DTensors in any mix.
+"""Gradient clipping by the global norm, for plain tensors and DTensors in any mix.
 
 A gradient's squared norm is the sum over its shards: each rank sums its own shards' squares, and one all-reduce
 for each set of mesh axes over which gradients are sharded adds them up. Replicated gradients count once.
@@ -22,13 +22,22 @@ _SMALL = 2**16  # elements
 def clip_gradients(
     parameters: Iterable[Tensor], *, max_norm: float, stages: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Scale all gradients in place so that their global L2 norm is at most max_norm; returns the norm before that.
-    max_norm = 0 scales nothing; a negative one raises ValueError.
+    """Scale all gradients in place so that their global L2 norm is at most `max_norm`.
 
-    The norm is a scalar fp32 tensor on the gradients' device, the same on every rank of their meshes; nothing
-    is copied to the host. stages: pipeline ranks, whose parameters are others; one without gradients (frozen) adds 0.
-    Look at the norm before the step: a NaN makes all gradients NaN, an infinite one makes them 0, and NaN where they were
-    infinite themselves.
+    Check the norm before the optimizer's step. A NaN norm makes all gradients NaN. An infinite norm makes them 0, and NaN
+    where they were infinite.
+
+    Args:
+        parameters: Parameters, some of which may have no gradient.
+        max_norm: Largest norm. 0 scales nothing.
+        stages: Pipeline ranks, which have different parameters. A rank without gradients (frozen) adds 0.
+
+    Returns:
+        The norm before scaling: an fp32 scalar on the gradients' device, the same on every rank of their meshes. Nothing is
+        copied to the host.
+
+    Raises:
+        ValueError: `max_norm` is negative.
     """
     if max_norm < 0:
         raise ValueError(f"max_norm is {max_norm}: must be positive, or 0 for no clipping")
@@ -49,8 +58,7 @@ def clip_gradients(
     norm = square.sqrt()
     if not max_norm:
         return norm
-    # 1e-6 as in torch: a norm of 0 divides by something. A clamp in place of an `if` keeps the
-    # decision on the device.
+    # 1e-6 as in torch, against a division by 0. A clamp in place of an `if` keeps the decision on the device.
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for grads in locals_by_axes.values():
         torch._foreach_mul_(grads, scale)
@@ -58,7 +66,11 @@ def clip_gradients(
 
 
 def reduce_squares(local_by_groups: dict[tuple[dist.ProcessGroup, ...], Tensor]) -> Tensor:
-    """Return the global sum of squares from local ones, keyed by the process groups over which they must be summed."""
+    """Return the global sum of squares.
+
+    Args:
+        local_by_groups: Local sums, by the process groups over which each must be summed.
+    """
     assert local_by_groups, "no parameter has a gradient"
     for groups, square in local_by_groups.items():
         for group in groups:
@@ -67,10 +79,10 @@ def reduce_squares(local_by_groups: dict[tuple[dist.ProcessGroup, ...], Tensor])
 
 
 def local_sum_of_squares(grads: list[Tensor]) -> Tensor:
-    """Return the sum of squares of this rank's parts, in fp32."""
+    """Return the sum of squares of this rank's shards, in fp32."""
     if grads[0].device.type == "cpu":
-        # torch's norm kernel on a CPU adds up one by one: off by 1e-5 at a million elements. sum() adds pairwise. Small
-        # gradients are joined, for in a small model a call costs more than its work.
+        # torch's norm kernel on a CPU adds elements one by one: off by 1e-5 at a million elements. sum() adds pairwise. Small
+        # gradients are joined, since in a small model a call costs more than its work.
         small = [grad.reshape(-1) for grad in grads if grad.numel() < _SMALL]
         rest = [grad for grad in grads if grad.numel() >= _SMALL]
         parts = [torch.cat(small), *rest] if small else rest
@@ -79,18 +91,18 @@ def local_sum_of_squares(grads: list[Tensor]) -> Tensor:
 
 
 def local_gradient(parameter: Tensor) -> tuple[Tensor, tuple[dist.ProcessGroup, ...]]:
-    """Return this rank's part of a gradient, laid out like the parameter, and the groups over which it is sharded."""
+    """Return this rank's shard of a gradient, laid out like the parameter, and the groups over which it is sharded."""
     grad = parameter.grad
     assert grad is not None
     if not isinstance(grad, DTensor):
         return grad, ()
     assert isinstance(parameter, DTensor)
     if grad.placements != parameter.placements:
-        # Tensor parallelism leaves some gradients as unfinished sums.
+        # Tensor parallelism leaves some gradients as partial sums.
         grad = grad.redistribute(placements=parameter.placements)
         parameter.grad = grad
     mesh = grad.device_mesh
-    # One group for each axis that cuts the gradient. The sum over all of them is the sum over its shards.
+    # One group for each axis that shards the gradient. The sum over all these axes is the sum over its shards.
     groups = tuple(
         mesh.get_group(axis)
         for axis, place in enumerate(grad.placements)

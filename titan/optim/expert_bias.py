@@ -1,5 +1,4 @@
-"""Balance the experts' loads once a step: sum them over ranks, move the routing bias, and keep them
-for the next step.
+"""Balancing of the experts' loads once a step: sum over ranks, move of the routing bias, and loads for the next step.
 
 Loads are integers, so their sum, and with it the bias, is the same bits in every layout as long as routes are the same.
 """
@@ -18,9 +17,12 @@ from titan.parallel.mesh import submesh
 
 
 class ExpertBiasBalancer:
-    """Balance the MoE modules of this rank. moes: by name.
+    """Balancer of the MoE modules of this rank.
 
-    group: ranks that hold different tokens of a step. loads: of the step that ended last, over all ranks, (layers, E) int64.
+    Attributes:
+        moes: Modules by name.
+        group: Ranks that hold different tokens of a step. None: no sum over ranks.
+        loads: Loads of the last step that ended, over all ranks, (layers, E) int64.
     """
 
     def __init__(self, moes: Mapping[str, MoE], *, group: dist.ProcessGroup | None) -> None:
@@ -29,19 +31,33 @@ class ExpertBiasBalancer:
 
     @classmethod
     def of(cls, moes: Mapping[str, MoE], mesh: DeviceMesh) -> ExpertBiasBalancer:
-        """Return the balance of these modules over the ranks of a mesh that hold different tokens."""
+        """Return the balancer of MoE modules over the ranks of a mesh that hold different tokens.
+
+        Args:
+            moes: Modules of this rank, by name.
+            mesh: Mesh of the layout.
+        """
         axes = ("dp_replicate", "dp_shard", "cp", "tp")
         tokens = submesh(mesh, *axes, flatten=True) if moes else None
         return cls(moes, group=None if tokens is None else tokens.get_group())
 
     def begin(self, *, num_sequences: int, num_tokens: int) -> None:
-        """Set what the balance terms of a step are divided by: the size of the global batch."""
+        """Set the size of the global batch, by which the balance terms of a step are divided.
+
+        Args:
+            num_sequences: Sequences of the global batch.
+            num_tokens: Tokens of the global batch.
+        """
         for moe in self.moes.values():
             moe.num_sequences, moe.num_tokens = num_sequences, num_tokens
 
     @torch.no_grad()
     def sum_loads(self, sum_over_groups: Callable[[Sequence[Tensor]], None]) -> None:
-        """Sum the loads of a step over ranks, and over replica groups."""
+        """Sum the loads of a step over ranks and replica groups.
+
+        Args:
+            sum_over_groups: Function that sums tensors over replica groups, in place.
+        """
         if not self.moes:
             return
         # One reduction for all layers.
@@ -49,7 +65,7 @@ class ExpertBiasBalancer:
         if self.group is not None:
             dist.all_reduce(loads, group=self.group)
         sum_over_groups([loads])
-        # Also after a step that is refused: the next one counts from 0.
+        # Even if the step is refused: the next step counts from 0.
         torch._foreach_zero_([moe.loads for moe in self.moes.values()])
 
     @torch.no_grad()
@@ -63,14 +79,19 @@ class ExpertBiasBalancer:
 
 
 def move_biases(biases_E: Sequence[Tensor], loads_LE: Tensor, *, step: float) -> None:
-    """Raise the bias of experts with less than the mean load by `step` and lower that of others (arXiv:2408.15664).
+    """Raise the bias of experts with less than the mean load by `step`, and lower the others' (arXiv:2408.15664).
 
-    The mean of the moves is taken off: only differences between biases choose an expert.
+    The mean of the moves is subtracted, since only differences between biases affect the choice of experts.
+
+    Args:
+        biases_E: Bias of each layer, changed in place.
+        loads_LE: Loads of each layer.
+        step: Size of a move.
     """
     if step:
-        # In integers: a load equals the mean or it does not.
+        # In integers, so that a load equal to the mean is found exactly.
         total_L1 = loads_LE.sum(-1, keepdim=True)
         moves_LE = step * (total_L1 - loads_LE * loads_LE.shape[-1]).sign().float()
         moves_LE -= moves_LE.mean(-1, keepdim=True)
-        # All layers at once: a kernel for each would cost the host more than they do.
+        # All layers at once: launching a kernel for each would cost more than the kernels.
         torch._foreach_add_(list(biases_E), list(moves_LE.unbind()))

@@ -1,11 +1,10 @@
-"""Step the optimizer in the backward pass: each parameter is updated, and its gradient freed, as
-soon as it is there.
+"""Optimizer in the backward pass: each parameter is updated, and its gradient freed, as soon as the gradient is complete.
 
-So the gradients of the whole model never exist at once (LOMO, arXiv:2306.09782): with FSDP those of one block do. What
-it costs: the global norm is known only when every update is made, so that nothing can be clipped by it.
+So the gradients of the whole model never exist at once (LOMO, arXiv:2306.09782): with FSDP only those of one block do. The
+cost: the global norm is known only after all updates, so gradients cannot be clipped by it.
 
-Hooks run when a gradient is accumulated; FSDP2 calls them with reduced, sharded gradients. Any optimizer that
-updates parameters one by one will do.
+Hooks run when a gradient is accumulated; FSDP2 calls them with reduced, sharded gradients. The optimizer must update
+parameters one by one.
 """
 
 from __future__ import annotations
@@ -22,8 +21,13 @@ from .clipping import local_gradient, local_sum_of_squares, reduce_squares
 
 
 class OptimizerInBackward:
-    """Take over an optimizer's steps. Set `active` before a backward pass: whether it completes the
-    gradients (the last micro-batch) or only adds to them."""
+    """Optimizer whose steps run in the backward pass.
+
+    Attributes:
+        optimizer: The optimizer.
+        active: Whether the next backward pass completes the gradients (the last micro-batch) or only adds to them. The
+            caller sets it before each pass.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer, self.active = optimizer, False
@@ -36,7 +40,7 @@ class OptimizerInBackward:
     def _update(self, group: dict[str, Any], parameter: Tensor) -> None:
         if not self.active:
             return
-        # Noted before the gradient is freed below.
+        # Recorded before the gradient is freed below.
         grad, groups = local_gradient(parameter)
         self._squares[groups].append(local_sum_of_squares([grad]))
         # The optimizer sees one group of one parameter for a moment.
@@ -49,8 +53,8 @@ class OptimizerInBackward:
         parameter.grad = None
 
     def finish(self) -> Tensor:
-        """Return the global gradient norm of the step that ended, as `clip_gradients` gives it; 0 if no gradient was used."""
-        # Gradients that the last micro-batch added nothing to are complete only now.
+        """Return the global gradient norm of the step that ended, as `clip_gradients` does. 0: no gradient was used."""
+        # Parameters that the last micro-batch did not reach still have gradients, which are applied now.
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

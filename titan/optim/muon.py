@@ -1,19 +1,27 @@
-"""Optimize the matrices of the blocks with Muon: momentum whose singular values are made equal
-(Jordan et al., 2024, kellerjordan.github.io/posts/muon). Another optimizer has everything else
-(embedding, output layer, norms).
+"""Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon): momentum with equalized singular values, for matrices of blocks.
 
-    M <- beta M + (1 - beta) G                        kept: one moment rather than Adam's two
+Another optimizer has all other parameters (embedding, output layer, norms).
+
+    M <- beta M + (1 - beta) G                        stored: one moment rather than Adam's two
     U <- NewtonSchulz(G + beta (M - G))               U S V^T -> about U V^T; without `nesterov`, of M
     W <- (1 - lr decay) W - lr 0.2 sqrt(max(R, C)) U  the update's elements are as large as AdamW's, so that
                                                       its learning rate serves (arXiv:2502.16982, section 2.2)
 
-Newton-Schulz needs whole matrices, and ranks hold shards. Each rank takes different whole matrices from a batch
-of them: per axis of the mesh that cuts matrices, one all-to-all makes shards of N matrices into whole ones, N / ranks on
-each, and another takes the updates back. No rank does what another does, except replicas (DDP, HSDP), whose
-shards nobody else's work could save sending.
+Newton-Schulz needs whole matrices, and ranks hold shards. So each rank owns some whole matrices of a batch: for each mesh
+axis that shards matrices, one all-to-all gathers the shards of N matrices to their owners, N / ranks to each, and another
+all-to-all gives the updates back as shards. No rank repeats the work of another rank, except replicas (DDP, HSDP).
 
-Batches follow each other as on a conveyor: while the matrices of one are orthogonalized, those of the next arrive, and the updates of
-the one before leave. A batch is as many matrices of one shape as fill a number of bytes, so small ones are multiplied together.
+Example: two ranks with FSDP, and two batches, X and Y, of three (4, 6) matrices each. Each rank holds shards (3, 2, 6) of a
+batch. Of X, rank 0 owns two matrices, (2, 4, 6), and rank 1 one, (1, 4, 6). The remainder of Y goes to rank 1: rank 0 owns one
+matrix and rank 1 two. Rank 0 runs these rounds:
+
+    1  send the shards of X, (3, 2, 6); the other optimizer steps
+    2  send the shards of Y, (3, 2, 6); receive X, (2, 4, 6), orthogonalize it, send the updates
+    3  receive Y, (1, 4, 6), orthogonalize it, send the updates; receive the updates of X, (3, 2, 6), and change its weights
+    4  receive the updates of Y, (3, 2, 6), and change its weights
+
+So the shards of Y travel while X is orthogonalized, and the updates of X travel while Y is orthogonalized. A batch has
+matrices of one shape, up to a number of bytes, so that small matrices share one matmul.
 
 N matrices of a batch, n of this rank; R rows, r of a shard; C columns
 """
@@ -45,19 +53,20 @@ BATCH_BYTES = (
     2**27
 )  # of a rank's matrices of a batch in `ns_dtype`, of which it holds about ten copies; a larger matrix comes alone
 
-# What exchanges matrices: it yields whenever something is under way, and returns what has arrived.
+# A collective over matrices as a generator: it yields while the collective runs, and returns the received matrices.
 Exchange = Generator[None, None, Tensor]
 
 
 class Muon(torch.optim.Optimizer):
-    """Update matrices by Muon, and the other parameters by another optimizer.
+    """Muon for matrices, and another optimizer for the other parameters.
 
-    Args:
-        matrices: two-dimensional, or stacks of matrices (experts), each of which is one.
-        others: the optimizer of the remaining parameters; its groups are also this one's.
-        lr, weight_decay, momentum, nesterov: as in SGD with decoupled decay.
-        ns_steps, ns_dtype: iterations of Newton-Schulz, and the precision in which they run and send.
-        seeds: of stochastic rounding; None: round to the nearest.
+    Attributes:
+        others: Optimizer of the other parameters. Its groups are also groups of this optimizer.
+        momentum: As in SGD.
+        nesterov: As in SGD.
+        ns_steps: Iterations of Newton-Schulz.
+        ns_dtype: Precision of Newton-Schulz and of the collectives.
+        seeds: Seeds of stochastic rounding. None: round to the nearest.
     """
 
     def __init__(
@@ -73,6 +82,19 @@ class Muon(torch.optim.Optimizer):
         ns_dtype: torch.dtype = torch.bfloat16,
         seeds: RoundingSeeds | None = None,
     ) -> None:
+        """Create the optimizer, without state.
+
+        Args:
+            matrices: Two-dimensional parameters, or stacks of matrices (experts), in which each matrix is treated separately.
+            others: Optimizer of the other parameters.
+            lr: Learning rate.
+            weight_decay: Decoupled weight decay.
+            momentum: As in SGD.
+            nesterov: As in SGD.
+            ns_steps: Iterations of Newton-Schulz.
+            ns_dtype: Precision of Newton-Schulz and of the collectives.
+            seeds: Seeds of stochastic rounding. None: round to the nearest.
+        """
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay})
         self.momentum, self.nesterov = momentum, nesterov
         self.ns_steps, self.ns_dtype, self.seeds = ns_steps, ns_dtype, seeds
@@ -83,7 +105,7 @@ class Muon(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         load_as_saved(self, state_dict)
-        # torch has made new groups and a new state, so share these.
+        # torch has made new groups and a new state, which `others` must share again.
         self.others.param_groups, self.others.state = self.param_groups[1:], self.state
 
     @torch.no_grad()
@@ -92,7 +114,7 @@ class Muon(torch.optim.Optimizer):
         group = self.param_groups[0]
         rounds = _interleave(self._updates(group))
         next(rounds, None)
-        self.others.step()  # behind the first exchange
+        self.others.step()  # while the first all-to-all runs
         for _ in rounds:
             pass
         return loss
@@ -106,15 +128,18 @@ class Muon(torch.optim.Optimizer):
     def _update(
         self, batch: list[Tensor], group: dict[str, Any], turn: int
     ) -> Generator[None, None, None]:
-        """Update matrices of one shape and layout. Yields while something is exchanged. turn: the parameters in batches before, which
-        every rank counts alike: groups that cut one batch after the other must agree on who gets what."""
+        """Update matrices of one shape and layout. Yields while a collective runs.
+
+        `turn` is the number of parameters in earlier batches, which is equal on all ranks: groups that share a batch along
+        several axes must agree on the owners.
+        """
         cuts = cuts_of(batch[0])
         # All matrices of the batch at once: they have one shape and layout.
         x = self._momentum(batch)
         stacked = x.shape
-        x = x.flatten(0, -3)  # experts of a stack are matrices as others
+        x = x.flatten(0, -3)  # each expert of a stack is a matrix of the batch
         counts = []
-        # One exchange per mesh axis that splits the matrices; then each rank has whole ones.
+        # One all-to-all per mesh axis that splits the matrices. After the last each rank has whole matrices.
         for cut in cuts:
             counts.append(_share_out(len(x), cut.group.size(), first=turn))
             turn //= cut.group.size()
@@ -134,7 +159,7 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_copy_(mine, list(new.unbind()))
 
     def _rounded(self, new: Tensor, first: Tensor) -> Tensor:
-        """Return fp32 values in bf16, rounded stochastically. first: the first matrix of those stacked."""
+        """Return fp32 values in bf16, rounded stochastically with the seed of `first`, the first stacked matrix."""
         from torchao.optim.quant_utils import _fp32_to_bf16_sr
 
         assert self.seeds is not None
@@ -147,14 +172,14 @@ class Muon(torch.optim.Optimizer):
         self.state[matrix]["momentum"] = torch.zeros_like(plain(matrix))
 
     def _momentum(self, batch: list[Tensor]) -> Tensor:
-        """Return the local shards of what is to be orthogonalized, stacked."""
+        """Update the momentum, and return the local shards to orthogonalize, stacked."""
         x = torch.empty(
             len(batch), *local(batch[0]).shape, dtype=self.ns_dtype, device=batch[0].device
         )
         for part in _parts(batch):
             grads = [local(p.grad) for p in batch[part]]
             averages = [local(self.state[p]["momentum"]) for p in batch[part]]
-            # In place: the kept moment.
+            # In place: this is the stored moment.
             torch._foreach_lerp_(averages, grads, 1 - self.momentum)
             if self.nesterov:
                 averages = torch._foreach_lerp(grads, averages, self.momentum)
@@ -163,8 +188,16 @@ class Muon(torch.optim.Optimizer):
 
 
 def newton_schulz(x_NRC: Tensor, *, steps: int) -> Tensor:
-    """Return matrices with the same singular vectors and singular values near 1, in the dtype of x."""
-    if x_NRC.shape[-2] > x_NRC.shape[-1]:  # the products of the short side are smaller
+    """Return matrices with the same singular vectors and singular values near 1.
+
+    Args:
+        x_NRC: Whole matrices.
+        steps: Number of iterations.
+
+    Returns:
+        Matrices (N, R, C) in the dtype of x.
+    """
+    if x_NRC.shape[-2] > x_NRC.shape[-1]:  # the Gram matrix of the short side is smaller
         return newton_schulz(x_NRC.mT, steps=steps).mT
     a, b, c = COEFFICIENTS
     # The Frobenius norm bounds the largest singular value, so the iteration starts at 1 or below.
@@ -178,8 +211,13 @@ def newton_schulz(x_NRC: Tensor, *, steps: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Cut:
-    """Say how one mesh axis splits a matrix: along `dim`, `size` long before the cut, in parts of
-    `part`, the last ones shorter."""
+    """Split of a matrix by one mesh axis.
+
+    Attributes:
+        group: Ranks of the axis.
+        dim: Dimension that is split.
+        size: Its length before the split.
+    """
 
     group: dist.ProcessGroup
     dim: int
@@ -196,12 +234,15 @@ class Cut:
 
 
 def cuts_of(parameter: Tensor) -> list[Cut]:
-    """Return the last cut first, which is the order in which they are joined. Cuts between the matrices of a stack are none."""
+    """Return the cuts of a parameter's matrices, the last cut first, which is the order in which shards are joined.
+
+    Splits between the matrices of a stack are not among them.
+    """
     if not isinstance(parameter, DTensor):
         return []
-    # Axes that replicate do not cut.
+    # Axes that replicate do not split matrices.
     axes = [i for i, place in enumerate(parameter.placements) if not isinstance(place, Replicate)]
-    # FSDP cuts what tensor parallelism has cut; DTensor calls that strided where it is the same dimension.
+    # FSDP splits the shards of tensor parallelism; on the same dimension DTensor calls that a strided shard.
     axes.sort(key=lambda i: hasattr(parameter.placements[i], "split_factor"))
     cuts, shape = [], list(parameter.shape)
     for axis in axes:
@@ -213,19 +254,36 @@ def cuts_of(parameter: Tensor) -> list[Cut]:
 
 
 def collect(x_NrC: Tensor, cut: Cut, *, counts: list[int]) -> Exchange:
-    """Exchange shards of N matrices for this rank's n whole ones. Rank k gets counts[k]. (Or
-    columns instead of rows.)"""
+    """Gather shards of N matrices to their owners.
+
+    Args:
+        x_NrC: This rank's shards, in rows or in columns.
+        cut: The split to undo.
+        counts: Number of matrices that each rank owns.
+
+    Returns:
+        The whole matrices that this rank owns, (n, R, C). Yields while the all-to-all runs.
+    """
     ranks, n = cut.group.size(), counts[cut.group.rank()]
-    # Equal parts, since the exchange sends blocks of one size.
+    # Equal parts, since the all-to-all sends blocks of one size.
     sent = _pad(x_NrC, dim=cut.dim, size=cut.part)
     received = yield from _all_to_all(sent, [n] * ranks, counts, cut.group)
-    # (ranks x n, ...) -> (n, ..., ranks x part, ...): the parts side by side; the padding of the last ones goes.
+    # (ranks x n, ...) -> (n, ..., ranks x part, ...): the parts side by side, without the padding of the last parts.
     whole = received.unflatten(0, (ranks, n)).movedim(0, 1 + cut.dim)
     return whole.flatten(1 + cut.dim, 2 + cut.dim).narrow(1 + cut.dim, 0, cut.size)
 
 
 def give_back(x_nRC: Tensor, cut: Cut, *, counts: list[int]) -> Exchange:
-    """Exchange this rank's n whole matrices for its shards of all N."""
+    """Give the owners' matrices back as shards.
+
+    Args:
+        x_nRC: The whole matrices that this rank owns.
+        cut: The split to apply.
+        counts: Number of matrices that each rank owns.
+
+    Returns:
+        This rank's shards of all N matrices, (N, r, C). Yields while the all-to-all runs.
+    """
     ranks, n = cut.group.size(), counts[cut.group.rank()]
     whole = _pad(x_nRC, dim=cut.dim, size=cut.part * ranks)
     parts = whole.unflatten(1 + cut.dim, (ranks, cut.part)).movedim(1 + cut.dim, 0)
@@ -236,6 +294,7 @@ def give_back(x_nRC: Tensor, cut: Cut, *, counts: list[int]) -> Exchange:
 def _all_to_all(
     sent: Tensor, ours: list[int], theirs: list[int], group: dist.ProcessGroup
 ) -> Exchange:
+    """Start an all-to-all, yield while it runs, and return the received blocks."""
     received = sent.new_empty(sum(ours), *sent.shape[1:])
     work = dist.all_to_all_single(
         received, sent.contiguous(), ours, theirs, group=group, async_op=True
@@ -247,13 +306,13 @@ def _all_to_all(
 
 
 def _interleave(updates: Iterator[Generator[None, None, None]]) -> Generator[None, None, None]:
-    """Run all updates: in each round one more is started, and those under way go a step further. Yields after each round."""
+    """Run all updates interleaved: each round starts one more update and advances the others by one stage, then yields."""
     under_way: list[Generator[None, None, None]] = []
     while True:
         under_way += islice(updates, 1)
         if not under_way:
             return
-        # The newest first: its exchange must be under way before an older one computes.
+        # The newest first: its all-to-all must run before an older update computes.
         for update in under_way[::-1]:
             if next(update, "done") == "done":
                 under_way.remove(update)
@@ -268,25 +327,28 @@ def _pad(x_NRC: Tensor, *, dim: int, size: int) -> Tensor:
 
 
 def _share_out(num: int, ranks: int, *, first: int) -> list[int]:
-    """Return how many matrices each rank gets, evenly: those left over go to the ranks from `first` on, where the batch before ended."""
+    """Return how many matrices each rank owns: equal shares, with the remainder on the ranks from `first` on."""
     return [num // ranks + ((rank - first) % ranks < num % ranks) for rank in range(ranks)]
 
 
 def _parts(batch: Sequence[Tensor]) -> list[slice]:
-    """Return the parts of a batch whose copies in fp32 are made at once."""
+    """Return slices of a batch whose fp32 copies are made at once."""
     size = max(1, LARGEST // max(1, local(batch[0]).numel()))
     return [slice(start, start + size) for start in range(0, len(batch), size)]
 
 
 def _batches(matrices: list[Any], *, itemsize: int) -> Iterator[list[Any]]:
-    """Yield matrices of one shape and layout, as many at a time as give each rank that cuts them BATCH_BYTES to orthogonalize, or one."""
+    """Yield batches of matrices of one shape and layout.
+
+    For each rank that shards it, a batch has as many whole matrices as fit into BATCH_BYTES, or one.
+    """
     alike = defaultdict(list)
     for matrix in matrices:
         # Matrices of one batch are stacked, and cut along the same axes.
         alike[matrix.shape, getattr(matrix, "placements", ())].append(matrix)
-    # The largest first, for ranks share each kind evenly.
+    # The largest first. Ranks share each kind evenly.
     for same in sorted(alike.values(), key=lambda same: -same[0].numel()):
-        # The whole tensor's, since ranks may hold shards of different sizes. A rank has some matrices of a stack only.
+        # The size of whole matrices, since ranks may hold shards of different sizes. Of a stack, a rank has some matrices only.
         whole = math.prod(same[0].shape[-2:]) * math.prod(local(same[0]).shape[:-2])
         ranks = math.prod(cut.group.size() for cut in cuts_of(same[0]))
         size = ranks * max(1, BATCH_BYTES // (max(1, whole) * itemsize))

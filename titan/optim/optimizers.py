@@ -1,6 +1,6 @@
-"""Build the optimizer from its section: matrices are decayed, norms and biases only with `decay_norms`.
+"""Construction of the optimizer from its section. Matrices are decayed, norms and biases only with `decay_norms`.
 
-    AdamW, Adam   torch's fused kernel where weights and moments share a precision; else adam.py
+    AdamW, Adam   torch's fused kernel if weights and moments share a precision, otherwise adam.py
     AdamW8bit     adam.py, moments in 8 bits
     Muon          muon.py for the matrices of the blocks, AdamW for the rest
 
@@ -33,7 +33,7 @@ from .rounding import RoundingSeeds
 
 
 def is_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Return whether a parameter is a matrix or a stack of them. A stack of biases is one of vectors."""
+    """Return whether a parameter is a matrix or a stack of matrices. A stack of biases is neither."""
     return parameter.ndim >= 2 and not name.endswith("bias")
 
 
@@ -44,9 +44,13 @@ def parameter_groups(
     decay_norms: bool = False,
     names: Iterable[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return two groups: matrices, which are decayed, and vectors, which are with `decay_norms`.
+    """Return two groups of trained parameters: matrices, and vectors, which are decayed only with `decay_norms`.
 
-    names: of all parameters, if stacks of biases may be among them.
+    Args:
+        parameters: The parameters. Frozen parameters are left out.
+        weight_decay: Weight decay of matrices.
+        decay_norms: Decay vectors, too.
+        names: Names of all parameters. Needed if there are stacks of biases.
     """
     named = zip(names or repeat(""), parameters, strict=False)
     trained = [(is_matrix(name, p), p) for name, p in named if p.requires_grad]
@@ -64,8 +68,12 @@ def build_optimizer(
     *,
     seed: int = 0,
 ) -> torch.optim.Optimizer:
-    """Build the optimizer of a section. A section that a third party registers builds it itself:
-    it has a method `build(parameters) -> torch.optim.Optimizer`. seed: of stochastic rounding.
+    """Build the optimizer of a section.
+
+    Args:
+        section: [optimizer]. A third party's section has a method `build(parameters) -> torch.optim.Optimizer`, which is called.
+        named_parameters: Parameters of the model, or of this rank's stages, with their names.
+        seed: Seed of stochastic rounding.
     """
     named = {canonical_name(name): p for name, p in named_parameters if p.requires_grad}
     build: Any = getattr(section, "build", None)
@@ -83,16 +91,22 @@ def build_optimizer(
 
 
 def allocate_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Give every parameter without a state the one that its first step begins with. False: the optimizer is not one of ours.
+    """Create the missing states of an optimizer's parameters, as their first step would.
 
-    So a checkpoint has a state for each, also for one that has had no gradient so far, and can be loaded into.
+    So a checkpoint has a state for each parameter, even without a gradient so far, and can be loaded into it.
+
+    Args:
+        optimizer: The optimizer.
+
+    Returns:
+        Whether titan can create this optimizer's states.
     """
     if isinstance(optimizer, Muon):
         for matrix in optimizer.param_groups[0]["params"]:
             if not optimizer.state[matrix]:
                 optimizer.init_state(matrix)
         return allocate_state(optimizer.others)
-    # amsgrad keeps a third moment, which is not made here.
+    # amsgrad has a third moment, which is not created here.
     is_torchs = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
     is_torchs = is_torchs and not optimizer.defaults["amsgrad"]
     if not (is_torchs or isinstance(optimizer, SmallAdam)):
@@ -117,6 +131,7 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> bool:
 def _adam(
     section: AdamOptions, named: Mapping[str, nn.Parameter], *, lr: float, seed: int
 ) -> torch.optim.Optimizer:
+    """Build Adam or AdamW: torch's, or `SmallAdam`."""
     groups = parameter_groups(
         named.values(),
         weight_decay=section.weight_decay,
@@ -152,7 +167,7 @@ def _adam(
 def _muon(
     section: MuonSection, named: Mapping[str, nn.Parameter], *, seed: int
 ) -> torch.optim.Optimizer:
-    """Build Muon. Blocks are the children of `layers`, the one name that every model family shares."""
+    """Build Muon. Blocks are the children of `layers`, a name that every model family shares."""
     in_blocks = {k: p for k, p in named.items() if k.startswith("layers.") and is_matrix(k, p)}
     rest = {name: p for name, p in named.items() if name not in in_blocks}
     adam_lr = section.lr if section.adam_lr is None else section.adam_lr
@@ -173,6 +188,7 @@ def _muon(
 
 
 def _state_dtype(section: AdamOptions) -> torch.dtype | None:
+    """Return the precision of the moments. None: that of the weights."""
     if isinstance(section, AdamW8bitSection):
         return torch.uint8
     name = section.state_dtype if isinstance(section, AdamWSection) else None

@@ -1,10 +1,11 @@
-"""Stochastic rounding of fp32 to bf16, by torchao: up or down with the odds that make it right on average.
+"""Stochastic rounding of fp32 to bf16, by torchao: up or down, with probabilities that make the mean exact.
 
 A bf16 weight has 8 significant bits. Rounding to the nearest loses an update below a 256th of the weight, step after step.
 Stochastic rounding moves the weight by the update on average, and needs no fp32 master (arXiv:2010.06192).
 
-torchao draws from torch's generator, which is seeded here for each shard and step: replicas of a shard round alike, shards of one
-parameter differently, a resumed run as an uninterrupted one, and nothing else in the run draws other numbers than before.
+torchao draws from torch's generator, which is seeded here for each shard and step. So replicas of a shard round alike, shards
+of one parameter round differently, a resumed run rounds like an uninterrupted run, and other random numbers of the run do
+not change.
 """
 
 from __future__ import annotations
@@ -23,12 +24,18 @@ from titan.parallel.torch_compat import compute_local_shape_and_global_offset
 class RoundingSeeds:
     """Seeds of the stochastic rounding of a run's parameters.
 
-    Args:
-        named: the parameters to round, with their names.
-        seed: of the run.
+    Attributes:
+        seed: Seed of the run.
+        places: Name of each parameter and the offset of this rank's shard in it.
     """
 
     def __init__(self, named: Mapping[str, Tensor], *, seed: int) -> None:
+        """Record the places of the parameters.
+
+        Args:
+            named: Parameters to round, by name.
+            seed: Seed of the run.
+        """
         self.seed = seed
         self.places = {
             parameter: f"{name} at {_offset(parameter)}" for name, parameter in named.items()
@@ -36,7 +43,12 @@ class RoundingSeeds:
 
     @contextmanager
     def seeded(self, parameter: Tensor, step: float) -> Iterator[None]:
-        """Seed torch's generators for one update of a parameter, and put them back afterwards."""
+        """Seed torch's generators for one update of a parameter, and restore them afterwards.
+
+        Args:
+            parameter: The parameter.
+            step: Number of its step.
+        """
         devices = [parameter.device] if parameter.device.type != "cpu" else []
         with torch.random.fork_rng(devices, device_type=parameter.device.type):
             torch.manual_seed(
@@ -46,7 +58,7 @@ class RoundingSeeds:
 
 
 def _offset(parameter: Tensor) -> tuple[int, ...]:
-    """Return where this rank's shard begins in the parameter."""
+    """Return the offset of this rank's shard in the parameter."""
     if not isinstance(parameter, DTensor):
         return (0,) * parameter.ndim
     where = parameter.device_mesh, parameter.placements

@@ -1,4 +1,4 @@
-"""Compute the learning rate as a pure function of the step: resuming needs the step and nothing else."""
+"""Learning rate as a pure function of the step: a resume needs the step and nothing else."""
 
 from __future__ import annotations
 
@@ -11,8 +11,14 @@ from titan.config.toml import tomllib
 
 
 def phases(section: LRSchedulerSection, *, total_steps: int) -> tuple[int, int]:
-    """Return the steps of warm-up and of decay. Where they do not fit, warm-up comes first and decay takes what
-    is left, as in TorchTitan."""
+    """Return the numbers of steps of warm-up and of decay.
+
+    If they do not fit, warm-up comes first and decay takes the remaining steps, as in TorchTitan.
+
+    Args:
+        section: [lr_scheduler].
+        total_steps: Steps of the run, unless the section has its own.
+    """
     total = section.total_steps or total_steps
     warmup = min(section.warmup_steps, total)
     wanted = total if section.decay_ratio is None else round(total * section.decay_ratio)
@@ -26,8 +32,17 @@ def learning_rate_factor(
     total_steps: int,
     phases: Sequence[Phase] = (),
 ) -> float:
-    """Return the share of the peak learning rate for step 1, 2, ... total_steps: of `[lr_scheduler]`, until a phase begins a
-    separate schedule, which lasts until the next one or to the end."""
+    """Return the share of the peak learning rate for a step.
+
+    The schedule of [lr_scheduler] holds until a phase begins a separate schedule, which lasts until the next such phase or
+    the end of the run.
+
+    Args:
+        step: Step, from 1 to total_steps.
+        section: [lr_scheduler].
+        total_steps: Steps of the run.
+        phases: Phases of the run.
+    """
     changes = [phase for phase in phases if phase.section is not None and phase.section.sets_rate]
     firsts = [*(phase.first_step for phase in changes), total_steps + 1]
     until = min(step, firsts[0]) if changes else step
@@ -36,7 +51,7 @@ def learning_rate_factor(
         own = phase.section
         if own is None or step < phase.first_step:
             break
-        # At the end of its schedule, the factor is where the next one goes on.
+        # A phase without lr_factor continues from the factor at the end of the schedule before it.
         factor = factor if own.lr_factor is None else own.lr_factor
         kind = own.decay_type or ("constant" if own.min_lr_factor is None else "linear")
         if kind != "constant":
@@ -47,7 +62,7 @@ def learning_rate_factor(
 
 
 def _scheduled(step: int, *, section: LRSchedulerSection, total_steps: int) -> float:
-    """Return the share of the peak learning rate for step 1, 2, ... total_steps, which is TorchTitan's.
+    """Return the share of the peak learning rate for step 1, 2, ... total_steps, as TorchTitan does.
 
     Linear warm-up reaches 1 at warmup_steps. Then the rate is constant, until it decays along 1 - p (linear), 1 - sqrt(p) (sqrt)
     or (1 + cos(pi p)) / 2 (cosine) in the decay's progress p. Without decay_ratio the decay begins right after warm-up. It would
@@ -67,7 +82,7 @@ def _scheduled(step: int, *, section: LRSchedulerSection, total_steps: int) -> f
 
 
 def _shape(kind: str, progress: float) -> float:
-    """Return what is left of a decay, from 1 to 0."""
+    """Return the remaining share of a decay, from 1 to 0."""
     return {
         "linear": 1 - progress,
         "sqrt": 1 - math.sqrt(progress),
@@ -76,9 +91,16 @@ def _shape(kind: str, progress: float) -> float:
 
 
 def rate_jump(saved: str, config: JobConfig, *, step: int, dp: int) -> str:
-    """Return a line if the step after `step` has less than half or more than twice the rate of `step`, since the job has changed.
+    """Return a warning if a changed job makes the rate jump after a step, to less than half or more than twice.
 
-    Empty: it has not, or the same job would have done so, or a phase that begins there says so. saved: the checkpoint's config, as TOML.
+    Args:
+        saved: Config of the checkpoint, as TOML.
+        config: The job that continues.
+        step: Step of the checkpoint.
+        dp: Data-parallel ranks.
+
+    Returns:
+        The warning, or "" if the saved job would make the same jump, or if a phase that begins there sets the rate.
     """
     try:
         sections = tomllib.loads(saved)
@@ -103,6 +125,6 @@ def rate_jump(saved: str, config: JobConfig, *, step: int, dp: int) -> str:
 
 
 def _rates(job: JobConfig, step: int, *, dp: int) -> list[float]:
-    """Return the rates of a step and the next."""
+    """Return the learning rates of a step and of the next step."""
     how = {"section": job.lr_scheduler, "total_steps": job.training.steps, "phases": phases_of(job, dp=dp)}  # fmt: skip
     return [job.optimizer.lr * learning_rate_factor(n, **how) for n in (step, step + 1)]

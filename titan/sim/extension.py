@@ -1,7 +1,6 @@
-"""Extensions of `titan sim` by other packages. Imports no torch.
+"""Base class of packages' additions to `titan sim`. Imports no torch.
 
-A package registers its subclass under the entry point group `titan.extensions` as sim.NAME
-(titan/config/plug_ins.py).
+A package registers its subclass under the entry point group `titan.extensions` as sim.NAME (titan/config/plug_ins.py).
 """
 
 from __future__ import annotations
@@ -19,12 +18,10 @@ if TYPE_CHECKING:
 
 
 class SimExtension:
-    """Options, facts and files that a package adds to a simulation.
-
-    A subclass overrides the methods that it needs.
+    """Additional options, facts and files of a simulation. A subclass overrides the methods that it needs.
 
     Attributes:
-        files: Names of its options that are paths of its output files, such as "trace" of --trace.
+        files: Names of the extension's options that are paths of written files, such as "trace" of --trace.
     """
 
     files: tuple[str, ...] = ()
@@ -33,20 +30,41 @@ class SimExtension:
         """Add options to the command."""
 
     def check(self, options: Namespace, config: JobConfig) -> None:
-        """Raise `ConfigError` for options that do not go with the job."""
+        """Check the options against the job.
+
+        Args:
+            options: Parsed options of the command.
+            config: The job.
+
+        Raises:
+            ConfigError: An option does not go with the job.
+        """
 
     def facts(self, simulation: Simulation, **how: Any) -> Facts:
-        """Return more facts of a job's first phase, for --json and the page; `how` as for `simulate`."""
+        """Return additional facts of a job's first phase, for --json and the page.
+
+        Args:
+            simulation: The simulated job.
+            **how: Arguments of `simulate`.
+        """
         return {}
 
     def lines(self, facts: Facts) -> Iterable[str]:
-        """Return more lines of the page."""
+        """Return additional lines of the page."""
         return ()
 
     def write(self, simulation: StepSimulation, options: Namespace) -> None:
-        """Write the files that the options name. May raise OSError."""
+        """Write the files that the options name.
+
+        Args:
+            simulation: The simulated step.
+            options: Parsed options of the command.
+
+        Raises:
+            OSError: A file cannot be written.
+        """
 
 
 def sim_extensions() -> list[SimExtension]:
-    """Return an instance of each extension that is installed."""
+    """Return an instance of each installed extension."""
     return [extension() for extension in load_plug_ins("titan.extensions", of="sim")]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Chakra(SimExtension):
-    """Option --chakra FOLDER."""
+    """Option --chakra FOLDER of `titan sim`."""
 
     files = ("chakra",)
 

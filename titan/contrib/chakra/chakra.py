@@ -1,8 +1,9 @@
-"""Write a simulated step as Chakra execution traces of MLCommons (arXiv:2305.14516), a file for each traced rank and one of groups.
+"""Chakra execution traces (MLCommons, arXiv:2305.14516) of a simulated step: a file for each traced rank, and the groups.
 
-A file is messages of Chakra's schema/protobuf/et_def.proto, each behind its length as a varint: GlobalMetadata, then a Node for each
-kernel and each transfer. Attributes have the names and types that Chakra's feeder reads. A node depends on the one before it on its
-stream, on what its stream or the host was made to wait for, and, on a group's own stream, also on the stream that issued it.
+A file is a sequence of messages of Chakra's schema/protobuf/et_def.proto, each behind its length as a varint:
+GlobalMetadata, then a Node for each kernel and each transfer. Attributes have the names and types that Chakra's feeder
+reads. A node depends on the previous node of its stream, and on everything that its stream or the host waits for. A
+transfer on a group's own stream also depends on the stream that issued it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,15 @@ _Attributes = dict[str, tuple[int, int | str]]
 
 
 def write_chakra(simulation: StepSimulation, folder: Path) -> None:
-    """Write rank.N.et for each traced rank, and groups.json: the ranks of each process group by its number. Raises OSError."""
+    """Write rank.N.et for each traced rank, and groups.json, the ranks of each process group by its number.
+
+    Args:
+        simulation: The simulated step.
+        folder: Folder of the files, which is created.
+
+    Raises:
+        OSError: A file cannot be written.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     numbers: dict[tuple[int, ...], int] = {}
     for rank, trace in simulation.traces.items():
@@ -36,15 +45,15 @@ def write_chakra(simulation: StepSimulation, folder: Path) -> None:
 
 
 def _nodes(trace: t.Trace, timeline: RankTimeline, numbers: dict[Any, int]) -> list[bytes]:
-    """Return the nodes of a rank's step. numbers: of groups by their ranks, to which those of this rank are added."""
+    """Return the nodes of a rank's step. Groups of this rank are added to `numbers`, the numbers of groups by their ranks."""
     times = {id(what): (start, end) for start, end, what in timeline.host}
     times |= {id(i.event): (i.start, i.end) for i in timeline.intervals}
     begin_s = min((start for start, _ in times.values()), default=0.0)
-    # What the next node waits for: of a stream, of a group's own stream, or anywhere after the host has waited (HOST).
+    # Nodes that the next node depends on: by stream, by group's own stream, or for all streams after the host waited (HOST).
     last: defaultdict[Any, set[int]] = defaultdict(set)
     events: dict[int, set[int]] = {}
     works: defaultdict[int, set[int]] = defaultdict(set)
-    issued: dict[int, set[int]] = {}  # what the transfers of a work wait for
+    issued: dict[int, set[int]] = {}  # nodes that the transfers of a work depend on
     nodes: list[bytes] = []
     for event in trace.step:
         if isinstance(event, t.Launch | t.Transfer):
@@ -55,7 +64,7 @@ def _nodes(trace: t.Trace, timeline: RankTimeline, numbers: dict[Any, int]) -> l
             else:
                 attributes = _of_kernel(event.kernel)
             parents, last[lane] = last[lane] | last[event.stream] | last[t.HOST], {number}
-            if isinstance(event, t.Transfer):  # those of one work run together
+            if isinstance(event, t.Transfer):  # transfers of one work run together
                 parents = issued.setdefault(event.work, parents)
                 works[event.work].add(number)
                 last[lane] = {*works[event.work]}
@@ -88,6 +97,7 @@ def _of_kernel(kernel: t.Kernel) -> tuple[int, str, _Attributes]:
 def _of_transfer(
     what: t.Transfer, trace: t.Trace, numbers: dict[Any, int]
 ) -> tuple[int, str, _Attributes]:
+    """Return the type, the name and the attributes of a transfer's node."""
     group, kind = trace.groups[what.group], _COLLECTIVE
     attributes: _Attributes = {"comm_size": (_INT64, what.size_bytes)}
     if what.peer >= 0:
@@ -103,7 +113,7 @@ def _of_transfer(
 def _node(
     what: Any, number: int, parents: set[int], start_s: float, duration_s: float, description: Any
 ) -> bytes:
-    """Return a node. Durations are whole microseconds in the schema, so an attribute has nanoseconds."""
+    """Return a node. The schema has durations in whole microseconds, so an attribute has nanoseconds."""
     kind, name, attributes = description
     attributes |= {
         "is_cpu_op": (_BOOL, what.stream == t.HOST),
@@ -117,7 +127,7 @@ def _node(
 
 
 def _field(number: int, value: int | str | bytes) -> bytes:
-    """Return a field of protobuf's wire format: a varint, or text or a message behind its length."""
+    """Return a field of protobuf's wire format: a varint, or a length and the bytes of a text or message."""
     if isinstance(value, int):
         return _varint(number << 3) + _varint(value)
     data = value.encode() if isinstance(value, str) else value
@@ -125,7 +135,7 @@ def _field(number: int, value: int | str | bytes) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    """Return a number in groups of 7 bits, the lowest first, with the top bit set in all but the last."""
+    """Return a number as a varint: groups of 7 bits, the lowest first, with the top bit set in all but the last."""
     data = bytearray()
     while value > 0x7F:
         data.append(value & 0x7F | 0x80)

@@ -1,4 +1,4 @@
-"""Page of pictures with their descriptions, which the demo of vision and language draws at each validation."""
+"""Page of pictures with their descriptions, which the demo of vision and language writes at each validation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ from titan.data import require
 
 
 def write_page(file: Path, pixels: list[np.ndarray], found: list[str], expected: list[str]) -> None:
-    """Draw pictures in four columns, each above its description, green if it is the text, else red and above the text."""
+    """Draw pictures in four columns, each above its description.
+
+    A correct description is green. A wrong description is red, with the expected text below it.
+
+    Args:
+        file: File of the page.
+        pixels: Pictures, (height, width, 3) uint8 each.
+        found: Descriptions that the model generates.
+        expected: Texts of the data.
+    """
     image, drawing = (
         require(f"PIL.{name}", purpose="pictures", extra="vision")
         for name in ("Image", "ImageDraw")

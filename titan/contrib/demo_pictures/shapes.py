@@ -15,7 +15,7 @@ _NUM_VALIDATION = 1024
 
 
 class Shapes(FlowSamples):
-    """Light shapes of random size and place, in grey or colours."""
+    """Endless dataset of light shapes of random size and position, in grey or colours."""
 
     def open(self) -> None:
         self.num_items = 0 if self.split == "train" else _NUM_VALIDATION

@@ -1,4 +1,4 @@
-"""Replica groups that come and go, on torchft."""
+"""Replica groups that join and leave a run, on torchft."""
 
 from __future__ import annotations
 

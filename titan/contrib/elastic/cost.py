@@ -1,14 +1,14 @@
-"""Say what replica groups cost (README.md): what they send each other, and how long a step waits for it.
+"""Cost of replica groups for `titan sim`: the bytes that groups send each other, and the time that a step waits (README.md).
 
-The simulated job is one group. Rank r of each group meets rank r of the others in a ring all-reduce, which network.py prices as any
-other. How often, and of what, is fault_tolerance.semi_sync_method's choice:
+The simulated job is one group. Rank r of each group takes part in a ring all-reduce with rank r of the other groups, which
+network.py prices like any other. fault_tolerance.semi_sync_method decides how often, and of which tensors:
 
     every step    gradients after the backward pass, in buckets, and two numbers
     local_sgd     weights every sync_steps, tensor by tensor
-    diloco        moves of a fragment every sync_steps / num_fragments, tensor by tensor, while `fragment_sync_delay` steps go on.
-                  The weights of the last meeting are in pinned memory: copied to the device twice, and back once
+    diloco        moves of a fragment every sync_steps / num_fragments, tensor by tensor, while `fragment_sync_delay` steps run.
+                  The weights of the last synchronization are in pinned memory: copied to the device twice, and back once
 
-The same job as HSDP has as many replicas in place of groups, over the same link. Asking the lighthouse is not priced.
+The same job as HSDP has as many replicas in place of groups, over the same link. The lighthouse's quorum is not priced.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from .section import groups_of, link_of
 
 
 def group_facts(simulation: Simulation, **how: Any) -> Facts:
-    """Return `groups` of a job with replica groups, else nothing. docs/simulator.md defines every field.
+    """Return the facts `groups` of a job with replica groups, or {} for another job. docs/simulator.md defines every field.
 
     Args:
-        simulation: of one group. how: as for `simulate`, for the same job as HSDP.
+        simulation: The simulation of one group.
+        **how: Arguments of `simulate`, for the same job as HSDP.
     """
     config, step_s = simulation.config, simulation.timeline.step_s
     section, training, profile = groups_of(config), config.training, linked(simulation)
@@ -45,11 +46,12 @@ def group_facts(simulation: Simulation, **how: Any) -> Facts:
     sent = 1 / BYTES[training.dtype] if is_diloco and section.should_quantize else 1.0
 
     def all_reduce_s(size: int) -> float:
+        """Return the seconds of an all-reduce over the groups."""
         data = (ceil(sent * size), training.dtype, 0, True, 0, Scope("clip"))
         transfer = Transfer("all_reduce", group.name, *data)
         return price_transfer(transfer, group, profile, rank=0).seconds
 
-    # Pipeline ranks meet beside each other, so the one with most parameters counts.
+    # Pipeline ranks synchronize at the same time, so the rank with most parameters decides.
     found = (_meetings(trace, config) for trace in simulation.traces.values())
     meetings = max(found, key=lambda meetings: sum(map(sum, meetings)))
     seconds = [sum(map(all_reduce_s, sizes)) for sizes in meetings]
@@ -75,7 +77,7 @@ def group_facts(simulation: Simulation, **how: Any) -> Facts:
 
 
 def linked(simulation: Simulation) -> Profile:
-    """Return the hardware of all groups: no two share a node, and a link leads out of them."""
+    """Return the hardware of all groups: no two groups share a node, and one link joins each group to the others."""
     section, size, profile = link_of(simulation.config), simulation.world_size, simulation.profile
     per_node, card = min(profile.gpus_per_node, size), 8 * profile.nic_gb_per_s
     link = Tier(
@@ -88,9 +90,9 @@ def linked(simulation: Simulation) -> Profile:
 
 
 def _meetings(trace: Trace, config: JobConfig) -> list[list[int]]:
-    """Return the bytes of the tensors that a rank sums in each meeting of a round. After a round, all repeats."""
+    """Return the bytes of the tensors that a rank sums in each synchronization of a round. Every round is the same."""
     section, width = groups_of(config), BYTES[config.training.dtype]
-    # What belongs to no module is a table of positions.
+    # A tensor without a module is a table of positions.
     tensors = [e for e in trace.setup if isinstance(e, Allocate) and e.scope.module]
     if section.semi_sync_method is None:
         buckets = in_buckets((e.size_bytes for e in tensors), lambda size: size // width)
@@ -99,7 +101,7 @@ def _meetings(trace: Trace, config: JobConfig) -> list[list[int]]:
     count = section.num_fragments if section.semi_sync_method == "diloco" else 1
 
     def unit_of(tensor: Allocate) -> list[str]:
-        """Return the path of the block that a tensor is in, or else of the model's child."""
+        """Return the path of a tensor's block, or for tensors outside blocks the path of the model's child."""
         path = tensor.scope.module.split(".")
         return path[: 1 + (path[0] == "layers")]
 
@@ -108,7 +110,7 @@ def _meetings(trace: Trace, config: JobConfig) -> list[list[int]]:
 
 
 def _hsdp(simulation: Simulation, **how: Any) -> Facts | None:
-    """Return time and speed of the job with replicas in place of groups. None: its ranks would not be those of the groups."""
+    """Return time and speed of the job with replicas in place of groups. None: replicas would not be on the groups' ranks."""
     config, layout, size = simulation.config, simulation.layout, simulation.world_size
     count, section = groups_of(config).replica_groups, config.parallelism
     # Pipeline stages come before replicas in the order of ranks.

@@ -4,9 +4,8 @@
     peer -> receiver     8 bytes: length of the header; the header: the state with tensors that have a shape and a dtype only;
                          the bytes of each tensor
 
-titan/health/replica_groups.py calls it. Neither side holds a second copy: the peer sends the
-tensors that it trains, which do not change before all groups go on. The receiver reads the header
-without unpickling.
+replica_groups.py calls it. Neither side holds a second copy: the peer sends the tensors that it trains, which do not change
+before all groups continue. The receiver reads the header without unpickling.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ _TICK_S = 1
 class Healing:
     """torchft's checkpoint transport between replica groups.
 
-    During a quorum it only records which rank gives and which rank needs the state: a transfer
+    During a quorum it only records which rank sends and which rank needs the state: a transfer
     would make all groups wait for each other's quorum.
 
     Attributes:
-        limit_s: time limit of a transfer, in seconds.
-        source: address of the state after a quorum; empty if this rank has the state.
+        limit_s: Time limit of a transfer, in seconds.
+        source: Address of the state after a quorum. Empty if this rank has the state.
     """
 
     def __init__(
@@ -55,11 +54,11 @@ class Healing:
         """Open the server that sends this rank's state.
 
         Args:
-            host: address by which other ranks reach this rank. Only this machine reaches
+            host: Address by which other ranks reach this rank. Only this machine reaches
                 127.0.0.1.
-            device: device of the state.
-            limit_s: time limit of a transfer, in seconds.
-            state: returns the state; called for each transfer, in a thread.
+            device: Device of the state.
+            limit_s: Time limit of a transfer, in seconds.
+            state: Function that returns the state. It is called for each transfer, in a thread.
         """
         self.limit_s, self.source, self._served = limit_s, "", ""
         self._secret = secrets.token_urlsafe(16)
@@ -92,11 +91,13 @@ class Healing:
         Thread(target=self._server.serve_forever, name="titan-healing", daemon=True).start()
 
     def metadata(self) -> str:
+        """Return the address and the secret of this rank's server."""
         return f"{self._address}/{self._secret}"
 
     def send_checkpoint(
         self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta
     ) -> None:
+        """Allow the transfer of a step's state, which the peer then requests."""
         self._served = f"{self._secret}/{step}"
 
     def disallow_checkpoint(self) -> None:
@@ -106,6 +107,7 @@ class Healing:
     def recv_checkpoint(
         self, src_rank: int, metadata: str, step: int, timeout: timedelta
     ) -> dict[str, Any]:
+        """Record where the state comes from, for `receive`, and return torchft's own state only."""
         self.source = f"{metadata}/{step}"
         return {"torchft": {"step": step, "batches_committed": 0}}
 
@@ -113,13 +115,13 @@ class Healing:
         """Receive the state from `source`, on the host.
 
         Args:
-            tick: called once a second during the transfer. Its exception ends the transfer.
+            tick: Function that is called once a second during the transfer. Its exception ends the transfer.
 
         Returns:
             The peer's state, with tensors on the CPU.
 
         Raises:
-            OSError: the state does not come, or takes longer than `limit_s`.
+            OSError: The state does not come, or takes longer than `limit_s`.
         """
         address, _, asked = self.source.partition("/")
         host, _, port = address.rpartition(":")
@@ -155,6 +157,7 @@ class Healing:
         return state
 
     def shutdown(self, wait: bool = True) -> None:
+        """End the server."""
         self._server.shutdown()
 
 

@@ -1,4 +1,16 @@
-"""Train in replica groups (replica_groups.py): share out each step's samples among those that live, and take back a step that a lost group broke."""
+"""Hooks of a run in replica groups: they divide each step's samples among the groups, and undo a step that a lost group broke.
+
+Example: three groups of two data-parallel ranks each, with local_batch_size 4. A step has 3 x 2 x 4 = 24 samples.
+
+    step 1  position  0   group 0: samples  0-7    group 1:  8-15   group 2: 16-23    commits
+    step 2  position 24   group 0: samples 24-31   group 1: 32-39   group 2: 40-47    group 1 is lost: does not commit
+    step 2  position 24   group 0: samples 24-31                    group 2: 32-39    repeated, commits
+    step 3  position 40   group 0: samples 40-47                    group 2: 48-55    commits
+
+In the repeated step group 2 has rank 1 of 2 (2 of 3 before), so its first data-parallel rank is 2 of 4 (4 of 6 before).
+Gradients are divided by the tokens of 16 samples, not of 24. No sample is lost or used twice, and step 4 begins at 56. When
+group 1 returns, it takes the weights and the position from a peer, and steps have 24 samples again.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +48,10 @@ def elastic_hook(trainer: RunContext) -> Hook:
 
 
 class Elastic(Hook):
-    """Membership of a replica group. It must be the first hook: it decides whether a step counts or is repeated.
+    """Membership of a replica group. It must be the first hook: it decides whether a step commits or is repeated.
 
-    With n groups, a step has n times the samples of one. Losses and gradients are divided by the tokens of all of them. If a
-    group is lost, nothing of the step counts: the others repeat it, with the samples that follow the last step that counts.
+    With n groups, a step has n times the samples of one group. Losses and gradients are divided by the tokens of all groups. If
+    a group is lost, the step does not commit: the other groups repeat it, with the samples after the last committed step.
     """
 
     judges = is_first = True
@@ -58,19 +70,21 @@ class Elastic(Hook):
         self.size = 0
 
     def resume(self) -> None:
-        """Join the groups that are training, if there are any; else Checkpointing loads what is on disk.
+        """Join the groups that are training, if there are any. Otherwise Checkpointing loads the state from disk.
 
-        This is the quorum of the first step, too: groups that know of each other wait for each other's sums.
+        This is also the quorum of the first step: groups that know each other wait for each other's sums.
         """
         self._begin()
         self.is_first = True
 
     def before_step(self) -> None:
+        """Make the quorum of the next step."""
         if not self.is_first:
             self._begin()
         self.is_first = False
 
     def step_begin(self) -> None:
+        """Take this group's share of the step's samples, and report a change of the number of groups."""
         trainer = self.trainer
         self.groups.at(trainer.step - 1)
         groups, batch = self.groups, trainer.config.training.local_batch_size
@@ -90,6 +104,7 @@ class Elastic(Hook):
             self.size = groups.size
 
     def updated(self, report: StepReport) -> None:
+        """Undo a step that did not commit."""
         if self.is_committed:
             return
         trainer = self.trainer
@@ -98,12 +113,14 @@ class Elastic(Hook):
         trainer.repeat(self.before)
 
     def columns(self, window: Window, result: Any) -> dict[str, Any]:
+        """Return the number of groups and the step's first sample."""
         return {"replica_groups": self.size, "first_sample": result.first_sample}
 
     def close(self) -> None:
         self.groups.close()
 
     def accept(self, loss: Tensor, grad_norm: Tensor) -> bool:
+        """Return whether the step commits, the same on all ranks of a group."""
         self.is_committed = self.groups.commit()
         return self.is_committed
 
@@ -118,7 +135,7 @@ class Elastic(Hook):
             self._require_same(other, name=name)
 
     def _wait(self, reason: str) -> None:
-        """Say what is waited for, and save what would be lost, once."""
+        """Report the reason of waiting, and save unsaved steps, once."""
         trainer = self.trainer
         needed = groups_of(trainer.config).min_replicas
         text = f"waiting for {needed} replica group{'s' * (needed > 1)}: {reason}"
@@ -134,7 +151,11 @@ class Elastic(Hook):
             checkpointing.save_now()
 
     def _require_same(self, other: str, *, name: str) -> None:
-        """Raise InputError if another group's job, as TOML, differs in what decides about numbers."""
+        """Check that another group's job, as TOML, has the same settings that decide about numbers.
+
+        Raises:
+            InputError: A setting differs.
+        """
         trainer = self.trainer
         sequences = (None, trainer.sequences_per_step)
         changes = changed_settings(other, trainer.config, sequences=sequences)
@@ -169,10 +190,10 @@ class Elastic(Hook):
 
 
 class SemiSync(Elastic):
-    """Let groups train alone, and meet every few steps (torchft's LocalSGD and DiLoCo).
+    """Membership of a replica group that trains alone and synchronizes every few steps (torchft's LocalSGD and DiLoCo).
 
-    Each group has its own share of the samples, whichever others live. A group that comes back takes over a peer's state at its
-    first meeting. What a lost group did since the last one is lost.
+    Each group has a fixed share of the samples, whichever other groups live. A group that comes back takes over a peer's state
+    at its first synchronization. The steps that a lost group has made since the last synchronization are lost.
     """
 
     judges = False
@@ -193,7 +214,10 @@ class SemiSync(Elastic):
         self.groups.synchronize_by(self._meet, commit=self._commit_with_buffers)
 
     def resume(self) -> None:
-        """Leave it to Checkpointing, the outer optimizers' momentum too: peers in the middle of their steps would have to wait."""
+        """Create the outer optimizers. Checkpointing loads all state from disk, their momentum too.
+
+        Healing from a peer begins at the first synchronization: here the peer would have to wait in the middle of its steps.
+        """
         trainer, section = self.trainer, groups_of(self.trainer.config)
         if section.semi_sync_method != "diloco":
             return
@@ -216,6 +240,7 @@ class SemiSync(Elastic):
         return {f"outer.{name}": tensor for items in named for name, tensor in items}
 
     def start(self) -> None:
+        """Start torchft's method, LocalSGD or DiLoCo."""
         from torchft.local_sgd import DiLoCo, LocalSGD
 
         trainer, section = self.trainer, groups_of(self.trainer.config)
@@ -244,8 +269,10 @@ class SemiSync(Elastic):
 
     @torch.no_grad()
     def _commit_with_buffers(self, *args: Any, **kwargs: Any) -> bool:
-        """Average persistent buffers, such as routing biases, where torchft has averaged parameters. Those that are not floating-point
-        numbers are the first group's."""
+        """Average persistent buffers, such as routing biases, when torchft has averaged parameters.
+
+        Integer buffers are copied from the first group.
+        """
         parts = self.trainer.train_step.model_parts
         state = (tensor for part in parts for tensor in part.state_dict(keep_vars=True).values())
         buffers = [x for x in state if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)]
@@ -263,7 +290,7 @@ class SemiSync(Elastic):
         return committed
 
     def _meet(self, **_: Any) -> None:
-        """Begin a meeting; torchft calls this where an optimizer's step ends."""
+        """Begin a synchronization. torchft calls this at the end of an optimizer's step."""
         self.waited_for = ""
         step, text = self.groups.manager.current_step(), to_toml(self.trainer.config)
         with self.trainer.timer.pause("quorum"):
@@ -275,7 +302,7 @@ class SemiSync(Elastic):
 
 
 def _fragments(parts: Sequence[nn.Module], count: int) -> list[nn.Module]:
-    """Return the modules with parameters in `count` runs of about the same length."""
+    """Return the modules with parameters as `count` fragments of similar size."""
     units: list[nn.Module] = []
     for part in parts:
         for name, child in part.named_children():
@@ -289,7 +316,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _changes_of_shape(other: str, mine: str) -> list[str]:
-    """Return what differs in what rank r of two groups must share to hold the same tensors."""
+    """Return settings that differ and that rank r of two groups must share to hold the same tensors."""
     jobs = [tomllib.loads(text) for text in (other, mine)]
     return [
         f"{section}.{key}: {theirs.get(key)} -> {ours.get(key)}"

@@ -1,4 +1,4 @@
-"""Start replica groups on this machine with their lighthouse: `titan train --elastic --groups N`.
+"""Launcher of replica groups and their lighthouse on this machine: `titan train --elastic --groups N`.
 
 Each group is a separate `titan train --nproc`, in RUN/group-0, RUN/group-1 and so on. All write and read checkpoints in one
 folder. A group that ends with an error is started again, and heals from the others' memory.
@@ -31,9 +31,9 @@ from titan.untrusted import InputError
 
 from .section import groups_of
 
-# Set for groups that have no others beside them: all of them, and their lighthouse, are on this machine.
+# Set if all groups and their lighthouse are on this machine.
 LOCAL = "TITAN_LOCAL_GROUPS"
-# Without a sign of life for so long, a group counts as lost. Lost connections are noticed at once.
+# A group without a heartbeat for this long counts as lost. Lost connections are noticed at once.
 _HEARTBEAT_S = 3
 _ENDS = (EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR)
 
@@ -74,12 +74,20 @@ def launch_groups(
     num_processes: int,
     max_restarts: int,
 ) -> int:
-    """Run the groups until the last one has ended. Raises InputError without torchft.
-
-    Returns 0 if a group has trained to the end, whatever became of others, else the largest of their exit codes.
+    """Run the groups until the last group has ended.
 
     Args:
-        num_processes: of each group. max_restarts: of each group.
+        argv: Arguments of `titan train`.
+        config: The job.
+        num_groups: Number of groups.
+        num_processes: Processes of each group.
+        max_restarts: Restarts of each group.
+
+    Returns:
+        0 if a group has trained to the end, otherwise the largest exit code of the groups.
+
+    Raises:
+        InputError: torchft is not installed.
     """
     address, lighthouse = groups_of(config).lighthouse, None
     os.environ.setdefault("RUST_LOG", "error")  # torchft reports every quorum
@@ -92,7 +100,7 @@ def launch_groups(
     command += ["--fault_tolerance.enable=true", f"--fault_tolerance.replica_groups={num_groups}"]
     command += [f"--fault_tolerance.lighthouse={address}", f"--checkpoint.folder={folder}"]
     variables = environment(num_groups * num_processes)  # groups share the cores
-    if lighthouse is not None:  # nobody else joins
+    if lighthouse is not None:  # no group of another machine joins
         variables[LOCAL] = "1"
     groups = [
         _Group(
@@ -108,6 +116,7 @@ def launch_groups(
     ]
 
     def forward(number: int, _: object) -> None:
+        """Pass a signal on to all groups."""
         for group in groups:
             group.signal(number)
 
@@ -126,10 +135,14 @@ def launch_groups(
 
 
 def processes_of_group(num_groups: int, asked: int | None) -> int:
-    """Return the processes of each group, by default one for each accelerator. Raises ConfigError if groups would share accelerators.
+    """Return the number of processes of each group.
 
     Args:
-        asked: the value of --nproc.
+        num_groups: Number of groups.
+        asked: Value of --nproc. None: one process for each accelerator.
+
+    Raises:
+        ConfigError: The accelerators do not suffice, or do not divide among the groups.
     """
     count = hardware.count_accelerators()
     each = asked or max(1, count // num_groups)
@@ -146,7 +159,7 @@ def processes_of_group(num_groups: int, asked: int | None) -> int:
 
 
 def _devices_of(group: int, num_processes: int) -> dict[str, str]:
-    """Return the variables by which a group sees its part of the accelerators that this process may use."""
+    """Return the environment variables that show a group its part of the accelerators of this process."""
     if not (count := hardware.count_accelerators()):
         return {}
     part = slice(group * num_processes, (group + 1) * num_processes)
@@ -166,14 +179,18 @@ def _lighthouse(config: JobConfig, bind: str) -> Any:
     return LighthouseServer(
         bind=bind,
         min_replicas=groups_of(config).min_replicas,
-        # Nobody is left behind who lives: a group may save for long.
+        # Wait for every living group: saving a checkpoint may take long.
         join_timeout_ms=1000 * config.comm.train_timeout_seconds,
         heartbeat_timeout_ms=1000 * _HEARTBEAT_S,
     )
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the lighthouse of a job until the process is ended: FILE JOB.toml ... FILE gets its address."""
+    """Run the lighthouse of a job until the process is ended.
+
+    Args:
+        argv: The file that gets the lighthouse's address, then the arguments of the job.
+    """
     file, *job = argv
     lighthouse = _lighthouse(load_from_argv(job), "0.0.0.0:0")
     port = lighthouse.address().rpartition(":")[2]
@@ -183,7 +200,15 @@ def main(argv: Sequence[str]) -> None:
 
 
 class _Group:
-    """Hold the launcher of one group. is_shown: its rows are printed; what is no row of a step always is."""
+    """Launcher process of one group.
+
+    Attributes:
+        number: Number of the group.
+        restarts: Number of times that it was started again.
+        code: Its last exit code.
+        is_stopped: Whether it was asked to stop.
+        is_shown: Whether its lines of steps are printed. Other lines always are.
+    """
 
     def __init__(self, number: int, command: Sequence[str], variables: dict[str, str]) -> None:
         self.number, self.command, self.variables = number, command, variables
@@ -210,7 +235,7 @@ class _Group:
                 print(f"group {self.number} | {line}", end="", flush=True)
 
     def poll(self, max_restarts: int) -> bool:
-        """Return whether the group lives, after a start if it has failed."""
+        """Return whether the group lives. A group that has failed is started again first."""
         if self.process is None:
             return False
         code = self.process.poll()
@@ -237,7 +262,7 @@ class _Group:
         return True
 
     def signal(self, number: int) -> None:
-        """Pass a signal on. A group that was asked to stop is not started again."""
+        """Pass a signal on. A group that is asked to stop is not started again."""
         self.is_stopped |= number in (signal.SIGTERM, signal.SIGINT)
         if self.process is not None:
             with suppress(ProcessLookupError):

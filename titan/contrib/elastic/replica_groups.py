@@ -1,12 +1,16 @@
-"""Train in replica groups that come and go, on torchft (pytorch.org/torchft): the groups of a step, their sums, and healing.
+"""Connection of replica groups on torchft (pytorch.org/torchft): the groups of a step, their sums, and healing.
 
 A replica group is a separate run: processes, a process group, a layout. The lighthouse knows which groups live. Before each
 step, the groups that live make a quorum, and torchft connects rank r of each group with rank r of the others. A group that is
 behind gets weights, optimizer and counters from a peer's memory.
 
-    begin   the quorum of the next step; heals this group if it is behind (healing.py)
-    sum_    a sum over the groups; after an error it does nothing, and the step does not count
-    commit  whether the step counts, the same on all ranks of a group
+    begin   makes the quorum of the next step, and heals this group if it is behind (healing.py)
+    sum_    sums tensors over the groups; after an error it does nothing, and the step does not commit
+    commit  returns whether the step commits, the same on all ranks of a group
+
+Example: groups 0, 1, 2 have `rank` 0, 1, 2 and `size` 3. Group 1 is lost while gradients are summed: `sum_` fails in groups
+0 and 2, and their `commit` returns False. Their next `begin` makes a quorum of two, in which group 0 has rank 0, group 2 has
+rank 1, and `size` is 2. hook.py shows which samples each group gets before and after.
 
 torchft's manager listens on every interface, on random ports (docs/cluster.md). The state that heals a group is read without
 unpickling.
@@ -43,20 +47,22 @@ LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # torchft's name
 T = TypeVar("T")
 _RETRY_S = 5  # how long a quorum is waited for at a time
 _BUCKET_ELEMENTS = 2**24
-_MOST_BYTES = 2**16  # of what a group tells the others
+_MOST_BYTES = 2**16  # of a group's name, text and status
 _CONNECT_S = 10  # how long groups take to connect
 _MOST_FAILURES = 2  # in a row, of a group that would join the others
 
-# How a rank, a group, and all groups stand after a quorum. The worst counts.
+# Status of a rank, a group, or all groups after a quorum. The worst status counts.
 _READY, _HEALING, _LOST, _OURS = range(
     4
 )  # _OURS: the failure of this group, which would join others
 
 
 class ReplicaGroups:
-    """Hold this rank's connection to the same rank of the other groups.
+    """This rank's connection to the same rank of the other groups.
 
-    rank, size: of this group among those of the current step. has_healed: `begin` got a peer's state. manager: torchft's.
+    Attributes:
+        has_healed: Whether the last `begin` received a peer's state.
+        manager: torchft's manager.
     """
 
     def __init__(
@@ -67,10 +73,16 @@ class ReplicaGroups:
         state: Callable[[], dict[str, Any]],
         load: Callable[[dict[str, Any]], None],
     ) -> None:
-        """Connect. Raises InputError without torchft.
+        """Connect to the lighthouse.
 
         Args:
-            state, load: what heals a group: JSON and plain tensors of this rank.
+            section: [fault_tolerance].
+            device: Device of this rank.
+            state: Function that returns the state for healing: JSON and plain tensors of this rank.
+            load: Function that takes over a peer's state.
+
+        Raises:
+            InputError: torchft is not installed, or no lighthouse is named.
         """
         try:
             from torchft import Manager
@@ -118,16 +130,18 @@ class ReplicaGroups:
             init_sync=False,  # weights come from the seed, or all groups load one checkpoint
         )
         self._start_quorum = self.manager.start_quorum
-        # What torchft would do within a quorum, for which all groups would wait: `_meet` does it.
+        # torchft would transfer states within a quorum, and all groups would wait: `_meet` does it instead.
         whole_state, self.manager._manager_state_dict = self.manager._manager_state_dict, dict
         self.manager._apply_pending_state_dict = lambda: None
 
     @property
     def rank(self) -> int:
+        """Return this group's rank among the groups of the current step."""
         return self.manager.participating_rank() or 0
 
     @property
     def size(self) -> int:
+        """Return the number of groups of the current step."""
         return self.manager.num_participants()
 
     def at(self, step: int) -> None:
@@ -137,14 +151,18 @@ class ReplicaGroups:
     def begin(
         self, *, step: int, text: str, waiting: Callable[[str], None]
     ) -> list[tuple[str, str]]:
-        """Wait until enough groups live, and heal this one if it is behind.
-
-        Returns the names and the texts of groups that came before this one if the groups are others than before, else nothing.
+        """Wait until enough groups live, and heal this group if it is behind.
 
         Args:
-            step: steps that this group has done.
-            text: what the others get from this group, below 64 KiB.
-            waiting: called with the reason, on all ranks, each time that a quorum has not come within seconds.
+            step: Steps that this group has done.
+            text: Text that the other groups get from this group, below 64 KiB.
+            waiting: Function that is called with the reason, on all ranks, each time that a quorum has not come within seconds.
+
+        Returns:
+            Names and texts of the groups with a lower rank if the set of groups has changed, otherwise nothing.
+
+        Raises:
+            ConnectionError: This group has failed to join the others twice.
         """
         num_failures = 0
         while True:
@@ -158,7 +176,7 @@ class ReplicaGroups:
             if code == _READY:
                 self._quorum_id, self._has_joined = self.manager._quorum_id, True
                 return texts
-            self.group.control = None  # so that nobody waits for this group there
+            self.group.control = None  # so that no group waits for this group there
             # The next quorum connects all again, also if it has the same number: a new lighthouse counts from 1.
             self._quorum_id = self.manager._quorum_id = -1
             reason = reason or "another rank of this group has no quorum"
@@ -166,17 +184,17 @@ class ReplicaGroups:
             if num_failures == _MOST_FAILURES:
                 ends = f"{self._name} ends, so that the others go on; start it again"
                 raise ConnectionError(f"cannot join the other replica groups: {reason}. {ends}")
-            # Other groups may already sum by this quorum: the next one must connect all again, or sums of two attempts would meet.
+            # Other groups may already sum by this quorum. The next must connect all again, or sums of two attempts would mix.
             self.manager._commit_failures += 1
             waiting(reason)
             self._follow_lighthouse()
 
     def _quorum(self) -> tuple[int, str]:
-        """Ask which groups take part in the next step, and connect to them. Returns how this rank stands, and why."""
+        """Make the quorum of the next step and connect to its groups. Return this rank's status, and the reason."""
         try:
             self._start_quorum(timeout=timedelta(seconds=_RETRY_S))
         except (TimeoutError, RuntimeError) as error:
-            self.manager._quorum_future = None  # or the next one would raise this again
+            self.manager._quorum_future = None  # or the next quorum would raise this again
             is_late = isinstance(error, TimeoutError)
             return _LOST, "there are fewer, or one is busy" if is_late else _first_line(error)
         if error := self.manager.errored() or self.group.errored():
@@ -189,10 +207,7 @@ class ReplicaGroups:
         return _READY, ""
 
     def _meet(self, text: str) -> tuple[int, str, list[tuple[str, str]]]:
-        """Exchange texts with the other groups, until all that were behind have a peer's state.
-
-        Returns how the worst of them stands, why, and the names and texts of the groups before this one.
-        """
+        """Exchange texts until all groups that were behind have a peer's state. Return status, reason and texts."""
 
         def tick() -> None:
             if (code := self._tell(text, _HEALING)[0]) != _HEALING:
@@ -216,14 +231,15 @@ class ReplicaGroups:
         return worst, reason or failed, texts
 
     def _tell(self, text: str, code: int) -> tuple[int, list[tuple[str, str]], str]:
-        """Tell the other groups how this rank stands.
+        """Exchange this rank's status and text with the other groups.
 
-        Returns how the worst rank of all groups stands, the names and texts of the groups before this one, and what failed.
+        Returns:
+            The worst status of all groups' ranks, names and texts of the groups with a lower rank, and the failure.
         """
         mine = torch.frombuffer(
             bytearray(json.dumps([self._name, text, min(code, _LOST)]).encode()), dtype=torch.uint8
         )
-        # Rows of one group are zero in the others', so that a sum gathers them.
+        # Each group fills its own row and leaves zeros in the others, so that a sum gathers all rows.
         rows = torch.zeros(self.size, _MOST_BYTES, dtype=torch.uint8)
         rows[self.rank, : len(mine)] = mine
         told: list[tuple[str, str, int]] = [("one", "", _LOST)]
@@ -235,13 +251,13 @@ class ReplicaGroups:
         return worst, [(name, text) for name, text, _ in told[: self.rank]], f"{failed} was lost"
 
     def _worst(self, code: int) -> int:
-        """Return how the worst rank of this group stands: ranks may differ by the moment at which each gave up."""
+        """Return the worst status of this group's ranks, which may have given up at different moments."""
         codes = torch.tensor([float(code)], device=self.device)
         dist.all_reduce(codes, op=dist.ReduceOp.MAX)
         return int(codes.item())
 
     def _follow_lighthouse(self) -> None:
-        """Connect to the lighthouse where its file says that it is now."""
+        """Reconnect to the lighthouse if its file has a new address."""
         if "://" in self._where:
             return
         from torchft._torchft import ManagerClient, ManagerServer
@@ -272,9 +288,7 @@ class ReplicaGroups:
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Sum tensors over the groups, in place, in buckets of one dtype."""
-        if (
-            self.device.type != "cpu"
-        ):  # the limit of a sum is not for what the device still has to do
+        if self.device.type != "cpu":  # a sum's time limit must not include kernels that still run
             torch.accelerator.current_stream().synchronize()
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in (t.to_local() if isinstance(t, DTensor) else t for t in tensors):
@@ -286,11 +300,16 @@ class ReplicaGroups:
             torch._foreach_copy_(bucket, [p.view_as(t) for p, t in zip(parts, bucket, strict=True)])
 
     def commit(self) -> bool:
-        """Return whether the step counts: no group was lost in it."""
+        """Return whether the step commits: no group was lost in it."""
         return self.manager.should_commit()
 
     def synchronize_by(self, begin: Callable[..., None], *, commit: Callable[..., bool]) -> None:
-        """Have torchft's local methods call these functions where a synchronization begins and where it is committed."""
+        """Set the functions that torchft's local methods call.
+
+        Args:
+            begin: Called at the beginning of a synchronization.
+            commit: Called at its end. It returns whether the synchronization counts.
+        """
         self.manager.start_quorum, self.manager.should_commit = begin, commit
 
     def close(self) -> None:
@@ -300,14 +319,19 @@ class ReplicaGroups:
 
 
 class _MeetingEnded(Exception):
-    """Raised where a rank still heals, but another one or another group has failed. code: how the worst stands."""
+    """Failure of another rank or group while this rank heals. `code` is the worst status of all groups."""
 
     def __init__(self, code: int) -> None:
         self.code = code
 
 
 def in_buckets(items: Iterable[T], num_elements: Callable[[T], int]) -> list[list[T]]:
-    """Return tensors, or what stands for them, as lists that are summed together."""
+    """Divide tensors, or stand-ins for them, into lists that are summed together.
+
+    Args:
+        items: The tensors or stand-ins.
+        num_elements: Function that returns the number of elements of an item.
+    """
     buckets: list[list[T]] = [[]]
     for item in items:
         if sum(map(num_elements, buckets[-1])) > _BUCKET_ELEMENTS:
@@ -317,13 +341,13 @@ def in_buckets(items: Iterable[T], num_elements: Callable[[T], int]) -> list[lis
 
 
 def in_fragments(units: Sequence[T], count: int) -> list[Sequence[T]]:
-    """Return the units of a model in `count` runs of about the same length, which meet by turns."""
+    """Divide the units of a model into `count` fragments of similar size, which synchronize in turn."""
     ends = [len(units) * number // count for number in range(count + 1)]
     return [units[a:b] for a, b in pairwise(ends)]
 
 
 def _store(host: str) -> tuple[str, int, Any]:
-    """Return host and port of a store of this group's ranks, in which torchft keeps addresses, and on rank 0 the store."""
+    """Create a store of this group's ranks, in which torchft keeps addresses. Return host, port, and on rank 0 the store."""
     store = dist.TCPStore(host, 0, is_master=True) if dist.get_rank() == 0 else None
     found: list[Any] = [host, store.port if store is not None else 0]
     dist.broadcast_object_list(found, src=0)
@@ -331,10 +355,13 @@ def _store(host: str) -> tuple[str, int, Any]:
 
 
 def _probe(where: str) -> tuple[str, str]:
-    """Return the lighthouse's address, and this machine's on the way there. Raises OSError if nobody listens.
+    """Return the lighthouse's address, and this machine's address on the route to it.
 
     Args:
-        where: the address, or the file that holds it.
+        where: The lighthouse's address, or the file that contains it.
+
+    Raises:
+        OSError: Nothing listens at the address.
     """
     address = where if "://" in where else Path(where).read_text().strip()
     url = urlsplit(address)
@@ -343,7 +370,7 @@ def _probe(where: str) -> tuple[str, str]:
 
 
 def _await_lighthouse(where: str) -> tuple[str, str]:
-    """Return what `_probe` does, as soon as somebody listens."""
+    """Wait until the lighthouse listens, and return the result of `_probe`."""
     is_said = dist.get_rank() != 0
     while True:
         try:
@@ -359,7 +386,7 @@ def _host(route: str) -> str:
     """Return the address or name by which other groups reach this machine.
 
     Args:
-        route: its address on the way to the lighthouse.
+        route: This machine's address on the route to the lighthouse.
     """
     if LOCAL in os.environ:
         return "127.0.0.1"
@@ -371,7 +398,7 @@ def _host(route: str) -> str:
 
 
 def _group(device: torch.device, timeout: timedelta, host: str) -> Any:
-    """Return torchft's group, in which the same ranks of all groups sum. Its `control` is a gloo group for what they tell each other."""
+    """Return torchft's group of the same ranks of all groups. Its `control` is a gloo group for the groups' status."""
     from torchft import ProcessGroupGloo, ProcessGroupNCCL
 
     kind: Any = ProcessGroupGloo if device.type == "cpu" else ProcessGroupNCCL

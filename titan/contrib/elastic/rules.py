@@ -1,4 +1,4 @@
-"""Check the replica groups of a job (README.md)."""
+"""Rules for the replica groups of a job (README.md)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .section import groups_of
 
 
 def check_groups(config: JobConfig) -> Iterator[RuleViolation]:
-    """Check their numbers, and that a step can be taken back."""
+    """Check the numbers of groups, and that a step can be undone."""
     section = groups_of(config)
     if not section.enable:
         return

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class GroupsSection(Section):
-    """Replica groups: which there are, and how they meet."""
+    """Replica groups: their number, and how they synchronize."""
 
     enable: bool = False
     """Train in replica groups that may come and go, on torchft (titan/contrib/elastic/README.md). Needs the extra `elastic`."""
@@ -54,12 +54,12 @@ class GroupsSection(Section):
 
     @property
     def num_groups(self) -> int:
-        """Return how many copies of the job's layout train together, which titan.config.layout asks."""
+        """Return how many copies of the job's layout train together, for titan.config.layout."""
         return self.replica_groups if self.enable else 1
 
     @property
     def group_number(self) -> int:
-        """Return which one of them this run is."""
+        """Return the number of this run's copy."""
         return self.replica_id if self.enable else 0
 
 

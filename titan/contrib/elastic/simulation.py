@@ -1,4 +1,4 @@
-"""What replica groups cost, in `titan sim`. Imports no torch before a job has them."""
+"""Cost of replica groups in `titan sim`. Imports no torch for a job without groups."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class GroupCosts(SimExtension):
         return group_facts(simulation, **how)
 
     def lines(self, facts: Facts) -> Iterator[str]:
-        """Yield what the groups cost, beside HSDP. The rest of the page describes one group."""
+        """Yield the cost of the groups, next to HSDP. The rest of the page describes one group."""
         facts = facts.get("groups", {})
         if not facts:
             return

@@ -14,7 +14,7 @@ from titan.tools.cluster.slurm import SlurmExtension
 
 
 class GroupScripts(SlurmExtension):
-    """A replica group in each element of the array, and the lighthouse beside it."""
+    """Slurm array with a replica group in each element, and a job for the lighthouse."""
 
     usage = "[--elastic --groups G]"
 
@@ -46,7 +46,7 @@ def _count(options: Namespace) -> int:
 
 
 def _group_lines(groups: int, config: JobConfig, folder: str) -> list[str]:
-    """Return what makes an element of the array a replica group."""
+    """Return the lines that make an element of the array a replica group."""
     file, checkpoints = f"{folder}/lighthouse", config.checkpoint.folder
     saved = checkpoints if "://" in checkpoints else str(Path(folder) / checkpoints)
     settings = ["--fault_tolerance.enable=true", f"--fault_tolerance.replica_groups={groups}"]
@@ -61,7 +61,7 @@ def _group_lines(groups: int, config: JobConfig, folder: str) -> list[str]:
 def _lighthouse_script(options: Namespace, job: Sequence[str], folder: Path) -> str:
     """Return the script of the groups' lighthouse, a process that needs one core.
 
-    It is queued again while groups run or wait, also at its time limit. The groups read its new address in the file.
+    Slurm requeues it while groups run or wait, also at its time limit. The groups read its new address in the file.
     """
     directives = {
         "job-name": f"{options.name}-lighthouse",

@@ -12,7 +12,7 @@ from titan.tools.evaluate import EvaluateExtension
 
 
 class LmEval(EvaluateExtension):
-    """Every name that is no task of titan (extra `evaluate`)."""
+    """Tasks of lm-evaluation-harness, for every name that is no task of titan (extra `evaluate`)."""
 
     about = "or names of lm-eval"
 

@@ -1,6 +1,7 @@
-"""Be a model of lm-evaluation-harness (github.com/EleutherAI/lm-evaluation-harness, extra `evaluate`): its `LM` over titan's ranks.
+"""Model of lm-evaluation-harness over titan's ranks (github.com/EleutherAI/lm-evaluation-harness, extra `evaluate`).
 
-Every rank asks the same questions, `Scorer` shares their rows, and each rank gets all answers. To the harness it is one process.
+Every rank makes the same requests, `Scorer` divides their texts among the ranks, and each rank gets all answers. To the
+harness it is one process.
 """
 
 from __future__ import annotations
@@ -19,40 +20,52 @@ from titan.data import DataError
 from titan.data.scoring import ScoredText, Scorer
 from titan.untrusted import printable
 
-# Whose errors mean that the hub was not reached.
+# An error from one of these packages means that the hub was not reached.
 _HUB = ("datasets", "huggingface_hub", "httpx", "requests")
 _MAX_NEW = 256  # tokens, where a task names no limit; as the harness has it
 _LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
 class TitanLM(LM):
-    """Answer the harness's three kinds of requests. batch: rows of a rank's forward pass."""
+    """The harness's `LM`, which answers its three kinds of requests.
+
+    Attributes:
+        scorer: Scorer over titan's ranks.
+        batch: Sequences of a rank's forward pass.
+    """
 
     def __init__(self, scorer: Scorer, *, batch: int) -> None:
         super().__init__()
         self.scorer, self.batch = scorer, batch
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Return log-likelihood of each continuation, and whether it is the greedy one."""
+        """Return the log-likelihood of each continuation, and whether greedy generation gives it."""
         rows = [self.scorer.row(*request.args) for request in requests]
         return self.scorer.score(rows, batch=self.batch)
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """Return the log-likelihood of whole texts, in windows of the longest row."""
+        """Return the log-likelihoods of whole texts, in windows of the longest sequence."""
         windows = partial(
             get_rolling_token_windows,
             prefix_token=self.scorer.start()[0],
             max_seq_len=self.scorer.max_length,
             context_len=1,
         )
-        encode = self.scorer.encode  # the harness, too, scores what the tokenizer puts in front
+        encode = self.scorer.encode  # as in the harness, the tokenizer's begin token is scored
         pairs = [map(make_disjoint_window, windows(encode(r.args[0]))) for r in requests]
         rows = [[ScoredText([*before, *text], len(text)) for before, text in of] for of in pairs]
         scores = iter(self.scorer.score([row for of in rows for row in of], batch=self.batch))
         return [sum(next(scores)[0] for _ in of) for of in rows]
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Return greedy continuations up to a request's texts of "until". Raises DataError if a request wants to sample."""
+        """Generate greedy continuations, each up to one of its request's "until" texts.
+
+        Args:
+            requests: Requests with a context and options each.
+
+        Raises:
+            DataError: A request wants to sample, or leaves no room for a prompt.
+        """
         prompts, limits, stops = [], [], []
         for context, options in (request.args for request in requests):
             if options.get("do_sample") and options.get("temperature", 1):
@@ -72,9 +85,9 @@ class TitanLM(LM):
             prompts.append(self.scorer.encode(context)[-room:])
 
         def text(n: int, tokens: list[int]) -> tuple[str, bool]:
-            """Return what is written before a text of "until", and whether it ends there.
+            """Return the text before an "until" text, and whether the continuation ends there.
 
-            As in the harness, new tokens are decoded without their prompt, and an empty text ends an answer after a token.
+            As in the harness, new tokens are decoded without their prompt, and an empty "until" text ends an answer after a token.
             """
             whole = self.scorer.tokenizer.decode(tokens)
             ends = [at for stop in stops[n] if stop and (at := whole.find(stop)) >= 0]
@@ -90,7 +103,15 @@ class TitanLM(LM):
 
 
 def check_names(names: Sequence[str], *, include_path: str | None) -> None:
-    """Raise DataError for a name that the harness does not know."""
+    """Check that the harness knows all names.
+
+    Args:
+        names: Names or patterns of tasks.
+        include_path: Folder of more tasks, or None.
+
+    Raises:
+        DataError: A name is unknown.
+    """
     manager = tasks.TaskManager(include_path=include_path)
     for name in names:
         if not manager.match_tasks([name]):
@@ -101,7 +122,19 @@ def check_names(names: Sequence[str], *, include_path: str | None) -> None:
 
 
 def evaluate(scorer: Scorer, names: Sequence[str], args: Namespace) -> dict[str, float]:
-    """Return the figures of the harness's tasks, without standard errors; none where the harness gives none, on ranks above 0."""
+    """Run tasks of the harness and return their figures, without standard errors.
+
+    Args:
+        scorer: Scorer over titan's ranks.
+        names: Names of tasks.
+        args: Options of `titan evaluate`.
+
+    Returns:
+        Figures as TASK/NAME. Ranks above 0 return {}, since the harness gives results on rank 0 only.
+
+    Raises:
+        DataError: The harness cannot fetch a task's data.
+    """
     try:
         found = simple_evaluate(
             model=TitanLM(scorer, batch=args.batch_size),

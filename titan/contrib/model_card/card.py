@@ -1,4 +1,4 @@
-"""README.md of an exported model, a model card of the hub: what titan knows of its training. Imports no torch."""
+"""Model card (README.md) of an exported model, with the facts that titan has about its training. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ def model_card(
     row: Mapping[str, Any],
     is_average: bool,
 ) -> str:
-    """Return the card.
+    """Return the model card.
 
     Args:
-        what: architecture, size and precision. name: the model's.
-        saved: the checkpoint's metadata, of which step and tokens are used.
-        row: the newest row of metrics.jsonl up to that step, {} if there is none.
-        is_average: the weights are an average over the run's steps.
+        config: The job.
+        what: Architecture, size and precision.
+        name: Name of the model.
+        saved: Metadata of the checkpoint, of which step and tokens are used.
+        row: Newest row of metrics.jsonl up to that step, or {}.
+        is_average: Whether the weights are an average over the run's steps.
     """
     training, optimizer = config.training, config.optimizer
     facts = {
@@ -47,7 +49,7 @@ def model_card(
         for key, value in row.items()
         if (key in _FIGURES or key.startswith("eval/")) and isinstance(value, float)
     }
-    # A folder that was converted has not been trained here.
+    # A checkpoint at step 0 was converted and has not been trained here.
     tables = (
         [("Training", facts), (f"Figures of step {row.get('step', 0):,}", figures)]
         if saved["step"]
@@ -77,7 +79,10 @@ def write_card(output: Path, config: JobConfig, run: Path, **about: Any) -> None
     """Write README.md into an exported folder: the extension of `titan convert`.
 
     Args:
-        run: folder of the run with metrics.jsonl. about: `what`, `saved` and `is_average` of `model_card`.
+        output: The exported folder.
+        config: The job.
+        run: Folder of the run with metrics.jsonl.
+        **about: `what`, `saved` and `is_average` of `model_card`.
     """
     row = newest_row(run, about["saved"]["step"])
     card = model_card(config, name=output.name, row=row, **about)
@@ -85,7 +90,15 @@ def write_card(output: Path, config: JobConfig, run: Path, **about: Any) -> None
 
 
 def newest_row(run: Path, step: int) -> Mapping[str, Any]:
-    """Return the last row of a run's metrics up to a step, with validations and evaluations since; {} if there is none."""
+    """Return the newest value of each column of a run's metrics.
+
+    Args:
+        run: Folder of the run.
+        step: Last step to read.
+
+    Returns:
+        Values by column, or {} for a run without metrics.
+    """
     try:
         rows = [row for row in read_rows(run / "metrics.jsonl") if row["step"] <= step]
     except OSError:

@@ -1,9 +1,9 @@
-"""Run `titan reproduce [ID]`: a published run beside what today's titan would do on the same machine.
+"""Command `titan reproduce [ID]`, which compares a published run with today's titan on the same machine.
 
-train_configs/published/runs.toml has what was published, and ID.toml beside it the job with the settings of that time. Without
-ID the command lists them. With ID it simulates the job, `--submit` writes its Slurm script, `--measured RUN` adds what a run of it
-measured, and `--record FILE` keeps all three in a file to send in. scripts/published_compat.py imitates the software of that time;
-the simulation here does not.
+train_configs/published/runs.toml has the published figures, and ID.toml beside it the job with the settings of that time.
+Without ID the command lists the runs. With ID it simulates the job, `--submit` writes its Slurm script, `--measured RUN`
+adds the figures of a run of it, and `--record FILE` keeps all three in a file to send in. scripts/published_compat.py
+imitates the software of that time; the simulation here does not.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _SUBMITTED = (
     *("--training.dataset=synthetic", "--tokenizer.name=bytes", "--training.steps=100"),
     *("--lr_scheduler.warmup_steps=10", "--checkpoint.enable=false", "--metrics.log_freq=10"),
 )
-# What makes a run one of a row. The rest of the job changes neither time nor memory.
+# Sections that must agree for a run to be a run of the row. The rest of the job changes neither time nor memory.
 _SAME = ("model", "training", "parallelism", "activation_checkpoint", "compile", "loss", "quantize")
 _FREE = ("training.steps", "training.dataset", "training.dataset_path", "model.hf_assets_path")
 
 
 @dataclass(frozen=True)
 class Row:
-    """Hold a published run: its row of runs.toml, and its job."""
+    """Published run: its row of runs.toml, and its job."""
 
     run: dict[str, Any]
     job: Path
@@ -58,20 +58,20 @@ class Row:
 
     @property
     def about(self) -> str:
-        """Return who published it, and what ran."""
+        """Return the publisher and the job."""
         text = about(self.job)
         return (text.partition("of runs.toml, ")[2] or text.partition(": ")[2]).rstrip(".")
 
     @property
     def profile(self) -> Profile:
-        """Return the machine that it ran on."""
+        """Return the hardware of the published run."""
         beside = self.job.with_name(self.run["profile"])
         return load_profile(beside if beside.suffix == ".toml" else self.run["profile"])
 
 
 @dataclass(frozen=True)
 class RunEnvironment:
-    """Hold environment.json of a run, as far as it is recorded."""
+    """Recorded part of a run's environment.json."""
 
     world_size: int
     titan: str = ""
@@ -87,7 +87,14 @@ def published() -> dict[str, Row]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code. Raises ConfigError, which titan.cli reports."""
+    """Run the command and return its exit code.
+
+    Args:
+        argv: Arguments. None: those of the process.
+
+    Raises:
+        ConfigError: A mistake of the user, which titan.cli reports.
+    """
     usage = "[ID] [--hardware H] [--submit | --measured RUN [--record FILE]]"
     parser = command_parser("reproduce", usage, summary=SUMMARY)
     add = parser.add_argument
@@ -121,6 +128,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _listing(rows: dict[str, Row]) -> list[str]:
+    """Return the lines of the table of published runs."""
     from titan.sim.report.text import columns
 
     cells = [("ID", "tokens/s/GPU", "GiB", "published")]
@@ -136,7 +144,7 @@ def _published(row: Row, key: str) -> str:
 
 
 def _submit(row: Row) -> int:
-    """Write the row's job for Slurm, on as many machines as it had GPUs."""
+    """Write the row's job for Slurm, with as many GPUs as the published run had."""
     from titan.tools.cluster import slurm
 
     gpus = row.run["gpus"]
@@ -153,7 +161,11 @@ def _submit(row: Row) -> int:
 
 
 def _environment_of(row: Row, run: Path) -> RunEnvironment:
-    """Return where a run ran. Raises ConfigError if there is no such run, or if it is not one of the row."""
+    """Return the environment of a run of this row.
+
+    Raises:
+        ConfigError: There is no such run, or it is not a run of this row.
+    """
     files = ("metrics.jsonl", "config.toml", "environment.json")
     if missing := [name for name in files if not (run / name).is_file()]:
         near = runs_near(run, files[:1])
@@ -163,7 +175,7 @@ def _environment_of(row: Row, run: Path) -> RunEnvironment:
     differs = [f"ranks: {environment.world_size} here, {row.run['gpus']} in {row.name}"]
     differs = [] if environment.world_size == row.run["gpus"] else differs
     ours, theirs = _leaves(load_config(run / "config.toml")), _leaves(load_config(row.job))
-    # A trainer writes what it took for "auto".
+    # In a run's config, the trainer has replaced "auto" by its choice.
     differs += [
         f"{key}: {ours.get(key)} here, {theirs.get(key)} in {row.name}"
         for key in sorted({*ours, *theirs})
@@ -194,11 +206,11 @@ def _compare(
     environment: RunEnvironment | None,
     record: Path | None,
 ) -> int:
-    """Simulate the row, print it beside what was published and measured, and keep the figures."""
+    """Simulate the row, print it beside the published and measured figures, and write the record."""
     gpus = row.run["gpus"]
     config, _ = load_to_run([str(row.job)], world_size=gpus, device=profile.device_kind)
 
-    # torch comes with these imports, so mistakes are reported before.
+    # These import torch, so mistakes are reported before.
     from titan.sim.record.trace_jobs import TraceError
     from titan.sim.replay.queues import ReplayError
     from titan.sim.report.text import say
@@ -224,7 +236,11 @@ def _compare(
 
 
 def _measured(simulation: Simulation, run: Path) -> dict[str, float]:
-    """Return the speed of a run's later steps, and the memory of its rank 0. Raises InputError if it logged no step."""
+    """Return the speed of a run's later steps, and the memory of its rank 0.
+
+    Raises:
+        InputError: The run has logged no step.
+    """
     from titan.sim.report.measured import compare
 
     figures = {row["name"]: row["measured"] for row in compare(simulation, run)}
@@ -241,7 +257,7 @@ def _measured(simulation: Simulation, run: Path) -> dict[str, float]:
 def _page(
     row: Row, simulation: Simulation, simulated: dict[str, float], measured: dict[str, float]
 ) -> list[str]:
-    """Return what the command prints."""
+    """Return the lines that the command prints."""
     from titan.sim.report.text import columns
 
     cells = [["", "published", "simulated", "over it"]]
@@ -268,7 +284,7 @@ def _page(
 
 
 def _over(figure: float | None, base: float | None) -> str:
-    """Return by how much a figure is above another one."""
+    """Return by how much a figure exceeds another figure, in percent."""
     return f"{figure / base - 1:+.1%}" if figure and base else "-"
 
 

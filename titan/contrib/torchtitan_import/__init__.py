@@ -1,1 +1,1 @@
-"""TorchTitan's job files: their old names, and what differs in TorchTitan."""
+"""Import of TorchTitan's job files: their old names, and the settings that mean something else there."""

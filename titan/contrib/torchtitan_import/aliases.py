@@ -1,8 +1,8 @@
-"""Keys of TorchTitan v0.2.2's files that have another name here or no use.
+"""Keys of TorchTitan v0.2.2's files that titan renames or does not use.
 
-A renamed key moves to its new place, with a warning. A key that titan has no use for is ignored, with a warning, unless its
-value asks for something: then it is an error. The tables are applied to each file before files are merged, so that an overlay
-may use a new name for what an older file calls by its old one.
+A renamed key moves to its new place, with a warning. A key that titan does not use is ignored, with a warning, unless its
+value turns something on: then it is an error. The tables are applied to each file before files are merged, so that an overlay
+may use a new name for a key that an older file calls by its old name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RENAMED: dict[str, str] = {
     "fault_tolerance.min_replica_size": "fault_tolerance.min_replicas",
 }
 
-# Keys that titan has no use for, with the value that asks for nothing. False and empty values ask for nothing either.
+# Keys that titan does not use, with the value that turns nothing on. False and empty values turn nothing on either.
 UNUSED: dict[str, Any] = {
     "activation_checkpoint.debug": False,
     "activation_checkpoint.determinism_check": "default",
@@ -49,7 +49,7 @@ IGNORED = (
     *("job.save_config_file", "training.dataloader.persistent_workers", "validation.dataloader"),
     *("quantize.linear.mx.mxfp8_dim1_cast_kernel_choice", "fault_tolerance.process_group"),
 )
-# What to use instead of some of them.
+# Replacements for some of these keys.
 _INSTEAD = {
     "job.custom_config_module": "register your parts through entry points (titan.models, titan.optimizers, titan.losses, titan.sources)",
     "memory_estimation": "use `titan check`, which estimates memory without a GPU",
@@ -72,7 +72,14 @@ class TorchTitanFiles(LoadExtension):
 
 
 def apply_aliases(layer: ConfigLayer) -> tuple[list[str], list[Problem]]:
-    """Apply the tables to a layer, in place. Return warnings and problems."""
+    """Apply the tables to a layer, in place.
+
+    Args:
+        layer: Content of one file.
+
+    Returns:
+        Warnings and problems.
+    """
     warnings: list[str] = []
     problems: list[Problem] = []
     for old, new in RENAMED.items():
@@ -95,7 +102,7 @@ def apply_aliases(layer: ConfigLayer) -> tuple[list[str], list[Problem]]:
         if key in IGNORED or _is_off(value) or UNUSED[key] == value:
             warnings.append(f"{location}: {key} is ignored: titan has no use for it")
             continue
-        # Name each key of a section that asks for something.
+        # Name each key of a section that turns something on.
         keys = [key]
         if isinstance(value, dict):
             keys = [f"{key}.{key_text([k])}" for k, inner in value.items() if not _is_off(inner)]
@@ -105,7 +112,17 @@ def apply_aliases(layer: ConfigLayer) -> tuple[list[str], list[Problem]]:
 
 
 def apply_flavor(data: dict[str, Any], locations: dict[str, SourceLocation]) -> list[str]:
-    """Turn a flavor that TorchTitan has twice, the second time with document masks, into the first and its mask. Return warnings."""
+    """Replace a masked flavor of TorchTitan by its plain flavor and data.document_mask.
+
+    TorchTitan has some flavors twice, the second time with document masks.
+
+    Args:
+        data: The merged job, which is changed in place.
+        locations: Places of its keys, for the warnings.
+
+    Returns:
+        Warnings.
+    """
     model, masks = data.get("model"), data.get("data", {})
     if not isinstance(model, dict) or not isinstance(masks, dict):
         return []
@@ -121,7 +138,8 @@ def apply_flavor(data: dict[str, Any], locations: dict[str, SourceLocation]) -> 
 
 
 def _is_off(value: Any) -> bool:
-    # A section that is switched off asks for nothing, whatever its other keys say.
+    # A section that is switched off turns nothing on, whatever its other keys say.
+    """Return whether a value turns nothing on."""
     if isinstance(value, dict):
         return value.get("enable") is False or all(map(_is_off, value.values()))
     return not value

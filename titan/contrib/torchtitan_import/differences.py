@@ -1,6 +1,6 @@
-"""What TorchTitan v0.2.2 computes differently from the same file, for `titan check`. Imports no torch.
+"""Settings that mean something else in TorchTitan v0.2.2, for `titan check`. Imports no torch.
 
-docs/architecture.md lists what differs in every run, such as how initial weights are drawn.
+docs/architecture.md lists what differs in every run, such as the initialization of weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from titan.config.quantize import FLOAT8
 from titan.config.schema import JobConfig
 from titan.config.toml import format_value
 
-# Flavors that both have. They are the same models: tests/test_models.py.
+# Flavors of both projects. They are the same models: tests/test_models.py.
 FLAVORS = {
     "llama3": ("debugmodel", "8B", "70B", "405B"),
     "qwen3": (
@@ -32,14 +32,14 @@ _BALANCE = {
     "deepseek_v3": {"load_balance_coeff": 1e-3, "sequence_balance_coeff": 0.0},
     "gpt_oss": {"load_balance_coeff": 1e-3, "global_balance_coeff": 0.0},
 }
-# Where a flavor of that name is another model there than the published one, which is ours.
+# Flavors that differ in TorchTitan from the published model, which titan has.
 _OTHERS: dict[tuple[str, str], dict[str, Any]] = {
     ("qwen3", "235B-A22B"): {"rope_theta": 5e6},
     ("deepseek_v3", "16B"): {"norm_eps": 1e-5, "rope_mscale": 0.7},
     ("deepseek_v3", "236B"): {"norm_eps": 1e-5, "group_top_k": 2},
     ("deepseek_v3", "671B"): {"norm_eps": 1e-5},
 }
-# Flavors whose attention there ends at the end of a document.
+# Flavors with document masks in TorchTitan.
 _MASKED = {("deepseek_v3", flavor) for flavor in ("16B", "236B", "671B")}
 # TorchTitan's defaults that differ from ours and change a run's numbers.
 DEFAULTS: dict[str, Any] = {
@@ -51,7 +51,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-# Tables that TorchTitan lacks. It refuses a file that has one.
+# Tables that TorchTitan lacks. It refuses a file with such a table.
 _OURS = (
     *("average", "data", "hardware", "loss", "model.overrides", "moe", "simulator", "task"),
     "tokenizer",
@@ -59,7 +59,7 @@ _OURS = (
 
 
 class Differences(CheckExtension):
-    """The lines of `differences` in `titan check`."""
+    """The lines `differences` of `titan check`."""
 
     def facts(self, config: JobConfig) -> dict[str, Any]:
         return {"differences": differences(config)}
@@ -70,7 +70,14 @@ class Differences(CheckExtension):
 
 
 def differences(config: JobConfig) -> list[str]:
-    """Return a line for each setting of a valid job that means something else in TorchTitan; none if it cannot read the file."""
+    """Return a line for each setting of a valid job that means something else in TorchTitan.
+
+    Args:
+        config: The job.
+
+    Returns:
+        The lines. A job that TorchTitan cannot read has none.
+    """
     if not _is_read_there(config):
         return []
     differences = [*_in_model(config), *_in_optimizer(config), *_in_defaults(config)]
@@ -78,7 +85,10 @@ def differences(config: JobConfig) -> list[str]:
 
 
 def _is_read_there(config: JobConfig) -> bool:
-    """Return whether TorchTitan has the job's model, and its file no table of ours. The command line is no part of the file."""
+    """Return whether TorchTitan has the job's model, and the file has no table that only titan has.
+
+    Keys of the command line do not count as parts of the file.
+    """
     model, written = config.model, config.source_map.locations.items()
     keys = [key for key, place in written if place.file != COMMAND_LINE]
     is_ours = any(key == table or key.startswith(f"{table}.") for key in keys for table in _OURS)
@@ -86,6 +96,7 @@ def _is_read_there(config: JobConfig) -> bool:
 
 
 def _in_model(config: JobConfig) -> Iterator[RuleViolation]:
+    """Yield the differences of the model and its masks."""
     model = config.model
     if config.data.document_mask:
         yield "data.document_mask", "true ignores the label across a boundary; TorchTitan does not"
@@ -95,7 +106,7 @@ def _in_model(config: JobConfig) -> Iterator[RuleViolation]:
     others = dict(_OTHERS.get((model.name, model.flavor), {}))
     if getattr(flavor, "num_experts", 0):
         others |= _BALANCE.get(model.name, {})
-    # DeepSeek's YaRN is for sequences longer than those of pretraining there, and for all here, as in transformers.
+    # TorchTitan applies DeepSeek's YaRN only to sequences longer than those of pretraining. titan always does, as transformers.
     has_yarn = model.name == "deepseek_v3"
     if has_yarn and config.training.seq_len <= getattr(flavor, "original_context", 0):
         others["rope_factor"] = 0.0
@@ -106,6 +117,7 @@ def _in_model(config: JobConfig) -> Iterator[RuleViolation]:
 
 
 def _in_optimizer(config: JobConfig) -> Iterator[RuleViolation]:
+    """Yield the differences of weight decay."""
     is_decayed = getattr(config.optimizer, "weight_decay", 0)
     if is_decayed and not getattr(config.optimizer, "decay_norms", True):
         yield "optimizer.decay_norms", "false spares norms from weight decay; TorchTitan does not"

@@ -1,4 +1,4 @@
-"""Run `titan watch RUN [RUN ...] [--port P] [--host H] [--once FILE.html]`."""
+"""Command `titan watch RUN [RUN ...] [--port P] [--host H] [--once FILE.html]`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ _ALL_ROWS = 20_000  # of all runs together: many runs must not make the page slo
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code. Raises InputError, which titan.cli reports."""
+    """Run the command and return its exit code.
+
+    Args:
+        argv: Arguments. None: those of the process.
+
+    Raises:
+        InputError: A mistake of the user, which titan.cli reports.
+    """
     parser = argparse.ArgumentParser(
         prog="titan watch", description="A live page of runs: curves, throughput, ranks, events."
     )
@@ -44,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     # An IPv6 address needs brackets in a URL.
     url = f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}/"
     print(f"watching {', '.join(map(str, arguments.runs))} at {url} (Ctrl-C ends)", flush=True)
-    # Training runs on a machine without a browser, mostly.
+    # Most machines that train have no browser.
     if host in LOOPBACK:
         port = server.server_port
         print(f"from another machine: ssh -N -L {port}:127.0.0.1:{port} {socket.gethostname()}")
@@ -63,7 +70,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def open_runs(paths: list[Path]) -> list[RunReader]:
-    """Return a reader for each run. Raises InputError."""
+    """Return a reader for each run.
+
+    Args:
+        paths: Folders of runs.
+
+    Raises:
+        InputError: A folder is not the folder of a run.
+    """
     # Forty rows still show the course of a run.
     limit = max(min(MAX_ROWS, _ALL_ROWS // len(paths)), 40)
     names = run_names(paths)

@@ -1,8 +1,8 @@
-"""Read what the page shows of a run from its folder, while the run writes it. Only files of fixed names are read.
+"""Readers of a run's folder for the live page, while the run writes it. Only files of fixed names are read.
 
 Each poll reads the lines that were added to metrics.jsonl and events.jsonl (titan/observe/rows.py). If a resume cut a file
-or replaced it, its `generation` changes and the client gets all rows again. A million rows become four thousand, and every
-peak is among them. A damaged file costs its own part of the page, and adds a line to `problems`. Imports no torch.
+or replaced it, its `generation` changes and the client gets all rows again. A million rows are thinned to four thousand,
+which contain every peak. A damaged file costs its own part of the page, and adds a line to `problems`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -46,30 +46,50 @@ _MAX_CELLS = 2**17  # of the table of experts: 128 layers of 1024
 
 
 class RunReader:
-    """Read one run's folder. Raises InputError if it is not the folder of a run.
+    """Reader of one run's folder.
 
-    Args:
-        name: shown on the page.
-        limit: about how many rows to keep.
+    Attributes:
+        folder: Folder of the run.
+        name: Name of the run on the page.
+        metrics: Rows of metrics.jsonl, thinned to about `limit`.
+        events: Rows of events.jsonl.
     """
 
     def __init__(self, folder: Path, *, name: str, limit: int = MAX_ROWS) -> None:
         # A run writes these at its start, so a folder without them is no run.
+        """Open the folder of a run.
+
+        Args:
+            folder: Folder of the run.
+            name: Name of the run on the page.
+            limit: Approximate number of rows to keep.
+
+        Raises:
+            InputError: It is not the folder of a run.
+        """
         if not any((folder / sign).is_file() for sign in _SIGNS):
             raise InputError(f"{folder}: not the folder of a run{runs_near(folder, _SIGNS)}")
         self.folder, self.name = folder, name
         self.metrics = RowFile(folder / "metrics.jsonl", limit=limit)
         num_events = max(limit * MAX_EVENTS // MAX_ROWS, 10)
         self.events = EventFile(folder / "events.jsonl", limit=num_events)
-        # What was read of a file, and the file's time of change then.
+        # Content of each file that was read, with the file's modification time then.
         self._ranks: dict[int, tuple[float, Row]] = {}
         self._read: dict[str, tuple[float, Row]] = {}
         self._problems: list[str] = []
-        self._tasks: list[str] = []  # columns of evaluations so far: new ones come behind
+        self._tasks: list[str] = []  # columns of evaluations so far; new columns are appended
 
     def data(self, *, generation: int = 0, since: int = 0) -> Row:
-        """Return the answer for a client that has `since` rows of a `generation`: the rows after them, or all if they changed."""
-        # First what is new, then the answer from all that is kept.
+        """Return the answer to a client's poll.
+
+        Args:
+            generation: Generation of the client's rows.
+            since: Number of rows that the client has.
+
+        Returns:
+            Facts of the run and the rows after `since`, or all rows if the generation has changed.
+        """
+        # Read the new lines first, then answer from all rows kept.
         self.metrics.update()
         self.events.update()
         self._problems = [p for p in (self.metrics.problem, self.events.problem) if p]
@@ -80,7 +100,7 @@ class RunReader:
         evaluated = (key for row in shown for key in row if key.startswith("eval/"))
         self._tasks = list(islice(dict.fromkeys([*self._tasks, *evaluated]), _MAX_KEYS))
         status = self._small("status.json", json.loads)
-        # Each event carries the account of time up to it, so the newest one has all of it.
+        # Each event has the account of time up to it, so the newest event has the whole account.
         account = self.events.rows[-1] if self.events.rows else {}
         seconds = account.get("seconds", {})
         return {
@@ -106,7 +126,7 @@ class RunReader:
         }
 
     def _facts(self) -> Row:
-        """Return what stays the same during a run."""
+        """Return the facts that stay the same during a run."""
         config = self._small("config.toml", lambda text: tomllib.loads(text.decode()), keep=dict)
         environment = self._small("environment.json", json.loads)
         facts: Row = {"folder": str(self.folder)}
@@ -124,10 +144,15 @@ class RunReader:
     def _small(
         self, name: str, load: Callable[[bytes], Any], *, keep: Callable[[Row], Row] | None = None
     ) -> Row:
-        """Return the content of a small file, read again only if it changed; {} and a problem if it is damaged.
+        """Return the content of a small file, which is read again only if it has changed.
 
         Args:
-            keep: takes what may go to the page, by default all numbers and texts; raises ValueError.
+            name: Name of the file.
+            load: Function that parses the file's bytes.
+            keep: Function that selects the content for the page, by default all numbers and texts. It may raise ValueError.
+
+        Returns:
+            The content. A damaged file gives {} and a line in `problems`.
         """
         try:
             with open_regular(self.folder / name, within=self.folder) as file:
@@ -168,7 +193,14 @@ class RunReader:
 
 
 class EventFile(LineFile):
-    """Keep the newest events of a run, the steps at which it started again, and the ranks and the part that are slow now."""
+    """Newest events of a run, its restarts, its slow ranks, and its present drift.
+
+    Attributes:
+        rows: The newest events.
+        starts: Steps at which the run started again.
+        slow: Ranks that are slow now.
+        drift: Text of the drift that is reported now, or "".
+    """
 
     def __init__(self, path: Path, *, limit: int) -> None:
         self._limit = limit
@@ -206,7 +238,12 @@ class EventFile(LineFile):
 
 
 def scalars(row: Row, *, nested: bool = False) -> Row:
-    """Return a row's numbers and its texts, cut to a length. The rest is dropped, but `nested` keeps one level of objects."""
+    """Return a row's numbers and its texts, cut to a maximum length.
+
+    Args:
+        row: The row.
+        nested: Keep one level of objects, and the first text of a list. Other values are dropped.
+    """
     kept: Row = {}
     # Keys are cut in number and length, too: a file of a run may be anyone's.
     for key, value in islice(row.items(), _MAX_KEYS):
@@ -222,7 +259,14 @@ def scalars(row: Row, *, nested: bool = False) -> Row:
 
 
 def expert_table(content: Row) -> Row:
-    """Return the numbers of an experts.json: step, layers, and loads, a list for each layer. Raises ValueError."""
+    """Return the numbers of an experts.json: step, layers, and the loads of each layer as a list.
+
+    Args:
+        content: The parsed file.
+
+    Raises:
+        ValueError: It has no table of loads, or a very large table.
+    """
     layers, loads = content.get("layers"), content.get("loads")
     if not (isinstance(layers, list) and isinstance(loads, list) and len(layers) == len(loads)):
         raise ValueError("no table of loads")
@@ -236,7 +280,14 @@ def expert_table(content: Row) -> Row:
 
 
 def sample_texts(content: Row) -> Row:
-    """Return the texts of a samples.json: step, and pairs of a prompt and what follows it. Raises ValueError."""
+    """Return the texts of a samples.json: step, and pairs of a prompt and its continuation.
+
+    Args:
+        content: The parsed file.
+
+    Raises:
+        ValueError: It has no pairs of texts.
+    """
     texts = content.get("texts")
     if not isinstance(texts, list) or not all(isinstance(p, list) and len(p) == 2 for p in texts):
         raise ValueError("no pairs of texts")
@@ -248,7 +299,8 @@ def read_all(readers: Sequence[RunReader], positions: Sequence[tuple[int, int]] 
     """Return the answer to a poll.
 
     Args:
-        positions: for each run, the generation and the number of rows that the client has.
+        readers: Readers of the runs.
+        positions: Generation and number of rows that the client has of each run.
     """
     known = [*positions, *[(0, 0)] * len(readers)][: len(readers)]
     runs = [r.data(generation=g, since=n) for r, (g, n) in zip(readers, known, strict=True)]

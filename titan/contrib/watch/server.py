@@ -1,4 +1,4 @@
-"""Serve the page and the JSON that it polls: the addresses / and /data. Neither takes a path, and nothing is written.
+"""Server of the live page and of the JSON that it polls: the addresses / and /data. Neither takes a path, and nothing is written.
 
 The content of a run's files reaches the page as JSON and is shown as text, never as markup. The page's policy allows only its
 own script. The server refuses requests for the name of another host, so no web page can read a run through the browser.
@@ -23,7 +23,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def page(data: Any = None) -> str:
-    """Return the page. With data it is static and polls nothing."""
+    """Return the page. A page with data is static and polls nothing."""
     # A "<" in the text of a run must not begin a tag, such as </script>.
     text = json.dumps(data).replace("<", "\\u003c")
     return _template().replace("/*DATA*/null", text)
@@ -35,7 +35,7 @@ def _template() -> str:
 
 
 def _policy(text: str) -> str:
-    """Return the Content-Security-Policy that allows the script of this page, and no other."""
+    """Return the Content-Security-Policy that allows only the script of this page."""
     script = text.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return (
@@ -45,18 +45,36 @@ def _policy(text: str) -> str:
 
 
 class Server(ThreadingHTTPServer):
-    """Serve runs until `shutdown`. Port 0 takes a free one, `server_port`. Raises OSError if the port is taken."""
+    """HTTP server of the live page of some runs.
+
+    Attributes:
+        readers: Readers of the runs.
+        host: Address that the server listens on.
+        lock: Lock of the readers, since each request has its own thread.
+    """
 
     # An open connection must not keep the process alive.
     daemon_threads = True
 
     def __init__(self, readers: Sequence[RunReader], *, host: str, port: int) -> None:
+        """Listen on an address.
+
+        Args:
+            readers: Readers of the runs.
+            host: Address to listen on.
+            port: Port to listen on. 0 takes a free port, `server_port`.
+
+        Raises:
+            OSError: The port is taken.
+        """
         self.readers, self.host = readers, host
         self.lock = threading.Lock()
         super().__init__((host, port), _Handler)
 
 
 class _Handler(BaseHTTPRequestHandler):
+    """Handler of the page's requests."""
+
     server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def do_GET(self) -> None:
@@ -93,7 +111,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _positions(query: str) -> list[tuple[int, int]]:
-    """Parse at=GENERATION.ROWS,... A malformed entry counts as nothing known."""
+    """Parse at=GENERATION.ROWS,... A malformed entry counts as a client without rows."""
     positions = []
     for text in parse_qs(query).get("at", [""])[0].split(","):
         generation, _, rows = text.partition(".")
