@@ -325,6 +325,7 @@ def _why_unsaved(config: JobConfig, first_step: int) -> str:
 
 
 def connect(config: JobConfig) -> torch.device:
+    """Start the process group of a job. Return this rank's device."""
     if is_replica_group(config):
         # NCCL's watchdog would end this process a minute after it has lost a group, though torchft goes on without that group.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")

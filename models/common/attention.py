@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan.parallel.block_attention import AttentionSpec, attend_with_sinks, match_heads
+from titan.parallel.attention_sinks import attend_with_sinks
+from titan.parallel.block_attention import AttentionSpec, match_heads
 from titan.parallel.documents import DocumentMask, mask_of, mask_of_window
 
 DocumentIds: TypeAlias = Tensor | DocumentMask

@@ -97,6 +97,7 @@ def families() -> list[str]:
 
 
 def plug_in_families() -> dict[str, EntryPoint]:
+    """Return the entry points of other packages' families, by name."""
     return {entry.name: entry for entry in plug_ins("titan.models")}
 
 

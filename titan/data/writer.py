@@ -324,6 +324,7 @@ def _pieces(document: Document, *, number: int, split: str) -> Iterator[_Piece]:
 
 
 def encode_documents(chunk: list[_Piece], spec: TokenizationSpec) -> list[_Encoded]:
+    """Encode pieces of documents."""
     encoded = []
     for piece in chunk:
         if spec.template is not None:

@@ -48,7 +48,9 @@ class LaunchExtension:
     """Another way of `titan train` to start its processes.
 
     A package registers a subclass under the entry point group `titan.extensions` as train.NAME (titan/config/plug_ins.py).
-    usage: its options in the usage line.
+
+    Attributes:
+        usage: its options in the usage line.
     """
 
     usage = ""
@@ -62,6 +64,7 @@ class LaunchExtension:
         """Start the processes, wait for them, and return the exit code. None: the options do not ask for it.
 
         Args:
+            options: options of the command.
             argv: the files and overrides of the job.
             load: returns the checked job for a number of processes.
         """

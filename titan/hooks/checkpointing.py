@@ -49,7 +49,7 @@ class Checkpointing(Hook):
         self._more: Callable[[], checkpoints.StateDict] = dict  # another hook's tensors
         # The copy overlaps the next step until its update.
         if self.section.async_mode == "async_with_pinned_mem":
-            trainer.train_step.call_before_change(self._before_update)
+            trainer.train_step.call_before_change(partial(_wait_for_copy, trainer, self.manager))
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -106,8 +106,9 @@ class Checkpointing(Hook):
         if self.needs_results():
             # Cleared before the save: the clock restarts with it.
             self.is_due_by_time = False
-            trainer = self.trainer
-            self._save(final=trainer.step == trainer.last_step or trainer.is_stopping)
+            self._save(
+                final=self.trainer.step == self.trainer.last_step or self.trainer.is_stopping
+            )
 
     def add_state(self, state: Callable[[], checkpoints.StateDict]) -> None:
         """Add the tensors of another hook to each save and load."""
@@ -210,11 +211,6 @@ class Checkpointing(Hook):
         state = checkpoints.model_state(self.trainer.train_step.model_parts)
         export_state(folder, state, self.export, group=self.manager.group)
         self.trainer.console.message(f"saved {folder} for transformers")
-
-    def _before_update(self, *_: Any) -> None:
-        """Wait until the asynchronous copy of the state is done, before the optimizer changes it."""
-        with self.trainer.timer.pause("checkpoint"):
-            self.manager.staging.before_update()
 
     def _print_messages(self) -> None:
         for text in self.manager.drain_messages():
@@ -344,3 +340,9 @@ def _describe_export(config: JobConfig, tokenizer: Tokenizer | None) -> Export |
     if section.last_save_in_hf and has_bias and export.model.off_disk:
         raise CheckpointError(no_routing_bias(export.model))
     return export
+
+
+def _wait_for_copy(trainer: RunContext, manager: CheckpointManager, *_: Any) -> None:
+    """Wait until the asynchronous copy of the state is done, before the optimizer changes it."""
+    with trainer.timer.pause("checkpoint"):
+        manager.staging.before_update()

@@ -129,7 +129,17 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v by this block, in the shapes and dtype of the inputs.
 
-    grad, out and lse belong to attention over all keys, and k and v are one block of them. Other arguments: see `attend`.
+    Args:
+        grad_BHSK: gradient of the output over all keys.
+        q_BHSK: queries.
+        k_BGTK: keys of this block.
+        v_BGTK: values of this block.
+        out_BHSK: output over all keys.
+        lse_BHS: logsumexp over all keys, fp32.
+        spec: as for `attend`.
+        scale: as for `attend`.
+        mask_BST: as for `attend`.
+        ends: as for `attend`.
     """
     mask_BST, ends = _windowed(q_BHSK, spec, mask_BST, ends)
     if ends is not None:
@@ -138,10 +148,8 @@ def attend_backward(
         how: dict[str, Any] = {"ends": ends, "length": length, "spec": spec, "scale": scale}
         dq, dk, dv = (_unflat(x, length) for x in varlen_backward(*rows, lse=lse_HN, **how))
         return dq, dk, dv
-    kernel, sizes = (
-        choose_kernel(q_BHSK, masked=mask_BST is not None),
-        (q_BHSK.shape[2], k_BGTK.shape[2]),
-    )
+    kernel = choose_kernel(q_BHSK, masked=mask_BST is not None)
+    sizes = q_BHSK.shape[2], k_BGTK.shape[2]
     causal, lse_BHS = spec.causal, lse_BHS.contiguous()  # some kernels assume it
     if kernel == "flash":
         state = torch.empty(2, dtype=torch.uint64, device=q_BHSK.device)  # of dropout: not read
@@ -285,7 +293,20 @@ def varlen_backward(
     spec: AttentionSpec,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v of `varlen_attention`. out and lse belong to all keys."""
+    """Return the gradients of q, k and v of `varlen_attention`.
+
+    Args:
+        grad: gradient of the output over all keys.
+        q: as for `varlen_attention`.
+        k: as for `varlen_attention`.
+        v: as for `varlen_attention`.
+        out: output over all keys.
+        lse: logsumexp over all keys, fp32 (H, N).
+        ends: as for `varlen_attention`.
+        length: as for `varlen_attention`.
+        spec: as for `varlen_attention`.
+        scale: as for `varlen_attention`.
+    """
     state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of dropout: not read
     window = list(spec.flash_window)
     return torch.ops.torch_attn._varlen_attn_backward(
@@ -299,57 +320,6 @@ def _varlen_names_grouped_heads() -> bool:
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in signature(varlen_attn).parameters
-
-
-def attend_with_sinks(
-    q_BHSK: Tensor,
-    k_BGTK: Tensor,
-    v_BGTK: Tensor,
-    sinks_H: Tensor,
-    *,
-    spec: AttentionSpec,
-    scale: float | None,
-    mask_BST: Tensor | None = None,
-    ends: Tensor | None = None,
-) -> Tensor:
-    """Return attention, (B, H, S, K), with a sink of each head in its softmax. Other arguments: see `attend`."""
-    return _AttentionWithSinks.apply(q_BHSK, k_BGTK, v_BGTK, sinks_H, mask_BST, ends, spec, scale)
-
-
-def add_sinks(out_BHSK: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
-    """Return output and logsumexp with a sink of each head, (H,), in the softmax: a logit with the value zero."""
-    total_BHS = torch.logaddexp(lse_BHS, sinks_H[:, None].to(lse_BHS.dtype))
-    out = out_BHSK * (lse_BHS - total_BHS).exp()[..., None]
-    # A copy, also of the same dtype: compiled by torch 2.11, an alias that is returned and saved comes back wrong in backward.
-    return out.to(out_BHSK.dtype, copy=True), total_BHS
-
-
-def sinks_gradient(grad_BHSK: Tensor, out_BHSK: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> Tensor:
-    """Return the gradient of the sinks, (H,), from the output and the logsumexp over all keys and sinks."""
-    share_BHS = (sinks_H[:, None] - lse_BHS).exp()  # the probability of the sink
-    product_BHS = (grad_BHSK.to(share_BHS.dtype) * out_BHSK).sum(-1)
-    return -(share_BHS * product_BHS).sum((0, 2)).to(sinks_H.dtype)
-
-
-class _AttentionWithSinks(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor, *options: Any
-    ) -> Tensor:
-        mask_BST, ends, spec, scale = options
-        ctx.options = {"spec": spec, "scale": scale}
-        out, lse = attend(q, k, v, mask_BST=mask_BST, ends=ends, **ctx.options)
-        out, lse = add_sinks(out, lse, sinks_H)
-        ctx.save_for_backward(q, k, v, out, lse, sinks_H, mask_BST, ends)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, sinks_H, mask_BST, ends = ctx.saved_tensors
-        grad = grads[0].contiguous()
-        masks = {"mask_BST": mask_BST, "ends": ends}
-        gradients = attend_backward(grad, q, k, v, out, lse, **masks, **ctx.options)
-        return *gradients, sinks_gradient(grad, out, lse, sinks_H), None, None, None, None
 
 
 _chosen = ExitStack()  # kept open: torch restores its choice when the context ends

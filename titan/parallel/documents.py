@@ -29,12 +29,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest
 
+from .attention_sinks import add_sinks, attend_with_sinks
 from .block_attention import (
     CAUSAL,
     AttentionSpec,
-    add_sinks,
     attend,
-    attend_with_sinks,
     match_heads,
     whole_rows,
 )

@@ -37,13 +37,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .attention_sinks import add_sinks, sinks_gradient
 from .block_attention import (
     CAUSAL,
     AttentionSpec,
-    add_sinks,
     attend,
     attend_backward,
-    sinks_gradient,
 )
 from .collectives import start_all_gather, start_all_to_all, start_reduce_scatter, wait
 

@@ -50,7 +50,7 @@ class FlowSamples(Samples):
         """Open the files, or raise DataError."""
 
     def item(self, place: int) -> tuple[np.ndarray, ...]:
-        """Return a picture and its conditions, as in `Rows`."""
+        """Return a picture and its conditions, as in `Rows`. A subclass must define it: this one raises NotImplementedError."""
         raise NotImplementedError
 
     @property

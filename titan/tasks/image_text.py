@@ -292,7 +292,11 @@ class DescribePictures(NextToken):
         return columns | ({"described": self.described} if self.options.samples else {})
 
     def prompt_with(self, file: Path, text: str) -> tuple[list[int], Callable[[Tensor], Any]]:
-        """Return a prompt with the picture of a file: at the image token's name in the text, or before the text."""
+        """Return a prompt with the picture of a file: at the image token's name in the text, or before the text.
+
+        Raises:
+            DataError: the text names several pictures, or the file cannot be read.
+        """
         tokenizer, token = self.tokenizer, self.sizes.image_token
         names = [name for name, i in tokenizer.special_ids.items() if i == token and name in text]
         if names:
