@@ -2,7 +2,7 @@
 # Run the tests on another torch, before a release: scripts/test_torch.sh 2.11.0 [pytest arguments]
 #
 # The environment is .venv-torch-VERSION. From PyPI it has torch's CUDA build (5 GB), which needs no driver: fake tensors on "cuda",
-# which a CPU build refuses, are tested then, too (tests/gpu/test_fake_cuda.py).
+# which a CPU build refuses, are tested then, too (tests/parallel/test_fake_cuda.py).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 version=${1:?usage: scripts/test_torch.sh VERSION [pytest arguments], such as 2.11.0}

@@ -163,7 +163,7 @@ def gate(x_RF: Tensor, limit: float) -> Tensor:
 
 
 def gated(x_RF: Tensor, limit: float) -> Tensor:
-    """Return the other half of an expert's hidden channels: x, or with a limit x clamped to +-limit, plus 1 (gpt-oss)."""
+    """Return the factor of the activated half of the hidden channels: x, or with a limit x clamped to +-limit, plus 1 (gpt-oss)."""
     return x_RF.clamp(-limit, limit) + 1 if limit else x_RF
 
 

@@ -20,7 +20,7 @@ from tests.support.ranks import Pool
 from tests.support.trainers import PoolTrainer, Trainer
 from titan.checkpoint.state import model_state
 from titan.checkpoint.tensors import load as checkpoints_load
-from titan.checks.rules import check_to_run
+from titan.checks.rules import check, check_to_run
 from titan.config.errors import ConfigError
 from titan.config.schema import JobConfig
 from titan.data import DataError
@@ -369,3 +369,8 @@ def test_folders_of_diffusers(pool: Pool, tmp_path: Path) -> None:
     again = {name: torch.empty_like(tensor) for name, tensor in stored.items()}
     checkpoints_load(tmp_path / "back/checkpoint/step-0", again)
     assert all(torch.equal(again[name], tensor) for name, tensor in stored.items())
+
+
+def test_a_mistake_in_an_option_is_reported_with_its_whole_key() -> None:
+    problems = check(flux_job(task={"options": {"dropout": 2.0}}))
+    assert [problem.key for problem in problems] == ["task.options.dropout"]

@@ -14,6 +14,8 @@ titan/contrib do the same, and no other part of titan imports them:
                        command names
     titan.tasks, titan.models, titan.optimizers, titan.losses, titan.sources
                        NAME = a choice of task.name, model.name, optimizer.name, loss.name, type of [[data.sources]]
+    titan.pictures     NAME = a value of task.options.source of flow matching: a titan.tasks.flow_data.FlowSamples.
+                       captions = a function that draws the descriptions of a validation
 """
 
 from __future__ import annotations

@@ -135,4 +135,5 @@ def check_task(config: JobConfig) -> Iterator[RuleViolation]:
     if not violations and sizes is not None:
         options = task_options(config)
         if hasattr(options, "problems"):
-            yield from options.problems(config, sizes)
+            for key, *rest in options.problems(config, sizes):
+                yield f"task.{key}" if key.startswith("options.") else key, *rest

@@ -99,7 +99,7 @@ class StreamSamples(Source):
         self._source = self._encoded(item for item in self.numbered(mark) if item[0] >= first)
 
     def bookmark(self) -> dict[str, Any]:
-        """Return the JSON-able beginning of the next sample, and the last place from which the reader can reach it."""
+        """Return the place where the next sample begins, as JSON-able values, and a place from which the reader can reach it."""
         # The oldest document with unused tokens, or the next document if there is none.
         document = self._documents[0][0] if self._documents else self._next_document
         while len(self._marks) > 1 and self._marks[1].document <= document:

@@ -182,7 +182,7 @@ class _Selection:
 
 @cache
 def _selection(keep: tuple[str, ...], keep_modules: tuple[str, ...]) -> _Selection:
-    """Return one selection for all models of a process that keep the same results.
+    """Return the selection for these results: one object for all models of the process.
 
     Compiled code is valid for one object only.
     """

@@ -133,7 +133,7 @@ def axis_rank(mesh: DeviceMesh, *axes: str) -> int:
 
 @dataclass(frozen=True)
 class StepGroups:
-    """Process groups that a training step sums over. None for a group of one rank.
+    """Process groups that a training step sums over. A field is None if its group has one rank.
 
     Attributes:
         data: ranks with different samples.

@@ -20,7 +20,8 @@ model names a style for each module. The model itself does not change. With S th
     rowwise_whole    rows /tp      (B, S, F/tp) -> (B, S, D), all-reduce
     rowwise_part     rows /tp      (B, S, F/tp) -> (B, S, D), a partial sum on each rank, for `whole_input` around it
     tokens           none          (B, S/tp, D) -> same, as a plain tensor: experts, which take each rank's own tokens
-    token_weights    replicated    like `sequence`, with a plain tensor as output: the matrix of a router
+    token_weights    replicated    like `sequence`, with a plain tensor as output: the matrix of a router, or a norm after attention or a
+                                   feed-forward layer, whose input is a plain tensor
     experts          -             unchanged: `apply_ep` and FSDP split experts
     head_norm        replicated    (B, S, H/tp, K) -> same: a norm of each of the rank's heads
     head_vector      values /tp    none -> (H/tp,): a module that returns its weight, a number for each query head

@@ -104,7 +104,7 @@ class Task(ABC):
 
     @classmethod
     def loss_can(cls, name: str) -> bool:
-        """Return an ability of the loss, `applies_output` or `knows_shards`, as stated by the class that defines `loss`."""
+        """Return whether the class that defines `loss` sets the attribute `applies_output` or `knows_shards`."""
         return vars(next(c for c in cls.__mro__ if "loss" in vars(c))).get(name, False)
 
     # ---- data

@@ -144,7 +144,7 @@ class NextToken(Task):
         }
 
     def scorer(self, train_step: Scorable) -> Scorer:
-        """Return the scorer of texts with the model of the run, always the same."""
+        """Return the scorer of texts with the model of the run. The first call makes it."""
         if not hasattr(self, "cached_scorer"):
             self.cached_scorer = Scorer(train_step, self.tokenizer)
         return self.cached_scorer
