@@ -35,7 +35,7 @@ GENERAL = (
 )
 # Names of figures that count positions, of an embedding in every model of the zoo, and of modules that do mean tokens.
 MAY_SAY_TOKEN = re.compile(
-    r"tokens_seen|since_tokens|token_urlsafe|tokens_per_s(tep)?|num_tokens|per_token|tok_embeddings|tokenizer|chunk_tokens|^tokens?$|predicts_tokens|groups\.tokens"
+    r"tokens_seen|since_tokens|token_urlsafe|tokens_per_s(tep)?|num_tokens|per_token|tok_embeddings|tokenizer|chunk_tokens|^tokens?$|^Tokenizer$|predicts_tokens|groups\.tokens"
 )
 MEANS_TOKENS = {
     "titan/parallel/expert.py": "experts route tokens",
