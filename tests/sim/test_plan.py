@@ -214,7 +214,7 @@ def test_what_is_tight_comes_last_and_is_marked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A device on which the candidate that needs most runs, without the margin. The log shows progress, and a hint."""
-    monkeypatch.setattr("titan.sim.report.text._EVERY_S", 0.0)
+    monkeypatch.setattr("titan.sim.report.text.EVERY_S", 0.0)
     monkeypatch.setattr(Search, "single_changes", lambda *_: [])
     bare = {"context_gib": 0.0, "communicator_gib": 0.0, "workspace_mib": 0.0}
     roomy = load_profile("h100-sxm").model_copy(update=bare)

@@ -20,7 +20,7 @@ from titan.sim.simulate import Facts
 # Characters of a bar that stands for the whole.
 _BAR = 28
 _SMALL = 0.005  # of the whole: not worth a line
-_EVERY_S = 10.0  # between lines of a log, so that short commands write none
+EVERY_S = 10.0  # between lines of a log, so that short commands write none
 _said_s = time.monotonic()
 
 
@@ -36,7 +36,7 @@ def say(text: str) -> None:
     # Carriage return and "erase to the end of the line": in a pipe or a log they would be noise.
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
-    elif text and time.monotonic() - _said_s >= _EVERY_S:
+    elif text and time.monotonic() - _said_s >= EVERY_S:
         _said_s = time.monotonic()
         print(text, file=sys.stderr, flush=True)
 
