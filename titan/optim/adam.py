@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan.parallel.float8 import plain, quiet_torchao
+from titan.parallel.torch_compat import allow_programs
 
 from .rounding import RoundingSeeds
 
@@ -85,7 +86,11 @@ class SmallAdam(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.state_dtype, self.decoupled, self.seeds = state_dtype, decoupled, seeds
         self.levels = cache(_levels)
-        self.update = torch.compile(_update_shard, fullgraph=True, dynamic=True) if compiled else _update_shard  # fmt: skip
+        self.update = _update_shard
+        if compiled:
+            self.update = torch.compile(_update_shard, fullgraph=True, dynamic=True)
+            # torch 2.11 compiles each call of the simulator's first two steps anew. On a device, one program serves all shapes.
+            allow_programs(2 * sum(len(group["params"]) for group in self.param_groups))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
