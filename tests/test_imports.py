@@ -152,7 +152,7 @@ def test_nothing_knows_titan_contrib() -> None:
 
 
 def test_hooks_know_their_run_and_not_the_trainer() -> None:
-    """What a hook may use is declared: titan.hook.RunContext."""
+    """Hooks use the declared interface: titan.hook.RunContext."""
     hooks = [m for m in SOURCES if m.startswith(("titan.hooks.", "titan.sim.twin."))]
     assert hooks and not any("titan.trainer" in imports(module) for module in hooks)
 
@@ -220,7 +220,7 @@ def test_the_tracer_knows_none_of_its_users() -> None:
 
 
 def test_no_hook_assigns_a_field_of_the_run_or_of_another_hook() -> None:
-    """What a hook needs of the run is a method of it: titan.hook.RunState."""
+    """Hooks change a run through its methods alone: titan.hook.RunState."""
     assigned = [
         f"{module}: {ast.unparse(target)}"
         for module in SOURCES

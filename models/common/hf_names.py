@@ -139,7 +139,7 @@ def read_sizes(
         kind: The family's config class.
         n_kv_heads: transformers' default for num_key_value_heads.
         head_dim: transformers' default for head_dim.
-        fields: Fields of the family, besides `FIELDS`.
+        fields: Fields of the family, in addition to `FIELDS`.
         only: Settings of which this model supports one value: that value.
         quantized: See `require`.
         theta: See `rope_of`.

@@ -1,6 +1,6 @@
 """Tensor-parallel plan of DeepSeek.
 
-Each rank computes the latents of its own tokens. Heads are split over ranks, and experts as in every family.
+Each rank computes the latents of its own tokens. Heads are split over the ranks. Experts have the same styles as in every other family.
 """
 
 from ..common.plan import MOE_PLAN

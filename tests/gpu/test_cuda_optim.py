@@ -61,7 +61,7 @@ def update(kind: str, device: str, implementation: str) -> list[Tensor]:
 @pytest.mark.parametrize("implementation", ["for-loop", "fused"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_updates_equal_the_cpu(kind: str, implementation: str) -> None:
-    """Of what is rounded, a few elements next to a boundary fall on its other side. Stochastic rounding draws other numbers on a GPU."""
+    """Rounded states equal those of a CPU, except a few elements next to a boundary. Stochastic rounding draws other numbers on a GPU."""
     expected = torch.cat([x.flatten() for x in update(kind, "cpu", "for-loop")])
     found = torch.cat([x.flatten() for x in update(kind, "cuda", implementation)])
     apart = (found - expected).abs()

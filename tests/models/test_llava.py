@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tests.support.jobs import SMALL as SMALL_JOB
@@ -212,12 +213,11 @@ def test_transformers_both_ways(old_names: bool, tmp_path: Path) -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Ten pictures of several sizes, each with a text of another length."""
-    image = pytest.importorskip("PIL.Image")
     draw = np.random.default_rng(0).integers
     lines = []
     for number in range(10):
         shape = (8 + number, 16 - number, 3)
-        image.fromarray(draw(256, size=shape, dtype=np.uint8)).save(tmp_path / f"{number}.png")
+        Image.fromarray(draw(256, size=shape, dtype=np.uint8)).save(tmp_path / f"{number}.png")
         lines.append(json.dumps({"image": f"{number}.png", "text": "word " * (1 + number)}))
     (tmp_path / "captions.jsonl").write_text("\n".join(lines))
     return tmp_path
@@ -264,12 +264,11 @@ def test_rows(folder: Path) -> None:
 
 def test_pictures_are_prepared_as_transformers_does(folder: Path) -> None:
     clip = pytest.importorskip("transformers.models.clip.image_processing_pil_clip")
-    image = pytest.importorskip("PIL.Image")
     settings = hf_files(SMALL)["preprocessor_config.json"]
     prepare = clip.CLIPImageProcessorPil(**{k: settings[k] for k in ("size", "crop_size")})
     pictures = Pictures.open(ImageTextOptions(path=str(folder)))
     for number in range(10):
-        pixels = prepare(image.open(folder / f"{number}.png"), return_tensors="np")["pixel_values"]
+        pixels = prepare(Image.open(folder / f"{number}.png"), return_tensors="np")["pixel_values"]
         ours = patches_of(pictures.pixels(number, side=8), SMALL)
         side = SMALL.patch_size
         theirs = pixels[0].reshape(3, 2, side, 2, side).transpose(1, 3, 0, 2, 4)
@@ -277,11 +276,10 @@ def test_pictures_are_prepared_as_transformers_does(folder: Path) -> None:
 
 
 def test_grey_of_16_bits_is_scaled_and_a_strip_refused(tmp_path: Path) -> None:
-    image = pytest.importorskip("PIL.Image")
     grey = np.arange(64, dtype=np.uint8).reshape(8, 8) * 4
-    image.fromarray(grey).save(tmp_path / "8.png")
-    image.fromarray(grey.astype(np.uint16) * 257).save(tmp_path / "16.png")
-    image.new("RGB", (20_000, 1)).save(tmp_path / "strip.png")
+    Image.fromarray(grey).save(tmp_path / "8.png")
+    Image.fromarray(grey.astype(np.uint16) * 257).save(tmp_path / "16.png")
+    Image.new("RGB", (20_000, 1)).save(tmp_path / "strip.png")
     names = [tmp_path / name for name in ("8.png", "16.png", "strip.png")]
     pictures = Pictures(tmp_path, [""] * 3, names)
     assert np.array_equal(pictures.pixels(0, side=8), pictures.pixels(1, side=8))

@@ -26,7 +26,7 @@ METHODS = ("ring", "allgather", "ulysses")
 
 
 class PlainAttention(nn.Module):
-    """What a model of somebody else's may call: causal or as `spec` says, grouped heads, documents, sinks."""
+    """Attention of another package's model: causal or with `spec`, grouped heads, documents, sinks."""
 
     is_causal_softmax = True
     scale: float | None = None

@@ -365,7 +365,7 @@ def _with_fsdp_unmended() -> dict[str, Tensor]:
 
 
 def test_torch_still_needs_gathered_parameters_to_split_backward(pool) -> None:
-    """Why `prepare_to_split_backward` is there. Where this fails, torch has been mended, and it can go."""
+    """torch still needs `prepare_to_split_backward`. If this fails, torch has fixed the fault, and the function can go."""
     assert _fsdp_error(pool.run(4, _with_fsdp_unmended), (8,)) > 0.1
 
 

@@ -1,4 +1,4 @@
-"""What modules say of themselves: which functions of a block are compiled, and which modules are the ends of a model."""
+"""Traits of modules: the functions of a block that are compiled, and the first and last modules of a model."""
 
 from __future__ import annotations
 

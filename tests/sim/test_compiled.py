@@ -257,7 +257,7 @@ def test_float8_casts_transpose() -> None:
 
 def test_updates_compiled_for_any_size_move_what_the_weights_need() -> None:
     """fp32 weights read and written, fp32 gradients read, two moments in bf16 read and written: 20 bytes for each weight. Each
-    parameter has a kernel of its own."""
+    parameter has one kernel."""
     config = job(layers=1, optimizer={"state_dtype": "bfloat16"})
     sizes = Counter(
         e.kernel.read_bytes + e.kernel.write_bytes

@@ -71,7 +71,7 @@ def _problem_on_tokens(function: Callable[..., Any], vocab_size: int) -> str:
     """Return a problem of a loss that would make it wrong or different between layouts, or "" if there is none."""
     import torch
 
-    # A generator of its own leaves the job's random numbers as they are.
+    # With a separate generator, the random numbers of the job stay the same.
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(_TOKENS, vocab_size, generator=generator).requires_grad_()
     labels = torch.randint(vocab_size, (_TOKENS,), generator=generator)

@@ -81,7 +81,7 @@ class ModelSection(Section):
 
 
 class TaskSection(Section):
-    """What the model is trained on, if that is not the usual task of its family."""
+    """Task of the model, if it is not the usual task of its family."""
 
     name: str = ""
     """Empty: the task of the model's family, which is next-token prediction unless the family has

@@ -274,7 +274,7 @@ def collect(x_NrC: Tensor, cut: Cut, *, counts: list[int]) -> Exchange:
 
 
 def give_back(x_nRC: Tensor, cut: Cut, *, counts: list[int]) -> Exchange:
-    """Give the owners' matrices back as shards.
+    """Return the owners' matrices to all ranks, as shards.
 
     Args:
         x_nRC: The whole matrices that this rank owns.

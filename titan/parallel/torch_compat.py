@@ -275,7 +275,7 @@ def set_timeout(timeout: timedelta, *, but_not_of: dist.ProcessGroup | None = No
 
 
 def limit_gloo(*, loopback: bool) -> None:
-    """Give each gloo group made from now on one thread. With `loopback`, let it listen on 127.0.0.1 only.
+    """Limit each new gloo group to one thread. With `loopback`, it listens on 127.0.0.1 only.
 
     torch gives a group two threads. Both assign the name of their last completed operation to one std::string without a lock
     (ProcessGroupGloo::runLoop, `lastCompletedWorkName`), and free it twice if the name does not fit into the string itself

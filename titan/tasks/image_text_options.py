@@ -19,7 +19,7 @@ class ImageTextOptions:
             a folder of Parquet files.
         image_key: name of the field or column of pictures.
         text_key: name of the field or column of texts.
-        images: number of pictures that a sequence has room for; 0: as many as fit.
+        images: number of pictures that a sequence has room for; 0: the most that fit.
         samples: number of held-out pictures to describe at each validation.
         max_new_tokens: longest description, in tokens.
     """
