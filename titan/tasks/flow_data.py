@@ -42,7 +42,7 @@ class FlowSamples(Samples):
     def __init__(self, options: FlowOptions, sizes: FluxConfig, *, split: str, seed: int) -> None:
         self.options, self.sizes, self.split, self.seed = options, sizes, split, seed
         self.shape = (options.channels, options.size, options.size)
-        if options.source != "shapes" and not options.path:
+        if options.source in _SOURCES and not options.path:
             raise DataError(f'task.options.path: missing; source = "{options.source}" reads it')
         self.open()
 

@@ -8,11 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from titan.config.plug_ins import plug_ins
+
 SHAPES = ("disc", "ring", "square", "frame", "triangle", "plus", "cross", "bars")
-_CHOICES = {
-    "source": ("shapes", "pictures", "encoded"),
-    "time": ("logit_normal", "uniform"),
-}
+_TIMES = ("logit_normal", "uniform")
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,9 @@ class FlowOptions:
 
     def problems(self, config: Any, sizes: Any) -> Iterator[tuple[str, str]]:
         """Yield the key and the message of each problem with a job of this task."""
-        for name, choices in _CHOICES.items():
+        added = (entry.name for entry in plug_ins("titan.pictures") if entry.name != "captions")
+        sources = (*added, "pictures", "encoded")
+        for name, choices in {"source": sources, "time": _TIMES}.items():
             if (value := getattr(self, name)) not in choices:
                 yield f"options.{name}", f'must be one of {", ".join(choices)}, got "{value}"'
         if self.shift <= 0:
@@ -112,7 +113,10 @@ class FlowOptions:
                 yield "options.channels", f"must be 1 (grey) or 3 (colours), got {self.channels}"
             if self.classes > len(SHAPES):
                 yield "options.classes", f"must be at most {len(SHAPES)}, got {self.classes}"
-        elif self.path:  # a run needs it, a simulation does not
+        elif self.path and self.source in (
+            "pictures",
+            "encoded",
+        ):  # a run needs it, a simulation does not
             name = "labels.jsonl" if self.source == "pictures" else "**/latents.npy"
             if not any(Path(self.path).glob(name)):
                 yield "options.path", f'"{self.path}" is no folder with {name.removeprefix("**/")}'

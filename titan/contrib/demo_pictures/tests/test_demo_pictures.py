@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 
+from titan.config.schema import JobConfig
 from titan.contrib.demo_pictures.captions import write_page
 from titan.contrib.demo_pictures.shapes import Shapes
 from titan.models.flux import FLAVORS
+from titan.tasks.flow_data import open_samples
 from titan.tasks.flow_options import SHAPES, FlowOptions
 
 
@@ -39,3 +43,19 @@ def test_a_page_has_a_cell_for_each_picture(tmp_path: Path) -> None:
         (page[..., 1] > 80) & (page[..., 0] < 60),
     )
     assert green[140:170].any() and not red[:170].any()  # the first four equal their texts
+
+
+def test_a_package_adds_a_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = EntryPoint("circles", "titan.contrib.demo_pictures.shapes:Shapes", "titan.pictures")
+    monkeypatch.setattr("titan.tasks.flow_options.plug_ins", lambda _: [entry])
+    monkeypatch.setattr("titan.tasks.flow_data.plug_ins", lambda _: [entry])
+    config, sizes = JobConfig(), FLAVORS["demo"]
+    found = {
+        source: [key for key, _ in FlowOptions(source=source).problems(config, sizes)]
+        for source in ("circles", "shapes")
+    }
+    assert "options.source" not in found["circles"] and "options.source" in found["shapes"]
+    samples = open_samples(
+        FlowOptions(source="circles", context_len=1), sizes, split="train", seed=0
+    )
+    assert isinstance(samples, Shapes)
