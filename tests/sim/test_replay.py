@@ -243,11 +243,32 @@ def test_kernels_share_the_device_and_host_copies_do_not() -> None:
 
 def test_compute_slows_down_beside_a_transfer() -> None:
     profile = load_profile("h100-sxm").model_copy(
-        update={"compute_share_beside_transfer": 0.5, "speed_deviation": 0.0}
+        update={
+            "compute_share_beside_transfer": 0.5,
+            "transfer_share_beside_compute": 1.0,
+            "speed_deviation": 0.0,
+        }
     )
     recorded = trace([transfer(40, group="dp", work=1), launch(100), AwaitWork(0, 1)], DP)
     timeline = replay({0: recorded}, FixedCost(profile), steps=1)
     assert us(timeline.step_s) == 120  # 40 at half the rate, 80 at the full one
+
+
+def test_a_transfer_slows_down_beside_compute() -> None:
+    """80 us of NVLink at half the rate for 100 us; the rest, 30 us, at the full one. A card and a read need no SMs."""
+    update = {"compute_share_beside_transfer": 1.0, "transfer_share_beside_compute": 0.5, "speed_deviation": 0.0}  # fmt: skip
+    cost = FixedCost(load_profile("h100-sxm").model_copy(update=update))
+
+    def step_us(sent: Transfer) -> float:
+        recorded = trace([sent, launch(100), AwaitWork(0, 1)], DP, FAR)
+        return replay({0: recorded}, cost, steps=1).step_s * 1e6
+
+    assert step_us(transfer(80, group="dp", work=1)) == pytest.approx(130)
+    assert step_us(transfer(80, group="far", work=1)) == pytest.approx(100)
+    assert step_us(transfer(80, group="dp", work=1, kind="read", peer=3)) == pytest.approx(100)
+    # While the compute stream itself runs a transfer, no kernel holds SMs.
+    alone = trace([transfer(80, group="tp", work=1, detached=False)], TP)
+    assert replay({0: alone}, cost, steps=1).step_s * 1e6 == pytest.approx(80)
 
 
 def test_the_slowest_of_many_devices_sets_the_pace() -> None:

@@ -29,7 +29,7 @@ class FixedCost(Cost):
     """Kernels last as many microseconds as they read bytes; transfers, as many as they have bytes; hosts and latency are free."""
 
     def __init__(self, profile: Profile | None = None, *, host_us: float = 0.0) -> None:
-        free = {"compute_share_beside_transfer": 1.0, "speed_deviation": 0.0}
+        free = {"compute_share_beside_transfer": 1.0, "transfer_share_beside_compute": 1.0, "speed_deviation": 0.0}  # fmt: skip
         super().__init__(profile or load_profile("h100-sxm").model_copy(update=free))
         self.host_us = host_us
 

@@ -170,7 +170,7 @@ def _matmuls(sizes: Sizes, dtype: str) -> Iterator[Kernel]:
 
 
 def _attention(known: Profile, seconds_of: SecondsOf, sizes: Sizes, dtype: str) -> Figures:
-    """Return the rates of attention by length, and the share that a causal mask reaches."""
+    """Return the rates of attention by length, and the share of them that a causal mask reaches."""
 
     def rate(length: int, *, backward: bool, causal: bool) -> float:
         """TFLOP/s that make the formula's time the measured one."""
@@ -182,7 +182,8 @@ def _attention(known: Profile, seconds_of: SecondsOf, sizes: Sizes, dtype: str) 
         flat = {"attention_forward_tflops": rates, "attention_backward_tflops": rates}
         # With a rate of 1 TFLOP/s the formula's seconds are the TFLOPs, so a division by the
         # measured seconds gives the rate.
-        one = known.model_copy(update={**flat, "attention_causal_share": 1.0, "kernel_min_us": 0.0})
+        whole = {known.attention_kernel: ((1, 1.0),)}
+        one = known.model_copy(update={**flat, "attention_causal_share": whole, "kernel_min_us": 0.0})  # fmt: skip
         return Cost(one).kernel_s(kernel) / max(
             1e-9, seconds_of(kernel) - known.kernel_min_us * 1e-6
         )
@@ -190,10 +191,10 @@ def _attention(known: Profile, seconds_of: SecondsOf, sizes: Sizes, dtype: str) 
     figures: Figures = {}
     for key, backward in (("attention_forward_tflops", False), ("attention_backward_tflops", True)):
         figures[key] = [[float(n), rate(n, backward=backward, causal=False)] for n in sizes.lengths]
-    length = sizes.lengths[-1]
-    # One length suffices to set the causal share.
-    causal = rate(length, backward=False, causal=True)
-    figures["attention_causal_share"] = causal / figures["attention_forward_tflops"][-1][1]
+    figures["attention_causal_share"] = [
+        [length, rate(int(length), backward=False, causal=True) / whole]
+        for length, whole in figures["attention_forward_tflops"]
+    ]
     return figures
 
 

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from math import ceil, comb, log2
 from typing import Any, NamedTuple
 
+from titan.sim.price.measured import BUS, tables
 from titan.sim.price.profiles import Profile
 from titan.sim.record.trace import Group, Transfer
 
@@ -103,9 +104,6 @@ _PROTOCOLS = (
     # Simple: for large messages; ranks synchronise once for each chunk.
     _Protocol(ring=(8.4, 3.4, 14.0), tree=(8.4, 4.0, 14.0), share_intra=1.0, share_inter=1.0),
 )
-_SWITCH_US = 90.0
-"""Latency of an all-reduce inside the switch (NVLS): the remainder of the published times of 8 H200 from 64 MiB to 1 GiB (ml-engineering, NCCL 2.27)
-leave when the volume at 480 GB/s is deducted."""
 _TREE_SHARE = 0.85
 """Bandwidth of trees against rings between nodes (treeCorrectionFactor for large messages)."""
 
@@ -138,6 +136,10 @@ def price_transfer(
         # Read once and write once.
         return TransferPrice(profile.kernel_min_us * 1e-6, 2 * size / _memory(profile), ())
     nodes = len({rank // profile.gpus_per_node for rank in group.ranks})
+    # The counts that precede the tokens are integers.
+    sends_tokens = "ep" in group.axes and "int" not in transfer.dtype
+    if nodes == 1 and not (dispatch and sends_tokens) and (price := _measured(transfer, ranks, profile)):  # fmt: skip
+        return price
     # Ranks of the group on the fullest node.
     members = ceil(ranks / nodes)
     links = _links(nodes, members)
@@ -145,8 +147,6 @@ def price_transfer(
     # The share of the tensor that a rank does not hold.
     others = (ranks - 1) / ranks
     if transfer.kind == "all_to_all":
-        # The counts that precede the tokens are integers.
-        sends_tokens = "ep" in group.axes and "int" not in transfer.dtype
         return _price_all_to_all(size, group.ranks, nodes, profile, dispatch if sends_tokens else None)  # fmt: skip
     if transfer.kind == "broadcast":
         # Every byte passes every rank once, so the volume is the whole tensor.
@@ -157,16 +157,26 @@ def price_transfer(
             *_rings(ranks, nodes, 2 * (ranks - 1), 2 * others * size, profile, card, delay),
             *_trees(ranks, nodes, 2 * others * size, profile, card, delay),
         ]
-        # NVLink SHARP adds in the switch. Between nodes titan models no such switch.
-        if profile.has_nvls and nodes == 1:
-            volume = 2 * others * size / (profile.all_reduce_gb_per_s * 1e9)
-            ways.append((_SWITCH_US * 1e-6, volume))
     else:
         # all_gather and reduce_scatter: a ring passes each of the other ranks' parts along once.
         ways = _rings(ranks, nodes, ranks - 1, others * size, profile, card, delay)
     # NCCL compares the total times of all pairs of algorithm and protocol in the same way.
     latency, volume = min(ways, key=sum)
     return TransferPrice(latency, volume, links)
+
+
+def _measured(transfer: Transfer, ranks: int, profile: Profile) -> TransferPrice | None:
+    """Return the price of a collective within a node by the card's tables; None if they lack it."""
+    if not profile.measured:
+        return None
+    measured = tables(profile.measured)
+    found = measured.collective_s(transfer.kind, ranks, transfer.size_bytes)
+    if found is None:
+        return None
+    # A profile may state another bandwidth than its tables: the shape is theirs, the level its own.
+    figure = next((name for name, (kind, _) in BUS.items() if kind == transfer.kind), "ring_gb_per_s")  # fmt: skip
+    level = measured.bus_gb_per_s(figure) / getattr(profile, figure)
+    return TransferPrice(found[0], found[1] * level, _links(1, ranks))
 
 
 def _links(nodes: int, members: int) -> tuple[int, ...]:

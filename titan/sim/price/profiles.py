@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from math import log
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -25,27 +25,14 @@ from pydantic_core import ErrorDetails
 from titan.config.errors import ConfigError, Problem, did_you_mean, key_text
 from titan.config.toml import read_toml
 from titan.hardware import HARDWARE, MARGIN, by_name
+from titan.sim.price.measured import BUS, tables
 
 _FOLDER = Path(__file__).parents[1] / "hardware"
 _SELF = {"note", "assumes", "kin", "unsupported"}
 """Entries about the profile itself. They are not taken over from a base."""
-_NOT_FIGURES = {"name", "device", "is_cpu", "margin", "sources", *_SELF}
+_NOT_FIGURES = {"name", "device", "is_cpu", "margin", "measured", "sources", *_SELF}
 Curve = tuple[tuple[float, float], ...]
 """Points (size, value), by increasing size."""
-
-
-class Tile(NamedTuple):
-    """Part of the output that one SM computes in a matmul.
-
-    Attributes:
-        rows: Rows of the tile.
-        columns: Columns of the tile.
-        rate: Speed against the best tile.
-    """
-
-    rows: int
-    columns: int
-    rate: float
 
 
 class Tier(BaseModel):
@@ -96,21 +83,24 @@ class Profile(BaseModel):
 
     matmul_share: dict[str, float]
     """Achievable share of the peak, by dtype; a missing dtype has bfloat16's."""
+    """Of large products in sustained load: with `measured`, the one figure that the tables do not have."""
+    measured: str = ""
+    """Card whose measured tables say how products, collectives and attention compare by shape (measured.py). Empty: none does."""
     num_sms: int = Field(ge=1)
-    tiles: tuple[Tile, ...]
-    grouped_tiles: tuple[Tile, Tile] | tuple[()]
-    """Tiles of torch's grouped matmul in 16 bits: for groups with few rows or columns, and for all others. Empty: as for other matmuls."""
-    tile_fill_k: int
-    """Time to start and finish a tile, as the length of K that bfloat16 multiplies in it."""
+    grouped_rows: int = Field(ge=0)
+    """Rows to which torch's grouped matmul rounds up each group. 0: it is a loop of products."""
     attention_kernel: str
     """Kernel that torch's scaled_dot_product_attention runs in 16 bits: "flash2", "cudnn" or "flash3". With "flash2", the curve
     "efficient" is for inputs that flash2 does not support."""
     attention_forward_tflops: dict[str, Curve]
     attention_backward_tflops: dict[str, Curve]
     """Rates by kernel and sequence length, of the FLOPs that a causal mask leaves. A plain list is for `attention_kernel`."""
-    attention_causal_share: float
+    attention_causal_share: dict[str, Curve]
+    """Rate of causal attention over that without a mask, by kernel and sequence length."""
     memory_share: Curve
     """Achievable share of the memory bandwidth, by bytes that a kernel moves."""
+    eager_tb_per_s: float = Field(ge=0)
+    """Most bandwidth that PyTorch's own kernels reach, which have fewer loads in flight than fused ones. 0: as fused ones."""
     transpose_share: float = Field(gt=0, le=1)
     """Part of this share that a transposing fused kernel reaches: it reads along one dimension and writes along another, like
     float8's casts."""
@@ -144,9 +134,10 @@ class Profile(BaseModel):
     nic_share: float
     network: tuple[Tier, ...]
     """Blocks of nodes, the smallest first. Empty: all nodes reach each other at the speed of their cards."""
-    has_nvls: bool
     compute_share_beside_transfer: float
     """Rate of kernels while a collective holds SMs and memory bandwidth."""
+    transfer_share_beside_compute: float = Field(gt=0, le=1)
+    """Rate of collectives within a node while a kernel holds SMs and memory bandwidth."""
     speed_deviation: float
     """Standard deviation of speed between devices of the kind. The more devices, the slower is the slowest."""
     slowest_of: int = Field(ge=1)
@@ -193,7 +184,11 @@ class Profile(BaseModel):
                 raise ValueError(f"a share is above 0 and at most 1, not {share}")
         if "bfloat16" not in self.matmul_share or "bfloat16" not in self.peak_tflops:
             raise ValueError("matmul_share and peak_tflops need at least bfloat16")
-        for curves in (self.attention_forward_tflops, self.attention_backward_tflops):
+        for curves in (
+            self.attention_forward_tflops,
+            self.attention_backward_tflops,
+            self.attention_causal_share,
+        ):
             if self.attention_kernel not in curves:
                 raise ValueError(f"no curve of attention_kernel '{self.attention_kernel}'")
         return self
@@ -340,8 +335,9 @@ def _merged(file: Path, *, below: Sequence[Path] = ()) -> tuple[dict[str, Any], 
         sources = figures.pop("sources")
         figures = {key: value for key, value in figures.items() if key not in _SELF}
     stated = values.pop("sources", {})
-    # In ascending order of weight: the base, the device's datasheet, the file itself.
+    # In ascending order of weight: the base, the device's datasheet, the card's tables, the file itself.
     figures |= _of_device(values["device"], sources) if "device" in values else {}
+    figures |= _of_tables(values["measured"], sources) if values.get("measured") else {}
     # A figure without a source could be a guess, and predictions would rest on it.
     unsourced = values.keys() - set(filter(stated.get, stated)) - _NOT_FIGURES
     if unsourced:
@@ -363,4 +359,12 @@ def _of_device(device: str, sources: dict[str, str]) -> dict[str, Any]:
         "memory_tb_per_s": row.memory_bandwidth / 1e12,
     }
     sources |= dict.fromkeys(figures, row.source)
+    return figures
+
+
+def _of_tables(card: str, sources: dict[str, str]) -> dict[str, Any]:
+    """Return the bandwidths of a card's collectives within a node. Their source goes into `sources`."""
+    measured = tables(card)
+    figures = {key: measured.bus_gb_per_s(key) for key in BUS}
+    sources |= dict.fromkeys(figures, measured.source)
     return figures

@@ -66,7 +66,7 @@ def replay(
     with no_garbage_collection():
         clock = Clock()
         rendezvous = Rendezvous(clock, cost, traces.keys())
-        beside = cost.profile.compute_share_beside_transfer
+        profile = cost.profile
         hosts = []
         for rank, trace in traces.items():
             assert rank == trace.rank
@@ -75,7 +75,8 @@ def replay(
                 clock,
                 trace.groups,
                 num_steps=steps,
-                speed_beside_transfer=beside,
+                speed_beside_transfer=profile.compute_share_beside_transfer,
+                speed_beside_compute=profile.transfer_share_beside_compute,
                 arrive=rendezvous.arrive,
             )
             hosts.append(Host(trace, device, cost))

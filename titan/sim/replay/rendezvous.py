@@ -11,10 +11,10 @@ from collections.abc import Collection
 from typing import Any
 
 from titan.sim.price.cost import Cost
-from titan.sim.price.network import TransferPrice
+from titan.sim.price.network import NIC_IN, NIC_OUT, TransferPrice
 from titan.sim.record.trace import Group, Transfer
 from titan.sim.replay.clock import Clock, ReplayError
-from titan.sim.replay.streams import Device, TransferBatch
+from titan.sim.replay.streams import TransferBatch
 from titan.sim.replay.timeline import Interval, axis_of
 
 
@@ -80,13 +80,25 @@ class Flow:
     # Every flow that begins or ends changes the number of sharers for all others on its ranks.
     def _retime_neighbours(self, now: float) -> None:
         """Set the rates of all flows that share a rank with this flow, including its own if it still runs."""
-        devices: list[Device] = [batch.stream.device for batch, *_ in self.sides]
+        devices = [batch.stream.device for batch, *_ in self.sides]
         for flow in {id(flow): flow for device in devices for flow in device.flows}.values():
-            assert isinstance(flow, Flow)
-            # A flow is as slow as on the busiest of its links, on any side.
-            uses = ((batch.stream.device.links, p.links) for batch, _, _, p in flow.sides)
-            sharers = max((taken[link] for taken, links in uses for link in links), default=1)
-            devices[0].clock.settle(flow, now, 1 / sharers)
+            flow.retime(now)
+
+    def retime(self, now: float) -> None:
+        """Set the rate: as slow as on the busiest of its links, on any side, and slower beside kernels."""
+        share, sharers = 1.0, 1
+        for batch, transfer, _, price in self.sides:
+            device = batch.stream.device
+            sharers = max(sharers, max((device.links[link] for link in price.links), default=1))
+            # Copies over NVLink need SMs, which kernels hold. Network cards are slower than what is left, and a read of a
+            # peer's memory needs none.
+            if (
+                device.computes
+                and not {NIC_OUT, NIC_IN} & {*price.links}
+                and transfer.kind != "read"
+            ):
+                share = device.speed_beside_compute
+        self.sides[0][0].stream.device.clock.settle(self, now, share / sharers)
 
 
 class Rendezvous:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from titan.sim.price.network import LINKS
 from titan.sim.record.trace import COMPUTE_STREAM, Group, Launch, Transfer
@@ -96,6 +96,7 @@ class StreamQueue(Lane):
                     return self._block(now, "host")
                 queue.popleft()
                 self.busy = True
+                self.device.note_computing(self, True, now)
                 run = KernelRun(self, item[2], item[3], now)
                 return self.device.start(run, copies=item[4], now=now)
             if kind is AWAIT:
@@ -116,6 +117,7 @@ class StreamQueue(Lane):
                     return self._block(now, "host")
                 queue.popleft()
                 self.busy, self.running = True, batch
+                self.device.note_computing(self, False, now)
                 return self.device.arrive(batch, now)
             else:
                 # STEP: all that was queued before it has run, so the step ends for this stream.
@@ -127,6 +129,7 @@ class StreamQueue(Lane):
     def _block(self, now: float, cause: Cause) -> None:
         """Begin to wait."""
         self.cause, self.blocked_since = cause, now
+        self.device.note_computing(self, False, now)
 
 
 class KernelRun:
@@ -156,6 +159,13 @@ class KernelRun:
         stream.advance(now)
 
 
+class Flowing(Work, Protocol):
+    """Volume of a transfer that is under way."""
+
+    def retime(self, now: float) -> None:
+        """Set its rate anew."""
+
+
 class Device:
     """Streams of a rank, and everything that runs on its SMs, copy engines and links.
 
@@ -168,6 +178,7 @@ class Device:
         copies: Copies between host and device that run now. They share the bus, and take nothing from kernels.
         num_flows: Number of transfers that run now, latency included.
         flows: Transfers whose volume is under way now.
+        computes: Whether the compute stream has work, so that it takes from transfers what they take from it.
         links: Number of flows on each link.
         transfers: Transfers of the last step.
     """
@@ -180,17 +191,20 @@ class Device:
         *,
         num_steps: int,
         speed_beside_transfer: float,
+        speed_beside_compute: float,
         arrive: Callable[[TransferBatch, float], None],
     ) -> None:
         self.rank, self.clock, self.groups = rank, clock, groups
         self.step, self.num_steps, self.arrive = 0, num_steps, arrive
         self.speed_beside_transfer = speed_beside_transfer
+        self.speed_beside_compute = speed_beside_compute
         self.streams: dict[int | str, StreamQueue] = {}
         self.stream(COMPUTE_STREAM)
         self.kernels: list[KernelRun] = []
         self.copies: list[KernelRun] = []
         self.num_flows = 0
-        self.flows: list[Work] = []
+        self.flows: list[Flowing] = []
+        self.computes = False
         self.links = [0] * len(LINKS)
         self.transfers: list[Interval] = []
 
@@ -246,6 +260,14 @@ class Device:
         before, self.num_flows = self.num_flows, self.num_flows + change
         if self.kernels and not (before and self.num_flows):
             self.retime(self.kernels, now)
+
+    def note_computing(self, stream: StreamQueue, computes: bool, now: float) -> None:
+        """Note that a stream goes on or waits. If it is the compute stream, transfers get another rate."""
+        if stream is not self.streams[COMPUTE_STREAM] or computes == self.computes:
+            return
+        self.computes = computes
+        for flow in self.flows:
+            flow.retime(now)
 
     def use(self, links: tuple[int, ...], change: int) -> None:
         """Add a flow to these links (+1), or remove it (-1)."""

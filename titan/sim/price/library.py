@@ -1,0 +1,268 @@
+"""Tables of the package aiconfigurator-core (NVIDIA, Apache-2.0, the extra `measured`): millions of measured kernels of many cards.
+
+Read once for each card and version, and kept in the user's cache folder. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from math import log
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from titan.hardware import by_name
+from titan.sim.price.measured import ALIGNED, LARGE_FLOPS, LETTERS, SPAN_S, STEP, ZERO
+
+PACKAGE = "aiconfigurator-core"
+
+
+class Source(NamedTuple):
+    """Where a card's tables are in the package, and which of several measurements is taken.
+
+    Attributes:
+        folder: Folder of the card.
+        device: Row of titan/hardware.py, whose peaks the roofline has.
+        vllm: Version of vLLM, whose products in 16 bits (torch's linear layer) and attention were measured.
+        trtllm: Version of TensorRT-LLM, whose products in 8 bits (cuBLAS, as torch's) were measured; empty: none.
+        nccl: Version of NCCL.
+        attention_kernel: Kernel that vLLM ran, as `Profile.attention_kernel` calls it.
+    """
+
+    folder: str
+    device: str
+    vllm: str
+    trtllm: str
+    nccl: str
+    attention_kernel: str
+
+
+SOURCES = {
+    "a100": Source("a100_sxm", "a100-80g", "0.14.0", "", "2.27.3", "flash2"),
+    "h100": Source("h100_sxm", "h100-sxm", "0.24.0", "1.3.0rc20", "2.29.2", "flash3"),
+    "h200": Source("h200_sxm", "h200-sxm", "0.24.0", "1.3.0rc20", "2.29.2", "flash3"),
+    "b200": Source("b200_sxm", "b200", "0.24.0", "1.3.0rc20", "2.29.2", "cudnn"),
+    "b300": Source("b300_sxm", "b300", "0.24.0", "1.3.0rc20", "2.29.2", "cudnn"),
+    "gb200": Source("gb200", "gb200", "0.24.0", "1.3.0rc20", "2.29.2", "cudnn"),
+    "gb300": Source("gb300", "gb300", "0.24.0", "1.3.0rc20", "2.29.2", "cudnn"),
+}
+_KINDS = {"alltoall": "all_to_all"}
+_FORMAT = 1
+_NARROW = 32
+"""Fewest columns of a measured product."""
+_LEFT_OUT = 51200
+"""Columns or length of a sum that the shipped files do not have."""
+
+
+def library_tables(card: str) -> dict[str, Any] | None:
+    """Return all that the installed package has on a card, or None if it is not installed."""
+    if find_spec("aiconfigurator_core") is None:
+        return None
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan" / "measured"
+    kept = root / f"{card}-{version(PACKAGE)}-{_FORMAT}.json"
+    try:
+        return json.loads(kept.read_text("utf-8"))
+    except (OSError, ValueError):
+        raw = read(card)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        beside = kept.with_suffix(f".{os.getpid()}")
+        beside.write_text(json.dumps(raw), "utf-8")
+        beside.replace(kept)
+    except OSError:
+        pass  # read again next time
+    return raw
+
+
+def read(card: str, *, small: bool = False) -> dict[str, Any]:
+    """Return a card's tables from the installed package, in the form of the shipped files.
+
+    Args:
+        card: Key of `SOURCES`.
+        small: Leave out rows of products that their neighbours tell, as the shipped files do.
+
+    Raises:
+        PackageNotFoundError: The package is not installed.
+    """
+    found = find_spec("aiconfigurator_core")
+    if found is None or found.origin is None:
+        raise PackageNotFoundError(PACKAGE)
+    source = SOURCES[card]
+    folder = Path(found.origin).parent / "systems" / "data" / source.folder
+    shares: dict[str, float] = {}
+    products = {
+        dtype: [
+            _letters(
+                points, aligned=aligned, keep=_kept(dtype, aligned) if small else _all
+            )
+            for aligned in (True, False)
+        ]
+        for dtype, points in _products(folder, source, shares).items()
+    }
+    parts = [f"products in 16 bits and attention of vLLM {source.vllm}", f"NCCL {source.nccl}"]
+    if source.trtllm:
+        parts.append(f"products in 8 bits of TensorRT-LLM {source.trtllm}")
+    return {
+        "source": f"{PACKAGE} {version(PACKAGE)}, {source.folder}: {', '.join(parts)}",
+        "licence": "Apache-2.0; measured by NVIDIA",
+        "attention_kernel": source.attention_kernel,
+        "large_share": shares,
+        "collectives": _collectives(folder / "comm" / "nccl" / source.nccl),
+        "attention": _attention(folder / "attention" / "vllm" / source.vllm),
+        "products": products,
+    }
+
+
+def _rows(file: Path, *columns: str) -> Iterator[tuple[Any, ...]]:
+    """Yield some columns of a table, row by row."""
+    from pyarrow import parquet
+
+    table = parquet.read_table(file, columns=list(columns))
+    yield from zip(*(table[name].to_pylist() for name in columns), strict=True)
+
+
+def roofline_s(
+    dtype: str, rows: int, columns: int, summed: int, *, flops_per_s: float, bytes_per_s: float
+) -> float:
+    """Return the seconds of a product that reaches these rates."""
+    width = 1 if dtype == "float8" else 2
+    moved = width * summed * (rows + columns) + 2 * rows * columns
+    return max(2 * rows * columns * summed / flops_per_s, moved / bytes_per_s) + SPAN_S
+
+
+def _products(
+    folder: Path, source: Source, shares: dict[str, float]
+) -> dict[str, dict[tuple[int, int, int], float]]:
+    """Return the logarithm of each product's time over its roofline's, by dtype, and put the large ones' share of the peak into `shares`."""
+    device = by_name(source.device)
+    found: dict[str, dict[tuple[int, int, int], float]] = defaultdict(dict)
+    large: dict[str, list[float]] = defaultdict(list)
+    rows = [("bfloat16", row) for row in _gemm(folder / "gemm" / "vllm" / source.vllm, "bfloat16")]
+    if source.trtllm:
+        beside = folder / "gemm" / "trtllm" / source.trtllm
+        rows += [("float8", row) for row in _without_casts(beside)]
+    for dtype, (m, n, k, ms) in rows:
+        peak = device.peak_flops[dtype]
+        base = roofline_s(dtype, m, n, k, flops_per_s=peak, bytes_per_s=device.memory_bandwidth)
+        found[dtype][m, n, k] = log(ms * 1e-3 / base)
+        if 2 * m * n * k >= LARGE_FLOPS and m % ALIGNED == 0:
+            large[dtype].append(2 * m * n * k / (ms * 1e-3) / peak)
+    shares |= {dtype: round(median(values), 4) for dtype, values in large.items()}
+    return found
+
+
+def _all(rows: int) -> bool:
+    """Keep any number of rows."""
+    return True
+
+
+def _kept(dtype: str, aligned: bool) -> Callable[[int], bool]:
+    """Return whether a shipped file has a number of rows: 8 bits need aligned ones, and fewer of them."""
+    if dtype == "float8":
+        return lambda m: aligned and (m % 256 == 0 or m in (1, 16, 64, 128))
+    return lambda m: m >= 32 or m in (1, 4, 9, 16, 17)
+
+
+def _gemm(folder: Path, kind: str) -> Iterator[tuple[int, int, int, float]]:
+    """Yield rows, columns, length of the sums and milliseconds of products in a dtype, as the package calls it."""
+    columns = ("gemm_dtype", "m", "n", "k", "latency")
+    for dtype, m, n, k, ms in _rows(folder / "gemm_perf.parquet", *columns):
+        if dtype == kind and ms > 0:
+            yield m, n, k, ms
+
+
+def _without_casts(folder: Path) -> Iterator[tuple[int, int, int, float]]:
+    """Yield products in 8 bits, less the cast of their inputs that was measured with them.
+
+    The cast is what the narrowest product of the same input takes longer in 8 bits than in 16.
+    """
+    long = {(m, k): ms for m, n, k, ms in _gemm(folder, "bfloat16") if n == _NARROW}
+    short = [*_gemm(folder, "fp8")]
+    casts = {(m, k): max(0.0, ms - long.get((m, k), ms)) for m, n, k, ms in short if n == _NARROW}
+    for m, n, k, ms in short:
+        if n > _NARROW:
+            yield m, n, k, max(ms - casts.get((m, k), 0.0), ms / 2)
+
+
+def _letters(
+    points: dict[tuple[int, int, int], float], *, aligned: bool, keep: Callable[[int], bool]
+) -> dict[str, Any]:
+    """Return the products of a dtype as letters, with a line for each number of rows."""
+    every = filter(keep, sorted({m for m, _, _ in points}))
+    rows = [m for m in every if (m % ALIGNED == 0 or m < ALIGNED) == aligned]
+    columns, summed = ([*sorted({point[axis] for point in points})] for axis in (1, 2))
+    if keep is not _all:  # a shipped file
+        columns, summed = ([n for n in axis if n != _LEFT_OUT] for axis in (columns, summed))
+    if not rows:
+        columns = summed = []
+    lines = ["".join(_letter(points.get((m, n, k))) for n in columns for k in summed) for m in rows]
+    return {"m": rows, "n": columns, "k": summed, "letters": lines}
+
+
+def _letter(value: float | None) -> str:
+    """Return the letter of a ratio's logarithm; a space if there is none."""
+    if value is None:
+        return " "
+    return LETTERS[min(max(round(value / STEP) + ZERO, 0), len(LETTERS) - 1)]
+
+
+def _collectives(folder: Path) -> dict[str, Any]:
+    """Return the microseconds of collectives, by kind, number of ranks and bytes."""
+    found: dict[str, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    columns = ("nccl_dtype", "op_name", "num_gpus", "message_size", "latency")
+    for dtype, kind, ranks, elements, ms in _rows(folder / "nccl_perf.parquet", *columns):
+        if dtype == "half":
+            found[_KINDS.get(kind, kind)][ranks][2 * elements] = float(f"{ms * 1e3:.4g}")
+    tables = {}
+    for kind, by_ranks in sorted(found.items()):
+        sizes = sorted(set.intersection(*(set(line) for line in by_ranks.values())))
+        us = {
+            str(ranks): [line[size] for size in sizes] for ranks, line in sorted(by_ranks.items())
+        }
+        tables[kind] = {"bytes": sizes, "us": us}
+    return tables
+
+
+def _attention(folder: Path) -> dict[str, Any]:
+    """Return the rates of causal attention by head dimension, heads and length.
+
+    Only groups of four heads count, as most models have, and sequences of at least 16 heads where there are as many: what vLLM
+    writes into its cache, and does for each sequence, is little then.
+    """
+    columns = ("attn_dtype", "kv_cache_dtype", "window_size", "head_dim", "batch_size", "isl", "num_heads", "num_key_value_heads", "latency")  # fmt: skip
+    found: dict[tuple[int, int, int], list[float]] = defaultdict(list)
+    rows = _with_defaults(folder / "context_attention_perf.parquet", columns)
+    for dtype, cache, window, dim, batch, length, heads, groups, ms in rows:
+        if dtype != "bfloat16" or cache == "fp8" or window not in (None, 0, -1) or ms <= 0:
+            continue
+        if heads != 4 * groups or heads < min(16, batch * heads) or length < 128:
+            continue
+        if dim in (64, 128, 256):
+            flops = 4 * batch * heads * dim * length * (length + 1) / 2
+            found[dim, batch * heads, length].append(flops / (ms * 1e-3) / 1e12)
+    dims, heads, lengths = ([*sorted({key[axis] for key in found})] for axis in range(3))
+    heads = [count for count in heads if count & (count - 1) == 0]  # powers of two
+    rates = [
+        [
+            [float(f"{median(found.get((dim, count, length), [0.0])):.3g}") for length in lengths]
+            for count in heads
+        ]
+        for dim in dims
+    ]  # fmt: skip
+    return {"head_dim": dims, "heads": heads, "length": lengths, "tflops": rates}
+
+
+def _with_defaults(file: Path, columns: tuple[str, ...]) -> Iterator[tuple[Any, ...]]:
+    """Yield columns row by row, with None for a column that an older table lacks."""
+    from pyarrow import parquet
+
+    there = set(parquet.read_schema(file).names)
+    known = [name for name in columns if name in there]
+    for row in _rows(file, *known):
+        values = dict(zip(known, row, strict=True))
+        yield tuple(values.get(name) for name in columns)

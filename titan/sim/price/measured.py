@@ -1,0 +1,212 @@
+"""Measured products, collectives and attention of one card, as tables by shape.
+
+titan ships a small table for each card that the package aiconfigurator-core has measured (titan/sim/hardware/measured, written
+by scripts/measured_tables.py). Where the extra `measured` is installed, its own tables are read in their place: they have
+every shape that was measured. Both are bursts of one kernel: they say how the shapes compare, and a profile says which level
+a card sustains (`Profile.matmul_share`).
+
+    products      time over that of a roofline, by rows, columns and the length of the sum
+    collectives   microseconds by kind, number of ranks and bytes
+    attention     TFLOP/s of causal attention by head dimension, number of heads in the batch and length
+
+Between the sizes of a table, values are interpolated by the logarithms; beyond its ends, the nearest one holds. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from math import exp, log
+from pathlib import Path
+from typing import Any, TypeAlias
+
+_FOLDER = Path(__file__).parents[1] / "hardware" / "measured"
+SPAN_S = 4e-6
+"""Seconds of a launch and of an empty kernel in the roofline that products are compared with."""
+LETTERS = "".join(chr(code) for code in range(35, 127) if chr(code) != "\\")
+"""Letters of a shipped table: letter n is the ratio exp(STEP * (n - ZERO))."""
+STEP, ZERO = 0.03, 36
+ALIGNED = 8
+"""Products whose rows are no multiple of this number have rows of their own in a table: libraries take slower kernels for them."""
+LARGE_FLOPS = 1e12
+"""FLOPs from which a product counts as large: its share of the peak is a card's level."""
+BUS = {
+    "ring_gb_per_s": ("all_gather", 0),
+    "all_reduce_gb_per_s": ("all_reduce", 0),
+    "all_to_all_gb_per_s": ("all_to_all", 0),
+    "p2p_gb_per_s": ("all_to_all", 2),
+}
+"""Figures of a profile that a table of collectives has: the kind of collective, and its ranks (0: as many as were measured)."""
+Axes: TypeAlias = tuple[Sequence[int], ...]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Values on a grid of sizes.
+
+    Attributes:
+        axes: Sizes of each axis, increasing.
+        value: Function from a point's sizes to its value, or None for a point that was not measured.
+    """
+
+    axes: Axes
+    value: Callable[[Any], float | None]
+
+    def at(self, sizes: Sequence[float]) -> float | None:
+        """Return the value at some sizes, or None if no point around them was measured."""
+        places = [_place(axis, size) for axis, size in zip(self.axes, sizes, strict=True)]
+        total = weights = 0.0
+        for corner in product(*places):
+            weight, point = 1.0, []
+            for share, size in corner:
+                weight *= share
+                point.append(size)
+            value = self.value(tuple(point)) if weight else None
+            if value is not None:
+                total, weights = total + weight * value, weights + weight
+        return total / weights if weights else None
+
+
+def _place(axis: Sequence[int], size: float) -> tuple[tuple[float, int], ...]:
+    """Return the points of an axis around a size, with their weights."""
+    right = bisect_left(axis, size)
+    if right == 0 or right == len(axis):
+        return ((1.0, axis[min(right, len(axis) - 1)]),)
+    low, high = axis[right - 1], axis[right]
+    share = log(size / low) / log(high / low)
+    return (1 - share, low), (share, high)
+
+
+class Tables:
+    """Measured tables of one card.
+
+    Attributes:
+        source: Where the figures are from, with version and licence.
+        attention_kernel: Kernel of attention that was measured, as `Profile.attention_kernel` calls it.
+    """
+
+    def __init__(self, raw: dict[str, Any]) -> None:
+        self.source: str = raw["source"]
+        self.attention_kernel: str = raw["attention_kernel"]
+        self._collectives = {kind: _by_ranks(rows) for kind, rows in raw["collectives"].items()}
+        self._products = {
+            dtype: [_letters(part) for part in parts] for dtype, parts in raw["products"].items()
+        }
+        self._attention = _nested(raw["attention"])
+        self.large_share: dict[str, float] = raw["large_share"]
+
+    def product_ratio(self, dtype: str, rows: int, columns: int, summed: int) -> float | None:
+        """Return the time of a product over its roofline's, or None if its dtype was not measured.
+
+        Args:
+            dtype: "bfloat16" or "float8".
+            rows: Rows of the result.
+            columns: Columns of the result.
+            summed: Length of the sums.
+        """
+        grids = self._products.get(dtype)
+        if grids is None:
+            return None
+        aligned, odd = grids
+        # Odd rows were measured up to some thousands: beyond them, what one row more costs does not show.
+        is_odd = rows % ALIGNED and odd.axes[0] and rows <= odd.axes[0][-1]
+        ratio = (odd if is_odd else aligned).at((rows, columns, summed))
+        return None if ratio is None else exp(ratio)
+
+    def collective_s(self, kind: str, ranks: int, size_bytes: float) -> tuple[float, float] | None:
+        """Return latency and volume of a collective within a node in seconds, or None if its kind was not measured.
+
+        Args:
+            kind: Kind of the transfer, as in a trace.
+            ranks: Number of ranks. More than were measured have the bandwidth of the most, and latency in proportion.
+            size_bytes: Size of the transfer, as in a trace.
+        """
+        grid = self._collectives.get(kind)
+        if grid is None:
+            return None
+        most = grid.axes[0][-1]
+        sizes, scale = grid.axes[1], 1.0
+        # Each rank sends (n - 1) / n of the tensor, so a rate of the wire holds for any number of ranks.
+        if ranks > most:
+            scale = (1 - 1 / ranks) / (1 - 1 / most)
+        known = min(ranks, most)
+        least, total = grid.at((known, sizes[0])), grid.at((known, min(size_bytes, sizes[-1])))
+        assert least is not None and total is not None
+        latency, seconds = exp(least) * 1e-6, exp(total) * 1e-6
+        if size_bytes > sizes[-1]:
+            seconds *= size_bytes / sizes[-1]
+        latency = min(latency, 0.9 * seconds)
+        hops = (ranks - 1) / (known - 1)
+        return latency * hops, (seconds - latency) * scale
+
+    def bus_gb_per_s(self, figure: str) -> float:
+        """Return a profile's figure of `BUS`: the bandwidth of the largest collective that was measured."""
+        kind, ranks = BUS[figure]
+        counts, sizes = self._collectives[kind].axes
+        ranks = ranks or counts[-1]
+        found = self.collective_s(kind, ranks, sizes[-1])
+        assert found is not None
+        passes = 2 if kind == "all_reduce" else 1
+        return passes * (1 - 1 / ranks) * sizes[-1] / sum(found) / 1e9
+
+    def attention_tflops(self, head_dim: int, heads: int, length: int) -> float:
+        """Return the rate of causal attention in the forward pass, in TFLOP/s of the FLOPs that the mask leaves.
+
+        Args:
+            head_dim: Channels of a head.
+            heads: Heads of queries over the batch.
+            length: Tokens of a sequence.
+        """
+        rate = self._attention.at((head_dim, heads, length))
+        assert rate is not None
+        return exp(rate)
+
+
+def _by_ranks(rows: dict[str, Any]) -> Grid:
+    """Return the grid (ranks, bytes) of the logarithm of a collective's microseconds."""
+    values = {
+        (int(ranks), size): log(us)
+        for ranks, line in rows["us"].items()
+        for size, us in zip(rows["bytes"], line, strict=True)
+    }
+    return Grid((sorted(map(int, rows["us"])), rows["bytes"]), values.get)
+
+
+def _letters(part: dict[str, Any]) -> Grid:
+    """Return the grid (rows, columns, summed) of the logarithm of products' ratios, from letters or from numbers."""
+    axes: Axes = (part["m"], part["n"], part["k"])
+    if "values" in part:
+        return Grid(axes, part["values"].get)
+    places = [{size: place for place, size in enumerate(axis)} for axis in axes]
+    width = len(axes[2])
+
+    def value(point: tuple[int, ...]) -> float | None:
+        m, n, k = (place[size] for place, size in zip(places, point, strict=True))
+        letter = part["letters"][m][n * width + k]
+        return None if letter == " " else STEP * (LETTERS.index(letter) - ZERO)
+
+    return Grid(axes, value)
+
+
+def _nested(part: dict[str, Any]) -> Grid:
+    """Return the grid (head dimension, heads, length) of the logarithm of attention's rate."""
+    values = {
+        (head_dim, heads, length): log(rate)
+        for head_dim, block in zip(part["head_dim"], part["tflops"], strict=True)
+        for heads, line in zip(part["heads"], block, strict=True)
+        for length, rate in zip(part["length"], line, strict=True)
+        if rate
+    }
+    return Grid((part["head_dim"], part["heads"], part["length"]), values.get)
+
+
+@cache
+def tables(card: str) -> Tables:
+    """Return the tables of a card: the installed library's, else those that titan ships."""
+    from titan.sim.price.library import library_tables
+
+    return Tables(library_tables(card) or json.loads((_FOLDER / f"{card}.json").read_text("utf-8")))
