@@ -21,8 +21,9 @@ import json
 import random
 from collections.abc import Sequence
 from functools import cache
-from math import ceil, sqrt
+from math import ceil, log, sqrt
 from pathlib import Path
+from statistics import fmean, linear_regression
 from typing import Any
 
 from titan.config.errors import ConfigError, Problem
@@ -57,6 +58,29 @@ def busiest_rank(config: JobConfig, model: Any, layout: Layout) -> float:
     tokens = sequences * config.training.seq_len // (layout.cp * layout.tp)
     found = _expected(section.routing, model.num_experts, ep, ep * tokens * model.top_k)
     return min(found, most)
+
+
+def routing_exponent(config: JobConfig, model: Any) -> float:
+    """Return the exponent of the power law that tokens follow over experts, 0 if they spread evenly.
+
+    A file's exponent is that of the line through its shares on logarithmic axes, in the mean over layers.
+
+    Raises:
+        ConfigError: the file of simulator.routing is wrong.
+    """
+    routing = config.simulator.routing
+    if not getattr(model, "num_experts", 0) or routing == "even":
+        return 0.0
+    if config.debug.moe_force_load_balance:
+        return 0.0
+    if routing.startswith("zipf:"):
+        return float(routing[5:])
+    ranks = [log(place) for place in range(1, model.num_experts + 1)]
+    slopes = []
+    for shares in _read(routing, model.num_experts):
+        logs = [log(max(share, 1e-9)) for share in sorted(shares, reverse=True)]
+        slopes.append(-linear_regression(ranks, logs).slope)
+    return fmean(slopes)
 
 
 def most_imbalance(config: JobConfig, model: Any) -> float:

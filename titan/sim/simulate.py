@@ -16,7 +16,7 @@ from titan.config.quantize import lacks_units, quantize_section
 from titan.config.schema import JobConfig, MXSection
 from titan.observe.estimate import estimate_memory
 from titan.observe.flops import utilization
-from titan.observe.routing import busiest_rank
+from titan.observe.routing import busiest_rank, routing_exponent
 from titan.sim.price.cost import Cost, peak_dtype
 from titan.sim.price.network import Dispatch
 from titan.sim.price.profiles import Profile, load_profile
@@ -211,7 +211,8 @@ def price(
     expandable = config.training.expandable_segments
     is_deepep = config.simulator.dispatch == "deepep"
     model = model_config(config.model)
-    cost = Cost(profile, Dispatch.of(model) if is_deepep else None)
+    dispatch = Dispatch.of(model) if is_deepep else None
+    cost = Cost(profile, dispatch, unevenness=routing_exponent(config, model))
     busiest = busiest_rank(config, model, layout)
     parts = replayed(traces, cost, expandable=expandable, busiest=busiest, started=started)
     return Simulation(layout.world_size, profile, traces, *parts, config, layout)

@@ -35,10 +35,14 @@ class Cost:
     Attributes:
         profile: The hardware.
         dispatch: Choice of experts, if DeepEP dispatches the tokens.
+        unevenness: Exponent of the power law by which experts' rows differ (titan.observe.routing).
+        tables: Measured tables of the card, if it has any.
     """
 
-    def __init__(self, profile: Profile, dispatch: Dispatch | None = None) -> None:
-        self.profile = profile
+    def __init__(
+        self, profile: Profile, dispatch: Dispatch | None = None, *, unevenness: float = 0.0
+    ) -> None:
+        self.profile, self.unevenness = profile, unevenness
         self.dispatch = dispatch
         self.tables: Tables | None = tables(profile.measured) if profile.measured else None
         # Kernels compare by value, so a launch that repeats in every layer is priced once.
@@ -124,6 +128,8 @@ class Cost:
             # A group takes whole tiles, of which its rows may fill a part.
             rows = batch * ceil(m / profile.grouped_rows) * profile.grouped_rows
             flops *= rows / (batch * m) * (1 + _GROUPED_FILL_K / k)
+            if self.tables:
+                flops /= self.tables.uneven_share(m, self.unevenness)
         peak = profile.peak_tflops[dtype] * 1e12
         moved_s = (kernel.read_bytes + kernel.write_bytes) / (profile.memory_tb_per_s * 1e12)
         ratio = self.tables and self.tables.product_ratio(dtype, rows, n, k)

@@ -11,13 +11,21 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from math import log
+from math import log, log2
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from titan.hardware import by_name
-from titan.sim.price.measured import ALIGNED, LARGE_FLOPS, LETTERS, SPAN_S, STEP, ZERO
+from titan.sim.price.measured import (
+    ALIGNED,
+    LARGE_FLOPS,
+    LETTERS,
+    POWER_LAW,
+    SPAN_S,
+    STEP,
+    ZERO,
+)
 
 PACKAGE = "aiconfigurator-core"
 
@@ -51,7 +59,6 @@ SOURCES = {
     "gb200": Source("gb200", "gb200", "0.24.0", "1.3.0rc20", "2.29.2", "cudnn"),
     "gb300": Source("gb300", "gb300", "0.24.0", "1.3.0rc20", "2.29.2", "cudnn"),
 }
-_KINDS = {"alltoall": "all_to_all"}
 _FORMAT = 1
 _NARROW = 32
 """Fewest columns of a measured product."""
@@ -97,9 +104,7 @@ def read(card: str, *, small: bool = False) -> dict[str, Any]:
     shares: dict[str, float] = {}
     products = {
         dtype: [
-            _letters(
-                points, aligned=aligned, keep=_kept(dtype, aligned) if small else _all
-            )
+            _letters(points, aligned=aligned, keep=_kept(dtype, aligned) if small else _all)
             for aligned in (True, False)
         ]
         for dtype, points in _products(folder, source, shares).items()
@@ -115,6 +120,7 @@ def read(card: str, *, small: bool = False) -> dict[str, Any]:
         "collectives": _collectives(folder / "comm" / "nccl" / source.nccl),
         "attention": _attention(folder / "attention" / "vllm" / source.vllm),
         "products": products,
+        "uneven": _uneven(folder / "moe" / "trtllm" / source.trtllm) if source.trtllm else [],
     }
 
 
@@ -215,9 +221,10 @@ def _collectives(folder: Path) -> dict[str, Any]:
     """Return the microseconds of collectives, by kind, number of ranks and bytes."""
     found: dict[str, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     columns = ("nccl_dtype", "op_name", "num_gpus", "message_size", "latency")
-    for dtype, kind, ranks, elements, ms in _rows(folder / "nccl_perf.parquet", *columns):
+    for dtype, op, ranks, elements, ms in _rows(folder / "nccl_perf.parquet", *columns):
         if dtype == "half":
-            found[_KINDS.get(kind, kind)][ranks][2 * elements] = float(f"{ms * 1e3:.4g}")
+            kind = "all_to_all" if op == "alltoall" else op
+            found[kind][ranks][2 * elements] = float(f"{ms * 1e3:.4g}")
     tables = {}
     for kind, by_ranks in sorted(found.items()):
         sizes = sorted(set.intersection(*(set(line) for line in by_ranks.values())))
@@ -266,3 +273,22 @@ def _with_defaults(file: Path, columns: tuple[str, ...]) -> Iterator[tuple[Any, 
     for row in _rows(file, *known):
         values = dict(zip(known, row, strict=True))
         yield tuple(values.get(name) for name in columns)
+
+
+def _uneven(folder: Path) -> list[tuple[int, float]]:
+    """Return how fast experts run on a power law's routes, over even ones, by the mean rows of an expert.
+
+    The law's exponent is `POWER_LAW`. All experts are on one card, so that every route has the same rows in all.
+    """
+    columns = ("moe_dtype", "kernel_source", "moe_ep_size", "moe_tp_size", "num_tokens", "hidden_size", "inter_size", "topk", "num_experts", "distribution", "latency")  # fmt: skip
+    laws: dict[str, dict[tuple[int, ...], float]] = defaultdict(dict)
+    for dtype, kernel, ep, tp, *sizes, law, ms in _rows(folder / "moe_perf.parquet", *columns):
+        if (dtype, kernel, ep, tp) == ("bfloat16", "moe_torch_flow_cutlass", 1, 1):
+            laws[law][tuple(sizes)] = ms
+    shares: dict[int, list[float]] = defaultdict(list)
+    for sizes, ms in laws["balanced"].items():
+        tokens, _, _, top_k, experts = sizes
+        rows = tokens * top_k / experts
+        if rows >= 32 and sizes in laws[f"power_law_{POWER_LAW}"]:
+            shares[2 ** round(log2(rows))].append(ms / laws[f"power_law_{POWER_LAW}"][sizes])
+    return [(rows, round(min(1.0, median(found)), 2)) for rows, found in sorted(shares.items())]

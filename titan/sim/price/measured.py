@@ -32,6 +32,8 @@ LETTERS = "".join(chr(code) for code in range(35, 127) if chr(code) != "\\")
 STEP, ZERO = 0.03, 36
 ALIGNED = 8
 """Products whose rows are no multiple of this number have rows of their own in a table: libraries take slower kernels for them."""
+POWER_LAW = 1.01
+"""Exponent of the routes on which experts were measured beside even ones."""
 LARGE_FLOPS = 1e12
 """FLOPs from which a product counts as large: its share of the peak is a card's level."""
 BUS = {
@@ -97,6 +99,7 @@ class Tables:
             dtype: [_letters(part) for part in parts] for dtype, parts in raw["products"].items()
         }
         self._attention = _nested(raw["attention"])
+        self._uneven: list[tuple[int, float]] = raw["uneven"]
         self.large_share: dict[str, float] = raw["large_share"]
 
     def product_ratio(self, dtype: str, rows: int, columns: int, summed: int) -> float | None:
@@ -142,6 +145,19 @@ class Tables:
         latency = min(latency, 0.9 * seconds)
         hops = (ranks - 1) / (known - 1)
         return latency * hops, (seconds - latency) * scale
+
+    def uneven_share(self, rows: float, exponent: float) -> float:
+        """Return the rate of grouped products on uneven routes over that on even ones.
+
+        Args:
+            rows: Mean rows of a group.
+            exponent: Exponent of the power law of the groups' rows; 0 for even ones.
+        """
+        if not self._uneven or not exponent:
+            return 1.0
+        sizes, shares = zip(*self._uneven, strict=True)
+        measured = sum(share * shares[sizes.index(size)] for share, size in _place(sizes, rows))
+        return 1 - (1 - measured) * min(1.0, exponent / POWER_LAW)
 
     def bus_gb_per_s(self, figure: str) -> float:
         """Return a profile's figure of `BUS`: the bandwidth of the largest collective that was measured."""
