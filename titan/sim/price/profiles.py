@@ -137,7 +137,7 @@ class Profile(BaseModel):
     compute_share_beside_transfer: float
     """Rate of kernels while a collective holds SMs and memory bandwidth."""
     transfer_share_beside_compute: float = Field(gt=0, le=1)
-    """Rate of collectives within a node while a kernel holds SMs and memory bandwidth."""
+    """Rate of collectives while a kernel holds SMs and memory bandwidth."""
     speed_deviation: float
     """Standard deviation of speed between devices of the kind. The more devices, the slower is the slowest."""
     slowest_of: int = Field(ge=1)

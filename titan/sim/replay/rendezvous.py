@@ -11,7 +11,7 @@ from collections.abc import Collection
 from typing import Any
 
 from titan.sim.price.cost import Cost
-from titan.sim.price.network import NIC_IN, NIC_OUT, TransferPrice
+from titan.sim.price.network import TransferPrice
 from titan.sim.record.trace import Group, Transfer
 from titan.sim.replay.clock import Clock, ReplayError
 from titan.sim.replay.streams import TransferBatch
@@ -90,13 +90,8 @@ class Flow:
         for batch, transfer, _, price in self.sides:
             device = batch.stream.device
             sharers = max(sharers, max((device.links[link] for link in price.links), default=1))
-            # Copies over NVLink need SMs, which kernels hold. Network cards are slower than what is left, and a read of a
-            # peer's memory needs none.
-            if (
-                device.computes
-                and not {NIC_OUT, NIC_IN} & {*price.links}
-                and transfer.kind != "read"
-            ):
+            # NCCL's kernels share SMs and memory with the others; a read of a peer's memory needs no SM.
+            if device.computes and transfer.kind != "read":
                 share = device.speed_beside_compute
         self.sides[0][0].stream.device.clock.settle(self, now, share / sharers)
 
