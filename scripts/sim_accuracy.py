@@ -1,6 +1,7 @@
 """Compare the simulator with published measurements: rows in train_configs/published/accuracy.md, a table in docs/simulator.md.
 
     python scripts/sim_accuracy.py [ID ...] [--write]     some rows only: printed, and with --write written, too
+    python scripts/sim_accuracy.py --intervals            how many measurements the saved predictions' intervals hold
 
 train_configs/published/runs.toml has the measurements, ID.toml beside it each row's job. Rows marked "calibrate" set the
 three factors of the profile (titan/sim/hardware/h100-96g-500w.toml); all others are predictions.
@@ -12,12 +13,13 @@ import re
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import sim_intervals
 from published_classes import section as kernel_classes
 from published_compat import imitation
 
@@ -28,7 +30,7 @@ from titan.config.toml import read_toml
 from titan.sim.price.profiles import load_profile
 from titan.sim.record.trace_jobs import TraceError
 from titan.sim.replay.queues import ReplayError
-from titan.sim.simulate import simulate
+from titan.sim.simulate import simulate, step_facts
 
 ROOT = Path(__file__).parents[1]
 JOBS = ROOT / "train_configs" / "published"
@@ -135,6 +137,7 @@ class Row:
     fits: bool = True
     wall_s: float = 0.0
     failure: str = ""
+    shares: dict[str, float] = field(default_factory=dict)
 
     @property
     def speed_error(self) -> float:
@@ -146,6 +149,9 @@ class Row:
 
 
 def main(arguments: list[str]) -> int:
+    if "--intervals" in arguments:
+        print("\n".join(sim_intervals.table()))
+        return 0
     request = [argument for argument in arguments if argument != "--write"]
     every = read_toml(JOBS / "runs.toml")[0]["run"]
     runs = [run for run in every if run["id"] in request or not request]
@@ -170,6 +176,9 @@ def main(arguments: list[str]) -> int:
         )
         print(f"{run['id']:>24} {run['use']:<9} {result}", flush=True)
     if not request or "--write" in arguments:
+        done = {n: {"speed": r.speed, "shares": r.shares} for n, r in rows.items() if not r.failure}
+        sim_intervals.save(done)
+        sim_intervals.write()
         rows = {run["id"]: rows.get(run["id"], Row(run, failure="not run")) for run in every}
         ROWS.write_text(document(rows), encoding="utf-8")
         PAGE.write_text(updated(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
@@ -202,7 +211,14 @@ def predict(run: dict[str, Any], config: JobConfig, *, imitate: bool = True) -> 
     is_allocated = run.get("memory_of") == "allocated"
     peak = fullest.peak_active_bytes if is_allocated else fullest.peak_reserved_bytes
     speed, wall_s = simulation.tokens_per_s_per_gpu, time.monotonic() - start
-    return Row(run, speed, peak / 2**30, simulation.runs, wall_s)
+    return Row(
+        run,
+        speed,
+        peak / 2**30,
+        simulation.runs,
+        wall_s,
+        shares=step_facts(simulation)["interval"]["shares"],
+    )
 
 
 def document(rows: dict[str, Row]) -> str:

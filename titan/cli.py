@@ -327,6 +327,9 @@ def _page(facts: dict[str, Any], judged: dict[str, Any]) -> str:
         f"{layout['dp_replicate'] * layout['dp_shard']} data-parallel ranks x {layout['accumulation']} accumulation"
     )
     verdict = import_module("titan.sim.search.fit_advisor").describe(judged) if judged else []
+    first = []
+    if "simulation" in judged:
+        first = import_module("titan.sim.report.text").unsupported(judged["simulation"])
     if facts["fits"] is not None and "simulation" not in judged:
         total, available = facts["memory_gib"]["total"], facts["hardware_memory_gib"]
         answer = "fits" if facts["fits"] else "TIGHT" if facts["tight"] else "DOES NOT FIT"
@@ -345,6 +348,7 @@ def _page(facts: dict[str, Any], judged: dict[str, Any]) -> str:
     phases = [f"         {line}" for line in phases] * (len(phases) > 1)
     return "\n".join(
         [
+            *first,
             f"model    {model['name']} {model['flavor']}, {model['parameters']:,} parameters{active}",
             f"layout   {facts['world_size']} ranks = {axes}",
             f"step     {batch} = {facts['tokens_per_step']:,} tokens",

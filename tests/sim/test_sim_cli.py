@@ -62,8 +62,10 @@ def test_page_json_trace_and_html(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "\n  assumed   700 W, 80 GB of HBM3, attention in cudnn\n" in printed
     [(kin, speed)] = facts["hardware_kin"].items()
     assert kin == "h100-96g-500w" and f"if it is {kin}: {speed:,.0f} tokens/s/GPU" in printed
-    noted = facts | {"hardware_note": "too fast", "hardware_supported": False}
-    assert "\n  UNSUPPORTED PROFILE: h100-sxm: too fast\n" in report.page(noted)
+    noted = facts | {"hardware_note": "too fast", "hardware_lacks": "no run"}
+    assert report.page(noted).startswith("UNSUPPORTED PROFILE h100-sxm: no run, so times")
+    assert "\n  h100-sxm: too fast\n" in report.page(noted)
+    assert not facts["hardware_lacks"] and "UNSUPPORTED" not in printed
     assert [rank["rank"] for rank in facts["per_rank"]] == [0, 2]
     assert 0 < facts["pipeline"]["bubble_fraction"] < 1
     assert facts["wall_s"] > 0

@@ -26,6 +26,7 @@ from titan.sim.record.trace_jobs import DeviceKind, Prepare
 from titan.sim.replay.memory import MemoryReport, memory_report
 from titan.sim.replay.queues import replay
 from titan.sim.replay.timeline import Timeline
+from titan.sim.report.intervals import interval_facts, lacks_runs
 
 GIB = 2**30
 Facts = dict[str, Any]
@@ -256,17 +257,20 @@ def step_facts(simulation: StepSimulation) -> Facts:
         A dict whose fields docs/simulator.md defines. Times are in seconds, memory is in GiB.
     """
     timeline, profile = simulation.timeline, simulation.profile
+    speed = simulation.tokens_per_s_per_gpu
     return {
         "world_size": simulation.world_size,
         "hardware": profile.name,
         "hardware_note": profile.note,
         "hardware_supported": not profile.unsupported,
+        "hardware_lacks": lacks_runs(profile),
         "hardware_assumes": profile.assumes,
         "hardware_kin": _kin(simulation),
         "attention_kernel": profile.attention_kernel,
         "step_time_s": timeline.step_s,
         "tokens_per_step": simulation.tokens_per_step,
-        "tokens_per_s_per_gpu": simulation.tokens_per_s_per_gpu,
+        "tokens_per_s_per_gpu": speed,
+        "interval": interval_facts(speed, timeline, simulation.traces, profile),
         "fits": simulation.fits,
         "tight": simulation.runs and not simulation.fits,
         "time": {

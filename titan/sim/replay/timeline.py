@@ -17,6 +17,8 @@ from titan.sim.record.trace import Group, Launch, Transfer
 
 Cause: TypeAlias = "Lane | Literal['host', 'peers']"
 """Cause of a stream's wait: another stream, work from the host, or ranks that have not reached its transfer."""
+KernelGroup: TypeAlias = tuple[str, str, str, str]
+"""Kernels that are counted together: kind, launcher, dtype and module."""
 
 
 class Lane:
@@ -80,6 +82,7 @@ class RankTimeline:
         by_phase_s: Kernels by phase.
         by_kind_s: Kernels by kind.
         by_module_s: Kernels by module ("layers.*.attention.wq"), or by phase outside of modules.
+        by_work_s: Kernels by kind, launcher, dtype and module.
         span_s: Time by phase, with the wait after each kernel.
         intervals: Everything that ran on the device.
         host: Everything that the host did, as a Lane's segments, on the clock of the intervals. The
@@ -100,6 +103,7 @@ class RankTimeline:
     by_phase_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     by_kind_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     by_module_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    by_work_s: dict[KernelGroup, float] = field(default_factory=lambda: defaultdict(float))
     span_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     intervals: list[Interval] = field(default_factory=list)
     host: list[tuple[float, float, Any]] = field(default_factory=list)
@@ -203,7 +207,9 @@ def summarise(
             result.by_phase_s[what.scope.phase] += stop - start
             result.by_kind_s[what.kernel.kind] += stop - start
             # Equal blocks count together; the update of all parameters belongs to none.
-            result.by_module_s[any_layer(what.scope.module) or what.scope.phase] += stop - start
+            module, kernel = any_layer(what.scope.module) or what.scope.phase, what.kernel
+            result.by_module_s[module] += stop - start
+            result.by_work_s[kernel.kind, kernel.host, kernel.dtype, module] += stop - start
         else:
             _attribute(result, what, start, stop, groups)
     # A single step ends with its last stream. In consecutive steps, the rest overlaps with the next step.

@@ -9,6 +9,7 @@ from titan.checks.rules import resolve_layout
 from titan.config.phases import Phase, phases_of
 from titan.config.schema import JobConfig
 from titan.sim.report.imbalance import simulate_with_limit
+from titan.sim.report.intervals import of_speed
 from titan.sim.report.text import columns, duration, utilization
 from titan.sim.simulate import Facts, Simulation, facts
 
@@ -85,10 +86,12 @@ def combine_phases(parts: Sequence[tuple[Phase, Facts]]) -> Facts:
     tflops = sum(p.steps * f["step_time_s"] * f["tflops_per_gpu"] for p, f in parts) / seconds
     runs = all(found["fits"] or found["tight"] for _, found in parts)
     fits = all(found["fits"] for _, found in parts)
+    speed, interval = tokens / seconds / worst["world_size"], worst["interval"]
     return worst | {
         "step_time_s": seconds / steps,
         "tokens_per_step": tokens / steps,
-        "tokens_per_s_per_gpu": tokens / seconds / worst["world_size"],
+        "tokens_per_s_per_gpu": speed,
+        "interval": interval | of_speed(speed, interval["shares"])._asdict(),
         "tflops_per_gpu": tflops,
         "mfu": worst["mfu"] and worst["mfu"] * tflops / worst["tflops_per_gpu"],
         "fits": fits,

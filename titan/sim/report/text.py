@@ -9,6 +9,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from math import floor, log10
 from pathlib import Path
 
 from titan.config.errors import ConfigError, Problem
@@ -164,6 +165,7 @@ def page(facts: Facts) -> str:
     """
     return "\n".join(
         [
+            *unsupported(facts),
             f"{facts['model']} on {facts['world_size']} x {facts['hardware']}: {degrees(facts)}",
             *_machine(facts),
             "",
@@ -182,6 +184,22 @@ def page(facts: Facts) -> str:
     )
 
 
+def unsupported(facts: Facts) -> list[str]:
+    """Return the first line of a page about hardware that no published run supports; none for other hardware."""
+    if not (reason := facts["hardware_lacks"]):
+        return []
+    return [f"UNSUPPORTED PROFILE {facts['hardware']}: {reason}, so times may be far off"]
+
+
+def speed_range(facts: Facts) -> str:
+    """Return a simulated speed with its interval as text, such as "5,720 tokens/s/GPU (5,400 to 6,000)"."""
+    low, high = facts["interval"]["low"], facts["interval"]["high"]
+    # Four to forty rounded units make the range.
+    places = -floor(log10((high - low) / 4)) if high > low else 0
+    ends = (f"{round(end, places):,.{max(0, places)}f}" for end in (low, high))
+    return f"{facts['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU ({' to '.join(ends)})"
+
+
 def degrees(facts: Facts) -> str:
     """Return the axes of a layout that are longer than 1."""
     # Layout prints "pp 1 x dp_shard 8 ...".
@@ -194,8 +212,7 @@ def degrees(facts: Facts) -> str:
 def _machine(facts: Facts) -> Iterator[str]:
     """Yield the assumptions about the machine, and their uncertainty."""
     if note := facts["hardware_note"]:
-        label = "" if facts["hardware_supported"] else "UNSUPPORTED PROFILE: "
-        yield f"  {label}{facts['hardware']}: {note}"
+        yield f"  {facts['hardware']}: {note}"
     assumed = filter(None, (facts["hardware_assumes"], f"attention in {facts['attention_kernel']}"))
     yield f"  assumed   {', '.join(assumed)}"
     for name, speed in facts["hardware_kin"].items():
@@ -210,12 +227,15 @@ def _speed(facts: Facts) -> Iterator[str]:
         mfu += " of float32's peak"
     tokens = facts["tokens_per_step"]  # 0: a script has not stated them
     of_tokens = f" for {tokens:,} tokens" if tokens else ""
-    speed = f"{facts['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, " if tokens else ""
+    speed = f"{speed_range(facts)}, " if tokens else ""
     yield f"  step      {duration(facts['step_time_s'])}{of_tokens}"
     yield (
         f"  speed     {speed}{_tflops(facts['tflops_per_gpu'])} TFLOP/s/GPU, "
         f"{mfu} ({facts['mfu_convention']} attention)"
     )
+    if tokens and (reason := facts["interval"]["reason"]):
+        level = f"{facts['interval']['level']:.0%}"
+        yield f"            {level} of measured speeds should be in the range; it is wide for {reason}"
 
 
 def _time(facts: Facts) -> Iterator[str]:

@@ -15,7 +15,7 @@ from titan.sim.price.profiles import Profile, load_profile, profile_names
 from titan.sim.record.trace_jobs import TraceError
 from titan.sim.replay.queues import ReplayError
 from titan.sim.report.phases import simulate_phases
-from titan.sim.report.text import duration, say, uneven_routing, verdict
+from titan.sim.report.text import duration, say, speed_range, uneven_routing, verdict
 from titan.sim.search.variants import Variant, simulate_variants
 from titan.sim.simulate import HardwareError, facts
 
@@ -199,7 +199,7 @@ def describe(answer: dict[str, Any]) -> list[str]:
     step, fixes = answer["simulation"], answer["fixes"]
     memory, hardware = step["memory"], step["hardware"]
     lines = [
-        f"time     {duration(step['step_time_s'])} a step, {step['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, simulated on {hardware}",
+        f"time     {duration(step['step_time_s'])} a step, {speed_range(step)}, simulated on {hardware}",
         f"{verdict(step)}, simulated; the most at {memory['at'] or 'the start'} of rank {memory['rank']}",
     ]
     if line := uneven_routing(step):

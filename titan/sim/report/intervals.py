@@ -1,0 +1,154 @@
+"""How sure a predicted speed is: an interval, from the errors of the classes of work that a step consists of.
+
+A step is a sum of classes: matmuls, attention, transfers within a node, ... The simulator misses the time of each class by some
+factor, of which `sigma` is the standard deviation. A step of which a class is the share s is off by s sigma, so that
+
+    log(measured / predicted)   has the variance   floor^2 + sum over classes (s sigma)^2
+
+scripts/sim_accuracy.py fits `sigma` and `floor` to published runs, and writes errors.toml beside this file. `factor` is the number of
+such standard deviations that held 90% of the runs, each predicted without the runs of its own publication. Example: 60% matmuls
+(sigma .05) and 20% transfers (sigma .3), floor .02, factor 1.6: the root of (.02^2 + .03^2 + .06^2) is .07, and the interval is
+the prediction times exp(+-.11).
+
+Two variants of one job share most of their error: a machine whose matmuls are slower than predicted slows both. Only shares that
+differ count in a comparison, (s_a sigma - s_b sigma)^2, with a floor of its own. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import cache
+from math import exp, hypot, log
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from titan.config.toml import read_toml
+from titan.sim.price.profiles import Profile
+from titan.sim.record.trace import Trace
+from titan.sim.replay.timeline import KernelGroup, Timeline, axis_of
+
+ERRORS = Path(__file__).with_name("errors.toml")
+HARDWARE = "hardware without a run"
+"""Class of a whole step on hardware that no published run supports."""
+_WAITS = {"pp": "waiting for stages", "ep": "experts' dispatch"}
+"""Classes of transfers of these axes. The others are transfers within a node or between nodes."""
+
+
+class SpeedInterval(NamedTuple):
+    """Interval of a predicted speed, in tokens/s/GPU.
+
+    Attributes:
+        low: Its lower end.
+        high: Its upper end.
+        level: Share of the measurements that such intervals hold.
+        reason: Classes that make it wide, the worst first.
+    """
+
+    low: float
+    high: float
+    level: float
+    reason: str
+
+
+@cache
+def errors() -> dict[str, Any]:
+    """Return errors.toml: `level`, `factor`, `floor`, `pair_floor`, `sigma` by class, `runs` by class, `devices` with runs."""
+    return read_toml(ERRORS)[0]
+
+
+def shares(timeline: Timeline, traces: Mapping[int, Trace], profile: Profile) -> dict[str, float]:
+    """Return the share of each class in a simulated step, as a mean over the traced ranks. They add up to 1."""
+    groups = {axis_of(g): g for t in traces.values() for g in t.groups.values()}
+    per_node = profile.gpus_per_node
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for rank in timeline.ranks.values():
+        for work, s in rank.by_work_s.items():
+            seconds[_class_of(work, is_split="cp" in rank.num_sent)] += s
+        for axis, s in rank.exposed_s.items():
+            is_near = axis in groups and len({n // per_node for n in groups[axis].ranks}) == 1
+            link = "transfers within a node" if is_near else "transfers between nodes"
+            seconds[next((_WAITS[a] for a in axis.split("+") if a in _WAITS), link)] += s
+        seconds["eager kernels"] += rank.copies_s
+        seconds["waiting for the host"] += rank.host_s
+        seconds["waiting for stages"] += rank.peers_s
+    total = sum(seconds.values())
+    return {name: s / total for name, s in seconds.items() if s}
+
+
+def _class_of(work: KernelGroup, *, is_split: bool) -> str:
+    """Return the class of kernels. is_split: their sequences are split over ranks."""
+    kind, host, dtype, module = work
+    if kind == "matmul":
+        return "matmuls in 8 bits" if dtype.startswith("float8") else "matmuls"
+    if kind.startswith("attention"):
+        return "attention across ranks" if is_split else "attention"
+    if {"moe", "experts", "router"} & {*module.split(".")}:
+        return "experts' dispatch"
+    return "compiled kernels" if host == "compiled" else "eager kernels"
+
+
+def lacks_runs(profile: Profile) -> str:
+    """Return why no published run supports a profile, or an empty text."""
+    if profile.unsupported:
+        return "its main figures have no sources"
+    return "" if profile.device in errors()["devices"] else "no published run is of this device"
+
+
+def interval_facts(
+    speed: float, timeline: Timeline, traces: Mapping[int, Trace], profile: Profile
+) -> dict[str, Any]:
+    """Return the interval of a simulated speed as data, with the shares of the step that it comes from."""
+    mix = shares(timeline, traces, profile) | ({HARDWARE: 1.0} if lacks_runs(profile) else {})
+    return {"shares": mix, **of_speed(speed, mix)._asdict()}
+
+
+def of_speed(speed: float, mix: Mapping[str, float]) -> SpeedInterval:
+    """Return the interval of a predicted speed.
+
+    Args:
+        speed: Tokens/s/GPU.
+        mix: Shares of the classes.
+    """
+    known, sigma = errors(), errors()["sigma"]
+    deviation = _deviation(mix, known["floor"], sigma)
+    width = known["factor"] * deviation
+    # The classes that make a fifth of the variance or more.
+    worst = sorted(mix, key=lambda name: -mix[name] * sigma[name])
+    worst = [n for n in worst[:2] if (mix[n] * sigma[n]) ** 2 > deviation**2 / 5]
+    reasons = (f"{n} ({mix[n]:.0%} of the step, {known['runs'][n]} runs)" for n in worst)
+    return SpeedInterval(
+        speed * exp(-width), speed * exp(width), known["level"], ", ".join(reasons)
+    )
+
+
+def _deviation(mix: Mapping[str, float], floor: float, sigma: Mapping[str, float]) -> float:
+    """Return the standard deviation of log(measured / predicted)."""
+    return hypot(floor, *(share * sigma[name] for name, share in mix.items()))
+
+
+def cannot_tell_apart(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Return whether two variants of a job are equally fast, as far as the simulator can tell.
+
+    Args:
+        a: Facts of one variant, from titan.sim.simulate.facts.
+        b: Facts of the other.
+    """
+    return abs(log(a["tokens_per_s_per_gpu"] / b["tokens_per_s_per_gpu"])) <= ratio_width(a, b)
+
+
+def ratio_width(a: Mapping[str, Any], b: Mapping[str, Any]) -> float:
+    """Return the half width of the interval of log(speed of a / speed of b)."""
+    known, one, other = errors(), a["interval"]["shares"], b["interval"]["shares"]
+    return known["factor"] * ratio_deviation(one, other, known["sigma"], known["pair_floor"])
+
+
+def ratio_deviation(
+    a: Mapping[str, float], b: Mapping[str, float], sigma: Mapping[str, float], floor: float
+) -> float:
+    """Return the standard deviation of the error of a predicted ratio, from the shares of both steps.
+
+    The error of a class is one number for both steps, so that the difference of its shares counts.
+    """
+    apart = {name: a.get(name, 0.0) - b.get(name, 0.0) for name in {*a, *b}}
+    return _deviation(apart, floor if any(apart.values()) else 0.0, sigma)
