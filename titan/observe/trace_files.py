@@ -20,7 +20,7 @@ _BLOCK_BYTES, _MAX_EVENT_CHARS = 2**20, 2**22
 _BEGIN = re.compile(r'"traceEvents"\s*:\s*\[')
 _NEXT = re.compile(r"[\s,]*([^\s,])")
 # Errors of json and arithmetic for values that a profiler does not write.
-_ODD = (AttributeError, RecursionError, IndexError, OverflowError, ZeroDivisionError)
+ODD = (AttributeError, RecursionError, IndexError, OverflowError, ZeroDivisionError)
 _FILE = re.compile(r"step-(\d+)/rank-(\d+)\.json\.gz$")
 
 
@@ -85,16 +85,16 @@ def read_report(path: Path) -> Report:
     advice = "a run that is killed leaves such: take another --step or --rank"
     try:
         with Unpacked(path) as file:
-            return analyse(_events(file))
+            return analyse(events_of(file))
     except TooLarge:
         advice = "record fewer steps: profiling.profiler_active"
         raise TraceFileError(f"{path}: more than {MAX_EVENTS:,} events; {advice}") from None
-    except (EOFError, OSError, zlib.error, ValueError, KeyError, TypeError, *_ODD) as error:
+    except (EOFError, OSError, zlib.error, ValueError, KeyError, TypeError, *ODD) as error:
         reason = "".join(c if c.isprintable() else "?" for c in str(error)[:200])
         raise TraceFileError(f"{path}: not a whole trace ({reason}); {advice}") from None
 
 
-def _events(file: Unpacked) -> Iterator[dict[str, Any]]:
+def events_of(file: Unpacked) -> Iterator[dict[str, Any]]:
     """Yield the events of a trace in Chrome's format.
 
     Raises:

@@ -2,8 +2,8 @@
 
 train_configs/published/runs.toml has the published figures, and ID.toml beside it the job with the settings of that time.
 Without ID the command lists the runs. With ID it simulates the job, `--submit` writes its Slurm script, `--measured RUN`
-adds the figures of a run of it, and `--record FILE` keeps all three in a file to send in. scripts/published_compat.py
-imitates the software of that time; the simulation here does not.
+adds the figures of a run of it, and `--record FILE` keeps all three in a file. `--record FILE` alone adds such a file to the ledger
+(ledger.py). scripts/published_compat.py imitates the software of that time; the simulation here does not.
 """
 
 from __future__ import annotations
@@ -95,14 +95,21 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         ConfigError: A mistake of the user, which titan.cli reports.
     """
-    usage = "[ID] [--hardware H] [--submit | --measured RUN [--record FILE]]"
+    usage = "[ID] [--hardware H] [--submit | --measured RUN [--record FILE] | --record FILE [--ledger DIR]]"
     parser = command_parser("reproduce", usage, summary=SUMMARY)
     add = parser.add_argument
     add("id", nargs="?", metavar="ID", help="a published run; without it, list them all")
     add("--hardware", metavar="H", help="simulate this machine, not that of the publication")
     add("--submit", action="store_true", help="write its job for Slurm, and say how to submit it")
     add("--measured", type=Path, metavar="RUN", help="the folder of a run of it, to compare")
-    add("--record", type=Path, metavar="FILE", help="write what was measured, to send in")
+    record = "with --measured, write what was measured; alone, add such a file, or TOML or JSON of one's own, to the ledger"
+    add("--record", type=Path, metavar="FILE", help=record)
+    add(
+        "--ledger",
+        type=Path,
+        metavar="DIR",
+        help="folder of ledger.toml and ledger.md; default: here",
+    )
     options = parser.parse_args(sys.argv[1:] if argv is None else argv)
     rows = published()
     if options.id is None:
@@ -118,8 +125,10 @@ def main(argv: list[str] | None = None) -> int:
         raise _mistake("--submit", "goes with an ID alone")
     if options.submit:
         return _submit(row)
+    if options.ledger and (options.measured or not options.record):
+        raise _mistake("--ledger", "goes with --record FILE, without --measured")
     if options.record and not options.measured:
-        raise _mistake("--record", "needs --measured RUN, the folder of a run")
+        return _add(row, options.record, options.ledger or Path(), options.hardware)
     if options.record and not options.record.absolute().parent.is_dir():
         raise _mistake("--record", f"there is no folder {options.record.parent}")
     environment = _environment_of(row, options.measured) if options.measured else None
@@ -207,6 +216,22 @@ def _compare(
     record: Path | None,
 ) -> int:
     """Simulate the row, print it beside the published and measured figures, and write the record."""
+    if (simulation := _simulation(row, profile)) is None:
+        return 1
+    simulated = _simulated(simulation)
+    measured = _measured(simulation, run) if run else {}
+    print("\n".join(_page(row, simulation, simulated, measured)))
+    if record and environment:
+        text = _record(row, profile, measured, environment)
+        record.write_text(text, encoding="utf-8")
+        print(
+            f"\nwrote {record}: name yourself and the machine in it; titan reproduce {row.name} --record {record} adds it to a ledger"
+        )
+    return 0
+
+
+def _simulation(row: Row, profile: Profile) -> Simulation | None:
+    """Simulate the row; print the reason and return None if that fails."""
     gpus = row.run["gpus"]
     config, _ = load_to_run([str(row.job)], world_size=gpus, device=profile.device_kind)
 
@@ -220,18 +245,35 @@ def _compare(
         simulation = simulate(config, world_size=gpus, profile=profile, say=say)
     except (HardwareError, TraceError, ReplayError) as error:
         print(f"titan reproduce: {error}", file=sys.stderr)
-        return 1
+        return None
     say("")
-    simulated = {
-        SPEED: simulation.tokens_per_s_per_gpu,
-        MEMORY: simulation.fullest.peak_reserved_bytes / 2**30,
-    }
-    measured = _measured(simulation, run) if run else {}
-    print("\n".join(_page(row, simulation, simulated, measured)))
-    if record and environment:
-        text = _record(row, profile, simulated, measured, environment)
-        record.write_text(text, encoding="utf-8")
-        print(f"\nwrote {record}; send it in a pull request, and name the machine in it")
+    return simulation
+
+
+def _simulated(simulation: Simulation) -> dict[str, float]:
+    """Return the simulated figures."""
+    speed, peak = simulation.tokens_per_s_per_gpu, simulation.fullest.peak_reserved_bytes
+    return {SPEED: speed, MEMORY: peak / 2**30}
+
+
+def _add(row: Row, file: Path, folder: Path, hardware: str | None) -> int:
+    """Add a file's measurement of the row to the ledger, with the prediction for its machine."""
+    from .ledger import add, read_measurement
+
+    if not folder.is_dir():
+        raise _mistake("--ledger", f"there is no folder {folder}")
+    measured = read_measurement(file, name=row.name)
+    simulation = _simulation(row, load_profile(hardware or measured.hardware))
+    if simulation is None:
+        return 1
+    from titan.sim.simulate import step_facts
+
+    interval = step_facts(simulation)["interval"]
+    predicted = _simulated(simulation) | {end: interval[end] for end in ("low", "high")}
+    page, replaced = add(folder, measured, predicted)
+    print(
+        f"{'replaced' if replaced else 'added'} {row.name} on {measured.hardware} by {measured.who} in {page}"
+    )
     return 0
 
 
@@ -289,34 +331,25 @@ def _over(figure: float | None, base: float | None) -> str:
 
 
 def _record(
-    row: Row,
-    profile: Profile,
-    simulated: dict[str, float],
-    measured: dict[str, float],
-    environment: RunEnvironment,
+    row: Row, profile: Profile, measured: dict[str, float], environment: RunEnvironment
 ) -> str:
     """Return the file that a user sends in, as TOML."""
     devices = sorted({printable(name, MAX_TEXT) for name in environment.device_names or ()})
     values: dict[str, Any] = {
-        "reproduces": row.name,
-        "simulated_on": profile.name,
+        "id": row.name,
+        **{key: round(value, 2) for key, value in measured.items()},
+        "hardware": profile.name,
+        "who": "",
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": "",
-        "devices": devices,
-        "gpus": environment.world_size,
-        "titan": printable(environment.titan, MAX_TEXT),
         "torch": printable(environment.torch, MAX_TEXT),
+        "titan": printable(environment.titan, MAX_TEXT),
+        "gpus": environment.world_size,
+        "devices": devices,
+        "machine": "",
     }
-    for name, figures in (
-        ("published", row.run),
-        ("simulated", simulated),
-        ("measured", measured),
-    ):
-        values |= {f"{name}_{key}": round(figures[key], 2) for key in _NAMES if key in figures}
     lines = [f"{key} = {format_value(value)}" for key, value in values.items()]
-    return "\n".join(
-        ["# Written by `titan reproduce`. machine: links, power limit.", "[[run]]", *lines, ""]
-    )
+    about = "# Written by `titan reproduce`. who: your name. machine: links, power limit."
+    return "\n".join([about, *lines, ""])
 
 
 def _mistake(key: str, message: str) -> ConfigError:

@@ -280,7 +280,7 @@ def calibrate(path: Path, *, base_name: str | None, say: Callable[[str], None]) 
     if on_gpu:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     name = torch.cuda.get_device_name(device) if on_gpu else "CPU"
-    base = load_profile(base_name or _base_of(name, on_gpu))
+    base = load_profile(base_name or base_of(name, on_gpu))
     sizes = LARGE if on_gpu else SMALL
     # The first dtype is the one that attention is measured in.
     dtypes = ("bfloat16", "float32") if on_gpu else ("float32", "bfloat16")
@@ -323,7 +323,7 @@ def calibrate(path: Path, *, base_name: str | None, say: Callable[[str], None]) 
     return 0
 
 
-def _base_of(name: str, on_gpu: bool) -> str:
+def base_of(name: str, on_gpu: bool) -> str:
     """Return the name of the profile to begin with."""
     if not on_gpu:
         return "cpu"
@@ -374,6 +374,8 @@ def _value(value: Any) -> str:
         return "{ " + ", ".join(f"{k} = {_value(v)}" for k, v in value.items()) + " }"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_value, value)) + "]"
+    if isinstance(value, str):
+        return json.dumps(value)
     return f"{value:.5g}" if isinstance(value, float) and value < 1e5 else f"{value}"
 
 

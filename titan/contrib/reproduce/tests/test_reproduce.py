@@ -74,14 +74,45 @@ def test_a_measured_run_beside_both(
     # 2 sequences of 8,192 tokens in 2.5 s.
     assert speed[1] == "5,762" and speed[4:6] == ["6,554", "+13.7%"]
     assert memory[2] == "82.4" and memory[5:7] == ["80.5", "-2.3%"]
-    [row] = read_toml(record)[0]["run"]
-    simulated = row["simulated_tokens_per_s_per_gpu"]
+    row = read_toml(record)[0]
+    simulated = float(speed[2].replace(",", ""))
     # Today's attention loop and norms are faster than those of 2024, which was 5,762.
-    assert 6_000 < simulated < 6_500 and speed[2] == f"{simulated:,.0f}"
+    assert 6_000 < simulated < 6_500
     assert speed[6] == f"{6553.6 / simulated - 1:+.1%}"
-    assert row["measured_tokens_per_s_per_gpu"] == 6553.6 and row["published_memory_gib"] == 82.4
-    assert (row["reproduces"], row["gpus"], row["devices"]) == ("R1", 8, ["H100"])
-    assert row["simulated_on"] == "h100-96g-500w"
+    assert row["tokens_per_s_per_gpu"] == 6553.6 and row["memory_gib"] == 80.5
+    assert (row["id"], row["gpus"], row["devices"]) == ("R1", 8, ["H100"])
+    assert row["hardware"] == "h100-96g-500w" and row["who"] == ""
+
+
+def test_the_ledger(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run's own record, somebody's JSON, and the same person again, whose figures replace the first."""
+    monkeypatch.chdir(tmp_path)
+    record = tmp_path / "R1.toml"
+    assert main(["reproduce", "R1", "--measured", str(run), "--record", str(record)]) == 0
+    # Nobody has put a name into it yet.
+    assert main(["reproduce", "R1", "--record", str(record)]) == 2
+    assert re.search(r"R1.toml:\d+: who: ", capsys.readouterr().err)
+    assert not (tmp_path / "ledger.toml").exists()
+    record.write_text(record.read_text().replace('who = ""', 'who = "A. Person | lab"'))
+    assert main(["reproduce", "R1", "--record", str(record)]) == 0
+    assert "added R1 on h100-96g-500w by A. Person" in capsys.readouterr().out
+    other = {"tokens_per_s_per_gpu": 5000, "hardware": "h100-96g-500w", "who": "B", "date": "2026-11-26", "torch": "2.13"}  # fmt: skip
+    for speed in (5000, 4000):
+        (tmp_path / "b.json").write_text(json.dumps(other | {"tokens_per_s_per_gpu": speed}))
+        assert main(["reproduce", "R1", "--record", "b.json"]) == 0
+    assert "replaced R1 on h100-96g-500w by B" in capsys.readouterr().out
+    first, second = read_toml(tmp_path / "ledger.toml")[0]["measurement"]
+    assert (first["tokens_per_s_per_gpu"], second["tokens_per_s_per_gpu"]) == (6553.6, 4000)
+    assert "memory_gib" not in second and first["predicted_low"] < first["predicted_high"]
+    page = (tmp_path / "ledger.md").read_text()
+    predicted = first["predicted_tokens_per_s_per_gpu"]
+    interval = f"{first['predicted_low']:,.0f} to {first['predicted_high']:,.0f}"
+    cells = f"| 6,554 | {predicted:,.0f} | {interval} | {predicted / 6553.6 - 1:+.1%} | 80.5 |"
+    assert "| R1 | h100-96g-500w | A. Person / lab |" in page and cells in page
+    assert f"| B | 2026-11-26 | 2.13 | 4,000 | {predicted:,.0f} |" in page
+    assert "1 of 2 measured speeds are in the interval" in page and page.count("| R1 |") == 2
 
 
 def test_the_job_for_slurm(
@@ -105,7 +136,10 @@ def test_the_job_for_slurm(
         (["N592"], "did you mean 'N592-CP1'?"),
         (["R1", "--measured", "nowhere"], "nowhere has no metrics.jsonl"),
         (["R4", "--measured", "RUN"], "RUN is no run of R4: ranks: 8 here, 128 in R4; parallelism.data_parallel_shard_degree: 8 here, 128 in R4"),
-        (["R1", "--record", "file"], "--record: needs --measured RUN"),
+        (["R1", "--record", "none.toml"], "none.toml"),
+        (["R1", "--record", "RUN/environment.json"], "unknown key"),
+        (["R1", "--ledger", "RUN"], "--ledger: goes with --record FILE"),
+        (["R1", "--record", "x.toml", "--ledger", "none"], "--ledger: there is no folder none"),
         (["R1", "--submit", "--measured", "RUN"], "--submit: goes with an ID alone"),
         (["R1", "--measured", "RUN", "--record", "none/file"], "there is no folder none"),
     ],

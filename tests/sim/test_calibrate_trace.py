@@ -1,0 +1,194 @@
+"""`titan sim --calibrate-from`: traces of other programs, and a trace of the installed torch on a GPU whose rates are known.
+
+The files in traces/ are extracts of real traces of A100s (facebookresearch/HolisticTraceAnalysis, MIT license). No trace of a GPU can be
+made here, so torch's profiler records a program on the CPU, and the launches and kernels of a GPU are added in Kineto's format.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from itertools import count
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from titan.cli import main
+from titan.sim.price.cost import Cost
+from titan.sim.price.profiles import load_profile
+from titan.sim.record.trace import Group, Kernel, Scope, Transfer
+
+TRACES = Path(__file__).parent / "traces"
+# The program runs on small tensors. In its trace these sizes stand for large ones.
+TOKENS, DIM, HIDDEN, LENGTH, HEADS = 17, 19, 23, 29, 3
+SIZES = {TOKENS: 16384, DIM: 4096, HIDDEN: 14336, LENGTH: 4096, HEADS: 32}
+STEPS = 6
+TYPES = {"float": "c10::BFloat16"}
+MATMUL_FLOPS, FORWARD_FLOPS, BACKWARD_FLOPS, BYTES_PER_S, BUS = 400e12, 300e12, 200e12, 2.0e12, 250e9  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def calibrated(trace: Path, *more: str) -> Any:
+    assert main(["sim", "--calibrate-from", str(trace), *more]) == 0
+    return load_profile(Path(f"{trace.name.partition('.')[0]}-hardware.toml"))
+
+
+def test_a_foreign_trace_with_shapes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Five additions and copies each of a DLRM step: 2.3 ms for 2.9 GB, by the shapes in the file."""
+    found = calibrated(TRACES / "a100_shapes.json")
+    base = load_profile("a100-80g")
+    add, copy = (3 * 4096 * 2798 * 4 * 1e-6, 2 * 4096 * 2798 * 4 * 4e-6)
+    assert add == pytest.approx(137.5, rel=0.01) and copy == pytest.approx(366.7, rel=0.01)
+    events = json.loads((TRACES / "a100_shapes.json").read_text())["traceEvents"]
+    kernels = [e for e in events if e["cat"] == "kernel"]
+    copies = [e["dur"] for e in kernels if "copy" in e["name"]]
+    one = Kernel("aten::copy_", "pointwise", read_bytes=183369728, write_bytes=183369728)
+    # A copy alone is one of three operators that set the level.
+    assert Cost(found).kernel_s(one) * 1e6 == pytest.approx(sum(copies) / len(copies), rel=0.15)
+    assert Cost(base).kernel_s(one) < 0.8 * Cost(found).kernel_s(one)
+    assert found.matmul_share["bfloat16"] == base.matmul_share["bfloat16"]  # TF32's changed
+    printed = capsys.readouterr().out
+    assert "memory_share" in printed and " 15  2.3 ms" in printed
+    assert "matmul_share tfloat32" in printed and "attention" not in printed
+
+
+def test_a_foreign_trace_without_shapes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All-reduces of two A100s: the bus rate of the fastest of each size, by NCCL's own definition."""
+    trace = TRACES / "nccl_arguments.json"
+    found = calibrated(trace, "--hardware", "a100-80g")
+    fastest: dict[int, float] = {}
+    for event in json.loads(trace.read_text())["traceEvents"]:
+        said = event["args"]
+        if said["Collective name"] == "allreduce":
+            size = said["In msg nelems"] * 4
+            fastest[size] = min(event["dur"], fastest.get(size, float("inf")))
+    # nccl-tests: an all-reduce over n ranks sends 2 (n - 1) / n of its bytes.
+    bus = sum(fastest) / (sum(fastest.values()) * 1e-6)
+    assert found.ring_gb_per_s * 1e9 == pytest.approx(bus, rel=0.02)
+    printed = capsys.readouterr().out
+    assert "the trace has no shapes" in printed and "ring_gb_per_s" in printed
+    assert found.matmul_share == load_profile("a100-80g").matmul_share
+
+
+def step() -> None:
+    """Run a program whose operators are those of a language model's block."""
+    x = torch.randn(TOKENS, DIM)
+    weights = [torch.randn(HIDDEN, DIM, requires_grad=True), torch.randn(DIM, HIDDEN)]
+    hidden = F.linear(F.linear(x, weights[0]), weights[1])
+    hidden.mul(hidden).add_(hidden)
+    q, k, v = (torch.randn(2, HEADS, LENGTH, 128, requires_grad=True) for _ in range(3))
+    F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+    hidden.sum().backward()
+
+
+def with_kernels(trace: dict[str, Any]) -> dict[str, float]:
+    """Add a GPU's launches and kernels to a trace of the CPU, and return the microseconds of each class."""
+    spent: dict[str, float] = {}
+    numbers, events = count(1), trace["traceEvents"]
+    trace["deviceProperties"] = [{"id": 0, "name": "NVIDIA H100 80GB HBM3", "numSms": 132, "totalGlobalMem": 85024112640}]  # fmt: skip
+
+    def kernel(what: str, name: str, us: float, thread: dict[str, Any], **more: Any) -> None:
+        number = next(numbers)
+        common = {"ph": "X", "pid": thread["pid"], "tid": thread["tid"], "ts": thread["ts"] + 0.1}
+        args = {"correlation": number, "External id": thread["args"]["External id"]}
+        events.append(common | {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "dur": 0.1, "args": args})  # fmt: skip
+        args |= {"device": 0, "stream": 7} | more
+        events.append({"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": 7, "ts": thread["ts"], "dur": us, "args": args})  # fmt: skip
+        spent[what] = spent.get(what, 0.0) + us
+
+    for event in [e for e in events if e.get("cat") == "cpu_op"]:
+        args, name = event["args"], event["name"]
+        if "Input Dims" not in args:
+            continue
+        args["Input Dims"] = [[SIZES.get(n, n) for n in dims] for dims in args["Input Dims"]]
+        args["Input type"] = [TYPES.get(text, text) for text in args["Input type"]]
+        dims = args["Input Dims"]
+        if name == "aten::mm":
+            (m, k), (_, n) = dims[:2]
+            kernel("matmul", "nvjet_hsh_256x128", 2e6 * m * k * n / MATMUL_FLOPS, event)
+        elif name == "aten::mul":
+            kernel("pointwise", "vectorized_elementwise_kernel", 3 * 2e6 * prod(dims[0]) / BYTES_PER_S, event)  # fmt: skip
+        elif name.startswith("aten::_scaled_dot_product_flash_attention_for_cpu"):
+            backward = name.endswith("_backward")
+            event["name"] = name.replace("_flash_attention_for_cpu", "_cudnn_attention")
+            args["Concrete Inputs"] = [""] * (14 if backward else 6) + ["True", "False"]
+            batch, heads, length, size = dims[1]
+            flops = (10 if backward else 4) * batch * heads * size * length * (length + 1) / 2
+            rate = BACKWARD_FLOPS if backward else FORWARD_FLOPS
+            kernel(f"attention{backward}", "cudnn_generated_fort_native_sdpa", 1e6 * flops / rate, event)  # fmt: skip
+    last = [e for e in events if e.get("cat") == "cpu_op"][-1]
+    for waited in (1.0, 3.0):  # the second waited for other ranks
+        said = {"Collective name": "_allgather_base", "In msg nelems": 2**24, "Out msg nelems": 2**27, "Group size": 8, "dtype": "BFloat16"}  # fmt: skip
+        us = waited * 7 / 8 * 2**28 / BUS * 1e6
+        kernel("collective", "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", us, last, **said)  # fmt: skip
+    return spent
+
+
+def test_rates_of_a_known_machine_come_back(folder: Path) -> None:
+    step()
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
+        for _ in range(STEPS):
+            step()
+    recorded.export_chrome_trace(str(folder / "plain.json"))
+    trace = json.loads((folder / "plain.json").read_text())
+    spent = with_kernels(trace)
+    with gzip.open(folder / "mine.json.gz", "wt") as file:
+        json.dump(trace, file)
+    found, base = calibrated(folder / "mine.json.gz"), load_profile("h100-sxm")
+    cost, tokens, dim, hidden = Cost(found), SIZES[TOKENS], SIZES[DIM], SIZES[HIDDEN]
+    # Forward, forward, the gradient between them, and that of the first weight.
+    products = [(tokens, dim, hidden), (tokens, hidden, dim), (tokens, dim, hidden), (hidden, tokens, dim)] * STEPS  # fmt: skip
+    priced = sum(cost.kernel_s(matmul(*sizes)) for sizes in products) * 1e6
+    flops = sum(2 * prod(sizes) for sizes in products)
+    assert spent["matmul"] * MATMUL_FLOPS / 1e6 == pytest.approx(flops)
+    assert priced == pytest.approx(spent["matmul"], rel=0.005)
+    moved = 2 * tokens * dim
+    one = Kernel("aten::mul", "pointwise", read_bytes=2 * moved, write_bytes=moved)
+    assert cost.kernel_s(one) * 1e6 == pytest.approx(spent["pointwise"] / STEPS, rel=0.01)
+    shape = (2, 32, 4096, 128)
+    for kind, what in (("attention", "attentionFalse"), ("attention_backward", "attentionTrue")):
+        kernel = Kernel("aten::attention", kind, (shape,) * 3, "bfloat16", causal=True)  # pyright: ignore[reportArgumentType]
+        assert cost.kernel_s(kernel) * 1e6 == pytest.approx(spent[what] / STEPS, rel=0.005)
+    assert found.attention_kernel == "cudnn"
+    sent = Transfer("all_gather", "", 2**28, "", 0, True, 0, Scope("forward"))
+    gathered = cost.transfer(sent, Group("", (), tuple(range(8))), rank=0)
+    assert gathered.seconds == pytest.approx(7 / 8 * 2**28 / BUS, rel=0.01)
+    assert found.num_sms == base.num_sms and "mine.json.gz" in found.sources["matmul_share"]
+    assert found.matmul_share["float8"] == base.matmul_share["float8"]  # no kernel says
+
+
+def matmul(m: int, k: int, n: int) -> Kernel:
+    return Kernel("aten::mm", "matmul", ((m, k), (k, n)), "bfloat16", 2 * m * k * n)
+
+
+def test_mistakes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
+        torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+    recorded.export_chrome_trace(str(folder / "cpu.json"))
+    (folder / "half.json").write_text((TRACES / "a100_shapes.json").read_text()[:5000])
+    (folder / "other.json").write_text('{"losses": [1, 2]}')
+    nameless = (TRACES / "nccl_arguments.json").read_text().replace("NVIDIA A100-PG509-200", "")
+    (folder / "nameless.json").write_text(nameless)
+    for file, says in {
+        "cpu.json": "has no kernels of a GPU",
+        "half.json": "not a whole trace of torch's profiler",
+        "other.json": "not a whole trace of torch's profiler",
+        "none.json": "none.json",
+        "nameless.json": "names no device: state the most similar profile with --hardware",
+    }.items():
+        assert main(["sim", "--calibrate-from", file]) == 2, file
+        error = capsys.readouterr().err
+        assert says in error and "--calibrate-from" in error and "Traceback" not in error
+    assert main(["sim", "--calibrate-from", "cpu.json", "--hardwre=h100-sxm"]) == 2
+    assert "--hardwre=h100-sxm: a calibration takes no job" in capsys.readouterr().err
+    assert not [*folder.glob("*-hardware.toml")]

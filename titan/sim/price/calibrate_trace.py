@@ -1,0 +1,184 @@
+"""Calibration from a trace (`titan sim --calibrate-from TRACE`): a profile on which a traced job's kernels take the time that they took.
+
+Any job of PyTorch will do, profiled for a step or two with `torch.profiler.profile(record_shapes=True)`. Each operator whose shapes say
+what it computes is priced on the base profile. The figure of its class is then changed until the class takes its traced time:
+
+    matmuls        matmul_share, by dtype             aten::mm, addmm, bmm, baddbmm, _scaled_mm
+    attention      attention_*_tflops of a kernel     aten::_scaled_dot_product_*, forward and backward
+    pointwise      memory_share                       eager operators that move 32 MiB or more, which no cache holds
+    collectives    ring, all_reduce, all_to_all, nic  the fastest of each size: the others wait for other ranks, too
+    host           launch_us                          the median time between launches, with the profiler's own time
+
+So a profile keeps its shape, which comes from benchmarks of single kernels, and takes the level of this machine under load. Other
+operators (convolutions, embeddings, compiled kernels), and those of less than 50 us, or 1 ms in all, change nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from datetime import datetime, timezone
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from titan.observe.trace_calls import TracedKernels, read_calls
+from titan.observe.trace_files import TraceFileError
+from titan.observe.trace_work import Timing, TracedWork, work_of
+from titan.sim.price.calibrate import Figures, base_of, to_toml
+from titan.sim.price.cost import Cost, peak_dtype
+from titan.sim.price.profiles import Profile, load_profile
+from titan.sim.record.trace import Group, Kernel, Scope, Transfer
+from titan.sim.report.text import columns, mistake
+
+_LEAST_S, _LEAST_MOVED, _LEAST_SENT, _LEAST_IN_ALL_S = 50e-6, 2**25, 10**6, 1e-3
+"""Time of an operator, bytes of a pointwise one, bytes of a collective, and time of a class from which they tell a rate."""
+_LONGEST_GAP_S = 1e-3  # a longer time between launches is a wait
+_ROUNDS = 20
+
+Figure = tuple[str, ...]
+"""Name of a figure, and its key if it is a dict: ("matmul_share", "bfloat16")."""
+
+
+def calibrate_from(trace: Path, *, base_name: str | None, target: Path | None) -> int:
+    """Write a profile with the rates of a trace, and print what changed.
+
+    Args:
+        trace: Trace of torch's profiler, .json or .json.gz.
+        base_name: Profile to begin with. None: that of the traced device.
+        target: File of the new profile. None: NAME-hardware.toml in this folder.
+
+    Returns:
+        The command's exit code.
+
+    Raises:
+        ConfigError: The trace cannot be read, it has no kernels, or there is no such profile.
+    """
+    try:
+        calls = read_calls(trace)
+    except (TraceFileError, OSError) as error:
+        raise mistake("--calibrate-from", str(error)) from None
+    device = str(calls.device.get("name", ""))
+    if not calls.kernels:
+        raise mistake("--calibrate-from", f"{trace} has no kernels of a GPU")
+    if not device and not base_name:
+        message = f"{trace} names no device: state the most similar profile with --hardware"
+        raise mistake("--calibrate-from", message)
+    base = load_profile(base_name or base_of(device, True))
+    figures, rows = corrections(calls, base)
+    print(
+        "\n".join(columns([("figure", base.name, "here", "kernels", "in all"), *rows], left=(0,)))
+    )
+    if not calls.has_shapes:
+        what = "matmuls, attention and pointwise kernels are not corrected"
+        print(f"{what}: the trace has no shapes, as torch.profiler.profile(record_shapes=True) has")
+    print("all other figures are the base profile's")
+    target = target or Path(f"{trace.name.partition('.')[0]}-hardware.toml")
+    note = f"titan sim --calibrate-from {trace.name} ({device or base.name}), {datetime.now(timezone.utc):%Y-%m-%d}"
+    target.write_text(to_toml(target.stem, base.name, figures, note=note), encoding="utf-8")
+    print(f"\nwrote {target}; titan sim JOB.toml --world-size N --hardware {target}")
+    return 0
+
+
+def corrections(calls: TracedKernels, base: Profile) -> tuple[Figures, list[tuple[str, ...]]]:
+    """Return the figures that a trace corrects, and a row for each: its name, before, after, kernels, their time."""
+    by_figure: defaultdict[Figure, list[tuple[TracedWork, Timing]]] = defaultdict(list)
+    for work, timed in work_of(calls).items():
+        figure = _figure_of(work, timed, base)
+        if figure and (len(figure) == 1 or figure[1] in getattr(base, figure[0])):
+            by_figure[figure].append((work, timed))
+    known, figures, rows = base, Figures(), []
+    in_all: dict[Figure, float] = {}
+    for figure, works in sorted(by_figure.items()):
+        name, seconds = figure[0], sum(_seconds(*one) * len(one[1].seconds) for one in works)
+        if seconds < _LEAST_IN_ALL_S:
+            continue
+        in_all[figure] = seconds
+        if name.startswith("attention"):
+            known = known.model_copy(update={"attention_kernel": figure[1]})
+        before, known = known, _fitted(known, figure, works, seconds)
+        figures[name] = getattr(known, name)
+        values = (_text(profile, figure) for profile in (before, known))
+        count = sum(timed.kernels for _, timed in works)
+        rows.append((" ".join(figure), *values, f"{count:,}", f"{seconds * 1e3:,.1f} ms"))
+    if ran := [figure for figure in in_all if figure[0] == "attention_forward_tflops"]:
+        figures["attention_kernel"] = max(ran, key=lambda figure: in_all[figure])[1]
+    gaps = [b - a for times in calls.launches.values() for a, b in pairwise(sorted(times))]
+    if gaps := [gap for gap in gaps if 0 < gap < _LONGEST_GAP_S]:
+        figures["launch_us"] = round(median(gaps) * 1e6, 2)
+        row = f"{base.launch_us:.4g}", f"{figures['launch_us']:.4g}", f"{len(gaps):,}", ""
+        rows.append(("launch_us", *row))
+    return figures, rows
+
+
+def _figure_of(work: TracedWork, timed: Timing, base: Profile) -> Figure | None:
+    """Return the figure that a work's price rests on; None if the work is too small to tell."""
+    if work.ranks:
+        if len(work.ranks) == 1 or work.read_bytes < _LEAST_SENT:
+            return None
+        if len({rank // base.gpus_per_node for rank in work.ranks}) > 1:
+            return ("nic_share",)
+        in_switch = work.kind == "all_reduce" and base.has_nvls
+        own = in_switch or work.kind == "all_to_all"
+        return (f"{work.kind}_gb_per_s" if own else "ring_gb_per_s",)
+    if mean(timed.seconds) < _LEAST_S:
+        return None
+    if work.kind == "matmul":
+        return ("matmul_share", peak_dtype(work.dtype, base))
+    if work.kind == "pointwise":
+        moved = work.read_bytes + work.write_bytes
+        # A trace without strides counts expanded tensors in full: more than the memory could move.
+        is_possible = moved / mean(timed.seconds) < base.memory_tb_per_s * 1e12
+        return ("memory_share",) if is_possible and moved >= _LEAST_MOVED else None
+    ran = work.name.removeprefix("aten::_scaled_dot_product_").partition("_")[0]
+    way = "backward" if work.kind == "attention_backward" else "forward"
+    return (f"attention_{way}_tflops", "flash2" if ran == "flash" else ran)
+
+
+def _seconds(work: TracedWork, timed: Timing) -> float:
+    """Return the time of one run: the mean, but of collectives the fastest, which has waited least."""
+    return min(timed.seconds) if work.ranks else mean(timed.seconds)
+
+
+def _fitted(
+    profile: Profile, figure: Figure, works: list[tuple[TracedWork, Timing]], measured_s: float
+) -> Profile:
+    """Return the profile with the figure on which its works take the measured time, in all."""
+    for _ in range(_ROUNDS):
+        cost = Cost(profile)
+        predicted_s = sum(_price(work, cost) * len(timed.seconds) for work, timed in works)
+        profile = _scaled(profile, figure, predicted_s / measured_s)
+    return profile
+
+
+def _price(work: TracedWork, cost: Cost) -> float:
+    """Return the seconds of a work on a profile."""
+    if work.ranks:
+        what = Transfer(work.kind, "", work.read_bytes, "", 0, True, 0, Scope("forward"))
+        return cost.transfer(what, Group("", (), work.ranks), rank=work.ranks[0]).seconds
+    flops = 2 * prod(work.shapes[0]) * work.shapes[1][-1] if work.kind == "matmul" else 0
+    how = (work.shapes, work.dtype, flops, work.read_bytes, work.write_bytes)
+    return cost.kernel_s(Kernel(work.name, work.kind, *how, causal=work.causal))
+
+
+def _scaled(profile: Profile, figure: Figure, factor: float) -> Profile:
+    """Return the profile with a figure, or all points of its curve, times a factor. No share exceeds 1."""
+    name, *key = figure
+    most = 1.0 if name.endswith("_share") else float("inf")
+
+    def scaled(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple((size, min(most, one * factor)) for size, one in value)
+        return min(most, value * factor)
+
+    value = getattr(profile, name)
+    value = value | {key[0]: scaled(value[key[0]])} if key else scaled(value)
+    return profile.model_copy(update={name: value})
+
+
+def _text(profile: Profile, figure: Figure) -> str:
+    """Return a figure as text: of a curve, the value at its end."""
+    value = getattr(profile, figure[0])
+    value = value[figure[1]] if len(figure) > 1 else value
+    return f"{value[-1][1] if isinstance(value, tuple) else value:.4g}"
