@@ -1,9 +1,10 @@
-"""`titan sim --chakra`: decoded by protobuf with the fields of Chakra's schema, the files hold what the trace does."""
+"""`titan sim --chakra`: Chakra's own package (mlc-chakra) reads the files, and they hold what the trace does."""
 
 from __future__ import annotations
 
-import itertools
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,52 +15,83 @@ from tests.support.traces import job
 from titan.contrib.chakra.chakra import write_chakra
 from titan.sim.price.profiles import load_profile
 from titan.sim.record.trace import HOST, Launch, Transfer
-from titan.sim.simulate import simulate
+from titan.sim.simulate import StepSimulation, simulate
 
-pytest.importorskip("google.protobuf")
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-
-# Fields of schema/protobuf/et_def.proto (mlcommons/chakra, 21585d8): number, name, type, repeated. 3 int64, 4 uint64, 5 int32, 8 bool, 9 string.
-_SCHEMA: dict[str, list[tuple[Any, ...]]] = {
-    "AttributeProto": [(1, "name", 9), (7, "int32_val", 5), (9, "int64_val", 3), (13, "uint64_val", 4), (27, "bool_val", 8), (29, "string_val", 9)],
-    "GlobalMetadata": [(1, "version", 9), (2, "attr", "AttributeProto")],
-    "Node": [(1, "id", 4), (2, "name", 9), (3, "type", 5), (5, "data_deps", 4, True), (6, "start_time_micros", 4), (7, "duration_micros", 4), (10, "attr", "AttributeProto")],
-}  # fmt: skip
+# scripts/requirements-dev.lock has it, without the analysis tools that it asks for and its reader does not import.
+pytest.importorskip("chakra.schema.protobuf.et_def_pb2", reason="needs mlc-chakra")
+from chakra.schema.protobuf import et_def_pb2 as schema
+from chakra.src.third_party.utils.protolib import decodeMessage, openFileRd
 
 
-def schema() -> dict[str, Any]:
-    file = descriptor_pb2.FileDescriptorProto(name="et_def", package="ChakraProtoMsg", syntax="proto3")  # fmt: skip
-    for name, fields in _SCHEMA.items():
-        message = file.message_type.add(name=name)
-        for number, field, kind, *repeated in fields:
-            is_message = isinstance(kind, str)
-            new = message.field.add(name=field, number=number, label=3 if is_message or repeated else 1)  # fmt: skip
-            new.type = 11 if is_message else kind  # pyright: ignore
-            if is_message:
-                new.type_name = f".ChakraProtoMsg.{kind}"
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return {n: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"ChakraProtoMsg.{n}")) for n in _SCHEMA}  # fmt: skip
+@pytest.fixture(scope="module")
+def simulation() -> StepSimulation:
+    degrees = {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2}
+    config = job(parallelism=degrees | {"pipeline_parallel_schedule": "1F1B"})
+    return simulate(config, world_size=8, profile=load_profile("h100-sxm"))
 
 
 def decoded(path: Path) -> tuple[Any, list[Any]]:
-    data, at, found = path.read_bytes(), 0, []
-    classes = schema()
-    while at < len(data):
-        size = 0
-        for shift in itertools.count(0, 7):
-            byte, at = data[at], at + 1
-            size |= (byte & 0x7F) << shift
-            if byte < 0x80:
-                break
-        message = classes["Node" if found else "GlobalMetadata"]()
-        assert message.ParseFromString(data[at : at + size]) == size
-        known = message.ByteSize()
-        message.DiscardUnknownFields()
-        assert message.ByteSize() == known
-        found.append(message)
-        at += size
-    return found[0], found[1:]
+    """Read a file as Chakra's tools do. Nothing may be left that the schema does not know."""
+    metadata, nodes, size = schema.GlobalMetadata(), [], 0
+    with openFileRd(path) as file:
+        decodeMessage(file, metadata)
+        while decodeMessage(file, node := schema.Node()):
+            size = node.ByteSize()
+            node.DiscardUnknownFields()
+            assert node.ByteSize() == size
+            nodes.append(node)
+    return metadata, nodes
+
+
+def test_the_jsonizer_of_chakra_reads_the_files(simulation: StepSimulation, tmp_path: Path) -> None:
+    write_chakra(simulation, tmp_path)
+    for rank, trace in simulation.traces.items():
+        source, target = tmp_path / f"rank.{rank}.et", tmp_path / f"rank.{rank}.json"
+        command = [sys.executable, "-m", "chakra.src.jsonizer.jsonizer"]
+        subprocess.run([*command, f"--input_filename={source}", f"--output_filename={target}"], check=True)  # fmt: skip
+        text, at, found = target.read_text(), 0, []
+        while at < len(text):
+            message, at = json.JSONDecoder().raw_decode(text, at)
+            found.append(message)
+        metadata, *nodes = found
+        events = [e for e in trace.step if isinstance(e, Launch | Transfer)]
+        assert metadata == {"version": "0.0.4"} and len(nodes) == len(events)
+        for node, event in zip(nodes, events, strict=True):
+            attributes = {a.pop("name"): a for a in node["attr"]}
+            if isinstance(event, Launch):
+                assert node["type"] == "COMP_NODE" and node["name"] == event.kernel.name
+                assert attributes["num_ops"] == {"int64Val": str(event.kernel.flops)}
+            elif event.peer < 0:
+                assert node["type"] == "COMM_COLL_NODE"
+                number = int(attributes["comm_type"]["int64Val"])
+                assert schema.CollectiveCommType.Name(number) == event.kind.upper()
+                assert attributes["comm_size"] == {"int64Val": str(event.size_bytes)}
+            else:
+                assert node["type"] == f"COMM_{event.kind.upper()}_NODE"
+        assert {node["type"] for node in nodes} > {"COMP_NODE", "COMM_COLL_NODE"}
+
+
+def test_attributes_have_the_types_of_the_generator_of_chakra(
+    simulation: StepSimulation, tmp_path: Path
+) -> None:
+    """A reader takes an attribute's value from the field that Chakra's own generator writes."""
+    command = [sys.executable, "-m", "chakra.src.generator.generator", "--num_npus=1"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    theirs: dict[str, set[str]] = {}
+    for path in tmp_path.glob("*.et"):
+        collect(decoded(path)[1], theirs)
+    write_chakra(simulation, tmp_path / "ours")
+    ours: dict[str, set[str]] = {}
+    for path in (tmp_path / "ours").glob("*.et"):
+        collect(decoded(path)[1], ours)
+    shared = {"is_cpu_op", "tensor_size", "comm_type", "comm_size"}
+    assert shared <= {*ours} & {*theirs}
+    assert {name: ours[name] for name in shared} == {name: theirs[name] for name in shared}
+
+
+def collect(nodes: list[Any], types: dict[str, set[str]]) -> None:
+    for attribute in (attribute for node in nodes for attribute in node.attr):
+        types.setdefault(attribute.name, set()).add(str(attribute.WhichOneof("value")))
 
 
 def value(node: Any, name: str) -> Any:
@@ -68,10 +100,7 @@ def value(node: Any, name: str) -> Any:
     return found
 
 
-def test_files_hold_the_trace(tmp_path: Path) -> None:
-    degrees = {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2}
-    config = job(parallelism=degrees | {"pipeline_parallel_schedule": "1F1B"})
-    simulation = simulate(config, world_size=8, profile=load_profile("h100-sxm"))
+def test_files_hold_the_trace(simulation: StepSimulation, tmp_path: Path) -> None:
     write_chakra(simulation, tmp_path)
     groups = json.loads((tmp_path / "groups.json").read_text())
     assert {path.name for path in tmp_path.iterdir()} == {"rank.0.et", "rank.4.et", "groups.json"}
