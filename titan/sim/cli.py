@@ -37,13 +37,9 @@ def main(argv: list[str] | None = None) -> int:
     # Arguments that argparse does not know are the job: files and overrides, which the config's
     # loader checks.
     options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
-    if job and (options.calibrate or options.calibrate_from):
-        raise mistake(job[0], "a calibration takes no job, and has no such option")
-    if options.calibrate_from:
-        from titan.sim.price.calibrate_trace import calibrate_from
-
-        trace, target = options.calibrate_from, options.calibrate
-        return calibrate_from(trace, base_name=options.hardware, target=target)
+    for code in (extension.run(options) for extension in sim_extensions()):
+        if code is not None:
+            return code
     if options.calibrate:
         from titan.sim.price.calibrate import calibrate
 
@@ -119,12 +115,6 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE",
         help="measure this machine instead, and write a profile; --hardware is then what it is compared with, and no job is needed",
-    )
-    parser.add_argument(
-        "--calibrate-from",
-        type=Path,
-        metavar="TRACE",
-        help="correct a profile by a trace of torch's profiler (record_shapes=True) of any job instead; --calibrate names the file",
     )
     return parser
 

@@ -29,6 +29,17 @@ class SimExtension:
     def add_options(self, parser: ArgumentParser) -> None:
         """Add options to the command."""
 
+    def run(self, options: Namespace) -> int | None:
+        """Run in place of a simulation, and return the exit code. None: the options ask for no such thing.
+
+        Args:
+            options: Parsed options of the command.
+
+        Raises:
+            ConfigError: An option is a mistake.
+        """
+        return None
+
     def check(self, options: Namespace, config: JobConfig) -> None:
         """Check the options against the job.
 

@@ -23,14 +23,15 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from titan.observe.trace_calls import TracedKernels, read_calls
 from titan.observe.trace_files import TraceFileError
-from titan.observe.trace_work import Timing, TracedWork, work_of
 from titan.sim.price.calibrate import Figures, base_of, to_toml
 from titan.sim.price.cost import Cost, peak_dtype
 from titan.sim.price.profiles import Profile, load_profile
 from titan.sim.record.trace import Group, Kernel, Scope, Transfer
 from titan.sim.report.text import columns, mistake
+
+from .calls import TracedKernels, read_calls
+from .work import Timing, TracedWork, work_of
 
 _LEAST_S, _LEAST_MOVED, _LEAST_SENT, _LEAST_IN_ALL_S = 50e-6, 2**25, 10**6, 1e-3
 """Time of an operator, bytes of a pointwise one, bytes of a collective, and time of a class from which they tell a rate."""

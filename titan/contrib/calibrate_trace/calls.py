@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from titan.observe.trace_files import ODD, TraceFileError, events_of
 from titan.untrusted import Unpacked
-
-from .trace_files import ODD, TraceFileError, events_of
 
 _HEAD_BYTES = 2**20
 _DEVICES = re.compile(r'"deviceProperties"\s*:\s*')

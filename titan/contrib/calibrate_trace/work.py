@@ -13,7 +13,7 @@ from itertools import zip_longest
 from math import prod
 from typing import Any, NamedTuple
 
-from .trace_calls import OperatorCall, TracedKernel, TracedKernels
+from .calls import OperatorCall, TracedKernel, TracedKernels
 
 _BYTES = {"double": 8, "long": 8, "long int": 8, "float": 4, "int": 4, "bfloat16": 2, "half": 2}
 _DTYPES = {"float": "float32", "half": "float16", "double": "float64"}
