@@ -48,7 +48,7 @@ class Known(NamedTuple):
     Attributes:
         name: ID of its row.
         source: Publication.
-        job: Model, machine, sequence length and options of the software.
+        job: What a planner keeps: model, number of GPUs, machine, sequence length and options of the software.
         device: Device of its profile.
         mix: Shares by class.
         error: log(measured / predicted).
@@ -105,7 +105,9 @@ def known_runs() -> list[Known]:
             mix[HARDWARE] = 1.0
         if run["source"].startswith(OTHERS):
             mix[OTHER] = 1.0
-        job = f"{run['model']} {file} {run['seq_len']} {run['options']}"
+        # Layouts and recomputation are a planner's choice, and so is when FSDP frees parameters.
+        options = [option for option in run["options"] if not option.startswith("reshard")]
+        job = f"{run['model']} {run['gpus']} {file} {run['seq_len']} {options}"
         error = log(measured / row["speed"])
         found.append(Known(name, run["source"], job, profile.device, mix, error))
     return found
@@ -170,12 +172,13 @@ def cross_validated(runs: Sequence[Known]) -> list[tuple[Known, float, bool]]:
 
 def pairs(runs: Sequence[Known]) -> list[tuple[Known, Known]]:
     """Return the pairs of runs of one publication that run the same job, as layouts that a planner chooses between do."""
-    return [(a, b) for a, b in combinations(runs, 2) if (a.source, a.job) == (b.source, b.job)]
+    like = [run for run in runs if OTHER not in run.mix]
+    return [(a, b) for a, b in combinations(like, 2) if (a.source, a.job) == (b.source, b.job)]
 
 
 def pair_deviation(a: Known, b: Known, sigma: dict[str, float], floor: float) -> float:
     """Return the standard deviation of the error of the ratio of two runs."""
-    return ratio_deviation(a.mix, b.mix, {**sigma, OTHER: 0.0}, floor)
+    return ratio_deviation(a.mix, b.mix, sigma, floor)
 
 
 def pair_floor(runs: Sequence[Known], found: Fit) -> float:

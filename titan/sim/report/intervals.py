@@ -151,4 +151,4 @@ def ratio_deviation(
     The error of a class is one number for both steps, so that the difference of its shares counts.
     """
     apart = {name: a.get(name, 0.0) - b.get(name, 0.0) for name in {*a, *b}}
-    return _deviation(apart, floor if any(apart.values()) else 0.0, sigma)
+    return _deviation(apart, floor, sigma)
