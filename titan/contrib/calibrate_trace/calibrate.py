@@ -5,7 +5,7 @@ what it computes is priced on the base profile. The figure of its class is then 
 
     matmuls        matmul_share, by dtype             aten::mm, addmm, bmm, baddbmm, _scaled_mm
     attention      attention_*_tflops of a kernel     aten::_scaled_dot_product_*, forward and backward
-    pointwise      memory_share                       eager operators that move 32 MiB or more, which no cache holds
+    pointwise      eager_tb_per_s                     eager operators that move 32 MiB or more, which no cache holds
     collectives    ring, all_reduce, all_to_all, nic  the fastest of each size: the others wait for other ranks, too
     host           launch_us                          the median time between launches, with the profiler's own time
 
@@ -89,7 +89,9 @@ def corrections(calls: TracedKernels, base: Profile) -> tuple[Figures, list[tupl
         figure = _figure_of(work, timed, base)
         if figure and (len(figure) == 1 or figure[1] in getattr(base, figure[0])):
             by_figure[figure].append((work, timed))
-    known, figures, rows = base, Figures(), []
+    # 0 means that the memory is the limit.
+    limit = base.eager_tb_per_s or base.memory_tb_per_s
+    known, figures, rows = base.model_copy(update={"eager_tb_per_s": limit}), Figures(), []
     in_all: dict[Figure, float] = {}
     for figure, works in sorted(by_figure.items()):
         name, seconds = figure[0], sum(_seconds(*one) * len(one[1].seconds) for one in works)
@@ -120,8 +122,7 @@ def _figure_of(work: TracedWork, timed: Timing, base: Profile) -> Figure | None:
             return None
         if len({rank // base.gpus_per_node for rank in work.ranks}) > 1:
             return ("nic_share",)
-        in_switch = work.kind == "all_reduce" and base.has_nvls
-        own = in_switch or work.kind == "all_to_all"
+        own = work.kind == "all_to_all" or (work.kind == "all_reduce" and base.measured)
         return (f"{work.kind}_gb_per_s" if own else "ring_gb_per_s",)
     if mean(timed.seconds) < _LEAST_S:
         return None
@@ -131,7 +132,7 @@ def _figure_of(work: TracedWork, timed: Timing, base: Profile) -> Figure | None:
         moved = work.read_bytes + work.write_bytes
         # A trace without strides counts expanded tensors in full: more than the memory could move.
         is_possible = moved / mean(timed.seconds) < base.memory_tb_per_s * 1e12
-        return ("memory_share",) if is_possible and moved >= _LEAST_MOVED else None
+        return ("eager_tb_per_s",) if is_possible and moved >= _LEAST_MOVED else None
     ran = work.name.removeprefix("aten::_scaled_dot_product_").partition("_")[0]
     way = "backward" if work.kind == "attention_backward" else "forward"
     return (f"attention_{way}_tflops", "flash2" if ran == "flash" else ran)
@@ -164,9 +165,10 @@ def _price(work: TracedWork, cost: Cost) -> float:
 
 
 def _scaled(profile: Profile, figure: Figure, factor: float) -> Profile:
-    """Return the profile with a figure, or all points of its curve, times a factor. No share exceeds 1."""
+    """Return the profile with a figure, or all points of its curve, times a factor. No share exceeds 1, and no kernel the memory."""
     name, *key = figure
-    most = 1.0 if name.endswith("_share") else float("inf")
+    shares = 1.0 if name.endswith("_share") else float("inf")
+    most = profile.memory_tb_per_s if name == "eager_tb_per_s" else shares
 
     def scaled(value: Any) -> Any:
         if isinstance(value, tuple):
