@@ -7,7 +7,7 @@ what it computes is priced on the base profile. The figure of its class is then 
     attention      attention_*_tflops of a kernel     aten::_scaled_dot_product_*, forward and backward
     pointwise      eager_tb_per_s                     eager operators that move 32 MiB or more, which no cache holds
     collectives    ring, all_reduce, all_to_all, nic  the fastest of each size: the others wait for other ranks, too
-    host           launch_us                          the median time between launches, with the profiler's own time
+    host           launch_us                          pointwise operators of one kernel: the median of their time on the host
 
 So a profile keeps its shape, which comes from benchmarks of single kernels, and takes the level of this machine under load. Other
 operators (convolutions, embeddings, compiled kernels), and those of less than 50 us, or 1 ms in all, change nothing.
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from datetime import datetime, timezone
-from itertools import pairwise
 from math import prod
 from pathlib import Path
 from statistics import mean, median
@@ -31,11 +30,10 @@ from titan.sim.record.trace import Group, Kernel, Scope, Transfer
 from titan.sim.report.text import columns, mistake
 
 from .calls import TracedKernels, read_calls
-from .work import Timing, TracedWork, work_of
+from .work import Timing, TracedWork, eager_launches, work_of
 
 _LEAST_S, _LEAST_MOVED, _LEAST_SENT, _LEAST_IN_ALL_S = 50e-6, 2**25, 10**6, 1e-3
 """Time of an operator, bytes of a pointwise one, bytes of a collective, and time of a class from which they tell a rate."""
-_LONGEST_GAP_S = 1e-3  # a longer time between launches is a wait
 _ROUNDS = 20
 
 Figure = tuple[str, ...]
@@ -107,10 +105,9 @@ def corrections(calls: TracedKernels, base: Profile) -> tuple[Figures, list[tupl
         rows.append((" ".join(figure), *values, f"{count:,}", f"{seconds * 1e3:,.1f} ms"))
     if ran := [figure for figure in in_all if figure[0] == "attention_forward_tflops"]:
         figures["attention_kernel"] = max(ran, key=lambda figure: in_all[figure])[1]
-    gaps = [b - a for times in calls.launches.values() for a, b in pairwise(sorted(times))]
-    if gaps := [gap for gap in gaps if 0 < gap < _LONGEST_GAP_S]:
-        figures["launch_us"] = round(median(gaps) * 1e6, 2)
-        row = f"{base.launch_us:.4g}", f"{figures['launch_us']:.4g}", f"{len(gaps):,}", ""
+    if launches := eager_launches(calls):
+        figures["launch_us"] = round(median(s for s, _ in launches) * 1e6, 2)
+        row = f"{base.launch_us:.4g}", f"{figures['launch_us']:.4g}", f"{len(launches):,}", ""
         rows.append(("launch_us", *row))
     return figures, rows
 

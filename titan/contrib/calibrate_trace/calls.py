@@ -33,7 +33,9 @@ class OperatorCall:
         dtypes: Their types, as C++ names them ("c10::BFloat16").
         strides: Strides of its arguments; empty if the trace has none.
         values: Texts of its arguments that are no tensors, in their places.
-        caller: OperatorCall that called it.
+        seconds: Time on the host.
+        caller: Operator that called it.
+        num_launches: Kernels that it launched itself.
     """
 
     name: str
@@ -41,7 +43,9 @@ class OperatorCall:
     dtypes: list[str]
     strides: list[Any]
     values: list[str]
+    seconds: float
     caller: OperatorCall | None = None
+    num_launches: int = 0
 
     @property
     def calls(self) -> Iterator[OperatorCall]:
@@ -54,12 +58,21 @@ class OperatorCall:
 
 @dataclass(slots=True)
 class TracedKernel:
-    """Kernel, and the operator that launched it, if any. arguments: the kernel's own, such as NCCL's."""
+    """Kernel of a GPU.
+
+    Attributes:
+        name: Its name.
+        seconds: Its duration.
+        arguments: Its arguments in the trace, such as NCCL's.
+        operator: Operator that launched it, if any.
+        launch_s: Time of its launch on the host.
+    """
 
     name: str
     seconds: float
     arguments: dict[str, Any]
     operator: OperatorCall | None = None
+    launch_s: float = 0.0
 
 
 @dataclass
@@ -68,13 +81,11 @@ class TracedKernels:
 
     Attributes:
         kernels: Its kernels.
-        launches: Times of launches by thread, in seconds.
         device: Properties of the first device.
         has_shapes: Whether operators have shapes.
     """
 
     kernels: list[TracedKernel] = field(default_factory=list)
-    launches: dict[Any, list[float]] = field(default_factory=lambda: defaultdict(list))
     device: dict[str, Any] = field(default_factory=dict)
     has_shapes: bool = False
 
@@ -106,22 +117,24 @@ def read_calls(path: Path) -> TracedKernels:
                 elif kind == "cpu_op":
                     shapes = values.get("Input Dims", [])
                     names = ("Input type", "Input Strides", "Concrete Inputs")
-                    more = (values.get(name, []) for name in names)
-                    marks[thread].append((start, -end, OperatorCall(event["name"], shapes, *more)))
+                    types, strides, texts = (values.get(name, []) for name in names)
+                    seconds = (end - start) * 1e-6
+                    operator = OperatorCall(event["name"], shapes, types, strides, texts, seconds)
+                    marks[thread].append((start, -end, operator))
                     found.has_shapes |= any(shapes)
                 elif kind in ("cuda_runtime", "cuda_driver") and "aunch" in event["name"]:
                     marks[thread].append((start, -end, values.get("correlation")))
     except (EOFError, OSError, zlib.error, ValueError, KeyError, TypeError, *ODD) as error:
         reason = "".join(c if c.isprintable() else "?" for c in str(error)[:200])
         raise TraceFileError(f"{path}: not a whole trace of torch's profiler ({reason})") from None
-    for thread, times in marks.items():
-        _link(sorted(times, key=lambda mark: mark[:2]), kernels, found.launches[thread])
+    for times in marks.values():
+        _link(sorted(times, key=lambda mark: mark[:2]), kernels)
     found.kernels = [call for calls in kernels.values() for call in calls]
     return found
 
 
-def _link(marks: list[Any], kernels: dict[Any, list[TracedKernel]], launches: list[float]) -> None:
-    """Give each operator its caller, and each kernel the operator that was innermost at its launch."""
+def _link(marks: list[Any], kernels: dict[Any, list[TracedKernel]]) -> None:
+    """Give each operator of a thread its caller, and each kernel the operator that was innermost at its launch."""
     running: list[tuple[float, OperatorCall]] = []
     for start, end, what in marks:
         while running and running[-1][0] <= start:
@@ -131,6 +144,7 @@ def _link(marks: list[Any], kernels: dict[Any, list[TracedKernel]], launches: li
             what.caller = inner
             running.append((-end, what))
         else:
-            launches.append(start * 1e-6)
             for call in kernels.get(what, ()):
-                call.operator = inner
+                call.operator, call.launch_s = inner, (-end - start) * 1e-6
+            if inner:
+                inner.num_launches += 1

@@ -58,6 +58,17 @@ class Timing(NamedTuple):
     kernels: int
 
 
+def eager_launches(calls: TracedKernels) -> list[tuple[float, float]]:
+    """Return the host's seconds of each pointwise operator with one kernel, and those of its launch alone."""
+    return [
+        (kernel.operator.seconds, kernel.launch_s)
+        for kernel in calls.kernels
+        if kernel.operator
+        and kernel.operator.num_launches == 1
+        and _POINTWISE.fullmatch(kernel.operator.name)
+    ]
+
+
 def work_of(calls: TracedKernels) -> dict[TracedWork, Timing]:
     """Return the known work of a trace. The kernels of one operator belong together."""
     of_operator: defaultdict[OperatorCall, list[TracedKernel]] = defaultdict(list)

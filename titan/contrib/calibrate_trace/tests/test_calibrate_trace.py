@@ -59,6 +59,9 @@ def test_a_foreign_trace_with_shapes(folder: Path, capsys: pytest.CaptureFixture
     assert found.matmul_share["bfloat16"] == base.matmul_share["bfloat16"]  # TF32's changed
     printed = capsys.readouterr().out
     assert "eager_tb_per_s" in printed and " 15  2.3 ms" in printed
+    # Its operators' time on the host; a copy between dtypes waits in others.
+    host = [e["dur"] for e in events if e["name"] in ("aten::add", "aten::mul", "aten::copy_")]
+    assert found.launch_us in host and min(host) < found.launch_us < sum(host) / len(host)
     assert "matmul_share tfloat32" in printed and "attention" not in printed
 
 
