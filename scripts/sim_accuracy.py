@@ -252,6 +252,7 @@ def document(rows: dict[str, Row]) -> str:
         *_elsewhere(others),
         *_experts(experts),
         *kernel_classes(),
+        *_intervals(),
         *_ratios(rows),
         *_scale(),
         *_findings(),
@@ -438,6 +439,19 @@ def _experts(rows: list[Row]) -> list[str]:
         "- KempnerForge's EP 2 x TP 4: its TP splits the experts, and titan's does not.",
         "- All rows of Megatron: TransformerEngine's kernels and FP8.",
         "- DeepSeek's report: H800, FP8 by blocks, and the goodput of a whole run.",
+        "",
+    ]
+
+
+def _intervals() -> list[str]:
+    """Return the section of intervals."""
+    return [
+        "## Intervals",
+        "",
+        "How many measured speeds are in the 90% interval of their prediction. Each publication's intervals are fitted to all other",
+        "publications (scripts/sim_intervals.py). Rows marked calibrated and the B200 of unknown power are left out.",
+        "",
+        *sim_intervals.table(),
         "",
     ]
 

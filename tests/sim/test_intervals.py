@@ -86,7 +86,7 @@ def test_the_example_of_the_module(known: None) -> None:
     mix = {"matmuls": 0.6, "transfers within a node": 0.2}
     low, high, level, reason = intervals.of_speed(5720, mix)
     assert (low, high) == (pytest.approx(5720 * exp(-0.112)), pytest.approx(5720 * exp(0.112)))
-    assert level == 0.9 and reason == "transfers within a node (20% of the step, 12 runs)"
+    assert level == 0.9 and reason == "transfers within a node (20% of the step, seen in 12 runs)"
     found = {"tokens_per_s_per_gpu": 5720.4, "interval": {"low": 5388.1, "high": 6013.2}}
     assert speed_range(found) == "5,720 tokens/s/GPU (5,400 to 6,000)"
     found = {"tokens_per_s_per_gpu": 16.2, "interval": {"low": 14.93, "high": 17.61}}
@@ -118,7 +118,7 @@ def test_hardware_without_runs(known: None) -> None:
     assert not intervals.lacks_runs(
         load_profile("h100-96g-500w")
     )  # the same device, another machine
-    assert "no published run is of this device" in intervals.lacks_runs(load_profile("h200-sxm"))
+    assert "no published run tests this device" in intervals.lacks_runs(load_profile("h200-sxm"))
     assert "no sources" in intervals.lacks_runs(load_profile("mi300x"))
 
 
@@ -178,7 +178,7 @@ def test_commands_print_the_interval(
     assert interval["low"] * interval["high"] == pytest.approx(speed**2)
     assert sum(interval["shares"].values()) == pytest.approx(1) and found["hardware_lacks"] == ""
     assert re.search(r"  speed     [\d,]+ tokens/s/GPU \([\d,.]+ to [\d,.]+\), ", printed)
-    assert f"90% of measured speeds should be in the range; it is wide for {interval['reason']}" in printed  # fmt: skip
+    assert f"90% of measured speeds should be in the range; most of its width is from {interval['reason']}" in printed  # fmt: skip
     # A profile without runs: said first, and wider.
     assert main(["sim", *given, "--hardware=mi300x", "--json=mi300x.json"]) == 0
     assert capsys.readouterr().out.splitlines()[0].startswith("UNSUPPORTED PROFILE mi300x: its main figures have no sources")  # fmt: skip

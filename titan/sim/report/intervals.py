@@ -92,7 +92,7 @@ def lacks_runs(profile: Profile) -> str:
     """Return why no published run supports a profile, or an empty text."""
     if profile.unsupported:
         return "its main figures have no sources"
-    return "" if profile.device in errors()["devices"] else "no published run is of this device"
+    return "" if profile.device in errors()["devices"] else "no published run tests this device"
 
 
 def interval_facts(
@@ -116,10 +116,11 @@ def of_speed(speed: float, mix: Mapping[str, float]) -> SpeedInterval:
     # The classes that make a fifth of the variance or more.
     worst = sorted(mix, key=lambda name: -mix[name] * sigma[name])
     worst = [n for n in worst[:2] if (mix[n] * sigma[n]) ** 2 > deviation**2 / 5]
-    reasons = (f"{n} ({mix[n]:.0%} of the step, {known['runs'][n]} runs)" for n in worst)
-    return SpeedInterval(
-        speed * exp(-width), speed * exp(width), known["level"], ", ".join(reasons)
-    )
+    seen = {
+        n: f" ({mix[n]:.0%} of the step, seen in {known['runs'][n] or 'no'} runs)" for n in worst
+    }
+    reason = " and ".join(n + ("" if n == HARDWARE else seen[n]) for n in worst)
+    return SpeedInterval(speed * exp(-width), speed * exp(width), known["level"], reason)
 
 
 def _deviation(mix: Mapping[str, float], floor: float, sigma: Mapping[str, float]) -> float:

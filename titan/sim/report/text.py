@@ -235,7 +235,7 @@ def _speed(facts: Facts) -> Iterator[str]:
     )
     if tokens and (reason := facts["interval"]["reason"]):
         level = f"{facts['interval']['level']:.0%}"
-        yield f"            {level} of measured speeds should be in the range; it is wide for {reason}"
+        yield f"            {level} of measured speeds should be in the range; most of its width is from {reason}"
 
 
 def _time(facts: Facts) -> Iterator[str]:
