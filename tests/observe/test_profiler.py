@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -218,6 +220,21 @@ def test_several_steps_in_one_trace(tmp_path: Path, first: int) -> None:
     report = read_report(path)
     assert report.num_steps == 3 and report.calls["matmul"] == 1
     assert str(path) in said[-1] and len(said) == (2 if first == 0 else 1)
+
+
+def test_shapes_are_recorded_on_request(tmp_path: Path) -> None:
+    for record_shapes in (False, True):
+        folder = tmp_path / str(record_shapes)
+        profiler, _ = make(folder, enable_profiling=True, profile_freq=2, profiler_warmup=1, record_shapes=record_shapes)  # fmt: skip
+        for step in (1, 2):
+            profiler.begin(step)
+            torch.ones(8, 4) @ torch.ones(4, 2)
+            profiler.end()
+        profiler.close()
+        with gzip.open(folder / "traces/step-2/rank-3.json.gz") as file:
+            events = json.load(file)["traceEvents"]
+        [matmul] = [e for e in events if e.get("name") == "aten::mm"]
+        assert matmul["args"].get("Input Dims") == ([[8, 4], [4, 2]] if record_shapes else None)
 
 
 def test_a_trace_cut_short_is_not_written(tmp_path: Path) -> None:

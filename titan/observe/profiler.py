@@ -126,6 +126,7 @@ class Profiler:
                 self.action_of(first + n) if first + n <= last else ProfilerAction.NONE
             ),
             on_trace_ready=self._write_trace,
+            record_shapes=self._section.record_shapes,
         )
 
     def action_of(self, step: int) -> ProfilerAction:
