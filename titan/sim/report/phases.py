@@ -83,6 +83,7 @@ def combine_phases(parts: Sequence[tuple[Phase, Facts]]) -> Facts:
     seconds = sum(phase.steps * found["step_time_s"] for phase, found in parts)
     tokens = sum(phase.tokens for phase, _ in parts)
     tflops = sum(p.steps * f["step_time_s"] * f["tflops_per_gpu"] for p, f in parts) / seconds
+    change = tflops / worst["tflops_per_gpu"]
     runs = all(found["fits"] or found["tight"] for _, found in parts)
     fits = all(found["fits"] for _, found in parts)
     return worst | {
@@ -90,7 +91,7 @@ def combine_phases(parts: Sequence[tuple[Phase, Facts]]) -> Facts:
         "tokens_per_step": tokens / steps,
         "tokens_per_s_per_gpu": tokens / seconds / worst["world_size"],
         "tflops_per_gpu": tflops,
-        "mfu": worst["mfu"] and worst["mfu"] * tflops / worst["tflops_per_gpu"],
+        **{name: worst[name] and worst[name] * change for name in ("mfu", "mfu_causal")},
         "fits": fits,
         "tight": runs and not fits,
     }
