@@ -290,7 +290,7 @@ def step_facts(simulation: StepSimulation) -> Facts:
             "host_s": timeline.mean("host_s"),
             "peers_s": timeline.mean("peers_s"),
         },
-        "comm": communication(simulation),
+        "comm": communication(timeline, simulation.traces, profile, simulation.dispatch),
         "pipeline": {"bubble_fraction": timeline.bubble_fraction},
         "memory": _memory(simulation.fullest),
         "per_rank": [_rank(simulation, rank) for rank in simulation.traces],

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any
 
-from titan.sim.price.network import card_bytes
-from titan.sim.record.trace import Transfer
-from titan.sim.replay.timeline import axis_of
-
-if TYPE_CHECKING:
-    from titan.sim.simulate import Facts, StepSimulation
+from titan.sim.price.network import Dispatch, card_bytes
+from titan.sim.price.profiles import Profile
+from titan.sim.record.trace import Trace, Transfer
+from titan.sim.replay.timeline import Timeline, axis_of
 
 
-def communication(simulation: StepSimulation) -> Facts:
-    """Return the facts about transfers."""
+def communication(
+    timeline: Timeline, traces: Mapping[int, Trace], profile: Profile, dispatch: Dispatch | None
+) -> dict[str, Any]:
+    """Return the facts about the transfers of traced ranks."""
     # Means over the traced ranks, one of each stage, as for all times on the page.
-    mean_by = simulation.timeline.mean_by
+    mean_by = timeline.mean_by
     sent: defaultdict[str, float] = defaultdict(float)
-    how = {"dispatch": simulation.dispatch}
-    for rank, trace in simulation.traces.items():
+    for rank, trace in traces.items():
         for event in (event for event in trace.step if isinstance(event, Transfer)):
             group = trace.groups[event.group]
-            num_bytes = card_bytes(event, group, simulation.profile, rank=rank, **how)
-            sent[axis_of(group)] += num_bytes / len(simulation.traces)
+            num_bytes = card_bytes(event, group, profile, dispatch=dispatch, rank=rank)
+            sent[axis_of(group)] += num_bytes / len(traces)
     exposed, overlapped, volume = map(mean_by, ("exposed_s", "overlapped_s", "sent_bytes"))
     return {
         "exposed_s": sum(exposed.values()),
