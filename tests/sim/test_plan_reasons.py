@@ -246,11 +246,13 @@ def simulated(job: Any, settings: Iterable[dict[str, str]], **_: Any) -> list[Va
 
 @pytest.mark.parametrize("free", [False, True])
 def test_the_price_of_the_fixed_batch(free: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = []
+    counts: list[int] = []
+    settings_of: list[list[dict[str, str]]] = []
 
     def counted(job: Any, settings: Iterable[dict[str, str]], **how: Any) -> list[Variant]:
         found = simulated(job, settings, **how)
         counts.append(len(found))
+        settings_of.append([one.settings for one in found])
         return found
 
     monkeypatch.setattr("titan.sim.search.variants.simulate_variants", counted)
@@ -267,3 +269,9 @@ def test_the_price_of_the_fixed_batch(free: bool, monkeypatch: pytest.MonkeyPatc
         layout = ("replicate", "shard", "tp", "cp", "pp", "ep")
         assert all(getattr(point, name) == getattr(best, name) for name in layout)
     assert found.batches[64][0].batch == 2
+    local = {
+        s["training.local_batch_size"]
+        for s in settings_of[-1]
+        if s["training.global_batch_size"] == "128"
+    }
+    assert local == ({"4", "2", "1"} if free else set())

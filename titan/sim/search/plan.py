@@ -148,7 +148,9 @@ def try_batches(search: Search, trials: Trials, best: Ranked, *, free: bool) -> 
         # The formula's memory, corrected by what it misses of the best plan.
         missed = variant.needed_gib - search.estimated_gib(point)
         near = [p for p in near if other.estimated_gib(p) + missed < search.profile.usable_gib]
-        tried[sequences] = sorted(near, key=other.seconds)[: 3 if free else 1]
+        # The best mode of recomputation for each local batch: the formula knows little of what a larger one gains.
+        modes = {p.batch: p for p in sorted(near, key=other.seconds, reverse=True)}
+        tried[sequences] = sorted(modes.values(), key=lambda p: -p.batch)[: 3 if free else 1]
     pairs = [(sequences, p) for sequences, points in tried.items() for p in points]
     layers = search.model.n_layers
     found = trials(p.settings(sequences, num_layers=layers) for sequences, p in pairs)
