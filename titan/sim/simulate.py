@@ -26,6 +26,7 @@ from titan.sim.record.trace_jobs import DeviceKind, Prepare
 from titan.sim.replay.memory import MemoryReport, memory_report
 from titan.sim.replay.queues import replay
 from titan.sim.replay.timeline import Timeline
+from titan.sim.report.communication import communication
 from titan.sim.report.intervals import interval_facts, lacks_runs
 
 GIB = 2**30
@@ -51,6 +52,11 @@ class StepSimulation:
     timeline: Timeline
     memory: dict[int, MemoryReport]
     wall_s: float
+
+    @property
+    def dispatch(self) -> Dispatch | None:
+        """Choice of experts, if DeepEP dispatches the tokens."""
+        return None
 
     @cached_property
     def fullest(self) -> MemoryReport:
@@ -97,6 +103,11 @@ class Simulation(StepSimulation):
     def model(self) -> Any:
         """Sizes of the model."""
         return model_config(self.config.model)
+
+    @property
+    def dispatch(self) -> Dispatch | None:
+        """Choice of experts, if DeepEP dispatches the tokens."""
+        return Dispatch.of(self.model) if self.config.simulator.dispatch == "deepep" else None
 
     @cached_property
     def busiest_rank(self) -> float:
@@ -283,7 +294,7 @@ def step_facts(simulation: StepSimulation) -> Facts:
             "host_s": timeline.mean("host_s"),
             "peers_s": timeline.mean("peers_s"),
         },
-        "comm": _communication(simulation),
+        "comm": communication(timeline, simulation.traces, profile, simulation.dispatch),
         "pipeline": {"bubble_fraction": timeline.bubble_fraction},
         "memory": _memory(simulation.fullest),
         "per_rank": [_rank(simulation, rank) for rank in simulation.traces],
@@ -302,8 +313,10 @@ def facts(simulation: Simulation) -> Facts:
             "experts".
     """
     config, profile, model = simulation.config, simulation.profile, simulation.model
+    parallel = config.parallelism
     convention = config.metrics.mfu_convention
-    flops_per_token = model.flops_per_token(config.training.seq_len, causal=convention == "causal")
+    full, causal = (model.flops_per_token(config.training.seq_len, causal=c) for c in (False, True))
+    flops_per_token = causal if convention == "causal" else full
     # MFU counts the model's FLOPs, without recomputation: recomputation lowers it.
     tflops = simulation.tokens_per_s_per_gpu * flops_per_token / 1e12
     # A profile may lack a peak for the dtype. Then there is no MFU.
@@ -314,9 +327,13 @@ def facts(simulation: Simulation) -> Facts:
     return {
         **common,
         "layout": str(simulation.layout),
+        "sequences_at_once": parallel.pipeline_parallel_microbatch_size
+        if simulation.layout.pp > 1
+        else config.training.local_batch_size,
         "model": f"{config.model.name} {config.model.flavor}",
         "tflops_per_gpu": tflops,
         "mfu": tflops / peak if peak else None,
+        "mfu_causal": tflops * (causal / flops_per_token) / peak if peak else None,
         "utilization": _utilization(simulation, flops_per_token),
         "mfu_convention": convention,
         "mfu_dtype": dtype,
@@ -380,27 +397,6 @@ def _experts(simulation: Simulation) -> Facts:
         "fits_up_to_imbalance": simulation.fits_up_to,
     }
     return {"experts": experts}
-
-
-def _communication(simulation: StepSimulation) -> Facts:
-    """Return the facts about transfers."""
-    # Means over the traced ranks, one of each stage, as for all times on the page.
-    mean_by = simulation.timeline.mean_by
-    exposed, overlapped, volume = map(mean_by, ("exposed_s", "overlapped_s", "sent_bytes"))
-    return {
-        "exposed_s": sum(exposed.values()),
-        "overlapped_s": sum(overlapped.values()),
-        "waiting_s": mean_by("waiting_s"),
-        "by_axis": {
-            axis: {
-                "exposed_s": exposed.get(axis, 0.0),
-                "overlapped_s": overlapped.get(axis, 0.0),
-                "bytes": round(volume[axis]),
-                "count": round(count),
-            }
-            for axis, count in sorted(mean_by("num_sent").items())
-        },
-    }
 
 
 def _memory(report: MemoryReport) -> Facts:

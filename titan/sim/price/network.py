@@ -302,3 +302,23 @@ def _price_p2p(transfer: Transfer, rank: int, profile: Profile) -> TransferPrice
                 latency += tier.latency_us
         link = NIC_OUT if sends else NIC_IN
     return TransferPrice(latency * 1e-6, transfer.size_bytes / bandwidth, (link,))
+
+
+def card_bytes(
+    transfer: Transfer, group: Group, profile: Profile, *, dispatch: Dispatch | None, rank: int
+) -> float:
+    """Return the bytes of a transfer that a rank's own network card sends: 0 within a node."""
+    size, ranks, on_node = transfer.size_bytes, len(group.ranks), profile.gpus_per_node
+    if transfer.kind in ("send", "recv", "read"):
+        return size * (transfer.kind == "send" and rank // on_node != transfer.peer // on_node)
+    nodes = len({rank // on_node for rank in group.ranks})
+    if nodes == 1:
+        return 0.0
+    members = ceil(ranks / nodes)
+    if transfer.kind == "all_to_all":
+        if dispatch and "ep" in group.axes and "int" not in transfer.dtype:
+            size = size / dispatch.top_k * nodes * dispatch.reach(nodes)
+        return size * (1 - members / ranks)
+    # A ring enters and leaves each node once. Its members' cards share what leaves.
+    turns = {"all_reduce": 2 * (ranks - 1) / ranks, "broadcast": 1.0}
+    return size * turns.get(transfer.kind, (ranks - 1) / ranks) / members

@@ -84,6 +84,7 @@ def combine_phases(parts: Sequence[tuple[Phase, Facts]]) -> Facts:
     seconds = sum(phase.steps * found["step_time_s"] for phase, found in parts)
     tokens = sum(phase.tokens for phase, _ in parts)
     tflops = sum(p.steps * f["step_time_s"] * f["tflops_per_gpu"] for p, f in parts) / seconds
+    change = tflops / worst["tflops_per_gpu"]
     runs = all(found["fits"] or found["tight"] for _, found in parts)
     fits = all(found["fits"] for _, found in parts)
     speed, interval = tokens / seconds / worst["world_size"], worst["interval"]
@@ -93,7 +94,7 @@ def combine_phases(parts: Sequence[tuple[Phase, Facts]]) -> Facts:
         "tokens_per_s_per_gpu": speed,
         "interval": interval | of_speed(speed, interval["shares"])._asdict(),
         "tflops_per_gpu": tflops,
-        "mfu": worst["mfu"] and worst["mfu"] * tflops / worst["tflops_per_gpu"],
+        **{name: worst[name] and worst[name] * change for name in ("mfu", "mfu_causal")},
         "fits": fits,
         "tight": runs and not fits,
     }

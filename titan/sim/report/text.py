@@ -225,13 +225,15 @@ def _speed(facts: Facts) -> Iterator[str]:
     mfu = "MFU n/a" if facts["mfu"] is None else f"{facts['mfu']:.1%} MFU"
     if facts["mfu_dtype"] == "float32":
         mfu += " of float32's peak"
+    convention = f"{facts['mfu_convention']} attention"
+    if facts["mfu_convention"] == "full" and facts.get("mfu_causal"):
+        convention += f"; {facts['mfu_causal']:.1%} with causal attention"
     tokens = facts["tokens_per_step"]  # 0: a script has not stated them
     of_tokens = f" for {tokens:,} tokens" if tokens else ""
     speed = f"{speed_range(facts)}, " if tokens else ""
     yield f"  step      {duration(facts['step_time_s'])}{of_tokens}"
     yield (
-        f"  speed     {speed}{_tflops(facts['tflops_per_gpu'])} TFLOP/s/GPU, "
-        f"{mfu} ({facts['mfu_convention']} attention)"
+        f"  speed     {speed}{_tflops(facts['tflops_per_gpu'])} TFLOP/s/GPU, {mfu} ({convention})"
     )
     if tokens and (reason := facts["interval"]["reason"]):
         level = f"{facts['interval']['level']:.0%}"

@@ -29,9 +29,9 @@ from titan.sim.record.trace import Trace
 from titan.sim.record.trace_jobs import TraceError
 from titan.sim.replay.queues import ReplayError
 from titan.sim.report.text import job_parser, say
-from titan.sim.search.command import read_command, show
+from titan.sim.search.command import read_command, settings_overlay, show
 from titan.sim.search.recomputation import Block, Kept, choose, find_blocks, keep, measure, samples
-from titan.sim.search.variants import simulate_variants
+from titan.sim.search.variants import Trials, Variant
 from titan.sim.simulate import GIB, HardwareError, Simulation, facts, price, simulate
 
 _ROUNDS = 5
@@ -51,35 +51,21 @@ class Choice:
 
 
 _KEY = "activation_checkpoint."
-_SELECTIVE = {
-    "mode": "selective",
-    "selective_ac_option": "op",
-    "op_keep": "[]",
-    "op_keep_modules": "[]",
-}
+_OP = {"mode": "selective", "selective_ac_option": "op"}
 _OTHERS: dict[str, dict[str, str]] = {
     "full": {"mode": "full", "op_keep_modules": "[]"},
-    "op": {"mode": "selective", "selective_ac_option": "op"},
+    "op": _OP,
     "every 2nd block": {"mode": "selective", "selective_ac_option": "2", "op_keep_modules": "[]"},
     "none": {"mode": "none", "op_keep_modules": "[]"},
 }
-_COMPILED = {
-    f"memory_budget {share}": {
-        "mode": "memory_budget",
-        "memory_budget": share,
-        "op_keep_modules": "[]",
-    }
-    for share in ("0.25", "0.5", "0.75")
-}
-"""What a choice is compared with, and in compiled jobs, too."""
+"""What a choice is compared with."""
 
 
 def settings(lines: Sequence[str]) -> dict[str, str]:
     """Return a choice as settings of a job."""
     text = ", ".join(f'"{line}"' for line in lines)
-    return {
-        _KEY + key: value for key, value in (_SELECTIVE | {"op_keep_by_block": f"[{text}]"}).items()
-    }
+    kept = _OP | {"op_keep": "[]", "op_keep_modules": "[]", "op_keep_by_block": f"[{text}]"}
+    return {_KEY + key: value for key, value in kept.items()}
 
 
 def autosac(
@@ -232,48 +218,32 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, metavar="FILE", help=output)
     checked = {"positive": ["processes"], "folders": ["output"]}
     options, job, profile, config = read_command(parser, argv, **checked)
-    compile = config.compile
-    how: dict[str, Any] = {"world_size": options.world_size, "processes": options.processes}
-    others = _OTHERS | (_COMPILED if compile.enable and "model" in compile.components else {})
-    clear = {_KEY + "op_keep_by_block": "[]"}
+    others, compile = dict(_OTHERS), config.compile
+    if compile.enable and "model" in compile.components:
+        budget = {"mode": "memory_budget", "op_keep_modules": "[]"}
+        shares = ("0.25", "0.5", "0.75")
+        others |= {f"memory_budget {share}": budget | {"memory_budget": share} for share in shares}
+    trials = Trials(job, options.world_size, profile, options.processes, what="others simulated")
     try:
         say("choosing")
+        how: dict[str, Any] = {"world_size": options.world_size, "processes": options.processes}
         choice = autosac(job, profile=profile, host=options.host, **how)
-        say("comparing")
-        variants = simulate_variants(
-            job,
-            [
-                clear | {_KEY + key: value for key, value in other.items()}
-                for other in others.values()
-            ],
-            profiles=[profile],
-            **how,
-        )
+        plain = {_KEY + "op_keep_by_block": "[]"}
+        compared = trials(plain | {_KEY + k: v for k, v in one.items()} for one in others.values())
     except (HardwareError, TraceError, ReplayError) as error:
         say("")
         print(f"titan autosac: {error}", file=sys.stderr)
         return 2
     say("")
-    results = {name: one.facts for name, one in zip(others, variants, strict=True) if one.facts}
-    results["autosac"] = facts(choice.simulation)
+    chosen = settings(choice.lines)
+    compared.append(Variant(chosen, profile.name, facts(choice.simulation)))
+    named = zip([*others, "autosac"], compared, strict=True)
     # Gains are over the slowest.
-    order = sorted(results, key=lambda name: -results[name]["step_time_s"])
-    results = {name: results[name] for name in order}
-    if not choice.simulation.fits:
+    order = sorted((one for one in named if one[1].facts), key=lambda one: one[1].speed)
+    fits = choice.simulation.fits
+    if not fits:
         print("the job does not fit, even if its blocks keep nothing", file=sys.stderr)
-    text = overlay(choice, command=f"titan train {' '.join(job)} autosac.toml")
-    data = {"op_keep_by_block": choice.lines, "results": results}
-    show(options, data, results, text, limit_gib=profile.usable_gib)
-    return 0 if choice.simulation.fits else 1
-
-
-def overlay(choice: Choice, *, command: str) -> str:
-    """Return the choice as a TOML overlay."""
-    head = [
-        "[activation_checkpoint]",
-        'mode = "selective"',
-        'selective_ac_option = "op"',
-        "op_keep = []",
-    ]
-    lines = [f"# {command}", *head, "op_keep_modules = []", "op_keep_by_block = ["]
-    return "\n".join([*lines, *(f'    "{line}",' for line in choice.lines), "]"]) + "\n"
+    overlay = settings_overlay(chosen, f"titan train {' '.join(job)} autosac.toml")
+    data = {"op_keep_by_block": choice.lines}
+    show(options, config, data, dict(order), overlay, limit_gib=profile.usable_gib)
+    return 0 if fits else 1

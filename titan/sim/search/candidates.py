@@ -14,13 +14,15 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from math import gcd, prod
+from operator import attrgetter
+from typing import Any
 
 from titan.checks.rules import check_to_run, resolve_layout
 from titan.config.errors import ConfigError, divisors
-from titan.config.layout import Layout
+from titan.config.layout import AXES, Layout
 from titan.config.load import load_from_argv
 from titan.config.model import model_config
 from titan.config.phases import longest_sequence
@@ -28,6 +30,7 @@ from titan.config.schema import JobConfig
 from titan.observe.estimate import estimate_memory, keeps_gathered, stacked_params
 from titan.parallel.schedules import build_schedule, stages_per_rank
 from titan.sim.price.profiles import Profile
+from titan.sim.search.point import ALSO, RESHARD, Kind, Point, distance
 
 # FLOPs against no recomputation. A full one adds the forward pass, a third of all. Selective
 # recomputes part of it, "2" does it in every second block.
@@ -36,7 +39,8 @@ _HIDDEN = 0.7  # of the computation, that FSDP's transfers hide behind
 _MARGIN = 1.1  # of the memory, that a candidate may seem to need: the estimate is one
 _LONG = 16384  # tokens, from which on sequences may be worth splitting
 _MOST_STAGES = 16
-_RESHARD = {2: "never", 3: "always"}  # fsdp_reshard_after_forward by ZeRO stage
+_HOPELESS = 1.5  # times the best time by the formula: a kind is not explored for its own sake
+_TRIES = 8  # points of a kind that are checked against the rules, before the kind counts as refused
 _SCHEDULES = {
     "1F1B": (1,),
     "Interleaved1F1B": (2, 4),
@@ -45,92 +49,6 @@ _SCHEDULES = {
     "DualPipeV": (2,),
 }
 """Stages that each rank may have."""
-# Additional techniques on request: settings, and about the share of the time that remains with them.
-ALSO: dict[str, tuple[dict[str, str], float]] = {
-    "compile": ({"compile.enable": "true"}, 0.87),
-    "float8": ({"model.converters": "quantize.linear.float8"}, 0.78),
-    "async_tp": ({"parallelism.enable_async_tensor_parallel": "true"}, 0.95),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """Settings that the search varies.
-
-    Attributes:
-        replicate: Degree of replication (HSDP).
-        shard: Degree of sharding (FSDP).
-        tp: Degree of tensor parallelism.
-        cp: Degree of context parallelism.
-        pp: Degree of pipeline parallelism.
-        batch: Sequences of a forward pass on a rank.
-        ep: Degree of expert parallelism; 0 for a model without experts.
-        microbatch: Sequences of a microbatch in a pipeline.
-        schedule: Pipeline schedule.
-        stages: Pipeline stages on each rank.
-        recompute: Mode of activation checkpointing.
-        zero: ZeRO stage. With 2, gathered parameters stay until the backward pass.
-        also: Names of additional techniques (`ALSO`).
-    """
-
-    replicate: int
-    shard: int
-    tp: int
-    cp: int
-    pp: int
-    batch: int
-    ep: int = 0  # of a model without experts
-    microbatch: int = 1
-    schedule: str = "1F1B"
-    stages: int = 1  # on each rank
-    recompute: str = "none"
-    zero: int = 3  # 2: keep gathered parameters until the backward pass
-    also: tuple[str, ...] = ()
-
-    @property
-    def kind(self) -> tuple[int, ...]:
-        """Split of the model, without batch, recomputation and replicas."""
-        # Candidates of one kind compete with each other first. Replicas of a good one are its neighbours.
-        return self.tp, self.cp, self.pp, self.ep
-
-    @property
-    def checkpointing(self) -> dict[str, str]:
-        """Section activation_checkpoint."""
-        is_every = self.recompute.isdecimal()
-        mode, option = ("selective", self.recompute) if is_every else (self.recompute, "op")
-        return {"mode": mode, "selective_ac_option": option}
-
-    def settings(self, global_batch: int, *, num_layers: int) -> dict[str, str]:
-        """Return the point as overrides of a job."""
-        degrees: dict[str, int | str] = {
-            "data_parallel_replicate_degree": self.replicate,
-            "data_parallel_shard_degree": self.shard,
-            "tensor_parallel_degree": self.tp,
-            "context_parallel_degree": self.cp,
-            "pipeline_parallel_degree": self.pp,
-        }
-        if self.ep:
-            degrees["expert_parallel_degree"] = self.ep
-        if self.pp > 1:
-            degrees |= {
-                "pipeline_parallel_schedule": self.schedule,
-                "pipeline_parallel_microbatch_size": self.microbatch,
-            }
-            if self.stages > stages_per_rank(self.schedule):
-                # The embedding and the output layer count as a layer each.
-                layers = -(-(num_layers + 2) // (self.pp * self.stages))
-                degrees["pipeline_parallel_layers_per_stage"] = layers
-        # The default is ZeRO-3 where weights are sharded, without a pipeline, and ZeRO-2 elsewhere.
-        is_default = self.zero == (3 if self.pp == 1 < self.shard * self.cp else 2)
-        degrees["fsdp_reshard_after_forward"] = "default" if is_default else _RESHARD[self.zero]
-        more = (settings for name in self.also for settings in ALSO[name][0].items())
-        return {
-            **{f"parallelism.{key}": str(value) for key, value in degrees.items()},
-            "training.local_batch_size": str(self.batch),
-            "training.global_batch_size": str(global_batch),
-            **{f"activation_checkpoint.{key}": value for key, value in self.checkpointing.items()},
-            **dict(more),
-        }
 
 
 class Search:
@@ -155,10 +73,11 @@ class Search:
         *,
         world_size: int,
         also: Sequence[str] = (),
+        global_batch: int = 0,
     ) -> None:
         self.job, self.config, self.profile = job, config.on_device(profile.device_kind), profile
         self.world_size = world_size
-        self.global_batch = _global_batch(config, world_size)
+        self.global_batch = global_batch or _global_batch(config, world_size)
         self.model = model_config(config.model)
         self.seen: set[Point] = set()
         # Every combination of the requested techniques.
@@ -185,11 +104,7 @@ class Search:
         if recompute not in _RECOMPUTE or ac.op_keep_by_block:
             return None
         point = Point(
-            replicate=layout.dp_replicate,
-            shard=layout.dp_shard,
-            tp=layout.tp,
-            cp=layout.cp,
-            pp=layout.pp,
+            **{axis.removeprefix("dp_"): getattr(layout, axis) for axis in AXES},
             ep=parallel.expert_parallel_degree if getattr(self.model, "num_experts", 0) else 0,
             batch=training.local_batch_size,
             recompute=recompute,
@@ -211,16 +126,13 @@ class Search:
         # Short sequences gain nothing from being split, except where the job itself does.
         cps = [n for n in _powers(self.world_size) if n == 1 or length // n >= _LONG // 2]
         cps = [*{*cps, self.config.parallelism.context_parallel_degree}]
-        for tp in tps:
-            for cp in cps:
-                # Powers of two cover the sensible degrees, and keep the number of points in the
-                # thousands.
-                for pp in _powers(min(_MOST_STAGES, model.n_layers)):
-                    dp, rest = divmod(self.world_size, tp * cp * pp)
-                    if rest or not dp or self.global_batch % dp:
-                        continue
-                    for replicate in (n for n in _powers(dp) if dp % n == 0):
-                        yield from self._batches(replicate, dp // replicate, tp, cp, pp)
+        # Powers of two cover the sensible degrees, and keep the number of points in the thousands.
+        pps = _powers(min(_MOST_STAGES, model.n_layers))
+        for tp, cp, pp in itertools.product(tps, cps, pps):
+            dp, rest = divmod(self.world_size, tp * cp * pp)
+            if dp and not rest and self.global_batch % dp == 0:
+                for replicate in (n for n in _powers(dp) if dp % n == 0):
+                    yield from self._batches(replicate, dp // replicate, tp, cp, pp)
 
     def _batches(self, replicate: int, shard: int, tp: int, cp: int, pp: int) -> Iterator[Point]:
         """Yield the points of one layout."""
@@ -239,14 +151,46 @@ class Search:
                 continue
             # A pipeline needs a microbatch for each rank, and layers for each stage.
             for schedule, counts in _SCHEDULES.items():
-                for stages, microbatch in itertools.product(counts, divisors(per_rank)):
-                    if per_rank // microbatch >= pp and stages * pp <= self.model.n_layers:
-                        yield replace(
-                            plain, microbatch=microbatch, schedule=schedule, stages=stages
-                        )
+                for stages, size in itertools.product(counts, divisors(per_rank)):
+                    if per_rank // size >= pp and stages * pp <= self.model.n_layers:
+                        yield replace(plain, microbatch=size, schedule=schedule, stages=stages)
+
+    def kind(self, point: Point) -> Kind:
+        """Return the axes in use, innermost first, each with whether it crosses nodes."""
+        found, span = {}, 1
+        for axis, degree in reversed(point.degrees.items()):
+            span *= degree  # ranks from the first to the last of a group
+            if degree > 1:
+                found[axis] = span > self.profile.gpus_per_node
+        # Expert parallelism borrows the ranks of the innermost axes.
+        if point.ep > 1:
+            found["ep"] = point.ep > self.profile.gpus_per_node
+        # Data parallelism counts once, by what crosses nodes: shards, else replicas, else nothing.
+        shards, replicas = (found.pop(axis, None) for axis in ("dp_shard", "dp_replicate"))
+        if (shards, replicas) != (None, None):
+            axis = "dp_shard" if shards else "dp_replicate" if replicas else "dp"
+            found[axis] = axis != "dp"
+        return tuple(found.items())
+
+    def with_batch(self, sequences: int) -> Search:
+        """Return the search of the same job with another global batch."""
+        size = self.world_size
+        return Search(self.job, self.config, self.profile, world_size=size, global_batch=sequences)
+
+    def same_layout(self, point: Point) -> list[Point]:
+        """Return the legal points with a point's layout, in all local batches and modes of recomputation, the largest first."""
+        per_rank = self.global_batch // (point.replicate * point.shard)
+        batches = [per_rank] if point.pp > 1 else reversed(divisors(per_rank)) if per_rank else []
+        pairs = itertools.product(batches, _RECOMPUTE)
+        near = (replace(point, batch=batch, recompute=mode) for batch, mode in pairs)
+        return [p for p in near if self._layout(p).accumulation and self.legal(p)]
 
     def _may_fit(self, point: Point, *, margin: float = _MARGIN) -> bool:
-        """Return whether the estimated memory fits.
+        """Return whether the estimated memory fits."""
+        return self.estimated_gib(point) < margin * self.profile.usable_gib
+
+    def estimated_gib(self, point: Point) -> float:
+        """Return the memory of a point by formula.
 
         The config is changed only as far as the formula reads it.
         """
@@ -254,7 +198,7 @@ class Search:
             "training": {"local_batch_size": point.batch},
             "activation_checkpoint": point.checkpointing,
             "parallelism": {
-                "fsdp_reshard_after_forward": _RESHARD[point.zero],
+                "fsdp_reshard_after_forward": RESHARD[point.zero],
                 "pipeline_parallel_schedule": point.schedule,
                 "pipeline_parallel_microbatch_size": point.microbatch,
                 "expert_parallel_degree": point.ep or 1,
@@ -262,20 +206,12 @@ class Search:
         }
         sections = {k: getattr(self.config, k).model_copy(update=v) for k, v in changes.items()}
         config = self.config.model_copy(update=sections)
-        memory = estimate_memory(config, self.model, self._layout(point))
-        return memory["total"] < margin * self.profile.usable_gib
+        return estimate_memory(config, self.model, self._layout(point))["total"]
 
     def _layout(self, point: Point) -> Layout:
         """Return the layout of a point."""
         passes = self.global_batch // (point.replicate * point.shard * point.batch)
-        return Layout(
-            pp=point.pp,
-            dp_replicate=point.replicate,
-            dp_shard=point.shard,
-            cp=point.cp,
-            tp=point.tp,
-            accumulation=passes,
-        )
+        return Layout(**point.degrees, accumulation=passes)
 
     def seconds(self, point: Point) -> float:
         """Return the seconds of a step by the formula above."""
@@ -336,7 +272,7 @@ class Search:
         return min(profile.ring_gb_per_s, cards * profile.nic_gb_per_s * profile.nic_share)
 
     def single_changes(self, own: Point) -> list[Point]:
-        """Choose points one change of recomputation, ZeRO or TP away from the job, as a user would try first."""
+        """Choose points one change of recomputation, ZeRO, TP or EP away from the job, as a user would try first."""
         near = [replace(own, recompute=mode) for mode in _RECOMPUTE]
         if own.shard * own.cp > 1:
             near.append(replace(own, zero=5 - own.zero))
@@ -345,26 +281,44 @@ class Search:
             per_rank, rest = divmod(self.global_batch, own.replicate * (ranks // tp))
             if not rest:
                 near.append(replace(own, tp=tp, shard=ranks // tp, batch=gcd(own.batch, per_rank)))
+        if own.ep:
+            lent = own.shard * own.cp * own.tp
+            near += [replace(own, ep=ep) for ep in _powers(lent) if lent % ep == 0]
         # The formula may be far off. These few are worth a simulation.
         return [p for p in near if self._may_fit(p, margin=2 * _MARGIN) and self._is_new(p)]
 
     def first(self, count: int) -> list[Point]:
-        """Choose the `count` most promising new points, of each kind in turn."""
+        """Choose the `count` most promising new points, of each kind and of each split in turn."""
         chosen: list[Point] = []
-        taken = Counter[tuple[int, ...]]()
-        # One of each kind, then a second one, then up to 4, ...: no kind crowds out the others.
-        for most in (1, 2, 4, 8, 10**9):
-            for point in self.points:
-                if len(chosen) >= count:
-                    return sorted(chosen, key=self.seconds)
-                if taken[point.kind] < most and self._is_new(point):
-                    taken[point.kind] += 1
+        taken = Counter[tuple[Any, ...]](map(self.kind, self.seen))
+        promising = _HOPELESS * min(map(self.seconds, self.points[:1]), default=0.0)
+        kinds = [point for point in self.points if self.seconds(point) < promising]
+        # One of each kind in the first half. Then one of each split, then a second one, then up to 4, ...: none crowds out the others.
+        split = attrgetter("split")
+        rounds = [(kinds, self.kind, 1, count - count // 2)]
+        rounds += [(self.points, split, most, count) for most in (1, 2, 4, 8, 10**9)]
+        for points, group, most, limit in rounds:
+            for point in points:
+                if len(chosen) < limit and taken[group(point)] < most and self._is_new(point):
+                    taken.update([self.kind(point), point.split])
                     chosen.append(point)
         return sorted(chosen, key=self.seconds)
 
+    def untried(self) -> list[Point]:
+        """Return the most promising legal point of each kind of which none was chosen, the most promising first."""
+        seen, tried, best = {*map(self.kind, self.seen)}, Counter[Kind](), dict[Kind, Point]()
+        for point in self.points:
+            kind = self.kind(point)
+            # The rules refuse some kinds altogether.
+            if kind not in seen | best.keys() and tried[kind] < _TRIES:
+                tried[kind] += 1
+                if self.legal(point):
+                    best[kind] = point
+        return [*best.values()]
+
     def neighbours(self, centres: Sequence[Point], count: int) -> list[Point]:
         """Choose up to `count` new points, each one change away from a centre, in the order of the centres."""
-        near = (p for centre in centres for p in self.points if _distance(p, centre) == 1)
+        near = (p for centre in centres for p in self.points if distance(p, centre) == 1)
         return list(itertools.islice(filter(self._is_new, near), count))
 
     def _is_new(self, point: Point) -> bool:
@@ -410,21 +364,6 @@ def _bubble(name: str, ranks: int, stages: int, microbatches: int) -> float:
 def _powers(most: int) -> list[int]:
     """Return the powers of two up to a number."""
     return [1 << n for n in range(max(1, most).bit_length()) if 1 << n <= most]
-
-
-def _distance(one: Point, other: Point) -> int:
-    """Return the number of settings that differ, without settings that follow from others (the shards from the axes)."""
-    a, b = asdict(one), asdict(other)
-    different = {key for key in a if a[key] != b[key]}
-    # Degrees multiply to the world size, so changing one changes the shards.
-    if different & {"tp", "cp", "pp", "replicate"}:
-        different -= {"shard", "zero"}
-    # With other degrees, batch and schedule often have to change along.
-    if "pp" in different or "tp" in different:
-        different -= {"batch", "microbatch", "schedule", "stages"}
-    if "schedule" in different:
-        different -= {"stages"}
-    return len(different)
 
 
 def _global_batch(config: JobConfig, world_size: int) -> int:

@@ -6,20 +6,22 @@ import json
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from titan.config.load import load_from_argv
 from titan.config.schema import JobConfig
 from titan.sim.price.profiles import Profile, load_profile
 from titan.sim.report.text import (
     columns,
-    duration,
     known_options,
     memory_limit,
     put_json,
     require_folders,
     require_positive,
+    utilization,
 )
-from titan.sim.simulate import Facts
+from titan.sim.search.reasons import lost_to
+from titan.sim.search.variants import Variant
 
 
 def read_command(
@@ -45,33 +47,39 @@ def read_command(
     return options, job, profile, load_from_argv(job, options=known_options(parser))
 
 
-def show(options: Namespace, data: object, results: Mapping[str, Facts], overlay: str, *, limit_gib: float) -> None:  # fmt: skip
-    """Write the overlay and the data as the options say, and print the comparison."""
+def show(options: Namespace, config: JobConfig, data: dict[str, Any], results: Mapping[str, Variant], overlay: str, *, limit_gib: float) -> None:  # fmt: skip
+    """Write the overlay and the data as the options say, and print the comparison: gains are over the first result."""
     if options.output:
         options.output.write_text(overlay, encoding="utf-8")
-    if not put_json(data, options.json):
-        print(comparison(results, limit_gib=limit_gib))
-        print(f"wrote {options.output}" if options.output else f"\n{overlay.rstrip()}")
+    facts = {name: variant.facts for name, variant in results.items()}
+    if put_json(data | {"results": facts}, options.json):
+        return
+    base = next(iter(results.values())).speed
+    rows = [["", *(names := figure_names(config))]]
+    for name, variant in results.items():
+        cells = figures(variant, base)
+        # The limit may be below that of the device on which it was simulated.
+        too_big = variant.facts and variant.needed_gib > limit_gib and variant.fits
+        rows.append([name, *cells[:-1], cells[-1] + (" does not fit" if too_big else "")])
+    print(*columns(rows, left=(0, len(names) - 1)), sep="\n")
+    print(f"wrote {options.output}" if options.output else f"\n{overlay.rstrip()}")
 
 
-def comparison(results: Mapping[str, Facts], *, limit_gib: float) -> str:
-    """Return a table of ways to run a job: step, speed, exposed communication and memory.
+def figure_names(config: JobConfig) -> list[str]:
+    """Return the heads of `figures`. MFU names the attention that it counts."""
+    mfu = "MFU causal" if config.metrics.mfu_convention == "causal" else "MFU full (causal)"
+    return ["tokens/s/GPU", "gain", mfu, "step s", "lost to", "GiB"]
 
-    Gains are over the first result. Results without facts cannot run.
-    """
-    rows = [["", "step", "tokens/s/GPU", "gain", "exposed", "GiB", ""]]
-    base = next(iter(results.values()))
-    for name, one in results.items():
-        if not one:
-            rows.append([name, *[""] * 5, "cannot run"])
-            continue
-        step, needed = one["step_time_s"], one["memory"]["needed_gib"]
-        gain = f"{base['step_time_s'] / step - 1:+.2%}" if base else ""
-        note = "does not fit" if needed > limit_gib else "tight" if one["tight"] else ""
-        exposed = duration(one["comm"]["exposed_s"])
-        speed = f"{one['tokens_per_s_per_gpu']:,.0f}"
-        rows.append([name, duration(step), speed, gain, exposed, f"{needed:.1f}", note])
-    return "\n".join(columns(rows, left=(0, 6)))
+
+def figures(variant: Variant, base: float) -> list[str]:
+    """Return the cells of a variant's figures; gains are over `base`, a speed."""
+    if not (facts := variant.facts):
+        return ["cannot run", *[""] * 5]
+    gain = f"{variant.speed / base - 1:+.1%}" if base else "-"
+    mfu, step = utilization(facts), f"{facts['step_time_s']:.3f}"
+    if facts["mfu_convention"] == "full" and facts["mfu"]:
+        mfu += f" ({facts['mfu_causal']:.1%})"
+    return [f"{variant.speed:,.0f}", gain, mfu, step, lost_to(facts), variant.memory]
 
 
 def settings_overlay(settings: Mapping[str, str], *comments: str) -> str:
@@ -79,7 +87,9 @@ def settings_overlay(settings: Mapping[str, str], *comments: str) -> str:
     sections: dict[str, list[str]] = {}
     for key, value in settings.items():
         section, _, name = key.rpartition(".")
-        plain = value if value.lstrip("-").isdecimal() else json.dumps(value)
+        plain = value if value.lstrip("-").isdecimal() or value == "[]" else json.dumps(value)
+        if value.startswith('["'):  # a list, with a line for each text
+            plain = "[\n    " + value[1:-1].replace('", "', '",\n    "') + ",\n]"
         sections.setdefault(section, []).append(f"{name} = {plain}")
     lines = [f"# {comment}" for comment in comments]
     for section, values in sections.items():

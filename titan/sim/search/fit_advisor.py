@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from titan.config.errors import divisors
-from titan.config.layout import Layout
+from titan.config.layout import AXES, Layout
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
 from titan.observe.routing import most_imbalance
@@ -16,133 +16,81 @@ from titan.sim.record.trace_jobs import TraceError
 from titan.sim.replay.queues import ReplayError
 from titan.sim.report.phases import simulate_phases
 from titan.sim.report.text import duration, say, speed_range, uneven_routing, verdict
-from titan.sim.search.variants import Variant, simulate_variants
+from titan.sim.search.variants import Trials, Variant
 from titan.sim.simulate import HardwareError, facts
 
 Settings = dict[str, str]
 _MOST = 5  # changes that are shown
+_TP, _SHARD, _REPLICATE = AXES["tp"], AXES["dp_shard"], AXES["dp_replicate"]
 _UNEVEN = 2.0  # times the mean load: routing gets as uneven as that where nothing balances it
-
-_TP = "parallelism.tensor_parallel_degree"
-_SHARD = "parallelism.data_parallel_shard_degree"
-_REPLICATE = "parallelism.data_parallel_replicate_degree"
 
 
 def candidates(
     config: JobConfig, layout: Layout, profile: Profile
 ) -> tuple[list[Settings], list[Settings]]:
     """Return changes that save memory and keep the global batch: single changes, and pairs of different kinds."""
+    training, parallel, ac = config.training, config.parallelism, config.activation_checkpoint
+    batch, microbatch = training.local_batch_size, parallel.pipeline_parallel_microbatch_size
+    # Made explicit, since the default follows the layout that is about to change.
+    same = {"training.global_batch_size": str(batch * layout.dp * layout.accumulation)}
     # Modes that save more than the one at hand.
-    stronger = {"full": (), "none": ("selective", "full")}
-    modes = stronger.get(config.activation_checkpoint.mode, ("full",))
+    modes = {"full": (), "none": ("selective", "full")}.get(ac.mode, ("full",))
+    # TP stays within a node, and takes its ranks from FSDP. Replicas hold whole copies: sharding over them adds communication only.
+    most = profile.gpus_per_node // layout.tp
+    tps = [n for n in (2, 4, 8) if n <= most and layout.dp_shard % n == 0]
+    # A pipeline needs whole microbatches. The largest batch that fits need not be the fastest, so all are tried.
+    sizes = [size for size in divisors(batch)[:-1] if size >= microbatch]
+    is_chunked = config.loss.chunk_output or parallel.disable_loss_parallel
     kinds = [
         [{"activation_checkpoint.mode": mode} for mode in modes],
-        [*_smaller_batch(config, layout)],
-        [*_spread(config, layout, profile)],
-        [*_offload(config)],
-        [*_experts(config, layout)],
-        [*_precision(config)],
+        [{"training.local_batch_size": str(size)} | same for size in sizes],
+        [{_REPLICATE: "1", _SHARD: "-1"}] * (layout.dp_replicate > 1)
+        + [{_TP: str(layout.tp * n), _SHARD: str(layout.dp_shard // n)} | same for n in tps],
+        # Offloading concerns the activations that checkpointing saves, so that mode must be on.
+        [{"activation_checkpoint.cpu_offload": "true"}] * (ac.mode != "none" and not ac.cpu_offload)
+        + [{"training.enable_cpu_offload": "true"}] * (not training.enable_cpu_offload),
+        _experts(config, layout),
+        [{"training.mixed_precision_param": "bfloat16"}] * (training.compute_dtype == "float32"),
+        [{"loss.chunk_output": "true"}] * (not is_chunked),
     ]
-    if not config.loss.chunk_output and not config.parallelism.disable_loss_parallel:
-        kinds.append([{"loss.chunk_output": "true"}])
-    single = list(itertools.chain(*kinds))
     of_two_kinds = itertools.combinations(kinds, 2)
-    return single, [a | b for one, other in of_two_kinds for a, b in itertools.product(one, other)]
+    pairs = [a | b for one, other in of_two_kinds for a, b in itertools.product(one, other)]
+    return [*itertools.chain(*kinds)], pairs
 
 
-def _smaller_batch(config: JobConfig, layout: Layout) -> Iterator[Settings]:
-    """Yield smaller local batches."""
-    # A pipeline needs whole microbatches. The largest batch that fits need not be the fastest, so all are tried.
-    whole = _same_global_batch(config, layout)
-    for size in divisors(config.training.local_batch_size)[:-1]:
-        if size >= config.parallelism.pipeline_parallel_microbatch_size:
-            yield {"training.local_batch_size": str(size)} | whole
-
-
-def _same_global_batch(config: JobConfig, layout: Layout) -> Settings:
-    """Return the setting that keeps the global batch."""
-    # Made explicit, since the default follows the layout that is about to change.
-    whole = config.training.local_batch_size * layout.dp * layout.accumulation
-    return {"training.global_batch_size": str(whole)}
-
-
-def _spread(config: JobConfig, layout: Layout, profile: Profile) -> Iterator[Settings]:
-    """Yield layouts that spread the model over more ranks."""
-    # Replicas hold whole copies. Sharding over them as well adds communication and no computation.
-    if layout.dp_replicate > 1:
-        yield {_REPLICATE: "1", _SHARD: "-1"}
-    # TP stays within a node, and takes its ranks from FSDP.
-    for factor in (2, 4, 8):
-        if layout.tp * factor <= profile.gpus_per_node and layout.dp_shard % factor == 0:
-            yield {
-                _TP: str(layout.tp * factor),
-                _SHARD: str(layout.dp_shard // factor),
-                **_same_global_batch(config, layout),
-            }
-
-
-def _offload(config: JobConfig) -> Iterator[Settings]:
-    """Yield settings that move memory to the host."""
-    # Offloading concerns the activations that checkpointing saves, so that mode must be on.
-    if not config.activation_checkpoint.cpu_offload and config.activation_checkpoint.mode != "none":
-        yield {"activation_checkpoint.cpu_offload": "true"}
-    if not config.training.enable_cpu_offload:
-        yield {"training.enable_cpu_offload": "true"}
-
-
-def _precision(config: JobConfig) -> Iterator[Settings]:
-    """Yield a smaller precision."""
-    if config.training.compute_dtype == "float32":
-        yield {"training.mixed_precision_param": "bfloat16"}
-
-
-def _experts(config: JobConfig, layout: Layout) -> Iterator[Settings]:
-    """Yield settings of experts that need less memory."""
-    model = model_config(config.model)
+def _experts(config: JobConfig, layout: Layout) -> list[Settings]:
+    """Return settings of experts that need less memory."""
+    model, training, parallel = model_config(config.model), config.training, config.parallelism
     if not getattr(model, "num_experts", 0):
-        return
+        return []
     # A part of the mean number of tokens sent: then the chunks of experts do not depend on the number that arrives.
-    tokens = config.training.local_batch_size * config.training.seq_len // (layout.cp * layout.tp)
+    tokens = training.local_batch_size * training.seq_len // (layout.cp * layout.tp)
     if layout.pp > 1:
-        parts = config.training.local_batch_size
-        tokens = tokens // parts * config.parallelism.pipeline_parallel_microbatch_size
-    chunk = tokens * model.top_k // 4
-    if not 0 < config.moe.expert_chunk_rows <= chunk:
-        yield {"moe.expert_chunk_rows": str(chunk)}
+        tokens = tokens // training.local_batch_size * parallel.pipeline_parallel_microbatch_size
+    chunk, ep = tokens * model.top_k // 4, parallel.expert_parallel_degree
+    is_chunked = 0 < config.moe.expert_chunk_rows <= chunk
     # More ranks hold fewer experts each. Fewer ranks even out the loads. The rules refuse degrees that do not divide.
-    ep = config.parallelism.expert_parallel_degree
-    for degree in {2 * ep, max(1, ep // 2)} - {ep}:
-        yield {"parallelism.expert_parallel_degree": str(degree)}
+    degrees = {2 * ep, max(1, ep // 2)} - {ep}
+    by_degree = [{"parallelism.expert_parallel_degree": str(degree)} for degree in degrees]
+    return [{"moe.expert_chunk_rows": str(chunk)}] * (not is_chunked) + by_degree
 
 
 def find_changes(
     job: Sequence[str], config: JobConfig, layout: Layout, profile: Profile
 ) -> list[Variant]:
-    """Simulate changes of a job that save memory, and return the fastest that fit.
+    """Simulate changes of a job that save memory, and return at most five that fit, the fastest first.
 
     Args:
         job: Files and overrides that `config` was loaded from.
         config: The job.
         layout: Its layout.
         profile: The hardware.
-
-    Returns:
-        At most five variants that fit, the fastest first.
     """
-    fitting: list[Variant] = []
-    # First single changes, then pairs.
-    for changes in candidates(config, layout, profile):
-        variants = simulate_variants(
-            job,
-            changes,
-            world_size=layout.world_size,
-            profiles=[profile],
-            progress=lambda done, total: say(f"does not fit: {done} of {total} changes tried"),
-        )
-        fitting += [variant for variant in variants if variant.fits]
-        if fitting:  # one change is less than two
-            break
-    return sorted(fitting, key=lambda variant: -variant.speed)[:_MOST]
+    trials = Trials(job, layout.world_size, profile, what="changes tried: the job does not fit")
+    for changes in candidates(config, layout, profile):  # one change is less than two
+        if fitting := [variant for variant in trials(changes) if variant.fits]:
+            return sorted(fitting, key=lambda variant: -variant.speed)[:_MOST]
+    return []
 
 
 def suggest(
@@ -170,9 +118,8 @@ def suggest(
         parts = simulate_phases(config, world_size=layout.world_size, profile=profile, say=say)
         _, simulation = max(parts, key=lambda part: part[1].fullest.needed_bytes)
         imbalance, limit = None, simulation.fits_up_to
-        if limit is not None and limit < (
-            uneven := min(_UNEVEN, most_imbalance(config, simulation.model))
-        ):
+        uneven = min(_UNEVEN, most_imbalance(config, simulation.model)) if limit else 0.0
+        if limit is not None and limit < uneven:
             imbalance = uneven
             job = [*job, f"--simulator.expert_imbalance={imbalance}"]
         is_safe = simulation.fits and imbalance is None
@@ -181,14 +128,9 @@ def suggest(
         return {"not_simulated": str(error)}
     finally:
         say("")
-    fixes = [
-        {
-            "settings": variant.settings,
-            "tokens_per_s_per_gpu": variant.speed,
-            "needed_gib": variant.needed_gib,
-        }
-        for variant in fitting
-    ]
+    keys = ("settings", "tokens_per_s_per_gpu", "needed_gib")
+    figures = ((v.settings, v.speed, v.needed_gib) for v in fitting)
+    fixes = [dict(zip(keys, row, strict=True)) for row in figures]
     return {"simulation": facts(simulation), "fixes": fixes, "imbalance": imbalance}
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from titan.checks.rules import check_to_run
 from titan.config.model import model_config
@@ -23,7 +24,7 @@ from titan.config.schema import JobConfig
 from titan.sim.price.profiles import Profile
 from titan.sim.report.text import say
 from titan.sim.search.command import settings_overlay, show
-from titan.sim.search.variants import Variant, simulate_variants
+from titan.sim.search.variants import Trials, Variant
 
 UNITS, PREFETCH = (1, 2, 3, 4, 8), (-1, 2)
 _KEY = "parallelism.fsdp_"
@@ -46,12 +47,11 @@ def settings(*, unit: int, prefetch: int, kept: int) -> dict[str, str]:
     }
 
 
+Simulate: TypeAlias = Callable[[list[dict[str, str]]], list[Variant]]
+
+
 def choose(
-    simulate: Callable[[list[dict[str, str]]], list[Variant]],
-    *,
-    now: Variant,
-    num_blocks: int,
-    limit_gib: float,
+    simulate: Simulate, *, now: Variant, num_blocks: int, limit_gib: float
 ) -> Variant | None:
     """Return the fastest choice that needs at most `limit_gib`, or None.
 
@@ -93,11 +93,7 @@ def run(options: Namespace, job: Sequence[str], profile: Profile, config: JobCon
     # Without a limit the allocator never gives memory back, which would be slow and hide the job's need.
     roomy = profile.model_copy(update={"memory_gib": 2.0**20})
 
-    def simulate(choices: list[dict[str, str]]) -> list[Variant]:
-        say(f"simulating {choices[-1]}")
-        how = {"world_size": options.world_size, "processes": options.processes}
-        return simulate_variants(job, choices, profiles=[roomy], **how)
-
+    simulate = Trials(job, options.world_size, roomy, options.processes, what="choices simulated")
     [now] = simulate([{}])
     num_blocks = model_config(config.model).n_layers // config.parallelism.pipeline_parallel_degree
     limit_gib = profile.usable_gib
@@ -108,10 +104,8 @@ def run(options: Namespace, job: Sequence[str], profile: Profile, config: JobCon
         where = f"{limit_gib:.1f} of {profile.memory_gib:g} GiB"
         print(f"titan plan: no choice fits in {where}; {reason}", file=sys.stderr)
         return 1
-    comment = "" if best.settings else "# the job as it is\n"
     command = f"titan train {' '.join(job)} fsdp.toml"
-    overlay = comment or settings_overlay(best.settings, command)
-    results = {"as it is": now.facts, "fsdp": best.facts}
-    data = {"settings": best.settings, "results": results}
-    show(options, data, results, overlay, limit_gib=limit_gib)
+    overlay = settings_overlay(best.settings, command) if best.settings else "# the job as it is\n"
+    results = {"as it is": now, "fsdp": best}
+    show(options, config, {"settings": best.settings}, results, overlay, limit_gib=limit_gib)
     return 0

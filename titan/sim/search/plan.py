@@ -4,12 +4,14 @@ The search varies the degrees of the axes, ZeRO-2 or ZeRO-3, batch, schedule, st
 recomputation; on request also compile, float8 and asynchronous TP. Model, data and global batch
 stay the job's, which is simulated as it is, too.
 
-    job       the job as it is, and its single changes of recomputation, ZeRO or TP, are simulated
+    job       the job as it is, and its single changes of recomputation, ZeRO, TP or EP, are simulated
     all       every legal combination is scored by a formula, thousands in a second
     first     the best of each kind are simulated
     then      neighbours of the fastest that fit (one setting changed), until `budget` candidates are simulated
+    batch     the fastest is simulated with twice the global batch, or with --free global_batch with several
 
-candidates.py has the formula. `budget` does not count the first row.
+candidates.py has the formula, and reasons.py the words. `budget` does not count the first row, except for degrees of EP.
+The page shows the best of each kind of layout (axes in use, and which cross nodes) before variants of it.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ from __future__ import annotations
 import sys
 import time
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
 from titan.checks.rules import advise
 from titan.config.errors import choose
 from titan.config.load import print_warnings
-from titan.config.schema import JobConfig
 from titan.sim.report.text import (
     columns,
     degrees,
@@ -35,10 +37,11 @@ from titan.sim.report.text import (
     utilization,
 )
 from titan.sim.search import fsdp
-from titan.sim.search.candidates import ALSO, Point, Search
-from titan.sim.search.command import read_command, settings_overlay
-from titan.sim.search.variants import Variant, simulate_variants
-from titan.sim.simulate import Facts
+from titan.sim.search.candidates import Search
+from titan.sim.search.command import figure_names, figures, read_command, settings_overlay
+from titan.sim.search.point import ALSO, Kind, Point
+from titan.sim.search.reasons import reason
+from titan.sim.search.variants import Trials, Variant
 
 WIDTHS = {
     "batch": 0.016,
@@ -54,6 +57,10 @@ WIDTH = 0.05
 """The same of any other setting, such as the degree of TP."""
 
 _BUDGET = 24  # candidates that are simulated
+_SLOW = 0.5  # of the best speed: a kind of layout that is slower gets no row before variants of faster ones
+
+
+Ranked: TypeAlias = "tuple[Point, Variant]"
 
 
 @dataclass
@@ -63,54 +70,42 @@ class Plan:
     Attributes:
         job: The job as it is.
         ranked: Candidates that run: first those that fit, the fastest first, then the tight ones.
+        batches: The first of them, by other global batches in sequences.
     """
 
     job: Variant
-    ranked: list[tuple[Point, Variant]]
+    ranked: list[Ranked]
+    batches: dict[int, Ranked]
 
 
 def plan(
-    search: Search,
-    *,
-    budget: int,
-    processes: int | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    search: Search, *, budget: int, processes: int | None = None, free_batch: bool = False
 ) -> Plan:
-    """Simulate the job, its single changes, and `budget` other candidates.
+    """Simulate the job, its single changes, `budget` other candidates, and the best with another global batch.
 
     Args:
         search: Search of the job.
         budget: Number of candidates to simulate, without single changes of the job.
         processes: Number of processes that trace at once. All cores by default.
-        progress: Called with the number of candidates that are done, and of all.
+        free_batch: Whether to try several global batches, rather than twice the job's alone.
 
     Returns:
         The job, and the candidates that run.
     """
+    trials = Trials(search.job, search.world_size, search.profile, processes)
     results: dict[Point, Variant] = {}
     ranked: list[Point] = []
-
-    def simulated(settings: list[dict[str, str]]) -> list[Variant]:
-        before = len(results)
-        return simulate_variants(
-            search.job,
-            settings,
-            world_size=search.world_size,
-            profiles=[search.profile],
-            processes=processes,
-            progress=lambda done, total: progress(before + done, max(budget, before + total)),
-        )
-
     own = search.own()
     singles: list[Point] = []
     if own is not None:
         search.seen.add(own)
         singles = search.single_changes(own)
+    # The job costs nothing of the budget, nor do its single changes, except those of EP.
+    num_free = sum(own is not None and point.ep == own.ep for point in singles)
     # Two thirds of the budget explore, the rest improves the results.
-    points = [*singles, *search.first(max(1, budget * 2 // 3))]
-    job, *variants = simulated([{}, *map(search.settings, points)])
-    # The job costs nothing of the budget, nor do its single changes.
-    budget += len(singles)
+    points = [*singles, *search.first(max(1, budget * 2 // 3 - len(singles) + num_free))]
+    trials.total = budget = budget + num_free
+    job, *variants = trials([{}, *map(search.settings, points)])
     while True:
         results |= zip(points, variants, strict=True)
         known = results
@@ -126,20 +121,46 @@ def plan(
         points = search.neighbours(ranked[:3], count) if ranked else search.first(count)
         if not points:
             break
-        variants = simulated([*map(search.settings, points)])
+        variants = trials(map(search.settings, points))
     # The job has a row of its own. As a candidate it is shown only if nothing is faster.
-    shown = [point for n, point in enumerate(ranked) if n == 0 or point != own]
-    return Plan(job, [(point, known[point]) for point in shown])
+    shown = [(point, known[point]) for n, point in enumerate(ranked) if n == 0 or point != own]
+    batches = try_batches(search, trials, shown[0], free=free_batch) if shown else {}
+    return Plan(job, shown, batches)
+
+
+def try_batches(search: Search, trials: Trials, best: Ranked, *, free: bool) -> dict[int, Ranked]:
+    """Simulate the best plan with other global batches, and return the fastest that fits with each.
+
+    Args:
+        search: Search of the job.
+        trials: Simulations of the job.
+        best: The best plan.
+        free: Whether to try half, 2, 4 and 8 times the batch, each with several local batches and modes of
+            recomputation, rather than twice the batch once.
+    """
+    if search.config.phase:  # which may have batches of their own
+        return {}
+    point, variant = best
+    tried: dict[int, list[Point]] = {}
+    for sequences in (int(search.global_batch * f) for f in ((0.5, 2, 4, 8) if free else (2,))):
+        other = search.with_batch(sequences)
+        near = [p for p in other.same_layout(point) if free or p.recompute == point.recompute]
+        # The formula's memory, corrected by what it misses of the best plan.
+        missed = variant.needed_gib - search.estimated_gib(point)
+        near = [p for p in near if other.estimated_gib(p) + missed < search.profile.usable_gib]
+        # The best mode of recomputation for each local batch: the formula knows little of what a larger one gains.
+        modes = {p.batch: p for p in sorted(near, key=other.seconds, reverse=True)}
+        tried[sequences] = sorted(modes.values(), key=lambda p: -p.batch)[: 3 if free else 1]
+    pairs = [(sequences, p) for sequences, points in tried.items() for p in points]
+    layers = search.model.n_layers
+    found = trials(p.settings(sequences, num_layers=layers) for sequences, p in pairs)
+    # Of each batch, the fastest that fits, or what needs least.
+    tries = [(*pair, one) for pair, one in zip(pairs, found, strict=True) if one.facts]
+    tries.sort(key=lambda one: (one[2].fits * one[2].speed, -one[2].needed_gib))
+    return dict(sorted({sequences: (p, one) for sequences, p, one in tries}.items()))
 
 
 # ---- the command ---------------------------------------------------------------------------------
-
-
-def _summary(facts: Facts) -> str:
-    """Return a candidate's speed, utilization and memory as a line."""
-    mfu = "" if facts["mfu"] is None else f", {utilization(facts)} MFU"
-    needed = f"{facts['memory']['needed_gib']:.1f} GiB" + (", tight" if facts["tight"] else "")
-    return f"{facts['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU{mfu}, {needed}, on {facts['world_size']} x {facts['hardware']}"
 
 
 def width(one: Point, other: Point) -> float:
@@ -148,113 +169,152 @@ def width(one: Point, other: Point) -> float:
     return max((WIDTHS.get(key, WIDTH) for key in a if a[key] != b[key]), default=0.0)
 
 
-def table(found: Plan, config: JobConfig, *, most: int) -> str:
-    """Return a table of the job and the fastest candidates: layout, batch, speed and memory."""
-    rows = [["", "layout", "ZeRO", "batch", "schedule", "AC", "also", "tokens/s/GPU", "of the job", "MFU", "step s", "bubble", "GiB"]]  # fmt: skip
-    base = found.job.speed if found.job.fits or found.job.is_tight else 0.0
-    parallel, ac = config.parallelism, config.activation_checkpoint
-    given = [
-        "job",
-        found.job.problem[:60] or degrees(found.job.facts),
-        parallel.fsdp_reshard_after_forward,
-    ]
-    given += [
-        str(config.training.local_batch_size),
-        parallel.pipeline_parallel_schedule if parallel.pipeline_parallel_degree > 1 else "-",
-    ]
-    given += [ac.mode, "-"]
-    rows.append([*given, *(_figures(found.job, base) if found.job.facts else [""] * 6)])
-    best, fastest = found.ranked[0]
-    for number, (point, variant) in enumerate(found.ranked[:most], 1):
-        schedule, batch = "-", str(point.batch)
-        if point.pp > 1:
-            schedule = f"{point.schedule} x {point.stages}" if point.stages > 1 else point.schedule
-            batch += f" by {point.microbatch}"
-        # Memory tells those that fit from tight ones, so their speeds are not compared.
-        is_near = variant.speed > fastest.speed * (1 - width(best, point))
-        is_equal = number > 1 and is_near and variant.fits == fastest.fits
-        recompute = f"every {point.recompute}nd" if point.recompute.isdecimal() else point.recompute
-        what = [
-            f"{number}{'=' if is_equal else ' '}",
-            degrees(variant.facts),
-            str(point.zero),
-            batch,
-        ]
-        also = " ".join(point.also) or "-"
-        rows.append([*what, schedule, recompute, also, *_figures(variant, base)])
-    return "\n".join(columns(rows, left=(0, 1)))
+def cannot_tell_apart(a: Ranked, b: Ranked) -> bool:
+    """Return whether two candidates are equally fast, as far as the simulator can tell."""
+    slow, fast = sorted([a[1].speed, b[1].speed])
+    return slow > fast * (1 - width(a[0], b[0]))
 
 
-def _figures(variant: Variant, base: float) -> list[str]:
-    """Return the cells of a variant's figures."""
-    facts = variant.facts
-    gain = f"{variant.speed / base:.2f}x" if base else "-"
-    bubble = f"{facts['pipeline']['bubble_fraction']:.0%}"
-    speed = [f"{variant.speed:,.0f}", gain, utilization(facts), f"{facts['step_time_s']:.3f}"]
-    return [*speed, bubble, variant.memory]
+def kinds_first(search: Search, ranked: Sequence[Ranked]) -> list[Ranked]:
+    """Return the candidates with the best of each kind before variants of the same kinds, slow kinds after them, tight ones last."""
+    firsts: dict[Kind, Point] = {}
+    least = _SLOW * max((variant.speed for _, variant in ranked), default=0.0)
+    for point, variant in ranked:
+        if variant.speed >= least:
+            firsts.setdefault(search.kind(point), point)
+    best = {*firsts.values()}
+    return sorted(ranked, key=lambda one: (one[1].is_tight, one[0] not in best))
 
 
-def _remarks(search: Search, variants: Sequence[Variant], *, wall_s: float) -> Iterator[str]:
+def table(search: Search, job: Variant, shown: Sequence[Ranked]) -> Iterator[str]:
+    """Yield a table of the job and of plans: layout, batch, speed, memory and what they lose time to. Then the reasons."""
+    named = [("job", search.own(), job)]
+    named += [(f"{number} ", *one) for number, one in enumerate(shown, 1)]
+    base = job.speed if job.fits or job.is_tight else 0.0
+    head = ["", "layout", "ZeRO", "batch", "schedule", "AC", "also"]
+    rows = [[*head, *figure_names(search.config)]]
+    for name, point, variant in named:
+        cells = ["-"] * 5  # settings that are not searched
+        if point is not None:
+            schedule, batch = "-", str(point.batch)
+            if point.pp > 1:
+                schedule = f"{point.schedule} x {point.stages}".removesuffix(" x 1")
+                batch += f" by {point.microbatch}"
+            also = " ".join(point.also) or "-"
+            cells = [str(point.zero), batch, schedule, _mode(point), also]
+            # Memory tells those that fit from tight ones, so their speeds are not compared.
+            is_comparable = name not in ("job", "1 ") and variant.fits == shown[0][1].fits
+            if is_comparable and cannot_tell_apart(shown[0], (point, variant)):
+                name = name.replace(" ", "=")
+        layout = degrees(variant.facts) if variant.facts else variant.problem[:60]
+        rows.append([name, layout, *cells, *figures(variant, base)])
+    # A column in which no row has anything is left out.
+    used = [column for column in zip(*rows, strict=True) if {*column[1:]} - {"-", ""}]
+    rows = [list(row) for row in zip(*used, strict=True)]
+    yield from columns(rows, left=(0, 1, rows[0].index("lost to")))
+    yield "\nwhy" + (", against the job" if job.facts else "")
+    for name, _, variant in named:
+        if variant.facts:
+            before = job.facts if job.facts and variant is not job else None
+            yield f"  {name:<4} {reason(variant.facts, before)}"
+
+
+def _mode(point: Point) -> str:
+    """Return the mode of recomputation as a table shows it."""
+    return f"every {point.recompute}nd" if point.recompute.isdecimal() else point.recompute
+
+
+def _remarks(search: Search, found: Plan, *, wall_s: float) -> Iterator[str]:
     """Yield explanations of the table, and advice."""
     profile = search.profile
     num_seen = len(search.seen - {search.own()})  # the job itself is no candidate
-    num_fitting = sum(variant.fits for variant in variants)
+    num_fitting = sum(variant.fits for _, variant in found.ranked)
     yield (
-        f"\n{num_seen} candidates simulated in {wall_s:.0f} s: {num_fitting} fit, {len(variants) - num_fitting} tight. "
+        f"\n{num_seen} candidates simulated in {wall_s:.0f} s: {num_fitting} fit, {len(found.ranked) - num_fitting} tight. "
         f"GiB: peak reserved by the allocator, and what is outside of it, on the fullest rank, of {profile.memory_gib:g}. What fits "
         f"leaves {profile.margin:.0%} free; what is tight leaves less, or gives back its cache"
     )
     yield (
         f"'=': as fast as the first, as far as the simulator can tell: {min(WIDTHS.values()):.1%} where batch or recomputation "
-        f"differ, up to {WIDTH:.0%} where more does"
+        f"differ, up to {WIDTH:.0%} where more does. Lost to: shares of the step that exposed transfers of an axis, the bubble, the "
+        f"host and recomputation take. MFU counts {search.config.metrics.mfu_convention} attention"
     )
     if num_seen < min(_BUDGET, len(search.points)):
         yield (
             f"few candidates: {num_seen} of {len(search.points):,} that may fit were simulated; --simulate {_BUDGET}, "
             "the default, or more may find a faster one"
         )
+    if untried := search.untried():
+        best, guess = found.ranked[0][0], untried[0]
+        share = search.seconds(best) / search.seconds(guess)
+        yield (
+            f"kinds of layout (axes in use, and which of them cross nodes) not simulated: {len(untried)}; the best by formula is "
+            f"{guess}, with {share:.0%} of the speed that the formula gives to plan 1"
+        )
 
 
 def _fixed(search: Search, also: Sequence[str]) -> str:
     """Return the settings that no candidate changes."""
     config, training = search.config, search.config.training
-    on = {
-        "compile": config.compile.enable,
-        "float8": bool(config.model.converters),
-        "async_tp": config.parallelism.enable_async_tensor_parallel,
-    }
+    is_async = config.parallelism.enable_async_tensor_parallel
+    techniques = (config.compile.enable, bool(config.model.converters), is_async)
+    on = dict(zip(ALSO, techniques, strict=True))
     fixed = [f"{name} {'on' if on[name] else 'off'}" for name in on if name not in also]
     if config.phase:
-        of_run = "speed and step are means of the run, GiB that of the fullest"
+        of_run = "speed and step are means of the run, all else is of the fullest"
         fixed.append(f"{len(config.phase) + 1} phases ({of_run})")
     return (
-        f"{config.model.name} {config.model.flavor}, {training.seq_len:,} tokens a sequence, global batch {search.global_batch:,} "
+        f"held fixed: {config.model.name} {config.model.flavor}, {training.seq_len:,} tokens a sequence, global batch {search.global_batch:,} "
         f"sequences, {training.compute_dtype}, {config.optimizer.name}, context parallelism by "
         f"{config.parallelism.context_parallel_rotate_method}, {', '.join(fixed) or 'nothing else'}"
     )
+
+
+def _prices(search: Search, found: Plan, *, free: bool) -> Iterator[str]:
+    """Yield the price of the fixed global batch: what others gain."""
+    speed = found.ranked[0][1].speed
+    if not (found.batches or search.config.phase):
+        yield "2 x the batch: plan 1 has no room for it, by the formula of its memory"
+    for sequences, (point, variant) in found.batches.items():
+        times = sequences / search.global_batch
+        fits = "fits" if variant.fits else "tight" if variant.is_tight else "does not fit"
+        how = f"plan 1 with local batch {point.batch}, AC {_mode(point)}"
+        yield (
+            f"{times:g} x the batch: {variant.speed / speed - 1:+.0%}, {fits} in {variant.needed_gib:.1f} GiB "
+            f"({sequences:,} sequences, {variant.speed:,.0f} tokens/s/GPU; {how})"
+            + ("" if free else "; --free global_batch tries others")
+        )
+
+
+def _overlay(name: str, variant: Variant, job: Sequence[str]) -> str:
+    """Return a plan as a TOML overlay."""
+    facts = variant.facts
+    mfu = "" if facts["mfu"] is None else f", {utilization(facts)} MFU"
+    needed = f"{variant.needed_gib:.1f} GiB" + (", tight" if variant.is_tight else "")
+    where = f"{needed}, on {facts['world_size']} x {facts['hardware']}"
+    summary = f"{name}: {variant.speed:,.0f} tokens/s/GPU{mfu}, {where}"
+    return settings_overlay(variant.settings, summary, f"titan train {' '.join(job)} {name}.toml")
 
 
 def _parser() -> ArgumentParser:
     """Return the parser of the command's own options."""
     parser = job_parser(
         "plan",
-        f"[--only fsdp] [--simulate {_BUDGET}] [--also A,B] [--most 5] [--memory GIB] [--output DIR] [--json FILE]",
+        f"[--only fsdp] [--free global_batch] [--simulate {_BUDGET}] [--also A,B] [--most 5] [--memory GIB] [--output DIR] [--json FILE]",
         "The fastest ways to run a job on so many devices, by simulation, as TOML overlays, beside the job as it is. Model, data and "
         "global batch stay; degrees, ZeRO, batch, schedule and recomputation are searched.",
     )
     help_ = f"candidates, beside single changes of the job; default: {_BUDGET}"
     parser.add_argument("--simulate", type=int, default=_BUDGET, metavar="C", help=help_)
-    parser.add_argument(
-        "--also",
-        default="",
-        metavar="A,B",
-        help=f"search with and without these, too: {', '.join(ALSO)}",
-    )
+    also = f"search with and without these, too: {', '.join(ALSO)}"
+    parser.add_argument("--also", default="", metavar="A,B", help=also)
     parser.add_argument("--most", type=int, default=5, metavar="M", help="overlays; default: 5")
     output = "write DIR/plan-1.toml, ...; with --only, a file"
     parser.add_argument("--output", type=Path, metavar="DIR", help=output)
     only = "choose what FSDP gathers together, keeps and gathers ahead, and nothing else"
     parser.add_argument("--only", choices=["fsdp"], help=only)
+    free = "also try half, 2, 4 and 8 times the global batch with the best plan"
+    parser.add_argument("--free", choices=["global_batch"], help=free)
     return parser
 
 
@@ -274,36 +334,36 @@ def main(argv: list[str] | None = None) -> int:
         raise mistake("--also", "the job has model.converters already; float8 would replace them")
     search = Search(job, config, profile, world_size=options.world_size, also=also)
     start = time.monotonic()
-    found = plan(
-        search,
-        budget=options.simulate,
-        processes=options.processes,
-        progress=lambda done, total: say(f"{done} of {total} candidates simulated"),
-    )
+    free = options.free == "global_batch"
+    found = plan(search, budget=options.simulate, processes=options.processes, free_batch=free)
     say("")
-    variants = [variant for _, variant in found.ranked]
-    data = {"job": asdict(found.job), "candidates": [asdict(variant) for variant in variants]}
+    shown = kinds_first(search, found.ranked)[: options.most]
+    rows = {id(variant): number for number, (_, variant) in enumerate(shown, 1)}
+    candidates = [asdict(one) | {"row": rows.get(id(one))} for _, one in found.ranked]
+    batches = [asdict(one) | {"global_batch": n} for n, (_, one) in found.batches.items()]
+    data = {"job": asdict(found.job), "candidates": candidates, "batches": batches}
     if put_json(data, options.json):
-        return 0 if variants else 1
-    if not variants:
+        return 0 if shown else 1
+    if not shown:
         print(
             f"none of {len(search.seen - {search.own()})} candidates runs on {options.world_size} x {profile.name} ({profile.memory_gib:g} GiB); "
             "more ranks, a smaller global batch, or --simulate with a larger number",
             file=sys.stderr,
         )
         return 1
-    shown = variants[: options.most]
-    print(table(found, config, most=options.most))
-    print("\n".join(_remarks(search, variants, wall_s=time.monotonic() - start)))
-    print(f"held fixed: {_fixed(search, also)}")
-    for number, variant in enumerate(shown, 1):
-        name = f"plan-{number}.toml"
-        command = f"titan train {' '.join(job)} {name}"
-        text = settings_overlay(variant.settings, f"{number}: {_summary(variant.facts)}", command)
+    print(*table(search, found.job, shown), sep="\n")
+    print(*_remarks(search, found, wall_s=time.monotonic() - start), _fixed(search, also), sep="\n")
+    print(*_prices(search, found, free=free), sep="\n")
+    plans = {f"plan-{number}": variant for number, (_, variant) in enumerate(shown, 1)}
+    if free:
+        plans |= {f"plan-batch-{n}": variant for n, (_, variant) in found.batches.items()}
+    for name, variant in plans.items():
+        text = _overlay(name, variant, job)
         if options.output:
             options.output.mkdir(parents=True, exist_ok=True)
-            (options.output / name).write_text(text, encoding="utf-8")
-            print(f"wrote {options.output / name}")
+            file = options.output / f"{name}.toml"
+            file.write_text(text, encoding="utf-8")
+            print(f"wrote {file}")
         else:
             print(f"\n{text}", end="")
     return 0

@@ -28,7 +28,7 @@ from titan.sim.record.trace import Trace, no_garbage_collection
 from titan.sim.record.trace_cache import TraceRequest, get_traces
 from titan.sim.replay.queues import ReplayError
 from titan.sim.report.phases import combine_phases
-from titan.sim.report.text import columns, utilization
+from titan.sim.report.text import columns, say, utilization
 from titan.sim.simulate import GIB, Facts, facts, not_simulated, price
 
 WORLD_SIZE = "world_size"
@@ -112,7 +112,6 @@ def simulate_variants(
     variants: list[Variant] = []
     requests: dict[str, TraceRequest] = {}
     by_key: defaultdict[str, list[tuple[Variant, TraceRequest, Profile, Phase]]] = defaultdict(list)
-    missing: Counter[int] = Counter()  # phases of each variant that are not simulated yet
     for chosen in settings:
         # One Variant for each profile: the settings are checked and traced once for all of them.
         of_settings = [Variant(chosen, profile.name) for profile in profiles]
@@ -135,25 +134,24 @@ def simulate_variants(
                 # Variants that differ in hardware or replicas alone share a key, and so a trace.
                 requests.setdefault(request.key, request)
                 by_key[request.key].append((variant, request, profile, phase))
-                missing[id(variant)] += 1
-    # Refused variants are done already.
-    settled = sum(bool(variant.problem) for variant in variants)
-    progress(settled, len(variants))
+
+    def report() -> None:
+        # Refused variants are done already.
+        waiting = {id(variant) for parts in by_key.values() for variant, *_ in parts}
+        progress(len(variants) - len(waiting), len(variants))
 
     def done(traced: TraceRequest, traces: dict[int, Trace] | Exception) -> None:
-        nonlocal settled
         # One trace serves all variants of the key, each with its own replicas and hardware.
-        for variant, request, profile, phase in by_key[traced.key]:
+        for variant, request, profile, phase in by_key.pop(traced.key):
             _price(variant, request, traces, profile, phase)
-            missing[id(variant)] -= 1
-            if not missing[id(variant)]:
-                variant.facts = {} if variant.problem else combine_phases(variant.parts)
-                variant.parts.clear()
-                settled += 1
-                progress(settled, len(variants))
+        report()
 
+    report()
     with no_garbage_collection():
         get_traces(list(requests.values()), processes=processes, done=done)
+    for variant in variants:
+        variant.facts = {} if variant.problem else combine_phases(variant.parts)
+        variant.parts.clear()
     return variants
 
 
@@ -171,6 +169,43 @@ def _price(
         variant.problem = str(error)
         return
     variant.parts.append((phase, facts(simulation)))
+
+
+@dataclass
+class Trials:
+    """Simulations of a job with other settings, each of which is simulated once. Every command that chooses settings has one.
+
+    Attributes:
+        job: Files and overrides, as on the command line.
+        world_size: Number of ranks.
+        profile: The hardware.
+        processes: Number of processes that trace at once. All cores by default.
+        what: Label of the progress.
+        total: Number of settings that will be simulated, as far as it is known.
+        known: Variants by settings.
+    """
+
+    job: Sequence[str]
+    world_size: int
+    profile: Profile
+    processes: int | None = None
+    what: str = "candidates simulated"
+    total: int = 0
+    known: dict[str, Variant] = field(default_factory=dict)
+
+    def __call__(self, settings: Iterable[dict[str, str]]) -> list[Variant]:
+        """Return the job with each of these settings, simulated."""
+        wanted = {str(one): one for one in settings}
+        new = {key: one for key, one in wanted.items() if key not in self.known}
+        before = len(self.known.keys() - {str({})})  # the job as it is counts with the next ones
+
+        def progress(done: int, total: int) -> None:
+            say(f"{before + done} of {max(self.total, before + total)} {self.what}")
+
+        how = {"world_size": self.world_size, "processes": self.processes, "progress": progress}
+        found = simulate_variants(self.job, new.values(), profiles=[self.profile], **how)
+        self.known |= zip(new, found, strict=True)
+        return [self.known[key] for key in wanted]
 
 
 def front(variants: Sequence[Variant]) -> list[Variant]:
