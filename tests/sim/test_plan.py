@@ -16,7 +16,6 @@ from titan.sim.price.network import price_transfer
 from titan.sim.price.profiles import load_profile
 from titan.sim.record.trace import Group, Scope, Transfer
 from titan.sim.search.candidates import Point, Search, _bubble
-from titan.sim.search.plan import width
 from titan.sim.search.variants import simulate_variants
 
 JOB = ["train_configs/debug_model.toml", "--training.seq_len=64", "--training.global_batch_size=16"]
@@ -144,13 +143,6 @@ def test_settings_name_every_choice() -> None:
     assert finder.legal(zero_bubble)
     assert not finder.legal(replace(zero_bubble, also=("compile",)))
     assert not finder.legal(replace(zero_bubble, recompute="selective"))
-
-
-def test_what_counts_as_equal_follows_from_what_differs() -> None:
-    point = Point(replicate=1, shard=64, tp=1, cp=1, pp=1, batch=4)
-    assert width(point, replace(point, batch=2, recompute="full")) == 0.016
-    assert width(point, replace(point, zero=2)) == 0.03
-    assert width(point, replace(point, tp=2, shard=32)) == 0.05
 
 
 def test_what_was_asked_for_is_searched_with_and_without() -> None:

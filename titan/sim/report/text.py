@@ -191,13 +191,13 @@ def unsupported(facts: Facts) -> list[str]:
     return [f"UNSUPPORTED PROFILE {facts['hardware']}: {reason}, so times may be far off"]
 
 
-def speed_range(facts: Facts) -> str:
+def speed_range(facts: Facts, unit: str = " tokens/s/GPU") -> str:
     """Return a simulated speed with its interval as text, such as "5,720 tokens/s/GPU (5,400 to 6,000)"."""
     low, high = facts["interval"]["low"], facts["interval"]["high"]
     # Four to forty rounded units make the range.
     places = -floor(log10((high - low) / 4)) if high > low else 0
     ends = (f"{round(end, places):,.{max(0, places)}f}" for end in (low, high))
-    return f"{facts['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU ({' to '.join(ends)})"
+    return f"{facts['tokens_per_s_per_gpu']:,.0f}{unit} ({' to '.join(ends)})"
 
 
 def degrees(facts: Facts) -> str:

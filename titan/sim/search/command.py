@@ -18,6 +18,7 @@ from titan.sim.report.text import (
     put_json,
     require_folders,
     require_positive,
+    speed_range,
     utilization,
 )
 from titan.sim.search.reasons import lost_to
@@ -68,7 +69,7 @@ def show(options: Namespace, config: JobConfig, data: dict[str, Any], results: M
 def figure_names(config: JobConfig) -> list[str]:
     """Return the heads of `figures`. MFU names the attention that it counts."""
     mfu = "MFU causal" if config.metrics.mfu_convention == "causal" else "MFU full (causal)"
-    return ["tokens/s/GPU", "gain", mfu, "step s", "lost to", "GiB"]
+    return ["tokens/s/GPU (90%)", "gain", mfu, "step s", "lost to", "GiB"]
 
 
 def figures(variant: Variant, base: float) -> list[str]:
@@ -79,7 +80,7 @@ def figures(variant: Variant, base: float) -> list[str]:
     mfu, step = utilization(facts), f"{facts['step_time_s']:.3f}"
     if facts["mfu_convention"] == "full" and facts["mfu"]:
         mfu += f" ({facts['mfu_causal']:.1%})"
-    return [f"{variant.speed:,.0f}", gain, mfu, step, lost_to(facts), variant.memory]
+    return [speed_range(facts, ""), gain, mfu, step, lost_to(facts), variant.memory]
 
 
 def settings_overlay(settings: Mapping[str, str], *comments: str) -> str:

@@ -27,6 +27,7 @@ from typing import TypeAlias
 from titan.checks.rules import advise
 from titan.config.errors import choose
 from titan.config.load import print_warnings
+from titan.sim.report.intervals import cannot_tell_apart
 from titan.sim.report.text import (
     columns,
     degrees,
@@ -34,6 +35,7 @@ from titan.sim.report.text import (
     mistake,
     put_json,
     say,
+    unsupported,
     utilization,
 )
 from titan.sim.search import fsdp
@@ -42,19 +44,6 @@ from titan.sim.search.command import figure_names, figures, read_command, settin
 from titan.sim.search.point import ALSO, Kind, Point
 from titan.sim.search.reasons import reason
 from titan.sim.search.variants import Trials, Variant
-
-WIDTHS = {
-    "batch": 0.016,
-    "recompute": 0.016,
-    "replicate": 0.016,
-    "zero": 0.03,
-    "schedule": 0.03,
-    "shard": 0.03,
-}
-"""Mean errors of predicted ratios between jobs that differ in these settings alone (train_configs/published/accuracy.md). Speeds this
-close to the fastest are shown as equal to it."""
-WIDTH = 0.05
-"""The same of any other setting, such as the degree of TP."""
 
 _BUDGET = 24  # candidates that are simulated
 _SLOW = 0.5  # of the best speed: a kind of layout that is slower gets no row before variants of faster ones
@@ -163,18 +152,6 @@ def try_batches(search: Search, trials: Trials, best: Ranked, *, free: bool) -> 
 # ---- the command ---------------------------------------------------------------------------------
 
 
-def width(one: Point, other: Point) -> float:
-    """Return the error with which the simulator compares two candidates, as a share of the speed."""
-    a, b = asdict(one), asdict(other)
-    return max((WIDTHS.get(key, WIDTH) for key in a if a[key] != b[key]), default=0.0)
-
-
-def cannot_tell_apart(a: Ranked, b: Ranked) -> bool:
-    """Return whether two candidates are equally fast, as far as the simulator can tell."""
-    slow, fast = sorted([a[1].speed, b[1].speed])
-    return slow > fast * (1 - width(a[0], b[0]))
-
-
 def kinds_first(search: Search, ranked: Sequence[Ranked]) -> list[Ranked]:
     """Return the candidates with the best of each kind before variants of the same kinds, slow kinds after them, tight ones last."""
     firsts: dict[Kind, Point] = {}
@@ -204,7 +181,7 @@ def table(search: Search, job: Variant, shown: Sequence[Ranked]) -> Iterator[str
             cells = [str(point.zero), batch, schedule, _mode(point), also]
             # Memory tells those that fit from tight ones, so their speeds are not compared.
             is_comparable = name not in ("job", "1 ") and variant.fits == shown[0][1].fits
-            if is_comparable and cannot_tell_apart(shown[0], (point, variant)):
+            if is_comparable and cannot_tell_apart(shown[0][1].facts, variant.facts):
                 name = name.replace(" ", "=")
         layout = degrees(variant.facts) if variant.facts else variant.problem[:60]
         rows.append([name, layout, *cells, *figures(variant, base)])
@@ -235,9 +212,9 @@ def _remarks(search: Search, found: Plan, *, wall_s: float) -> Iterator[str]:
         f"leaves {profile.margin:.0%} free; what is tight leaves less, or gives back its cache"
     )
     yield (
-        f"'=': as fast as the first, as far as the simulator can tell: {min(WIDTHS.values()):.1%} where batch or recomputation "
-        f"differ, up to {WIDTH:.0%} where more does. Lost to: shares of the step that exposed transfers of an axis, the bubble, the "
-        f"host and recomputation take. MFU counts {search.config.metrics.mfu_convention} attention"
+        "'=': as fast as the first, as far as the simulator can tell: within the interval of the ratio of the two speeds. Lost to: "
+        "shares of the step that exposed transfers of an axis, the bubble, the host and recomputation take. MFU counts "
+        f"{search.config.metrics.mfu_convention} attention"
     )
     if num_seen < min(_BUDGET, len(search.points)):
         yield (
@@ -351,7 +328,7 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    print(*table(search, found.job, shown), sep="\n")
+    print(*unsupported(shown[0][1].facts), *table(search, found.job, shown), sep="\n")
     print(*_remarks(search, found, wall_s=time.monotonic() - start), _fixed(search, also), sep="\n")
     print(*_prices(search, found, free=free), sep="\n")
     plans = {f"plan-{number}": variant for number, (_, variant) in enumerate(shown, 1)}
