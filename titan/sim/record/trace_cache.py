@@ -30,6 +30,7 @@ from titan.observe.routing import busiest_rank
 from titan.parallel.traits import USUAL_ENDS, ends_of
 from titan.sim.record import trace as events
 from titan.sim.record.extrapolate import CannotExtrapolate, Depth, extrapolate
+from titan.sim.record.host_time import HostPaces
 from titan.sim.record.ranks import remap_ranks
 from titan.sim.record.segments import LAYER
 from titan.sim.record.trace import Trace
@@ -123,6 +124,13 @@ def get_traces(
         done: Called once for each job, with its traces by rank or a TraceError.
     """
     plans = []
+    folder = _folder() if use_cache and not whole else None
+    paces = HostPaces(
+        [(job.config, job.layout) for job in jobs],
+        key=lambda config, layout: TraceRequest(config, layout, "cpu").key,
+        folder=folder,
+    )
+    done = partial(_with_pace, paces, done)
     for request in jobs:
         cached = use_cache and not whole and request.prepare is None
         path = _folder() / f"{request.key}.pickle" if cached else None
@@ -136,6 +144,18 @@ def get_traces(
     # processes free again.
     refused = _record(plans, processes)
     _record([_Plan(plan.request, None, plan.path, done) for plan in refused], processes)
+
+
+def _with_pace(
+    paces: HostPaces,
+    done: Callable[[TraceRequest, dict[int, Trace] | Exception], None],
+    request: TraceRequest,
+    traces: dict[int, Trace] | Exception,
+) -> None:
+    """Report the traces of a job with the host's pace."""
+    for trace in () if isinstance(traces, Exception) else traces.values():
+        trace.host = paces.of(request.config, request.layout)
+    done(request, traces)
 
 
 def _record(plans: Sequence[_Plan], processes: int) -> list[_Plan]:

@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -262,6 +263,16 @@ def _describe(error: Exception, tracer: Any, rank: int) -> str:
 _PRELOAD = ["titan.train_step", "titan.sim.record.fake_world", "titan.sim.record.tracer"]
 
 
+def recording_context() -> ForkServerContext:
+    """Return the context of recording processes. They are forked from a server that has imported torch, without threads and without an earlier backward pass."""
+    context = multiprocessing.get_context("forkserver")
+    # Children end without cleaning up. Python's tracker of semaphores would warn the user about that.
+    quiet = "ignore::UserWarning:multiprocessing.resource_tracker"
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), quiet]))
+    context.set_forkserver_preload(_PRELOAD)
+    return context
+
+
 def trace_jobs(
     jobs: Sequence[Job], processes: int, *, shared: bool = False, **options: Any
 ) -> Iterator[tuple[int, list[Trace] | Exception]]:
@@ -277,12 +288,7 @@ def trace_jobs(
         shared: Jobs of one world may share a process. If not, each job has its own.
         options: Options of `trace_job`.
     """
-    # Children are forked from a server that has imported torch, without threads and without an earlier backward pass.
-    context = multiprocessing.get_context("forkserver")
-    # Children end without cleaning up. Python's tracker of semaphores would warn the user about that.
-    quiet = "ignore::UserWarning:multiprocessing.resource_tracker"
-    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), quiet]))
-    context.set_forkserver_preload(_PRELOAD)
+    context = recording_context()
     waiting = [[*group] for group in _groups(jobs, processes if shared else len(jobs))]
     # For each process: the numbers of its open jobs, the process, and the first job's answers by rank.
     running: dict[Connection, tuple[list[int], Any, dict[int, Trace | Exception]]] = {}
