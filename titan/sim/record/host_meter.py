@@ -6,15 +6,18 @@ with nothing but a clock at the borders of the parts:
 
     forward, backward               what is outside of blocks: embedding, loss, the trainer's own work
     forward block, backward block   calls of "layers.N", and what autograd runs for them; a recomputation is part of the backward pass
-    forward hooks, backward hooks   FSDP's hooks, in blocks or not
+    forward hooks, backward hooks   FSDP's hooks in blocks
     clip, optimizer
 
-One more step runs under a dispatch mode. It counts the events that a trace has for the same program, and finds out what a CPU
-kernel costs more than a tiny operation: that is the kernel, which runs on a device elsewhere. The rest is the pace of a part, in tiny
-operations for each event, so that it holds for another host, other depths and other numbers of micro-batches.
+Two more steps run under a dispatch mode. It counts events as a trace does, and finds out what a CPU kernel costs more than a tiny
+operation: that is the kernel, which runs on a device elsewhere. What is left is the pace of a part, in tiny operations, so that it
+holds for another host, other depths and other numbers of micro-batches:
 
-Example: the blocks' forward pass takes 20.4 ms, of which 2.0 ms are CPU kernels beyond tiny operations, and has 230 events. A tiny
-operation takes 1.4 us. The pace is 18.4 ms / 1.4 us / 230 = 57.
+    blocks, their hooks     for each call of a block, hooks included in a block's
+    all others              for each event. An operation over lists of tensors counts for each tensor
+
+Example: 4 calls of blocks take 13.2 ms in the forward pass, of which 2.0 ms are CPU kernels beyond tiny operations. A tiny operation
+takes 1.4 us. The pace is 11.2 ms / 1.4 us / 4 = 2,000 tiny operations for each call.
 """
 
 from __future__ import annotations
@@ -22,9 +25,10 @@ from __future__ import annotations
 import gc
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from statistics import median
 from time import thread_time_ns
 from typing import Any
 from unittest.mock import patch
@@ -42,7 +46,9 @@ from titan.sim.record.transfers import collective_of
 
 _BLOCK = re.compile(r"(.*\.)?layers\.\d+")
 _ROUNDS = 8
-"""Measured steps. The least time of each part counts, since other work on the machine only adds time."""
+"""Measured steps, and bursts of tiny operations between them. Medians count, so that other work on the machine slows both."""
+_BURST = 1000
+_UNDER_WAY = torch.ops._c10d_functional._wrap_tensor_autograd.default  # no operation of its own
 _FSDP = "torch.distributed.fsdp._fully_shard"
 _HOOKS = (
     ("_fsdp_state", "FSDPState._pre_forward"),
@@ -60,12 +66,14 @@ class Meter:
         clock: Nanoseconds of this thread.
         part: Part that runs now.
         spent: Nanoseconds by part.
+        calls: Number of calls of blocks, without recomputations.
     """
 
     def __init__(self, clock: Callable[[], int]) -> None:
         self.clock = clock
         self.part = "forward"
         self.spent: Counter[str] = Counter()
+        self.calls = 0
         self._since = clock()
 
     def enter(self, part: str) -> None:
@@ -85,12 +93,14 @@ class Meter:
             self.enter(before)
 
     def wrap(self, part: str) -> Callable[[Any], Any]:
-        """Return a decorator that runs a function as a part. "hooks" belong to the phase that runs."""
+        """Return a decorator that runs a function as a part. "hooks" are those of FSDP's object that comes first, apart for a block's."""
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
             def metered(*args: Any, **kwargs: Any) -> Any:
-                name = f"{self.part.partition(' ')[0]} hooks" if part == "hooks" else part
-                with self.within(name):
+                now = part
+                if part == "hooks":
+                    now = f"{self.part.split()[0]} hooks" if _serves_block(args[0]) else self.part
+                with self.within(now):
                     return function(*args, **kwargs)
 
             return metered
@@ -138,6 +148,7 @@ class Meter:
                 # The first block's input. That of other blocks is an output, whose gradient begins a block.
                 if tensor.requires_grad and not hasattr(tensor, "of_block"):
                     tensor.register_hook(entering("backward"))
+            self.calls += 1
             result = forward(*args, **kwargs)
             for tensor in tensors_in([result]):
                 if tensor.requires_grad:
@@ -146,6 +157,14 @@ class Meter:
             return result
 
         return enclosed
+
+
+def _serves_block(owner: Any) -> bool:
+    """Return whether FSDP's object, a state or its group, shards a block."""
+    groups = getattr(owner, "_fsdp_param_groups", [owner])  # one attribute until torch 2.12
+    first = next((g._module_fqn or "" for g in groups if hasattr(g, "_module_fqn")), "")
+    first = first.partition(",")[0]
+    return bool(_BLOCK.fullmatch(canonical_name(f"{first}.").rstrip(".")))
 
 
 @dataclass
@@ -182,13 +201,13 @@ class Census(TorchDispatchMode):
         if not isinstance(func, torch._ops.OpOverload):
             return result
         if func not in self._operators:
-            self._operators[func] = (classify(func), collective_of(func))
+            self._operators[func] = (classify(func), func is not _UNDER_WAY and collective_of(func))
         op, collective = self._operators[func]
-        if collective is None and op.kind is None:
+        if not collective and op.kind is None:
             return result
         part, inputs = self.meter.part, list(tensors_in(args))
         self.events[part] += max(1, num_tensors(args)) if op.kind == "optimizer" else 1
-        if collective is None:
+        if not collective:
             call = (func, tuple((t.shape, t.dtype) for t in inputs))
             self.calls[part, call] += 1
             self.least[call] = min(took, self.least.get(call, took))
@@ -213,17 +232,20 @@ def measure(
     *,
     clock: Callable[[], int] = thread_time_ns,
     keep_kernels: bool = False,
+    rounds: int = _ROUNDS,
 ) -> dict[str, float]:
-    """Return the host's pace by part: tiny operations for each event.
+    """Return the host's pace by part, in tiny operations.
 
     Args:
         build: Builds the program, with tiny sizes, on CPU tensors. The process group is there.
         clock: Nanoseconds of this thread.
         keep_kernels: Leave CPU kernels in, to compare with a real step on a CPU.
+        rounds: Measured steps.
     """
     torch.set_num_threads(1)
     meter = Meter(clock)
-    spent: dict[str, int] = {}
+    steps: list[Counter[str]] = []
+    bursts: list[float] = []
     a, b = torch.ones(16, 64), torch.ones(16, 64)
     with ExitStack() as stack:
         stack.enter_context(meter.watch_hooks())
@@ -234,52 +256,57 @@ def measure(
         gc.disable()  # as the trainer does
         stack.callback(gc.enable)
         program.train(1)  # the first step makes states and learns shapes
-        for step in range(2, _ROUNDS + 2):
-            meter.spent.clear()
+        for step in range(2, rounds + 2):
+            bursts.append(_each(clock, lambda: torch.add(a, b)))
             meter.enter("forward")
             meter.spent.clear()
+            meter.calls = 0
             program.train(step)
             meter.enter("forward")
-            spent = {part: min(s, spent.get(part, s)) for part, s in meter.spent.items()}
-        tiny = min(_each(clock, lambda: torch.add(a, b)) for _ in range(5))
-        census = Census(meter)
-        with census:
-            for step in range(2):  # the same calls twice, so that each has a quick one
-                census.events.clear()
-                census.calls.clear()
-                program.train(_ROUNDS + 2 + step)
-        alone = Census(meter)
+            steps.append(Counter(meter.spent))
+        calls, census, alone = meter.calls, Census(meter), Census(meter)
+        for step in range(2):  # the same calls twice, so that each has a quick one
+            census.events.clear()
+            census.calls.clear()
+            with census:
+                program.train(rounds + 2 + step)
         with alone:
             for _ in range(100):
                 torch.add(a, b)
+    spent = Counter({part: median(s[part] for s in steps) for part in steps[0]})
     if not keep_kernels:
-        spent = Counter(spent) - census.kernels(min(alone.least.values()))
-    return paces(Counter(spent), census.events, tiny)
+        spent.subtract(census.kernels(min(alone.least.values())))
+    return paces(spent, census.events, calls, tiny=median(bursts))
 
 
-def paces(spent: Counter[str], events: Counter[str], tiny: float) -> dict[str, float]:
-    """Return tiny operations for each event by part.
+def paces(
+    spent: Mapping[str, float], events: Mapping[str, int], calls: int, *, tiny: float
+) -> dict[str, float]:
+    """Return the pace of each part in tiny operations.
 
     Args:
         spent: Nanoseconds of the host by part.
         events: Number of events by part.
+        calls: Number of calls of blocks.
         tiny: Nanoseconds of a tiny operation.
     """
-    result = {}
-    for part, count in events.items():
-        if count:
-            # A block has hooks of its own. In compiled blocks they are all that is left.
-            parts = {part, part.replace("block", "hooks")}
-            result[part] = sum(spent[p] for p in parts) / sum(events[p] for p in parts) / tiny
+    result: dict[str, float] = {}
+    for part in spent:
+        phase, _, inner = part.partition(" ")
+        if not inner and events.get(part):
+            result[part] = max(0.0, spent[part]) / events[part] / tiny
+        elif inner:
+            inside = spent[part] + (spent.get(f"{phase} hooks", 0) if inner == "block" else 0)
+            result[part] = max(0.0, inside) / calls / tiny
     return result
 
 
 def _each(clock: Callable[[], int], work: Callable[[], Any]) -> float:
     """Return the nanoseconds of one of many calls."""
     start = clock()
-    for _ in range(2000):
+    for _ in range(_BURST):
         work()
-    return (clock() - start) / 2000
+    return (clock() - start) / _BURST
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from titan.sim.record.trace_jobs import recording_context
 logger = logging.getLogger("titan")
 
 _BLOCKS = 4
-"""Blocks of a tiny model, beside one without experts."""
+"""Blocks of a tiny model."""
 _SIZES = {
     "dim": 64,
     "n_heads": 8,
@@ -39,7 +39,6 @@ _SIZES = {
     "num_groups": 4,
     "top_groups": 2,
     "top_k": 2,
-    "n_dense_layers": 1,
     "q_lora_rank": 32,
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 16,
@@ -49,6 +48,8 @@ _SIZES = {
     "image_token": 255,
 }
 """Upper limits of a tiny model's sizes. Zeros, which turn a part off, stay."""
+_DEGREES = {"dp_replicate": 2, "dp_shard": 8, "cp": 2, "tp": 2}
+"""Upper limits of degrees. FSDP cuts and joins a list with an entry for each shard."""
 _TOKENS = 64
 _LARGEST = 20_000_000
 """Parameters of a tiny model of another package, whose sizes have other names, from which it is not tried."""
@@ -65,10 +66,12 @@ def tiny(config: JobConfig, layout: Layout) -> tuple[JobConfig, Layout]:
         value = getattr(sizes, field.name)
         if field.init and field.name in _SIZES and value:
             overrides[field.name] = min(value, _SIZES[field.name])
+    if getattr(sizes, "n_dense_layers", 0) < sizes.n_layers and hasattr(sizes, "n_dense_layers"):
+        overrides["n_dense_layers"] = 0  # few of many
     if "n_kv_heads" in overrides or getattr(sizes, "n_kv_heads", 0) != sizes.n_heads:
         overrides["n_kv_heads"] = 4 if sizes.n_kv_heads < sizes.n_heads else 8
-    overrides["n_layers"] = min(sizes.n_layers, _BLOCKS + bool(overrides.get("n_dense_layers")))
-    small = {axis: min(2, getattr(layout, axis)) for axis in ("dp_replicate", "dp_shard", "cp", "tp")}
+    overrides["n_layers"] = min(sizes.n_layers, _BLOCKS)
+    small = {axis: min(most, getattr(layout, axis)) for axis, most in _DEGREES.items()}
     ep, lent = config.parallelism.expert_parallel_degree, layout.dp_shard * layout.cp * layout.tp
     if 1 < ep < lent and small["dp_shard"] * small["cp"] * small["tp"] == 2:
         small["dp_shard"] *= 2  # experts are sharded over the rest
@@ -164,7 +167,7 @@ class HostPaces:
                 logger.warning(f"the host's time is the usual one, not that of this job, whose tiny step cannot run on a CPU: {failure}")  # fmt: skip
             if self.folder and not failure.startswith("the process"):
                 _write(self.folder / f"host-{measured}.json", pace)
-        return self.known[name]
+        return dict(self.known[name])
 
     def _end(self) -> int:
         """End the process, and return its exit code."""

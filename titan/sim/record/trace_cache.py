@@ -155,6 +155,8 @@ def _with_pace(
     """Report the traces of a job with the host's pace."""
     for trace in () if isinstance(traces, Exception) else traces.values():
         trace.host = paces.of(request.config, request.layout)
+        if trace.host:
+            trace.host |= {"accumulation": request.layout.accumulation}
     done(request, traces)
 
 

@@ -5,6 +5,7 @@ A host runs ahead of the device. It stops only where the trace stops it, or when
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -200,13 +201,14 @@ USUAL_PACE = {"forward": 45.0, "backward": 45.0, "clip": 5.0, "optimizer": 12.0}
 """Tiny operations for each event, by phase, where a trace has no recorded pace: those of Llama's blocks under FSDP, rounded."""
 _PHASES = {"setup": "forward", "recompute": "backward"}
 _FSDP_AXES = {"dp_shard", "dp_replicate"}
+_WORK = ("matmul", "attention")
 
 
 class Issue:
     """Seconds for which a host is busy until it has issued an event: Python, autograd, DTensor and hooks, and the launch itself.
 
-    The trace's pace (titan.sim.record.host_meter) is spread over the events of a part. An operation over lists counts for each tensor.
-    In compiled blocks, only FSDP's hooks have a pace, since they run outside of the compiled code.
+    The time of a block's call (titan.sim.record.host_meter) is spread over the events of blocks in that phase. In compiled blocks,
+    only FSDP's hooks take time of their own, since they run outside of the compiled code.
 
     Attributes:
         compiled: Whether blocks are compiled.
@@ -214,12 +216,36 @@ class Issue:
 
     def __init__(self, trace: Trace, cost: Cost) -> None:
         self.trace, self.cost = trace, cost
-        self.compiled = any(
-            isinstance(e, Launch) and e.kernel.host == "compiled" and _in_block(e.scope)
-            for e in trace.step
-        )
         self._region: tuple[str, str] | None = None  # compiled code that runs now
         self._paces: dict[int, float] = {}
+        events: Counter[str] = Counter()
+        hooks: Counter[str] = Counter()
+        calls: set[tuple[str, str]] = set()
+        self.compiled = False
+        for event in trace.step:
+            if not isinstance(event, Launch | Transfer) or not _in_block(event.scope):
+                continue
+            phase, block = _region(event.scope)
+            events[phase] += 1
+            if isinstance(event, Launch):
+                is_compiled = event.kernel.host == "compiled"
+                self.compiled |= is_compiled
+                hooks[phase] += not is_compiled
+                if phase == "forward" and event.kernel.kind in _WORK:
+                    calls.add((event.scope.action, block))
+            else:
+                hooks[phase] += self._is_hook(event)
+        count = len(calls) * trace.host.get("accumulation", 1)
+        inner, numbers = ("hooks", hooks) if self.compiled else ("block", events)
+        self._block_paces = {
+            phase: trace.host[f"{phase} {inner}"] * count / number
+            for phase, number in numbers.items()
+            if number and f"{phase} {inner}" in trace.host
+        }
+
+    def _is_hook(self, event: Transfer) -> bool:
+        """Return whether FSDP issues a transfer."""
+        return not _FSDP_AXES.isdisjoint(self.trace.groups[event.group].axes)
 
     def kernel_s(self, event: Launch) -> float:
         """Return the seconds for a kernel."""
@@ -235,22 +261,22 @@ class Issue:
         is_list = kernel.kind == "optimizer" and len(kernel.shapes) > 1
         return seconds + self._pace_s(event.scope) * (kernel.shapes[1][0] if is_list else 1)
 
-    def transfer_s(self, event: Transfer, group: Group) -> float:
+    def transfer_s(self, event: Transfer) -> float:
         """Return the seconds for a transfer. Compiled code starts its own as it launches kernels."""
         seconds = self.cost.launch_transfer_s
-        if self._region == _region(event.scope) and not _FSDP_AXES & {*group.axes}:
+        if self._region == _region(event.scope) and not self._is_hook(event):
             return seconds
         self._region = None
         return seconds + self._pace_s(event.scope)
 
     def _pace_s(self, scope: Scope) -> float:
-        """Return the seconds between two events of a part."""
+        """Return the seconds from an event to the next one of a part."""
         pace = self._paces.get(id(scope))
         if pace is None:
             phase = _PHASES.get(scope.phase, scope.phase)
-            part = f"{phase} {'hooks' if self.compiled else 'block'}" if _in_block(scope) else phase
-            known = self.trace.host
-            tiny = known.get(part, known.get(phase, USUAL_PACE[phase]))
+            tiny = self.trace.host.get(phase, USUAL_PACE[phase])
+            if _in_block(scope):
+                tiny = self._block_paces.get(phase, USUAL_PACE[phase])
             pace = self._paces[id(scope)] = tiny * self.cost.tiny_s
         return pace
 
@@ -289,7 +315,7 @@ def _program(trace: Trace, cost: Cost) -> Iterator[tuple[Any, ...]]:
             yield Host.launch, price[0], issue.kernel_s(event), event, price[1]
         elif isinstance(event, Transfer):
             group = trace.groups[event.group]
-            yield Host.transfer, event, group, issue.transfer_s(event, group)
+            yield Host.transfer, event, group, issue.transfer_s(event)
         elif isinstance(event, AwaitWork):
             yield Host.await_work, event.stream, event.work, event.host
         elif isinstance(event, RecordEvent):
