@@ -120,7 +120,8 @@ def tiny_pace(row: str) -> dict[str, dict[str, float]]:
     config = config_of(row).on_device("cpu")
     small, layout = tiny(config, resolve_layout(config, 8))
     # As wide as the row itself, whose CPU kernels are to be compared. Only the depth is small.
-    overrides = {**config.model.overrides, "n_layers": small.model.overrides["n_layers"]}
+    depth = {n: v for n, v in small.model.overrides.items() if n in ("n_layers", "n_dense_layers")}
+    overrides = {**config.model.overrides, **depth}
     wide = small.model_copy(
         update={"model": config.model.model_copy(update={"overrides": overrides})}
     )

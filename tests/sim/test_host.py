@@ -105,7 +105,6 @@ def by_calls() -> dict[str, dict[str, float]]:
         "no FSDP": ({}, 1),
         "TP": (tensor, 4),
         "full AC": ({"activation_checkpoint": {"mode": "full"}}, 2),
-        "PP": ({"parallelism": {"pipeline_parallel_degree": 2}}, 4),
         "experts": ({"model": MOE}, 2),
         "EP": ({"model": MOE, "parallelism": {"expert_parallel_degree": 2}}, 2),
     }
@@ -122,8 +121,9 @@ def by_calls() -> dict[str, dict[str, float]]:
 def test_every_block_costs_as_much_as_the_next(by_calls: dict[str, dict[str, float]]) -> None:
     """Twice the blocks take twice the time."""
     two, four = by_calls["two blocks"], by_calls["FSDP"]
-    for part in ("forward block", "forward hooks", "backward hooks"):
-        assert two[part] == pytest.approx(four[part], rel=0.05), part
+    for part in ("forward block", "backward block"):
+        # The last block stays gathered, and is half of two blocks and a quarter of four.
+        assert two[part] == pytest.approx(four[part], rel=0.1), part
 
 
 def test_what_a_layout_adds_to_a_block(by_calls: dict[str, dict[str, float]]) -> None:
@@ -136,8 +136,6 @@ def test_what_a_layout_adds_to_a_block(by_calls: dict[str, dict[str, float]]) ->
     again = by_calls["full AC"]["backward block"] - by_calls["FSDP"]["backward block"]
     assert again > 0.9 * by_calls["no FSDP"]["forward block"]
     assert block("EP") > block("experts") > block("FSDP")
-    # A stage's blocks do what blocks do without a pipeline.
-    assert by_calls["PP"] == by_calls["FSDP"]
 
 
 # ---- who shares a measurement ----------------------------------------------------------------------
@@ -154,7 +152,6 @@ def test_sizes_share_a_measurement_and_programs_do_not() -> None:
         key(job(batch=2), 8),
         key(job(layers=8), 8),
         key(job(training={"seq_len": 4096, "global_batch_size": 64}), 8),
-        key(job(parallelism={"pipeline_parallel_degree": 2}), 16),
         key(job(compile={"enable": True}), 8),
         key(job(), 64),
     ):
@@ -263,7 +260,9 @@ def test_compiled_blocks_take_their_hooks_a_call_and_their_launches() -> None:
 
 def test_operations_over_lists_count_each_tensor() -> None:
     update = replace(kernel(1), kind="optimizer", shapes=((1, 30), (40, 40)))
-    assert host_us([Launch(update, 0, Scope("optimizer"))], {"optimizer": 5.0}) == pytest.approx(202)
+    assert host_us([Launch(update, 0, Scope("optimizer"))], {"optimizer": 5.0}) == pytest.approx(
+        202
+    )
 
 
 def test_without_a_pace_the_usual_one_counts() -> None:

@@ -277,10 +277,12 @@ def step_facts(simulation: StepSimulation) -> Facts:
             "span_s": timeline.mean_by("span_s"),
             "copies_s": timeline.mean("copies_s"),
             "host_s": timeline.mean("host_s"),
+            "host_busy_s": timeline.mean("host_busy_s"),
             "peers_s": timeline.mean("peers_s"),
         },
         "comm": _communication(simulation),
         "pipeline": {"bubble_fraction": timeline.bubble_fraction},
+        "host": _host(simulation),
         "memory": _memory(simulation.fullest),
         "per_rank": [_rank(simulation, rank) for rank in simulation.traces],
         "wall_s": simulation.wall_s,
@@ -396,6 +398,16 @@ def _communication(simulation: StepSimulation) -> Facts:
             }
             for axis, count in sorted(mean_by("num_sent").items())
         },
+    }
+
+
+def _host(simulation: StepSimulation) -> Facts:
+    """Return the facts about the host's program."""
+    traces = simulation.traces.values()
+    launches = (e for trace in traces for e in trace.step if isinstance(e, Launch))
+    return {
+        "pace": "recorded" if all(trace.host for trace in traces) else "usual",
+        "compiled": any(launch.kernel.host == "compiled" for launch in launches),
     }
 
 

@@ -12,7 +12,8 @@ import logging
 import os
 import pickle
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields, replace
+from contextlib import suppress
+from dataclasses import fields
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from titan.config.layout import Layout
 from titan.config.model import model_config
 from titan.config.schema import JobConfig, QuantizeSection
 from titan.config.schema_simulator import SimulatorSection
-
 from titan.sim.record.trace_jobs import recording_context
 
 logger = logging.getLogger("titan")
@@ -76,25 +76,33 @@ def tiny(config: JobConfig, layout: Layout) -> tuple[JobConfig, Layout]:
     if 1 < ep < lent and small["dp_shard"] * small["cp"] * small["tp"] == 2:
         small["dp_shard"] *= 2  # experts are sharded over the rest
     shape = Layout(pp=1, accumulation=1, **small)
+    resharding = config.parallelism.fsdp_reshard_after_forward
     parallelism = {
         "data_parallel_replicate_degree": shape.dp_replicate,
         "data_parallel_shard_degree": shape.dp_shard,
         "context_parallel_degree": shape.cp,
         "tensor_parallel_degree": shape.tp,
-        "expert_parallel_degree": shape.world_size // shape.dp_replicate if ep == lent else min(2, ep),
-        "expert_tensor_parallel_degree": min(shape.tp, config.parallelism.expert_tensor_parallel_degree),
+        "expert_parallel_degree": shape.world_size // shape.dp_replicate
+        if ep == lent
+        else min(2, ep),
+        "expert_tensor_parallel_degree": min(
+            shape.tp, config.parallelism.expert_tensor_parallel_degree
+        ),
         "pipeline_parallel_degree": 1,
         "pipeline_parallel_layers_per_stage": None,
         "module_fqns_per_model_part": None,
         "enable_async_tensor_parallel": False,
+        # With a pipeline, FSDP keeps gathered weights by default.
+        "fsdp_reshard_after_forward": "never"
+        if layout.pp > 1 and resharding == "default"
+        else resharding,
         "fsdp_kept_blocks": min(config.parallelism.fsdp_kept_blocks, _BLOCKS),
     }
-    chunk = config.loss.chunk_tokens
     changes: dict[str, dict[str, Any]] = {
         "model": {"overrides": overrides, "attention_backend": "auto"},
         "parallelism": parallelism,
         "training": {"local_batch_size": 1, "seq_len": _TOKENS, "global_batch_size": -1},
-        "loss": {"chunk_tokens": min(chunk, _TOKENS // 4)},
+        "loss": {"chunk_tokens": min(config.loss.chunk_tokens, _TOKENS // 4)},
         "compile": {"enable": False},
         "activation_checkpoint": {"op_keep_by_block": []},
     }  # fmt: skip
@@ -218,12 +226,12 @@ def measure_job(config: JobConfig, layout: Layout) -> tuple[dict[str, float], st
         "quantize": QuantizeSection(),
         "data": config.data.model_copy(update={"document_mask": False}),
     }
-    failure = ""
-    for job in (config, config.model_copy(update=plain)):
-        try:
-            return measured(job, layout), ""
-        except Exception as error:
-            failure = failure or f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    try:
+        return measured(config, layout), ""
+    except Exception as error:
+        failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    with suppress(Exception):
+        return measured(config.model_copy(update=plain), layout), ""
     return {}, failure
 
 

@@ -31,7 +31,9 @@ from titan.sim.simulate import Facts, Simulation
 
 _DAY_S, _HOUR_S = 86_400.0, 3_600.0
 BYTES = {"float32": 4, "bfloat16": 2}
-COPY_TINY = 10  # tiny operations of the host to start a copy of a DTensor, as measured with torch 2.13
+COPY_TINY = (
+    10  # tiny operations of the host to start a copy of a DTensor, as measured with torch 2.13
+)
 _NEVER = 1e-6  # goodput of a run that does not end
 
 
