@@ -22,6 +22,7 @@ takes 1.4 us. The pace is 11.2 ms / 1.4 us / 4 = 2,000 tiny operations for each 
 
 from __future__ import annotations
 
+import functools
 import gc
 import re
 from collections import Counter
@@ -96,6 +97,7 @@ class Meter:
         """Return a decorator that runs a function as a part. "hooks" are those of FSDP's object that comes first, apart for a block's."""
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(function)  # titan.parallel knows FSDP's hooks by their module
             def metered(*args: Any, **kwargs: Any) -> Any:
                 now = part
                 if part == "hooks":
