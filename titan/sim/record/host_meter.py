@@ -144,7 +144,8 @@ class Meter:
             return lambda _: self.enter(part)
 
         def enclosed(*args: Any, **kwargs: Any) -> Any:
-            if torch_compat.in_backward():  # a recomputation is within the block's backward pass
+            # A recomputation is within the block's backward pass, and a checkpoint's wrapper has the block's own name.
+            if torch_compat.in_backward() or self.part.endswith("block"):
                 return call(*args, **kwargs)
             for tensor in tensors_in(args):
                 # The first block's input. That of other blocks is an output, whose gradient begins a block.
