@@ -115,17 +115,20 @@ def real_step(row: str) -> dict[str, float]:
 def tiny_pace(row: str) -> dict[str, dict[str, float]]:
     """Return the paces of a row's tiny job, with CPU kernels and without."""
     from titan.config.layout import resolve_layout
-    from titan.sim.record.host_time import measured, tiny
+    from titan.sim.record.host_meter import measure_job
+    from titan.sim.record.host_time import tiny
 
     config = config_of(row).on_device("cpu")
     small, layout = tiny(config, resolve_layout(config, 8))
-    # As wide as the row itself, whose CPU kernels are to be compared. Only the depth is small.
+    # As wide and as long as the row itself, whose CPU kernels are to be compared. Only the depth is small.
     depth = {n: v for n, v in small.model.overrides.items() if n in ("n_layers", "n_dense_layers")}
     overrides = {**config.model.overrides, **depth}
-    wide = small.model_copy(
-        update={"model": config.model.model_copy(update={"overrides": overrides})}
-    )
-    return {"with": measured(wide, layout, keep_kernels=True), "without": measured(small, layout)}
+    model = config.model.model_copy(update={"overrides": overrides})
+    wide = small.model_copy(update={"model": model, "training": config.training})
+    return {
+        "with": measure_job(wide, layout, keep_kernels=True),
+        "without": measure_job(small, layout),
+    }
 
 
 def host_ms(trace: Any, pace: dict[str, float], tiny_us: float) -> float:

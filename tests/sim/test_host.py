@@ -9,7 +9,6 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,10 +21,12 @@ from titan.config.model import model_config
 from titan.config.schema import JobConfig
 from titan.sim.price.cost import Cost
 from titan.sim.price.profiles import load_profile
+from titan.sim.record import trace_cache
 from titan.sim.record.host_meter import Meter, paces
-from titan.sim.record.host_time import HostPaces, tiny
+from titan.sim.record.host_time import tiny
 from titan.sim.record.trace import Event, Group, Launch, Scope, Trace, Transfer
-from titan.sim.record.trace_cache import TraceRequest
+from titan.sim.record.trace_cache import TraceRequest, get_traces
+from titan.sim.record.trace_jobs import Job, trace_jobs
 from titan.sim.replay.queues import replay
 
 DP = Group("dp", ("dp_shard",), (0, 1))
@@ -73,7 +74,8 @@ MEASURE = """
 import json, sys
 from titan.config.layout import Layout
 from titan.config.schema import JobConfig
-from titan.sim.record.host_time import measured, tiny
+from titan.sim.record.host_meter import measure_job
+from titan.sim.record.host_time import tiny
 from titan.checks.rules import resolve_layout
 
 count = 0
@@ -88,7 +90,7 @@ for sections, world in json.loads(sys.argv[1]):
     small = tiny(config, resolve_layout(config, world))
     sys.setprofile(profile)
     try:
-        found.append(measured(*small, clock=lambda: count, rounds=1))
+        found.append(measure_job(*small, clock=lambda: count, rounds=1))
     finally:
         sys.setprofile(None)
 print(json.dumps(found))
@@ -143,7 +145,7 @@ def test_what_a_layout_adds_to_a_block(by_calls: dict[str, dict[str, float]]) ->
 
 def key(config: JobConfig, world: int) -> str:
     layout = resolve_layout(config, world)
-    return TraceRequest(*tiny(config, layout), "cpu").key
+    return TraceRequest(*tiny(config, layout), "host").key
 
 
 def test_sizes_share_a_measurement_and_programs_do_not() -> None:
@@ -185,25 +187,39 @@ def test_tiny_jobs_are_valid_and_small(model: dict[str, Any], parallelism: dict[
     assert model_config(small.model).num_params < 2e6
 
 
-def test_a_pace_comes_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, layout = job(), resolve_layout(job(), 2)
-    (tmp_path / "host-one.json").write_text('{"forward": 3.5}')
-    # A process to measure would fail here.
-    monkeypatch.setattr("titan.sim.record.host_time.recording_context", None)
-    found = HostPaces([(config, layout)], key=lambda *_: "one", folder=tmp_path)
-    assert found.of(config, layout) == {"forward": 3.5}
+def paces_of(config: JobConfig, world: int) -> dict[str, float]:
+    """Return the pace that a job's trace gets."""
+    found: list[Any] = []
+    get_traces(
+        [TraceRequest(config, resolve_layout(config, world))], done=lambda _, t: found.append(t)
+    )
+    [[trace]] = [[*traces.values()] for traces in found]
+    return trace.host
 
 
-def test_a_job_that_cpus_cannot_run_has_the_usual_pace(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = job(model={"overrides": {"n_layers": 4, "vocab_size": 256}})
-    broken = config.model_copy(update={"loss": config.loss.model_copy(update={"name": "none"})})
-    layout = resolve_layout(config, 2)
-    for _ in range(2):  # then from the cache
-        found = HostPaces([(broken, layout)], key=lambda *_: "one", folder=tmp_path)
-        assert found.of(broken, layout) == {}
-    assert [r.message for r in caplog.records if "usual" in r.message] and len(caplog.records) == 1
+def test_a_trace_has_its_jobs_pace_also_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = job(training={"global_batch_size": 24})
+    pace = paces_of(config, 2)
+    assert pace["accumulation"] == 3
+    # FSDP's hooks are a part of a block's calls.
+    assert pace["forward block"] > pace["forward hooks"] > 0
+    # Another batch needs another trace, and no other pace.
+    recorded: list[str] = []
+
+    def watched(jobs: list[Job], *args: Any, **options: Any) -> Any:
+        recorded.extend(job.device_kind for job in jobs)
+        return trace_jobs(jobs, *args, **options)
+
+    monkeypatch.setattr(trace_cache, "trace_jobs", watched)
+    again = paces_of(job(batch=2, training={"global_batch_size": 4}), 2)
+    assert again == {**pace, "accumulation": 1}
+    assert paces_of(config, 2) == pace
+    assert {*recorded} == {"cuda"}
+
+
+def test_a_job_that_cpus_cannot_run_has_the_usual_pace() -> None:
+    [(_, [trace])] = trace_jobs([Job((job(loss={"name": "none"}),), 2, (0,), "host")], 1)
+    assert trace.host == {} and not trace.step
 
 
 # ---- the replay ------------------------------------------------------------------------------------

@@ -35,20 +35,27 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan.parallel import collectives, expert
+from titan.config.layout import AXES, Layout
+from titan.config.model import model_config
+from titan.config.schema import JobConfig
+from titan.parallel import build_mesh, collectives, expert
 from titan.parallel.init_weights import canonical_name
 from titan.sim.record import torch_compat
 from titan.sim.record.operators import classify, tensors_in
-from titan.sim.record.program import Program
+from titan.sim.record.program import Program, job_program
 from titan.sim.record.transfers import collective_of
 
 _BLOCK = re.compile(r"(.*\.)?layers\.\d+")
 _ROUNDS = 8
 """Measured steps, and bursts of tiny operations between them. Medians count, so that other work on the machine slows both."""
 _BURST = 1000
+_LARGEST = (
+    20_000_000  # parameters of a tiny model of another package, whose sizes may have other names
+)
 _UNDER_WAY = torch.ops._c10d_functional._wrap_tensor_autograd.default  # no operation of its own
 _FSDP = "torch.distributed.fsdp._fully_shard"
 _HOOKS = (
@@ -228,6 +235,20 @@ def num_tensors(args: Any) -> int:
     """Return the length of the first list of tensors among arguments."""
     lists = (a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor))
     return len(next(lists, ()))
+
+
+def measure_job(config: JobConfig, layout: Layout, **options: Any) -> dict[str, float]:
+    """Return the pace of a tiny job, in a process of its own. `options` are those of `measure`."""
+    if model_config(config.model).num_params > _LARGEST:
+        raise ValueError("its sizes have names of their own, and are not made small")
+    device = torch.device("cpu")
+    store = torch_compat.find("torch.testing._internal.distributed.fake_pg", "FakeStore")()
+    dist.init_process_group("fake", store=store, rank=0, world_size=layout.world_size)
+    try:
+        mesh = build_mesh(device.type, **{axis: getattr(layout, axis) for axis in AXES})
+        return measure(lambda: job_program(config, layout, device, mesh), **options)
+    finally:
+        dist.destroy_process_group()
 
 
 def measure(

@@ -30,7 +30,7 @@ from titan.observe.routing import busiest_rank
 from titan.parallel.traits import USUAL_ENDS, ends_of
 from titan.sim.record import trace as events
 from titan.sim.record.extrapolate import CannotExtrapolate, Depth, extrapolate
-from titan.sim.record.host_time import HostPaces
+from titan.sim.record.host_time import Paces, tiny
 from titan.sim.record.ranks import remap_ranks
 from titan.sim.record.segments import LAYER
 from titan.sim.record.trace import Trace
@@ -123,41 +123,26 @@ def get_traces(
         use_cache: Read and write the cache.
         done: Called once for each job, with its traces by rank or a TraceError.
     """
-    plans = []
-    folder = _folder() if use_cache and not whole else None
-    paces = HostPaces(
-        [(job.config, job.layout) for job in jobs],
-        key=lambda config, layout: TraceRequest(config, layout, "cpu").key,
-        folder=folder,
-    )
-    done = partial(_with_pace, paces, done)
-    for request in jobs:
+    plans, paces = [], Paces(done)
+    # The paces first: jobs wait for them.
+    tiny_of = {id(job): TraceRequest(*tiny(job.config, job.layout), "host") for job in jobs}
+    hosts = {request.key: request for request in tiny_of.values()}
+    asked = [(host, partial(paces.measured, key)) for key, host in hosts.items()]
+    asked += [(job, partial(paces.recorded, tiny_of[id(job)].key)) for job in jobs]
+    for request, tell in asked:
         cached = use_cache and not whole and request.prepare is None
         path = _folder() / f"{request.key}.pickle" if cached else None
         if path and (traces := read_entry(path)) is not None:
             # The cache may hold the trace of a world with more or fewer replicas.
-            done(request, {t.rank: t for t in (remap_ranks(t, request.layout) for t in traces)})
+            tell(request, {t.rank: t for t in (remap_ranks(t, request.layout) for t in traces)})
         else:
-            plans.append(_Plan(request, None if whole else shallow(request), path, done))
+            is_whole = whole or request.device_kind == "host"
+            plans.append(_Plan(request, None if is_whole else shallow(request), path, tell))
     processes = processes or os.cpu_count() or 1
     # First the shallow models. Where their blocks are not alike, the whole model follows, with all
     # processes free again.
     refused = _record(plans, processes)
     _record([_Plan(plan.request, None, plan.path, done) for plan in refused], processes)
-
-
-def _with_pace(
-    paces: HostPaces,
-    done: Callable[[TraceRequest, dict[int, Trace] | Exception], None],
-    request: TraceRequest,
-    traces: dict[int, Trace] | Exception,
-) -> None:
-    """Report the traces of a job with the host's pace."""
-    for trace in () if isinstance(traces, Exception) else traces.values():
-        trace.host = paces.of(request.config, request.layout)
-        if trace.host:
-            trace.host |= {"accumulation": request.layout.accumulation}
-    done(request, traces)
 
 
 def _record(plans: Sequence[_Plan], processes: int) -> list[_Plan]:

@@ -22,7 +22,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,7 +37,8 @@ from titan.sim.record.script import Script
 from titan.sim.record.trace import Trace
 from titan.untrusted import InputError
 
-DeviceKind = Literal["cuda", "cpu"]
+DeviceKind = Literal["cuda", "cpu", "host"]
+"""Device whose kernels are recorded. "host" records the pace of the host instead (host_meter.py)."""
 Prepare = Callable[[JobConfig, Layout], None]
 """Function of a module (so that it pickles) that changes torch or the model in a recording process, before the program is built."""
 
@@ -115,6 +115,15 @@ def trace_job(
     from titan.sim.record.tracer import Tracer
 
     rank = job.ranks[0]
+    if job.device_kind == "host":
+        from titan.sim.record.host_meter import measure_job
+
+        with suppress(Exception):  # kernels that CPUs lack: the pace is not known
+            pace = measure_job(job.programs[0], _layout(job))
+            yield Trace(rank, job.world_size, host=pace)
+            return
+        yield Trace(rank, job.world_size)
+        return
     layout = None if job.script else _layout(job)
     where = {"rank": rank, "world_size": job.world_size, "device_kind": job.device_kind}
     with fake_world(layout, **where) as (device, mesh):
@@ -171,7 +180,13 @@ def world_of(job: Job) -> object:
 
     A process is warm after its first job, and records the next jobs in a third of the time.
     """
-    if job.script or job.prepare or job.programs[0].compile.enable or len(job.ranks) > 1:
+    if (
+        job.device_kind == "host"
+        or job.script
+        or job.prepare
+        or job.programs[0].compile.enable
+        or len(job.ranks) > 1
+    ):
         return id(job)
     layout, simulator = _layout(job), job.programs[0].simulator.model_dump_json()
     return (str(layout), job.ranks, job.device_kind, simulator) if layout.pp == 1 else id(job)
@@ -263,16 +278,6 @@ def _describe(error: Exception, tracer: Any, rank: int) -> str:
 _PRELOAD = ["titan.train_step", "titan.sim.record.fake_world", "titan.sim.record.tracer"]
 
 
-def recording_context() -> ForkServerContext:
-    """Return the context of recording processes. They are forked from a server that has imported torch, without threads and without an earlier backward pass."""
-    context = multiprocessing.get_context("forkserver")
-    # Children end without cleaning up. Python's tracker of semaphores would warn the user about that.
-    quiet = "ignore::UserWarning:multiprocessing.resource_tracker"
-    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), quiet]))
-    context.set_forkserver_preload(_PRELOAD)
-    return context
-
-
 def trace_jobs(
     jobs: Sequence[Job], processes: int, *, shared: bool = False, **options: Any
 ) -> Iterator[tuple[int, list[Trace] | Exception]]:
@@ -288,7 +293,12 @@ def trace_jobs(
         shared: Jobs of one world may share a process. If not, each job has its own.
         options: Options of `trace_job`.
     """
-    context = recording_context()
+    # Children are forked from a server that has imported torch, without threads and without an earlier backward pass.
+    context = multiprocessing.get_context("forkserver")
+    # Children end without cleaning up. Python's tracker of semaphores would warn the user about that.
+    quiet = "ignore::UserWarning:multiprocessing.resource_tracker"
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), quiet]))
+    context.set_forkserver_preload(_PRELOAD)
     waiting = [[*group] for group in _groups(jobs, processes if shared else len(jobs))]
     # For each process: the numbers of its open jobs, the process, and the first job's answers by rank.
     running: dict[Connection, tuple[list[int], Any, dict[int, Trace | Exception]]] = {}

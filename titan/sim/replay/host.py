@@ -258,8 +258,9 @@ class Issue:
             self._region = region
             return seconds
         self._region = None
-        is_list = kernel.kind == "optimizer" and len(kernel.shapes) > 1
-        return seconds + self._pace_s(event.scope) * (kernel.shapes[1][0] if is_list else 1)
+        shapes, is_list = kernel.shapes, kernel.kind == "optimizer"
+        count = shapes[1][0] if is_list and len(shapes) == 2 else 1
+        return seconds + count * self._pace_s(event.scope)
 
     def transfer_s(self, event: Transfer) -> float:
         """Return the seconds for a transfer. Compiled code starts its own as it launches kernels."""
