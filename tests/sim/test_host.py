@@ -22,7 +22,7 @@ from titan.config.schema import JobConfig
 from titan.sim.price.cost import Cost
 from titan.sim.price.profiles import load_profile
 from titan.sim.record import trace_cache
-from titan.sim.record.host_meter import Meter, paces
+from titan.sim.record.host_meter import HostMeter, paces
 from titan.sim.record.host_time import tiny
 from titan.sim.record.trace import Event, Group, Launch, Scope, Trace, Transfer
 from titan.sim.record.trace_cache import TraceRequest, get_traces
@@ -43,7 +43,7 @@ def test_parts_add_up_to_the_step() -> None:
     def clock() -> int:
         return now
 
-    meter = Meter(clock)
+    meter = HostMeter(clock)
     now = 5
     with meter.within("forward block"):
         now = 25

@@ -1,4 +1,4 @@
-"""Meter of the host: the CPU time of a tiny step by part of the program, on real CPU tensors under torch's fake process group.
+"""HostMeter of the host: the CPU time of a tiny step by part of the program, on real CPU tensors under torch's fake process group.
 
 What a host does in a step hardly depends on sizes: Python, autograd's nodes, DTensor's placements, FSDP's hooks, views and torch's
 dispatcher cost the same with 64 channels as with 4,096. So the job's own program runs with tiny sizes (host_time.py), several times
@@ -67,7 +67,7 @@ _HOOKS = (
 )
 
 
-class Meter:
+class HostMeter:
     """Clock that charges the host's time to the part of the program that runs.
 
     Attributes:
@@ -188,7 +188,7 @@ class Census(TorchDispatchMode):
         least: Least nanoseconds of each distinct call.
     """
 
-    meter: Meter
+    meter: HostMeter
     events: Counter[str] = field(default_factory=Counter)
     calls: Counter[tuple[str, Any]] = field(default_factory=Counter)
     least: dict[Any, int] = field(default_factory=dict)
@@ -267,7 +267,7 @@ def measure(
         rounds: Measured steps.
     """
     torch.set_num_threads(1)
-    meter = Meter(clock)
+    meter = HostMeter(clock)
     steps: list[Counter[str]] = []
     bursts: list[float] = []
     a, b = torch.ones(16, 64), torch.ones(16, 64)

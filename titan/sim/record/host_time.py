@@ -6,8 +6,9 @@ only in them share a recording: a sweep needs a few. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 from titan.config.layout import AXES, Layout
@@ -112,3 +113,17 @@ class Paces:
         for trace in traces.values() if isinstance(traces, dict) else ():
             trace.host = pace and pace | {"accumulation": request.layout.accumulation}
         self.done(request, traces)
+
+
+def with_paces(
+    jobs: Sequence[Any], done: Callable[[Any, Any], None]
+) -> list[tuple[Any, Callable[[Any, Any], None]]]:
+    """Return requests of tiny jobs, then those of the jobs, each with the function that takes its traces. Jobs share tiny jobs."""
+    paces, keys, requests = Paces(done), [], {}
+    for job in jobs:
+        config, layout = tiny(job.config, job.layout)
+        host = replace(job, config=config, layout=layout, device_kind="host", prepare=None)
+        keys.append(host.key)
+        requests[host.key] = host
+    hosts = [(host, partial(paces.measured, key)) for key, host in requests.items()]
+    return hosts + [(j, partial(paces.recorded, key)) for j, key in zip(jobs, keys, strict=True)]

@@ -30,7 +30,7 @@ from titan.observe.routing import busiest_rank
 from titan.parallel.traits import USUAL_ENDS, ends_of
 from titan.sim.record import trace as events
 from titan.sim.record.extrapolate import CannotExtrapolate, Depth, extrapolate
-from titan.sim.record.host_time import Paces, tiny
+from titan.sim.record.host_time import with_paces
 from titan.sim.record.ranks import remap_ranks
 from titan.sim.record.segments import LAYER
 from titan.sim.record.trace import Trace
@@ -123,13 +123,8 @@ def get_traces(
         use_cache: Read and write the cache.
         done: Called once for each job, with its traces by rank or a TraceError.
     """
-    plans, paces = [], Paces(done)
-    # The paces first: jobs wait for them.
-    tiny_of = {id(job): TraceRequest(*tiny(job.config, job.layout), "host") for job in jobs}
-    hosts = {request.key: request for request in tiny_of.values()}
-    asked = [(host, partial(paces.measured, key)) for key, host in hosts.items()]
-    asked += [(job, partial(paces.recorded, tiny_of[id(job)].key)) for job in jobs]
-    for request, tell in asked:
+    plans = []
+    for request, tell in with_paces(jobs, done):
         cached = use_cache and not whole and request.prepare is None
         path = _folder() / f"{request.key}.pickle" if cached else None
         if path and (traces := read_entry(path)) is not None:

@@ -116,13 +116,7 @@ def trace_job(
 
     rank = job.ranks[0]
     if job.device_kind == "host":
-        from titan.sim.record.host_meter import measure_job
-
-        with suppress(Exception):  # kernels that CPUs lack: the pace is not known
-            pace = measure_job(job.programs[0], _layout(job))
-            yield Trace(rank, job.world_size, host=pace)
-            return
-        yield Trace(rank, job.world_size)
+        yield _host_trace(job)
         return
     layout = None if job.script else _layout(job)
     where = {"rank": rank, "world_size": job.world_size, "device_kind": job.device_kind}
@@ -166,6 +160,16 @@ def trace_job(
                 # Pipeline stages differ, and every rank is moved to another stage in the same process.
                 tracer.transfers.begin(impersonate_rank(rank, mesh) if mesh else 0)
                 yield part.join([recorded(build) for build in builds])
+
+
+def _host_trace(job: Job) -> Trace:
+    """Return a trace without events, with the host's pace in a tiny job."""
+    from titan.sim.record.host_meter import measure_job
+
+    trace = Trace(job.ranks[0], job.world_size)
+    with suppress(Exception):  # kernels that CPUs lack: the pace is not known
+        trace.host = measure_job(job.programs[0], _layout(job))
+    return trace
 
 
 def _layout(job: Job) -> Layout:
