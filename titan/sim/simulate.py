@@ -23,6 +23,7 @@ from titan.sim.price.profiles import Profile, load_profile
 from titan.sim.record.trace import Launch, Trace, no_garbage_collection
 from titan.sim.record.trace_cache import TraceRequest, get_traces
 from titan.sim.record.trace_jobs import DeviceKind, Prepare
+from titan.sim.replay.host import host_facts
 from titan.sim.replay.memory import MemoryReport, memory_report
 from titan.sim.replay.queues import replay
 from titan.sim.replay.timeline import Timeline
@@ -282,7 +283,7 @@ def step_facts(simulation: StepSimulation) -> Facts:
         },
         "comm": _communication(simulation),
         "pipeline": {"bubble_fraction": timeline.bubble_fraction},
-        "host": _host(simulation),
+        "host": host_facts(simulation.traces.values()),
         "memory": _memory(simulation.fullest),
         "per_rank": [_rank(simulation, rank) for rank in simulation.traces],
         "wall_s": simulation.wall_s,
@@ -398,16 +399,6 @@ def _communication(simulation: StepSimulation) -> Facts:
             }
             for axis, count in sorted(mean_by("num_sent").items())
         },
-    }
-
-
-def _host(simulation: StepSimulation) -> Facts:
-    """Return the facts about the host's program."""
-    traces = simulation.traces.values()
-    launches = (e for trace in traces for e in trace.step if isinstance(e, Launch))
-    return {
-        "pace": "recorded" if all(trace.host for trace in traces) else "usual",
-        "compiled": any(launch.kernel.host == "compiled" for launch in launches),
     }
 
 

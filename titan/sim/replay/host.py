@@ -6,7 +6,7 @@ A host runs ahead of the device. It stops only where the trace stops it, or when
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from titan.sim.price.cost import Cost
@@ -280,6 +280,15 @@ class Issue:
                 tiny = self._block_paces.get(phase, USUAL_PACE[phase])
             pace = self._paces[id(scope)] = tiny * self.cost.tiny_s
         return pace
+
+
+def host_facts(traces: Collection[Trace]) -> dict[str, Any]:
+    """Return where the pace of traces comes from, and whether any kernel is compiled."""
+    launches = (e for trace in traces for e in trace.step if isinstance(e, Launch))
+    return {
+        "pace": "recorded" if all(trace.host for trace in traces) else "usual",
+        "compiled": any(launch.kernel.host == "compiled" for launch in launches),
+    }
 
 
 def _in_block(scope: Scope) -> bool:
