@@ -78,9 +78,6 @@ def comparable(events: list[Event]) -> list[Any]:
                 )
             case Transfer() | AwaitWork():
                 event = replace(event, work=numbers.setdefault(("work", event.work), len(numbers)))
-            case Launch():
-                # A kept call of a DTensor leaves its dispatch to the next one.
-                event = replace(event, kernel=replace(event.kernel, host="eager"))
             case _:
                 pass
         found.append(event)

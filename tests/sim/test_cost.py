@@ -223,9 +223,9 @@ def test_launches() -> None:
     eager = Kernel("add", "pointwise")
     compiled = Kernel("fused", "pointwise", host="compiled")
     many = Kernel("_foreach_add", "optimizer", num_launches=11)
-    assert H100.launch_s(eager) == pytest.approx(6e-6)
-    assert H100.launch_s(compiled) == pytest.approx(4e-6)
-    assert H100.launch_s(many) == pytest.approx(46e-6)
+    assert H100.launch_s(eager) == pytest.approx(2.5e-6)
+    assert H100.launch_s(compiled) == pytest.approx(6.5e-6)
+    assert H100.launch_s(many) == pytest.approx(11 * 2.5e-6)
     assert H100.kernel_s(many) == pytest.approx(11 * LEAST_S)
 
 

@@ -118,6 +118,7 @@ def test_the_host_issues_for_as_long_as_the_profile_says(
     written: tuple[dict[int, str], dict[str, Any]],
 ) -> None:
     profile = load_profile("h100-sxm")
-    launches = [r["dur"] for r in rows(written[0][0]) if r["name"] == "cudaLaunchKernel"]
-    assert min(launches) == pytest.approx(profile.launch_us)
-    assert {round(profile.launch_transfer_us, 2)} <= {round(us, 2) for us in launches}
+    took = [r["dur"] for r in rows(written[0][0]) if r["name"] == "cudaLaunchKernel"]
+    # Python, autograd and hooks come on top of the launch itself.
+    assert min(took) > profile.launch_us
+    assert max(took) > profile.launch_transfer_us

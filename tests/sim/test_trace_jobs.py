@@ -283,18 +283,6 @@ def test_attention_that_selective_checkpointing_keeps_does_not_run_again(method:
     assert phases == {"forward": 4 * blocks, "backward": 4 * blocks}
 
 
-def test_who_launches_what() -> None:
-    trace = trace_of(job(training=BF16, parallelism={"tensor_parallel_degree": 2}), world=2)
-    hosts: Counter[Any] = Counter(
-        (e.scope.module.split(".")[0], e.kernel.host)
-        for e in events_of(trace.step, Launch)
-        if e.kernel.kind == "matmul"
-    )
-    # A block multiplies by seven weights: forward, and twice backward. The loss works on this rank's part of the logits.
-    assert hosts["layers", "dtensor"] == 4 * 7 * 3 and not hosts["layers", "eager"]
-    assert hosts["", "eager"] and not hosts["", "dtensor"]
-
-
 def test_offloaded_parameters_are_the_hosts_work() -> None:
     model = {"overrides": {"n_layers": 4, "dim": 512}}
     trace = trace_of(job(model=model, training={**BF16, "enable_cpu_offload": True}), world=2)

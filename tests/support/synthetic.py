@@ -43,6 +43,10 @@ class FixedCost(Cost):
     def launch_transfer_s(self) -> float:
         return self.host_us * 1e-6
 
+    @property
+    def tiny_s(self) -> float:
+        return 0.0
+
     def transfer(self, transfer: Transfer, group: Group, *, rank: int) -> TransferPrice:
         links = super().transfer(transfer, group, rank=rank).links
         return TransferPrice(0.0, transfer.size_bytes * 1e-6, links)

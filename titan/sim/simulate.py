@@ -23,6 +23,7 @@ from titan.sim.price.profiles import Profile, load_profile
 from titan.sim.record.trace import Launch, Trace, no_garbage_collection
 from titan.sim.record.trace_cache import TraceRequest, get_traces
 from titan.sim.record.trace_jobs import DeviceKind, Prepare
+from titan.sim.replay.host import host_facts
 from titan.sim.replay.memory import MemoryReport, memory_report
 from titan.sim.replay.queues import replay
 from titan.sim.replay.timeline import Timeline
@@ -292,10 +293,12 @@ def step_facts(simulation: StepSimulation) -> Facts:
             "span_s": timeline.mean_by("span_s"),
             "copies_s": timeline.mean("copies_s"),
             "host_s": timeline.mean("host_s"),
+            "host_busy_s": timeline.mean("host_busy_s"),
             "peers_s": timeline.mean("peers_s"),
         },
         "comm": communication(timeline, simulation.traces, profile, simulation.dispatch),
         "pipeline": {"bubble_fraction": timeline.bubble_fraction},
+        "host": host_facts(simulation.traces.values()),
         "memory": _memory(simulation.fullest),
         "per_rank": [_rank(simulation, rank) for rank in simulation.traces],
         "wall_s": simulation.wall_s,

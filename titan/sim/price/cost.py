@@ -16,7 +16,7 @@ from math import ceil
 from titan.sim.price.measured import SPAN_S, Tables, tables
 from titan.sim.price.network import Dispatch, TransferPrice, price_transfer
 from titan.sim.price.profiles import Profile, on_curve
-from titan.sim.record.trace import Group, Host, Kernel, Transfer
+from titan.sim.record.trace import Group, Kernel, Transfer
 
 _QUERY_BLOCK = 128
 """Queries that one thread block of FlashAttention-2 handles."""
@@ -47,13 +47,6 @@ class Cost:
         self.tables: Tables | None = tables(profile.measured) if profile.measured else None
         # Kernels compare by value, so a launch that repeats in every layer is priced once.
         self._kernels: dict[Kernel, float] = {}
-        # The host's time to launch a kernel depends on the launcher: DTensor first computes shardings
-        # in Python, compiled code calls the launcher directly.
-        self._launches: dict[Host, float] = {
-            "eager": profile.launch_us * 1e-6,
-            "dtensor": profile.launch_dtensor_us * 1e-6,
-            "compiled": profile.launch_compiled_us * 1e-6,
-        }
 
     def kernel_s(self, kernel: Kernel) -> float:
         """Return the seconds that the device takes for a kernel."""
@@ -70,12 +63,10 @@ class Cost:
         return max(matmul_s, moved / (self.profile.host_memory_gb_per_s * 1e9))
 
     def launch_s(self, kernel: Kernel) -> float:
-        """Return the seconds that the host takes to launch a kernel.
-
-        Launches beyond an operation's first come from a loop in C++.
-        """
-        first = self._launches[kernel.host]
-        return first + (kernel.num_launches - 1) * self._launches["compiled"]
+        """Return the seconds that the launches of a kernel take themselves. Launches beyond the first come from a loop in C++."""
+        is_compiled = kernel.host == "compiled"
+        first = self.profile.launch_compiled_us if is_compiled else self.profile.launch_us
+        return (first + (kernel.num_launches - 1) * self.profile.launch_us) * 1e-6
 
     def transfer(self, transfer: Transfer, group: Group, *, rank: int) -> TransferPrice:
         """Return latency, volume and links of a transfer, for the side of `rank`."""
@@ -83,8 +74,18 @@ class Cost:
 
     @property
     def launch_transfer_s(self) -> float:
-        """Seconds for which a host is busy when it issues a transfer."""
+        """Seconds that the issue of a transfer takes itself."""
         return self.profile.launch_transfer_us * 1e-6
+
+    @property
+    def compiled_call_s(self) -> float:
+        """Seconds to call compiled code: guards, autograd's function, and the wrapper around the kernels."""
+        return self.profile.compiled_call_us * 1e-6
+
+    @property
+    def tiny_s(self) -> float:
+        """Seconds of a tiny operation on the host, the unit of a trace's paces."""
+        return self.profile.host_tiny_us * 1e-6
 
     def _price(self, kernel: Kernel) -> float:
         """Return the seconds of a kernel."""

@@ -107,11 +107,14 @@ class Profile(BaseModel):
     kernel_min_us: float
     """Duration of a kernel with almost no work."""
 
+    host_tiny_us: float
+    """Host time of a tiny eager operation: torch.add of 16 x 64 numbers on the CPU. The host's recorded pace counts in it."""
     launch_us: float
-    launch_dtensor_us: float
     launch_compiled_us: float
     launch_transfer_us: float
-    """Host time to launch an eager kernel, a kernel of an operation on DTensors, a compiled kernel, a collective."""
+    """Host time beyond that for the launch of an eager kernel and of a collective, and all of it for a compiled kernel."""
+    compiled_call_us: float
+    """Host time of a call of compiled code, beside its kernels."""
     host_gb_per_s: float
     """Bandwidth between the device and pinned host memory."""
     pageable_gb_per_s: float

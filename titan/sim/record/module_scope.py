@@ -83,11 +83,6 @@ class ScopeTracker:
             phase = "recompute"
         return self._shared(phase, module, self.call)
 
-    @property
-    def gathers(self) -> bool:
-        """Whether FSDP gathers parameters now."""
-        return self.fsdp is not None and not self.fsdp[1]
-
     def in_action(self, scope: Scope) -> Scope:
         """Return the same scope in the current pipeline action."""
         return self._shared(scope.phase, scope.module, scope.call) if scope.action else scope

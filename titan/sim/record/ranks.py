@@ -47,6 +47,7 @@ def remap_ranks(trace: Trace, layout: Layout) -> Trace:
         trace.setup,
         with_peers(trace.first_step),
         with_peers(trace.step),
+        host=trace.host,
     )
 
 

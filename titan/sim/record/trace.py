@@ -37,11 +37,7 @@ CollectiveKind = Literal[
     "recv",
     "read",  # of a peer's memory, which takes no part in it
 ]
-Host = Literal[
-    "eager",
-    "dtensor",  # eager, after DTensor has computed placements and redistributions
-    "compiled",
-]
+Host = Literal["eager", "compiled"]
 Phase = Literal["setup", "forward", "backward", "recompute", "clip", "optimizer"]
 # Purpose of memory; storages.py defines each category.
 Category = Literal["parameters", "gradients", "optimizer", "activations", "unsharded", "temporary"]
@@ -294,6 +290,7 @@ class Trace:
         step: Events of every later step.
         mesh: Degrees by axis, of a script.
         tokens: Tokens of a step over all ranks, of a script that states them.
+        host: The host's pace by part of the program (host_meter.py), or nothing if it is not known.
     """
 
     rank: int
@@ -304,6 +301,7 @@ class Trace:
     step: list[Event] = field(default_factory=list)
     mesh: dict[str, int] = field(default_factory=dict)
     tokens: int = 0
+    host: dict[str, float] = field(default_factory=dict)
 
 
 @contextmanager

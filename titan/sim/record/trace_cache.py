@@ -30,6 +30,7 @@ from titan.observe.routing import busiest_rank
 from titan.parallel.traits import USUAL_ENDS, ends_of
 from titan.sim.record import trace as events
 from titan.sim.record.extrapolate import CannotExtrapolate, Depth, extrapolate
+from titan.sim.record.host_time import with_paces
 from titan.sim.record.ranks import remap_ranks
 from titan.sim.record.segments import LAYER
 from titan.sim.record.trace import Trace
@@ -123,14 +124,15 @@ def get_traces(
         done: Called once for each job, with its traces by rank or a TraceError.
     """
     plans = []
-    for request in jobs:
+    for request, tell in with_paces(jobs, done):
         cached = use_cache and not whole and request.prepare is None
         path = _folder() / f"{request.key}.pickle" if cached else None
         if path and (traces := read_entry(path)) is not None:
             # The cache may hold the trace of a world with more or fewer replicas.
-            done(request, {t.rank: t for t in (remap_ranks(t, request.layout) for t in traces)})
+            tell(request, {t.rank: t for t in (remap_ranks(t, request.layout) for t in traces)})
         else:
-            plans.append(_Plan(request, None if whole else shallow(request), path, done))
+            is_whole = whole or request.device_kind == "host"
+            plans.append(_Plan(request, None if is_whole else shallow(request), path, tell))
     processes = processes or os.cpu_count() or 1
     # First the shallow models. Where their blocks are not alike, the whole model follows, with all
     # processes free again.

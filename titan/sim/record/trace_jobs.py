@@ -37,7 +37,8 @@ from titan.sim.record.script import Script
 from titan.sim.record.trace import Trace
 from titan.untrusted import InputError
 
-DeviceKind = Literal["cuda", "cpu"]
+DeviceKind = Literal["cuda", "cpu", "host"]
+"""Device whose kernels are recorded. "host" records the pace of the host instead (host_meter.py)."""
 Prepare = Callable[[JobConfig, Layout], None]
 """Function of a module (so that it pickles) that changes torch or the model in a recording process, before the program is built."""
 
@@ -114,6 +115,9 @@ def trace_job(
     from titan.sim.record.tracer import Tracer
 
     rank = job.ranks[0]
+    if job.device_kind == "host":
+        yield _host_trace(job)
+        return
     layout = None if job.script else _layout(job)
     where = {"rank": rank, "world_size": job.world_size, "device_kind": job.device_kind}
     with fake_world(layout, **where) as (device, mesh):
@@ -158,6 +162,16 @@ def trace_job(
                 yield part.join([recorded(build) for build in builds])
 
 
+def _host_trace(job: Job) -> Trace:
+    """Return a trace without events, with the host's pace in a tiny job."""
+    from titan.sim.record.host_meter import measure_job
+
+    trace = Trace(job.ranks[0], job.world_size)
+    with suppress(Exception):  # kernels that CPUs lack: the pace is not known
+        trace.host = measure_job(job.programs[0], _layout(job))
+    return trace
+
+
 def _layout(job: Job) -> Layout:
     """Return the layout of a job's programs."""
     return resolve_layout(job.programs[0], job.world_size)
@@ -170,7 +184,13 @@ def world_of(job: Job) -> object:
 
     A process is warm after its first job, and records the next jobs in a third of the time.
     """
-    if job.script or job.prepare or job.programs[0].compile.enable or len(job.ranks) > 1:
+    if (
+        job.device_kind == "host"
+        or job.script
+        or job.prepare
+        or job.programs[0].compile.enable
+        or len(job.ranks) > 1
+    ):
         return id(job)
     layout, simulator = _layout(job), job.programs[0].simulator.model_dump_json()
     return (str(layout), job.ranks, job.device_kind, simulator) if layout.pp == 1 else id(job)

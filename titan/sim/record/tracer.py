@@ -17,7 +17,6 @@ import torch
 import torch.distributed._functional_collectives  # registers the operators
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan.parallel import selective
@@ -87,7 +86,6 @@ class Tracer(TorchDispatchMode):
         self.observers: list[Observer] = []
         self._paused = 0
         self._compiled = False
-        self._host: Host = "eager"  # launcher of the next kernel
         self._operators: dict[Any, Operator] = {}
         self._collectives: dict[Any, Collective | None] = {}
         self._kernels: dict[Kernel, Kernel] = {}
@@ -120,7 +118,6 @@ class Tracer(TorchDispatchMode):
     def begin_step(self) -> list[Event]:
         """Begin a step. Return the list that gets its events."""
         self.events = []
-        self._host = "eager"  # the end of the last step does not delay this one
         self.scopes.begin_step()
         self.storages.begin()
         return self.events
@@ -159,9 +156,6 @@ class Tracer(TorchDispatchMode):
         # afterwards.
         for kind in types:
             if kind not in _PLAIN:
-                # FSDP looks at a parameter it gathers for the first time, which no kernel pays for.
-                if kind is DTensor and not self.scopes.gathers:
-                    self._host = "dtensor"
                 return NotImplemented
         kwargs = kwargs or {}
         if self._paused or not isinstance(func, torch._ops.OpOverload):
@@ -243,9 +237,8 @@ class Tracer(TorchDispatchMode):
             if not any(t.fake_device.type == device.NAME for t in inputs):  # pyright: ignore
                 self.launch_on_host(kernel_of(op, args, kwargs, outputs))
                 return
-        kernel = kernel_of(op, args, kwargs, outputs, host=self._host)
-        # Only the first kernel of an operation on DTensors pays for DTensor's dispatch.
-        self._host = "compiled" if self._compiled else "eager"
+        host: Host = "compiled" if self._compiled else "eager"
+        kernel = kernel_of(op, args, kwargs, outputs, host=host)
         # FlashAttention's scratch memory ends with the kernel.
         workspace = [self.storages.take(size) for size in workspace_bytes(op, args)]
         self.launch(kernel)
@@ -280,12 +273,11 @@ class Tracer(TorchDispatchMode):
     @contextmanager
     def compiled(self) -> Iterator[None]:
         """Count launches inside as launches of compiled code."""
-        before = (self._compiled, self._host)
-        self._compiled, self._host = True, "compiled"
+        before, self._compiled = self._compiled, True
         try:
             yield
         finally:
-            self._compiled, self._host = before
+            self._compiled = before
             self.scopes.enter_compiled("", False)
 
     def _uncached(self, op: Operator, args: Any, kwargs: Any) -> Any:

@@ -5,10 +5,12 @@ A host runs ahead of the device. It stops only where the trace stops it, or when
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from titan.sim.price.cost import Cost
+from titan.sim.record.segments import any_layer
 from titan.sim.record.trace import (
     HOST,
     Allocate,
@@ -19,6 +21,7 @@ from titan.sim.record.trace import (
     Group,
     Launch,
     RecordEvent,
+    Scope,
     Synchronize,
     Trace,
     Transfer,
@@ -194,11 +197,116 @@ class Host:
         return " and ".join(describe(*side) for side in sides) or "an event that nobody records"
 
 
+USUAL_PACE = {"forward": 45.0, "backward": 45.0, "clip": 5.0, "optimizer": 12.0}
+"""Tiny operations for each event, by phase, where a trace has no recorded pace: those of Llama's blocks under FSDP, rounded."""
+_PHASES = {"setup": "forward", "recompute": "backward"}
+_FSDP_AXES = {"dp_shard", "dp_replicate"}
+_WORK = ("matmul", "attention")
+
+
+class Issue:
+    """Seconds for which a host is busy until it has issued an event: Python, autograd, DTensor and hooks, and the launch itself.
+
+    The time of a block's call (titan.sim.record.host_meter) is spread over the events of blocks in that phase. In compiled blocks,
+    only FSDP's hooks take time of their own, since they run outside of the compiled code.
+
+    Attributes:
+        compiled: Whether blocks are compiled.
+    """
+
+    def __init__(self, trace: Trace, cost: Cost) -> None:
+        self.trace, self.cost = trace, cost
+        self._region: tuple[str, str] | None = None  # compiled code that runs now
+        self._paces: dict[int, float] = {}
+        events: Counter[str] = Counter()
+        hooks: Counter[str] = Counter()
+        calls: set[tuple[str, str]] = set()
+        self.compiled = False
+        for event in trace.step:
+            if not isinstance(event, Launch | Transfer) or not _in_block(event.scope):
+                continue
+            phase, block = _region(event.scope)
+            events[phase] += 1
+            if isinstance(event, Launch):
+                is_compiled = event.kernel.host == "compiled"
+                self.compiled |= is_compiled
+                hooks[phase] += not is_compiled
+                if phase == "forward" and event.kernel.kind in _WORK:
+                    calls.add((event.scope.action, block))
+            else:
+                hooks[phase] += self._is_hook(event)
+        count = len(calls) * trace.host.get("accumulation", 1)
+        inner, numbers = ("hooks", hooks) if self.compiled else ("block", events)
+        self._block_paces = {
+            phase: trace.host[f"{phase} {inner}"] * count / number
+            for phase, number in numbers.items()
+            if number and f"{phase} {inner}" in trace.host
+        }
+
+    def _is_hook(self, event: Transfer) -> bool:
+        """Return whether FSDP issues a transfer."""
+        return not _FSDP_AXES.isdisjoint(self.trace.groups[event.group].axes)
+
+    def kernel_s(self, event: Launch) -> float:
+        """Return the seconds for a kernel."""
+        kernel = event.kernel
+        seconds = self.cost.launch_s(kernel)
+        if kernel.host == "compiled":
+            region = _region(event.scope)
+            if region != self._region:
+                seconds += self.cost.compiled_call_s
+            self._region = region
+            return seconds
+        self._region = None
+        shapes, is_list = kernel.shapes, kernel.kind == "optimizer"
+        count = shapes[1][0] if is_list and len(shapes) == 2 else 1
+        return seconds + count * self._pace_s(event.scope)
+
+    def transfer_s(self, event: Transfer) -> float:
+        """Return the seconds for a transfer. Compiled code starts its own as it launches kernels."""
+        seconds = self.cost.launch_transfer_s
+        if self._region == _region(event.scope) and not self._is_hook(event):
+            return seconds
+        self._region = None
+        return seconds + self._pace_s(event.scope)
+
+    def _pace_s(self, scope: Scope) -> float:
+        """Return the seconds from an event to the next one of a part."""
+        pace = self._paces.get(id(scope))
+        if pace is None:
+            phase = _PHASES.get(scope.phase, scope.phase)
+            tiny = self.trace.host.get(phase, USUAL_PACE[phase])
+            if _in_block(scope):
+                tiny = self._block_paces.get(phase, USUAL_PACE[phase])
+            pace = self._paces[id(scope)] = tiny * self.cost.tiny_s
+        return pace
+
+
+def host_facts(traces: Collection[Trace]) -> dict[str, Any]:
+    """Return where the pace of traces comes from, and whether any kernel is compiled."""
+    launches = (e for trace in traces for e in trace.step if isinstance(e, Launch))
+    return {
+        "pace": "recorded" if all(trace.host for trace in traces) else "usual",
+        "compiled": any(launch.kernel.host == "compiled" for launch in launches),
+    }
+
+
+def _in_block(scope: Scope) -> bool:
+    """Return whether a scope lies in a block."""
+    return any_layer(scope.module) != scope.module
+
+
+def _region(scope: Scope) -> tuple[str, str]:
+    """Return a name of the compiled code that a scope lies in: each block is compiled separately."""
+    return _PHASES.get(scope.phase, scope.phase), ".".join(scope.module.split(".")[:2])
+
+
 def _program(trace: Trace, cost: Cost) -> Iterator[tuple[Any, ...]]:
     """Yield a step as calls of methods of `Host`, with prices. Allocations take no time."""
     # Ranks wait for the slowest of them, so that all kernels count as the slowest rank's.
     slowest = cost.profile.straggler(trace.world_size)
-    prices: dict[int, tuple[float, float, bool]] = {}
+    prices: dict[int, tuple[float, bool]] = {}
+    issue = Issue(trace, cost)
     for event in trace.step:
         kind = type(event)
         if kind is Allocate or kind is Free:
@@ -213,10 +321,11 @@ def _program(trace: Trace, cost: Cost) -> Iterator[tuple[Any, ...]]:
             if price is None:
                 copies = kernel.kind == "host_copy"
                 seconds = cost.kernel_s(kernel) * (1 if copies else slowest)
-                price = prices[id(kernel)] = (seconds, cost.launch_s(kernel), copies)
-            yield Host.launch, price[0], price[1], event, price[2]
+                price = prices[id(kernel)] = (seconds, copies)
+            yield Host.launch, price[0], issue.kernel_s(event), event, price[1]
         elif isinstance(event, Transfer):
-            yield Host.transfer, event, trace.groups[event.group], cost.launch_transfer_s
+            group = trace.groups[event.group]
+            yield Host.transfer, event, group, issue.transfer_s(event)
         elif isinstance(event, AwaitWork):
             yield Host.await_work, event.stream, event.work, event.host
         elif isinstance(event, RecordEvent):

@@ -79,6 +79,7 @@ class RankTimeline:
             the end of the step.
         copies_s: Waits for kernels of other streams.
         host_s: Waits for the host.
+        host_busy_s: Time for which the host is busy, beside the device.
         by_phase_s: Kernels by phase.
         by_kind_s: Kernels by kind.
         by_module_s: Kernels by module ("layers.*.attention.wq"), or by phase outside of modules.
@@ -100,6 +101,7 @@ class RankTimeline:
     peers_s: float = 0.0
     copies_s: float = 0.0
     host_s: float = 0.0
+    host_busy_s: float = 0.0
     by_phase_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     by_kind_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     by_module_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -232,6 +234,7 @@ def summarise(
         result.intervals.append(Interval(lane, start - origin, stop - origin, transfer))
     (_, first), (_, last) = host.cuts[-2:]
     result.host = [(a - origin, b - origin, what) for a, b, what in host.segments[first:last]]
+    result.host_busy_s = sum(b - a for a, b, what in result.host if not isinstance(what, Lane))
     # So far this is all time of transfers. Deduct the part that held up the compute stream.
     for axis, seconds in result.exposed_s.items():
         result.overlapped_s[axis] = max(0.0, result.overlapped_s[axis] - seconds)

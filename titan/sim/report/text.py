@@ -21,6 +21,7 @@ from titan.sim.simulate import Facts
 # Characters of a bar that stands for the whole.
 _BAR = 28
 _SMALL = 0.005  # of the whole: not worth a line
+_NOTABLE = 0.05  # of the step: what to do about it is said
 EVERY_S = 10.0  # between lines of a log, so that short commands write none
 _said_s = time.monotonic()
 
@@ -252,6 +253,8 @@ def _time(facts: Facts) -> Iterator[str]:
     rows["waiting for the host"] = time["host_s"]
     yield "  where the time goes" + ("" if len(facts["per_rank"]) == 1 else " (mean over stages)")
     yield from _bars(rows, total=total, unit=duration)
+    if time["host_s"] > _NOTABLE * total:
+        yield f"    {_host_line(facts)}"
     hidden = {
         axis: seconds for axis, row in comm["by_axis"].items() if (seconds := row["overlapped_s"])
     }
@@ -266,6 +269,17 @@ def _time(facts: Facts) -> Iterator[str]:
         yield f"    pipeline bubble: {facts['pipeline']['bubble_fraction']:.1%} of the step"
     yield "  compute by module"
     yield from _bars(_by_part(time["by_module_s"], most=8), total=total, unit=duration)
+
+
+def _host_line(facts: Facts) -> str:
+    """Return what the host does in a step that waits for it, and what would help."""
+    host, busy = facts["host"], duration(facts["time"]["host_busy_s"])
+    line = f"the host is busy for {busy}"
+    if host["pace"] == "usual":
+        line += ", at the usual pace (this program's was not measured)"
+    if host["compiled"]:
+        return f"{line}: more tokens a step hide it"
+    return f"{line}: `compile.enable` shortens that, and more tokens a step hide it"
 
 
 def verdict(facts: Facts) -> str:

@@ -1,0 +1,301 @@
+"""The host takes time: its pace is recorded by a tiny step, shared by jobs of one program, and paces the replay.
+
+A clock that counts Python's calls stands for the real one, so that figures are the same on every machine.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.support.jobs import ROOT
+from tests.support.synthetic import FixedCost, kernel
+from tests.support.traces import job
+from titan.checks.rules import resolve_layout
+from titan.config.model import model_config
+from titan.config.schema import JobConfig
+from titan.sim.price.cost import Cost
+from titan.sim.price.profiles import load_profile
+from titan.sim.record import trace_cache
+from titan.sim.record.host_meter import HostMeter, paces
+from titan.sim.record.host_time import tiny
+from titan.sim.record.trace import Event, Group, Launch, Scope, Trace, Transfer
+from titan.sim.record.trace_cache import TraceRequest, get_traces
+from titan.sim.record.trace_jobs import Job, trace_jobs
+from titan.sim.replay.queues import replay
+
+DP = Group("dp", ("dp_shard",), (0, 1))
+TP = Group("tp", ("tp",), (0, 2))
+MOE = {"name": "deepseek_v3", "flavor": "16B"}
+
+
+# ---- the meter -------------------------------------------------------------------------------------
+
+
+def test_parts_add_up_to_the_step() -> None:
+    now = 0
+
+    def clock() -> int:
+        return now
+
+    meter = HostMeter(clock)
+    now = 5
+    with meter.within("forward block"):
+        now = 25
+        with meter.within("forward hooks"):
+            now = 32
+        now = 40
+    now = 43
+    meter.enter("backward block")
+    now = 50
+    meter.enter("forward")
+    expected = {"forward": 5 + 3, "forward block": 20 + 8, "forward hooks": 7, "backward block": 7}
+    assert dict(meter.spent) == expected
+    assert sum(expected.values()) == now
+
+
+def test_a_blocks_pace_counts_calls_and_others_count_events() -> None:
+    spent = {"forward": 600.0, "forward block": 900.0, "forward hooks": 300.0, "optimizer": 80.0}
+    found = paces(spent, {"forward": 12, "forward block": 70, "optimizer": 4}, 3, tiny=2.0)
+    assert found == {
+        "forward": 25,
+        "forward block": (900 + 300) / 3 / 2,  # a block's own hooks are part of it
+        "forward hooks": 50,
+        "optimizer": 10,
+    }
+
+
+MEASURE = """
+import json, sys
+from titan.config.layout import Layout
+from titan.config.schema import JobConfig
+from titan.sim.record.host_meter import measure_job
+from titan.sim.record.host_time import tiny
+from titan.checks.rules import resolve_layout
+
+count = 0
+
+def profile(frame, event, argument):
+    global count
+    count += event in ("call", "c_call")
+
+found = []
+for sections, world in json.loads(sys.argv[1]):
+    config = JobConfig.model_validate(sections).on_device("cpu")
+    small = tiny(config, resolve_layout(config, world))
+    sys.setprofile(profile)
+    try:
+        found.append(measure_job(*small, clock=lambda: count, rounds=1))
+    finally:
+        sys.setprofile(None)
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def by_calls() -> dict[str, dict[str, float]]:
+    """Return paces of tiny jobs, with a count of Python's calls for a clock."""
+    tensor, few = {"parallelism": {"tensor_parallel_degree": 2}}, {"model": {"overrides": {"n_layers": 2}}}  # fmt: skip
+    jobs: dict[str, tuple[dict[str, Any], int]] = {
+        "FSDP": ({}, 2),
+        "two blocks": (few, 2),
+        "no FSDP": ({}, 1),
+        "TP": (tensor, 4),
+        "full AC": ({"activation_checkpoint": {"mode": "full"}}, 2),
+        "experts": ({"model": MOE}, 2),
+        "EP": ({"model": MOE, "parallelism": {"expert_parallel_degree": 2}}, 2),
+    }
+    base = {"model": {"flavor": "8B"}, "training": {"mixed_precision_param": "bfloat16"}}
+    asked = [({**base, **sections}, world) for sections, world in jobs.values()]
+    for sections, _ in asked:
+        sections["model"] = {"flavor": "8B", **sections["model"]}
+    command = [sys.executable, "-c", MEASURE, json.dumps(asked)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return dict(zip(jobs, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+def test_every_block_costs_as_much_as_the_next(by_calls: dict[str, dict[str, float]]) -> None:
+    """Twice the blocks take twice the time."""
+    two, four = by_calls["two blocks"], by_calls["FSDP"]
+    for part in ("forward block", "backward block"):
+        # The last block stays gathered, and is half of two blocks and a quarter of four.
+        assert two[part] == pytest.approx(four[part], rel=0.1), part
+
+
+def test_what_a_layout_adds_to_a_block(by_calls: dict[str, dict[str, float]]) -> None:
+    def block(name: str) -> float:
+        return by_calls[name]["forward block"] + by_calls[name]["backward block"]
+
+    # DTensor computes placements in Python, and FSDP's hooks are Python.
+    assert block("TP") > 1.2 * block("FSDP") and block("FSDP") > 1.2 * block("no FSDP")
+    # A recomputation is a second forward pass, without its hooks.
+    again = by_calls["full AC"]["backward block"] - by_calls["FSDP"]["backward block"]
+    assert again > 0.9 * by_calls["no FSDP"]["forward block"]
+    assert block("EP") > block("experts") > block("FSDP")
+
+
+# ---- who shares a measurement ----------------------------------------------------------------------
+
+
+def key(config: JobConfig, world: int) -> str:
+    layout = resolve_layout(config, world)
+    return TraceRequest(*tiny(config, layout), "host").key
+
+
+def test_sizes_share_a_measurement_and_programs_do_not() -> None:
+    base = key(job(), 8)
+    for same in (
+        key(job(batch=2), 8),
+        key(job(layers=8), 8),
+        key(job(training={"seq_len": 4096, "global_batch_size": 64}), 8),
+        key(job(compile={"enable": True}), 8),
+        key(job(), 64),
+    ):
+        assert same == base
+    others = {
+        key(job(parallelism={"tensor_parallel_degree": 2}), 8),
+        key(job(activation_checkpoint={"mode": "full"}), 8),
+        key(job(parallelism={"data_parallel_replicate_degree": 2}), 8),
+        key(job(optimizer={"name": "Muon"}), 8),
+        key(job(), 1),
+        key(job(model=MOE), 8),
+    }
+    assert len(others | {base}) == 7
+
+
+@pytest.mark.parametrize(
+    ("model", "parallelism"),
+    [
+        ({"name": "llama3", "flavor": "405B"}, {"tensor_parallel_degree": 8}),
+        ({"name": "deepseek_v3", "flavor": "671B"}, {"expert_parallel_degree": 64}),
+        ({"name": "deepseek_v3", "flavor": "16B"}, {"expert_parallel_degree": 8}),
+        ({"name": "qwen3", "flavor": "30B-A3B"}, {"context_parallel_degree": 4}),
+        ({"name": "gpt_oss", "flavor": "20b"}, {}),
+        ({"name": "gemma3", "flavor": "27B"}, {"tensor_parallel_degree": 4}),
+    ],
+)
+def test_tiny_jobs_are_valid_and_small(model: dict[str, Any], parallelism: dict[str, Any]) -> None:
+    config = JobConfig.model_validate({"model": model, "parallelism": parallelism})
+    small, layout = tiny(config, resolve_layout(config, 64))
+    assert resolve_layout(small, layout.world_size) == layout
+    assert model_config(small.model).num_params < 2e6
+
+
+def paces_of(config: JobConfig, world: int) -> dict[str, float]:
+    """Return the pace that a job's trace gets."""
+    found: list[Any] = []
+    get_traces(
+        [TraceRequest(config, resolve_layout(config, world))], done=lambda _, t: found.append(t)
+    )
+    [[trace]] = [[*traces.values()] for traces in found]
+    return trace.host
+
+
+def test_a_trace_has_its_jobs_pace_also_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = job(training={"global_batch_size": 24})
+    pace = paces_of(config, 2)
+    assert pace["accumulation"] == 3
+    # FSDP's hooks are a part of a block's calls.
+    assert pace["forward block"] > pace["forward hooks"] > 0
+    # Another batch needs another trace, and no other pace.
+    recorded: list[str] = []
+
+    def watched(jobs: list[Job], *args: Any, **options: Any) -> Any:
+        recorded.extend(job.device_kind for job in jobs)
+        return trace_jobs(jobs, *args, **options)
+
+    monkeypatch.setattr(trace_cache, "trace_jobs", watched)
+    again = paces_of(job(batch=2, training={"global_batch_size": 4}), 2)
+    assert again == {**pace, "accumulation": 1}
+    assert paces_of(config, 2) == pace
+    assert {*recorded} == {"cuda"}
+
+
+def test_a_job_that_cpus_cannot_run_has_the_usual_pace() -> None:
+    [(_, [trace])] = trace_jobs([Job((job(loss={"name": "none"}),), 2, (0,), "host")], 1)
+    assert trace.host == {} and not trace.step
+
+
+# ---- the replay ------------------------------------------------------------------------------------
+
+PACE = {"forward": 1.0, "forward block": 30.0, "forward hooks": 12.0}
+
+
+class Paced(FixedCost):
+    """As FixedCost, with tiny operations of 1 us, launches of 2, compiled ones of 3, and calls of compiled code of 50."""
+
+    tiny_s = 1e-6  # pyright: ignore
+    launch_transfer_s = 4e-6  # pyright: ignore
+    compiled_call_s = 50e-6  # pyright: ignore
+
+    def launch_s(self, kernel: Any) -> float:
+        return 3e-6 if kernel.host == "compiled" else 2e-6
+
+
+def host_us(events: list[Event], host: dict[str, float] = PACE) -> float:
+    """Return the microseconds that the host takes for a step."""
+    trace = Trace(0, 4, {"dp": DP, "tp": TP}, step=events, host=host)
+    rank = replay({0: trace}, Paced(), steps=1).ranks[0]
+    return (rank.host[-1][1] - rank.host[0][0]) * 1e6
+
+
+def layer(number: int, *, matmuls: int = 3, host: Any = "eager", action: str = "") -> list[Event]:
+    """Return a block: FSDP's gather, then kernels, of which one is a transfer of TP."""
+    scope = Scope("forward", f"layers.{number}.attention", action)
+    work = replace(kernel(1), kind="matmul", host=host)
+    return [
+        Transfer("all_gather", "dp", 1, "bfloat16", 0, True, 10 * number, scope),
+        *(Launch(work, 0, scope) for _ in range(matmuls)),
+        Transfer("all_reduce", "tp", 1, "bfloat16", 0, True, 10 * number + 1, scope),
+    ]
+
+
+def test_the_host_issues_a_block_in_the_time_of_its_call() -> None:
+    launches = 3 * 2 + 2 * 4
+    one = host_us(layer(0))
+    assert one == pytest.approx(30 + launches)
+    # The time is a call's, however many kernels there are, and every layer adds as much.
+    assert host_us(layer(0, matmuls=13)) == pytest.approx(30 + launches + 10 * 2)
+    assert host_us([*layer(0), *layer(1), *layer(2)]) == pytest.approx(3 * one)
+    # Micro-batches: as actions of a pipeline, or one after the other.
+    assert host_us([*layer(0, action="0F0"), *layer(0, action="0F1")]) == pytest.approx(2 * one)
+    again = host_us([*layer(0), *layer(0)], {**PACE, "accumulation": 2})
+    assert again == pytest.approx(2 * one)
+
+
+def test_compiled_blocks_take_their_hooks_a_call_and_their_launches() -> None:
+    compiled = host_us([*layer(0, host="compiled"), *layer(1, host="compiled")])
+    assert compiled == pytest.approx(2 * (12 + 4 + 50 + 3 * 3 + 4))
+
+
+def test_operations_over_lists_count_each_tensor() -> None:
+    update = replace(kernel(1), kind="optimizer", shapes=((1, 30), (40, 40)))
+    assert host_us([Launch(update, 0, Scope("optimizer"))], {"optimizer": 5.0}) == pytest.approx(
+        202
+    )
+
+
+def test_without_a_pace_the_usual_one_counts() -> None:
+    assert host_us([Launch(kernel(1), 0, Scope("backward"))], {}) == pytest.approx(47)
+
+
+def test_slower_hosts_show_as_waiting() -> None:
+    """On Grace's cores the same step waits for its host, and on a DGX's it does not."""
+    events = [e for n in range(40) for e in layer(n)]
+    trace = Trace(0, 4, {"dp": DP, "tp": TP}, step=events, host={"forward block": 400.0})
+    waits = {}
+    for name in ("h100-sxm", "gb200"):
+        profile = load_profile(name)
+        cost = FixedCost(profile)
+        cost.kernel_s = lambda _: 150e-6  # pyright: ignore
+        real = Cost(profile)
+        cost.launch_s = real.launch_s  # pyright: ignore
+        cost.__class__ = type("C", (FixedCost,), {"tiny_s": real.tiny_s})
+        waits[name] = replay({0: trace}, cost).ranks[0].host_s
+    assert waits["h100-sxm"] < 0.1e-3 < 10e-3 < waits["gb200"]

@@ -1,0 +1,129 @@
+"""The host's pace in a job's step: measured by a tiny step of the job, and recorded like a trace (host_meter.py).
+
+The pace does not depend on widths, batches, sequences, depths or most degrees. `tiny` makes them small, so that jobs that differ
+only in them share a recording: a sweep needs a few. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+from titan.config.layout import AXES, Layout
+from titan.config.model import model_config
+from titan.config.schema import JobConfig, QuantizeSection
+from titan.config.schema_simulator import SimulatorSection
+from titan.sim.record.trace import Trace
+
+_BLOCKS = 4
+"""Blocks of a tiny model."""
+_SIZES = {
+    **{"dim": 64, "head_dim": 16, "ffn_dim": 64, "vocab_size": 256, "window": 16},
+    **{"num_experts": 8, "expert_dim": 32, "num_groups": 4, "top_groups": 2, "top_k": 2},
+    **{"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16},
+    **{"v_head_dim": 16, "image_token": 255},
+}
+"""Upper limits of a tiny model's sizes. Zeros, which turn a part off, stay."""
+_DEGREES = {"dp_replicate": 2, "dp_shard": 8, "cp": 2, "tp": 2}
+"""Upper limits of degrees. FSDP cuts and joins a list with an entry for each shard."""
+_TOKENS, _HEADS = 64, 8
+
+
+def tiny(config: JobConfig, layout: Layout) -> tuple[JobConfig, Layout]:
+    """Return a job with the same program as another, and small sizes, without pipeline, compilation, 8 bits and micro-batches.
+
+    Compiled blocks are measured as eager ones. Their insides are left out (titan.sim.replay.host.Issue).
+    """
+    sizes, parallel = model_config(config.model), config.parallelism
+    overrides = dict(config.model.overrides)
+    for name in (field.name for field in fields(sizes) if field.init):
+        if name in _SIZES and (value := getattr(sizes, name)):
+            overrides[name] = min(value, _SIZES[name])
+        elif name == "n_kv_heads":
+            overrides[name] = _HEADS if sizes.n_kv_heads == sizes.n_heads else _HEADS // 2
+        elif name == "n_dense_layers" and sizes.n_dense_layers < sizes.n_layers:
+            overrides[name] = 0  # few of many
+    overrides |= {"n_heads": _HEADS, "n_layers": min(sizes.n_layers, _BLOCKS)}
+    small = {axis: min(most, getattr(layout, axis)) for axis, most in _DEGREES.items()}
+    ep, lent = parallel.expert_parallel_degree, layout.dp_shard * layout.cp * layout.tp
+    if 1 < ep < lent and small["dp_shard"] * small["cp"] * small["tp"] == 2:
+        small["dp_shard"] *= 2  # experts are sharded over the rest
+    shape = Layout(pp=1, accumulation=1, **small)
+    all_shards = shape.dp_shard * shape.cp * shape.tp
+    resharding = parallel.fsdp_reshard_after_forward
+    if layout.pp > 1 and resharding == "default":
+        resharding = "never"
+    parallelism = {
+        **{key.rpartition(".")[2]: getattr(shape, axis) for axis, key in AXES.items()},
+        "expert_parallel_degree": all_shards if ep == lent else min(2, ep),
+        "expert_tensor_parallel_degree": min(shape.tp, parallel.expert_tensor_parallel_degree),
+        "pipeline_parallel_layers_per_stage": None,
+        "module_fqns_per_model_part": None,
+        "enable_async_tensor_parallel": False,
+        "fsdp_reshard_after_forward": resharding,
+        "fsdp_kept_blocks": min(parallel.fsdp_kept_blocks, _BLOCKS),
+    }
+    changes: dict[str, dict[str, Any]] = {
+        "model": {"overrides": overrides, "attention_backend": "auto"},
+        "parallelism": parallelism,
+        "training": {"local_batch_size": 1, "seq_len": _TOKENS, "global_batch_size": -1},
+        "loss": {"chunk_tokens": min(config.loss.chunk_tokens, _TOKENS // 4)},
+        "compile": {"enable": False},
+        # CPUs lack such kernels.
+        "data": {"document_mask": False},
+        "activation_checkpoint": {"op_keep_by_block": []},
+    }  # fmt: skip
+    sections: dict[str, Any] = {
+        name: getattr(config, name).model_copy(update=update) for name, update in changes.items()
+    }
+    plain = {"simulator": SimulatorSection(), "quantize": QuantizeSection()}
+    return config.model_copy(update=sections | plain), shape
+
+
+class Paces:
+    """Traces that wait for the pace of their host, which is recorded beside them.
+
+    Attributes:
+        done: Receives each request with its traces.
+        known: Pace by key of the tiny job.
+        held: Recorded jobs, with the key of the pace that they wait for.
+    """
+
+    def __init__(self, done: Callable[[Any, Any], None]) -> None:
+        self.done = done
+        self.known: dict[str, dict[str, float]] = {}
+        self.held: list[tuple[str, Any, Any]] = []
+
+    def measured(self, key: str, _: Any, traces: dict[int, Trace] | Exception) -> None:
+        """Take a pace. Without one, the usual pace counts."""
+        is_known = isinstance(traces, dict)
+        self.known[key] = next(iter(traces.values())).host if is_known else {}
+        waiting, self.held = self.held, []
+        for job in waiting:
+            self.recorded(*job)
+
+    def recorded(self, key: str, request: Any, traces: dict[int, Trace] | Exception) -> None:
+        """Take a job's traces, and report them as soon as their pace is known."""
+        if key not in self.known:
+            self.held.append((key, request, traces))
+            return
+        pace = self.known[key]
+        for trace in traces.values() if isinstance(traces, dict) else ():
+            trace.host = pace and pace | {"accumulation": request.layout.accumulation}
+        self.done(request, traces)
+
+
+def with_paces(
+    jobs: Sequence[Any], done: Callable[[Any, Any], None]
+) -> list[tuple[Any, Callable[[Any, Any], None]]]:
+    """Return requests of tiny jobs, then those of the jobs, each with the function that takes its traces. Jobs share tiny jobs."""
+    paces, keys, requests = Paces(done), [], {}
+    for job in jobs:
+        config, layout = tiny(job.config, job.layout)
+        host = replace(job, config=config, layout=layout, device_kind="host", prepare=None)
+        keys.append(host.key)
+        requests[host.key] = host
+    hosts = [(host, partial(paces.measured, key)) for key, host in requests.items()]
+    return hosts + [(j, partial(paces.recorded, key)) for j, key in zip(jobs, keys, strict=True)]
