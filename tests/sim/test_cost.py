@@ -9,7 +9,7 @@ import pytest
 
 from titan.config.errors import ConfigError
 from titan.sim.price.cost import Cost, attended, matmul_sizes
-from titan.sim.price.measured import tables
+from titan.sim.price.library import tables
 from titan.sim.price.profiles import load_profile
 from titan.sim.record.trace import Kernel, KernelKind
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from math import ceil
 
-from titan.sim.price.measured import SPAN_S, Tables, tables
+from titan.sim.price.library import tables
+from titan.sim.price.measured import SPAN_S, Tables
 from titan.sim.price.network import Dispatch, TransferPrice, price_transfer
 from titan.sim.price.profiles import Profile, on_curve
 from titan.sim.record.trace import Group, Kernel, Transfer

@@ -1,6 +1,6 @@
-"""Tables of the package aiconfigurator-core (NVIDIA, Apache-2.0, the extra `measured`): millions of measured kernels of many cards.
+"""Where measured tables come from: titan's own files, or the package aiconfigurator-core (NVIDIA, Apache-2.0, the extra `measured`).
 
-Read once for each card and version, and kept in the user's cache folder. Imports no torch.
+The package is read once for each card and version, and kept in the user's cache folder. Imports no torch.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from math import log, log2
@@ -25,12 +26,14 @@ from titan.sim.price.measured import (
     SPAN_S,
     STEP,
     ZERO,
+    Tables,
 )
 
 PACKAGE = "aiconfigurator-core"
+_FOLDER = Path(__file__).parents[1] / "hardware" / "measured"
 
 
-class Source(NamedTuple):
+class CardSource(NamedTuple):
     """Where a card's tables are in the package, and which of several measurements is taken.
 
     Attributes:
@@ -51,19 +54,25 @@ class Source(NamedTuple):
 
 
 SOURCES = {
-    "a100": Source("a100_sxm", "a100-80g", "0.14.0", "1.0.0", "2.27.3", "flash2"),
-    "h100": Source("h100_sxm", "h100-sxm", "0.24.0", "1.3.0rc20", "2.29.2", "flash3"),
-    "h200": Source("h200_sxm", "h200-sxm", "0.24.0", "1.3.0rc20", "2.29.2", "flash3"),
-    "b200": Source("b200_sxm", "b200", "0.24.0", "1.3.0rc20", "2.29.2", "cudnn"),
-    "b300": Source("b300_sxm", "b300", "0.24.0", "1.3.0rc20", "2.29.2", "cudnn"),
-    "gb200": Source("gb200", "gb200", "0.24.0", "1.3.0rc20", "2.29.2", "cudnn"),
-    "gb300": Source("gb300", "gb300", "0.24.0", "1.3.0rc20", "2.29.2", "cudnn"),
+    "a100": CardSource("a100_sxm", "a100-80g", "0.14.0", "1.0.0", "2.27.3", "flash2"),
+    "h100": CardSource("h100_sxm", "h100-sxm", "0.24.0", "1.3.0rc20", "2.29.2", "flash3"),
+    "h200": CardSource("h200_sxm", "h200-sxm", "0.24.0", "1.3.0rc20", "2.29.2", "flash3"),
+    "b200": CardSource("b200_sxm", "b200", "0.24.0", "1.3.0rc20", "2.29.2", "cudnn"),
+    "b300": CardSource("b300_sxm", "b300", "0.24.0", "1.3.0rc20", "2.29.2", "cudnn"),
+    "gb200": CardSource("gb200", "gb200", "0.24.0", "1.3.0rc20", "2.29.2", "cudnn"),
+    "gb300": CardSource("gb300", "gb300", "0.24.0", "1.3.0rc20", "2.29.2", "cudnn"),
 }
 _FORMAT = 1
 _NARROW = 32
 """Fewest columns of a measured product."""
 _LEFT_OUT = 51200
 """Columns or length of a sum that the shipped files do not have."""
+
+
+@cache
+def tables(card: str) -> Tables:
+    """Return the tables of a card: the installed package's, else those that titan ships."""
+    return Tables(library_tables(card) or json.loads((_FOLDER / f"{card}.json").read_text("utf-8")))
 
 
 def library_tables(card: str) -> dict[str, Any] | None:
@@ -140,7 +149,7 @@ def roofline_s(
 
 
 def _products(
-    folder: Path, source: Source, shares: dict[str, float]
+    folder: Path, source: CardSource, shares: dict[str, float]
 ) -> dict[str, dict[tuple[int, int, int], float]]:
     """Return the logarithm of each product's time over its roofline's, by dtype, and put the large ones' share of the peak into `shares`."""
     device = by_name(source.device)
@@ -255,8 +264,8 @@ def _attention(folder: Path) -> dict[str, Any]:
     columns = ("attn_dtype", "kv_cache_dtype", "window_size", "head_dim", "batch_size", "isl", "num_heads", "num_key_value_heads", "latency")  # fmt: skip
     found: dict[tuple[int, int, int], list[float]] = defaultdict(list)
     rows = _with_defaults(folder / "context_attention_perf.parquet", columns)
-    for dtype, cache, window, dim, batch, length, heads, groups, ms in rows:
-        if dtype != "bfloat16" or cache == "fp8" or window not in (None, 0, -1) or ms <= 0:
+    for dtype, kv_dtype, window, dim, batch, length, heads, groups, ms in rows:
+        if dtype != "bfloat16" or kv_dtype == "fp8" or window not in (None, 0, -1) or ms <= 0:
             continue
         if heads != 4 * groups or heads < min(16, batch * heads) or length < 128:
             continue

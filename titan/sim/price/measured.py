@@ -14,17 +14,13 @@ Between the sizes of a table, values are interpolated by the logarithms; beyond 
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import product
 from math import exp, log
-from pathlib import Path
 from typing import Any, TypeAlias
 
-_FOLDER = Path(__file__).parents[1] / "hardware" / "measured"
 SPAN_S = 4e-6
 """Seconds of a launch and of an empty kernel in the roofline that products are compared with."""
 LETTERS = "".join(chr(code) for code in range(35, 127) if chr(code) != "\\")
@@ -218,11 +214,3 @@ def _nested(part: dict[str, Any]) -> Grid:
         if rate
     }
     return Grid((part["head_dim"], part["heads"], part["length"]), values.get)
-
-
-@cache
-def tables(card: str) -> Tables:
-    """Return the tables of a card: the installed library's, else those that titan ships."""
-    from titan.sim.price.library import library_tables
-
-    return Tables(library_tables(card) or json.loads((_FOLDER / f"{card}.json").read_text("utf-8")))

@@ -26,7 +26,8 @@ from collections.abc import Sequence
 from math import ceil, comb, log2
 from typing import Any, NamedTuple
 
-from titan.sim.price.measured import BUS, tables
+from titan.sim.price.library import tables
+from titan.sim.price.measured import BUS
 from titan.sim.price.profiles import Profile
 from titan.sim.record.trace import Group, Transfer
 

@@ -25,7 +25,8 @@ from pydantic_core import ErrorDetails
 from titan.config.errors import ConfigError, Problem, did_you_mean, key_text
 from titan.config.toml import read_toml
 from titan.hardware import HARDWARE, MARGIN, by_name
-from titan.sim.price.measured import BUS, tables
+from titan.sim.price.library import tables
+from titan.sim.price.measured import BUS
 
 _FOLDER = Path(__file__).parents[1] / "hardware"
 _SELF = {"note", "assumes", "kin", "unsupported"}
