@@ -23,9 +23,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import titan
+import titan.models
 from titan.config.layout import Layout, stage_split
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
+from titan.data import default_cache_folder
 from titan.observe.routing import busiest_rank
 from titan.parallel.traits import USUAL_ENDS, ends_of
 from titan.sim.record import trace as events
@@ -126,7 +129,7 @@ def get_traces(
     plans = []
     for request, tell in with_paces(jobs, done):
         cached = use_cache and not whole and request.prepare is None
-        path = _folder() / f"{request.key}.pickle" if cached else None
+        path = default_cache_folder() / "traces" / f"{request.key}.pickle" if cached else None
         if path and (traces := read_entry(path)) is not None:
             # The cache may hold the trace of a world with more or fewer replicas.
             tell(request, {t.rank: t for t in (remap_ranks(t, request.layout) for t in traces)})
@@ -391,24 +394,14 @@ def _renamed(trace: Trace, pattern: re.Pattern[str], name: Callable[..., str]) -
     return Trace(trace.rank, trace.world_size, trace.groups, *sections)  # pyright: ignore
 
 
-def _folder() -> Path:
-    """Return the folder of the cache."""
-    from titan.data.cache import default_cache_folder
-
-    return default_cache_folder() / "traces"
-
-
 @cache
 def _source() -> str:
     """Return a hash of the source of titan and its models."""
     digest = hashlib.blake2b(digest_size=16)
-    import titan
-    import titan.models
-
-    for package in (titan, titan.models):
-        for folder in map(Path, package.__path__):
-            for file in sorted(folder.rglob("*.py")):
-                digest.update(file.read_bytes())
+    # In a checkout, titan.__path__ also has the repository's root, with environments and tests.
+    for folder in (Path(titan.__file__).parent, *map(Path, titan.models.__path__)):
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
