@@ -105,7 +105,7 @@ class TraceRequest:
         for name in ("data_parallel_replicate_degree", "data_parallel_shard_degree"):
             shape["parallelism"].pop(name)
         # The source too: any change of titan's code may change a rank's step.
-        text = json.dumps([shape, self.device_kind, version("torch"), _source()], sort_keys=True)
+        text = json.dumps([shape, self.device_kind, _source()], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -389,8 +389,8 @@ def _renamed(trace: Trace, pattern: re.Pattern[str], name: Callable[..., str]) -
 
 @cache
 def _source() -> str:
-    """Return a hash of the source of titan and its models."""
-    digest = hashlib.blake2b(digest_size=16)
+    """Return a hash of the source of titan and its models, and of torch's version."""
+    digest = hashlib.blake2b(version("torch").encode(), digest_size=16)
     # In a checkout, titan.__path__ also has the repository's root, with environments and tests.
     for folder in (Path(titan.__file__).parent, *map(Path, titan.models.__path__)):
         for file in sorted(folder.rglob("*.py")):
