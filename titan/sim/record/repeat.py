@@ -34,9 +34,9 @@ from titan.sim.record.segments import (
     EventId,
     ParsedTrace,
     Segment,
-    any_layer,
     block_of,
     parse_trace,
+    shape_of,
 )
 from titan.sim.record.trace import (
     BEGINS,
@@ -149,7 +149,7 @@ class _Repetition:
         self.used = sorted({segment.stage for segment in more.segments if segment.direction})
         if not self.used:
             raise CannotRepeat("no pass through the blocks was found")
-        self._check_alike(trace)
+        _check_alike(trace, self.used, recorded)
         self.num_added = sum(stages[stage].count - more.depth for stage in self.used)
         self.fewest = self._matched(few)
         self.lengths: list[int] = []
@@ -165,21 +165,6 @@ class _Repetition:
     def _fail(self, number: int, why: str) -> CannotRepeat:
         """Return the error of a segment, with its first event."""
         return CannotRepeat(f"{why}: {next(filter(None, self.more.segments[number].parts))[0]}")
-
-    def _check_alike(self, trace: Trace) -> None:
-        """Check that all blocks that should be alike multiply the same matrices, also the last one."""
-        launched: dict[int, list[Any]] = {}
-        for event in trace.step:
-            if isinstance(event, Launch) and event.kernel.flops and event.scope.phase == "forward":
-                block = block_of(event.scope)
-                if block is not None:
-                    launched.setdefault(block, []).append(shape_of(event)[1:])
-        depth = self.recorded.depth
-        for stage in self.used:
-            first = stage * depth + (self.recorded.first if stage == 0 else 0) + 1
-            blocks = range(first, (stage + 1) * depth)
-            if any(launched.get(block) != launched.get(first) for block in blocks):
-                raise CannotRepeat("blocks compute different things")
 
     # ---- what grows with the blocks
 
@@ -445,14 +430,20 @@ class _Repetition:
         return self.scopes[key]
 
 
+def _check_alike(trace: Trace, stages: Sequence[int], recorded: Recorded) -> None:
+    """Check that all blocks that should be alike multiply the same matrices, also the last one."""
+    launched: dict[int | None, list[Any]] = {}
+    for event in trace.step:
+        if isinstance(event, Launch) and event.kernel.flops and event.scope.phase == "forward":
+            launched.setdefault(block_of(event.scope), []).append(shape_of(event)[1:])
+    for stage in stages:
+        first = stage * recorded.depth + (recorded.first if stage == 0 else 0) + 1
+        blocks = range(first, (stage + 1) * recorded.depth)
+        if any(launched.get(block) != launched.get(first) for block in blocks):
+            raise CannotRepeat("blocks compute different things")
+
+
 def _may_grow(segment: Segment) -> bool:
     """Return whether a segment's numbers, or its length, may grow with the blocks."""
     is_reference = isinstance(segment.parts[0][0] if segment.parts[0] else None, Free | AwaitEvent | AwaitWork)  # fmt: skip
     return not (segment.direction or segment.of_block or is_reference)
-
-
-def shape_of(event: Event) -> Any:
-    """Return the fields that equal events of different blocks have in common: all but references and the block's number."""
-    kind, scope = type(event), getattr(event, "scope", None)
-    where = scope and (scope.phase, any_layer(scope.module), scope.action, scope.call)
-    return [kind, where, *(getattr(event, name) for name in compared_fields(kind))]

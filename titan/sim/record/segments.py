@@ -35,6 +35,7 @@ from titan.sim.record.trace import (
     RecordEvent,
     Scope,
     Trace,
+    compared_fields,
     number_of,
 )
 
@@ -212,6 +213,13 @@ def _layer_of(module: str) -> int | None:
 def any_layer(module: str) -> str:
     """Return the path of a module with "*" in place of the block's number."""
     return _ANY_LAYER.sub("layers.*", module)
+
+
+def shape_of(event: Event) -> Any:
+    """Return the fields that equal events of different blocks have in common: all but references and the block's number."""
+    kind, scope = type(event), getattr(event, "scope", None)
+    where = scope and (scope.phase, any_layer(scope.module), scope.action, scope.call)
+    return [kind, where, *(getattr(event, name) for name in compared_fields(kind))]
 
 
 def _segments(labelled: Iterable[tuple[Event, tuple[Any, int]]], depth: int) -> Iterator[Segment]:
