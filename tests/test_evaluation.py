@@ -20,7 +20,8 @@ from titan import cli
 from titan.checks.rules import check
 from titan.config.schema import JobConfig
 from titan.data.examples import Example, ExampleTask, read_task
-from titan.data.scoring import Scorer, plan_passes, score_rows
+from titan.data.passes import plan_passes
+from titan.data.scoring import Scorer, score_rows
 from titan.data.tokenizer import bytes_tokenizer
 from titan.hooks.evaluation import Evaluation
 from titan.loss import IGNORED, LossSum

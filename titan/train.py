@@ -217,7 +217,7 @@ def set_compile_cache(folder: str) -> None:
     would write at once: there each node has a folder in its temporary folder, if no other user can
     write into it.
     """
-    from titan.data.cache import default_cache_folder
+    from titan.data import default_cache_folder
 
     if not folder and "TORCHINDUCTOR_CACHE_DIR" in os.environ:
         return

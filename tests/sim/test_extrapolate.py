@@ -14,7 +14,7 @@ from titan.config.layout import resolve_layout
 from titan.config.schema import JobConfig
 from titan.sim.price.cost import Cost
 from titan.sim.price.profiles import load_profile
-from titan.sim.record.extrapolate import CannotExtrapolate, Depth
+from titan.sim.record.repeat import CannotRepeat, Depth
 from titan.sim.record.trace import Trace
 from titan.sim.record.trace_cache import TraceRequest, _Plan, distinct_ranks, get_traces, shallow
 from titan.sim.record.trace_jobs import Job, trace_jobs
@@ -163,7 +163,7 @@ def recordings(request: TraceRequest, stages: list[Depth]) -> dict[int, tuple[Tr
     """Of each pipeline rank: the extended trace, as all are made in one process (but for a pipeline of single ranks), which runs
     every compiled program once; and the whole one, from a process of its own that runs everything."""
     world, ranks = request.layout.world_size, distinct_ranks(request.config, request.layout)
-    together = _Plan(request, stages, None, lambda *_: None).jobs(1)
+    together = _Plan(request, None, lambda *_: None).jobs(1)
     alone = [Job((request.config,), world, (rank,), request.device_kind) for rank in ranks]
     extended, whole = {}, {}
     for jobs, actual, replays_programs in ((together, extended, True), (alone, whole, False)):
@@ -230,9 +230,17 @@ def test_blocks_that_are_not_alike_are_refused() -> None:
     """Every second block recomputed: neighbours differ."""
     config = job({"activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}})
     request = TraceRequest(config, resolve_layout(config, 2))
-    [together] = _Plan(request, [Depth(0, 15)], None, lambda *_: None).jobs(1)
+    plan = _Plan(request, None, lambda *_: None)
+    plan.depths = [Depth(0, 15)]
+    [together] = plan.jobs(1)
     [(_, result)] = trace_jobs([together], 1)
-    assert isinstance(result, CannotExtrapolate)
+    assert isinstance(result, CannotRepeat)
+
+
+def test_blocks_that_differ_at_a_distance_are_refused() -> None:
+    """A block recomputed after six that are not: few blocks would look alike."""
+    config = job({"activation_checkpoint": {"mode": "selective", "selective_ac_option": "7"}})
+    assert shallow(TraceRequest(config, resolve_layout(config, 2))) is None
 
 
 def test_depths_may_have_a_process_each() -> None:

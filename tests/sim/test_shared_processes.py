@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.sim.test_extrapolate import canonical, job
-from titan.sim.record.extrapolate import CannotExtrapolate
+from titan.sim.record.repeat import CannotRepeat
 from titan.sim.record.trace import Trace
 from titan.sim.record.trace_jobs import Job, _groups, trace_jobs
 
 
 def refuse(traces: Sequence[Trace]) -> Trace:
-    raise CannotExtrapolate("it stands for a job whose blocks are not alike")
+    raise CannotRepeat("it stands for a job whose blocks are not alike")
 
 
 def variants(parallelism: dict[str, Any], **model: Any) -> list[Job]:
@@ -47,7 +47,7 @@ def check(jobs: list[Job]) -> None:
     shared: dict[int, Any] = dict(trace_jobs(jobs, 1, shared=True))
     alone: dict[int, Any] = dict(trace_jobs(jobs, 2))
     assert [*shared] == [*range(len(jobs))] == sorted(alone)
-    assert isinstance(shared.pop(4), CannotExtrapolate)
+    assert isinstance(shared.pop(4), CannotRepeat)
     for number, traces in shared.items():
         assert isinstance(traces, list), traces
         numbers = defaultdict[str, dict[int, int]](dict), defaultdict[str, dict[int, int]](dict)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+import titan
 from tests.support.jobs import ROOT
 from titan.cli import main
 from titan.sim.price.profiles import load_profile
+from titan.sim.record import trace_cache
 from titan.sim.record.trace import CATEGORIES
 from titan.sim.record.trace_cache import read_entry
 from titan.sim.replay.memory import memory_report
@@ -217,6 +221,37 @@ def test_the_trace_is_kept_for_other_hardware_and_replicas(
     )
     with pytest.raises(AssertionError, match="traced again"):
         sim("--world-size", "8", *ON, f"{hsdp}=2")  # other shards
+
+
+def test_a_known_job_needs_no_torch(tmp_path: Path) -> None:
+    """Nor numpy: each takes more CPU time to import than the simulation of a recorded job."""
+    probe = (
+        "import sys; from titan.cli import main; main(sys.argv[1:]); "
+        "print(sorted({'torch', 'numpy', 'jinja2'} & {*sys.modules}))"
+    )
+    command = [sys.executable, "-c", probe, "sim", *JOB, "--world-size", "2", *ON, "--quiet"]
+    for _ in range(2):
+        done = subprocess.run(
+            command,
+            env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.endswith("[]\n"), done.stdout
+    assert len([*tmp_path.rglob("*.pickle")]) == 2  # the trace, and the host's pace
+
+
+def test_a_trace_depends_on_titans_own_source_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a checkout, titan's path includes the repository, with its tests and environments."""
+    (tmp_path / "other.py").touch()
+    before = trace_cache._source()
+    monkeypatch.setattr(titan, "__path__", [*titan.__path__, str(tmp_path)])
+    trace_cache._source.cache_clear()
+    assert trace_cache._source() == before
 
 
 def test_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

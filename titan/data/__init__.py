@@ -21,7 +21,9 @@ Only best_fit.py and the last two import torch.
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 
 from titan.untrusted import InputError, printable
@@ -63,3 +65,8 @@ def require(module: str, *, purpose: str, extra: str = "huggingface") -> ModuleT
             f"{purpose} needs '{module}', which cannot be imported ({error}); "
             f"install it with: pip install 'titan-pretrain[{extra}]'"
         ) from error
+
+
+def default_cache_folder() -> Path:
+    """Return the folder titan/ in the user's cache folder (XDG base directory specification)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan"

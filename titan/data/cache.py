@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from titan.config.options import is_quiet
-from titan.data import DataError
+from titan.data import DataError, default_cache_folder
 from titan.data.shards import INDEX
 from titan.data.sources import Documents
 from titan.data.writer import Progress, TokenizationSpec, write_shards
@@ -30,11 +30,6 @@ logger = logging.getLogger(__name__)
 _SHARD_TOKENS = 2**26  # an interrupted run loses at most one shard for each split
 _SHORT_BYTES = 2**24  # two seconds of work; starting the workers takes as long
 _INTERVAL_S = 10.0  # between two lines of progress, if there is no terminal
-
-
-def default_cache_folder() -> Path:
-    """Return the folder titan/ in the user's cache folder (XDG base directory specification)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan"
 
 
 @contextmanager

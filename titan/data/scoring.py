@@ -33,12 +33,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan.config.schema import JobConfig
 from titan.data import DataError
 from titan.data.packing import Batch
+from titan.data.passes import UNIT, plan_passes
 from titan.data.special_tokens import begin_ids, start_ids
 from titan.data.tokenizer import Tokenizer
 from titan.loss import IGNORED, LossSum
 from titan.parallel.mesh import StepGroups, axis_rank, axis_size
 
-UNIT = 32  # a rank's part of a sequence is a multiple of this
 _WIDTH = 3  # figures of a text
 # Scored positions are padded to a multiple of this: there are fewer distinct shapes, and float8 matmuls need it.
 _MULTIPLE = 128
@@ -89,35 +89,6 @@ def score_rows(loss_sum: LossSum, output: Tensor, labels_BS: Tensor) -> Tensor:
     ends[:-1] = row_N[1:] != row_N[:-1]
     scores_B3[row_N[ends], 2] = found_N3[ends, 2]
     return scores_B3
-
-
-def plan_passes(
-    inputs: Sequence[int], max_length: int, *, batch: int, world: int, unit: int
-) -> list[tuple[list[int], int]]:
-    """Plan the forward passes of all ranks. The module's docstring has an example.
-
-    The length of a pass is `max_length`, halved as long as the longest text fits: there are few shapes, and all axes divide
-    them.
-
-    Args:
-        inputs: number of inputs of each text.
-        max_length: longest length, in tokens.
-        batch: texts in one forward pass of a rank.
-        world: data-parallel ranks.
-        unit: number that divides a length.
-
-    Returns:
-        For each pass, the numbers of its texts, longest first, and the length that they are padded to.
-    """
-    order = sorted(range(len(inputs)), key=lambda n: -inputs[n])
-    size = min(batch, -(-len(inputs) // world)) * world
-    passes = []
-    for group in (order[n : n + size] for n in range(0, len(inputs), size)):
-        length = max_length
-        while length % (2 * unit) == 0 and length // 2 >= inputs[group[0]]:
-            length //= 2
-        passes.append((group, length))
-    return passes
 
 
 class Scorable(Protocol):

@@ -24,8 +24,8 @@ from titan.sim.record.trace import Allocate, Group, Scope, Trace, Transfer
 from titan.sim.report.whole_run import BYTES
 from titan.sim.simulate import Facts, Simulation, simulate
 
-from .replica_groups import in_buckets, in_fragments
 from .section import groups_of, link_of
+from .tensor_lists import in_buckets, in_fragments
 
 
 def group_facts(simulation: Simulation, **how: Any) -> Facts:

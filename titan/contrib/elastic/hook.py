@@ -37,8 +37,9 @@ from titan.optim.optimizers import allocate_state
 from titan.train_step import StepReport
 from titan.untrusted import InputError
 
-from .replica_groups import ReplicaGroups, in_fragments
+from .replica_groups import ReplicaGroups
 from .section import groups_of
+from .tensor_lists import in_fragments
 
 
 def elastic_hook(trainer: RunContext) -> Hook:

@@ -23,12 +23,11 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -42,11 +41,10 @@ from titan.untrusted import InputError
 from .healing import Healing
 from .launch_groups import LOCAL
 from .section import GroupsSection
+from .tensor_lists import in_buckets
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # torchft's name
-T = TypeVar("T")
 _RETRY_S = 5  # how long a quorum is waited for at a time
-_BUCKET_ELEMENTS = 2**24
 _MOST_BYTES = 2**16  # of a group's name, text and status
 _CONNECT_S = 10  # how long groups take to connect
 _MOST_FAILURES = 2  # in a row, of a group that would join the others
@@ -323,27 +321,6 @@ class _MeetingEnded(Exception):
 
     def __init__(self, code: int) -> None:
         self.code = code
-
-
-def in_buckets(items: Iterable[T], num_elements: Callable[[T], int]) -> list[list[T]]:
-    """Divide tensors, or stand-ins for them, into lists that are summed together.
-
-    Args:
-        items: The tensors or stand-ins.
-        num_elements: Function that returns the number of elements of an item.
-    """
-    buckets: list[list[T]] = [[]]
-    for item in items:
-        if sum(map(num_elements, buckets[-1])) > _BUCKET_ELEMENTS:
-            buckets.append([])
-        buckets[-1].append(item)
-    return buckets
-
-
-def in_fragments(units: Sequence[T], count: int) -> list[Sequence[T]]:
-    """Divide the units of a model into `count` fragments of similar size, which synchronize in turn."""
-    ends = [len(units) * number // count for number in range(count + 1)]
-    return [units[a:b] for a, b in pairwise(ends)]
 
 
 def _store(host: str) -> tuple[str, int, Any]:

@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from titan.sim.record import torch_compat
 from titan.sim.record.compiled_replay import Repetition, Shape
+from titan.sim.record.repeat import CannotRepeat
 from titan.sim.record.torch_compat import FakeTensor
 from titan.sim.record.trace import (
     BEGINS,
@@ -49,10 +50,6 @@ from titan.sim.record.trace import (
 
 if TYPE_CHECKING:
     from titan.sim.record.tracer import Tracer
-
-
-class CannotRepeat(Exception):
-    """Failure to repeat a microbatch, because microbatches differ. The message says where."""
 
 
 class _Output(NamedTuple):

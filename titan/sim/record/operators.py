@@ -50,6 +50,7 @@ class Operator:
         kind: Kind of its kernel; None if it runs no kernel.
         makes: Whether its result may be new memory.
         written: Names of the arguments that it writes to.
+        updates: Whether it only updates lists of tensors, so that it has no result.
     """
 
     func: Any
@@ -57,6 +58,7 @@ class Operator:
     kind: KernelKind | None
     makes: bool
     written: tuple[str, ...]
+    updates: bool
 
 
 def classify(func: Any) -> Operator:
@@ -68,14 +70,15 @@ def classify(func: Any) -> Operator:
     name = func._opname
     arguments = schema.arguments
     written = tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    is_free = func.is_view or name in _FREE or func.namespace in _FREE_NAMESPACES
+    kind = None if is_free else _kind(name)
     return Operator(
         func,
         schema.name,
-        None
-        if func.is_view or name in _FREE or func.namespace in _FREE_NAMESPACES
-        else _kind(name),
+        kind,
         makes=not func.is_view,
         written=written,
+        updates=kind == "optimizer" and not schema.returns,
     )
 
 

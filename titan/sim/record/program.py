@@ -124,7 +124,9 @@ def record_program(
                     tracer.microbatches.end_step()
                 tracer.scopes.phase = "forward"
                 if step == 1:
-                    trace.first_step = _left([*made, *trace.step])
+                    # The states come last, as in a step that makes them in its update.
+                    left = _left([*made, *trace.step])
+                    trace.first_step = sorted(left, key=_is_of_update)
                 # Every step is like one that leaves all as it was.
                 if shortcut and (without_gradient or _is_closed(trace.step)):
                     break
@@ -170,6 +172,11 @@ def cache_by_program(
         return built[number]
 
     return get
+
+
+def _is_of_update(event: Event) -> bool:
+    """Return whether the optimizer's update makes an allocation."""
+    return isinstance(event, Allocate) and event.scope.phase == "optimizer"
 
 
 def _left(events: list[Event]) -> list[Event]:

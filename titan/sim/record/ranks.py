@@ -40,14 +40,13 @@ def remap_ranks(trace: Trace, layout: Layout) -> Trace:
             for e in of_trace
         ]
 
-    return Trace(
-        moved(trace.rank),
-        layout.world_size,
-        groups,
-        trace.setup,
-        with_peers(trace.first_step),
-        with_peers(trace.step),
-        host=trace.host,
+    return replace(
+        trace,
+        rank=moved(trace.rank),
+        world_size=layout.world_size,
+        groups=groups,
+        first_step=with_peers(trace.first_step),
+        step=with_peers(trace.step),
     )
 
 

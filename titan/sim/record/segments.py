@@ -1,6 +1,6 @@
 """Segments of a trace: parts that repeat with the blocks of a model, and the references between events.
 
-extrapolate.py defines the three kinds of segments (layer passes, series, single events) and uses
+repeat.py defines the three kinds of segments (layer passes, series, single events) and uses
 them. Imports no torch.
 
 Example: a model of 2 blocks, recorded on one rank. The step has 10 events, which make 4 segments:
@@ -35,6 +35,7 @@ from titan.sim.record.trace import (
     RecordEvent,
     Scope,
     Trace,
+    compared_fields,
     number_of,
 )
 
@@ -58,7 +59,8 @@ class Segment:
         direction: 1 for a layer pass from the first block to the last, -1 for the reverse; 0 for
             other segments.
         series: Whether the parts are equal events outside of blocks.
-        template: Part to repeat in a deeper model.
+        of_block: Whether it is a single event of a block, and so does not grow.
+        template: Part to repeat in a deeper model; its successor is equal.
     """
 
     parts: list[list[Event]]
@@ -66,7 +68,8 @@ class Segment:
     stage: int = -1
     direction: int = 0
     series: bool = False
-    template: int = 0  # the part that is repeated
+    of_block: bool = False
+    template: int = 0
 
     def block(self, part: int, length: int) -> int:
         """Return the number of a part's block among `length` blocks, or the part of a block.
@@ -212,6 +215,13 @@ def any_layer(module: str) -> str:
     return _ANY_LAYER.sub("layers.*", module)
 
 
+def shape_of(event: Event) -> Any:
+    """Return the fields that equal events of different blocks have in common: all but references and the block's number."""
+    kind, scope = type(event), getattr(event, "scope", None)
+    where = scope and (scope.phase, any_layer(scope.module), scope.action, scope.call)
+    return [kind, where, *(getattr(event, name) for name in compared_fields(kind))]
+
+
 def _segments(labelled: Iterable[tuple[Event, tuple[Any, int]]], depth: int) -> Iterator[Segment]:
     """Cut consecutive events of one label into layer passes, and into single events if no pass is complete."""
     # Neighbouring events of one block make a run; a complete pass is one run for each block.
@@ -251,7 +261,7 @@ def _layer_pass(runs: Sequence[tuple[int, list[Event]]], depth: int) -> Iterator
         return
     for _, run in runs:
         for event in run:
-            yield Segment([[event]])
+            yield Segment([[event]], of_block=True)
 
 
 def _join_series(parsed: ParsedTrace) -> None:

@@ -23,15 +23,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import titan
+import titan.models
 from titan.config.layout import Layout, stage_split
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
+from titan.data import default_cache_folder
 from titan.observe.routing import busiest_rank
 from titan.parallel.traits import USUAL_ENDS, ends_of
 from titan.sim.record import trace as events
-from titan.sim.record.extrapolate import CannotExtrapolate, Depth, extrapolate
 from titan.sim.record.host_time import with_paces
 from titan.sim.record.ranks import remap_ranks
+from titan.sim.record.repeat import BlocksDiffer, CannotRepeat, Depth, Recorded, repeat_blocks
 from titan.sim.record.segments import LAYER
 from titan.sim.record.trace import Trace
 from titan.sim.record.trace_jobs import DeviceKind, Job, Prepare, distinct_ranks, trace_jobs
@@ -51,7 +54,7 @@ _PROGRAM = (
 )
 """Sections that the program is built from, whole."""
 _DEPTH = 5
-"""Equal blocks in each stage of the shallower of the two models that stand in for a deep one."""
+"""Equal blocks in each stage of the model that stands in for a deep one."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ class TraceRequest:
         for name in ("data_parallel_replicate_degree", "data_parallel_shard_degree"):
             shape["parallelism"].pop(name)
         # The source too: any change of titan's code may change a rank's step.
-        text = json.dumps([shape, self.device_kind, version("torch"), _source()], sort_keys=True)
+        text = json.dumps([shape, self.device_kind, _source()], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -126,34 +129,33 @@ def get_traces(
     plans = []
     for request, tell in with_paces(jobs, done):
         cached = use_cache and not whole and request.prepare is None
-        path = _folder() / f"{request.key}.pickle" if cached else None
+        path = default_cache_folder() / "traces" / f"{request.key}.pickle" if cached else None
         if path and (traces := read_entry(path)) is not None:
             # The cache may hold the trace of a world with more or fewer replicas.
             tell(request, {t.rank: t for t in (remap_ranks(t, request.layout) for t in traces)})
         else:
             is_whole = whole or request.device_kind == "host"
-            plans.append(_Plan(request, None if is_whole else shallow(request), path, tell))
+            plans.append(_Plan(request, path, tell, deeper=None if is_whole else 0))
     processes = processes or os.cpu_count() or 1
-    # First the shallow models. Where their blocks are not alike, the whole model follows, with all
-    # processes free again.
-    refused = _record(plans, processes)
-    _record([_Plan(plan.request, None, plan.path, done) for plan in refused], processes)
+    # First the shallow models, then deeper ones. If blocks are not alike, the whole model follows, with all processes free again.
+    while plans:
+        plans = _record(plans, processes)
 
 
 def _record(plans: Sequence[_Plan], processes: int) -> list[_Plan]:
     """Record the jobs of plans, and report traces that are ready.
 
-    Return the plans whose blocks are not all alike.
+    Return plans in place of those whose blocks are not all alike.
     """
     # Few plans leave processes idle: then the ranks of a plan are dealt out to several.
     parts = -(-processes // max(1, len(plans)))  # of each plan, each in a separate process
     waiting = [(plan, job) for plan in plans for job in plan.jobs(parts)]
-    refused = []
+    others = []
     for number, result in trace_jobs([job for _, job in waiting], processes, shared=True):
         plan, job = waiting[number]
-        if plan.finish(job, result):
-            refused.append(plan)
-    return refused
+        if (other := plan.finish(job, result)) is not None:
+            others.append(other)
+    return others
 
 
 class _Plan:
@@ -161,23 +163,24 @@ class _Plan:
 
     Attributes:
         request: The job.
-        depths: Blocks of each stage, if shallow models are recorded in its place.
         path: Its file in the cache, if it is cached.
         done: Receives the traces.
+        deeper: Additional blocks of the shallow model that is recorded in its place. None: the whole model is recorded.
+        depths: Blocks of each stage, if shallow models are recorded.
     """
 
     def __init__(
         self,
         request: TraceRequest,
-        depths: Sequence[Depth] | None,
         path: Path | None,
         done: Callable[..., None],
+        *,
+        deeper: int | None = 0,
     ) -> None:
-        self.request, self.depths, self.path, self.done = request, depths, path, done
+        self.request, self.path, self.done, self.deeper = request, path, done, deeper
+        self.depths = None if deeper is None else shallow(request, deeper)
         self.ranks = distinct_ranks(request.config, request.layout)
         self.traces: dict[int, Trace] = {}
-        self.programs: tuple[JobConfig, ...] = ()  # of the depths
-        self.by_depth: dict[int, Trace] = {}  # where each depth has a process
         self.ended = False
 
     def jobs(self, parts: int) -> list[Job]:
@@ -193,43 +196,29 @@ class _Plan:
             prepare=request.prepare,
         )
         if self.depths:
-            depth = shallow_depth(request)
-            self.programs = tuple(at_depth(request, n) for n in (depth, depth + 1))
+            recorded = shallow_depths(request, self.deeper or 0)
             size = request.config.parallelism.fsdp_blocks_per_unit
             missing = -model_config(request.config.model).n_layers % size
-            self.join = partial(
-                _extended, depth=depth, stages=self.depths, size=size, missing=missing
-            )
-            # Programs compiled at one depth serve the other depth, too. Without compilation, each depth has a process, if there
-            # are enough.
-            if parts > 1 == len(self.ranks) and not request.config.compile.enable:
-                return [replace(job, programs=(p,), ranks=(*self.ranks,)) for p in self.programs]
-            job = replace(job, programs=self.programs, join=self.join)
+            how = {"recorded": recorded, "stages": self.depths, "size": size, "missing": missing}
+            # Programs compiled at one depth serve the other depth, too.
+            programs = (at_depth(request, n) for n in (recorded.fewest, recorded.depth))
+            job = replace(job, programs=(*programs,), join=partial(_repeated, **how))
         dealt = [tuple(self.ranks[part::parts]) for part in range(min(parts, len(self.ranks)))]
         return [replace(job, ranks=ranks) for ranks in dealt]
 
-    def finish(self, job: Job, result: list[Trace] | Exception) -> bool:
-        """Take the traces of some ranks. Return True if the job has to be traced whole instead."""
+    def finish(self, job: Job, result: list[Trace] | Exception) -> _Plan | None:
+        """Take the traces of some ranks. Return another plan if the blocks of these are not all alike."""
         # Another part of the job has failed already, and reported it.
         if self.ended:
-            return False
-        if len(job.programs) < len(self.programs) and not isinstance(result, Exception):
-            [self.by_depth[model_config(job.programs[0].model).n_layers]] = result
-            if len(self.by_depth) < len(self.programs):
-                return False
-            try:
-                result = [self.join([trace for _, trace in sorted(self.by_depth.items())])]
-            except CannotExtrapolate as error:
-                result = error
+            return None
         if isinstance(result, Exception):
             self.ended = True
-            if isinstance(result, CannotExtrapolate):
-                logger.info(
-                    f"blocks are not all alike, so that the whole model is traced: {result}"
-                )
-                return True
+            if isinstance(result, CannotRepeat):
+                again = isinstance(result, BlocksDiffer) and not self.deeper
+                logger.info(f"blocks are not all alike, so that more are traced: {result}")
+                return _Plan(self.request, self.path, self.done, deeper=2 if again else None)
             self.done(self.request, result)
-            return False
+            return None
         # Parts end in any order. The last one completes the job.
         self.traces |= zip(job.ranks, result, strict=True)
         if len(self.traces) == len(self.ranks):
@@ -239,17 +228,17 @@ class _Plan:
                 _write(self.path, list(traces.values()))
             self.done(self.request, traces)
             self.traces.clear()  # a sweep has hundreds of plans
-        return False
+        return None
 
 
-def _extended(
-    traces: Sequence[Trace], *, depth: int, stages: Sequence[Depth], size: int, missing: int
+def _repeated(
+    traces: Sequence[Trace], *, recorded: Recorded, stages: Sequence[Depth], size: int, missing: int
 ) -> Trace:
     """Return the trace of the whole model.
 
     Args:
         traces: Traces of the two shallow models.
-        depth: FSDP units in each stage of the shallower model.
+        recorded: FSDP units of the shallow models.
         stages: Units of each stage in the whole model.
         size: Blocks of an FSDP unit.
         missing: Blocks that the first unit lacks.
@@ -267,17 +256,17 @@ def _extended(
 
     if size == 1:
         # Modules of multi-token prediction come after the blocks, and do not repeat.
-        firsts = (depth * len(stages), (depth + 1) * len(stages))
-        apart = (
+        firsts = (recorded.fewest * len(stages), recorded.depth * len(stages))
+        small, big = (
             _renamed(t, LAYER, partial(to_mtp, first=n))
             for t, n in zip(traces, firsts, strict=True)
         )
-        whole = extrapolate(*apart, depth=depth, stages=stages)
+        whole = repeat_blocks(small, big, recorded, stages)
         first = sum(stage.count for stage in stages)
         return _renamed(whole, _MTP, lambda number: f"layers.{first + int(number[1])}")
-    # Units repeat even if their blocks do not, so "layers.N" counts units during the extrapolation.
+    # Units repeat even if their blocks do not, so "layers.N" counts units meanwhile.
     small, big = (_renamed(trace, LAYER, to_unit) for trace in traces)
-    whole = extrapolate(small, big, depth=depth, stages=stages)
+    whole = repeat_blocks(small, big, recorded, stages)
     return _renamed(whole, _IN_UNIT, to_block)
 
 
@@ -288,10 +277,12 @@ _IN_UNIT = re.compile(LAYER.pattern + r"\.block (\d+)")
 # ---- shallow models ------------------------------------------------------------------------------
 
 
-def shallow(request: TraceRequest) -> list[Depth] | None:
+def shallow(request: TraceRequest, deeper: int = 0) -> list[Depth] | None:
     """Return the stages of a model, in FSDP units, or None if tracing shallower models is not possible or not worth it."""
     config, layout = request.config, request.layout
-    if config.model.freeze or len(config.activation_checkpoint.op_keep_by_block) > 1:
+    recompute = config.activation_checkpoint
+    every = recompute.mode == "selective" and str(recompute.selective_ac_option) not in ("op", "1")
+    if config.model.freeze or every or len(recompute.op_keep_by_block) > 1:
         return None  # blocks differ
     size = config.parallelism.fsdp_blocks_per_unit
     model = model_config(config.model)
@@ -316,22 +307,22 @@ def shallow(request: TraceRequest) -> list[Depth] | None:
                 return None
             depths.append(Depth(layers[0], len(layers)))
     # The two shallow models together must have fewer blocks than the deep one.
-    depth = shallow_depth(request)
-    deep_enough = min(d.count for d in depths) > depth + 1
-    gains = sum(d.count for d in depths) > len(depths) * (2 * depth + 1)
+    recorded = shallow_depths(request, deeper)
+    deep_enough = min(d.count for d in depths) > recorded.depth
+    gains = sum(d.count for d in depths) > len(depths) * (recorded.depth + recorded.fewest)
     return depths if deep_enough and gains else None
 
 
-def shallow_depth(request: TraceRequest) -> int:
-    """Return the number of FSDP units in each stage of the shallower model.
+def shallow_depths(request: TraceRequest, deeper: int = 0) -> Recorded:
+    """Return the FSDP units in each stage of the two shallow models.
 
     There must be enough equal units between units without experts, units that are gathered ahead,
     and units that stay gathered.
     """
     parallel, model = request.config.parallelism, model_config(request.config.model)
     size, kept = parallel.fsdp_blocks_per_unit, parallel.fsdp_kept_blocks
-    # Where all stay, they are alike. The first that stays is not like the one before it.
-    kept = 0 if kept >= model.n_layers else -(-kept // size) - 1
+    # If all units stay gathered, they are alike.
+    last = 1 if kept >= model.n_layers else max(1, -(-kept // size))
     dense = -(-getattr(model, "n_dense_layers", 0) // size)
     # -1 is 0, or 1 for experts.
     ahead = (
@@ -339,7 +330,11 @@ def shallow_depth(request: TraceRequest) -> int:
         if getattr(model, "num_experts", 0)
         else max(0, parallel.fsdp_prefetch)
     )
-    return _DEPTH + kept + ahead + dense
+    # The first unit may be incomplete, and a list of one tensor is a special case for experts' biases.
+    fewest = dense + 1 + (size > 1 or bool(getattr(model, "num_experts", 0)))
+    more = deeper + (request.layout.tp > 1 or parallel.fsdp_prefetch > 0)
+    depth = _DEPTH + last - 1 + ahead + dense + more
+    return Recorded(fewest, depth, dense, last)
 
 
 def at_depth(request: TraceRequest, depth: int) -> JobConfig:
@@ -388,27 +383,18 @@ def _renamed(trace: Trace, pattern: re.Pattern[str], name: Callable[..., str]) -
         return replace(event, scope=scopes[scope])  # pyright: ignore
 
     sections = [[*map(rename, part)] for part in (trace.setup, trace.first_step, trace.step)]
-    return Trace(trace.rank, trace.world_size, trace.groups, *sections)  # pyright: ignore
-
-
-def _folder() -> Path:
-    """Return the folder of the cache."""
-    from titan.data.cache import default_cache_folder
-
-    return default_cache_folder() / "traces"
+    names = ("setup", "first_step", "step")
+    return replace(trace, **dict(zip(names, sections, strict=True)))  # pyright: ignore
 
 
 @cache
 def _source() -> str:
-    """Return a hash of the source of titan and its models."""
-    digest = hashlib.blake2b(digest_size=16)
-    import titan
-    import titan.models
-
-    for package in (titan, titan.models):
-        for folder in map(Path, package.__path__):
-            for file in sorted(folder.rglob("*.py")):
-                digest.update(file.read_bytes())
+    """Return a hash of the source of titan and its models, and of torch's version."""
+    digest = hashlib.blake2b(version("torch").encode(), digest_size=16)
+    # In a checkout, titan.__path__ also has the repository's root, with environments and tests.
+    for folder in (Path(titan.__file__).parent, *map(Path, titan.models.__path__)):
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(file.read_bytes())
     return digest.hexdigest()
 
 

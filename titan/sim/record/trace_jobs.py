@@ -31,8 +31,8 @@ from titan.config.layout import Layout
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
 from titan.observe.routing import busiest_rank
-from titan.sim.record.extrapolate import CannotExtrapolate
 from titan.sim.record.observers import Observer
+from titan.sim.record.repeat import CannotRepeat
 from titan.sim.record.script import Script
 from titan.sim.record.trace import Trace
 from titan.untrusted import InputError
@@ -107,7 +107,7 @@ def trace_job(
 
     Raises:
         TraceError: An operation cannot be traced.
-        CannotExtrapolate: `join` cannot make one trace of two.
+        CannotRepeat: `join` cannot make one trace of two.
     """
     from titan.sim.record import torch_compat
     from titan.sim.record.fake_world import fake_world, impersonate_rank
@@ -387,7 +387,7 @@ def trace_child(connection: Connection, job: Job, options: dict[str, Any]) -> No
         for trace in trace_job(job, on_backward_error=send, **options):
             send(trace)
             del places[:1]
-    except (TraceError, CannotExtrapolate) as error:
+    except (TraceError, CannotRepeat) as error:
         send(error)
     except InputError as error:
         send(TraceError(str(error)))

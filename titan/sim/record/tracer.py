@@ -198,6 +198,8 @@ class Tracer(TorchDispatchMode):
             result = self._uncached(op, args, kwargs)
         elif func is _wait:  # the tensor itself, where its fake kernel would make another
             result = args[0]
+        elif op.updates:  # in place, so that shapes stay: torch would hash long lists
+            result = None
         elif self._compiled and "out" in kwargs:  # of the right shape; not all have a fake kernel
             result = kwargs["out"]
         else:

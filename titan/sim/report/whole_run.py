@@ -23,7 +23,7 @@ from titan.config.model import model_config
 from titan.config.schema import EvaluationSection, JobConfig
 from titan.data import DataError
 from titan.data.examples import read_task
-from titan.data.scoring import UNIT, plan_passes
+from titan.data.passes import UNIT, plan_passes
 from titan.data.tokenizer import open_tokenizer
 from titan.observe.estimate import estimate_memory
 from titan.sim.report.text import duration
