@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 
 import pytest
 
 from titan.config.errors import ConfigError
-from titan.sim.price.cost import Cost, attended, matmul_sizes
+from titan.config.load import load_from_argv
+from titan.config.model import model_config
+from titan.sim.price.cost import Cost, attended, matmul_sizes, routing_exponent
 from titan.sim.price.library import tables
 from titan.sim.price.profiles import load_profile
 from titan.sim.record.trace import Kernel, KernelKind
@@ -250,3 +254,20 @@ def test_every_profile_prices_every_kind(name: str) -> None:
         ),
     ]
     assert all(0 < cost.kernel_s(kernel) < 60 for kernel in kernels)
+
+
+def test_the_exponent_of_a_jobs_routes(tmp_path: Path) -> None:
+    """That of the setting, 0 for even routes, and that of the line through counted ones."""
+
+    def exponent(*settings: str) -> float:
+        config = load_from_argv(["train_configs/demo_moe.toml", *settings])
+        return routing_exponent(config, model_config(config.model))
+
+    experts = model_config(load_from_argv(["train_configs/demo_moe.toml"]).model).num_experts
+    counted = tmp_path / "experts.json"
+    counts = [round(1e6 * (n + 1) ** -0.5) for n in range(experts)]
+    counted.write_text(json.dumps({"loads": [counts, counts[::-1]]}), "utf-8")
+    assert exponent("--simulator.routing=zipf:0.7") == 0.7
+    assert exponent("--simulator.routing=even") == 0.0
+    assert exponent("--simulator.routing=zipf:0.7", "--debug.moe_force_load_balance=true") == 0.0
+    assert exponent(f"--simulator.routing={counted}") == pytest.approx(0.5, rel=0.01)

@@ -217,11 +217,14 @@ def test_the_best_of_each_kind_comes_before_variants() -> None:
     points = [fsdp, replace(fsdp, recompute="full"), replace(fsdp, zero=2), replace(fsdp, shard=8, pp=2)]  # fmt: skip
     points += [replace(fsdp, shard=2, tp=8), replace(fsdp, shard=8, replicate=2)]
     speeds = (100.0, 99.0, 98.0, 70.0, 40.0, 90.0)
-    facts = [{"tokens_per_s_per_gpu": s, "fits": s != 90, "tight": s == 90} for s in speeds]
+    shares = {"interval": {"shares": {"matmuls": 1.0}}}
+    facts = [
+        {"tokens_per_s_per_gpu": s, "fits": s != 90, "tight": s == 90} | shares for s in speeds
+    ]
     ranked = [(p, Variant({}, "h100", f)) for p, f in zip(points, facts, strict=True)]
     order = [variant.speed for _, variant in kinds_first(finder, ranked)]
     assert order == [100, 70, 99, 98, 40, 90]  # slow kinds after variants, tight ones last
-    assert cannot_tell_apart(ranked[0], ranked[1]) and not cannot_tell_apart(ranked[0], ranked[3])
+    assert cannot_tell_apart(facts[0], facts[1]) and not cannot_tell_apart(facts[0], facts[3])
 
 
 # ---- the price of the fixed batch ----------------------------------------------------------------

@@ -21,9 +21,8 @@ import json
 import random
 from collections.abc import Sequence
 from functools import cache
-from math import ceil, log, sqrt
+from math import ceil, sqrt
 from pathlib import Path
-from statistics import fmean, linear_regression
 from typing import Any
 
 from titan.config.errors import ConfigError, Problem
@@ -60,29 +59,6 @@ def busiest_rank(config: JobConfig, model: Any, layout: Layout) -> float:
     return min(found, most)
 
 
-def routing_exponent(config: JobConfig, model: Any) -> float:
-    """Return the exponent of the power law that tokens follow over experts, 0 if they spread evenly.
-
-    A file's exponent is that of the line through its shares on logarithmic axes, in the mean over layers.
-
-    Raises:
-        ConfigError: the file of simulator.routing is wrong.
-    """
-    routing = config.simulator.routing
-    if not getattr(model, "num_experts", 0) or routing == "even":
-        return 0.0
-    if config.debug.moe_force_load_balance:
-        return 0.0
-    if routing.startswith("zipf:"):
-        return float(routing[5:])
-    ranks = [log(place) for place in range(1, model.num_experts + 1)]
-    slopes = []
-    for shares in _read(routing, model.num_experts):
-        logs = [log(max(share, 1e-9)) for share in sorted(shares, reverse=True)]
-        slopes.append(-linear_regression(ranks, logs).slope)
-    return fmean(slopes)
-
-
 def most_imbalance(config: JobConfig, model: Any) -> float:
     """Return the largest load of a rank over the mean.
 
@@ -99,7 +75,7 @@ def _expected(routing: str, num_experts: int, num_ranks: int, num_rows: int) -> 
     """
     rng, busiest = random.Random(0), 0.0
     is_zipf = routing.startswith("zipf:")
-    layers = [zipf(float(routing[5:]), num_experts)] if is_zipf else _read(routing, num_experts)
+    layers = [zipf(float(routing[5:]), num_experts)] if is_zipf else read_shares(routing, num_experts)
     repeats = ceil(_DRAWS / len(layers))
     for shares in layers * repeats:
         if is_zipf:
@@ -117,7 +93,7 @@ def zipf(exponent: float, count: int) -> list[float]:
     return [weight / total for weight in weights]
 
 
-def _read(path: str, num_experts: int) -> list[list[float]]:
+def read_shares(path: str, num_experts: int) -> list[list[float]]:
     """Read each layer's shares from an experts.json.
 
     Raises:

@@ -16,8 +16,8 @@ from titan.config.quantize import lacks_units, quantize_section
 from titan.config.schema import JobConfig, MXSection
 from titan.observe.estimate import estimate_memory
 from titan.observe.flops import utilization
-from titan.observe.routing import busiest_rank, routing_exponent
-from titan.sim.price.cost import Cost, peak_dtype
+from titan.observe.routing import busiest_rank
+from titan.sim.price.cost import Cost, peak_dtype, routing_exponent
 from titan.sim.price.network import Dispatch
 from titan.sim.price.profiles import Profile, load_profile
 from titan.sim.record.trace import Launch, Trace, no_garbage_collection

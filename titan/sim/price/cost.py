@@ -11,8 +11,12 @@ Imports no torch.
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, log
+from statistics import fmean, linear_regression
+from typing import Any
 
+from titan.config.schema import JobConfig
+from titan.observe.routing import read_shares
 from titan.sim.price.library import tables
 from titan.sim.price.measured import SPAN_S, Tables
 from titan.sim.price.network import Dispatch, TransferPrice, price_transfer
@@ -36,7 +40,7 @@ class Cost:
     Attributes:
         profile: The hardware.
         dispatch: Choice of experts, if DeepEP dispatches the tokens.
-        unevenness: Exponent of the power law by which experts' rows differ (titan.observe.routing).
+        unevenness: Exponent of the power law by which experts' rows differ (`routing_exponent`).
         tables: Measured tables of the card, if it has any.
     """
 
@@ -178,6 +182,29 @@ class Cost:
         many = self.tables.attention_tflops(128, _MANY_HEADS, length)
         # More than that, few heads of long sequences only run cooler in a burst.
         return min(1.0, self.tables.attention_tflops(width, heads, length) / many)
+
+
+def routing_exponent(config: JobConfig, model: Any) -> float:
+    """Return the exponent of the power law that tokens follow over experts, 0 if they spread evenly.
+
+    A file's exponent is that of the line through its shares on logarithmic axes, in the mean over layers.
+
+    Raises:
+        ConfigError: the file of simulator.routing is wrong.
+    """
+    routing = config.simulator.routing
+    if not getattr(model, "num_experts", 0) or routing == "even":
+        return 0.0
+    if config.debug.moe_force_load_balance:
+        return 0.0
+    if routing.startswith("zipf:"):
+        return float(routing[5:])
+    ranks = [log(place) for place in range(1, model.num_experts + 1)]
+    slopes = []
+    for shares in read_shares(routing, model.num_experts):
+        logs = [log(max(share, 1e-9)) for share in sorted(shares, reverse=True)]
+        slopes.append(-linear_regression(ranks, logs).slope)
+    return fmean(slopes)
 
 
 def attended(queries: int, keys: int, causal: bool) -> float:

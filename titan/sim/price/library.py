@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any, NamedTuple
 
+from titan.data import default_cache_folder
 from titan.hardware import by_name
 from titan.sim.price.measured import (
     ALIGNED,
@@ -79,7 +80,7 @@ def library_tables(card: str) -> dict[str, Any] | None:
     """Return all that the installed package has on a card, or None if it is not installed."""
     if find_spec("aiconfigurator_core") is None:
         return None
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan" / "measured"
+    root = default_cache_folder() / "measured"
     kept = root / f"{card}-{version(PACKAGE)}-{_FORMAT}.json"
     try:
         return json.loads(kept.read_text("utf-8"))

@@ -23,7 +23,7 @@ _SIZES = {
     **{"dim": 64, "head_dim": 16, "ffn_dim": 64, "vocab_size": 256, "window": 16},
     **{"num_experts": 8, "expert_dim": 32, "num_groups": 4, "top_groups": 2, "top_k": 2},
     **{"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16},
-    **{"v_head_dim": 16, "image_token": 255},
+    "v_head_dim": 16,
 }
 """Upper limits of a tiny model's sizes. Zeros, which turn a part off, stay."""
 _DEGREES = {"dp_replicate": 2, "dp_shard": 8, "cp": 2, "tp": 2}
@@ -41,6 +41,8 @@ def tiny(config: JobConfig, layout: Layout) -> tuple[JobConfig, Layout]:
     for name in (field.name for field in fields(sizes) if field.init):
         if name in _SIZES and (value := getattr(sizes, name)):
             overrides[name] = min(value, _SIZES[name])
+        elif name.endswith("_token"):
+            overrides[name] = min(getattr(sizes, name), _SIZES["vocab_size"] - 1)
         elif name == "n_kv_heads":
             overrides[name] = _HEADS if sizes.n_kv_heads == sizes.n_heads else _HEADS // 2
         elif name == "n_dense_layers" and sizes.n_dense_layers < sizes.n_layers:
