@@ -7,7 +7,7 @@ what it computes is priced on the base profile. The figure of its class is then 
     attention      attention_*_tflops of a kernel     aten::_scaled_dot_product_*, forward and backward
     pointwise      eager_tb_per_s                     eager operators that move 32 MiB or more, which no cache holds
     collectives    ring, all_reduce, all_to_all, nic  the fastest of each size: the others wait for other ranks, too
-    host           launch_us                          pointwise operators of one kernel: the median of their time on the host
+    host           host_tiny_us, launch_us            pointwise operators of one kernel: the medians of their time on the host, and of the launch in it
 
 So a profile keeps its shape, which comes from benchmarks of single kernels, and takes the level of this machine under load. Other
 operators (convolutions, embeddings, compiled kernels), and those of less than 50 us, or 1 ms in all, change nothing.
@@ -106,9 +106,12 @@ def corrections(calls: TracedKernels, base: Profile) -> tuple[Figures, list[tupl
     if ran := [figure for figure in in_all if figure[0] == "attention_forward_tflops"]:
         figures["attention_kernel"] = max(ran, key=lambda figure: in_all[figure])[1]
     if launches := eager_launches(calls):
-        figures["launch_us"] = round(median(s for s, _ in launches) * 1e6, 2)
-        row = f"{base.launch_us:.4g}", f"{figures['launch_us']:.4g}", f"{len(launches):,}", ""
-        rows.append(("launch_us", *row))
+        # An operator on the host: what it takes without its launch, and the launch.
+        figures["host_tiny_us"] = round(median(s - launch for s, launch in launches) * 1e6, 2)
+        figures["launch_us"] = round(median(launch for _, launch in launches) * 1e6, 2)
+        for name in ("host_tiny_us", "launch_us"):
+            row = f"{getattr(base, name):.4g}", f"{figures[name]:.4g}", f"{len(launches):,}", ""
+            rows.append((name, *row))
     return figures, rows
 
 
