@@ -65,7 +65,7 @@ def as_q14(event: Launch | Transfer) -> str:
 
 
 class Profiled(NamedTuple):
-    """Hold a published profile of one rank. ms, counts: by class of kernels. tokens_per_s: of one GPU, without the profiler.
+    """A published profile of one rank. ms, counts: by class of kernels. tokens_per_s: of one GPU, without the profiler.
 
     class_of: the class of a kernel. note: a sentence below the table.
     """
@@ -97,7 +97,7 @@ PROFILED = [
         "TTS-eager-minimal-b16",
         8,
         "h100-96g-500w",
-        "a published profile of TorchTitan, June 2026, 5,639 ms; the power of the cards is not told",
+        "a published profile of TorchTitan, June 2026, 5,639 ms; the power of the cards is not stated",
         12_540,
         {"matmul (dense and grouped)": 2544.8, "attention (flex)": 116.5, "attention_backward (flex)": 200.5, "elementwise": 621.9, "cat": 180.5, "reduce, norm, softmax": 180.4, "swiglu": 179.2},
         class_of=as_tts,
@@ -138,7 +138,7 @@ def simulated(run: Profiled) -> Simulation:
 
 
 class Alone(NamedTuple):
-    """Hold a published time of one kernel."""
+    """A published time of one kernel."""
 
     what: str
     profile: str

@@ -165,7 +165,7 @@ def trace_of(row: str) -> Any:
 
 
 def ask(what: str, row: str) -> Any:
-    """Return the result of one function in a process of its own."""
+    """Return the result of one function, run in a separate process."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "--child", what, "--rows", row]
     output = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout

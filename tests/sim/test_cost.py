@@ -257,7 +257,7 @@ def test_every_profile_prices_every_kind(name: str) -> None:
 
 
 def test_the_exponent_of_a_jobs_routes(tmp_path: Path) -> None:
-    """That of the setting, 0 for even routes, and that of the line through counted ones."""
+    """The exponent is the setting's, 0 for even routes, or the slope of counted shares."""
 
     def exponent(*settings: str) -> float:
         config = load_from_argv(["train_configs/demo_moe.toml", *settings])

@@ -101,7 +101,7 @@ def test_variants_share_their_error(known: None) -> None:
         return {"tokens_per_s_per_gpu": speed, "interval": {"shares": mix}}
 
     job, near = variant(1000, matmuls=0.8, tp=0.2), variant(1015, matmuls=0.79, tp=0.21)
-    # The same work, but for the floor: 1.6% can be told.
+    # The same work, except for the floor: a difference of 1.6% is visible.
     assert intervals.cannot_tell_apart(job, near)
     assert not intervals.cannot_tell_apart(job, near | {"tokens_per_s_per_gpu": 1020})
     # A fifth of the step less in transfers: 0.2 x 0.3 and 0.2 x 0.05, with the floor, times the factor.

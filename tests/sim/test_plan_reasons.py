@@ -232,7 +232,7 @@ def test_the_best_of_each_kind_comes_before_variants() -> None:
 
 
 def simulated(job: Any, settings: Iterable[dict[str, str]], **_: Any) -> list[Variant]:
-    """Stand-in for the simulator: larger batches are faster, and need 10 GiB for each sequence."""
+    """A stand-in for the simulator: larger batches are faster, and need 10 GiB for each sequence."""
     found = []
     for one in settings:
         local = int(one.get("training.local_batch_size", 1))

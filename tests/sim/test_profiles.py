@@ -156,3 +156,21 @@ def test_later_machines_price_a_job(name: str) -> None:
     profiles[0] = profiles[0].model_copy(update={f: getattr(profiles[1], f) for f in HOST})
     steps = [simulate(job, world_size=2, profile=p).timeline.step_s for p in profiles]
     assert 0.5 < steps[0] / steps[1] <= 1.001  # never slower than what it came after
+
+
+def test_tables_that_do_not_exist_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('name = "mine"\nbase = "h100-sxm"\nmeasured = "h900"\n', "utf-8")
+    with pytest.raises(
+        ConfigError, match=r"mine\.toml:3: measured: there are tables of a100, h100"
+    ):
+        load_profile(file)
+
+
+def test_a_misspelt_figure_is_told_before_its_source(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        'name = "mine"\nbase = "h100-sxm"\nmatmul_sahre = { bfloat16 = 0.5 }\n', "utf-8"
+    )
+    with pytest.raises(ConfigError, match="unknown figure; did you mean 'matmul_share'"):
+        load_profile(file)

@@ -89,7 +89,7 @@ class SmallAdam(torch.optim.Optimizer):
         self.update = _update_shard
         if compiled:
             self.update = torch.compile(_update_shard, fullgraph=True, dynamic=True)
-            # torch 2.11 compiles each call of the simulator's first two steps anew. On a device, one program serves all shapes.
+            # torch 2.11 compiles every call again in the simulator's first two steps. On a device, one program serves all shapes.
             allow_programs(2 * sum(len(group["params"]) for group in self.param_groups))
 
     @torch.no_grad()

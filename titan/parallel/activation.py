@@ -83,7 +83,7 @@ def apply_ac(
     # torch.compile would warn, in five lines, that in-place operations must not be recomputed; blocks have none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     selection = _selection(tuple(keep), tuple(keep_modules))
-    # One function for all blocks, or torch.compile would compile each block anew. A partial, as torch.compile takes no method.
+    # One function for all blocks, or torch.compile would compile every block again. A partial, as torch.compile takes no method.
     context_fn = partial(_contexts, selection)
     parent = model.get_submodule(container)
     for place, (name, block) in enumerate(list(parent.named_children()), 1):

@@ -116,7 +116,10 @@ class _Run:
         # Small tensors are not worth a copy; parameters stay on the device anyway.
         if storage.nbytes() < self.offloader.smallest_bytes or storage._cdata in self.resident:
             return tensor
-        key = (storage._cdata, tensor._version)  # a tensor written to since is copied anew
+        key = (
+            storage._cdata,
+            tensor._version,
+        )  # a tensor that was written to since is copied again
         copy = self.newest.get(key)
         if copy is None:
             copy = _Copy(storage, tensor.device, self.offloader.copy_stream(tensor.device))

@@ -134,7 +134,7 @@ def read_calls(path: Path) -> TracedKernels:
 
 
 def _link(marks: list[Any], kernels: dict[Any, list[TracedKernel]]) -> None:
-    """Give each operator of a thread its caller, and each kernel the operator that was innermost at its launch."""
+    """Set the caller of each operator of a thread, and the innermost operator at the launch of each kernel."""
     running: list[tuple[float, OperatorCall]] = []
     for start, end, what in marks:
         while running and running[-1][0] <= start:

@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--hardware", metavar="H", help="simulate this machine, not that of the publication")
     add("--submit", action="store_true", help="write its job for Slurm, and say how to submit it")
     add("--measured", type=Path, metavar="RUN", help="the folder of a run of it, to compare")
-    record = "with --measured, write what was measured; alone, add such a file, or TOML or JSON of one's own, to the ledger"
+    record = "with --measured, write what was measured; alone, add a file of measurements (TOML or JSON) to the ledger"
     add("--record", type=Path, metavar="FILE", help=record)
     add(
         "--ledger",

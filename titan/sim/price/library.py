@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache
+from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from math import log, log2
@@ -63,7 +65,6 @@ SOURCES = {
     "gb200": CardSource("gb200", "gb200", "0.24.0", "1.3.0rc20", "2.29.2", "cudnn"),
     "gb300": CardSource("gb300", "gb300", "0.24.0", "1.3.0rc20", "2.29.2", "cudnn"),
 }
-_FORMAT = 1
 _NARROW = 32
 """Fewest columns of a measured product."""
 _LEFT_OUT = 51200
@@ -81,11 +82,19 @@ def library_tables(card: str) -> dict[str, Any] | None:
     if find_spec("aiconfigurator_core") is None:
         return None
     root = default_cache_folder() / "measured"
-    kept = root / f"{card}-{version(PACKAGE)}-{_FORMAT}.json"
+    # Another version of the package, or of this file, has other tables.
+    form = blake2b(Path(__file__).read_bytes(), digest_size=6).hexdigest()
+    kept = root / f"{card}-{version(PACKAGE)}-{form}.json"
     try:
         return json.loads(kept.read_text("utf-8"))
     except (OSError, ValueError):
+        pass
+    try:
         raw = read(card)
+    except (OSError, LookupError, ValueError) as error:
+        text = f"{PACKAGE} {version(PACKAGE)} has no tables of {card} as titan reads them ({error}); titan's own are used"
+        warnings.warn(text, stacklevel=2)
+        return None
     try:
         root.mkdir(parents=True, exist_ok=True)
         beside = kept.with_suffix(f".{os.getpid()}")

@@ -25,7 +25,7 @@ from pydantic_core import ErrorDetails
 from titan.config.errors import ConfigError, Problem, did_you_mean, key_text
 from titan.config.toml import read_toml
 from titan.hardware import HARDWARE, MARGIN, by_name
-from titan.sim.price.library import tables
+from titan.sim.price.library import SOURCES, tables
 from titan.sim.price.measured import BUS
 
 _FOLDER = Path(__file__).parents[1] / "hardware"
@@ -84,7 +84,7 @@ class Profile(BaseModel):
 
     matmul_share: dict[str, float]
     """Achievable share of the peak, by dtype; a missing dtype has bfloat16's."""
-    """Of large products in sustained load: with `measured`, the one figure that the tables do not have."""
+    """Share of the peak that large products sustain. With `measured`, it is the one figure that the tables lack."""
     measured: str = ""
     """Card whose measured tables say how products, collectives and attention compare by shape (measured.py). Empty: none does."""
     num_sms: int = Field(ge=1)
@@ -341,9 +341,16 @@ def _merged(file: Path, *, below: Sequence[Path] = ()) -> tuple[dict[str, Any], 
     stated = values.pop("sources", {})
     # In ascending order of weight: the base, the device's datasheet, the card's tables, the file itself.
     figures |= _of_device(values["device"], sources) if "device" in values else {}
-    figures |= _of_tables(values["measured"], sources) if values.get("measured") else {}
+    if card := values.get("measured"):
+        if card not in SOURCES:
+            message = f"there are tables of {', '.join(SOURCES)}, not of {card}"
+            raise ConfigError(
+                [Problem(str(file), lines.get(("measured",), 0), "measured", message)]
+            )
+        figures |= _of_tables(card, sources)
     # A figure without a source could be a guess, and predictions would rest on it.
-    unsourced = values.keys() - set(filter(stated.get, stated)) - _NOT_FIGURES
+    known = values.keys() & Profile.model_fields.keys()  # a misspelt figure is told as such
+    unsourced = known - set(filter(stated.get, stated)) - _NOT_FIGURES
     if unsourced:
         problems = [
             Problem(str(file), lines.get((key,), 0), key, "[sources] does not say where it is from")

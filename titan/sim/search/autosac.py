@@ -58,7 +58,7 @@ _OTHERS: dict[str, dict[str, str]] = {
     "every 2nd block": {"mode": "selective", "selective_ac_option": "2", "op_keep_modules": "[]"},
     "none": {"mode": "none", "op_keep_modules": "[]"},
 }
-"""What a choice is compared with."""
+"""Modes of recomputation that a choice is compared with."""
 
 
 def settings(lines: Sequence[str]) -> dict[str, str]:
