@@ -62,6 +62,8 @@ def resolve_model(section: ModelSection) -> tuple[Any, list[RuleViolation]]:
     if foreign and (lacks := _lacks(package, ("FLAVORS", "TENSOR_PLAN", "build_model"))):
         return None, [("model.name", f"the family {section.name} lacks {lacks}; {_DOCS}")]
     # Check family, flavor, overrides and shape in this order, since each check needs the result of the previous one.
+    if hasattr(package, "resolve"):  # its sizes come from a file, not from a flavor
+        return package.resolve(section)
     flavors = package.FLAVORS
     if section.flavor not in flavors:
         hint = choose(section.flavor, flavors)

@@ -64,6 +64,17 @@ class ModelSection(Section):
     """A named size of the family, such as "8B"."""
     overrides: dict[str, int | float | bool | str] = {}
     """Fields of the flavor's config to change, such as {n_layers = 4}."""
+    hf_path: str = ""
+    """For name = "transformers": a folder of Hugging Face, or a config.json, that says which model it is.
+    Its weights are read only if checkpoint.initial_load_path names them."""
+    architecture: str = ""
+    """For name = "transformers", in place of hf_path: a class of transformers with its default sizes,
+    such as "Qwen3ForCausalLM". `overrides` are fields of its config, such as {num_hidden_layers = 4}."""
+    plan: dict[str, str] = {}
+    """For name = "transformers": tensor-parallel styles of modules by pattern, in addition to and before those
+    that titan derives, such as {"layers.*.mlp.gate" = "colwise"}. docs/parallelism.md lists the styles."""
+    trust_remote_code: bool = False
+    """For name = "transformers": run the Python code that the folder of hf_path has for its model."""
     hf_assets_path: str = ""
     """Folder with the tokenizer (tokenizer.json or tokenizer.model) and, for conversion from and to
     Hugging Face, safetensors and config.json."""

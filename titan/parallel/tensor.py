@@ -22,6 +22,14 @@ model names a style for each module. The model itself does not change. With S th
     tokens           none          (B, S/tp, D) -> same, as a plain tensor: experts, which take each rank's own tokens
     token_weights    replicated    like `sequence`, with a plain tensor as output: the matrix of a router, or a norm after attention or a
                                    feed-forward layer, whose input is a plain tensor
+    local_tokens     replicated    (B, S/tp, D) -> same, for a module of any code that treats each token alone, with all inside: a
+                                   router with its experts, or a feed-forward layer without a plan
+    partial          replicated    (B, S, D) -> (B, S, F), on plain tensors, within `gather_input`: latents or norms that this rank's
+                                   heads use, so that its gradients are partial sums
+    colwise_part     columns /tp   the same with split columns
+    replicated       replicated    the same with whole gradients: between `colwise_gather` and `rowwise_split`
+    colwise_gather   columns /tp   (B, S, D) -> (B, S, F), all-gather of the columns: fused matrices, which code cuts by channel
+    rowwise_split    rows /tp      (B, S, F) -> (B, S/tp, D): each rank takes its part of F, reduce-scatter
     experts          -             unchanged: `apply_ep` and FSDP split experts
     head_norm        replicated    (B, S, H/tp, K) -> same: a norm of each of the rank's heads
     head_vector      values /tp    none -> (H/tp,): a module that returns its weight, a number for each query head
@@ -70,18 +78,21 @@ from .tensor_styles import (
     GatherForLoss,
     GatherSequence,
     HeadVector,
+    LocalWeights,
     NormOfAllRanks,
     ReplicatedHeads,
     ReplicatedInput,
     ReplicatedModule,
     SequenceShard,
     argument_names,
+    read_as,
 )
 
 GATHER = "gather_input"
 _SPLITS = {  # type of module that a style can split
     "vocab_embedding": nn.Embedding,
     **dict.fromkeys(("colwise", "kv_colwise", "gather_colwise"), nn.Linear),
+    **dict.fromkeys(("colwise_part", "colwise_gather", "rowwise_split"), nn.Linear),
     **dict.fromkeys(("rowwise", "rowwise_whole", "rowwise_part"), nn.Linear),
     "vocab_output": nn.Linear,
 }
@@ -145,6 +156,11 @@ def apply_tp(
         elif style and style != "experts":
             _take_by_position(module)
             if style == "vocab_embedding":
+                whole = partial(
+                    DTensor.from_local, device_mesh=mesh, placements=(Replicate(),), run_check=False
+                )
+                if module._buffers:  # such as the factor of scaled embeddings
+                    read_as(module, [*module._buffers], whole)
                 module.register_forward_pre_hook(partial(_require_whole_parts, size=size))
             if style == "rowwise" and is_tensorwise(module):
                 parallelize_module(module, mesh, rows_style(mesh, sequence_dim=SEQUENCE_DIM))
@@ -219,6 +235,14 @@ def _styles(
         "width_norm": NormOfAllRanks,
         "colwise": ColwiseParallel,
         "kv_colwise": ColwiseParallel if kv_split else lambda: ReplicatedHeads(num_kv_heads),
+        "local_tokens": LocalWeights,
+        "partial": LocalWeights,
+        "replicated": lambda: LocalWeights(sums=False),
+        "colwise_part": lambda: LocalWeights(split=True),
+        "colwise_gather": lambda: ColwiseParallel(output_layouts=Replicate()),
+        "rowwise_split": lambda: RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=Shard(SEQUENCE_DIM)
+        ),
         "gather_colwise": lambda: ColwiseParallel(input_layouts=Shard(SEQUENCE_DIM)),
         "gather_shared": AllGatherSequence,
         "cut_sequence": CutSequence,

@@ -1,0 +1,357 @@
+"""Compare transformers' causal language models on titan's layouts with transformers alone.
+
+    python scripts/hf_census.py                    # all families
+    python scripts/hf_census.py qwen3 phi3 -v      # some of them, with each gradient that differs
+    python scripts/hf_census.py --write docs/zoo.md
+
+Each family is made small. Its reference is transformers' own model with its own attention, masks and experts, in one process. Each
+layout takes three steps of AdamW on gloo ranks, and its loss, each gradient of the first step and each updated weight are compared
+with the reference's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+warnings.filterwarnings("ignore")
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+STEPS, BATCH, SEQUENCE, VOCABULARY, BOUND = 3, 4, 32, 128, 1e-5
+LAYOUTS: dict[str, dict[str, int]] = {
+    "FSDP2": {"dp_shard": 2},
+    "TP+SP": {"tp": 2},
+    "CP": {"cp": 2},
+    "PP": {"pp": 2},
+    "EP": {"dp_shard": 2, "ep": 2},
+    "FSDP2 x TP": {"dp_shard": 2, "tp": 2},
+}
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "sliding_window": 8,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    # Latent attention
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    # Experts
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_k": 2,
+    "moe_topk": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_layer_start_index": 1,
+    **dict.fromkeys(("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"), 0.0),
+    **dict.fromkeys(("attn_pdrop", "residual_dropout", "embedding_dropout", "resid_dropout"), 0.0),
+    **dict.fromkeys(("activation_dropout", "dropout", "layerdrop", "attn_dropout"), 0.0),
+}
+
+
+def families() -> dict[str, str]:
+    """Return transformers' causal language models: class by model_type."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
+
+    return {kind: n if isinstance(n, str) else n[0] for kind, n in names.items()}
+
+
+def overrides_of(architecture: str) -> dict[str, Any]:
+    """Return the fields that make a model small."""
+    import transformers
+
+    config = getattr(transformers, architecture).config_class()
+    fields = {}
+    for key, value in SMALL.items():
+        try:
+            now = getattr(config, key)
+        except Exception:
+            continue
+        if now is None and key not in ("vocab_size", "hidden_size", "pad_token_id"):
+            continue  # turned off
+        if key in ("q_lora_rank", "head_dim") and now is None:
+            continue
+        fields[key] = value
+    if getattr(config, "qk_nope_head_dim", None) and getattr(config, "head_dim", None):
+        fields["head_dim"] = 8 if config.head_dim == config.qk_rope_head_dim else fields["head_dim"]
+    if config.num_key_value_heads == config.num_attention_heads if hasattr(
+        config, "num_key_value_heads"
+    ) else False:
+        fields["num_key_value_heads"] = 4
+    return fields
+
+
+def job_of(architecture: str, degrees: dict[str, int], fields: dict[str, Any]) -> Any:
+    from titan.config.schema import JobConfig
+
+    get = degrees.get
+    return JobConfig.model_validate(
+        {
+            "training": {
+                "steps": STEPS,
+                "seq_len": SEQUENCE,
+                "local_batch_size": BATCH // get("dp_shard", 1),
+                "mixed_precision_param": "float32",
+                "max_norm": 0,
+            },
+            "data": {"document_mask": False},
+            "lr_scheduler": {"warmup_steps": 0},
+            "optimizer": {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.0},
+            "activation_checkpoint": {"mode": "none"},
+            "loss": {"chunk_output": False},
+            "model": {
+                "name": "transformers",
+                "architecture": architecture,
+                "overrides": {k: v for k, v in fields.items() if v is not None},
+            },
+            "parallelism": {
+                "pipeline_parallel_degree": get("pp", 1),
+                "data_parallel_shard_degree": get("dp_shard", 1),
+                "tensor_parallel_degree": get("tp", 1),
+                "context_parallel_degree": get("cp", 1),
+                "expert_parallel_degree": get("ep", 1),
+            },
+        }
+    )
+
+
+def std_of(name: str) -> float:
+    return 0.3 if "norm" in name or name.endswith("bias") else 0.08
+
+
+def rows(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(3, VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
+
+
+def reference(model: Any) -> dict[str, Any]:
+    """Return losses, gradients and weights of transformers alone, by our names.
+
+    Args:
+        model: our model, whole and on the CPU, with weights.
+    """
+    import transformers
+
+    content = json.loads(model.config.source.hf)
+    config = transformers.CONFIG_MAPPING[content["model_type"]].from_dict(content)
+    twin = getattr(transformers, content["architectures"][0])(config)
+    twin.set_attn_implementation("eager")
+    twin.train()
+    names = {name: model.hf_name(name) for name, _ in model.named_parameters()}
+    theirs = dict(twin.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            theirs[names[name]].copy_(parameter)
+    optimizer = torch.optim.AdamW(
+        twin.parameters(), lr=1e-3, eps=1e-6, weight_decay=0.0, betas=(0.9, 0.95)
+    )
+    losses, gradients = [], {}
+    for step in range(1, STEPS + 1):
+        batch = rows(step)
+        logits = twin(input_ids=batch[:, :-1], use_cache=False).logits
+        loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        if step == 1:
+            gradients = {n: theirs[t].grad for n, t in names.items()}
+            gradients = {n: g.clone() for n, g in gradients.items() if g is not None}
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * lr_factor(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    weights = {n: theirs[t].detach().clone() for n, t in names.items()}
+    return {"losses": losses, "gradients": gradients, "weights": weights}
+
+
+def lr_factor(step: int) -> float:
+    from titan.config.schema import LRSchedulerSection
+    from titan.optim.schedule import learning_rate_factor
+
+    return learning_rate_factor(
+        step, section=LRSchedulerSection(warmup_steps=0), total_steps=STEPS, phases=()
+    )
+
+
+def train(architecture: str, degrees: dict[str, int], fields: dict[str, Any]) -> dict[str, Any]:
+    """Train on this rank, and return what `reference` does."""
+    from tests.support.layouts import whole_gradients
+    from titan.config.layout import resolve_layout
+    from titan.data.packing import Batch
+    from titan.parallel import build_mesh, initialize
+    from titan.parallel.init_weights import canonical_name
+    from titan.parallel.mesh import axis_rank, axis_size
+    from titan.resolved import resolve_job
+    from titan.train_step import build_train_step
+
+    config = job_of(architecture, degrees, fields)
+    mesh = build_mesh("cpu", **{k: v for k, v in degrees.items() if k != "ep"})
+    job = resolve_job(config, resolve_layout(config, mesh.size()), device="cpu")
+    step = build_train_step(job, device=torch.device("cpu"), mesh=mesh)
+    for part in step.model_parts:
+        initialize(part, seed=0, std_of=std_of)
+    gradients: dict[str, Tensor] = {}
+
+    def keep(*_: Any) -> None:
+        if not gradients:
+            gradients.update(whole_gradients(step))
+
+    step.optimizer.register_step_pre_hook(keep)
+    count, rank = axis_size(mesh, "dp_shard"), axis_rank(mesh, "dp_shard")
+    losses = []
+    for number in range(1, STEPS + 1):
+        batch = rows(number).chunk(count)[rank]
+        whole = Batch(tokens_BS=batch[:, :-1], labels_BS=batch[:, 1:], document_ids_BS=None)
+        losses.append(step.train([whole], step=number).loss.item())
+    weights = {
+        canonical_name(n): getattr(p, "full_tensor", lambda p=p: p)().detach().clone()
+        for part in step.model_parts
+        for n, p in part.named_parameters()
+    }
+    return {"losses": losses, "gradients": gradients, "weights": weights}
+
+
+def compare(found: dict[str, Any], true: dict[str, Any]) -> dict[str, float]:
+    """Return the relative difference of the losses and of each tensor that this rank has."""
+    differences = {
+        "loss": max(abs(a - b) / abs(b) for a, b in zip(found["losses"], true["losses"], strict=True))
+    }
+    for what in ("gradients", "weights"):
+        scale = max(t.norm().item() / t.numel() ** 0.5 for t in true[what].values())
+        for name, tensor in found[what].items():
+            if name not in true[what]:
+                differences[f"{what}: {name} is not in the reference"] = float(tensor.norm() > 0)
+                continue
+            other = true[what][name]
+            size = max(other.norm().item(), 1e-3 * scale * other.numel() ** 0.5)
+            differences[f"{what}: {name}"] = (tensor - other).norm().item() / size
+    return differences
+
+
+def run_rank(kinds: dict[str, str], layouts: dict[str, dict[str, int]], verbose: bool) -> dict[str, Any]:
+    """Run families on layouts of this many ranks. Returns results by family and layout."""
+    import torch.distributed as dist
+
+    from titan.config.model import resolve_model
+    from titan.models.transformers import build_model
+    from titan.parallel import initialize, materialize
+
+    results: dict[str, Any] = {}
+    for kind, architecture in kinds.items():
+        row = results[kind] = {}
+        try:
+            fields = overrides_of(architecture)
+            sizes, problems = resolve_model(job_of(architecture, {}, fields).model)
+            if problems:
+                row["refused"] = problems[0][1]
+                continue
+            with torch.device("meta"):
+                model = build_model(sizes)
+            materialize(model, device="cpu")
+            initialize(model, seed=0, std_of=std_of)
+            row["parameters"] = sizes.num_params
+            row["experts"] = sizes.num_experts
+        except Exception as error:
+            row["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:250]}"
+            continue
+        try:
+            true = reference(model)
+        except Exception as error:
+            row["reference"] = f"{type(error).__name__}: {' '.join(str(error).split())[:250]}"
+            continue
+        for name, degrees in layouts.items():
+            if "ep" in degrees and not sizes.num_experts:
+                continue
+            refused = dict(sizes.refuses)
+            keys = {"tp": "tensor_parallel_degree", "cp": "context_parallel_degree"}
+            keys["pp"] = "pipeline_parallel_degree"
+            reason = next((refused[keys[d]] for d in degrees if keys.get(d) in refused), "")
+            if reason:
+                row[name] = f"refused: {reason}"
+                continue
+            try:
+                found = compare(train(architecture, degrees, fields), true)
+                value, worst = max((v, k) for k, v in found.items())
+                text = f"{value:.1e}" if value <= BOUND else f"DIFFERS {value:.1e} {worst}"
+                if verbose and value > BOUND:
+                    wrong = [f"{k} {v:.1e}" for k, v in found.items() if v > BOUND]
+                    text += "\n      " + "\n      ".join(wrong)
+            except Exception as error:
+                text = f"{type(error).__name__}: {' '.join(str(error).split())[:250]}"
+                if verbose:
+                    import traceback
+
+                    text += "\n" + traceback.format_exc()[-2500:]
+            everyone: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, text)
+            row[name] = max(everyone, key=lambda t: (not t[:1].isdigit(), t))
+        if dist.get_rank() == 0:
+            print(f"{kind:22s} {row}", file=sys.stderr, flush=True)
+    return results
+
+
+def main() -> None:
+    """Run the census."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("families", nargs="*")
+    parser.add_argument("-v", "--verbose", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--layouts", default=",".join(LAYOUTS))
+    args = parser.parse_args()
+    from tests.support.ranks import Pool
+
+    known = families()
+    kinds = {k: known[k] for k in args.families} if args.families else known
+    chosen = {k: v for k, v in LAYOUTS.items() if k in args.layouts.split(",")}
+
+    def ranks(degrees: dict[str, int]) -> int:
+        return degrees.get("dp_shard", 1) * degrees.get("tp", 1) * degrees.get("cp", 1) * degrees.get("pp", 1)
+
+    results: dict[str, Any] = {kind: {} for kind in kinds}
+    for world in (2, 4):
+        part = {k: v for k, v in chosen.items() if ranks(v) == world}
+        if not part:
+            continue
+        for kind, architecture in kinds.items():
+            try:
+                [first, *_] = Pool().run(world, run_rank, {kind: architecture}, part, args.verbose)
+                results[kind] |= first[kind]
+            except AssertionError as error:
+                results[kind]["error"] = " ".join(str(error).split())[-250:]
+    for kind, row in results.items():
+        print(kind)
+        for name, text in row.items():
+            print(f"    {name:14s} {text}")
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
