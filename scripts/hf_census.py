@@ -48,7 +48,7 @@ SMALL: dict[str, Any] = {
     "head_dim": 16,
     "max_position_embeddings": 128,
     "sliding_window": 8,
-    "pad_token_id": None,
+    "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
     # Latent attention
@@ -312,8 +312,6 @@ def run_rank(kinds: dict[str, str], layouts: dict[str, dict[str, int]], verbose:
             everyone: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(everyone, text)
             row[name] = max(everyone, key=lambda t: (not t[:1].isdigit(), t))
-        if dist.get_rank() == 0:
-            print(f"{kind:22s} {row}", file=sys.stderr, flush=True)
     return results
 
 
@@ -325,8 +323,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
     args = parser.parse_args()
-    from tests.support.ranks import Pool
+    from tests.support.ranks import PRELOAD, Pool
 
+    PRELOAD.extend(("transformers", "transformers.modeling_utils", "titan.models.transformers.model"))
     known = families()
     kinds = {k: known[k] for k in args.families} if args.families else known
     chosen = {k: v for k, v in LAYOUTS.items() if k in args.layouts.split(",")}
@@ -345,6 +344,8 @@ def main() -> None:
                 results[kind] |= first[kind]
             except AssertionError as error:
                 results[kind]["error"] = " ".join(str(error).split())[-250:]
+            print(f"{kind:22s} {results[kind]}", file=sys.stderr, flush=True)
+        print(f"{len(kinds)} families on {world} ranks", file=sys.stderr, flush=True)
     for kind, row in results.items():
         print(kind)
         for name, text in row.items():

@@ -6,7 +6,6 @@ Importing this file imports neither torch nor transformers. `resolve` imports bo
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -245,6 +244,24 @@ def _require_version() -> None:
         )
 
 
+def resolve_config(content: dict[str, Any]) -> TransformersConfig:
+    """Return the sizes of a config.json.
+
+    Raises:
+        UnsupportedModelError: titan cannot run the model.
+    """
+    _require_version()
+    import transformers
+
+    kind = str(content.get("model_type", ""))
+    if kind not in transformers.CONFIG_MAPPING:
+        raise UnsupportedModelError(
+            f'transformers {transformers.__version__} has no model_type "{kind}"'
+        )
+    config = _checked(lambda: transformers.CONFIG_MAPPING[kind].from_dict(content))
+    return describe(Source(json.dumps(config.to_dict(), sort_keys=True, default=str)))
+
+
 @cache
 def describe(source: Source) -> TransformersConfig:
     """Return the sizes of a model, which is built on meta.
@@ -259,8 +276,3 @@ def describe(source: Source) -> TransformersConfig:
     with torch.device("meta"):
         model = TransformersModel(source)
     return model.config
-
-
-def by_key(pairs: Iterator[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """Return pairs as a sorted tuple, which can be hashed."""
-    return tuple(sorted(pairs))

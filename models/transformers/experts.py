@@ -9,6 +9,7 @@ T tokens, D model, E experts, e experts of this rank, K experts of a token, F wi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from ..common.moe import count, grouped_mm, run_experts, spread
 from .errors import UnsupportedModelError
 
 IMPLEMENTATION = "titan"
-_USUAL = {"gate_up_proj", "up_proj", "down_proj"}
+_USUAL = {"gate_up_proj", "gate_proj", "up_proj", "down_proj"}
 _USUAL |= {f"{name}_bias" for name in _USUAL}
 
 
@@ -31,8 +32,14 @@ def register() -> None:
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _run)
 
 
-def prepare_experts(model: nn.Module) -> dict[str, Any]:
+def prepare_experts(model: nn.Module, parts_of: Callable[[str], int]) -> dict[str, Any]:
     """Prepare transformers' experts for dispatch, and return their modules by name.
+
+    A fused matrix that is two matrices on disk becomes two parameters, so that a folder's tensors are rows of parameters.
+
+    Args:
+        model: The model.
+        parts_of: Number of tensors on disk that hold the fused matrix of an expert, by the parameter's name.
 
     Raises:
         UnsupportedModelError: a module with 3-D parameters is not what transformers' interface for experts defines.
@@ -50,6 +57,11 @@ def prepare_experts(model: nn.Module) -> dict[str, Any]:
             raise UnsupportedModelError(f"{name} normalizes the output of each expert")
         experts: Any = module
         experts.dispatcher, experts.total, experts.top_k = run_experts, len(own["down_proj"]), 0
+        fused = own.get("gate_up_proj")
+        if fused is not None and parts_of(f"{name}.gate_up_proj") == 2:
+            del experts.gate_up_proj
+            for half, part in zip(("gate_proj", "up_proj"), fused.chunk(2, 1), strict=True):
+                experts.register_parameter(half, nn.Parameter(part.detach().clone()))
         found[name] = experts
     return found
 
@@ -102,7 +114,8 @@ def _products(module: Any, tokens_RD: Tensor, counts_e: Tensor) -> Tensor:
         numbers = torch.arange(len(rows), dtype=ends_e.dtype, device=ends_e.device)
         return rows + bias[torch.searchsorted(ends_e, numbers, right=True)]
 
-    name = "gate_up_proj" if module.has_gate else "up_proj"
-    hidden_RF = multiply(tokens_RD, name)
+    names = ("gate_up_proj",) if hasattr(module, "gate_up_proj") else ("gate_proj", "up_proj")
+    names = names if module.has_gate else ("up_proj",)
+    hidden_RF = torch.cat([multiply(tokens_RD, name) for name in names], dim=-1)
     hidden_RF = module._apply_gate(hidden_RF) if module.has_gate else module.act_fn(hidden_RF)
     return multiply(hidden_RF, "down_proj")

@@ -10,6 +10,7 @@ B batch, S sequence, D model, V vocabulary
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -53,8 +54,9 @@ class TransformersModel(nn.Module):
         for module in self.modules():
             if module._buffers and not hasattr(module, "reset_buffers"):
                 module.__dict__["reset_buffers"] = partial(_reset_buffers, hf, module)
+        self.__dict__["disk"] = {}
         self.inits = {name: inits.get(id(p), 0.02) for name, p in self.named_parameters()}
-        expert_modules = experts.prepare_experts(self)
+        expert_modules = experts.prepare_experts(self, self._parts_of_expert)
         for name in expert_modules:
             block: Any = self.layers[name.split(".")[1]]
             block.traits = BlockTraits(compiled=_attentions_of(block))
@@ -121,6 +123,10 @@ class TransformersModel(nn.Module):
             if name != "layers" and not any(True for _ in child.parameters())
         )
         last.sort(key=lambda name: name == "output")
+        # In the order of their use: of tied parameters, the first name counts.
+        order = ["tok_embeddings", *first, "layers", *last]
+        for name in [*dict.fromkeys(order), *(n for n in self._modules if n not in order)]:
+            self._modules[name] = self._modules.pop(name)
         return sorted(first, key=lambda name: name != "tok_embeddings"), last
 
     def _probe(self) -> list[Part]:
@@ -202,9 +208,50 @@ class TransformersModel(nn.Module):
         ours = next(prefix for prefix in self.hf_names if name.startswith(prefix))
         return self.hf_names[ours] + name.removeprefix(ours)
 
+    def disk_name(self, name: str) -> str:
+        """Return the name on disk of a parameter or buffer, {} for the number of an expert.
+
+        Raises:
+            UnsupportedModelError: a folder has it in a form that titan does not write.
+        """
+        parent, _, leaf = name.rpartition(".")
+        owner: Any = self.get_submodule(parent)
+        is_half = f"{parent}.gate_up_proj" in self.inits and leaf in ("gate_proj", "up_proj")
+        names = self._on_disk(f"{parent}.gate_up_proj" if is_half else name)
+        if is_half:
+            names = names[leaf == "up_proj" :: 2]
+        if len(names) == 1:
+            return names[0]
+        if len(names) != getattr(owner, "total", 0):
+            raise UnsupportedModelError(f"{name} is {len(names)} tensors on disk, such as {names[0]}")
+        return _numbered(names)
+
+    def _on_disk(self, name: str) -> list[str]:
+        """Return the names on disk of the parts of a parameter of the model as transformers builds it."""
+        from .huggingface import disk_names
+
+        number = re.match(r"layers\.(\d+)\.", name)
+        key = re.sub(r"^layers\.\d+\.", "layers.0.", name)
+        if key not in self.disk:
+            stored = self.get_submodule(name.rpartition(".")[0])
+            leaf = name.rpartition(".")[2]
+            tensor = {**stored._parameters, **stored._buffers}.get(leaf)
+            shape = (stored.total, 2, 1) if tensor is None else tuple(tensor.shape)
+            theirs = self.hf_name(name)
+            self.disk[key] = number, disk_names(self.hf, {theirs: shape})[theirs]
+        first, names = self.disk[key]
+        if number is None or first[1] == number[1]:
+            return names
+        return [re.sub(rf"^(.*?\.){first[1]}\.", rf"\g<1>{number[1]}.", n, count=1) for n in names]
+
+    def _parts_of_expert(self, name: str) -> int:
+        module: Any = self.get_submodule(name.rpartition(".")[0])
+        return len(self._on_disk(name)) // len(module.down_proj)
+
     def init_std(self, name: str) -> float | None:
         """Return the standard deviation of a parameter's initial weights, as transformers draws them. None: ones."""
-        return self.inits[name]
+        parent = name.rpartition(".")[0]
+        return self.inits[name if name in self.inits else f"{parent}.gate_up_proj"]
 
 
 class _StandIn:
@@ -333,6 +380,16 @@ def _reset_buffers(hf: Any, module: nn.Module) -> None:
     for parameter in module.parameters(recurse=False):
         parameter._is_hf_initialized = True  # pyright: ignore
     hf._init_weights(module)
+
+
+def _numbered(names: list[str]) -> str:
+    """Return the pattern of names that differ in a number: 0, 1, 2, ..."""
+    first, second = (name.split(".") for name in names[:2])
+    place = next(n for n, (a, b) in enumerate(zip(first, second, strict=True)) if a != b)
+    pattern = ".".join([*first[:place], "{}", *first[place + 1 :]])
+    if [pattern.format(n) for n in range(len(names))] != names:
+        raise UnsupportedModelError(f"{names[0]} and the others are not numbered by expert")
+    return pattern
 
 
 def _attentions_of(block: nn.Module) -> tuple[str, ...]:

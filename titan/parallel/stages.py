@@ -24,6 +24,9 @@ def extract_stages(
     Raises:
         ValueError: a module with parameters is in no stage or in several.
     """
+    # Such as rotary embeddings, which a model names that is not cut by hand.
+    everywhere = getattr(model, "on_all_stages", ())
+    modules = [[*names, *everywhere] for names in modules]
     # Every parameter must be trained by exactly one stage.
     stages_of: dict[str, list[int]] = {}
     for stage, names in enumerate(modules):
@@ -72,15 +75,13 @@ def extract_stage(model: nn.Module, names: Sequence[str]) -> nn.Module:
             )
     # Stages of one rank must not share modules. Placeholders replace the modules of other stages, which may be many.
     mine = {id(units[name]) for name in names}
-    everywhere: Sequence[str] = getattr(model, "on_all_stages", ())
-    mine |= {id(model.get_submodule(name)) for name in everywhere}
     foreign = {id(unit): nn.Identity() for unit in units.values() if id(unit) not in mine}
     stage = copy.deepcopy(model, foreign)
     for child, module in list(stage.named_children()):
         if isinstance(module, nn.ModuleDict):
             for entry in [entry for entry in module if f"{child}.{entry}" not in names]:
                 del module[entry]
-        elif child not in names and child not in everywhere:
+        elif child not in names:
             setattr(stage, child, None)
     return stage
 

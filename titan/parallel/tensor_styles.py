@@ -322,23 +322,32 @@ class LocalWeights(ParallelStyle):
 
 
 def read_as(module: nn.Module, names: Iterable[str], convert: Callable[[Any], Any]) -> None:
-    """Let the code of a module read its parameters or buffers converted, from now on. The stored ones do not change.
+    """Let the forward pass of a module read its parameters or buffers converted. The stored ones do not change.
 
     Args:
         module: the module. It gets a class of its own, with properties, as in torch's parametrizations.
         names: names of parameters or buffers.
-        convert: maps the stored tensor to what the code reads.
+        convert: maps the stored tensor to what the forward pass reads.
     """
 
     def reader(name: str) -> property:
-        def read(self: nn.Module) -> Any:
-            stored = self._parameters if name in self._parameters else self._buffers
-            return convert(stored[name])
+        def read(self: Any) -> Any:
+            stored = (self._parameters if name in self._parameters else self._buffers)[name]
+            # FSDP reads the stored ones, by the same names.
+            return convert(stored) if self.is_in_forward else stored
 
         return property(read)
 
-    kind = type(module)
-    module.__class__ = type(kind.__name__, (kind,), {name: reader(name) for name in names})
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.is_in_forward = True
+        try:
+            return kind.forward(self, *args, **kwargs)
+        finally:
+            self.is_in_forward = False
+
+    kind: Any = type(module)
+    added = {**{name: reader(name) for name in names}, "forward": forward, "is_in_forward": False}
+    module.__class__ = type(kind.__name__, (kind,), added)
 
 
 class CutSequence(SequenceParallel):

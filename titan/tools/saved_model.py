@@ -174,7 +174,11 @@ def hf_job(where: Location, *, tokenizer: str = "") -> JobConfig:
     Raises:
         InputError: the folder cannot be read.
     """
-    keys = huggingface.model_keys(*read_hf_sizes(where)) | {"hf_assets_path": str(where)}
+    name, sizes = read_hf_sizes(where)
+    # A family without named sizes reads the folder's config.json.
+    named = family(name).FLAVORS
+    keys = huggingface.model_keys(name, sizes) if named else {"name": name, "hf_path": str(where)}
+    keys |= {"hf_assets_path": str(where)}
     config = with_tokenizer(JobConfig.model_validate({"model": keys}), run=None, path=tokenizer)
     # No run records whether its documents began with a token, so follow the tokenizer.
     data = {"add_bos": bool(open_run_tokenizer(config).begin_ids)}
