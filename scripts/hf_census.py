@@ -73,6 +73,7 @@ SMALL: dict[str, Any] = {
     "moe_layer_start_index": 1,
     **dict.fromkeys(("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"), 0.0),
     **dict.fromkeys(("attn_pdrop", "residual_dropout", "embedding_dropout", "resid_dropout"), 0.0),
+    **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
     **dict.fromkeys(("activation_dropout", "dropout", "layerdrop", "attn_dropout"), 0.0),
 }
 
@@ -165,11 +166,21 @@ def reference(model: Any) -> dict[str, Any]:
     twin = getattr(transformers, content["architectures"][0])(config)
     twin.set_attn_implementation("eager")
     twin.train()
-    names = {name: model.hf_name(name) for name, _ in model.named_parameters()}
     theirs = dict(twin.named_parameters())
+
+    def part(name: str, tensors: dict[str, Any]) -> Any:
+        """Return the tensor of one of our parameters, which may be a half of theirs."""
+        their_name = model.hf_name(name)
+        if their_name in theirs:
+            return tensors[their_name]
+        parent, _, leaf = their_name.rpartition(".")
+        tensor = tensors[f"{parent}.gate_up_proj"]
+        return tensor if tensor is None else tensor.chunk(2, 1)[leaf == "up_proj"]
+
+    names = [name for name, _ in model.named_parameters()]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            theirs[names[name]].copy_(parameter)
+            part(name, theirs).copy_(parameter)
     optimizer = torch.optim.AdamW(
         twin.parameters(), lr=1e-3, eps=1e-6, weight_decay=0.0, betas=(0.9, 0.95)
     )
@@ -180,14 +191,14 @@ def reference(model: Any) -> dict[str, Any]:
         loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
         if step == 1:
-            gradients = {n: theirs[t].grad for n, t in names.items()}
-            gradients = {n: g.clone() for n, g in gradients.items() if g is not None}
+            found = {n: p.grad for n, p in theirs.items()}
+            gradients = {n: g.clone() for n in names if (g := part(n, found)) is not None}
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * lr_factor(step)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    weights = {n: theirs[t].detach().clone() for n, t in names.items()}
+    weights = {n: part(n, theirs).detach().clone() for n in names}
     return {"losses": losses, "gradients": gradients, "weights": weights}
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .config import TransformersConfig, resolve
+from .shrink import shrink
 
 if TYPE_CHECKING:
     from .model import TransformersModel
 
-__all__ = ["FLAVORS", "TENSOR_PLAN", "TransformersConfig", "build_model", "resolve"]
+__all__ = ["FLAVORS", "TENSOR_PLAN", "TransformersConfig", "build_model", "resolve", "shrink"]
 
 FLAVORS: dict[str, Any] = {}
 TENSOR_PLAN: dict[str, str] = {}  # of each model, in its attribute `tensor_plan`

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from titan.parallel.torch_compat import real_tensors
+
 from ..common.attention import InnerAttention
 from .errors import UnsupportedModelError
 
@@ -59,6 +61,11 @@ class AttentionCall:
 
 
 _probe: Probe | None = None
+
+
+def is_probing() -> bool:
+    """Return whether a model is being run on meta for the record."""
+    return _probe is not None
 
 
 @contextmanager
@@ -141,7 +148,7 @@ def _describe_mask(
 ) -> Tensor:
     """Return a mask on meta with the attribute `spec`: causality and window."""
     mask: Any = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
-    with torch.device("cpu"):
+    with torch.device("cpu"), real_tensors():
         mask.spec = spec_of(mask_function)
     return mask
 

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ..common.moe_config import MoEConfig
 from .errors import UnsupportedModelError
@@ -59,6 +59,8 @@ class TransformersConfig(MoEConfig):
     matmul_params: int
     windows: tuple[int, ...]
     refuses: tuple[tuple[str, str], ...] = ()
+
+    counts_loads: ClassVar[bool] = False  # of experts: transformers' routers do not tell
 
     @property
     def last_modules(self) -> tuple[str, ...]:
@@ -191,20 +193,20 @@ def _read(path: str, architecture: str, overrides: tuple[Any, ...], trusted: boo
             raise _WrongKeyError((f"model.overrides.{key}", message))
     # Through the class again, which derives fields from others, such as a kind for each layer.
     content = {**config.to_dict(), **dict(overrides)}
-    if "num_hidden_layers" in dict(overrides) or config.attribute_map.get(
-        "num_hidden_layers"
-    ) in dict(overrides):
-        content = {key: value for key, value in content.items() if not _is_by_layer(key, config)}
+    number = content.get(config.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
+    if number != config.num_hidden_layers:
+        by_layer = {k: v for k, v in content.items() if _is_by_layer(v, config.num_hidden_layers)}
+        # Without a value for a layer, the class makes the values anew.
+        content |= {k: v[:number] if number <= len(v) else None for k, v in by_layer.items()}
     if not code:
         config = _checked(lambda: type(config).from_dict(content))
     content = config.to_dict()
     return Source(json.dumps(content, sort_keys=True, default=str), code=code)
 
 
-def _is_by_layer(key: str, config: Any) -> bool:
-    """Return whether a field has a value for each layer, which another number of layers makes invalid."""
-    value = getattr(config, key, None)
-    return isinstance(value, list) and len(value) == config.num_hidden_layers
+def _is_by_layer(value: Any, number: int) -> bool:
+    """Return whether a field has a value for each of a number of layers."""
+    return isinstance(value, list) and len(value) == number > 0
 
 
 def _checked(build: Any) -> Any:

@@ -81,19 +81,21 @@ def disk_names(hf: Any, names: dict[str, tuple[int, ...]]) -> dict[str, list[str
     import torch
     from transformers.core_model_loading import revert_weight_conversion
 
+    from titan.parallel.torch_compat import real_tensors
+
     found = {}
     for name, shape in names.items():
         # Numbers that tell where a part comes from: experts and two rows of each.
         small = (shape[0], 2, 1) if len(shape) == 3 else (2,) * len(shape)
-        value = torch.arange(torch.Size(small).numel(), device="cpu", dtype=torch.float32).view(small)
-        try:
-            parts = revert_weight_conversion(hf, {name: value})
-        except Exception as error:
-            raise UnsupportedModelError(f"{name} has no form on disk: {error}") from error
-        firsts = [(part.flatten()[0].item(), key) for key, part in parts.items()]
-        found[name] = [key for _, key in sorted(firsts)]
-        if len(parts) == 1:
-            (part,) = parts.values()
-            if part.shape != value.shape or not torch.equal(part, value):
+        with real_tensors(), torch.device("cpu"):
+            value = torch.arange(torch.Size(small).numel(), dtype=torch.float32).view(small)
+            try:
+                parts = revert_weight_conversion(hf, {name: value})
+            except Exception as error:
+                raise UnsupportedModelError(f"{name} has no form on disk: {error}") from error
+            firsts = [(part.flatten()[0].item(), key) for key, part in parts.items()]
+            found[name] = [key for _, key in sorted(firsts)]
+            (part, *others) = parts.values()
+            if not others and (part.shape != value.shape or not torch.equal(part, value)):
                 raise UnsupportedModelError(f"{name} is stored in another form, {found[name][0]}")
     return found

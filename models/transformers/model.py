@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titan.parallel.torch_compat import is_fake
 from titan.parallel.traits import BlockTraits
 
 from . import attention, experts
@@ -51,10 +53,11 @@ class TransformersModel(nn.Module):
         self.__dict__["hf"], self.__dict__["base"] = hf, base
         self.__dict__["received"] = None
         ends = self._adopt(hf, base)
-        for module in self.modules():
-            if module._buffers and not hasattr(module, "reset_buffers"):
-                module.__dict__["reset_buffers"] = partial(_reset_buffers, hf, module)
         self.__dict__["disk"] = {}
+        for module in self.modules():
+            if values := {n: b for n, b in module._buffers.items() if b is not None}:
+                module._buffers.update({n: b.to("meta") for n, b in values.items()})
+                module.__dict__["reset_buffers"] = partial(_fill, module, values)
         self.inits = {name: inits.get(id(p), 0.02) for name, p in self.named_parameters()}
         expert_modules = experts.prepare_experts(self, self._parts_of_expert)
         for name in expert_modules:
@@ -357,7 +360,7 @@ def _build(source: Source) -> tuple[Any, dict[int, float | None]]:
     config.use_cache = False
     name = (content.get("architectures") or [""])[0]
     try:
-        with _Inits() as inits:
+        with _parameters_on_meta(), _Inits() as inits:
             if source.code:
                 model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=True)
             else:
@@ -375,11 +378,33 @@ def _build(source: Source) -> tuple[Any, dict[int, float | None]]:
     return model, inits.std
 
 
-def _reset_buffers(hf: Any, module: nn.Module) -> None:
-    """Fill the buffers of a module as transformers does, and leave its parameters."""
-    for parameter in module.parameters(recurse=False):
-        parameter._is_hf_initialized = True  # pyright: ignore
-    hf._init_weights(module)
+def _fill(module: nn.Module, values: dict[str, Tensor]) -> None:
+    """Fill the buffers of a module with the values that transformers gives them."""
+    for name, value in values.items():
+        buffer = module.get_buffer(name)
+        if is_fake(buffer) and not is_fake(value):
+            buffer.zero_()  # a simulator asks for no numbers
+        else:
+            buffer.copy_(value)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Build parameters on meta, and buffers with their values on the CPU."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            # Memory that is never written to costs nothing.
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # pyright: ignore
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        nn.Module.register_parameter = register
 
 
 def _numbered(names: list[str]) -> str:

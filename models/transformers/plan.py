@@ -164,6 +164,10 @@ class _Plan:
         is_fused = is_fused or not attends and any(
             self._their_style(n) == "colwise_gather_output" for n in inside
         )
+        columns = [m for n, m in inside.items() if self._their_style(n) in COLUMNS]
+        widths = {m.out_features for m in columns if isinstance(m, nn.Linear)}
+        if call is not None:
+            widths.add(call.heads * call.value_dim)  # of what attention returns
         self._put(name, "gather_input")
         for inner, part_module in inside.items():
             style, part = self._their_style(inner), self.parts.get(inner)
@@ -187,18 +191,18 @@ class _Plan:
             elif style in ROWS and isinstance(part_module, nn.Linear):
                 is_gathered = is_fused and style == "rowwise_split_input"
                 self._put(inner, "rowwise_split" if is_gathered else "rowwise")
-            elif self._is_width_norm(part, part_module, call) and not is_fused:
+            elif not is_fused and self._is_width_norm(part, part_module, widths, call):
                 self._put(inner, "width_norm")
             else:
                 self._put(inner, "replicated" if is_fused else "partial")
 
-    def _is_width_norm(self, part: Part, module: nn.Module, call: Any) -> bool:
-        """Return whether a module normalizes over the channels of all heads."""
-        if call is None or part.input is None or isinstance(module, nn.Linear):
+    def _is_width_norm(self, part: Part, module: nn.Module, widths: set[int], call: Any) -> bool:
+        """Return whether a module normalizes over all channels that the ranks share."""
+        if part.input is None or isinstance(module, nn.Linear):
             return False
-        (size, *more) = [p.numel() for p in module.parameters(recurse=False)]
-        widths = {call.heads * call.head_dim, call.kv_heads * call.head_dim}
-        return size != call.head_dim and size in widths and part.input.shape[-1] == size
+        size = max(p.numel() for p in module.parameters(recurse=False))
+        is_of_heads = call is not None and size in (call.head_dim, call.value_dim)
+        return not is_of_heads and size in widths and part.input.shape[-1] == size
 
 
 def _star(name: str) -> str:
