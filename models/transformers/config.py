@@ -19,6 +19,21 @@ from .errors import UnsupportedModelError
 OLDEST, NEWEST = (5, 20), (5, 99)
 """Versions of transformers whose interfaces for attention, masks and experts this family uses."""
 
+# Fields by what they mean, each with the names that config classes give it.
+NAMES: dict[str, tuple[str, ...]] = {
+    "dim": ("hidden_size", "n_embd", "d_model", "dim"),
+    "n_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "n_heads": ("num_attention_heads", "n_head", "n_heads"),
+    "n_kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "head_dim": ("head_dim",),
+    "ffn_dim": ("intermediate_size", "n_inner", "ffn_dim", "d_ff"),
+    "vocab_size": ("vocab_size",),
+    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "top_k": ("num_experts_per_tok", "moe_k", "moe_topk", "experts_per_token"),
+    "expert_dim": ("moe_intermediate_size", "shared_expert_intermediate_size"),
+    "window": ("sliding_window",),
+}
+
 
 class Source(NamedTuple):
     """What a model is built from.
@@ -185,8 +200,9 @@ def _read(path: str, architecture: str, overrides: tuple[Any, ...], trusted: boo
         raise UnsupportedModelError(
             f"{config.model_type} is an encoder with a decoder, and titan trains decoders alone"
         )
-    for key, value in overrides:
-        if not hasattr(config, key):
+    overrides = tuple((_their_name(key, config), value) for key, value in overrides)
+    for key, _ in overrides:
+        if not hasattr(config, key) and not any(key in names for names in NAMES.values()):
             near = get_close_matches(key, [*config.to_dict()], n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             message = f"the config of {config.model_type} has no such field{hint}"
@@ -202,6 +218,13 @@ def _read(path: str, architecture: str, overrides: tuple[Any, ...], trusted: boo
         config = _checked(lambda: type(config).from_dict(content))
     content = config.to_dict()
     return Source(json.dumps(content, sort_keys=True, default=str), code=code)
+
+
+def _their_name(key: str, config: Any) -> str:
+    """Return the name of a field in a config class. titan's name for it, such as n_layers, is accepted, too."""
+    if hasattr(config, key):
+        return key
+    return next((name for name in NAMES.get(key, ()) if hasattr(config, name)), key)
 
 
 def _is_by_layer(value: Any, number: int) -> bool:

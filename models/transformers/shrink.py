@@ -6,22 +6,8 @@ import json
 from itertools import count
 from typing import Any
 
-from .config import TransformersConfig
+from .config import NAMES, TransformersConfig
 
-# Fields by what they mean, each with the names that config classes give it.
-_NAMES: dict[str, tuple[str, ...]] = {
-    "dim": ("hidden_size", "n_embd", "d_model", "dim"),
-    "n_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
-    "n_heads": ("num_attention_heads", "n_head", "n_heads"),
-    "n_kv_heads": ("num_key_value_heads", "num_kv_heads"),
-    "head_dim": ("head_dim",),
-    "ffn_dim": ("intermediate_size", "n_inner", "ffn_dim", "d_ff"),
-    "vocab_size": ("vocab_size",),
-    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-    "top_k": ("num_experts_per_tok", "moe_k", "moe_topk", "experts_per_token"),
-    "expert_dim": ("moe_intermediate_size", "shared_expert_intermediate_size"),
-    "window": ("sliding_window",),
-}
 _LIMITS = {
     **{"ffn_dim": 96, "vocab_size": 512, "num_experts": 8, "top_k": 2, "expert_dim": 32},
     **{"window": 24, "dim": 64},
@@ -51,7 +37,7 @@ def shrink(sizes: TransformersConfig) -> dict[str, Any]:
         wanted["dim"] = groups * ratio * _HEAD_DIM  # from which it follows
     overrides: dict[str, Any] = {}
     for name, value in wanted.items():
-        for key in _NAMES[name]:
+        for key in NAMES[name]:
             if _is_number(content.get(key)):
                 overrides[key] = value
     for key, value in _OTHERS.items():
