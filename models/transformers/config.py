@@ -32,6 +32,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "top_k": ("num_experts_per_tok", "moe_k", "moe_topk", "experts_per_token"),
     "expert_dim": ("moe_intermediate_size", "shared_expert_intermediate_size"),
     "window": ("sliding_window",),
+    "tied_embeddings": ("tie_word_embeddings",),
 }
 
 

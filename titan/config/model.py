@@ -235,7 +235,9 @@ def check_split(
     package = family(name)
     with torch.device("meta"):
         model = package.build_model(config)
-    prefix, where = "parallelism", f"; {name} is another package's family; {_DOCS}"
+    prefix, where = "parallelism", ""
+    if is_plug_in(name):
+        where = f"; {name} is another package's family; {_DOCS}"
     try:
         if stages:
             extract_stages(model, stages, numbers=range(len(stages)))
@@ -243,7 +245,8 @@ def check_split(
         yield f"{prefix}.pipeline_parallel_degree", f"{error}{where}"
     try:
         if tp > 1:
-            check_plan(model, package.TENSOR_PLAN, size=tp, num_kv_heads=config.n_kv_heads)
+            plan = getattr(model, "tensor_plan", package.TENSOR_PLAN)
+            check_plan(model, plan, size=tp, num_kv_heads=config.n_kv_heads)
     except (KeyError, ValueError) as error:
         yield f"{prefix}.tensor_parallel_degree", f"{error.args[0]}{where}"
 
