@@ -35,6 +35,13 @@ NAMES: dict[str, tuple[str, ...]] = {
     "tied_embeddings": ("tie_word_embeddings",),
 }
 
+NOTES = {
+    *("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"),
+    *("id2label", "label2id", "problem_type", "return_dict", "output_attentions"),
+    *("output_hidden_states", "output_router_logits", "chunk_size_feed_forward"),
+}
+"""Fields that are of a file or of a call, and do not decide what a model computes."""
+
 
 class Source(NamedTuple):
     """What a model is built from.
@@ -75,6 +82,12 @@ class TransformersConfig(MoEConfig):
     matmul_params: int
     windows: tuple[int, ...]
     refuses: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return the fields of config.json that decide what the model computes."""
+        content = json.loads(self.source.hf)
+        return {k: v for k, v in content.items() if k not in NOTES and not k.endswith("_token_id")}
 
     counts_loads: ClassVar[bool] = False  # of experts: transformers' routers do not tell
 

@@ -15,8 +15,6 @@ from .config import TransformersConfig, resolve_config
 from .errors import UnsupportedModelError
 
 ARCHITECTURES: dict[str, str] = {}  # any, where no other family has it
-# Of a file, not of a model.
-_NOTES = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")
 
 
 def hf_name_of(sizes: TransformersConfig) -> Callable[[str], str]:
@@ -50,12 +48,8 @@ def read_config(hf: dict[str, Any]) -> TransformersConfig:
 
 def differences(sizes: TransformersConfig, other: TransformersConfig) -> dict[str, Any]:
     """Return the fields of config.json, with their values in `sizes`, in which two models differ."""
-    ours, theirs = (json.loads(s.source.hf) for s in (sizes, other))
-    return {
-        key: value
-        for key, value in ours.items()
-        if key not in _NOTES and value != theirs.get(key, value) and not key.endswith("_token_id")
-    }
+    ours, theirs = sizes.facts, other.facts
+    return {key: value for key, value in ours.items() if value != theirs.get(key, value)}
 
 
 @cache
