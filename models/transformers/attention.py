@@ -118,7 +118,9 @@ def _record(
     name = f"{type(module).__name__} {getattr(module, 'layer_idx', '')}".strip()
     for key in ("softcap", "head_mask", "position_bias"):
         if options.get(key) is not None:
-            raise UnsupportedModelError(f"{name} needs {key}, which titan's attention does not have")
+            raise UnsupportedModelError(
+                f"{name} needs {key}, which titan's attention does not have"
+            )
     if options.get("dropout"):
         raise UnsupportedModelError(f"{name} has attention dropout: set it to 0 in model.overrides")
     if id(module) in _probe.calls:

@@ -48,7 +48,9 @@ def prepare_experts(model: nn.Module, parts_of: Callable[[str], int]) -> dict[st
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
-        if not any(p.ndim == 3 for p in own.values()) or isinstance(module, nn.modules.conv._ConvNd):
+        if not any(p.ndim == 3 for p in own.values()) or isinstance(
+            module, nn.modules.conv._ConvNd
+        ):
             continue
         if not hasattr(module, "is_transposed") or own.keys() - _USUAL:
             raise UnsupportedModelError(

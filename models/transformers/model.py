@@ -196,7 +196,9 @@ class TransformersModel(nn.Module):
         """
         if positions_BS is None:
             positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
-        options: dict[str, Any] = {} if document_ids_BS is None else {"document_ids_BS": document_ids_BS}
+        options: dict[str, Any] = (
+            {} if document_ids_BS is None else {"document_ids_BS": document_ids_BS}
+        )
         positions_BS = positions_BS.expand(tokens_BS.shape[0], -1)
         is_first = self.tok_embeddings is not None
         self.__dict__["received"] = None if is_first else tokens_BS
@@ -226,7 +228,9 @@ class TransformersModel(nn.Module):
         if len(names) == 1:
             return names[0]
         if len(names) != getattr(owner, "total", 0):
-            raise UnsupportedModelError(f"{name} is {len(names)} tensors on disk, such as {names[0]}")
+            raise UnsupportedModelError(
+                f"{name} is {len(names)} tensors on disk, such as {names[0]}"
+            )
         return _numbered(names)
 
     def _on_disk(self, name: str) -> list[str]:
@@ -362,7 +366,9 @@ def _build(source: Source) -> tuple[Any, dict[int, float | None]]:
     try:
         with _parameters_on_meta(), _Inits() as inits:
             if source.code:
-                model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+                model = transformers.AutoModelForCausalLM.from_config(
+                    config, trust_remote_code=True
+                )
             else:
                 causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
                 kind = getattr(transformers, name, None) or causal[type(config)]
@@ -419,7 +425,9 @@ def _numbered(names: list[str]) -> str:
 
 def _attentions_of(block: nn.Module) -> tuple[str, ...]:
     return tuple(
-        f"{name}.forward" for name, module in block.named_children() if "attn" in name or "attention" in name
+        f"{name}.forward"
+        for name, module in block.named_children()
+        if "attn" in name or "attention" in name
     )
 
 

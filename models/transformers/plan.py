@@ -75,7 +75,9 @@ class _Plan:
         theirs = dict(getattr(model.base, "_tp_plan", None) or {}) or {}
         theirs = dict(model.base.config.base_model_tp_plan or theirs or {})
         # Their names begin at the base model, which may hold the blocks in another module.
-        self.theirs = {re.sub(r"^.*?(layers|h|blocks)\.\*", "layers.*", k): v for k, v in theirs.items()}
+        self.theirs = {
+            re.sub(r"^.*?(layers|h|blocks)\.\*", "layers.*", k): v for k, v in theirs.items()
+        }
         self.found: dict[str, str] = {}
 
     def styles(self) -> dict[str, str]:
@@ -143,7 +145,9 @@ class _Plan:
         else:
             self._put(name, "local_tokens")
 
-    def _region(self, name: str, module: nn.Module, inside: dict[str, nn.Module], *, attends: bool) -> None:
+    def _region(
+        self, name: str, module: nn.Module, inside: dict[str, nn.Module], *, attends: bool
+    ) -> None:
         """Find the styles in attention or a feed-forward layer, whose input is all-gathered over the sequence."""
         own = self.parts[name]
         call = next(
@@ -161,8 +165,8 @@ class _Plan:
             for n, m in inside.items()
             if self._their_style(n) in COLUMNS
         )
-        is_fused = is_fused or not attends and any(
-            self._their_style(n) == "colwise_gather_output" for n in inside
+        is_fused = is_fused or (
+            not attends and any(self._their_style(n) == "colwise_gather_output" for n in inside)
         )
         columns = [m for n, m in inside.items() if self._their_style(n) in COLUMNS]
         widths = {m.out_features for m in columns if isinstance(m, nn.Linear)}
@@ -181,9 +185,13 @@ class _Plan:
                     self._put(inner, "colwise_gather")
                 elif not reads_region:
                     self._put(inner, "colwise_part")
-                elif call and part_module.out_features < call.heads * call.head_dim and (
-                    part_module.out_features
-                    in (call.kv_heads * call.head_dim, call.kv_heads * call.value_dim)
+                elif (
+                    call
+                    and part_module.out_features < call.heads * call.head_dim
+                    and (
+                        part_module.out_features
+                        in (call.kv_heads * call.head_dim, call.kv_heads * call.value_dim)
+                    )
                 ):
                     self._put(inner, "kv_colwise")
                 else:

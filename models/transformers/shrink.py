@@ -52,7 +52,9 @@ def shrink(sizes: TransformersConfig) -> dict[str, Any]:
 
 def num_layers(sizes: TransformersConfig) -> int:
     """Return the least number of layers, four or more, with a layer of each kind."""
-    kinds = [(bool(w), bool(e)) for w, e in zip(sizes.windows, sizes.experts_of_blocks, strict=True)]
+    kinds = [
+        (bool(w), bool(e)) for w, e in zip(sizes.windows, sizes.experts_of_blocks, strict=True)
+    ]
     least = (n for n in count(4) if n >= len(kinds) or {*kinds[:n]} == {*kinds})
     return min(len(kinds), next(least))
 

@@ -138,7 +138,9 @@ def read_sizes(folder: HFFolder, *, mtp: bool = False, of: str = "") -> tuple[st
         try:
             return general, by_family[general].read_config(config)
         except ValueError as error:
-            raise CheckpointError(f"{folder.path / CONFIG}: {printable(str(error), 300)}") from error
+            raise CheckpointError(
+                f"{folder.path / CONFIG}: {printable(str(error), 300)}"
+            ) from error
     if not is_known:
         raise CheckpointError(
             f"{folder.path / CONFIG}: architecture {printable(str(architecture), 80)} is none of {', '.join(known)}"

@@ -156,16 +156,15 @@ def apply_tp(
         elif style and style != "experts":
             _take_by_position(module)
             if style == "vocab_embedding":
-                whole = partial(
-                    DTensor.from_local, device_mesh=mesh, placements=(Replicate(),), run_check=False
-                )
-                if module._buffers:  # such as the factor of scaled embeddings
-                    read_as(module, [*module._buffers], whole)
                 module.register_forward_pre_hook(partial(_require_whole_parts, size=size))
             if style == "rowwise" and is_tensorwise(module):
                 parallelize_module(module, mesh, rows_style(mesh, sequence_dim=SEQUENCE_DIM))
             else:
+                buffers = dict(module._buffers)
                 parallelize_module(module, mesh, styles[style]())
+                if style == "vocab_embedding" and buffers:  # such as a factor of embeddings
+                    module._buffers.update(buffers)
+                    read_as(module, buffers, partial(_replicated, mesh=mesh))
     for (first, first_name), *others in shared:
         for module, name in others:
             module.register_parameter(name, first._parameters[first_name])
@@ -174,6 +173,10 @@ def apply_tp(
     require_own_part(model, mesh)
     experts = [name for name, style in style_of.items() if style == "experts"]
     _require_all_split(model, left=lambda p: not isinstance(p, DTensor), but=experts)
+
+
+def _replicated(buffer: Tensor, *, mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(buffer, mesh, (Replicate(),), run_check=False)
 
 
 def check_plan(

@@ -26,6 +26,7 @@ from titan.checkpoint.saved import read_metadata
 from titan.checkpoint.storage import Location, as_location, join, storage_of
 from titan.config.errors import ConfigError
 from titan.config.load import load_config
+from titan.config.model import family
 from titan.config.schema import CheckpointSection, JobConfig
 from titan.config.task import reads_text
 from titan.data import DataError
