@@ -17,7 +17,6 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 warnings.filterwarnings("ignore")
@@ -25,7 +24,7 @@ warnings.filterwarnings("ignore")
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.support.hf_families import LAYOUTS, families, num_ranks, run_rank  # noqa: E402
+from tests.support.hf_families import LAYOUTS, families, row_of  # noqa: E402
 from tests.support.ranks import PRELOAD, Pool  # noqa: E402
 
 
@@ -44,19 +43,10 @@ def main() -> None:
     kinds = {k: known[k] for k in args.families} if args.families else known
     chosen = {k: v for k, v in LAYOUTS.items() if k in args.layouts.split(",")}
 
-    results: dict[str, Any] = {kind: {} for kind in kinds}
-    for world in (2, 4):
-        part = {k: v for k, v in chosen.items() if num_ranks(v) == world}
-        if not part:
-            continue
-        for kind, architecture in kinds.items():
-            try:
-                [first, *_] = Pool().run(world, run_rank, {kind: architecture}, part, args.verbose)
-                results[kind] |= first[kind]
-            except AssertionError as error:
-                results[kind]["error"] = " ".join(str(error).split())[-250:]
-            print(f"{kind:22s} {results[kind]}", file=sys.stderr, flush=True)
-        print(f"{len(kinds)} families on {world} ranks", file=sys.stderr, flush=True)
+    pool, results = Pool(), {}
+    for kind in kinds:
+        results[kind] = row_of(pool, kind, chosen, verbose=args.verbose)
+        print(f"{kind:22s} {results[kind]}", file=sys.stderr, flush=True)
     for kind, row in results.items():
         print(kind)
         for name, text in row.items():

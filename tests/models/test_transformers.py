@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.checkpoint.test_huggingface import through_titan_job
-from tests.support.hf_families import LAYOUTS, families, num_ranks, overrides_of, run_rank
+from tests.support.hf_families import LAYOUTS, families, overrides_of, row_of
 from tests.support.ranks import Pool
 from titan.config.errors import ConfigError
 from titan.config.model import model_config, resolve_model
@@ -25,16 +25,9 @@ from titan.models.transformers.errors import UnsupportedModelError
 SIX = ("phi3", "olmo2", "deepseek_v3", "gemma3_text", "cohere2", "glm4_moe")
 
 
-def rows_of(pool: Pool, kinds: tuple[str, ...], world: int) -> dict[str, dict[str, Any]]:
-    layouts = {name: axes for name, axes in LAYOUTS.items() if num_ranks(axes) == world}
-    chosen = {kind: families()[kind] for kind in kinds}
-    [rows, *_] = pool.run(world, run_rank, chosen, layouts, False)
-    return rows
-
-
 @pytest.mark.parametrize("kind", SIX)
 def test_layouts_equal_transformers_alone(kind: str, pool: Pool) -> None:
-    row = {**rows_of(pool, (kind,), 2)[kind], **rows_of(pool, (kind,), 4)[kind]}
+    row = row_of(pool, kind, LAYOUTS)
     names = [name for name in LAYOUTS if name != "EP" or row["experts"]]
     assert {name: row[name] for name in names} == {name: row[name][:7] for name in names}, row
     assert all(float(row[name]) < 1e-5 for name in names)
@@ -61,7 +54,7 @@ def saved(folder: Path, kind: str) -> Path:
 def test_folders_there_and_back_bit_for_bit(kind: str, pool: Pool, tmp_path: Path) -> None:
     """Read on FSDP2 x TP, saved as a checkpoint, loaded, exported."""
     source = saved(tmp_path / "source", kind)
-    model = {"name": "transformers", "hf_path": str(source)}
+    model = {"name": "transformers", "hf_path": str(source), "overrides": {}}
     degrees = {"dp_shard": 2, "tp": 2}
     results = pool.run(4, through_titan_job, model, source, degrees, tmp_path)
     files = sorted((tmp_path / "out").glob("*.safetensors"))

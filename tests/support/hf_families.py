@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.layouts import whole_gradients
+from tests.support.ranks import Pool, RankFailed
 from titan.config.layout import resolve_layout
 from titan.config.model import resolve_model
 from titan.config.schema import JobConfig, LRSchedulerSection
@@ -243,6 +244,35 @@ def train(architecture: str, degrees: dict[str, int], fields: dict[str, Any]) ->
     return {"losses": losses, "gradients": gradients, "weights": weights}
 
 
+MARK = "<row>"
+
+
+class LayoutFailed(RuntimeError):
+    """A layout failed on a rank. The message has the results so far, between two marks."""
+
+
+def row_of(
+    pool: Pool, kind: str, layouts: dict[str, dict[str, int]], *, verbose: bool = False
+) -> dict[str, Any]:
+    """Return the result of each layout of a family, as text: the largest difference, or why there is none."""
+    row: dict[str, Any] = {}
+    for world in sorted({num_ranks(axes) for axes in layouts.values()}):
+        left = {name: axes for name, axes in layouts.items() if num_ranks(axes) == world}
+        while left:
+            chosen = {kind: families()[kind]}
+            try:
+                [rows, *_] = pool.run(world, run_rank, chosen, left, verbose)
+                row |= rows[kind]
+                break
+            except RankFailed as error:
+                parts = str(error).split(MARK)
+                # Of the rank that came furthest.
+                rows = [json.loads(part) for part in parts[1::2]]
+                row |= max(rows, key=len) if rows else {"error": " ".join(parts[0].split())[-200:]}
+                left = {name: axes for name, axes in left.items() if rows and name not in row}
+    return row
+
+
 def compare(found: dict[str, Any], true: dict[str, Any]) -> dict[str, float]:
     """Return the relative difference of the losses and of each tensor that this rank has."""
     differences = {
@@ -301,15 +331,17 @@ def run_rank(
                 continue
             try:
                 found = compare(train(architecture, degrees, fields), true)
-                value, worst = max((v, k) for k, v in found.items())
-                text = f"{value:.1e}" if value <= BOUND else f"DIFFERS {value:.1e} {worst}"
-                if verbose and value > BOUND:
-                    wrong = [f"{k} {v:.1e}" for k, v in found.items() if v > BOUND]
-                    text += "\n      " + "\n      ".join(wrong)
             except Exception as error:
-                text = f"{type(error).__name__}: {' '.join(str(error).split())[:250]}"
+                # Other ranks may wait for this one: the pool ends them.
+                row[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:250]}"
                 if verbose:
-                    text += "\n" + traceback.format_exc()[-2500:]
+                    traceback.print_exc()
+                raise LayoutFailed(f"{MARK}{json.dumps(row)}{MARK}") from None
+            value, worst = max((v, k) for k, v in found.items())
+            text = f"{value:.1e}" if value <= BOUND else f"DIFFERS {value:.1e} {worst}"
+            if verbose and value > BOUND:
+                wrong = [f"{k} {v:.1e}" for k, v in found.items() if v > BOUND]
+                text += "\n      " + "\n      ".join(wrong)
             everyone: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(everyone, text)
             row[name] = max(everyone, key=lambda t: (not t[:1].isdigit(), t))
