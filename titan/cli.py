@@ -292,7 +292,7 @@ def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[s
         "layout": asdict(layout),
         "model": {
             "name": config.model.name,
-            "flavor": config.model.flavor,
+            "flavor": config.model.title,
             "parameters": model.num_params,
             "active_parameters": getattr(model, "num_active_params", model.num_params),
         },

@@ -184,9 +184,7 @@ def _read(path: str, architecture: str, overrides: tuple[Any, ...], trusted: boo
                 '(a class, such as "Qwen3ForCausalLM"), one of them',
             )
         )
-    _require_version()
-    import transformers
-
+    transformers = _import()
     code = ""
     if path:
         content = _config_json(Path(path))
@@ -275,7 +273,8 @@ def _config_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _require_version() -> None:
+def _import() -> Any:
+    """Return the package transformers, of a version that this family knows."""
     try:
         found = version("transformers")
     except PackageNotFoundError:
@@ -288,6 +287,14 @@ def _require_version() -> None:
             f"transformers {found} is installed, and titan uses interfaces of {oldest} to {NEWEST[0]}.x: "
             "pip install 'titan-pretrain[transformers]'"
         )
+    import torch
+
+    from titan.parallel.float8 import quiet_torchao
+
+    quiet_torchao(has_kernels=torch.cuda.is_available())  # transformers imports it
+    import transformers
+
+    return transformers
 
 
 def resolve_config(content: dict[str, Any]) -> TransformersConfig:

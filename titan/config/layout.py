@@ -279,7 +279,7 @@ def _check_experts(config: JobConfig, model: Any, world_size: int) -> Iterator[R
     if ep == 1 or model is None:
         return
     if not experts:
-        flavor = f'"{config.model.name}" {config.model.flavor}'
+        flavor = f'"{config.model.name}" {config.model.title}'
         yield key, f"the model {flavor} has no experts to split; use 1, or a model that has"
         return
     if experts % ep:

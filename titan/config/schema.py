@@ -14,6 +14,7 @@ and sections through `titan.sections`. This module imports no torch.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import BeforeValidator, Field, PrivateAttr
@@ -89,6 +90,11 @@ class ModelSection(Section):
     converters: StrList = []
     """Low-precision conversion of linear layers: "quantize.linear.float8" (or "float8") or
     "quantize.linear.mx". The section of the same name has its settings."""
+
+    @property
+    def title(self) -> str:
+        """Return the flavor, or what stands for it where a file or a class says which model it is."""
+        return self.architecture or Path(self.hf_path).name or self.flavor
 
 
 class TaskSection(Section):

@@ -92,7 +92,7 @@ def startup_page(
     memory = (estimate_memory(phase.config, model_config, layout) for phase in phases)
     most = max(memory, key=lambda gib: gib["total"])
     return StartupPage(
-        title=f"titan: {config.model.name} {config.model.flavor}, {_parameters(model_config)}",
+        title=f"titan: {config.model.name} {config.model.title}, {_parameters(model_config)}",
         description=config.job.description,
         lines={
             "model": _model(model_config),

@@ -333,7 +333,7 @@ def facts(simulation: Simulation) -> Facts:
         "sequences_at_once": parallel.pipeline_parallel_microbatch_size
         if simulation.layout.pp > 1
         else config.training.local_batch_size,
-        "model": f"{config.model.name} {config.model.flavor}",
+        "model": f"{config.model.name} {config.model.title}",
         "tflops_per_gpu": tflops,
         "mfu": tflops / peak if peak else None,
         "mfu_causal": tflops * (causal / flops_per_token) / peak if peak else None,
