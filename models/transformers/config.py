@@ -228,7 +228,7 @@ def _read(path: str, architecture: str, overrides: tuple[Any, ...], trusted: boo
             raise _WrongKeyError((f"model.overrides.{key}", message))
     # Through the class again, which derives fields from others, such as a kind for each layer.
     content = {**config.to_dict(), **dict(overrides)}
-    number = content.get(config.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
+    number: Any = content.get(config.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
     if number != config.num_hidden_layers:
         by_layer = {k: v for k, v in content.items() if _is_by_layer(v, config.num_hidden_layers)}
         # Without a value for a layer, the class makes the values anew.
@@ -303,9 +303,7 @@ def resolve_config(content: dict[str, Any]) -> TransformersConfig:
     Raises:
         UnsupportedModelError: titan cannot run the model.
     """
-    _require_version()
-    import transformers
-
+    transformers = _import()
     kind = str(content.get("model_type", ""))
     if kind not in transformers.CONFIG_MAPPING:
         raise UnsupportedModelError(

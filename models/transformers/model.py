@@ -9,21 +9,18 @@ B batch, S sequence, D model, V vocabulary
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan.parallel.torch_compat import is_fake
 from titan.parallel.traits import BlockTraits
 
 from . import attention, experts
+from .build import build, fill
 from .config import Source, TransformersConfig
 from .errors import UnsupportedModelError
 from .plan import Part, derive_plan
@@ -41,15 +38,23 @@ class TransformersModel(nn.Module):
         on_all_stages: children that every pipeline stage has: rotary embeddings, which have no parameters.
     """
 
+    # Not modules of this one: transformers' own, whose forward passes find our modules through stand-ins.
+    hf: Any
+    base: Any
+    received: Any  # on a later pipeline stage, during a forward pass: its input
+    returns: int  # number of values that a block returns as a tuple; 0: a tensor
+    disk: dict[
+        str, tuple[Any, list[str]]
+    ]  # names on disk, by the name in the first block that was asked for
+
     def __init__(self, source: Source) -> None:
         super().__init__()
         attention.register()
         experts.register()
-        hf, inits = _build(source)
+        hf, inits = build(source)
         base = getattr(hf, hf.base_model_prefix, hf)
         self.layers = nn.ModuleDict()
         self.hf_names: dict[str, str] = {}
-        # Not children: their modules are, under titan's names.
         self.__dict__["hf"], self.__dict__["base"] = hf, base
         self.__dict__["received"] = None
         ends = self._adopt(hf, base)
@@ -57,7 +62,7 @@ class TransformersModel(nn.Module):
         for module in self.modules():
             if values := {n: b for n, b in module._buffers.items() if b is not None}:
                 module._buffers.update({n: b.to("meta") for n, b in values.items()})
-                module.__dict__["reset_buffers"] = partial(_fill, module, values)
+                module.__dict__["reset_buffers"] = partial(fill, module, values)
         self.inits = {name: inits.get(id(p), 0.02) for name, p in self.named_parameters()}
         expert_modules = experts.prepare_experts(self, self._parts_of_expert)
         for name in expert_modules:
@@ -240,7 +245,7 @@ class TransformersModel(nn.Module):
         number = re.match(r"layers\.(\d+)\.", name)
         key = re.sub(r"^layers\.\d+\.", "layers.0.", name)
         if key not in self.disk:
-            stored = self.get_submodule(name.rpartition(".")[0])
+            stored: Any = self.get_submodule(name.rpartition(".")[0])
             leaf = name.rpartition(".")[2]
             tensor = {**stored._parameters, **stored._buffers}.get(leaf)
             shape = (stored.total, 2, 1) if tensor is None else tuple(tensor.shape)
@@ -325,94 +330,6 @@ class _Entry:
         return (hidden_BSD, *[None] * (size - 1)) if size else hidden_BSD
 
 
-class _Inits(TorchDispatchMode):
-    """Record of how transformers draws each parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.std: dict[int, float | None] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, values = func.overloadpacket._qualified_op_name.partition("::")[2], [*args[1:]]
-        values += (kwargs or {}).values()
-        numbers = [v for v in values if isinstance(v, (int, float))]
-        if name == "normal_":
-            self._put(args[0], numbers[1] if len(numbers) > 1 else 1.0)
-        elif name == "uniform_":
-            self._put(args[0], (numbers[1] - numbers[0]) / 12**0.5)
-        elif name == "zero_" or (name == "fill_" and numbers[:1] == [0]):
-            self._put(args[0], 0.0)
-        elif name == "fill_" and numbers[:1] == [1]:
-            self._put(args[0], None)
-        return func(*args, **(kwargs or {}))
-
-    def _put(self, tensor: Tensor, std: float | None) -> None:
-        self.std[id(tensor)] = std
-
-
-def _build(source: Source) -> tuple[Any, dict[int, float | None]]:
-    """Return transformers' model on meta, and the standard deviation of each parameter's initial weights by its identity."""
-    import transformers
-
-    content = json.loads(source.hf)
-    if source.code:
-        config: Any = transformers.AutoConfig.from_pretrained(source.code, trust_remote_code=True)
-    else:
-        config = transformers.CONFIG_MAPPING[content["model_type"]].from_dict(content)
-    config._attn_implementation = attention.PROBE
-    config._experts_implementation = experts.IMPLEMENTATION
-    config.use_cache = False
-    name = (content.get("architectures") or [""])[0]
-    try:
-        with _parameters_on_meta(), _Inits() as inits:
-            if source.code:
-                model = transformers.AutoModelForCausalLM.from_config(
-                    config, trust_remote_code=True
-                )
-            else:
-                causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-                kind = getattr(transformers, name, None) or causal[type(config)]
-                model = kind(config)
-            for module in model.modules():
-                model._init_weights(module)
-    except UnsupportedModelError:
-        raise
-    except Exception as error:
-        text = " ".join(str(error).split())[:300]
-        raise UnsupportedModelError(f"transformers does not build it: {text}") from error
-    model.train()
-    return model, inits.std
-
-
-def _fill(module: nn.Module, values: dict[str, Tensor]) -> None:
-    """Fill the buffers of a module with the values that transformers gives them."""
-    for name, value in values.items():
-        buffer = module.get_buffer(name)
-        if is_fake(buffer) and not is_fake(value):
-            buffer.zero_()  # a simulator asks for no numbers
-        else:
-            buffer.copy_(value)
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Build parameters on meta, and buffers with their values on the CPU."""
-    register = nn.Module.register_parameter
-
-    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            # Memory that is never written to costs nothing.
-            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
-        register(self, name, param)
-
-    nn.Module.register_parameter = register_on_meta  # pyright: ignore
-    try:
-        with torch.device("cpu"):
-            yield
-    finally:
-        nn.Module.register_parameter = register
-
-
 def _numbered(names: list[str]) -> str:
     """Return the pattern of names that differ in a number: 0, 1, 2, ..."""
     first, second = (name.split(".") for name in names[:2])
@@ -450,7 +367,8 @@ def _sizes(
     windows = {}
     for part in probe:
         if part.attention is not None:
-            windows[int(part.name.split(".")[1])] = part.module.inner_attention.window
+            inner: Any = part.module.inner_attention
+            windows[int(part.name.split(".")[1])] = inner.window
     of_experts = {
         int(name.split(".")[1]): sum(p.numel() for p in module.parameters())
         for name, module in expert_modules.items()

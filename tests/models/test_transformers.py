@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.checkpoint.test_huggingface import through_titan_job
-from tests.support.hf_families import LAYOUTS, families, overrides_of, row_of
+from tests.support.hf_families import LAYOUTS, PACKED, families, overrides_of, row_of
 from tests.support.ranks import Pool
 from titan.config.errors import ConfigError
 from titan.config.model import model_config, resolve_model
@@ -31,6 +31,13 @@ def test_layouts_equal_transformers_alone(kind: str, pool: Pool) -> None:
     names = [name for name in LAYOUTS if name != "EP" or row["experts"]]
     assert {name: row[name] for name in names} == {name: row[name][:7] for name in names}, row
     assert all(float(row[name]) < 1e-5 for name in names)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text"])
+def test_documents_do_not_see_each_other(kind: str, pool: Pool) -> None:
+    """transformers alone makes the mask from the positions, for all layers and for those with a window."""
+    row = row_of(pool, kind, PACKED)
+    assert all(float(row[name]) < 1e-5 for name in PACKED), row
 
 
 def section(**keys: Any) -> ModelSection:

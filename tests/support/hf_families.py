@@ -39,6 +39,12 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "EP": {"dp_shard": 2, "ep": 2},
     "FSDP2 x TP": {"dp_shard": 2, "tp": 2},
 }
+# Of two documents in each sequence, without attention between them, at positions that begin anew.
+PACKED: dict[str, dict[str, int]] = {
+    "CP, documents": {"cp": 2},
+    "PP, documents": {"pp": 2},
+    "TP+SP, documents": {"tp": 2},
+}
 SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -119,7 +125,9 @@ def overrides_of(architecture: str) -> dict[str, Any]:
     return fields
 
 
-def job_of(architecture: str, degrees: dict[str, int], fields: dict[str, Any]) -> Any:
+def job_of(
+    architecture: str, degrees: dict[str, int], fields: dict[str, Any], *, packed: bool = False
+) -> Any:
     get = degrees.get
     return JobConfig.model_validate(
         {
@@ -130,7 +138,7 @@ def job_of(architecture: str, degrees: dict[str, int], fields: dict[str, Any]) -
                 "mixed_precision_param": "float32",
                 "max_norm": 0,
             },
-            "data": {"document_mask": False},
+            "data": {"document_mask": packed, "reset_positions": packed},
             "lr_scheduler": {"warmup_steps": 0},
             "optimizer": {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.0},
             "activation_checkpoint": {"mode": "none"},
@@ -160,7 +168,14 @@ def rows(step: int) -> Tensor:
     return torch.randint(3, VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
 
 
-def reference(model: Any) -> dict[str, Any]:
+def documents() -> tuple[Tensor, Tensor]:
+    """Return document ids and positions, (BATCH, SEQUENCE) each."""
+    cuts = torch.tensor([5, 16, 20, 31])[:, None]
+    places = torch.arange(SEQUENCE).expand(BATCH, SEQUENCE)
+    return (places >= cuts).long(), torch.where(places >= cuts, places - cuts, places)
+
+
+def reference(model: Any, *, packed: bool = False) -> dict[str, Any]:
     """Return losses, gradients and weights of transformers alone, by our names.
 
     Args:
@@ -194,7 +209,9 @@ def reference(model: Any) -> dict[str, Any]:
     losses, gradients = [], {}
     for step in range(1, STEPS + 1):
         batch = rows(step)
-        logits = twin(input_ids=batch[:, :-1], use_cache=False).logits
+        # From positions that begin anew, transformers itself tells where documents begin.
+        positions = {"position_ids": documents()[1]} if packed else {}
+        logits = twin(input_ids=batch[:, :-1], use_cache=False, **positions).logits
         loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
         if step == 1:
@@ -215,9 +232,11 @@ def lr_factor(step: int) -> float:
     )
 
 
-def train(architecture: str, degrees: dict[str, int], fields: dict[str, Any]) -> dict[str, Any]:
+def train(
+    architecture: str, degrees: dict[str, int], fields: dict[str, Any], *, packed: bool = False
+) -> dict[str, Any]:
     """Train on this rank, and return what `reference` does."""
-    config = job_of(architecture, degrees, fields)
+    config = job_of(architecture, degrees, fields, packed=packed)
     mesh = build_mesh("cpu", **{k: v for k, v in degrees.items() if k != "ep"})
     job = resolve_job(config, resolve_layout(config, mesh.size()), device="cpu")
     step = build_train_step(job, device=torch.device("cpu"), mesh=mesh)
@@ -233,8 +252,14 @@ def train(architecture: str, degrees: dict[str, int], fields: dict[str, Any]) ->
     count, rank = axis_size(mesh, "dp_shard"), axis_rank(mesh, "dp_shard")
     losses = []
     for number in range(1, STEPS + 1):
-        batch = rows(number).chunk(count)[rank]
-        whole = Batch(tokens_BS=batch[:, :-1], labels_BS=batch[:, 1:], document_ids_BS=None)
+        batch = rows(number)
+        ids, positions = documents() if packed else (None, None)
+        whole = Batch(
+            tokens_BS=batch[:, :-1],
+            labels_BS=batch[:, 1:],
+            document_ids_BS=ids,
+            positions_BS=positions,
+        ).map(lambda _, tensor: tensor.chunk(count)[rank])
         losses.append(step.train([whole], step=number).loss.item())
     weights = {
         canonical_name(n): getattr(p, "full_tensor", lambda p=p: p)().detach().clone()
@@ -315,7 +340,8 @@ def run_rank(
             row["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:250]}"
             continue
         try:
-            true = reference(model)
+            packed = all(name in PACKED for name in layouts)
+            true = reference(model, packed=packed)
         except Exception as error:
             row["reference"] = f"{type(error).__name__}: {' '.join(str(error).split())[:250]}"
             continue
@@ -330,7 +356,7 @@ def run_rank(
                 row[name] = f"refused: {reason}"
                 continue
             try:
-                found = compare(train(architecture, degrees, fields), true)
+                found = compare(train(architecture, degrees, fields, packed=packed), true)
             except Exception as error:
                 # Other ranks may wait for this one: the pool ends them.
                 row[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:250]}"
