@@ -46,6 +46,10 @@ def build(source: Source) -> tuple[Any, dict[int, float | None]]:
     except UnsupportedModelError:
         raise
     except Exception as error:
+        if attention.PROBE in str(error):
+            raise UnsupportedModelError(
+                f"{content['model_type']} has attention of its own, not through transformers' interface"
+            ) from error
         text = " ".join(str(error).split())[:300]
         raise UnsupportedModelError(f"transformers does not build it: {text}") from error
     model.train()

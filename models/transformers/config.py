@@ -220,6 +220,10 @@ def _read(path: str, architecture: str, overrides: tuple[Any, ...], trusted: boo
             f"{config.model_type} is an encoder with a decoder, and titan trains decoders alone"
         )
     overrides = tuple((_their_name(key, config), value) for key, value in overrides)
+    if not hasattr(config, "num_hidden_layers"):
+        raise UnsupportedModelError(
+            f"{config.model_type} has several parts, such as a vision model, and titan trains text models"
+        )
     for key, _ in overrides:
         if not hasattr(config, key) and not any(key in names for names in NAMES.values()):
             near = get_close_matches(key, [*config.to_dict()], n=1)

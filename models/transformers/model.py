@@ -71,9 +71,14 @@ class TransformersModel(nn.Module):
         probe = self._probe()
         self.tensor_plan: dict[str, str] = {}
         self.config = _sizes(self, source, ends, probe, expert_modules)
+        whole = self._modules
+        refuses = dict(self.config.refuses)
+        for lacking in (ends[0], ends[1]):  # as a later stage, and as an earlier one
+            self._modules = {**whole, **dict.fromkeys(lacking)}
+            refuses |= {"pipeline_parallel_degree": text} if (text := self._fails(ends[0])) else {}
+        self._modules = whole
         plan, reason = derive_plan(self, probe, dict(source.plan))
         self.tensor_plan = plan
-        refuses = dict(self.config.refuses)
         if reason:
             refuses["tensor_parallel_degree"] = reason
         object.__setattr__(self.config, "refuses", tuple(refuses.items()))
@@ -81,7 +86,10 @@ class TransformersModel(nn.Module):
 
     def _adopt(self, hf: Any, base: Any) -> tuple[list[str], list[str]]:
         """Take over all modules of transformers' model. Return our names of those with parameters before and after the blocks."""
-        number = hf.config.num_hidden_layers
+        number = getattr(hf.config, "num_hidden_layers", None)
+        if number is None:
+            kind = hf.config.model_type
+            raise UnsupportedModelError(f"{kind} has several parts; its text model is a family too")
         lists = [
             (name, module)
             for name, module in hf.named_modules()
@@ -160,10 +168,18 @@ class TransformersModel(nn.Module):
                 handles.append(module.register_forward_pre_hook(hooks[0], with_kwargs=True))
                 handles.append(module.register_forward_hook(hooks[1], with_kwargs=True))
         self.hf.config._attn_implementation = attention.PROBE
+        # Tensors that are no buffers, and which a forward pass may move to the device of its input.
+        plain = [
+            (m, k, v) for m in self.modules() for k, v in vars(m).items() if torch.is_tensor(v)
+        ]
         try:
             tokens = torch.zeros(1, _PROBE_LENGTH, dtype=torch.int64, device="meta")
             with torch.no_grad(), attention.recording() as record:
                 self(tokens, document_ids_BS=tokens)
+            # Once more as in a run, in which transformers makes no masks.
+            self.hf.config._attn_implementation = attention.RUN
+            with torch.no_grad(), attention.recording():
+                self(tokens)
         except UnsupportedModelError:
             raise
         except Exception as error:
@@ -174,6 +190,8 @@ class TransformersModel(nn.Module):
         finally:
             for handle in handles:
                 handle.remove()
+            for module, name, tensor in plain:
+                module.__dict__[name] = tensor
         for part in parts.values():
             part.attention = record.calls.get(id(part.module))
         for name, block in self.layers.items():
@@ -182,6 +200,22 @@ class TransformersModel(nn.Module):
                     f"layers.{name} ({type(block).__name__}) mixes tokens without transformers' interface for attention"
                 )
         return [*parts.values()]
+
+    def _fails(self, first: list[str]) -> str:
+        """Return why the model does not run without modules that other pipeline stages have, or ""."""
+        shape = (
+            (1, _PROBE_LENGTH)
+            if self.tok_embeddings is not None
+            else (1, _PROBE_LENGTH, self.config.dim)
+        )
+        dtype = torch.int64 if self.tok_embeddings is not None else torch.get_default_dtype()
+        try:
+            with torch.no_grad(), attention.recording():
+                self(torch.zeros(shape, dtype=dtype, device="meta"))
+        except Exception as error:
+            text = " ".join(str(error).split())[:100]
+            return f"its forward pass does not run in stages, with {', '.join(first)} on the first: {text}"
+        return ""
 
     def forward(
         self,
@@ -281,6 +315,12 @@ class _StandIn:
             return module(*args, **kwargs)
         x = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         return x if x.is_floating_point() else x.new_zeros((), dtype=torch.get_default_dtype())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.model._modules[self.name])  # pyright: ignore
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.model._modules[self.name][key]  # pyright: ignore
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("model", "name"):

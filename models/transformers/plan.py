@@ -88,7 +88,14 @@ class _Plan:
         """
         config = self.model.config
         for name in config.first_modules:
-            self._put(name, "vocab_embedding" if name == "tok_embeddings" else None)
+            given = self.parts[name].input if name in self.parts else None
+            if name == "tok_embeddings":
+                style: str | None = "vocab_embedding"
+            elif given is None or not self._is_plain(name):
+                style = None
+            else:  # a norm of embeddings, or positions, which each rank looks up for all tokens
+                style = "token_weights" if given.is_floating_point() else "cut_sequence"
+            self._put(name, style)
         for name in config.final_modules:
             self._put(name, "vocab_output" if name == "output" else "sequence")
         for number, block in self.model.layers.items():
@@ -97,6 +104,11 @@ class _Plan:
             for child, module in block.named_children():
                 self._child(f"layers.{number}.{child}", module)
         return self.found
+
+    def _is_plain(self, name: str) -> bool:
+        """Return whether a module before the blocks is a norm, or looks positions up as they are."""
+        module = self.model.get_submodule(name)
+        return type(module) is nn.Embedding or "norm" in type(module).__name__.lower()
 
     def _put(self, name: str, style: str | None) -> None:
         if any(fnmatchcase(name, pattern) for pattern in self.given):
@@ -136,11 +148,14 @@ class _Plan:
             self._put(name, "local_tokens")
             for expert in experts:
                 self._put(expert, "experts")
+        elif isinstance(module, nn.Linear) and self._their_style(name) in (*COLUMNS, *ROWS):
+            # A feed-forward layer whose matrices are the block's own children.
+            self._put(name, "gather_colwise" if self._their_style(name) in COLUMNS else "rowwise")
         elif attends or any(self._their_style(n) in (*COLUMNS, *ROWS) for n in inside):
             self._region(name, module, inside, attends=attends)
         elif any(isinstance(m, nn.modules.conv._ConvNd) for m in inside.values()):
             self._put(name, None)
-        elif len(inside) == 1 and name in inside:
+        elif name in inside and len(inside) == 1:
             self._put(name, "token_weights")
         else:
             self._put(name, "local_tokens")
@@ -153,8 +168,12 @@ class _Plan:
         call = next(
             (p.attention for n, p in self.parts.items() if n.startswith(name) and p.attention), None
         )
-        if name in inside:
-            raise _Underivable(f"{name} ({type(module).__name__}) has parameters of its own")
+        own_parameters = dict(module.named_parameters(recurse=False))
+        for n, parameter in own_parameters.items():
+            if call is None or len(parameter) != call.heads:
+                raise _Underivable(
+                    f"{name} ({type(module).__name__}) has a parameter of its own, {n}"
+                )
         if not any(self._their_style(n) in COLUMNS for n in inside):
             raise _Underivable(
                 f"transformers names no plan for {name} ({type(module).__name__}); [model.plan] may"
@@ -172,8 +191,10 @@ class _Plan:
         widths = {m.out_features for m in columns if isinstance(m, nn.Linear)}
         if call is not None:
             widths.add(call.heads * call.value_dim)  # of what attention returns
-        self._put(name, "gather_input")
+        self._put(name, "gather_heads" if own_parameters else "gather_input")
         for inner, part_module in inside.items():
+            if inner == name:
+                continue
             style, part = self._their_style(inner), self.parts.get(inner)
             if part is None or part.input is None:
                 self._put(inner, None)

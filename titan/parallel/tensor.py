@@ -8,6 +8,7 @@ model names a style for each module. The model itself does not change. With S th
     sequence         replicated    (B, S/tp, D) -> same: a norm of each rank's tokens
     gather_input     none          first tensor (B, S/tp, D) -> (B, S, D), all-gather; other arguments are unchanged;
                                    `gather_input:x` gathers the argument `x` of forward
+    gather_heads     values /tp    the same for a module with parameters of its own, one value or row for each query head
     colwise          columns /tp   (B, S, D) -> (B, S, F/tp)
     kv_colwise       columns /tp   like `colwise`; replicated if there are more ranks than key/value heads: each rank
                                    then keeps the one head that its query heads read
@@ -88,7 +89,7 @@ from .tensor_styles import (
     read_as,
 )
 
-GATHER = "gather_input"
+GATHER, GATHER_HEADS = "gather_input", "gather_heads"
 _SPLITS = {  # type of module that a style can split
     "vocab_embedding": nn.Embedding,
     **dict.fromkeys(("colwise", "kv_colwise", "gather_colwise"), nn.Linear),
@@ -151,8 +152,10 @@ def apply_tp(
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     for name, module in list(model.named_modules()):
         style, _, argument = style_of[name].partition(":")
-        if style == GATHER:
+        if style in (GATHER, GATHER_HEADS):
             parallelize_module(module, mesh, GatherSequence(name, argument))
+            if style == GATHER_HEADS:
+                parallelize_module(module, mesh, LocalWeights(split=True, inside=False))
         elif style and style != "experts":
             _take_by_position(module)
             if style == "vocab_embedding":
@@ -198,7 +201,11 @@ def check_plan(
         raise ValueError(
             f"{num_kv_heads} key/value heads do not divide by {size} ranks, nor they by the heads"
         )
-    styles = [*_styles(size, num_kv_heads, loss_parallel=True, output_in_loss=False), GATHER]
+    styles = [
+        *_styles(size, num_kv_heads, loss_parallel=True, output_in_loss=False),
+        GATHER,
+        GATHER_HEADS,
+    ]
     # "gather_input:x" is a style with an argument.
     known = {*styles, "experts"}
     if unknown := sorted(s for s in {*plan.values()} if s.split(":")[0] not in known):

@@ -283,9 +283,11 @@ class LocalWeights(ParallelStyle):
     Attributes:
         split: split the weights of an nn.Linear by columns.
         sums: add up the ranks' gradients of whole weights.
+        inside: also the modules inside.
     """
 
-    def __init__(self, *, split: bool = False, sums: bool = True) -> None:
+    def __init__(self, *, split: bool = False, sums: bool = True, inside: bool = True) -> None:
+        self.inside = inside
         self.placement = Shard(0) if split else Replicate()
         self.grad_placement = Partial() if sums and not split else self.placement
         self.sums = sums
@@ -300,7 +302,8 @@ class LocalWeights(ParallelStyle):
             is_partial = self.sums and x.placements[0].is_replicate()
             return x.to_local(grad_placements=(Partial(),) if is_partial else None)
 
-        for part in [m for m in module.modules() if not hasattr(m, "dispatcher")]:
+        parts = module.modules() if self.inside else [module]
+        for part in [m for m in parts if not hasattr(m, "dispatcher")]:
             names = [name for name, _ in part.named_parameters(recurse=False)]
             for name in names:
                 # src_data_rank=None: every rank has the whole weight, so nothing is sent.
@@ -309,7 +312,8 @@ class LocalWeights(ParallelStyle):
                 part.register_parameter(name, nn.Parameter(split))
             if names:
                 read_as(part, names, self._read)
-        module.register_forward_pre_hook(take_local, with_kwargs=True)
+        if self.inside:
+            module.register_forward_pre_hook(take_local, with_kwargs=True)
         return module
 
     def _read(self, weight: Tensor) -> Tensor:
