@@ -403,6 +403,9 @@ def test_the_front_holds_what_nothing_beats() -> None:
         ),
         (["--world-size", "2", *ON, "--processes", "0"], "--processes: expected a whole number"),
         (["--world-size", "2", *ON, "--json", "none/a.json"], "--json: there is no folder none"),
+        (["--world-size", "2", *ON, "--json", "."], "--json: cannot write .: Is a directory"),
+        (["--world-size", "2", *ON, "--html", "/proc/a.html"], "--html: cannot write /proc/a.html"),
+        (["--world-size", "2", *ON, "--typo", "--calibrate", "a.toml"], "--calibrate needs no job"),
     ],
 )
 def test_mistakes(arguments: list[str], printed: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,7 @@ from titan.config.errors import choose
 from titan.config.load import print_warnings
 from titan.sim.report.intervals import cannot_tell_apart
 from titan.sim.report.text import (
+    check_target,
     columns,
     degrees,
     job_parser,
@@ -300,6 +301,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     positive = ["simulate", "most"]
     options, job, profile, config = read_command(parser, argv, positive=positive)
+    if options.output:
+        check_target("--output", options.output, is_folder=not options.only)
     if options.only:
         return fsdp.run(options, job, profile, config)
     print_warnings(advise(config, device=profile.device_kind))
