@@ -91,11 +91,11 @@ def calibrate_from(trace: Path, *, base_name: str | None, target: Path | None) -
 
 
 def corrections(
-    calls: TracedKernels, works: dict[TracedWork, Timing], base: Profile
+    calls: TracedKernels, traced: dict[TracedWork, Timing], base: Profile
 ) -> tuple[Figures, list[tuple[str, ...]], list[str]]:
     """Return the figures that a trace corrects, a row for each (its name, before, after, kernels, their time), and remarks."""
     by_figure: defaultdict[Figure, list[tuple[TracedWork, Timing]]] = defaultdict(list)
-    for work, timed in works.items():
+    for work, timed in traced.items():
         figure = _figure_of(work, timed, base)
         # Attention of a kernel without rates has no price. A dtype without a share has bfloat16's.
         if figure and (

@@ -313,8 +313,9 @@ def load_profile(name_or_path: str | Path) -> Profile:
     """
     file = _find(name_or_path, asked_in="hardware")
     values, lines = _merged(file)
+    values.setdefault("name", file.stem)
     try:
-        profile = Profile(**({"name": file.stem} | values))
+        profile = Profile(**values)
         for relative in profile.kin:
             _find(relative, asked_in=f"{file}: kin")
         return profile
