@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from .config import FLAVORS, FluxConfig
 from .plan import TENSOR_PLAN
@@ -20,3 +21,20 @@ def build_model(config: FluxConfig) -> Flux:
     from .model import Flux
 
     return Flux(config)
+
+
+def shrink(config: FluxConfig) -> dict[str, Any]:
+    """Return the keys of a small job, for `titan certify`: a patch, its channels and the length of a sample belong together."""
+    small = {k: v for k, v in asdict(FLAVORS["tiny"]).items() if type(v) is int}
+    return {
+        "model.flavor": "tiny",
+        "model.overrides": {**small, "guidance_embed": config.guidance_embed},
+        "task.options": {
+            "source": "shapes",
+            "size": 16,
+            "channels": 1,
+            "patch": 4,
+            "context_len": 4,
+        },
+        "training.seq_len": 20,
+    }

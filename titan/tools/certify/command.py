@@ -1,0 +1,320 @@
+"""Command `titan certify JOB.toml [--layouts all|tp,pp,...] [--world-size N] [--output FOLDER]`.
+
+Each layout trains the small job of shrink.py on gloo ranks, and is compared with one process. A row says `equal`, `refused`, with the
+reason of the config check, or `differs`, with the module that is wrong. Rows are printed, and written as JSON and Markdown.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import combinations
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import titan
+from titan.checks.rules import check_to_run, load_to_run
+from titan.commands import COMMANDS
+from titan.config.errors import COMMAND_LINE, ConfigError, Problem, choose
+from titan.config.layout import AXES, Layout
+from titan.config.load import load_from_argv
+from titan.config.model import model_config
+from titan.config.options import JOB, command_parser, positive
+from titan.config.quantize import eight_bit_sections
+from titan.config.schema import JobConfig
+from titan.run_folder import git_state, write_text_atomically
+from titan.tools.certify.ranks import Pool, RankFailed
+from titan.tools.certify.shrink import BATCH, changed, small_keys
+from titan.untrusted import InputError
+
+Degrees = Mapping[str, int]
+LAYOUTS: dict[str, Degrees] = {
+    "fsdp": {"dp_shard": 2},
+    "ddp": {"dp_replicate": 2},
+    "hsdp": {"dp_replicate": 2, "dp_shard": 2},
+    "tp": {"tp": 2},
+    "cp": {"cp": 2},
+    "pp": {"pp": 2},
+    "ep": {"dp_shard": 2, "ep": 2},
+    "fsdp_tp": {"dp_shard": 2, "tp": 2},
+}
+_OWN = "job"
+_MOST_AXES = 3  # of two ranks each
+_EP, _FLOAT8 = "parallelism.expert_parallel_degree", "quantize.linear.float8"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Verdict about a layout.
+
+    Attributes:
+        name: name of the layout.
+        mesh: its axes.
+        verdict: "equal", "refused", "differs" or "failed".
+        reason: reason of a refusal or a failure, or the module that differs.
+        differences: the largest relative differences.
+    """
+
+    name: str
+    mesh: str
+    verdict: str
+    reason: str = ""
+    differences: dict[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        largest = (
+            f"largest difference {max(self.differences.values()):.1e}" if self.differences else ""
+        )
+        return f"{self.verdict} ({'; '.join(filter(None, (self.reason, largest)))})"
+
+
+class Certifier:
+    """Comparison of the layouts of a job with one process."""
+
+    def __init__(
+        self, config: JobConfig, layout: Layout, program: Callable[..., Any] | None = None
+    ) -> None:
+        """Shrink a job.
+
+        Args:
+            config: the job.
+            layout: its layout.
+            program: replaces `train_job` on the ranks, for tests.
+        """
+        from titan.tools.certify.steps import train_job
+
+        self.config, self.layout, self.program = config, layout, program or train_job
+        self.keys = small_keys(config, tp=layout.tp)
+        self.small, self.pool = changed(config, self.keys), Pool(more=())
+        self.is_8bit = bool(eight_bit_sections(config))
+        self.runs: dict[str, Any] = {}
+
+    def layouts(self, names: Sequence[str]) -> dict[str, Degrees]:
+        """Return the layouts with these names. "job" stands for the job's own, or for all its subsets of three axes."""
+        own = {axis: 2 for axis in AXES if getattr(self.layout, axis) > 1}
+        subsets = combinations(own, _MOST_AXES) if len(own) > _MOST_AXES else [tuple(own)]
+        found: dict[str, Degrees] = {}
+        for axes in subsets if _OWN in names else ():
+            degrees = dict.fromkeys(axes, 2)
+            if self.config.parallelism.expert_parallel_degree > 1 and {*axes} & {
+                "dp_shard",
+                "cp",
+                "tp",
+            }:
+                degrees["ep"] = 2
+            found["job" if len(own) <= _MOST_AXES else f"job: {_mesh(degrees)}"] = degrees
+        has_experts = getattr(model_config(self.config.model), "num_experts", 0) > 0
+        for name, degrees in LAYOUTS.items():
+            if (
+                name in names
+                and (has_experts or "ep" not in degrees)
+                and degrees not in found.values()
+            ):
+                found[name] = degrees
+        return found
+
+    def certify(self, name: str, degrees: Degrees) -> Row:
+        """Return the verdict about a layout."""
+        row = partial(Row, name=name, mesh=_mesh(degrees))
+        keys = self._keys(degrees)
+        world = prod(n for axis, n in degrees.items() if axis != "ep")
+        try:
+            # First in the sizes of the job, since its errors name them. The job's own layout has been checked.
+            if name != _OWN:
+                check_to_run(changed(self.config, {"phase": [], **keys}), world_size=world)
+            small = changed(self.small, keys)
+            check_to_run(small, world_size=world)
+            results = self.run(small, world)
+        except ConfigError as error:
+            return row(verdict="refused", reason=error.problems[0].message)
+        except RankFailed as error:
+            return row(verdict="failed", reason=str(error).strip().splitlines()[-1])
+        if reason := next((result["refused"] for result in results if "refused" in result), ""):
+            return row(verdict="refused", reason=reason)
+        return self._compare(row, results, small=small, degrees=degrees, world=world)
+
+    def _keys(self, degrees: Degrees, passes: int = 0) -> dict[str, Any]:
+        """Return the keys of a layout. `passes`: forward passes of a step, if they are not the job's."""
+        keys: dict[str, Any] = {key: degrees.get(axis, 1) for axis, key in AXES.items()}
+        keys[_EP] = degrees.get("ep", 1)
+        dp = degrees.get("dp_replicate", 1) * degrees.get("dp_shard", 1)
+        passes = passes or 1 + (self.layout.accumulation > 1)
+        keys |= {
+            "training.global_batch_size": BATCH,
+            "training.local_batch_size": BATCH // dp // passes,
+        }
+        if not {"dp_shard", "cp"} & degrees.keys():  # DDP gathers nothing
+            keys |= {"parallelism.fsdp_blocks_per_unit": 1, "parallelism.fsdp_kept_blocks": 1}
+        return keys | self._float8(degrees)
+
+    def _float8(self, degrees: Degrees) -> dict[str, Any]:
+        """Return other keys of float8. A context-parallel rank scales its part of a tensor, which no process alone does, or its rows."""
+        if "cp" not in degrees or self.config.quantize.linear.float8.recipe_name not in (
+            None,
+            "tensorwise",
+        ):
+            return {}
+        gathers = ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp")
+        return {f"{_FLOAT8}.recipe_name": "rowwise"} | {
+            f"{_FLOAT8}.{name}": False for name in gathers
+        }
+
+    def _compare(
+        self, row: Any, results: Any, *, small: JobConfig, degrees: Degrees, world: int
+    ) -> Row:
+        from titan.tools.certify import steps
+
+        alone = self._alone(degrees)
+        [reference] = self.run(alone, 1)
+        limits = steps.bounds(
+            is_8bit=self.is_8bit,
+            adds_in_parts=bool({"tp", "cp"} & degrees.keys()),
+            has_8bit_moments=self.config.optimizer.name == "AdamW8bit",
+        )
+        found = {w: steps.ratios(results, reference, w, steps.LEAST) for w in steps.WHAT}
+        largest = {what: max(each.values()) for what, each in found.items() if each}
+        if all(largest[what] <= limits[what] for what in largest):
+            return row(verdict="equal", differences=largest)
+        # Outputs are watched in a second run, since hooks would be compiled with the modules.
+        off = {"compile.enable": False}
+        watched = self.run(changed(small, off), world, watch=True)
+        [watched_alone] = self.run(changed(alone, off), 1, watch=True)
+        module = steps.first_module(results, reference, watched, watched_alone, limits)
+        return row(verdict="differs", reason=module, differences=largest)
+
+    def _alone(self, degrees: Degrees) -> JobConfig:
+        """Return the job of one process that a layout is compared with."""
+        passes = 1
+        if self.is_8bit:
+            # The scale of a tensor is that of the sequences that are multiplied at once.
+            dp = degrees.get("dp_replicate", 1) * degrees.get("dp_shard", 1)
+            passes = BATCH if "pp" in degrees else dp * (1 + (self.layout.accumulation > 1))
+        return changed(self.small, {**self._keys({}, passes), **self._float8(degrees)})
+
+    def run(self, config: JobConfig, world: int, watch: bool = False) -> list[dict[str, Any]]:
+        """Return what the ranks computed. One process runs each job once."""
+        key = f"{world} {watch} {config.model_dump_json()}"
+        if key not in self.runs or world > 1:
+            self.runs[key] = self.pool.run(world, self.program, config, watch)
+        return self.runs[key]
+
+
+def main(argv: list[str], program: Callable[..., Any] | None = None) -> int:
+    """Run the command. Return 0 if no layout differs, 1 if one does. titan.cli reports a `ConfigError`."""
+    names = ["all", *LAYOUTS, _OWN]
+    usage = f"{JOB} [--layouts NAME,...] [--world-size N] [--output FOLDER]"
+    parser = command_parser("certify", usage, summary=COMMANDS["certify"][0])
+    parser.add_argument(
+        "--layouts",
+        metavar="NAME,...",
+        help=f"{', '.join(names)}; default: all, or job if the command line has keys of [parallelism]",
+    )
+    parser.add_argument(
+        "--world-size",
+        type=positive,
+        metavar="N",
+        help="ranks of the job; default: the least that fit",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        default=Path(),
+        help="of the certificates; default: .",
+    )
+    options, job = parser.parse_known_args(argv)
+    has_layout = any(word.startswith("--parallelism.") for word in job)
+    chosen = (options.layouts or (_OWN if has_layout else "all")).split(",")
+    for name in chosen:
+        if name not in names:
+            message = f'unknown layout "{name}"{choose(name, names)}'
+            raise ConfigError([Problem(COMMAND_LINE, 0, "--layouts", message)])
+    known = ["--layouts", "--world-size", "--output"]
+    world = options.world_size
+    if world is None:
+        parallel = load_from_argv(job, options=known, warn=False).parallelism
+        degrees = (getattr(parallel, key.rpartition(".")[2]) for key in AXES.values())
+        world = prod(2 if degree == -1 else degree for degree in degrees)
+    config, layout = load_to_run(job, world_size=world, options=known)
+    certifier = Certifier(config, layout, program)
+    layouts = certifier.layouts(names if "all" in chosen else chosen)
+    width, rows = max(map(len, layouts)), []
+    for name, degrees in layouts.items():
+        rows.append(certifier.certify(name, degrees))
+        print(f"{name:{width}}  {rows[-1]}", flush=True)
+    name = next((Path(word).stem for word in job if not word.startswith("--")), "job")
+    _write(options.output / f"{name}.certificate", _certificate(certifier, job, rows))
+    return int(any(row.verdict in ("differs", "failed") for row in rows))
+
+
+def _certificate(certifier: Certifier, job: Sequence[str], rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the certificate as data."""
+    config, small = certifier.config, model_config(certifier.small.model)
+    whole = {f.name: getattr(model_config(config.model), f.name) for f in dataclasses.fields(small)}
+    alone = next((run[0] for run in certifier.runs.values() if "versions" in run[0]), {})
+    return {
+        "job": list(job),
+        "model": f"{config.model.name} {config.model.flavor}",
+        "layout": asdict(certifier.layout),
+        "titan": {"version": titan.__version__, **(git_state(Path(titan.__file__).parent) or {})},
+        "versions": {"python": platform.python_version(), **alone.get("versions", {})},
+        "sizes": {
+            name: {"job": value, "certified": getattr(small, name)}
+            for name, value in whole.items()
+            if value != getattr(small, name)
+        },
+        "keys": {key: value for key, value in certifier.keys.items() if key != "model.overrides"},
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def _write(path: Path, certificate: Mapping[str, Any]) -> None:
+    """Write a certificate as JSON and as Markdown."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(
+            path.with_suffix(".certificate.json"), json.dumps(certificate, indent=2) + "\n"
+        )
+        write_text_atomically(path.with_suffix(".certificate.md"), _page(certificate))
+    except OSError as error:
+        raise InputError(f"--output: {error}") from error
+    print(f"wrote {path}.json and {path}.md")
+
+
+def _page(certificate: Mapping[str, Any]) -> str:
+    """Return a certificate as Markdown."""
+    titan_, rows = certificate["titan"], [Row(**row) for row in certificate["rows"]]
+    versions = ", ".join(f"{name} {version}" for name, version in certificate["versions"].items())
+    commit = (
+        f", commit {titan_['commit']}{' with changes' * titan_['dirty']}"
+        if "commit" in titan_
+        else ""
+    )
+    sizes = [f"| {n} | {v['job']} | {v['certified']} |" for n, v in certificate["sizes"].items()]
+    lines = [
+        f"# Certificate of {certificate['model']}",
+        "",
+        f"`titan certify {shlex.join(certificate['job'])}`: titan {titan_['version']}{commit}; {versions}.",
+        "",
+        "Ten steps on gloo ranks in fp32, compared with one process: the loss and the gradient norm of each step, each gradient "
+        "of the first step, each weight after the last.",
+        "",
+        "| layout | mesh | verdict |",
+        "|---|---|---|",
+        *(f"| {row.name} | {row.mesh} | {row} |" for row in rows),
+        "",
+        "| size | job | certified |",
+        "|---|---|---|",
+        *sizes,
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _mesh(degrees: Degrees) -> str:
+    return " x ".join(f"{axis} {n}" for axis, n in degrees.items()) or "one process"
