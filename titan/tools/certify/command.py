@@ -27,7 +27,7 @@ from titan.config.load import load_from_argv
 from titan.config.model import model_config
 from titan.config.options import JOB, command_parser, positive
 from titan.config.quantize import eight_bit_sections
-from titan.config.schema import JobConfig
+from titan.config.schema import JobConfig, ParallelismSection
 from titan.run_folder import git_state, write_text_atomically
 from titan.tools.certify.ranks import Pool, RankFailed
 from titan.tools.certify.shrink import BATCH, changed, small_keys
@@ -132,7 +132,8 @@ class Certifier:
             check_to_run(small, world_size=world)
             results = self.run(small, world)
         except ConfigError as error:
-            return row(verdict="refused", reason=error.problems[0].message)
+            problem = error.problems[0]
+            return row(verdict="refused", reason=f"{problem.key}: {problem.message}")
         except RankFailed as error:
             return row(verdict="failed", reason=str(error).strip().splitlines()[-1])
         if reason := next((result["refused"] for result in results if "refused" in result), ""):
@@ -238,19 +239,25 @@ def main(argv: list[str], program: Callable[..., Any] | None = None) -> int:
     known = ["--layouts", "--world-size", "--output"]
     world = options.world_size
     if world is None:
-        parallel = load_from_argv(job, options=known, warn=False).parallelism
-        degrees = (getattr(parallel, key.rpartition(".")[2]) for key in AXES.values())
-        world = prod(2 if degree == -1 else degree for degree in degrees)
+        world = _least_world(load_from_argv(job, options=known, warn=False).parallelism)
     config, layout = load_to_run(job, world_size=world, options=known)
     certifier = Certifier(config, layout, program)
     layouts = certifier.layouts(names if "all" in chosen else chosen)
-    width, rows = max(map(len, layouts)), []
+    rows = []
     for name, degrees in layouts.items():
-        rows.append(certifier.certify(name, degrees))
-        print(f"{name:{width}}  {rows[-1]}", flush=True)
+        rows.append(row := certifier.certify(name, degrees))
+        print(f"{row.name:8} {row.mesh:28} {row}", flush=True)
     name = next((Path(word).stem for word in job if not word.startswith("--")), "job")
     _write(options.output / f"{name}.certificate", _certificate(certifier, job, rows))
     return int(any(row.verdict in ("differs", "failed") for row in rows))
+
+
+def _least_world(parallel: ParallelismSection) -> int:
+    """Return the least number of ranks that the job's degrees allow, with two FSDP shards or more where their number is open."""
+    world = prod(abs(getattr(parallel, key.rpartition(".")[2])) for key in AXES.values())
+    lent = parallel.context_parallel_degree * parallel.tensor_parallel_degree
+    is_open = parallel.data_parallel_shard_degree == -1
+    return world * (max(2, -(-parallel.expert_parallel_degree // lent)) if is_open else 1)
 
 
 def _certificate(certifier: Certifier, job: Sequence[str], rows: Sequence[Row]) -> dict[str, Any]:

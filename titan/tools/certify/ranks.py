@@ -53,6 +53,7 @@ class Pool:
             results = _receive(ranks)
             for process, connection in ranks:
                 connection.close()
+                process.join(0 if any(not ok for ok, _ in results) else AFTER_FAILURE_S)
                 process.kill()  # where another has failed, it may hang in a collective
                 process.join()
         failures = [text for ok, text in results if not ok]

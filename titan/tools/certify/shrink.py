@@ -80,6 +80,8 @@ def small_keys(config: JobConfig, *, tp: int) -> dict[str, Any]:
     # It has the traps of inductor, and takes a tenth of the time.
     partition = "_decomp_partition" * (ac.mode == "memory_budget")
     keys |= {"compile.backend": f"aot_eager{partition}", "compile.mode": "default"}
+    if config.optimizer.name == "AdamW8bit":
+        keys["optimizer.implementation"] = "for-loop"  # fused, inductor compiles it for a minute
     for name in config.model.converters:
         name = "quantize.linear.float8" if name in FLOAT8 else name
         keys[f"{name}.emulate"] = True
@@ -114,7 +116,8 @@ def small_sizes(sizes: Any, *, tp: int, longest: int) -> dict[str, Any]:
     fields = {f.name for f in dataclasses.fields(sizes) if f.init and types[f.name] is int}
     ratio = sizes.n_heads // sizes.n_kv_heads
     groups = 1 if tp > sizes.n_kv_heads else min(sizes.n_kv_heads, 4 if ratio <= 2 else 2)
-    head, width = min(HEAD, sizes.head_dim), sizes.n_heads * sizes.head_dim
+    head = min(HEAD if groups * ratio <= HEAD else HEAD // 2, sizes.head_dim)
+    width = sizes.n_heads * sizes.head_dim
     dim = _scaled(sizes.dim, groups * ratio * head, width)
     small = {"n_heads": groups * ratio, "n_kv_heads": groups, "head_dim": head, "dim": dim}
     # The remainder decides whether ranks share the vocabulary evenly, and whether float8 takes the matrix.

@@ -6,6 +6,7 @@ difference is relative to the size of the value in one process.
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -65,6 +66,9 @@ def train_job(config: JobConfig, watch: bool = False) -> dict[str, Any]:
         config: the job, of as many ranks.
         watch: train one step only, and also return the outputs of modules, as `watch_outputs`.
     """
+    logging.getLogger("torch.distributed").setLevel(
+        logging.ERROR
+    )  # gathering whole weights is slow
     layout = resolve_layout(config, dist.get_world_size())
     mesh = build_mesh("cpu", **{axis: getattr(layout, axis) for axis in AXES})
     job = resolve_job(config, layout, device="cpu")
@@ -108,11 +112,12 @@ def record(train_step: TrainStep, batches: Iterable[Sequence[Any]]) -> dict[str,
     parameters = dict(named_parameters(train_step))
     gradients: dict[str, Tensor] = {}
 
-    def keep_gradients(*_: Any) -> None:
-        if not gradients and train_step.in_backward is None:
+    def keep_gradients() -> None:
+        if not gradients:
             gradients.update(whole_gradients(train_step))
 
-    train_step.optimizer.register_step_pre_hook(keep_gradients)
+    # Clipped, a wrong gradient would change all others. Early steps in the backward pass use gradients up, and never call this.
+    train_step.call_with_gradients(keep_gradients)
     losses, norms, loads = [], [], []
     for step, mine in enumerate(batches, 1):
         report = train_step.train(mine, step=step)
