@@ -18,7 +18,7 @@ from titan.config.model import families, family, model_config, parameter_counts
 from titan.config.phases import phases_of
 from titan.config.schema import JobConfig
 from titan.tools.certify import command, steps
-from titan.tools.certify.command import LAYOUTS, Certifier, Row
+from titan.tools.certify.command import LAYOUTS, Certifier, CertifiedLayout
 from titan.tools.certify.shrink import changed, small_keys
 
 TINY = """
@@ -33,7 +33,7 @@ def model(name: str, flavor: str = "tiny", **sections: Any) -> JobConfig:
     return job(model={"name": name, "flavor": flavor, "overrides": {}}, **sections)
 
 
-def verdict(config: JobConfig, layout: str, **options: Any) -> Row:
+def verdict(config: JobConfig, layout: str, **options: Any) -> CertifiedLayout:
     certifier = Certifier(config, resolve_layout(config, 1), **options)
     return certifier.certify(layout, LAYOUTS[layout])
 
@@ -90,7 +90,7 @@ def test_phases_are_spread_over_the_steps() -> None:
     small = changed(config, small_keys(config, tp=1))
     assert not check(small)
     found = [(p.steps, p.sequences, p.config.training.seq_len) for p in phases_of(small, dp=1)]
-    assert found == [(4, 8, 64), (3, 16, 64), (3, 8, 128)]
+    assert found == [(3, 8, 64), (3, 16, 64), (4, 16, 128)]
 
 
 # ---- verdicts ------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def test_certificates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     written = json.loads((tmp_path / "new/tiny.certificate.json").read_text())
     [row] = written["rows"]  # the job's own layout alone
     assert row["name"] == "job" and row["verdict"] == "equal"
-    assert f"| job | dp_shard 2 x tp 2 | {Row(**row)} |" in page
+    assert f"| job | dp_shard 2 x tp 2 | {CertifiedLayout(**row)} |" in page
     assert written["versions"].keys() >= {"python", "torch"} and "commit" in written["titan"]
     assert written["sizes"]["vocab_size"] == {"job": 2048, "certified": 512}
 

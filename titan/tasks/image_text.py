@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from titan.config.plug_ins import load_plug_in, plug_ins
 from titan.data import DataError, require
-from titan.data.base import Samples
+from titan.data.base import Samples, TensorBatch
 from titan.data.best_fit import best_fit
 from titan.data.files import PARQUET, find_files
 from titan.data.loader import Collate
@@ -276,7 +276,7 @@ class DescribePictures(NextToken):
             **vars(text), images=torch.zeros(shape), image_index_BS=torch.zeros_like(text.tokens_BS)
         )
 
-    def random_batch(self, seed: int) -> PictureBatch:
+    def random_batch(self, seed: int) -> TensorBatch:
         """Return random text, with a picture at the beginning of every other sequence."""
         samples: Any = SimpleNamespace(special_tokens=SpecialTokens(None, 1))
         rows_BT, token = self.random_rows(seed), self.sizes.image_token

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan.config.loss import loss_function
-from titan.data.base import Samples
+from titan.data.base import Samples, TensorBatch
 from titan.data.loader import Collate
 from titan.data.packing import Batch
 from titan.data.scoring import Scorable, Scorer
@@ -76,7 +76,7 @@ class NextToken(Task):
             cu_seqlens_BN=None if ids is None else ids[:, : -(-ids.shape[1] // 256)].int(),
         )
 
-    def random_batch(self, seed: int) -> Batch:
+    def random_batch(self, seed: int) -> TensorBatch:
         """Return a batch of random tokens: documents of about twenty, and padding of another length in each sequence."""
         samples: Any = SimpleNamespace(special_tokens=SpecialTokens(None, 1))
         return self.collate(samples)(self.random_rows(seed), first_sample=0)

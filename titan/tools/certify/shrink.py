@@ -178,13 +178,14 @@ def _small_phases(config: JobConfig) -> dict[str, Any]:
     lengths = sorted(sequence_lengths(config))
     small = {length: LENGTH << min(place, 2) for place, length in enumerate(lengths)}
     steps, number = max(STEPS, 2 * len(config.phase) + 2), len(config.phase) + 1
-    base, phases = config.training.global_batch_size, []
+    base, phases, batch = config.training.global_batch_size, [], BATCH
     for place, phase in enumerate(config.phase, 1):
-        batch = phase.global_batch_size and (BATCH << (phase.global_batch_size > base))
+        if phase.global_batch_size:
+            batch = BATCH << (phase.global_batch_size > base)
         length = phase.seq_len and small[phase.seq_len]
         first = {"from_step": 1 + place * steps // number, "from_tokens": None, "weights": None}
         first |= {"local_batch_size": None, "seq_len": length}
-        first["global_batch_size"] = batch or BATCH
+        first["global_batch_size"] = batch
         phases.append({**phase.model_dump(), **first})
     return {
         "phase": phases,

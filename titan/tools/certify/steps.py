@@ -80,7 +80,8 @@ def train_job(config: JobConfig, watch: bool = False) -> dict[str, Any]:
     names = ("torch", "transformers", "torchao")
     versions = {name: sys.modules[name].__version__ for name in names if name in sys.modules}
     found = record(train_step, islice(_batches(train_step), 1 if watch else None))
-    return found | {"outputs": outputs, "versions": versions}
+    kept = [c.name for c in train_step.float8 if c.kept]
+    return found | {"outputs": outputs, "versions": versions, "kept": kept}
 
 
 def _batches(train_step: TrainStep) -> Iterator[list[TensorBatch]]:
@@ -94,9 +95,11 @@ def _batches(train_step: TrainStep) -> Iterator[list[TensorBatch]]:
 
 
 def random_batch(phase: Phase, step: int) -> TensorBatch:
-    """Return the global batch of a step."""
+    """Return the global batch of a step, which belongs to debug.seed."""
     training = phase.config.training.model_copy(update={"local_batch_size": phase.sequences})
-    return task_of(phase.config.model_copy(update={"training": training})).random_batch(step)
+    return task_of(phase.config.model_copy(update={"training": training})).random_batch(
+        1000 * phase.config.debug.seed + step
+    )
 
 
 def micro_batches(whole: Any, mesh: DeviceMesh, accumulation: int) -> list[Any]:
