@@ -157,7 +157,7 @@ def lost_partial_sum(config: JobConfig, watch: bool = False) -> dict[str, Any]:
 
     give = RowwiseParallel._prepare_output_fn
     if dist.get_world_size() > 1:
-        RowwiseParallel._prepare_output_fn = staticmethod(keep_own)
+        RowwiseParallel._prepare_output_fn = staticmethod(keep_own)  # pyright: ignore
     return steps.train_job(config, watch)
 
 
@@ -192,7 +192,7 @@ def ignored_window(config: JobConfig, watch: bool = False) -> dict[str, Any]:
     def apply(model: nn.Module, **options: Any) -> None:
         for module in model.modules():
             if isinstance(module, InnerAttention):
-                module.window = 0
+                module.window = 0  # pyright: ignore
         whole(model, **options)
 
     whole = parallelize.apply_cp

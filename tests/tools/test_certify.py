@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -10,15 +13,16 @@ from typing import Any
 import pytest
 
 from tests.support import planted
-from tests.support.jobs import job
+from tests.support.jobs import ROOT, job
 from titan.checks.rules import check, check_to_run
 from titan.cli import main as titan
 from titan.config.layout import resolve_layout
 from titan.config.model import families, family, model_config, parameter_counts
 from titan.config.phases import phases_of
 from titan.config.schema import JobConfig
+from titan.config.toml import tomllib
 from titan.tools.certify import command, steps
-from titan.tools.certify.command import LAYOUTS, Certifier, CertifiedLayout
+from titan.tools.certify.command import LAYOUTS, CertifiedLayout, Certifier
 from titan.tools.certify.shrink import changed, small_keys
 
 TINY = """
@@ -191,6 +195,26 @@ def test_a_job_on_more_than_three_axes_is_certified_on_each_three() -> None:
         "job: pp 2 x cp 2 x tp 2",
         "job: dp_shard 2 x cp 2 x tp 2",
     ]
+
+
+def test_a_package_is_certified(tmp_path: Path) -> None:
+    """A family and a loss of two packages, which ranks find as pip would leave them."""
+    folders = [ROOT / "examples/opt_family", ROOT / "examples/z_loss"]
+    for folder in folders:
+        project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        (metadata := tmp_path / f"{folder.name}-0.1.dist-info").mkdir()
+        (metadata / "METADATA").write_text(f"Name: {folder.name}\nVersion: 0.1\n")
+        [(group, entries)] = project["entry-points"].items()
+        lines = [f"[{group}]", *(f"{name} = {what}" for name, what in entries.items())]
+        (metadata / "entry_points.txt").write_text("\n".join(lines))
+    (path := tmp_path / "opt.toml").write_text('model = {name = "opt", flavor = "6.7B"}\n')
+    command = [sys.executable, "-m", "titan.cli", "certify", path, "--loss.name=z_loss"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (tmp_path, *folders, ROOT)))}
+    options: Any = {"env": environment, "cwd": tmp_path, "capture_output": True, "text": True}
+    done = subprocess.run([*command, "--layouts=tp"], **options)
+    assert done.returncode == 0 and "equal (largest" in done.stdout, done.stdout + done.stderr
+    written = json.loads((tmp_path / "opt.certificate.json").read_text())
+    assert written["sizes"]["max_positions"] == {"job": 2048, "certified": 256}
 
 
 # ---- the command ---------------------------------------------------------------------------------

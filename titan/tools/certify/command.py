@@ -6,7 +6,6 @@ reason of the config check, or `differs`, with the module that is wrong. Rows ar
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import platform
 import shlex
@@ -20,14 +19,14 @@ from typing import Any
 
 import titan
 from titan.checks.rules import check_to_run, load_to_run
-from titan.commands import COMMANDS
+from titan.commands import summary_of
 from titan.config.errors import COMMAND_LINE, ConfigError, Problem, choose
 from titan.config.layout import AXES, Layout
 from titan.config.load import load_from_argv
 from titan.config.model import model_config
 from titan.config.options import JOB, command_parser, positive
 from titan.config.quantize import eight_bit_sections
-from titan.config.schema import JobConfig, ParallelismSection
+from titan.config.schema import JobConfig
 from titan.run_folder import git_state, write_text_atomically
 from titan.tools.certify.ranks import Pool, RankFailed
 from titan.tools.certify.shrink import BATCH, changed, small_keys
@@ -213,52 +212,45 @@ class Certifier:
 
 def main(argv: list[str], program: Callable[..., Any] | None = None) -> int:
     """Run the command. Return 0 if no layout differs, 1 if one does. titan.cli reports a `ConfigError`."""
-    names = ["all", *LAYOUTS, _OWN]
+    names, known = ["all", *LAYOUTS, _OWN], ("--layouts", "--world-size", "--output")
     usage = f"{JOB} [--layouts NAME,...] [--world-size N] [--output FOLDER]"
-    parser = command_parser("certify", usage, summary=COMMANDS["certify"][0])
-    parser.add_argument(
-        "--layouts",
-        metavar="NAME,...",
-        help=f"{', '.join(names)}; default: all, or job if the command line has keys of [parallelism]",
-    )
-    parser.add_argument(
-        "--world-size",
-        type=positive,
-        metavar="N",
-        help="ranks of the job; default: the least that fit",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FOLDER",
-        default=Path(),
-        help="of the certificates; default: .",
-    )
+    parser = command_parser("certify", usage, summary=summary_of("certify"))
+    default = "default: all, or job if the command line has keys of [parallelism]"
+    parser.add_argument("--layouts", metavar="NAME,...", help=f"{', '.join(names)}; {default}")
+    about = "ranks of the job; default: the least that fit"
+    parser.add_argument("--world-size", type=positive, metavar="N", help=about)
+    about = "folder of the certificates; default: the working directory"
+    parser.add_argument("--output", type=Path, metavar="FOLDER", default=Path(), help=about)
     options, job = parser.parse_known_args(argv)
     has_layout = any(word.startswith("--parallelism.") for word in job)
     chosen = (options.layouts or (_OWN if has_layout else "all")).split(",")
-    for name in chosen:
-        if name not in names:
-            message = f'unknown layout "{name}"{choose(name, names)}'
-            raise ConfigError([Problem(COMMAND_LINE, 0, "--layouts", message)])
-    known = ["--layouts", "--world-size", "--output"]
-    world = options.world_size
-    if world is None:
-        world = _least_world(load_from_argv(job, options=known, warn=False).parallelism)
+    if unknown := [name for name in chosen if name not in names]:
+        message = f'unknown layout "{unknown[0]}"{choose(unknown[0], names)}'
+        raise ConfigError([Problem(COMMAND_LINE, 0, "--layouts", message)])
+    world = options.world_size or _least_world(load_from_argv(job, options=known, warn=False))
     config, layout = load_to_run(job, world_size=world, options=known)
-    certifier = Certifier(config, layout, program)
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--output: {error}") from error
+    certifier, rows = Certifier(config, layout, program), []
     layouts = certifier.layouts(names if "all" in chosen else chosen)
-    rows = []
     for name, degrees in layouts.items():
         rows.append(row := certifier.certify(name, degrees))
         print(f"{row.name:8} {row.mesh:28} {row}", flush=True)
-    name = next((Path(word).stem for word in job if not word.startswith("--")), "job")
-    _write(options.output / f"{name}.certificate", _certificate(certifier, job, rows))
+    path = options.output / f"{Path(job[0]).stem}.certificate"
+    certificate = _certificate(certifier, job, rows)
+    write_text_atomically(
+        Path(f"{path}.json"), json.dumps(certificate, indent=2, default=str) + "\n"
+    )
+    write_text_atomically(Path(f"{path}.md"), _page(certificate, rows))
+    print(f"wrote {path}.json and {path}.md")
     return int(any(row.verdict in ("differs", "failed") for row in rows))
 
 
-def _least_world(parallel: ParallelismSection) -> int:
+def _least_world(config: JobConfig) -> int:
     """Return the least number of ranks that the job's degrees allow, with two FSDP shards or more where their number is open."""
+    parallel = config.parallelism
     world = prod(abs(getattr(parallel, key.rpartition(".")[2])) for key in AXES.values())
     lent = parallel.context_parallel_degree * parallel.tensor_parallel_degree
     is_open = parallel.data_parallel_shard_degree == -1
@@ -269,65 +261,41 @@ def _certificate(
     certifier: Certifier, job: Sequence[str], rows: Sequence[CertifiedLayout]
 ) -> dict[str, Any]:
     """Return the certificate as data."""
-    config, small = certifier.config, model_config(certifier.small.model)
-    whole = {f.name: getattr(model_config(config.model), f.name) for f in dataclasses.fields(small)}
+    model = certifier.config.model
+    whole, small = asdict(model_config(model)), asdict(model_config(certifier.small.model))
+    changes = {n: {"job": whole[n], "certified": v} for n, v in small.items() if v != whole[n]}
     alone = next((run[0] for run in certifier.runs.values() if "versions" in run[0]), {})
     return {
         "job": list(job),
-        "model": f"{config.model.name} {config.model.flavor}",
+        "model": f"{model.name} {model.flavor}",
         "layout": asdict(certifier.layout),
         "titan": {"version": titan.__version__, **(git_state(Path(titan.__file__).parent) or {})},
         "versions": {"python": platform.python_version(), **alone.get("versions", {})},
-        "sizes": {
-            name: {"job": value, "certified": getattr(small, name)}
-            for name, value in whole.items()
-            if value != getattr(small, name)
-        },
+        "sizes": changes,
         "keys": {key: value for key, value in certifier.keys.items() if key != "model.overrides"},
         "rows": [asdict(row) for row in rows],
     }
 
 
-def _write(path: Path, certificate: Mapping[str, Any]) -> None:
-    """Write a certificate as JSON and as Markdown."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text_atomically(
-            path.with_suffix(".certificate.json"), json.dumps(certificate, indent=2) + "\n"
-        )
-        write_text_atomically(path.with_suffix(".certificate.md"), _page(certificate))
-    except OSError as error:
-        raise InputError(f"--output: {error}") from error
-    print(f"wrote {path}.json and {path}.md")
-
-
-def _page(certificate: Mapping[str, Any]) -> str:
+def _page(certificate: Mapping[str, Any], rows: Sequence[CertifiedLayout]) -> str:
     """Return a certificate as Markdown."""
-    titan_, rows = certificate["titan"], [CertifiedLayout(**row) for row in certificate["rows"]]
-    versions = ", ".join(f"{name} {version}" for name, version in certificate["versions"].items())
-    commit = (
-        f", commit {titan_['commit']}{' with changes' * titan_['dirty']}"
-        if "commit" in titan_
-        else ""
-    )
+    source, versions = certificate["titan"], {**certificate["titan"], **certificate["versions"]}
+    del versions["version"]
     sizes = [f"| {n} | {v['job']} | {v['certified']} |" for n, v in certificate["sizes"].items()]
-    lines = [
-        f"# Certificate of {certificate['model']}",
-        "",
-        f"`titan certify {shlex.join(certificate['job'])}`: titan {titan_['version']}{commit}; {versions}.",
-        "",
-        "Ten steps on gloo ranks in fp32, compared with one process: the loss and the gradient norm of each step, each gradient "
-        "of the first step, each weight after the last.",
-        "",
-        "| layout | mesh | verdict |",
-        "|---|---|---|",
-        *(f"| {row.name} | {row.mesh} | {row} |" for row in rows),
-        "",
-        "| size | job | certified |",
-        "|---|---|---|",
-        *sizes,
-    ]
-    return "\n".join([*lines, ""])
+    return f"""# Certificate of {certificate["model"]}
+
+`titan certify {shlex.join(certificate["job"])}`: titan {source["version"]}, {", ".join(f"{k} {v}" for k, v in versions.items())}.
+
+Ten steps on gloo ranks in fp32, compared with one process: the loss and the gradient norm of each step, each gradient of the first
+step, each weight after the last.
+
+| layout | mesh | verdict |
+|---|---|---|
+{"".join(f"| {row.name} | {row.mesh} | {row} |{chr(10)}" for row in rows)}
+| size | job | certified |
+|---|---|---|
+{chr(10).join(sizes)}
+"""
 
 
 def _mesh(degrees: Degrees) -> str:

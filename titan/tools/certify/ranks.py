@@ -1,4 +1,4 @@
-"""A pool of gloo ranks that start warm: torch is imported once for the whole test run, not once for each test and rank.
+"""A pool of gloo ranks that start warm: torch is imported once for all runs, not once for each run and rank.
 
 Ranks are forked from multiprocessing's fork server, which has torch imported and has never run a parallel region
 (forking a process whose OpenMP threads are running can hang). Each job has fresh processes: torch caches meshes and

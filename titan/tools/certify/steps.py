@@ -91,10 +91,12 @@ def _batches(train_step: TrainStep) -> Iterator[list[TensorBatch]]:
         if phase.number > 1:
             train_step.change(phase)
         for step in range(phase.first_step, phase.last_step + 1):
-            yield micro_batches(random_batch(phase, step), train_step.mesh, job.accumulation(phase))
+            yield micro_batches(
+                _random_batch(phase, step), train_step.mesh, job.accumulation(phase)
+            )
 
 
-def random_batch(phase: Phase, step: int) -> TensorBatch:
+def _random_batch(phase: Phase, step: int) -> TensorBatch:
     """Return the global batch of a step, which belongs to debug.seed."""
     training = phase.config.training.model_copy(update={"local_batch_size": phase.sequences})
     return task_of(phase.config.model_copy(update={"training": training})).random_batch(
@@ -130,7 +132,7 @@ def record(train_step: TrainStep, batches: Iterable[Sequence[Any]]) -> dict[str,
             names = train_step.balance.moes
             loads.append(dict(zip(names, train_step.balance.loads.tolist(), strict=True)))
     biases = {name: moe.bias.tolist() for name, moe in train_step.balance.moes.items()}
-    weights = {name: _whole(p) for name, p in parameters.items()}
+    weights = {name: whole(p) for name, p in parameters.items()}
     found = {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights}
     return found | {"loads": loads, "biases": biases}
 
@@ -143,10 +145,11 @@ def named_parameters(train_step: TrainStep) -> Iterator[tuple[str, nn.Parameter]
 
 def whole_gradients(train_step: TrainStep) -> dict[str, Tensor]:
     """Gather the gradients of this rank's model parts."""
-    return {n: _whole(p.grad) for n, p in named_parameters(train_step) if p.grad is not None}
+    return {n: whole(p.grad) for n, p in named_parameters(train_step) if p.grad is not None}
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def whole(tensor: Tensor) -> Tensor:
+    """Gather a copy of a tensor that may be sharded."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
@@ -257,23 +260,21 @@ def first_module(
                 and not rest
                 and _ratio((abs(sum(s for _, s in sums) / copies - squares), squares)) > BOUND
             ):
-                return f"{name}: its output"
+                return f"{name or 'the model'}: its output"
         return "the loss: all outputs of modules are equal"
-    order = {name: place for place, name in enumerate(modules)}
+    order = [*modules]
+
+    def place(name: str) -> int:
+        """Return the place of the innermost module around a parameter that has one, or -1."""
+        while name and name not in modules:
+            name = name.rpartition(".")[0]
+        return order.index(name) if name else -1
+
     for what in ("gradients", "weights"):
         found = ratios(results, reference, what, LEAST)
         differ = [name for name, ratio in found.items() if ratio > limits[what]]
         if differ:
-            last = max(differ, key=lambda name: (_place(name, order), found[name]))
+            last = max(differ, key=lambda name: (place(name), found[name]))
             module, _, parameter = last.rpartition(".")
             return f"{module}: the {'gradient' if what == 'gradients' else 'update'} of its {parameter}"
     return "no module: gradients and weights are equal"
-
-
-def _place(name: str, order: Mapping[str, int]) -> int:
-    """Return the place of the innermost module around a parameter that has one, or -1."""
-    while name:
-        name = name.rpartition(".")[0]
-        if name in order:
-            return order[name]
-    return -1
