@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from .config import FLAVORS, FluxConfig
@@ -23,18 +22,10 @@ def build_model(config: FluxConfig) -> Flux:
     return Flux(config)
 
 
-def shrink(config: FluxConfig) -> dict[str, Any]:
-    """Return the keys of a small job, for `titan certify`: a patch, its channels and the length of a sample belong together."""
-    small = {k: v for k, v in asdict(FLAVORS["tiny"]).items() if type(v) is int}
-    return {
-        "model.flavor": "tiny",
-        "model.overrides": {**small, "guidance_embed": config.guidance_embed},
-        "task.options": {
-            "source": "shapes",
-            "size": 16,
-            "channels": 1,
-            "patch": 4,
-            "context_len": 4,
-        },
-        "training.seq_len": 20,
-    }
+def shrink(sizes: FluxConfig) -> dict[str, Any]:
+    """Return the keys of a small model. The channels of a head stay, since `rope_axes` add up to them."""
+    n_heads = 4 if sizes.head_dim <= 32 else 2
+    small = {"n_layers": 4, "n_double": 2, "n_heads": n_heads, "dim": n_heads * sizes.head_dim}
+    small |= {"ffn_dim": 4 * small["dim"]}
+    small |= {n: min(getattr(sizes, n), 64) for n in ("context_dim", "pooled_dim")}
+    return {"model.overrides": small}

@@ -23,7 +23,6 @@ def build_model(config: LlavaConfig) -> Llava:
     return Llava(config)
 
 
-def shrink(config: LlavaConfig) -> dict[str, Any]:
-    """Return the keys of a small job, for `titan certify`: pictures and patches have to fit each other and the sequence."""
-    small = {k: v for k, v in asdict(FLAVORS["tiny"]).items() if type(v) is int}
-    return {"model.flavor": "tiny", "model.overrides": small, "task.options": {"images": 0}}
+def shrink(sizes: LlavaConfig) -> dict[str, Any]:
+    """Return the keys of a small model: pictures and patches have to fit each other and the sequence."""
+    return {"model.overrides": {k: v for k, v in asdict(FLAVORS["tiny"]).items() if type(v) is int}}

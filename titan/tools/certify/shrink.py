@@ -2,7 +2,8 @@
 
 Whatever decides how a job is laid out stays: the ratio of query to key/value heads, layers of each kind, shared experts, top_k and
 groups of the router, remainders of the vocabulary, and all techniques of the job. Sizes shrink: width, heads, experts, tokens. A family
-whose sizes depend on each other in another way defines `shrink(sizes)`, which returns the job's keys with small values.
+whose sizes depend on each other in another way defines `shrink(sizes)`, which returns the job's keys with small values, and so may
+the options of a task.
 
 Example: Llama 3 8B has 32 layers, 32 query and 8 key/value heads of 128 channels, width 4096, SwiGLU 14336 and 128,256 tokens. It
 becomes 4 layers, 8 and 2 heads of 16 channels, width 128, SwiGLU 448 and 512 tokens.
@@ -27,6 +28,7 @@ from titan.config.model import (
 from titan.config.phases import longest_sequence, sequence_lengths
 from titan.config.quantize import FLOAT8
 from titan.config.schema import JobConfig
+from titan.config.task import task_options
 
 STEPS, BATCH, LENGTH, VOCABULARY, WINDOW, HEAD, UNIT = 10, 8, 64, 512, 24, 16, 16
 # Without an effect on what a step computes, or beyond what a small model has.
@@ -71,6 +73,8 @@ def small_keys(config: JobConfig, *, tp: int) -> dict[str, Any]:
         keys |= own(sizes)
     else:
         keys["model.overrides"] = small_sizes(sizes, tp=tp, longest=longest_sequence(config))
+    if (small_task := getattr(task_options(config), "shrink", None)) is not None:
+        keys |= small_task()
     for name in ("fsdp_blocks_per_unit", "fsdp_kept_blocks"):
         keys[f"parallelism.{name}"] = min(getattr(config.parallelism, name), 2)
     if ac.selective_ac_option not in ("op", "1"):

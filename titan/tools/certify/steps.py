@@ -6,6 +6,7 @@ difference is relative to the size of the value in one process.
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import sys
