@@ -23,12 +23,12 @@ from titan.commands import summary_of
 from titan.config.errors import COMMAND_LINE, ConfigError, Problem, choose
 from titan.config.layout import AXES, Layout
 from titan.config.load import load_from_argv
-from titan.config.model import model_config
+from titan.config.model import family, model_config
 from titan.config.options import JOB, command_parser, positive
 from titan.config.quantize import eight_bit_sections
 from titan.config.schema import JobConfig
 from titan.run_folder import git_state, write_text_atomically
-from titan.tools.certify.ranks import Pool, RankFailed
+from titan.tools.certify.ranks import MORE, Pool, RankFailed
 from titan.tools.certify.shrink import BATCH, changed, small_keys
 from titan.untrusted import InputError
 
@@ -96,8 +96,9 @@ class Certifier:
 
         self.config, self.layout, self.program = config, layout, program or train_job
         self.keys = small_keys(config, tp=layout.tp)
-        self.small, self.pool = changed(config, self.keys), Pool(more=())
-        self.is_8bit = bool(eight_bit_sections(config))
+        self.small, self.is_8bit = changed(config, self.keys), bool(eight_bit_sections(config))
+        more = MORE if self.is_8bit or config.compile.enable else ()
+        self.pool = Pool([f"{family(config.model.name).__name__}.model", *more], quiet=True)
         self.runs: dict[str, Any] = {}
 
     def layouts(self, names: Sequence[str]) -> dict[str, Degrees]:

@@ -8,12 +8,14 @@ groups by their shape, and a process group destroyed and made again would be tak
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -34,10 +36,20 @@ class Pool:
     The function must be at the top level of its module. With a world of one it has a process group too.
     """
 
-    def __init__(self, more: Sequence[str] = MORE) -> None:
-        """Name modules that the ranks find imported, besides those that all need."""
+    def __init__(self, more: Sequence[str] = MORE, *, quiet: bool = False) -> None:
+        """Prepare the server.
+
+        Args:
+            more: modules that ranks find imported, besides those that all need.
+            quiet: leave out what ranks write to stderr, such as advice about speed. Errors are results.
+        """
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload([*PRELOAD, *more])
+        if quiet:
+            shown = os.dup(2)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            forkserver.ensure_running()
+            os.dup2(shown, 2)
 
     def run(self, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         job = pickle.dumps((function, args))

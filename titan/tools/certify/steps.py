@@ -6,8 +6,6 @@ difference is relative to the size of the value in one process.
 
 from __future__ import annotations
 
-import io
-import logging
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
