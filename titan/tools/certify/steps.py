@@ -65,9 +65,6 @@ def train_job(config: JobConfig, watch: bool = False) -> dict[str, Any]:
         config: the job, of as many ranks.
         watch: train one step only, and also return the outputs of modules, as `watch_outputs`.
     """
-    logging.getLogger("torch.distributed").setLevel(
-        logging.ERROR
-    )  # gathering whole weights is slow
     layout = resolve_layout(config, dist.get_world_size())
     mesh = build_mesh("cpu", **{axis: getattr(layout, axis) for axis in AXES})
     job = resolve_job(config, layout, device="cpu")
