@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support import planted
 from tests.support.jobs import ROOT, job
@@ -166,9 +167,22 @@ JOBS: dict[str, tuple[JobConfig, str]] = {
 @pytest.mark.parametrize("name", JOBS)
 def test_what_titan_computes_is_equal(name: str) -> None:
     row = verdict(*JOBS[name])
-    assert row.verdict == "equal", row
-    limits = steps.bounds(is_8bit=True, adds_in_parts=False, has_8bit_moments=True)
-    assert 0 < max(row.differences.values()) < max(limits.values())
+    assert row.verdict == "equal" and row.differences, row
+
+
+def test_a_missing_gradient_and_nan_differ_and_rounding_of_nothing_does_not() -> None:
+    expected = {"a": torch.ones(100), "zero": torch.full((4,), 1e-10)}
+    found = {"a": torch.ones(100), "zero": torch.full((4,), -1e-10)}
+
+    def ratios(**changes: Any) -> dict[str, float]:
+        return steps.ratios([{"x": found | changes}], {"x": expected}, "x", steps.LEAST)
+
+    assert max(ratios().values()) < steps.BOUND
+    assert ratios(a=torch.full((100,), torch.nan))["a"] == torch.inf
+    assert ratios(more=torch.ones(1))["more"] == torch.inf
+    del found["a"]
+    assert ratios()["a"] == torch.inf
+    assert ratios(zero=torch.full((4,), 1e-5))["zero"] > steps.BOUND
 
 
 def test_a_layout_is_refused_in_the_words_of_the_check() -> None:

@@ -25,7 +25,7 @@ from titan.config.layout import AXES, Layout
 from titan.config.load import load_from_argv
 from titan.config.model import family, model_config
 from titan.config.options import JOB, command_parser, positive
-from titan.config.quantize import eight_bit_sections
+from titan.config.quantize import eight_bit_sections, quantize_section
 from titan.config.schema import JobConfig
 from titan.run_folder import git_state, write_text_atomically
 from titan.tools.certify.ranks import MORE, Pool, RankFailed
@@ -178,12 +178,13 @@ class Certifier:
         results = self.run(small, world)
         if reason := next((result["refused"] for result in results if "refused" in result), ""):
             return {"verdict": "refused", "reason": reason}
-        # In some layouts, titan leaves layers alone that it converts in one process.
-        kept = [*small.quantize.linear.float8.filter_fqns, *results[0]["kept"]]
         keys = {**self._keys(degrees, alone=True), **drawn}
-        alone = changed(
-            self.small, keys | ({f"{_FLOAT8}.filter_fqns": kept} if self.is_8bit else {})
-        )
+        if (section := quantize_section(small)) is not None:
+            # In some layouts, titan leaves layers alone that it converts in one process.
+            kept = {name for result in results for name in result["kept"]}
+            for name in ("float8", "mx"):
+                keys[f"quantize.linear.{name}.filter_fqns"] = [*section.filter_fqns, *sorted(kept)]
+        alone = changed(self.small, keys)
         [reference] = self.run(alone, 1)
         limits = steps.bounds(
             is_8bit=self.is_8bit,

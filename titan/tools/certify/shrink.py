@@ -30,7 +30,7 @@ from titan.config.quantize import FLOAT8
 from titan.config.schema import JobConfig
 from titan.config.task import task_options
 
-STEPS, BATCH, LENGTH, VOCABULARY, WINDOW, HEAD, UNIT = 10, 8, 64, 512, 24, 16, 16
+STEPS, BATCH, LENGTH, VOCABULARY, WINDOW, UNIT = 10, 8, 64, 512, 24, 16
 # Without an effect on what a step computes, or beyond what a small model has.
 _OFF: dict[str, Any] = {
     "validation.enable": False,
@@ -72,7 +72,10 @@ def small_keys(config: JobConfig, *, tp: int) -> dict[str, Any]:
     if own is not None:
         keys |= own(sizes)
     else:
-        keys["model.overrides"] = small_sizes(sizes, tp=tp, longest=longest_sequence(config))
+        # MXFP8 scales blocks of 32 values, and torch._scaled_mm wants multiples of 16.
+        unit = UNIT * (1 + any(name.endswith(".mx") for name in section.converters))
+        longest = longest_sequence(config)
+        keys["model.overrides"] = small_sizes(sizes, tp=tp, longest=longest, unit=unit)
     if (small_task := getattr(task_options(config), "shrink", None)) is not None:
         keys |= small_task()
     for name in ("fsdp_blocks_per_unit", "fsdp_kept_blocks"):
@@ -108,24 +111,25 @@ def changed(config: JobConfig, keys: Mapping[str, Any]) -> JobConfig:
     return JobConfig.model_validate(data)
 
 
-def small_sizes(sizes: Any, *, tp: int, longest: int) -> dict[str, Any]:
+def small_sizes(sizes: Any, *, tp: int, longest: int, unit: int = UNIT) -> dict[str, Any]:
     """Return small values of a model's fields, by the names that titan reads of every family, and of other fields by what they change.
 
     Args:
         sizes: the model's sizes.
         tp: tensor-parallel degree of the job.
         longest: longest sequence of the job, in tokens.
+        unit: divides all widths, and the channels of a head if there are few heads.
     """
     types = get_type_hints(type(sizes))
     fields = {f.name for f in dataclasses.fields(sizes) if f.init and types[f.name] is int}
     ratio = sizes.n_heads // sizes.n_kv_heads
     groups = 1 if tp > sizes.n_kv_heads else min(sizes.n_kv_heads, 4 if ratio <= 2 else 2)
-    head = min(HEAD if groups * ratio <= HEAD else HEAD // 2, sizes.head_dim)
+    head = min(unit if groups * ratio <= UNIT else unit // 2, sizes.head_dim)
     width = sizes.n_heads * sizes.head_dim
-    dim = _scaled(sizes.dim, groups * ratio * head, width)
+    dim = _scaled(sizes.dim, groups * ratio * head, width, unit)
     small = {"n_heads": groups * ratio, "n_kv_heads": groups, "head_dim": head, "dim": dim}
     # The remainder decides whether ranks share the vocabulary evenly, and whether float8 takes the matrix.
-    small["vocab_size"] = min(sizes.vocab_size, VOCABULARY + sizes.vocab_size % UNIT)
+    small["vocab_size"] = min(sizes.vocab_size, VOCABULARY + sizes.vocab_size % unit)
     for name in ("n_dense_layers", "num_mtp_modules"):
         small[name] = min(getattr(sizes, name, 0), 1)
     if getattr(sizes, "num_experts", 0):
@@ -134,10 +138,10 @@ def small_sizes(sizes: Any, *, tp: int, longest: int) -> dict[str, Any]:
         value = getattr(sizes, name)
         if "window" in name:
             small[name] = min(value, WINDOW)
-        elif value > 2 * UNIT and _is_size(sizes, name, value):
+        elif value > 2 * unit and _is_size(sizes, name, value):
             # Channels of a head, such as those of latent attention, shrink as heads do.
             of_head = "head_dim" in name
-            scale = (head, sizes.head_dim, UNIT // 2) if of_head else (dim, sizes.dim, UNIT)
+            scale = (head, sizes.head_dim, unit // 2) if of_head else (dim, sizes.dim, unit)
             # A table of positions has room for the longest sequence.
             small[name] = max(_scaled(value, *scale), 4 * LENGTH if value >= longest else 0)
     small = {name: value for name, value in small.items() if name in fields}
@@ -145,7 +149,7 @@ def small_sizes(sizes: Any, *, tp: int, longest: int) -> dict[str, Any]:
     return small
 
 
-def _scaled(value: int, small: int, large: int, unit: int = UNIT) -> int:
+def _scaled(value: int, small: int, large: int, unit: int) -> int:
     return max(unit, unit * round(value * small / large / unit))
 
 
@@ -191,11 +195,9 @@ def _small_phases(config: JobConfig) -> dict[str, Any]:
         first |= {"local_batch_size": None, "seq_len": length}
         first["global_batch_size"] = batch
         phases.append({**phase.model_dump(), **first})
-    return {
-        "phase": phases,
-        "training.steps": steps,
-        "training.seq_len": small[config.training.seq_len],
-    }
+    keys = {"phase": phases, "training.steps": steps}
+    # The length of a task that reads no text is its own.
+    return keys | ({"training.seq_len": small[config.training.seq_len]} if len(small) > 1 else {})
 
 
 def _small_freeze(config: JobConfig, sizes: Any, keys: Mapping[str, Any]) -> list[str]:
