@@ -240,7 +240,8 @@ def main(argv: list[str], program: Callable[..., Any] | None = None) -> int:
     for name, degrees in layouts.items():
         rows.append(row := certifier.certify(name, degrees))
         print(f"{row.name:8} {row.mesh:28} {row}", flush=True)
-    path = options.output / f"{Path(job[0]).stem}.certificate"
+    file = next(word for word in job if not word.startswith("--"))
+    path = options.output / f"{Path(file).stem}.certificate"
     certificate = _certificate(certifier, job, rows)
     write_text_atomically(
         Path(f"{path}.json"), json.dumps(certificate, indent=2, default=str) + "\n"

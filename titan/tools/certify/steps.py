@@ -113,7 +113,10 @@ def record(train_step: TrainStep, batches: Iterable[Sequence[Any]]) -> dict[str,
     parameters = dict(named_parameters(train_step))
     gradients: dict[str, Tensor] = {}
 
+    others = train_step.on_gradients
+
     def keep_gradients() -> None:
+        others()
         if not gradients:
             gradients.update(whole_gradients(train_step))
 
@@ -246,16 +249,16 @@ def first_module(
         limits: as `bounds` returns them.
     """
     modules = watched_reference["outputs"]
-    if ratios(watched, watched_reference, "losses")[1] > limits["losses"]:
+    rounding = limits["losses"] / 10  # ten times what a right layout has
+    if ratios(watched, watched_reference, "losses")[1] > rounding:
         for name, (count, squares) in modules.items():
             sums = [outputs[name] for rank in watched if name in (outputs := rank["outputs"])]
             copies, rest = divmod(sum(n for n, _ in sums), count)
             # Another number of values is another output: of a layer that the loss applies, for one.
-            if (
-                copies
-                and not rest
-                and _ratio((abs(sum(s for _, s in sums) / copies - squares), squares)) > BOUND
-            ):
+            if not copies or rest:
+                continue
+            away = abs(sum(s for _, s in sums) / copies - squares)
+            if _ratio((away, squares)) > rounding:
                 return f"{name or 'the model'}: its output"
         return "the loss: all outputs of modules are equal"
     order = [*modules]
