@@ -100,10 +100,10 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def by_calls() -> dict[str, dict[str, float]]:
     """Return paces of tiny jobs, with a count of Python's calls for a clock."""
-    tensor, few = {"parallelism": {"tensor_parallel_degree": 2}}, {"model": {"overrides": {"n_layers": 2}}}  # fmt: skip
+    tensor, many = {"parallelism": {"tensor_parallel_degree": 2}}, {"model": {"overrides": {"n_layers": 8}}}  # fmt: skip
     jobs: dict[str, tuple[dict[str, Any], int]] = {
         "FSDP": ({}, 2),
-        "two blocks": (few, 2),
+        "eight blocks": (many, 2),
         "no FSDP": ({}, 1),
         "TP": (tensor, 4),
         "full AC": ({"activation_checkpoint": {"mode": "full"}}, 2),
@@ -122,10 +122,10 @@ def by_calls() -> dict[str, dict[str, float]]:
 
 def test_every_block_costs_as_much_as_the_next(by_calls: dict[str, dict[str, float]]) -> None:
     """Twice the blocks take twice the time."""
-    two, four = by_calls["two blocks"], by_calls["FSDP"]
+    eight, four = by_calls["eight blocks"], by_calls["FSDP"]
     for part in ("forward block", "backward block"):
-        # The last block stays gathered, and is half of two blocks and a quarter of four.
-        assert two[part] == pytest.approx(four[part], rel=0.1), part
+        # The last block stays gathered, and is an eighth of eight blocks and a quarter of four.
+        assert eight[part] == pytest.approx(four[part], rel=0.1), part
 
 
 def test_what_a_layout_adds_to_a_block(by_calls: dict[str, dict[str, float]]) -> None:

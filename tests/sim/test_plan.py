@@ -277,6 +277,14 @@ def test_nothing_that_anybody_would_try_first_is_faster(
             ["--world-size", "4", "--hardware", "h100-sxm", "--json", "none/a.json"],
             "there is no folder none",
         ),
+        (
+            ["--world-size", "4", "--hardware", "h100-sxm", "--output", "README.md"],
+            "--output: cannot write README.md: File exists",
+        ),
+        (
+            ["--world-size", "4", "--hardware", "h100-sxm", "--only", "fsdp", "--output", "docs"],
+            "--output: cannot write docs: Is a directory",
+        ),
     ],
 )
 def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

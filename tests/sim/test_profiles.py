@@ -87,7 +87,23 @@ def test_a_figure_without_a_source_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("nic_share = 1.2", "a share is above 0 and at most 1, not 1.2"),
+        ("nic_share = 1.2", r"mine\.toml:3: nic_share: .*less than or equal to 1"),
+        ("nic_gb_per_s = 0", r"mine\.toml:3: nic_gb_per_s: .*greater than 0"),
+        ("host_tiny_us = nan", r"mine\.toml:3: host_tiny_us: .*finite number"),
+        ("launch_us = -1", r"mine\.toml:3: launch_us: .*greater than or equal to 0"),
+        ("memory_share = [[1000, 0.9], [10, 0.1]]", r"mine\.toml:3: memory_share: .*increase"),
+        ("attention_forward_tflops = []", r"a curve has one point \[size, value\] or more"),
+        ("attention_forward_tflops = [[512, 0]]", r"greater than 0"),
+        ("matmul_share = { bfloat16 = 0.7, bf16 = 0.5 }", r"mine\.toml:3: .*no dtype 'bf16'; did"),
+        ("matmul_share = { float8 = 0.7 }", r"mine\.toml:3: matmul_share: needs at least bfloat16"),
+        ("network = [{ nodes = 8 }, { nodes = 4 }]", r"mine\.toml:3: network: .*smallest block"),
+        (
+            'device = "h101-sxm"',
+            r"mine\.toml:3: device: there is no 'h101-sxm'; did you mean 'h100",
+        ),
+        ("device = 3", r"mine\.toml:3: device: is a name, in quotes"),
+        ('measured = ["h100"]', r"mine\.toml:3: measured: is a name, in quotes"),
+        ('kin = ["h101-sxm"]', r"mine\.toml: kin: no profile 'h101-sxm'; did you mean"),
         ("num_smms = 3", r"mine\.toml:3: num_smms: unknown figure.*num_sms"),
         ('num_sms = "many"', r"mine\.toml:3: num_sms: .*integer"),
         ('base = "mine"', "no profile 'mine'"),
@@ -100,6 +116,20 @@ def test_mistakes_are_told(tmp_path: Path, line: str, message: str) -> None:
     file.write_text(f'name = "mine"\n{base}{line}\n[sources]\n{key} = "made up"\n')
     with pytest.raises(ConfigError, match=message):
         load_profile(file)
+
+
+def test_sources_are_a_table(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('base = "h100-sxm"\nsources = "me"\n', "utf-8")
+    with pytest.raises(ConfigError, match=r"mine\.toml:2: sources: is a table"):
+        load_profile(file)
+
+
+def test_a_file_without_a_name_has_its_own(tmp_path: Path) -> None:
+    """A base's name would be that of another machine, of which a sweep then keeps one."""
+    for stem in ("slow", "fast"):
+        (tmp_path / f"{stem}.toml").write_text('base = "h100-sxm"\n', "utf-8")
+        assert load_profile(tmp_path / f"{stem}.toml").name == stem
 
 
 def test_a_missing_figure_is_named(tmp_path: Path) -> None:

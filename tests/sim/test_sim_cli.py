@@ -403,11 +403,29 @@ def test_the_front_holds_what_nothing_beats() -> None:
         ),
         (["--world-size", "2", *ON, "--processes", "0"], "--processes: expected a whole number"),
         (["--world-size", "2", *ON, "--json", "none/a.json"], "--json: there is no folder none"),
+        (["--world-size", "2", *ON, "--json", "."], "--json: cannot write .: Is a directory"),
+        (["--world-size", "2", *ON, "--html", "/proc/a.html"], "--html: cannot write /proc/a.html"),
+        (["--world-size", "2", *ON, "--typo", "--calibrate", "a.toml"], "--calibrate needs no job"),
     ],
 )
 def test_mistakes(arguments: list[str], printed: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert sim(*arguments) == 2
     assert printed in capsys.readouterr().err
+
+
+def test_a_sweep_drops_no_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.toml"
+    lines = (
+        'name = "h100-sxm"',
+        'base = "h100-sxm"',
+        "nic_gb_per_s = 5",
+        "[sources]",
+        'nic_gb_per_s = "me"',
+    )
+    file.write_text("\n".join(lines), "utf-8")
+    both = ["--world-size", "2", "--hardware", f"h100-sxm,{file}"]
+    assert sim(*both, "--sweep", "training.local_batch_size=1") == 2
+    assert "two profiles are named 'h100-sxm'" in capsys.readouterr().err
 
 
 def test_speed_on_machines_of_the_same_name(

@@ -202,19 +202,19 @@ def check_freeze(section: ModelSection) -> Iterator[RuleViolation]:
     sizes, _ = resolve_model(section)
     if section.freeze and sizes is not None:
         try:
-            frozen_names(_counts(section.name, sizes), section.freeze)
+            frozen_names(parameter_counts(section.name, sizes), section.freeze)
         except InputError as error:
             yield "freeze", str(error).removeprefix("model.freeze: ")
 
 
 def num_frozen(section: ModelSection, sizes: Any) -> int:
     """Return the number of values in parameters that are not trained."""
-    counts = _counts(section.name, sizes) if section.freeze else {}
+    counts = parameter_counts(section.name, sizes) if section.freeze else {}
     return sum(counts[name] for name in frozen_names(counts, section.freeze)) if counts else 0
 
 
 @cache
-def _counts(name: str, sizes: Any) -> dict[str, int]:
+def parameter_counts(name: str, sizes: Any) -> dict[str, int]:
     """Return the number of values in each parameter of a model, by its name."""
     import torch
 

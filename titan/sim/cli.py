@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, Any
 from titan.checks.rules import load_to_run
 from titan.config.load import load_from_argv
 from titan.sim.extension import sim_extensions
-from titan.sim.price.profiles import load_profile
+from titan.sim.price.profiles import Profile, load_profile
 from titan.sim.report.text import (
     job_parser,
     known_options,
     mistake,
     page,
     put_json,
-    require_folders,
+    require_no_job,
     require_positive,
+    require_writable,
     say,
 )
 
@@ -37,10 +38,12 @@ def main(argv: list[str] | None = None) -> int:
     # Arguments that argparse does not know are the job: files and overrides, which the config's
     # loader checks.
     options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
-    for code in (extension.run(options) for extension in sim_extensions()):
+    require_writable(options, "json", "html", "calibrate", folders=["trace", *_files()])
+    for code in (extension.run(options, job) for extension in sim_extensions()):
         if code is not None:
             return code
     if options.calibrate:
+        require_no_job(job, "--calibrate")
         from titan.sim.price.calibrate import calibrate
 
         return calibrate(options.calibrate, base_name=options.hardware, say=say)
@@ -49,7 +52,6 @@ def main(argv: list[str] | None = None) -> int:
     if (options.world_size is None and not swept) or options.hardware is None:
         parser.error("--world-size and --hardware are needed")
     require_positive(options, "world_size", "processes")
-    require_folders(options, "json", "trace", "html", *_files())
     if options.script:
         return _simulate_script(options, job)
     return _sweep(options, job) if options.sweep else _simulate(options, job)
@@ -263,9 +265,11 @@ def _sweep(options: argparse.Namespace, job: list[str]) -> int:
                     raise mistake("--sweep", f"'{text}': expected numbers of at least 1")
                 continue
             load_from_argv([*job, f"--{key}={value}"], options=known_options(_parser()))
-    named = (load_profile(name) for name in options.hardware.split(","))
-    # The same for profiles, by their names.
-    profiles = [*{profile.name: profile for profile in named}.values()]
+    profiles: dict[str, Profile] = {}
+    for profile in map(load_profile, options.hardware.split(",")):
+        if profiles.setdefault(profile.name, profile) != profile:
+            message = f"two profiles are named '{profile.name}', which results could not tell apart"
+            raise mistake("--hardware", message)
     # Report mistakes of the job itself before thousands of variants.
     load_from_argv(job, options=known_options(_parser()))
     start = time.monotonic()
@@ -273,7 +277,7 @@ def _sweep(options: argparse.Namespace, job: list[str]) -> int:
         job,
         combinations(axes),
         world_size=options.world_size or 1,
-        profiles=profiles,
+        profiles=[*profiles.values()],
         processes=options.processes,
         progress=lambda done, total: say(f"{done:,} of {total:,} variants"),
     )

@@ -6,7 +6,7 @@ A package registers its subclass under the entry point group `titan.extensions` 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from titan.config.plug_ins import load_plug_ins
@@ -29,11 +29,12 @@ class SimExtension:
     def add_options(self, parser: ArgumentParser) -> None:
         """Add options to the command."""
 
-    def run(self, options: Namespace) -> int | None:
+    def run(self, options: Namespace, job: Sequence[str]) -> int | None:
         """Run in place of a simulation, and return the exit code. None: the options ask for no such thing.
 
         Args:
             options: Parsed options of the command.
+            job: All other arguments: a job's files and keys, or misspelled options.
 
         Raises:
             ConfigError: An option is a mistake.

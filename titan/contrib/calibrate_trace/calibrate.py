@@ -24,17 +24,20 @@ from typing import Any
 
 from titan.observe.trace_files import TraceFileError
 from titan.sim.price.calibrate import Figures, base_of, to_toml
-from titan.sim.price.cost import Cost, peak_dtype
+from titan.sim.price.cost import Cost
 from titan.sim.price.profiles import Profile, load_profile
 from titan.sim.record.trace import Group, Kernel, Scope, Transfer
-from titan.sim.report.text import columns, mistake
+from titan.sim.report.text import check_target, columns, mistake
 
-from .calls import TracedKernels, read_calls
+from .calls import STRANGE, TracedKernels, not_a_trace, read_calls
 from .work import Timing, TracedWork, eager_launches, work_of
 
 _LEAST_S, _LEAST_MOVED, _LEAST_SENT, _LEAST_IN_ALL_S = 50e-6, 2**25, 10**6, 1e-3
 """Time of an operator, bytes of a pointwise one, bytes of a collective, and time of a class from which they tell a rate."""
-_ROUNDS = 20
+_ROUNDS, _LEFT = 20, 0.05
+"""Steps in which a figure is fitted, and the difference that may be left."""
+_KEYS = {"matmul_share": "peak_tflops"}
+"""Figures whose keys are those of another."""
 
 Figure = tuple[str, ...]
 """Name of a figure, and its key if it is a dict: ("matmul_share", "bfloat16")."""
@@ -54,10 +57,17 @@ def calibrate_from(trace: Path, *, base_name: str | None, target: Path | None) -
     Raises:
         ConfigError: The trace cannot be read, it has no kernels, or there is no such profile.
     """
+    target = target or Path(f"{trace.name.partition('.')[0]}-hardware.toml")
+    check_target("--calibrate", target)
     try:
         calls = read_calls(trace)
-    except (TraceFileError, OSError) as error:
+        works = work_of(calls)
+    except OSError as error:
+        raise mistake("--calibrate-from", f"{trace}: {error.strerror or error}") from None
+    except TraceFileError as error:
         raise mistake("--calibrate-from", str(error)) from None
+    except STRANGE as error:
+        raise mistake("--calibrate-from", str(not_a_trace(trace, error))) from None
     device = str(calls.device.get("name", ""))
     if not calls.kernels:
         raise mistake("--calibrate-from", f"{trace} has no kernels of a GPU")
@@ -65,31 +75,40 @@ def calibrate_from(trace: Path, *, base_name: str | None, target: Path | None) -
         message = f"{trace} names no device: state the most similar profile with --hardware"
         raise mistake("--calibrate-from", message)
     base = load_profile(base_name or base_of(device, True))
-    figures, rows = corrections(calls, base)
+    figures, rows, remarks = corrections(calls, works, base)
     print(
         "\n".join(columns([("figure", base.name, "here", "kernels", "in all"), *rows], left=(0,)))
     )
+    print(*remarks, sep="\n", end="\n" * bool(remarks))
     if not calls.has_shapes:
         what = "matmuls, attention and pointwise kernels are not corrected"
         print(f"{what}: the trace has no shapes, as torch.profiler.profile(record_shapes=True) has")
     print("all other figures are the base profile's")
-    target = target or Path(f"{trace.name.partition('.')[0]}-hardware.toml")
     note = f"titan sim --calibrate-from {trace.name} ({device or base.name}), {datetime.now(timezone.utc):%Y-%m-%d}"
     target.write_text(to_toml(target.stem, base.name, figures, note=note), encoding="utf-8")
     print(f"\nwrote {target}; titan sim JOB.toml --world-size N --hardware {target}")
     return 0
 
 
-def corrections(calls: TracedKernels, base: Profile) -> tuple[Figures, list[tuple[str, ...]]]:
-    """Return the figures that a trace corrects, and a row for each: its name, before, after, kernels, their time."""
+def corrections(
+    calls: TracedKernels, traced: dict[TracedWork, Timing], base: Profile
+) -> tuple[Figures, list[tuple[str, ...]], list[str]]:
+    """Return the figures that a trace corrects, a row for each (its name, before, after, kernels, their time), and remarks."""
     by_figure: defaultdict[Figure, list[tuple[TracedWork, Timing]]] = defaultdict(list)
-    for work, timed in work_of(calls).items():
+    for work, timed in traced.items():
         figure = _figure_of(work, timed, base)
-        if figure and (len(figure) == 1 or figure[1] in getattr(base, figure[0])):
+        # Attention of a kernel without rates has no price. A dtype without a share has bfloat16's.
+        if figure and (
+            figure[1:] == () or figure[1] in getattr(base, _KEYS.get(figure[0], figure[0]))
+        ):
             by_figure[figure].append((work, timed))
     # 0 means that the memory is the limit.
     limit = base.eager_tb_per_s or base.memory_tb_per_s
-    known, figures, rows = base.model_copy(update={"eager_tb_per_s": limit}), Figures(), []
+    shares = {
+        key[0]: base.matmul_share["bfloat16"] for name, *key in by_figure if name == "matmul_share"
+    }
+    update = {"eager_tb_per_s": limit, "matmul_share": shares | base.matmul_share}
+    known, figures, rows, remarks = base.model_copy(update=update), Figures(), [], []
     in_all: dict[Figure, float] = {}
     for figure, works in sorted(by_figure.items()):
         name, seconds = figure[0], sum(_seconds(*one) * len(one[1].seconds) for one in works)
@@ -103,6 +122,11 @@ def corrections(calls: TracedKernels, base: Profile) -> tuple[Figures, list[tupl
         values = (_text(profile, figure) for profile in (before, known))
         count = sum(timed.kernels for _, timed in works)
         rows.append((" ".join(figure), *values, f"{count:,}", f"{seconds * 1e3:,.1f} ms"))
+        if abs((priced := _priced_s(works, known)) / seconds - 1) > _LEFT:
+            times = (
+                f"took {seconds * 1e3:,.1f} ms, and take {priced * 1e3:,.1f} ms on the new profile"
+            )
+            remarks.append(f"{' '.join(figure)} is at its limit: its kernels {times}")
     if ran := [figure for figure in in_all if figure[0] == "attention_forward_tflops"]:
         figures["attention_kernel"] = max(ran, key=lambda figure: in_all[figure])[1]
     if launches := eager_launches(calls):
@@ -112,7 +136,10 @@ def corrections(calls: TracedKernels, base: Profile) -> tuple[Figures, list[tupl
         for name in ("host_tiny_us", "launch_us"):
             row = f"{getattr(base, name):.4g}", f"{figures[name]:.4g}", f"{len(launches):,}", ""
             rows.append((name, *row))
-    return figures, rows
+        remarks.append(
+            "host_tiny_us and launch_us contain the profiler's own time: without it, the host is faster"
+        )
+    return figures, rows, remarks
 
 
 def _figure_of(work: TracedWork, timed: Timing, base: Profile) -> Figure | None:
@@ -127,7 +154,7 @@ def _figure_of(work: TracedWork, timed: Timing, base: Profile) -> Figure | None:
     if mean(timed.seconds) < _LEAST_S:
         return None
     if work.kind == "matmul":
-        return ("matmul_share", peak_dtype(work.dtype, base))
+        return ("matmul_share", "float8" if work.dtype.startswith("float8") else work.dtype)
     if work.kind == "pointwise":
         moved = work.read_bytes + work.write_bytes
         # A trace without strides counts expanded tensors in full: more than the memory could move.
@@ -148,10 +175,14 @@ def _fitted(
 ) -> Profile:
     """Return the profile with the figure on which its works take the measured time, in all."""
     for _ in range(_ROUNDS):
-        cost = Cost(profile)
-        predicted_s = sum(_price(work, cost) * len(timed.seconds) for work, timed in works)
-        profile = _scaled(profile, figure, predicted_s / measured_s)
+        profile = _scaled(profile, figure, _priced_s(works, profile) / measured_s)
     return profile
+
+
+def _priced_s(works: list[tuple[TracedWork, Timing]], profile: Profile) -> float:
+    """Return the seconds that works take on a profile, in all."""
+    cost = Cost(profile)
+    return sum(_price(work, cost) * len(timed.seconds) for work, timed in works)
 
 
 def _price(work: TracedWork, cost: Cost) -> float:

@@ -13,6 +13,8 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from gzip import BadGzipFile
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from titan.observe.trace_files import ODD, TraceFileError, events_of
 from titan.untrusted import Unpacked
 
 _HEAD_BYTES = 2**20
+STRANGE = (ValueError, KeyError, TypeError, *ODD)
+"""Errors for values that a profiler does not write."""
 _DEVICES = re.compile(r'"deviceProperties"\s*:\s*')
 
 
@@ -95,6 +99,7 @@ def read_calls(path: Path) -> TracedKernels:
 
     Raises:
         TraceFileError: The file is not a whole trace.
+        OSError: It cannot be read.
     """
     found = TracedKernels()
     marks: defaultdict[Any, list[Any]] = defaultdict(list)  # by thread: operators and launches
@@ -103,7 +108,8 @@ def read_calls(path: Path) -> TracedKernels:
         with Unpacked(path) as file:
             head = file.read(_HEAD_BYTES).decode("utf-8", "replace")
         if match := _DEVICES.search(head):
-            found.device = next(iter(json.JSONDecoder().raw_decode(head, match.end())[0]), {})
+            devices = json.JSONDecoder().raw_decode(head, match.end())[0]
+            found.device = dict(next(iter(devices), {}))
         with Unpacked(path) as file:
             for event in events_of(file):
                 kind, values = event.get("cat"), event.get("args") or {}
@@ -111,6 +117,8 @@ def read_calls(path: Path) -> TracedKernels:
                     continue
                 thread, start = (event["pid"], event["tid"]), float(event["ts"])
                 end = start + float(event.get("dur", 0))
+                if not isfinite(end):
+                    raise ValueError(f"a time of {event.get('dur')}")
                 if kind == "kernel":
                     call = TracedKernel(event["name"], (end - start) * 1e-6, values)
                     kernels[values.get("correlation")].append(call)
@@ -124,13 +132,18 @@ def read_calls(path: Path) -> TracedKernels:
                     found.has_shapes |= any(shapes)
                 elif kind in ("cuda_runtime", "cuda_driver") and "aunch" in event["name"]:
                     marks[thread].append((start, -end, values.get("correlation")))
-    except (EOFError, OSError, zlib.error, ValueError, KeyError, TypeError, *ODD) as error:
-        reason = "".join(c if c.isprintable() else "?" for c in str(error)[:200])
-        raise TraceFileError(f"{path}: not a whole trace of torch's profiler ({reason})") from None
+    except (EOFError, BadGzipFile, zlib.error, *STRANGE) as error:
+        raise not_a_trace(path, error) from None
     for times in marks.values():
         _link(sorted(times, key=lambda mark: mark[:2]), kernels)
     found.kernels = [call for calls in kernels.values() for call in calls]
     return found
+
+
+def not_a_trace(path: Path, error: Exception) -> TraceFileError:
+    """Return the error of a file that is no trace, or not all of it."""
+    reason = "".join(c if c.isprintable() else "?" for c in str(error)[:200])
+    return TraceFileError(f"{path}: not a whole trace of torch's profiler ({reason})")
 
 
 def _link(marks: list[Any], kernels: dict[Any, list[TracedKernel]]) -> None:

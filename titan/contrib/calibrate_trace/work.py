@@ -24,6 +24,7 @@ _CAUSAL = {"flash": 4, "cudnn": 6, "efficient": 6, "flash_backward": 11, "cudnn_
 _POINTWISE = re.compile(r"aten::(add|sub|mul|div|neg|exp|pow|rsqrt|copy|fill|zero|silu|gelu|relu|sigmoid|tanh)_?")  # fmt: skip
 _KNOWN = (_MATMUL, _ATTENTION, _POINTWISE)
 _COLLECTIVE = re.compile("(allgather)|(reducescatter)|(allreduce)|(alltoall)")
+_MAX_RANKS = 2**20
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
@@ -82,6 +83,8 @@ def work_of(calls: TracedKernels) -> dict[TracedWork, Timing]:
             of_operator[operator].append(call)
     for operator, own in of_operator.items():
         work = _described(operator, " ".join(call.name for call in own))
+        if work is None:
+            continue
         seconds[work].append(sum(call.seconds for call in own))
         kernels[work] += len(own)
     return {work: Timing(times, kernels[work]) for work, times in seconds.items()}
@@ -94,8 +97,8 @@ def _known(call: TracedKernel) -> Iterator[OperatorCall]:
             yield operator
 
 
-def _described(operator: OperatorCall, kernels: str) -> TracedWork:
-    """Return the work of an operator, which ran these kernels."""
+def _described(operator: OperatorCall, kernels: str) -> TracedWork | None:
+    """Return the work of an operator, which ran these kernels. None for a product of nothing, which only fills its result."""
     name, shapes = operator.name, operator.shapes
 
     def dtype(place: int) -> str:
@@ -107,6 +110,10 @@ def _described(operator: OperatorCall, kernels: str) -> TracedWork:
     if match := _MATMUL.fullmatch(name):
         place = 1 if match[2] else 0
         a, b = (tuple(shape) for shape in shapes[place : place + 2])
+        if len(a) < 2 or a[-1] != b[-2]:
+            raise ValueError(f"{name} of {a} and {b}")
+        if not prod(a) * prod(b):
+            return None
         written = prod(a) // a[-1] * b[-1] * _BYTES.get(_type(operator, place), 2)
         read = _bytes(operator, place) + _bytes(operator, place + 1)
         return TracedWork("matmul", name, dtype(place), (a, b), read, written)
@@ -148,7 +155,9 @@ def _collective(said: dict[str, Any]) -> TracedWork | None:
     if not (match and match.lastindex):
         return None
     kind, size = _KINDS[match.lastindex - 1], int(said["Group size"])
-    elements = said["Out msg nelems" if kind == "all_gather" else "In msg nelems"]
+    if size > _MAX_RANKS:
+        raise ValueError(f"a group of {size} ranks")
+    elements = int(said["Out msg nelems" if kind == "all_gather" else "In msg nelems"])
     ranks = tuple(map(int, re.findall(r"\d+", str(said.get("Process Group Ranks", "")))))
     # Long groups are cut short in a trace.
     ranks = ranks if len(ranks) == size else tuple(range(size))

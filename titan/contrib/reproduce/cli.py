@@ -129,8 +129,10 @@ def main(argv: list[str] | None = None) -> int:
         raise _mistake("--ledger", "goes with --record FILE, without --measured")
     if options.record and not options.measured:
         return _add(row, options.record, options.ledger or Path(), options.hardware)
-    if options.record and not options.record.absolute().parent.is_dir():
-        raise _mistake("--record", f"there is no folder {options.record.parent}")
+    if options.record:
+        from titan.sim.report.text import check_target
+
+        check_target("--record", options.record)
     environment = _environment_of(row, options.measured) if options.measured else None
     profile = load_profile(options.hardware) if options.hardware else row.profile
     return _compare(row, profile, options.measured, environment, options.record)
@@ -258,11 +260,17 @@ def _simulated(simulation: Simulation) -> dict[str, float]:
 
 def _add(row: Row, file: Path, folder: Path, hardware: str | None) -> int:
     """Add a file's measurement of the row to the ledger, with the prediction for its machine."""
-    from .ledger import add, read_measurement
+    from titan.sim.report.text import check_target
+
+    from .ledger import add, ledger_rows, read_measurement
 
     if not folder.is_dir():
         raise _mistake("--ledger", f"there is no folder {folder}")
-    measured = read_measurement(file, name=row.name)
+    measured = read_measurement(file, name=row.name, gpus=row.run["gpus"])
+    # Before a simulation of minutes.
+    ledger_rows(folder)
+    for name in ("ledger.toml", "ledger.md"):
+        check_target("--ledger", folder / name)
     simulation = _simulation(row, load_profile(hardware or measured.hardware))
     if simulation is None:
         return 1

@@ -7,7 +7,7 @@ earlier one. Imports no torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,12 +41,22 @@ class Measurement(BaseModel):
     machine: str = ""
 
 
-def read_measurement(file: Path, *, name: str) -> Measurement:
+class LedgerRow(Measurement):
+    """Measurement with its prediction, as ledger.toml has it."""
+
+    predicted_tokens_per_s_per_gpu: _Figure
+    predicted_low: _Figure
+    predicted_high: _Figure
+    predicted_memory_gib: _Figure
+
+
+def read_measurement(file: Path, *, name: str, gpus: int) -> Measurement:
     """Read the measurement of a published run from a TOML or JSON file.
 
     Args:
         file: The file, with the fields of `Measurement`.
         name: ID of the published run.
+        gpus: Its number of GPUs.
 
     Raises:
         ConfigError: The file cannot be used.
@@ -54,23 +64,55 @@ def read_measurement(file: Path, *, name: str) -> Measurement:
     """
     is_json = file.suffix == ".json"
     values, lines = (read_json(file, dict[str, Any]), {}) if is_json else read_toml(file)
+    measured = _checked(Measurement, {"id": name} | values, file, lines)
+    expected = {"id": name, "gpus": gpus}
+    problems = [
+        Problem(str(file), lines.get((key,), 0), key, f"is {getattr(measured, key)}, not {one}")
+        for key, one in expected.items()
+        if key in values and values[key] != one
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return measured
+
+
+def ledger_rows(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of a folder's ledger; none if there is no ledger.
+
+    Raises:
+        ConfigError: The ledger has a mistake, such as one made by hand.
+    """
+    file = folder / "ledger.toml"
+    values, lines = read_toml(file) if file.exists() else ({}, {})
+    rows = values.get("measurement", [])
+    if values.keys() - {"measurement"} or not isinstance(rows, list):
+        message = "has tables [[measurement]] only, as titan reproduce writes them"
+        raise ConfigError([Problem(str(file), 0, "", message)])
+    for number, row in enumerate(rows):
+        _checked(LedgerRow, row, file, lines, above=("measurement", number))
+    return rows
+
+
+def _checked(
+    model: type[Measurement],
+    values: Any,
+    file: Path,
+    lines: Mapping[Any, int],
+    above: tuple[str | int, ...] = (),
+) -> Measurement:
+    """Return values as a model. Raises ConfigError with the lines of the file; `above` are the keys that lead to the values."""
     problems: list[Problem] = []
     try:
         # As JSON, which lets a date be TOML's or a text.
-        text = json.dumps({"id": name} | values, default=str)
-        measured = Measurement.model_validate_json(text, strict=True)
-        if measured.id == name:
-            return measured
-        problems.append(
-            Problem(str(file), lines.get(("id",), 0), "id", f"is {measured.id}, not {name}")
-        )
+        return model.model_validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
         for one in error.errors():
-            hint = did_you_mean(str(one["loc"][0]), Measurement.model_fields)
+            place = (*above, *one["loc"])
+            hint = did_you_mean(str(place[-1]), model.model_fields)
             say = {"missing": "is missing", "extra_forbidden": f"unknown key{hint}"}
             message = say.get(one["type"], one["msg"])
             problems.append(
-                Problem(str(file), lines.get(one["loc"], 0), key_text(one["loc"]), message)
+                Problem(str(file), lines.get(place, lines.get(above, 0)), key_text(place), message)
             )
     raise ConfigError(problems)
 
@@ -87,7 +129,7 @@ def add(folder: Path, measured: Measurement, predicted: dict[str, float]) -> tup
         The page, and whether the measurement replaced one.
     """
     data = folder / "ledger.toml"
-    rows = read_toml(data)[0].get("measurement", []) if data.exists() else []
+    rows = ledger_rows(folder)
     row = measured.model_dump(mode="json", exclude_defaults=True)
     row |= {f"predicted_{key}": round(value, 2) for key, value in predicted.items()}
     others = [other for other in rows if _key(other) != _key(row)]

@@ -272,8 +272,6 @@ def calibrate(path: Path, *, base_name: str | None, say: Callable[[str], None]) 
     Raises:
         ConfigError: There is no such profile.
     """
-    if not path.parent.is_dir():  # before a minute of measuring
-        raise mistake("--calibrate", f"there is no folder {path.parent}")
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     on_gpu = torch.cuda.is_available()
     device = torch.device("cpu")

@@ -14,25 +14,50 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import pairwise
 from math import log
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from titan.config.errors import ConfigError, Problem, did_you_mean, key_text
+from titan.config.errors import ConfigError, Problem, choose, did_you_mean, key_text
 from titan.config.toml import read_toml
 from titan.hardware import HARDWARE, MARGIN, by_name
 from titan.sim.price.library import SOURCES, tables
 from titan.sim.price.measured import BUS
 
 _FOLDER = Path(__file__).parents[1] / "hardware"
-_SELF = {"note", "assumes", "kin", "unsupported"}
+_SELF = {"name", "note", "assumes", "kin", "unsupported"}
 """Entries about the profile itself. They are not taken over from a base."""
-_NOT_FIGURES = {"name", "device", "is_cpu", "margin", "measured", "sources", *_SELF}
-Curve = tuple[tuple[float, float], ...]
+_DTYPES = sorted({"float64"}.union(*(row.peak_flops for row in HARDWARE)))
+_NOT_FIGURES = {"device", "is_cpu", "margin", "measured", "sources", *_SELF}
+
+
+def _increasing(curve: Curve) -> Curve:
+    """Return a curve. Raises ValueError if its sizes do not increase."""
+    if not curve or any(size >= later for (size, _), (later, _) in pairwise(curve)):
+        raise ValueError("a curve has one point [size, value] or more, and its sizes increase")
+    return curve
+
+
+def _known_dtypes(figures: dict[str, float]) -> dict[str, float]:
+    """Return figures by dtype. Raises ValueError for an unknown dtype, and if bfloat16 is missing."""
+    for dtype in figures:
+        if dtype not in _DTYPES:
+            raise ValueError(f"there is no dtype '{dtype}'{choose(dtype, _DTYPES)}")
+    if "bfloat16" not in figures:
+        raise ValueError("needs at least bfloat16")
+    return figures
+
+
+Rate = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Amount = Annotated[float, Field(ge=0)]
+"""A time, a size of memory or another figure that may be 0."""
+Curve = Annotated[tuple[tuple[Rate, Rate], ...], AfterValidator(_increasing)]
 """Points (size, value), by increasing size."""
 
 
@@ -62,27 +87,34 @@ class Tier(BaseModel):
         return self.left / self.oversubscription
 
 
+def _smallest_first(network: tuple[Tier, ...]) -> tuple[Tier, ...]:
+    """Return the blocks of a network. Raises ValueError if they do not grow."""
+    if any(tier.nodes >= above.nodes for tier, above in pairwise(network)):
+        raise ValueError("the smallest block of nodes comes first, and each later one has more")
+    return network
+
+
 class Profile(BaseModel):
     """Figures of one kind of machine.
 
     GB/s and TFLOP/s are decimal, bandwidths count one direction.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str
     device: str = ""
     """Row of titan/hardware.py that peaks and memory are taken from."""
     is_cpu: bool = False
     """Whether jobs run on CPUs, which decides the meaning of training.mixed_precision_param = "auto"."""
-    peak_tflops: dict[str, float] = Field(min_length=1)
+    peak_tflops: Annotated[dict[str, Rate], AfterValidator(_known_dtypes)]
     """Peak of dense matmuls, by dtype of the operands."""
-    memory_gib: float = Field(gt=0)
+    memory_gib: Rate
     margin: float = Field(default=MARGIN, ge=0, lt=1)
     """Share of the memory that a job must leave free to fit."""
-    memory_tb_per_s: float = Field(gt=0)
+    memory_tb_per_s: Rate
 
-    matmul_share: dict[str, float]
+    matmul_share: Annotated[dict[str, Share], AfterValidator(_known_dtypes)]
     """Achievable share of the peak, by dtype; a missing dtype has bfloat16's."""
     """Share of the peak that large products sustain. With `measured`, it is the one figure that the tables lack."""
     measured: str = ""
@@ -98,64 +130,64 @@ class Profile(BaseModel):
     """Rates by kernel and sequence length, of the FLOPs that a causal mask leaves. A plain list is for `attention_kernel`."""
     attention_causal_share: dict[str, Curve]
     """Rate of causal attention over that without a mask, by kernel and sequence length."""
-    memory_share: Curve
+    memory_share: Annotated[tuple[tuple[Rate, Share], ...], AfterValidator(_increasing)]
     """Achievable share of the memory bandwidth, by bytes that a kernel moves."""
-    eager_tb_per_s: float = Field(ge=0)
+    eager_tb_per_s: Amount
     """Most bandwidth that PyTorch's own kernels reach, which have fewer loads in flight than fused ones. 0: as fused ones."""
-    transpose_share: float = Field(gt=0, le=1)
+    transpose_share: Share
     """Part of this share that a transposing fused kernel reaches: it reads along one dimension and writes along another, like
     float8's casts."""
-    kernel_min_us: float
+    kernel_min_us: Amount
     """Duration of a kernel with almost no work."""
 
-    host_tiny_us: float
+    host_tiny_us: Rate
     """Host time of a tiny eager operation: torch.add of 16 x 64 numbers on the CPU. The host's recorded pace counts in it."""
-    launch_us: float
-    launch_compiled_us: float
-    launch_transfer_us: float
+    launch_us: Amount
+    launch_compiled_us: Amount
+    launch_transfer_us: Amount
     """Host time beyond that for the launch of an eager kernel and of a collective, and all of it for a compiled kernel."""
-    compiled_call_us: float
+    compiled_call_us: Amount
     """Host time of a call of compiled code, beside its kernels."""
-    host_gb_per_s: float
+    host_gb_per_s: Rate
     """Bandwidth between the device and pinned host memory."""
-    pageable_gb_per_s: float
+    pageable_gb_per_s: Rate
     """Bandwidth from the device into host memory that is neither pinned nor touched before, as for `checkpoint.async_mode = "async"`."""
-    host_us: float
-    host_memory_gb_per_s: float
+    host_us: Amount
+    host_memory_gb_per_s: Rate
     """Each GPU's share of the bandwidth of the host's processors with their own memory: they update offloaded parameters."""
-    host_tflops: float
+    host_tflops: Rate
     """Each GPU's share of the host's matmul rate, for Muon's update of offloaded parameters."""
 
     gpus_per_node: int = Field(ge=1)
-    ring_gb_per_s: float
+    ring_gb_per_s: Rate
     """Bus bandwidth of rings within a node: all-gather, reduce-scatter."""
-    all_reduce_gb_per_s: float
+    all_reduce_gb_per_s: Rate
     """Bus bandwidth of the best all-reduce within a node (in the switch, if it supports that)."""
-    all_to_all_gb_per_s: float
-    p2p_gb_per_s: float
-    nic_gb_per_s: float
+    all_to_all_gb_per_s: Rate
+    p2p_gb_per_s: Rate
+    nic_gb_per_s: Rate
     """Bandwidth of each GPU's share of its node's network cards."""
-    nic_share: float
-    network: tuple[Tier, ...]
+    nic_share: Share
+    network: Annotated[tuple[Tier, ...], AfterValidator(_smallest_first)]
     """Blocks of nodes, the smallest first. Empty: all nodes reach each other at the speed of their cards."""
-    compute_share_beside_transfer: float
+    compute_share_beside_transfer: Share
     """Rate of kernels while a collective holds SMs and memory bandwidth."""
-    transfer_share_beside_compute: float = Field(gt=0, le=1)
+    transfer_share_beside_compute: Share
     """Rate of collectives while a kernel holds SMs and memory bandwidth."""
-    speed_deviation: float
+    speed_deviation: Amount
     """Standard deviation of speed between devices of the kind. The more devices, the slower is the slowest."""
     slowest_of: int = Field(ge=1)
     """Number of devices whose slowest the achievable shares describe: 1 if one device was measured, all devices of a job if its
     speed set the shares."""
 
-    power_w: float = Field(ge=0)
+    power_w: Amount
     """Most power of one device without its host and its cooling. 0: not known."""
 
-    context_gib: float
+    context_gib: Amount
     """Driver context and kernels, outside the allocator."""
-    workspace_mib: float
+    workspace_mib: Amount
     """cuBLAS workspace, inside the allocator."""
-    communicator_gib: float
+    communicator_gib: Amount
     """Buffers of each process group's communicator, outside the allocator."""
 
     sources: dict[str, str]
@@ -181,13 +213,7 @@ class Profile(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Profile:
-        """Raise ValueError for shares outside (0, 1] and for missing figures."""
-        memory = (share for _, share in self.memory_share)
-        for share in (*self.matmul_share.values(), self.nic_share, *memory):
-            if not 0 < share <= 1:
-                raise ValueError(f"a share is above 0 and at most 1, not {share}")
-        if "bfloat16" not in self.matmul_share or "bfloat16" not in self.peak_tflops:
-            raise ValueError("matmul_share and peak_tflops need at least bfloat16")
+        """Raise ValueError if the kernel of attention has no curve."""
         for curves in (
             self.attention_forward_tflops,
             self.attention_backward_tflops,
@@ -287,8 +313,12 @@ def load_profile(name_or_path: str | Path) -> Profile:
     """
     file = _find(name_or_path, asked_in="hardware")
     values, lines = _merged(file)
+    values.setdefault("name", file.stem)
     try:
-        return Profile(**values)
+        profile = Profile(**values)
+        for relative in profile.kin:
+            _find(relative, asked_in=f"{file}: kin")
+        return profile
     except ValidationError as error:
         problems = [
             # Lines of the file at hand: a figure taken over from a base has none here.
@@ -326,27 +356,35 @@ def _find(name_or_path: str | Path, *, asked_in: str) -> Path:
 def _merged(file: Path, *, below: Sequence[Path] = ()) -> tuple[dict[str, Any], dict[Any, int]]:
     """Return the figures of a file on top of its base's and of its device's, and the lines that state them."""
     values, lines = read_toml(file)
+
+    def mistake(key: str, message: str) -> ConfigError:
+        return ConfigError([Problem(str(file), lines.get((key,), 0), key, message)])
+
+    for key in ("base", "device", "measured"):
+        if not isinstance(values.get(key, ""), str):
+            raise mistake(key, "is a name, in quotes")
+    if not isinstance(values.get("sources", {}), dict):
+        raise mistake("sources", "is a table: a line [sources], then a line for each figure")
     figures: dict[str, Any] = {}
     sources: dict[str, str] = {}
     if base := values.pop("base", None):
         beneath = _find(base, asked_in=f"{file}: base")
         # A file that is its own base, by any number of steps.
         if beneath in below:
-            raise ConfigError(
-                [Problem(str(file), lines.get(("base",), 0), "base", "leads back here")]
-            )
+            raise mistake("base", "leads back here")
         figures, _ = _merged(beneath, below=(*below, file))
         sources = figures.pop("sources")
         figures = {key: value for key, value in figures.items() if key not in _SELF}
     stated = values.pop("sources", {})
     # In ascending order of weight: the base, the device's datasheet, the card's tables, the file itself.
-    figures |= _of_device(values["device"], sources) if "device" in values else {}
+    if device := values.get("device"):
+        names = [row.name for row in HARDWARE]
+        if device not in names:
+            raise mistake("device", f"there is no '{device}'{choose(device, names)}")
+        figures |= _of_device(device, sources)
     if card := values.get("measured"):
         if card not in SOURCES:
-            message = f"there are tables of {', '.join(SOURCES)}, not of {card}"
-            raise ConfigError(
-                [Problem(str(file), lines.get(("measured",), 0), "measured", message)]
-            )
+            raise mistake("measured", f"there are tables of {', '.join(SOURCES)}, not of {card}")
         figures |= _of_tables(card, sources)
     # A figure without a source could be a guess, and predictions would rest on it.
     known = values.keys() & Profile.model_fields.keys()  # a misspelt figure is told as such

@@ -171,7 +171,8 @@ class HostMeter:
 
 def _serves_block(owner: Any) -> bool:
     """Return whether FSDP's object, a state or its group, shards a block."""
-    groups = getattr(owner, "_fsdp_param_groups", [owner])  # one attribute until torch 2.12
+    one = getattr(owner, "_fsdp_param_group", owner)  # a state of torch before 2.12 has one group
+    groups = getattr(owner, "_fsdp_param_groups", [one])
     first = next((g._module_fqn or "" for g in groups if hasattr(g, "_module_fqn")), "")
     first = first.partition(",")[0]
     return bool(_BLOCK.fullmatch(canonical_name(f"{first}.").rstrip(".")))

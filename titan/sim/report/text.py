@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import floor, log10
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from titan.config.errors import ConfigError, Problem
 from titan.config.options import add_quiet, is_quiet
@@ -88,6 +89,12 @@ def require_positive(options: Namespace, *names: str) -> None:
             raise mistake(option, f"expected a whole number of at least 1, got {number}")
 
 
+def require_no_job(job: Sequence[str], option: str) -> None:
+    """Raise ConfigError if there are arguments of a job beside an option that needs none."""
+    if job:
+        raise mistake(job[0], f"is no option, and {option} needs no job")
+
+
 def memory_limit(profile: Profile, gib: float | None) -> Profile:
     """Return the profile with the memory that --memory allows, all of which may be used.
 
@@ -102,13 +109,32 @@ def memory_limit(profile: Profile, gib: float | None) -> Profile:
     return profile.model_copy(update={"memory_gib": gib, "margin": 0.0})
 
 
-def require_folders(options: Namespace, *names: str) -> None:
-    """Raise ConfigError if the folder of one of these output files does not exist."""
-    # Checked first: a file that cannot be written would cost a minute of simulating.
-    for name in names:
-        file = getattr(options, name)
-        if file not in (None, "-") and not Path(file).parent.is_dir():
-            raise mistake(f"--{name}", f"there is no folder {Path(file).parent}")
+def require_writable(options: Namespace, *names: str, folders: Collection[str] = ()) -> None:
+    """Raise ConfigError if one of these output files cannot be written. `folders` may be folders."""
+    for name in (*names, *folders):
+        target = getattr(options, name)
+        if target not in (None, "-"):
+            is_folder = name in folders and Path(target).is_dir()
+            check_target(f"--{name}", Path(target), is_folder=is_folder)
+
+
+def check_target(option: str, target: Path, *, is_folder: bool = False) -> None:
+    """Raise ConfigError if a file cannot be written, or files in a folder, which is made if it is not there.
+
+    This comes first: a file that cannot be written would cost minutes of simulating.
+    """
+    folder = target if is_folder else target.parent
+    try:
+        if is_folder:
+            folder.mkdir(parents=True, exist_ok=True)
+        if not folder.is_dir():
+            raise mistake(option, f"there is no folder {folder}")
+        if is_folder or not target.exists():
+            TemporaryFile(dir=folder).close()
+        elif not (target.is_fifo() or target.is_char_device()):  # a pipe would wait for its reader
+            target.open("ab").close()
+    except OSError as error:
+        raise mistake(option, f"cannot write {target}: {error.strerror}") from None
 
 
 def put_json(data: object, target: str | None, *, indent: int | None = 2) -> bool:

@@ -216,7 +216,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--host", action="store_true", help=host)
     output = "write the overlay; default: print it"
     parser.add_argument("--output", type=Path, metavar="FILE", help=output)
-    checked = {"positive": ["processes"], "folders": ["output"]}
+    checked = {"positive": ["processes"], "written": ["output"]}
     options, job, profile, config = read_command(parser, argv, **checked)
     others, compile = dict(_OTHERS), config.compile
     if compile.enable and "model" in compile.components:

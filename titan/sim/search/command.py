@@ -16,8 +16,8 @@ from titan.sim.report.text import (
     known_options,
     memory_limit,
     put_json,
-    require_folders,
     require_positive,
+    require_writable,
     speed_range,
     utilization,
 )
@@ -26,7 +26,7 @@ from titan.sim.search.variants import Variant
 
 
 def read_command(
-    parser: ArgumentParser, argv: Sequence[str] | None, *, positive: Sequence[str], folders: Sequence[str] = ()
+    parser: ArgumentParser, argv: Sequence[str] | None, *, positive: Sequence[str], written: Sequence[str] = ()
 ) -> tuple[Namespace, list[str], Profile, JobConfig]:  # fmt: skip
     """Return a command's options, the job's arguments, the profile with the memory that --memory allows, and the job.
 
@@ -34,7 +34,7 @@ def read_command(
         parser: Parser with the command's own options. It gets --memory, too.
         argv: Arguments; None for those of the process.
         positive: Options that must be at least 1.
-        folders: Options whose files must be in existing folders.
+        written: Options whose files are written.
 
     Raises:
         ConfigError: An option or the job has a mistake.
@@ -43,7 +43,7 @@ def read_command(
     parser.add_argument("--memory", type=float, metavar="GIB", help=memory)
     options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     require_positive(options, "world_size", *positive)
-    require_folders(options, "json", *folders)
+    require_writable(options, "json", *written)
     profile = memory_limit(load_profile(options.hardware), options.memory)
     return options, job, profile, load_from_argv(job, options=known_options(parser))
 

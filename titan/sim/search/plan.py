@@ -29,6 +29,7 @@ from titan.config.errors import choose
 from titan.config.load import print_warnings
 from titan.sim.report.intervals import cannot_tell_apart
 from titan.sim.report.text import (
+    check_target,
     columns,
     degrees,
     job_parser,
@@ -205,9 +206,10 @@ def _remarks(search: Search, found: Plan, *, wall_s: float) -> Iterator[str]:
     """Yield explanations of the table, and advice."""
     profile = search.profile
     num_seen = len(search.seen - {search.own()})  # the job itself is no candidate
-    num_fitting = sum(variant.fits for _, variant in found.ranked)
+    ranked = [variant for point, variant in found.ranked if point != search.own()]
+    num_fitting = sum(variant.fits for variant in ranked)
     yield (
-        f"\n{num_seen} candidates simulated in {wall_s:.0f} s: {num_fitting} fit, {len(found.ranked) - num_fitting} tight. "
+        f"\n{num_seen} candidates simulated in {wall_s:.0f} s: {num_fitting} fit, {len(ranked) - num_fitting} tight, {num_seen - len(ranked)} do not run. "
         f"GiB: peak reserved by the allocator, and what is outside of it, on the fullest rank, of {profile.memory_gib:g}. What fits "
         f"leaves {profile.margin:.0%} free; what is tight leaves less, or gives back its cache"
     )
@@ -300,6 +302,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     positive = ["simulate", "most"]
     options, job, profile, config = read_command(parser, argv, positive=positive)
+    if options.output:
+        check_target("--output", options.output, is_folder=not options.only)
     if options.only:
         return fsdp.run(options, job, profile, config)
     print_warnings(advise(config, device=profile.device_kind))

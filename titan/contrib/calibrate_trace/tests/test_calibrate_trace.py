@@ -196,14 +196,113 @@ def test_mistakes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "other.json").write_text('{"losses": [1, 2]}')
     nameless = (TRACES / "nccl_arguments.json").read_text().replace("NVIDIA A100-PG509-200", "")
     (folder / "nameless.json").write_text(nameless)
+    strange = (
+        ("Input Dims", [5, []]),
+        ("Input Dims", [[4], [4], [4]]),
+        ("Input type", []),
+        ("Input type", [1, 2]),
+    )
+    for number, (key, value) in enumerate(strange):
+        trace = on_a_gpu(json.loads((folder / "cpu.json").read_text()))
+        trace["traceEvents"][-2]["args"][key] = value  # of aten::mm
+        (folder / f"strange{number}.json").write_text(json.dumps(trace))
+    for name, what in {"Group size": 10**12, "Out msg nelems": "many", "dur": float("nan")}.items():
+        trace = on_a_gpu(json.loads((folder / "cpu.json").read_text()))
+        said = {
+            "Collective name": "allgather",
+            "dtype": "Float",
+            "Group size": 8,
+            "Out msg nelems": 2**20,
+        }
+        kernel = trace["traceEvents"][-1]
+        kernel |= {"args": kernel["args"] | said | {name: what}} if name != "dur" else {name: what}
+        (folder / f"nccl{name[:3]}.json").write_text(json.dumps(trace))
     for file, says in {
+        **{f"strange{number}.json": "not a whole trace of torch's profiler" for number in range(4)},
+        **{
+            f"nccl{name}.json": "not a whole trace of torch's profiler ("
+            for name in ("Gro", "Out", "dur")
+        },
         "cpu.json": "has no kernels of a GPU",
         "half.json": "not a whole trace of torch's profiler",
         "other.json": "not a whole trace of torch's profiler",
-        "none.json": "none.json",
+        "none.json": "none.json: No such file or directory",
         "nameless.json": "names no device: state the most similar profile with --hardware",
     }.items():
         assert main(["sim", "--calibrate-from", file]) == 2, file
         error = capsys.readouterr().err
         assert says in error and "--calibrate-from" in error and "Traceback" not in error
+    shapes = str(TRACES / "a100_shapes.json")
+    for more, says in {
+        ("--calibrate", "none/mine.toml"): "--calibrate: there is no folder none",
+        ("--calibrate", "."): "--calibrate: cannot write",
+        ("job.toml",): "job.toml: is no option, and --calibrate-from needs no job",
+        ("--hardwar=h100",): "--hardwar=h100: is no option",
+    }.items():
+        assert main(["sim", "--calibrate-from", shapes, *more]) == 2, more
+        assert says in capsys.readouterr().err
     assert not [*folder.glob("*-hardware.toml")]
+
+
+def on_a_gpu(
+    trace: dict[str, Any], *, dtype: str = "float", size: int = 2, us: float = 900.0
+) -> dict[str, Any]:
+    """Return a trace of the CPU whose last matmul runs on an H100: the operator, its launch and its kernel come last."""
+    events = trace["traceEvents"]
+    operator = [e for e in events if e.get("name") == "aten::mm"][-1]
+    operator["args"] |= {"Input Dims": [[size, size]] * 2, "Input type": [dtype] * 2}
+    operator["args"].pop("Input Strides", None)
+    same = {"ph": "X", "pid": operator["pid"], "tid": operator["tid"], "args": {"correlation": 7}}
+    launch = same | {
+        "cat": "cuda_runtime",
+        "name": "cudaLaunchKernel",
+        "ts": operator["ts"],
+        "dur": operator["dur"] / 2,
+    }
+    kernel = same | {"cat": "kernel", "name": "gemm", "ts": operator["ts"], "dur": us}
+    devices = [{"id": 0, "name": "NVIDIA H100 80GB HBM3"}]
+    last = [e for e in events if e is not operator]
+    return trace | {"deviceProperties": devices, "traceEvents": [*last, launch, operator, kernel]}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"), [("c10::Half", "float16"), ("double", ""), ("c10::complex<float>", "")]
+)
+def test_a_dtype_changes_its_own_share_alone(folder: Path, dtype: str, name: str) -> None:
+    """Half precision has bfloat16's share until a trace says more; a dtype without a peak says nothing of another's."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
+        torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+    recorded.export_chrome_trace(str(folder / "cpu.json"))
+    # 4,096 cubed in 1 ms: 137 TFLOP/s, 0.139 of 989.
+    trace = on_a_gpu(
+        json.loads((folder / "cpu.json").read_text()), dtype=dtype, size=4096, us=1000.0
+    )
+    (folder / "mm.json").write_text(json.dumps(trace))
+    found, base = calibrated(folder / "mm.json").matmul_share, load_profile("h100-sxm").matmul_share
+    assert {dtype: share for dtype, share in found.items() if dtype != name} == base
+    if name:
+        kernel = Kernel("aten::mm", "matmul", ((4096, 4096),) * 2, name, 2 * 4096**3)
+        assert Cost(load_profile(folder / "mm-hardware.toml")).kernel_s(kernel) == pytest.approx(
+            1e-3, rel=0.01
+        )
+
+
+def test_a_figure_at_its_limit_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Cards that are twice as fast as the profile's: no share exceeds 1, so the kernels do not take their time."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
+        torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+    recorded.export_chrome_trace(str(folder / "cpu.json"))
+    trace = on_a_gpu(json.loads((folder / "cpu.json").read_text()), us=5000.0)
+    sizes = {"Group size": 2, "In msg nelems": 2**28, "Out msg nelems": 2**29}
+    said = {
+        "Collective name": "allgather",
+        "dtype": "BFloat16",
+        "Process Group Ranks": "[0, 8]",
+        **sizes,
+    }
+    trace["traceEvents"][-1]["args"] |= said
+    (folder / "fast.json").write_text(json.dumps(trace))
+    assert calibrated(folder / "fast.json").nic_share == 1
+    assert (
+        "nic_share is at its limit: its kernels took 5.0 ms, and take 1" in capsys.readouterr().out
+    )

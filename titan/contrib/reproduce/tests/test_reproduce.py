@@ -140,6 +140,11 @@ def test_the_job_for_slurm(
         (["R1", "--record", "RUN/environment.json"], "unknown key"),
         (["R1", "--ledger", "RUN"], "--ledger: goes with --record FILE"),
         (["R1", "--record", "x.toml", "--ledger", "none"], "--ledger: there is no folder none"),
+        (["R1", "--record", "RUN/other.json"], "gpus: is 16, not 8"),
+        (["R1", "--record", "RUN/good.json", "--ledger", "RUN/broken"], "ledger.toml:1: measurement[0].hardware: is missing"),
+        (["R1", "--record", "RUN/good.json", "--ledger", "RUN/number"], "has tables [[measurement]] only"),
+        (["R1", "--record", "RUN/good.json", "--ledger", "/proc"], "--ledger: cannot write /proc/ledger.toml"),
+        (["R1", "--measured", "RUN", "--record", "RUN"], "--record: cannot write"),
         (["R1", "--submit", "--measured", "RUN"], "--submit: goes with an ID alone"),
         (["R1", "--measured", "RUN", "--record", "none/file"], "there is no folder none"),
     ],
@@ -147,6 +152,21 @@ def test_the_job_for_slurm(
 def test_mistakes(
     arguments: list[str], message: str, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    other = {
+        "tokens_per_s_per_gpu": 5000,
+        "hardware": "h100-sxm",
+        "who": "B",
+        "date": "2026-11-26",
+        "torch": "2.13",
+    }
+    for name, gpus in {"good": 8, "other": 16}.items():
+        (run / f"{name}.json").write_text(json.dumps(other | {"gpus": gpus}))
+    for name, text in {
+        "broken": '[[measurement]]\nid = "R1"\n',
+        "number": "measurement = 5\n",
+    }.items():
+        (run / name).mkdir(exist_ok=True)
+        (run / name / "ledger.toml").write_text(text)
     given = [argument.replace("RUN", str(run)) for argument in arguments]
     assert main(["reproduce", *given]) == 2
     assert message.replace("RUN is", f"{run} is") in capsys.readouterr().err
