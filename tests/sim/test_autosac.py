@@ -15,6 +15,7 @@ from tests.support.ranks import Pool
 from tests.support.traces import (
     in_turn,
     job,
+    on_cpu,
     real_peak,
     trace_of,
     trace_ranks,
@@ -251,7 +252,7 @@ def test_a_run_needs_the_bytes_of_the_choice(name: str, pool: Pool) -> None:
     config = by_op(lines, batch=8, **sections)
     real = pool.run(world, real_peak, config)[0]
     base = trace_ranks(
-        by_op(["0:"], batch=8, **sections), world_size=world, ranks=[0], device_kind="cpu"
+        by_op(["0:"], batch=8, **sections), world_size=world, ranks=[0], prepare=on_cpu
     )[0]
     blocks = find_blocks(base, Cost(H100))
     kept: dict[int, Kept] = {

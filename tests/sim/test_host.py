@@ -207,14 +207,14 @@ def test_a_trace_has_its_jobs_pace_also_from_the_cache(monkeypatch: pytest.Monke
     recorded: list[str] = []
 
     def watched(jobs: list[Job], *args: Any, **options: Any) -> Any:
-        recorded.extend(job.device_kind for job in jobs)
+        recorded.extend(job.of_host for job in jobs)
         return trace_jobs(jobs, *args, **options)
 
     monkeypatch.setattr(trace_cache, "trace_jobs", watched)
     again = paces_of(job(batch=2, training={"global_batch_size": 4}), 2)
     assert again == {**pace, "accumulation": 1}
     assert paces_of(config, 2) == pace
-    assert {*recorded} == {"cuda"}
+    assert {*recorded} == {False}
 
 
 def test_a_job_that_cpus_cannot_run_has_the_usual_pace() -> None:

@@ -124,7 +124,7 @@ def with_paces(
     paces, keys, requests = Paces(done), [], {}
     for job in jobs:
         config, layout = tiny(job.config, job.layout)
-        host = replace(job, config=config, layout=layout, device_kind="host", prepare=None)
+        host = replace(job, config=config, layout=layout, of_host=True, prepare=None)
         keys.append(host.key)
         requests[host.key] = host
     hosts = [(host, partial(paces.measured, key)) for key, host in requests.items()]
