@@ -103,7 +103,7 @@ def on_cpu(*_: Any) -> None:
         return getattr(torch.ops.aten, name)(q, k, v, dropout_p, is_causal, **settings)[0]
 
     library.impl("scaled_dot_product_attention", attention, "AutogradPrivateUse1")
-    device._module.get_device_capability = lambda _=None: (0, 0)
+    device._module.get_device_capability = lambda device=None: (0, 0)
 
 
 _flex_attention = documents.flex_attention
