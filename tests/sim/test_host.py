@@ -218,7 +218,7 @@ def test_a_trace_has_its_jobs_pace_also_from_the_cache(monkeypatch: pytest.Monke
 
 
 def test_a_job_that_cpus_cannot_run_has_the_usual_pace() -> None:
-    [(_, traces)] = trace_jobs([Job((job(loss={"name": "none"}),), 2, (0,), "host")], 1)
+    [(_, traces)] = trace_jobs([Job((job(loss={"name": "none"}),), 2, (0,), of_host=True)], 1)
     assert not isinstance(traces, Exception)
     [trace] = traces
     assert trace.host == {} and not trace.step
