@@ -158,6 +158,15 @@ def test_sizes_share_a_measurement_and_programs_do_not() -> None:
         key(job(), 64),
     ):
         assert same == base
+    by_op = {"mode": "selective", "op_keep": ["aten.mm"]}
+    by_block = {
+        "mode": "selective",
+        "op_keep": [],
+        "op_keep_by_block": ["0: aten.mm@0", "1-3: all"],
+    }
+    of_lists = key(job(activation_checkpoint=by_op), 8)
+    assert of_lists == key(job(activation_checkpoint=by_block), 8)
+    assert of_lists not in {base, key(job(activation_checkpoint={"mode": "full"}), 8)}
     others = {
         key(job(parallelism={"tensor_parallel_degree": 2}), 8),
         key(job(activation_checkpoint={"mode": "full"}), 8),
