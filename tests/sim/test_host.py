@@ -145,7 +145,7 @@ def test_what_a_layout_adds_to_a_block(by_calls: dict[str, dict[str, float]]) ->
 
 def key(config: JobConfig, world: int) -> str:
     layout = resolve_layout(config, world)
-    return TraceRequest(*tiny(config, layout), "host").key
+    return TraceRequest(*tiny(config, layout), of_host=True).key
 
 
 def test_sizes_share_a_measurement_and_programs_do_not() -> None:
@@ -213,7 +213,7 @@ def test_a_trace_has_its_jobs_pace_also_from_the_cache(monkeypatch: pytest.Monke
     # FSDP's hooks are a part of a block's calls.
     assert pace["forward block"] > pace["forward hooks"] > 0
     # Another batch needs another trace, and no other pace.
-    recorded: list[str] = []
+    recorded: list[bool] = []
 
     def watched(jobs: list[Job], *args: Any, **options: Any) -> Any:
         recorded.extend(job.of_host for job in jobs)
