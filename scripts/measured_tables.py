@@ -10,16 +10,38 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from titan.sim.price.library import SOURCES, read
 
+LEFT_OUT = 51200
+"""Columns or length of a sum that the shipped files do not have."""
 FOLDER = Path(__file__).parents[1] / "titan" / "sim" / "hardware" / "measured"
+
+
+def thinned(dtype: str, part: dict[str, Any], *, is_odd: bool = False) -> dict[str, Any]:
+    """Return products without the rows that their neighbours tell: 8 bits need aligned ones, and fewer of them."""
+
+    def is_kept(m: int) -> bool:
+        if dtype == "float8":
+            return not is_odd and (m % 256 == 0 or m in (1, 16, 64, 128))
+        return m >= 32 or m in (1, 4, 9, 16, 17)
+
+    rows = [place for place, m in enumerate(part["m"]) if is_kept(m)]
+    axes = [[size for size in part[axis] if size != LEFT_OUT and rows] for axis in ("n", "k")]
+    width = len(part["k"])
+    places = [part["n"].index(n) * width + part["k"].index(k) for n in axes[0] for k in axes[1]]
+    lines = ["".join(part["letters"][row][place] for place in places) for row in rows]
+    return {"m": [part["m"][row] for row in rows], "n": axes[0], "k": axes[1], "letters": lines}
 
 
 def main() -> None:
     for card in SOURCES:
         file = FOLDER / f"{card}.json"
-        text = json.dumps(read(card, small=True), indent=None, separators=(",", ":"))
+        raw = read(card)
+        for dtype, (aligned, odd) in raw["products"].items():
+            raw["products"][dtype] = [thinned(dtype, aligned), thinned(dtype, odd, is_odd=True)]
+        text = json.dumps(raw, indent=None, separators=(",", ":"))
         file.write_text(text + "\n", "utf-8")
         print(f"{file.name}: {len(text) / 1e3:.0f} kB")
 

@@ -216,7 +216,6 @@ def test_the_tracer_knows_none_of_its_users() -> None:
     users = ("async_tp", "compiled", "compiled_replay", "microbatches", "trace_jobs")
     used = imports("titan.sim.record.tracer")
     assert not used & {f"titan.sim.record.{name}" for name in users}
-    assert not imports("titan.sim.record.observers") & SOURCES.keys()
 
 
 def test_no_hook_assigns_a_field_of_the_run_or_of_another_hook() -> None:

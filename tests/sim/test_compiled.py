@@ -12,7 +12,15 @@ from torch import Tensor
 
 from tests.sim.test_trace_jobs import numbered_anew
 from tests.support.ranks import Pool
-from tests.support.traces import events_of, in_turn, job, real_batches, real_program, trace_of
+from tests.support.traces import (
+    events_of,
+    in_turn,
+    job,
+    on_cpu,
+    real_batches,
+    real_program,
+    trace_of,
+)
 from titan.config.schema import JobConfig
 from titan.sim.price.profiles import load_profile
 from titan.sim.record.trace import Allocate, Free, Launch, Trace, Transfer
@@ -87,8 +95,7 @@ def test_saves_what_a_real_compiler_saves(kind: str, pool: Pool) -> None:
     config = compiled_job(**sections, training={"mixed_precision_param": "float32"})
     output = 8 * 64 * 64 * 4
     assert (
-        traced_saved(trace_of(config, device_kind="cpu"))
-        == pool.run(1, real_saved, real)[0] + output
+        traced_saved(trace_of(config, prepare=on_cpu)) == pool.run(1, real_saved, real)[0] + output
     )
 
 

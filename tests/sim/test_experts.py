@@ -13,6 +13,7 @@ from tests.support.traces import (
     counts_of,
     in_turn,
     job,
+    on_cpu,
     real_peak,
     trace_ranks,
     traced_peak,
@@ -91,7 +92,7 @@ def test_peak_is_the_real_one(name: str, pool: Pool) -> None:
     # Large enough that the peak is in the forward or backward pass: clipping squares gradients one by one on a CPU only.
     config = moe_job(batch=16, **sections)
     real = pool.run(world, real_peak, config)[0]
-    trace = trace_ranks(config, world_size=world, ranks=[0], device_kind="cpu")[0]
+    trace = trace_ranks(config, world_size=world, ranks=[0], prepare=on_cpu)[0]
     assert traced_peak(trace) == pytest.approx(real, rel=0.002)
 
 

@@ -164,7 +164,7 @@ def recordings(request: TraceRequest, stages: list[Depth]) -> dict[int, tuple[Tr
     every compiled program once; and the whole one, from a process of its own that runs everything."""
     world, ranks = request.layout.world_size, distinct_ranks(request.config, request.layout)
     together = _Plan(request, None, lambda *_: None).jobs(1)
-    alone = [Job((request.config,), world, (rank,), request.device_kind) for rank in ranks]
+    alone = [Job((request.config,), world, (rank,)) for rank in ranks]
     extended, whole = {}, {}
     for jobs, actual, replays_programs in ((together, extended, True), (alone, whole, False)):
         for number, traces in trace_jobs(jobs, 2, replays_programs=replays_programs):

@@ -145,7 +145,7 @@ def test_what_a_layout_adds_to_a_block(by_calls: dict[str, dict[str, float]]) ->
 
 def key(config: JobConfig, world: int) -> str:
     layout = resolve_layout(config, world)
-    return TraceRequest(*tiny(config, layout), "host").key
+    return TraceRequest(*tiny(config, layout), of_host=True).key
 
 
 def test_sizes_share_a_measurement_and_programs_do_not() -> None:
@@ -158,6 +158,15 @@ def test_sizes_share_a_measurement_and_programs_do_not() -> None:
         key(job(), 64),
     ):
         assert same == base
+    by_op = {"mode": "selective", "op_keep": ["aten.mm"]}
+    by_block = {
+        "mode": "selective",
+        "op_keep": [],
+        "op_keep_by_block": ["0: aten.mm@0", "1-3: all"],
+    }
+    of_lists = key(job(activation_checkpoint=by_op), 8)
+    assert of_lists == key(job(activation_checkpoint=by_block), 8)
+    assert of_lists not in {base, key(job(activation_checkpoint={"mode": "full"}), 8)}
     others = {
         key(job(parallelism={"tensor_parallel_degree": 2}), 8),
         key(job(activation_checkpoint={"mode": "full"}), 8),
@@ -204,21 +213,21 @@ def test_a_trace_has_its_jobs_pace_also_from_the_cache(monkeypatch: pytest.Monke
     # FSDP's hooks are a part of a block's calls.
     assert pace["forward block"] > pace["forward hooks"] > 0
     # Another batch needs another trace, and no other pace.
-    recorded: list[str] = []
+    recorded: list[bool] = []
 
     def watched(jobs: list[Job], *args: Any, **options: Any) -> Any:
-        recorded.extend(job.device_kind for job in jobs)
+        recorded.extend(job.of_host for job in jobs)
         return trace_jobs(jobs, *args, **options)
 
     monkeypatch.setattr(trace_cache, "trace_jobs", watched)
     again = paces_of(job(batch=2, training={"global_batch_size": 4}), 2)
     assert again == {**pace, "accumulation": 1}
     assert paces_of(config, 2) == pace
-    assert {*recorded} == {"cuda"}
+    assert {*recorded} == {False}
 
 
 def test_a_job_that_cpus_cannot_run_has_the_usual_pace() -> None:
-    [(_, traces)] = trace_jobs([Job((job(loss={"name": "none"}),), 2, (0,), "host")], 1)
+    [(_, traces)] = trace_jobs([Job((job(loss={"name": "none"}),), 2, (0,), of_host=True)], 1)
     assert not isinstance(traces, Exception)
     [trace] = traces
     assert trace.host == {} and not trace.step

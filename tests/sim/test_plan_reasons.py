@@ -15,7 +15,7 @@ from titan.sim.price.network import Dispatch, card_bytes, price_transfer
 from titan.sim.price.profiles import Profile, load_profile
 from titan.sim.record.trace import Group, Scope, Transfer
 from titan.sim.search.candidates import Point, Search
-from titan.sim.search.plan import Plan, cannot_tell_apart, kinds_first, plan
+from titan.sim.search.plan import Plan, _remarks, cannot_tell_apart, kinds_first, plan
 from titan.sim.search.reasons import lost_to, parts, reason
 from titan.sim.search.variants import Variant, simulate_variants
 from titan.sim.simulate import Facts
@@ -226,6 +226,22 @@ def test_the_best_of_each_kind_comes_before_variants() -> None:
     order = [variant.speed for _, variant in kinds_first(finder, ranked)]
     assert order == [100, 70, 99, 98, 40, 90]  # slow kinds after variants, tight ones last
     assert cannot_tell_apart(facts[0], facts[1]) and not cannot_tell_apart(facts[0], facts[3])
+
+
+def test_the_remark_counts_candidates_and_not_the_job() -> None:
+    finder = search("llama3_8b", world_size=16)
+    own = finder.own()
+    assert own is not None
+    others = [point for point in finder.points if point != own][:6]
+    finder.seen |= {own, *others}
+    fits, tight = {"fits": True, "tight": False}, {"fits": False, "tight": True}
+    speed = {"tokens_per_s_per_gpu": 100.0}
+    # The job runs, three others fit, one is tight, and two do not run.
+    ranked = [(own, fits), *((point, fits) for point in others[:3]), (others[3], tight)]
+    variants = [(point, Variant({}, "h100-sxm", speed | facts)) for point, facts in ranked]
+    for shown in (variants, variants[1:]):  # the job is among them only if nothing is faster
+        remark = next(_remarks(finder, Plan(variants[0][1], shown, {}), wall_s=12.0))
+        assert "\n6 candidates simulated in 12 s: 3 fit, 1 tight, 2 do not run. " in remark
 
 
 # ---- the price of the fixed batch ----------------------------------------------------------------

@@ -16,6 +16,7 @@ from tests.support.traces import (
     in_turn,
     job,
     left_behind,
+    on_cpu,
     real_peak,
     trace_of,
     trace_ranks,
@@ -96,7 +97,7 @@ def test_peak_is_the_real_one(name: str, pool: Pool) -> None:
     # Large enough that the peak is in the forward or backward pass: clipping squares gradients one by one on a CPU only.
     config = job(batch=8, **sections)
     real = pool.run(world, real_peak, config)[0]
-    trace = trace_ranks(config, world_size=world, ranks=[0], device_kind="cpu")[0]
+    trace = trace_ranks(config, world_size=world, ranks=[0], prepare=on_cpu)[0]
     assert traced_peak(trace) == pytest.approx(real, rel=0.002)
 
 
@@ -469,6 +470,6 @@ def test_windows_cost_as_many_keys() -> None:
 def test_grouped_heads_in_32_bits_keep_no_scores() -> None:
     """torch has no fused kernel for them on a GPU (titan/parallel/block_attention.py: match_heads)."""
     fp32 = {"mixed_precision_param": "float32"}
-    trace = trace_of(job(layers=1, training=fp32), world=1, device_kind="cuda")
+    trace = trace_of(job(layers=1, training=fp32), world=1)
     kinds = Counter(event.kernel.kind for event in events_of(trace.step, Launch))
     assert kinds["attention"] == kinds["attention_backward"] == 1, kinds

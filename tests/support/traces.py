@@ -23,9 +23,10 @@ from tests.support.steps import build_step
 from titan.checks.rules import resolve_layout
 from titan.config.schema import JobConfig
 from titan.data.packing import Batch
-from titan.parallel import build_mesh
+from titan.parallel import build_mesh, documents
+from titan.sim.record import device
 from titan.sim.record.trace import Allocate, Event, Free, Trace, Transfer
-from titan.sim.record.trace_jobs import DeviceKind, Job, Prepare, distinct_ranks, trace_jobs
+from titan.sim.record.trace_jobs import Job, Prepare, distinct_ranks, trace_jobs
 from titan.train_step import TrainStep
 
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -56,7 +57,6 @@ def trace_ranks(
     world_size: int,
     ranks: Sequence[int] | None = None,
     processes: int | None = None,
-    device_kind: DeviceKind = "cuda",
     prepare: Prepare | None = None,
     **options: Any,
 ) -> dict[int, Trace]:
@@ -67,13 +67,46 @@ def trace_ranks(
     layout = resolve_layout(config, world_size)
     if ranks is None:
         ranks = distinct_ranks(config, layout)
-    jobs = [Job((config,), world_size, (rank,), device_kind, prepare=prepare) for rank in ranks]
+    jobs = [Job((config,), world_size, (rank,), prepare=prepare) for rank in ranks]
     traces: dict[int, Trace] = {}
     for number, result in trace_jobs(jobs, processes or os.cpu_count() or 1, **options):
         if isinstance(result, Exception):
             raise result
         [traces[ranks[number]]] = result
     return {rank: traces[rank] for rank in ranks}
+
+
+def on_cpu(*_: Any) -> None:
+    """Declare a CPU's kernels in place of an H100's (`prepare` of a recording): torch decomposes more operations there, among
+    them RMSNorm, and has one fused attention. Such a recording is compared with a real run on a CPU."""
+    device._library.pop()._destroy()
+    documents.flex_attention = _flex_attention
+    library = torch.library.Library("aten", "IMPL")
+    device._library.append(library)
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    for declared in ("silu_backward", name, f"{name}_backward"):
+        library.impl(declared, device._never, "PrivateUse1")
+
+    def attention(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        settings: dict[str, Any] = {"attn_mask": device._added(attn_mask, q), "scale": scale}
+        # The second result is the logsumexp, which only backward uses.
+        return getattr(torch.ops.aten, name)(q, k, v, dropout_p, is_causal, **settings)[0]
+
+    library.impl("scaled_dot_product_attention", attention, "AutogradPrivateUse1")
+    device._module.get_device_capability = lambda device=None: (0, 0)
+
+
+_flex_attention = documents.flex_attention
 
 
 def trace_of(config: JobConfig, *, world: int = 1, **settings: Any) -> Trace:

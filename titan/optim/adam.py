@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan.parallel.float8 import plain, quiet_torchao
-from titan.parallel.torch_compat import allow_programs
 
 from .rounding import RoundingSeeds
 
@@ -89,8 +88,6 @@ class SmallAdam(torch.optim.Optimizer):
         self.update = _update_shard
         if compiled:
             self.update = torch.compile(_update_shard, fullgraph=True, dynamic=True)
-            # torch 2.11 compiles every call again in the simulator's first two steps. On a device, one program serves all shapes.
-            allow_programs(2 * sum(len(group["params"]) for group in self.param_groups))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -22,7 +22,7 @@ from titan.sim.price.network import Dispatch
 from titan.sim.price.profiles import Profile, load_profile
 from titan.sim.record.trace import Launch, Trace, no_garbage_collection
 from titan.sim.record.trace_cache import TraceRequest, get_traces
-from titan.sim.record.trace_jobs import DeviceKind, Prepare
+from titan.sim.record.trace_jobs import Prepare
 from titan.sim.replay.host import host_facts
 from titan.sim.replay.memory import MemoryReport, memory_report
 from titan.sim.replay.queues import replay
@@ -45,6 +45,7 @@ class StepSimulation:
         timeline: Timeline of these ranks.
         memory: Memory of these ranks.
         wall_s: Duration of the simulation.
+        dispatch: Choice of experts, if DeepEP dispatches the tokens.
     """
 
     world_size: int
@@ -53,11 +54,7 @@ class StepSimulation:
     timeline: Timeline
     memory: dict[int, MemoryReport]
     wall_s: float
-
-    @property
-    def dispatch(self) -> Dispatch | None:
-        """Choice of experts, if DeepEP dispatches the tokens."""
-        return None
+    dispatch: Dispatch | None
 
     @cached_property
     def fullest(self) -> MemoryReport:
@@ -105,11 +102,6 @@ class Simulation(StepSimulation):
         """Sizes of the model."""
         return model_config(self.config.model)
 
-    @property
-    def dispatch(self) -> Dispatch | None:
-        """Choice of experts, if DeepEP dispatches the tokens."""
-        return Dispatch.of(self.model) if self.config.simulator.dispatch == "deepep" else None
-
     @cached_property
     def busiest_rank(self) -> float:
         """Assumed tokens of the busiest expert-parallel rank, over the mean."""
@@ -144,7 +136,6 @@ def simulate(
     processes: int | None = None,
     whole: bool = False,
     use_cache: bool = True,
-    device_kind: DeviceKind = "cuda",
     prepare: Prepare | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Simulation:
@@ -157,7 +148,6 @@ def simulate(
         processes: Number of processes that trace at once. All cores by default.
         whole: Trace every block, even if all are alike.
         use_cache: Read and write traces in the user's cache folder.
-        device_kind: Device whose kernels are recorded.
         prepare: Called in each tracing process, to change torch or the model. Such traces are not
             cached.
         say: Called with a line on the progress.
@@ -176,7 +166,7 @@ def simulate(
     if reason := not_simulated(config, profile):
         raise HardwareError(reason)
     config = config.on_device(profile.device_kind)
-    request = TraceRequest(config, resolve_layout(config, world_size), device_kind, prepare)
+    request = TraceRequest(config, resolve_layout(config, world_size), prepare=prepare)
     say(f"tracing {request.layout.pp} of {world_size} ranks")
     results: list[dict[int, Trace] | Exception] = []
     # Traces are lists of millions of objects, so collecting cycles stays off until they are priced.
@@ -238,8 +228,8 @@ def replayed(
     expandable: bool,
     busiest: float = 1.0,
     started: float | None = None,
-) -> tuple[Timeline, dict[int, MemoryReport], float]:
-    """Replay traces in time and in memory, and return the timeline, the memory, and the seconds of the simulation.
+) -> tuple[Timeline, dict[int, MemoryReport], float, Dispatch | None]:
+    """Replay traces in time and in memory, and return the last fields of a StepSimulation.
 
     Args:
         traces: Traces by global rank.
@@ -256,7 +246,7 @@ def replayed(
     memory = {
         rank: memory_report(trace, profile, expandable=expandable) for rank, trace in traces.items()
     }
-    return timeline, memory, time.monotonic() - started
+    return timeline, memory, time.monotonic() - started, cost.dispatch
 
 
 def step_facts(simulation: StepSimulation) -> Facts:

@@ -9,7 +9,7 @@ import json
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
@@ -67,8 +67,6 @@ SOURCES = {
 }
 _NARROW = 32
 """Fewest columns of a measured product."""
-_LEFT_OUT = 51200
-"""Columns or length of a sum that the shipped files do not have."""
 
 
 @cache
@@ -105,12 +103,11 @@ def library_tables(card: str) -> dict[str, Any] | None:
     return raw
 
 
-def read(card: str, *, small: bool = False) -> dict[str, Any]:
+def read(card: str) -> dict[str, Any]:
     """Return a card's tables from the installed package, in the form of the shipped files.
 
     Args:
         card: Key of `SOURCES`.
-        small: Leave out rows of products that their neighbours tell, as the shipped files do.
 
     Raises:
         PackageNotFoundError: The package is not installed.
@@ -122,10 +119,7 @@ def read(card: str, *, small: bool = False) -> dict[str, Any]:
     folder = Path(found.origin).parent / "systems" / "data" / source.folder
     shares: dict[str, float] = {}
     products = {
-        dtype: [
-            _letters(points, aligned=aligned, keep=_kept(dtype, aligned) if small else _all)
-            for aligned in (True, False)
-        ]
+        dtype: [_letters(points, aligned=aligned) for aligned in (True, False)]
         for dtype, points in _products(folder, source, shares).items()
     }
     parts = f"vLLM {source.vllm}, TensorRT-LLM {source.trtllm}, NCCL {source.nccl}"
@@ -179,18 +173,6 @@ def _products(
     return found
 
 
-def _all(rows: int) -> bool:
-    """Keep any number of rows."""
-    return True
-
-
-def _kept(dtype: str, aligned: bool) -> Callable[[int], bool]:
-    """Return whether a shipped file has a number of rows: 8 bits need aligned ones, and fewer of them."""
-    if dtype == "float8":
-        return lambda m: aligned and (m % 256 == 0 or m in (1, 16, 64, 128))
-    return lambda m: m >= 32 or m in (1, 4, 9, 16, 17)
-
-
 def _gemm(folder: Path, kind: str) -> Iterator[tuple[int, int, int, float]]:
     """Yield rows, columns, length of the sums and milliseconds of products in a dtype, as the package calls it."""
     columns = ("gemm_dtype", "m", "n", "k", "latency")
@@ -225,15 +207,11 @@ def _without_casts(folder: Path) -> Iterator[tuple[int, int, int, float]]:
             yield m, n, k, max(ms - casts.get((m, k), 0.0), ms / 2)
 
 
-def _letters(
-    points: dict[tuple[int, int, int], float], *, aligned: bool, keep: Callable[[int], bool]
-) -> dict[str, Any]:
+def _letters(points: dict[tuple[int, int, int], float], *, aligned: bool) -> dict[str, Any]:
     """Return the products of a dtype as letters, with a line for each number of rows."""
-    every = filter(keep, sorted({m for m, _, _ in points}))
+    every = sorted({m for m, _, _ in points})
     rows = [m for m in every if (m % ALIGNED == 0 or m < ALIGNED) == aligned]
     columns, summed = ([*sorted({point[axis] for point in points})] for axis in (1, 2))
-    if keep is not _all:  # a shipped file
-        columns, summed = ([n for n in axis if n != _LEFT_OUT] for axis in (columns, summed))
     if not rows:
         columns = summed = []
     lines = ["".join(_letter(points.get((m, n, k))) for n in columns for k in summed) for m in rows]

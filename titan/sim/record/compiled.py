@@ -58,6 +58,7 @@ def install(tracer: Tracer) -> None:
     # It misses templates of kernels to choose from, none of which it would choose.
     logging.getLogger("torch._inductor.template_heuristics").setLevel(logging.CRITICAL)
     async_tp.install(tracer)
+    inductor.read_numbers_in_guards()
     inductor.register_device(NAME, _Scheduling, _Wrapper)
     inductor.replace_compiler(lambda *args, **kwargs: _compile(tracer, *args, **kwargs), _SETTINGS)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import count
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -199,19 +199,12 @@ def current_stream() -> int:
     return _module.current.number
 
 
-DeviceKind = Literal["cuda", "cpu"]
-"""Device whose kernels are declared. torch decomposes some operations on a CPU."""
-
-
-def register(device_kind: DeviceKind = "cuda") -> torch.device:
+def register() -> torch.device:
     """Register the device with torch, and return it. Only the first call in a process counts."""
     if not _library:
         torch_compat.register_backend(NAME, _module)
         _library.append(torch.library.Library("aten", "IMPL"))
-        if device_kind == "cpu":
-            _declare_cpu(_library[0])
-        else:
-            _declare_cuda(_library[0])
+        _declare(_library[0])
     return torch.device(NAME, 0)
 
 
@@ -239,31 +232,6 @@ def _never(*_: Any, **__: Any) -> Any:
     raise AssertionError("a kernel of the fake device ran: its tensors must be fake")
 
 
-def _declare_cpu(library: Any) -> None:
-    """Declare a CPU's kernels: it has one fused attention, and decomposes RMSNorm."""
-    name = "_scaled_dot_product_flash_attention_for_cpu"
-    for declared in ("silu_backward", name, f"{name}_backward"):
-        library.impl(declared, _never, "PrivateUse1")
-
-    def attention(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        settings: dict[str, Any] = {"attn_mask": _added(attn_mask, q), "scale": scale}
-        # The second result is the logsumexp, which only backward uses.
-        return getattr(_aten, name)(q, k, v, dropout_p, is_causal, **settings)[0]
-
-    library.impl("scaled_dot_product_attention", attention, "AutogradPrivateUse1")
-    _module.get_device_capability = lambda device=None: (0, 0)
-
-
 def _added(mask: Tensor | None, q: Tensor) -> Tensor | None:
     """Return a mask as an additive bias, as fused kernels take it."""
     if mask is None or mask.dtype != torch.bool:
@@ -271,7 +239,7 @@ def _added(mask: Tensor | None, q: Tensor) -> Tensor | None:
     return torch.where(mask, 0.0, torch.full((), -torch.inf, dtype=q.dtype, device=q.device))
 
 
-def _declare_cuda(library: Any) -> None:
+def _declare(library: Any) -> None:
     """Declare the kernels of an H100."""
     for name in _DECLARED:
         library.impl(name, _never, "PrivateUse1")

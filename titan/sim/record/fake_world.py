@@ -24,7 +24,7 @@ _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 @contextmanager
 def fake_world(
-    layout: Layout | None, *, rank: int, world_size: int, device_kind: device.DeviceKind
+    layout: Layout | None, *, rank: int, world_size: int
 ) -> Iterator[tuple[torch.device, DeviceMesh | None]]:
     """Become a rank of a fake world. Tensors made inside are fake.
 
@@ -32,7 +32,7 @@ def fake_world(
         The device, and the mesh of the layout (None without a layout).
     """
     # The device first: the process group names it as its backend, and the mesh asks both.
-    fake_device = device.register(device_kind)
+    fake_device = device.register()
     torch_compat.init_fake_process_group(device.NAME, rank=rank, world_size=world_size)
     _replace_generic_names()
     mesh = layout and build_mesh(device.NAME, **{axis: getattr(layout, axis) for axis in _AXES})

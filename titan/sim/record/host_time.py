@@ -77,7 +77,8 @@ def tiny(config: JobConfig, layout: Layout) -> tuple[JobConfig, Layout]:
         "compile": {"enable": False},
         # CPUs lack such kernels.
         "data": {"document_mask": False},
-        "activation_checkpoint": {"op_keep_by_block": []},
+        # Save lists share a measurement: a step that keeps nothing differs from others by less than two measurements do.
+        "activation_checkpoint": {"op_keep": [], "op_keep_by_block": []},
     }  # fmt: skip
     sections: dict[str, Any] = {
         name: getattr(config, name).model_copy(update=update) for name, update in changes.items()
@@ -126,7 +127,7 @@ def with_paces(
     paces, keys, requests = Paces(done), [], {}
     for job in jobs:
         config, layout = tiny(job.config, job.layout)
-        host = replace(job, config=config, layout=layout, device_kind="host", prepare=None)
+        host = replace(job, config=config, layout=layout, of_host=True, prepare=None)
         keys.append(host.key)
         requests[host.key] = host
     hosts = [(host, partial(paces.measured, key)) for key, host in requests.items()]

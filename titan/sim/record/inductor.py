@@ -169,6 +169,23 @@ def replace_compiler(inner: Callable[..., Any], settings: dict[str, Any]) -> Non
     find("torch._functorch", "config").enable_autograd_cache = False
 
 
+def read_numbers_in_guards() -> None:
+    """Make the guards of compiled programs read a number itself.
+
+    They read it from a tensor, which is fake here and has no value. torch 2.11 would then compile every call of a program
+    with a number among its arguments again.
+    """
+
+    def wrap(get_names: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+        def names() -> dict[str, Any]:
+            as_tensor = {"___as_tensor": lambda number: SimpleNamespace(item=lambda: number)}
+            return get_names() | as_tensor
+
+        return names
+
+    replace("torch._dynamo.guards", "_get_closure_vars", wrap)
+
+
 def write_program(
     graph: torch.fx.GraphModule,
     inputs: Sequence[Any],

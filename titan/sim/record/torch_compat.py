@@ -134,11 +134,8 @@ def _hash_quickly(prepare: Callable[..., None]) -> Callable[..., None]:
             kind = type(value)
             if kind in _PLAIN_ARGUMENTS:
                 result += (kind, value)
-            elif kind is FakeTensor and value.fake_mode is mode and _is_usual(value):
-                size, bytes_ = (value.shape, value.stride()), value.untyped_storage().nbytes()
-                flags = (value.requires_grad, value.is_inference(), value.is_conj(), value.is_neg())
-                place = (value.fake_device, value.storage_offset(), bytes_)
-                result.append((value.dtype, *size, *place, *flags))
+            elif kind is FakeTensor and value.fake_mode is mode and (fields := _fields(value)):
+                result.append(fields)
             elif kind is list or kind is tuple:
                 quick(mode, result, value, *rest)
             else:
@@ -150,10 +147,17 @@ def _hash_quickly(prepare: Callable[..., None]) -> Callable[..., None]:
 _PLAIN_ARGUMENTS = {int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format}  # fmt: skip
 
 
-def _is_usual(tensor: Any) -> bool:
-    """Return whether a fake tensor is dense, of known sizes and without a value."""
-    usual = tensor.layout is torch.strided and tensor.constant is None
-    return usual and not tensor._has_symbolic_sizes_strides and not tensor.is_quantized
+def _fields(tensor: Any) -> tuple[Any, ...] | None:
+    """Return what tells a fake tensor from others. None: it is not dense, has a value, or sizes that are not known."""
+    if tensor.layout is not torch.strided or tensor.constant is not None or tensor.is_quantized:
+        return None
+    num_bytes = tensor.untyped_storage().nbytes()
+    # A view of known sizes may have a storage of unknown size: an element, in a program of any shapes.
+    if tensor._has_symbolic_sizes_strides or type(num_bytes) is not int:
+        return None
+    flags = (tensor.requires_grad, tensor.is_inference(), tensor.is_conj(), tensor.is_neg())
+    place = (tensor.fake_device, tensor.storage_offset(), num_bytes)
+    return (tensor.dtype, tensor.shape, tensor.stride(), *place, *flags)
 
 
 _META = torch.library.Library("aten", "IMPL", "Meta")

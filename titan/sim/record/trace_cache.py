@@ -37,7 +37,7 @@ from titan.sim.record.ranks import remap_ranks
 from titan.sim.record.repeat import BlocksDiffer, CannotRepeat, Depth, Recorded, repeat_blocks
 from titan.sim.record.segments import LAYER
 from titan.sim.record.trace import Trace
-from titan.sim.record.trace_jobs import DeviceKind, Job, Prepare, distinct_ranks, trace_jobs
+from titan.sim.record.trace_jobs import Job, Prepare, distinct_ranks, trace_jobs
 
 logger = logging.getLogger("titan")
 
@@ -64,14 +64,14 @@ class TraceRequest:
     Attributes:
         config: The job.
         layout: Its layout.
-        device_kind: Device whose kernels are recorded.
+        of_host: Whether to record the pace of the host in place of kernels.
         prepare: Changes torch or the model first. Such traces are not cached, since the key does
             not cover the change.
     """
 
     config: JobConfig
     layout: Layout
-    device_kind: DeviceKind = "cuda"
+    of_host: bool = False
     prepare: Prepare | None = None  # not in the key: such traces are not cached
 
     @property
@@ -105,7 +105,7 @@ class TraceRequest:
         for name in ("data_parallel_replicate_degree", "data_parallel_shard_degree"):
             shape["parallelism"].pop(name)
         # The source too: any change of titan's code may change a rank's step.
-        text = json.dumps([shape, self.device_kind, _source()], sort_keys=True)
+        text = json.dumps([shape, self.of_host, _source()], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -134,7 +134,7 @@ def get_traces(
             # The cache may hold the trace of a world with more or fewer replicas.
             tell(request, {t.rank: t for t in (remap_ranks(t, request.layout) for t in traces)})
         else:
-            is_whole = whole or request.device_kind == "host"
+            is_whole = whole or request.of_host
             plans.append(_Plan(request, path, tell, deeper=None if is_whole else 0))
     processes = processes or os.cpu_count() or 1
     # First the shallow models, then deeper ones. If blocks are not alike, the whole model follows, with all processes free again.
@@ -192,7 +192,7 @@ class _Plan:
             (request.config,),
             layout.world_size,
             (),
-            request.device_kind,
+            request.of_host,
             prepare=request.prepare,
         )
         if self.depths:

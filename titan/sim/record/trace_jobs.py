@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import titan
 from titan.checks.rules import resolve_layout
@@ -31,14 +31,11 @@ from titan.config.layout import Layout
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
 from titan.observe.routing import busiest_rank
-from titan.sim.record.observers import Observer
 from titan.sim.record.repeat import CannotRepeat
 from titan.sim.record.script import Script
 from titan.sim.record.trace import Trace
 from titan.untrusted import InputError
 
-DeviceKind = Literal["cuda", "cpu", "host"]
-"""Device whose kernels are recorded. "host" records the pace of the host instead (host_meter.py)."""
 Prepare = Callable[[JobConfig, Layout], None]
 """Function of a module (so that it pickles) that changes torch or the model in a recording process, before the program is built."""
 
@@ -55,7 +52,7 @@ class Job:
         programs: Programs that differ only in their depth.
         world_size: Number of ranks.
         ranks: Ranks to record. They differ only in their pipeline stage.
-        device_kind: Device whose kernels are recorded.
+        of_host: Whether to record the pace of the host in place of kernels (host_meter.py).
         join: Makes one trace of a rank's traces of the programs.
         prepare: Changes torch or the model first.
         script: Script to record in place of programs.
@@ -65,7 +62,7 @@ class Job:
     programs: tuple[JobConfig, ...]
     world_size: int
     ranks: tuple[int, ...]
-    device_kind: DeviceKind = "cuda"
+    of_host: bool = False
     join: Callable[[Sequence[Trace]], Trace] = operator.itemgetter(0)
     prepare: Prepare | None = None
     script: Script | None = None
@@ -74,7 +71,7 @@ class Job:
     def __post_init__(self) -> None:
         """Resolve the programs for the device, since programs are recognised by their identity."""
         # The step would do so, and programs are recognised by their identity.
-        resolved = tuple(program.on_device(self.device_kind) for program in self.programs)
+        resolved = tuple(program.on_device("cuda") for program in self.programs)
         object.__setattr__(self, "programs", resolved)
 
 
@@ -115,12 +112,11 @@ def trace_job(
     from titan.sim.record.tracer import Tracer
 
     rank = job.ranks[0]
-    if job.device_kind == "host":
+    if job.of_host:
         yield _host_trace(job)
         return
     layout = None if job.script else _layout(job)
-    where = {"rank": rank, "world_size": job.world_size, "device_kind": job.device_kind}
-    with fake_world(layout, **where) as (device, mesh):
+    with fake_world(layout, rank=rank, world_size=job.world_size) as (device, mesh):
         tracer = Tracer(mesh, replays_programs=replays_programs)
         tracer.scopes.watch_fsdp()
         if job.script is not None:
@@ -136,7 +132,8 @@ def trace_job(
             reported[id(error)] = TraceError(_describe(error, tracer, rank))
             on_backward_error(reported[id(error)])
 
-        tracer.observers.append(_JobObserver(tracer, tell))
+        tracer.on_compilation = partial(_install_compiler, tracer)
+        tracer.on_backward_error = tell
 
         def recorded(build: Callable[[], Any]) -> Trace:
             record = partial(record_program, build, rank, job.world_size, tracer, steps)
@@ -185,7 +182,7 @@ def world_of(job: Job) -> object:
     A process is warm after its first job, and records the next jobs in a third of the time.
     """
     if (
-        job.device_kind == "host"
+        job.of_host
         or job.script
         or job.prepare
         or job.programs[0].compile.enable
@@ -193,7 +190,7 @@ def world_of(job: Job) -> object:
     ):
         return id(job)
     layout, simulator = _layout(job), job.programs[0].simulator.model_dump_json()
-    return (str(layout), job.ranks, job.device_kind, simulator) if layout.pp == 1 else id(job)
+    return (str(layout), job.ranks, simulator) if layout.pp == 1 else id(job)
 
 
 def _prepare(job: Job, layout: Layout, tracer: Any) -> None:
@@ -218,26 +215,13 @@ def _prepare(job: Job, layout: Layout, tracer: Any) -> None:
         job.prepare(config, layout)
 
 
-class _JobObserver(Observer):
-    """Observer that installs the compiler's backend when the first compilation begins, and reports errors of backward passes.
+def _install_compiler(tracer: Any) -> None:
+    """Install the compiler's backend when the first compilation begins."""
+    tracer.on_compilation = lambda: None
+    # Not earlier: importing Inductor would cost seconds for nothing.
+    from titan.sim.record import compiled
 
-    Attributes:
-        tell: Receives such an error.
-    """
-
-    def __init__(self, tracer: Any, tell: Callable[[Exception], None]) -> None:
-        self.tracer, self.tell, self.is_installed = tracer, tell, False
-
-    def compilation_begins(self) -> None:
-        if not self.is_installed:
-            self.is_installed = True
-            # Not earlier: importing Inductor would cost seconds for nothing.
-            from titan.sim.record import compiled
-
-            compiled.install(self.tracer)
-
-    def backward_failed(self, error: Exception) -> None:
-        self.tell(error)
+    compiled.install(tracer)
 
 
 _LIBRARIES = ("/site-packages/", sysconfig.get_path("stdlib"), str(Path(titan.__file__).parent))

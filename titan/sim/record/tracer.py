@@ -11,6 +11,7 @@ import functools
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from titan.parallel import selective
 from titan.parallel.torch_compat import AsyncCollectiveTensor
 from titan.sim.record import device, torch_compat
 from titan.sim.record.module_scope import ScopeTracker
-from titan.sim.record.observers import Observer, Repeater
 from titan.sim.record.operators import (
     EXPANDED,
     Operator,
@@ -58,7 +58,8 @@ class Tracer(TorchDispatchMode):
         microbatches: Repetition of microbatches; None if all of them run.
         replays_programs: Whether compiled programs are replayed, in place of running them each
             time.
-        observers: Objects that follow the recording.
+        on_compilation: Called when a compilation begins.
+        on_backward_error: Called with an error inside a backward pass, which may end the process.
         running: Last operation, for messages.
         error: Last error in an operation.
     """
@@ -80,16 +81,18 @@ class Tracer(TorchDispatchMode):
             self.record, scope=self.scopes.current, stream=device.current_stream
         )
         self.transfers = Transfers(self.record, stream=device.current_stream)
-        self.microbatches: Repeater | None = None  # None: all of them run
+        self.microbatches: Any = None  # None: all of them run
         self.running: Any = None  # for messages: the operation that came last
         self.error: Exception | None = None
-        self.observers: list[Observer] = []
+        self.on_compilation: Callable[[], None] = lambda: None
+        self.on_backward_error: Callable[[Exception], None] = lambda _: None
         self._paused = 0
         self._compiled = False
         self._operators: dict[Any, Operator] = {}
         self._collectives: dict[Any, Collective | None] = {}
         self._kernels: dict[Kernel, Kernel] = {}
-        self.scopes.on_backward = self._backward_begins
+        # Memory that is alive when a backward pass begins was saved for it.
+        self.scopes.on_backward = partial(self.storages.categorize_new, "activations")
         device.report_to(self.record)
         selective.watch_selected_calls = self.scopes.in_call
         self._patch()
@@ -172,8 +175,7 @@ class Tracer(TorchDispatchMode):
         # Python, and that call fails while an error is set.
         self.error = error
         if torch_compat.in_backward():
-            for observer in self.observers:
-                observer.backward_failed(error)
+            self.on_backward_error(error)
 
     # How an operator is handled, in order: a mark of autograd, a read of a value, one that runs
     # others inside, or itself.
@@ -195,7 +197,8 @@ class Tracer(TorchDispatchMode):
             with self:
                 return EXPANDED[func](*args, **kwargs)
         if op.name == "aten::set_":
-            result = self._uncached(op, args, kwargs)
+            with torch_compat.uncached_calls(args[0]):
+                result = func(*args, **kwargs)
         elif func is _wait:  # the tensor itself, where its fake kernel would make another
             result = args[0]
         elif op.updates:  # in place, so that shapes stay: torch would hash long lists
@@ -260,8 +263,7 @@ class Tracer(TorchDispatchMode):
     def _compilation_begins(self) -> None:
         """Pause the recording."""
         self._paused += 1
-        for observer in self.observers:
-            observer.compilation_begins()
+        self.on_compilation()
 
     def _compilation_ends(self) -> None:
         """Go on with the recording."""
@@ -282,11 +284,6 @@ class Tracer(TorchDispatchMode):
             self._compiled = before
             self.scopes.enter_compiled("", False)
 
-    def _uncached(self, op: Operator, args: Any, kwargs: Any) -> Any:
-        """Run an operation without the cache of fake tensors."""
-        with torch_compat.uncached_calls(args[0]):
-            return op.func(*args, **kwargs)
-
     def _read(self, tensor: Tensor) -> int | float | bool:
         """Return a value, which fake tensors lack: 1 for numbers, so that divisions work; False for booleans, so that loops end."""
         if tensor.fake_device.type == device.NAME:  # pyright: ignore
@@ -294,11 +291,6 @@ class Tracer(TorchDispatchMode):
         if tensor.dtype == torch.bool:
             return False
         return 1.0 if tensor.is_floating_point() else 1
-
-    def _backward_begins(self) -> None:
-        """Set the category of memory that was saved for the backward pass."""
-        # Memory that is alive now was saved for the backward pass.
-        self.storages.categorize_new("activations")
 
     def _patch(self) -> None:
         """Replace the private functions of torch that would disturb the recording."""

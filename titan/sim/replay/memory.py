@@ -53,8 +53,6 @@ class MemoryReport:
         peak_active_bytes: Most memory in use.
         peak_reserved_bytes: Most memory that the allocator takes from the device.
         at: Place in the program at the peak of active memory.
-        by_category: Memory in use at that peak, by category.
-        by_module: The same by module.
         timeline: Memory over the last step.
         outside_bytes: Memory outside of the allocator.
         capacity_bytes: Memory of the device.
@@ -70,8 +68,6 @@ class MemoryReport:
     peak_active_bytes: int
     peak_reserved_bytes: int
     at: Scope
-    by_category: dict[Category, int]
-    by_module: dict[str, int]
     timeline: list[MemoryPoint]
     outside_bytes: int = 0
     capacity_bytes: int = 0
@@ -80,6 +76,19 @@ class MemoryReport:
     num_retries: int = 0
     failure: str = ""
     by_both: Counter[tuple[Category, str]] = field(default_factory=Counter)
+
+    @property
+    def by_category(self) -> dict[Category, int]:
+        """Memory in use at the peak, by category. Every category appears, so that tables keep their rows."""
+        return {c: sum(n for (of, _), n in self.by_both.items() if of == c) for c in CATEGORIES}
+
+    @property
+    def by_module(self) -> dict[str, int]:
+        """Memory in use at the peak, by module, the largest first."""
+        sizes: Counter[str] = Counter()
+        for (_, module), size in self.by_both.items():
+            sizes[module] += size
+        return dict(sizes.most_common())
 
     @property
     def needed_bytes(self) -> int:
@@ -140,9 +149,6 @@ def _unlimited(trace: Trace, workspace_bytes: int, expandable: bool) -> MemoryRe
         peak_active_bytes=run.allocator.peak_active_bytes,
         peak_reserved_bytes=run.allocator.peak_reserved_bytes,
         at=_NOWHERE,
-        # Every category appears, also with 0 bytes, so that tables keep their rows.
-        by_category=dict.fromkeys(CATEGORIES, 0),
-        by_module={},
         timeline=[],
     )
     in_use = dict.fromkeys(CATEGORIES, 0)
@@ -158,12 +164,9 @@ def _unlimited(trace: Trace, workspace_bytes: int, expandable: bool) -> MemoryRe
         in_use[event.category] += size
         total += size
         if number == run.peak_at:
-            by_module: Counter[str] = Counter()
+            report.at = event.scope
             for block, of_block in alive.items():
-                by_module[of_block.scope.module] += run.sizes[block]
                 report.by_both[of_block.category, of_block.scope.module] += run.sizes[block]
-            report.at, report.by_category = event.scope, dict(in_use)
-            report.by_module = dict(by_module.most_common())
         # Steps before the last count for what is in use, and make no points.
         if number < first:
             continue

@@ -240,10 +240,14 @@ def main(argv: list[str] | None = None) -> int:
     named = zip([*others, "autosac"], compared, strict=True)
     # Gains are over the slowest.
     order = sorted((one for one in named if one[1].facts), key=lambda one: one[1].speed)
-    fits = choice.simulation.fits
-    if not fits:
+    fitting = [one for one in order if one[1].fits]
+    if not fitting:
         print("the job does not fit, even if its blocks keep nothing", file=sys.stderr)
+    # A choice by operation takes time of the host, which may be all that the job waits for.
+    elif (best := fitting[-1])[0] != "autosac":
+        print(f'"{best[0]}" is faster than a choice by operation, and written in its place', file=sys.stderr)  # fmt: skip
+        chosen = best[1].settings
     overlay = settings_overlay(chosen, f"titan train {' '.join(job)} autosac.toml")
     data = {"op_keep_by_block": choice.lines}
     show(options, config, data, dict(order), overlay, limit_gib=profile.usable_gib)
-    return 0 if fits else 1
+    return 0 if fitting else 1

@@ -88,7 +88,8 @@ def settings_overlay(settings: Mapping[str, str], *comments: str) -> str:
     sections: dict[str, list[str]] = {}
     for key, value in settings.items():
         section, _, name = key.rpartition(".")
-        plain = value if value.lstrip("-").isdecimal() or value == "[]" else json.dumps(value)
+        is_number = value.lstrip("-").replace(".", "", 1).isdecimal()
+        plain = value if is_number or value == "[]" else json.dumps(value)
         if value.startswith('["'):  # a list, with a line for each text
             plain = "[\n    " + value[1:-1].replace('", "', '",\n    "') + ",\n]"
         sections.setdefault(section, []).append(f"{name} = {plain}")
