@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .config import TransformersConfig, resolve
+from .config import TransformersConfig
+from .resolve import resolve
 from .shrink import shrink
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titan.parallel.torch_compat import real_tensors
+from titan.parallel.fake_tensors import real_tensors
 
 from ..common.attention import InnerAttention
 from .errors import UnsupportedModelError

@@ -11,15 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan.parallel.torch_compat import is_fake
+from titan.parallel.fake_tensors import is_fake
 
 from . import attention, experts
-from .config import Source
+from .config import ModelSource
 from .errors import UnsupportedModelError
 
 
-def build(source: Source) -> tuple[Any, dict[int, float | None]]:
-    """Return transformers' model on meta, and the standard deviation of each parameter's initial weights by its identity."""
+def build(source: ModelSource) -> tuple[Any, dict[int, float | None]]:
+    """Return transformers' model on meta, and the standard deviation of each parameter's initial weights by its identity.
+
+    Raises:
+        UnsupportedModelError: transformers does not build it.
+    """
     import transformers
 
     content = json.loads(source.hf)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from titan.parallel.token_order import host_counts, permute
 
-from ..common.moe import count, grouped_mm, run_experts, spread
+from ..common.moe import Spread, count, grouped_mm, run_experts
 from .attention import is_probing
 from .errors import UnsupportedModelError
 
@@ -89,7 +89,7 @@ def _run(module: Any, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tenso
     def compute(tokens_RD: Tensor, counts_e: Tensor) -> Tensor:
         return _products(module, tokens_RD, counts_e)
 
-    tokens_ND = spread(x_TD, order_N, inverse_N, ids_TK.shape[1])
+    tokens_ND: Any = Spread.apply(x_TD, order_N, inverse_N, ids_TK.shape[1])
     tokens_ND = module.dispatcher(tokens_ND, counts_E, compute, lambda: None)
     tokens_TKD = permute(tokens_ND, inverse_N, order_N).view(*ids_TK.shape, -1)
     y_TD = (tokens_TKD.to(weights_TK.dtype) * weights_TK[..., None]).sum(1)

@@ -1,7 +1,6 @@
 """Hugging Face folders of models of `transformers`: names of tensors on disk, and config.json.
 
-In memory transformers stacks experts and fuses some of their matrices. Its own table of conversions says what a folder has in their
-place. `disk_names` reads that table by converting a few numbers of each parameter back.
+Names depend on the model (disk.py).
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from .config import TransformersConfig, resolve_config
-from .errors import UnsupportedModelError
+from .config import TransformersConfig
+from .resolve import resolve_config
 
 ARCHITECTURES: dict[str, str] = {}  # any, where no other family has it
 
@@ -23,7 +22,7 @@ def hf_name_of(sizes: TransformersConfig) -> Callable[[str], str]:
 
 
 def hf_name(name: str) -> str:
-    """Not used: names depend on the model."""
+    """Raise KeyError: names depend on the model (`hf_name_of`)."""
     raise KeyError(name)
 
 
@@ -56,40 +55,7 @@ def differences(sizes: TransformersConfig, other: TransformersConfig) -> dict[st
 def _model(sizes: TransformersConfig) -> Any:
     import torch
 
-    from . import build_model
+    from .model import TransformersModel
 
     with torch.device("meta"):
-        return build_model(sizes)
-
-
-def disk_names(hf: Any, names: dict[str, tuple[int, ...]]) -> dict[str, list[str]]:
-    """Return the names of the tensors on disk that hold a parameter, in its order: by expert, then by row.
-
-    Args:
-        hf: transformers' model.
-        names: transformers' names in memory and the shapes of parameters.
-
-    Raises:
-        UnsupportedModelError: a parameter on disk is not a sequence of parts of it.
-    """
-    import torch
-    from transformers.core_model_loading import revert_weight_conversion
-
-    from titan.parallel.torch_compat import real_tensors
-
-    found = {}
-    for name, shape in names.items():
-        # Numbers that tell where a part comes from: experts and two rows of each.
-        small = (shape[0], 2, 1) if len(shape) == 3 else (2,) * len(shape)
-        with real_tensors(), torch.device("cpu"):
-            value = torch.arange(torch.Size(small).numel(), dtype=torch.float32).view(small)
-            try:
-                parts = revert_weight_conversion(hf, {name: value})
-            except Exception as error:
-                raise UnsupportedModelError(f"{name} has no form on disk: {error}") from error
-            firsts = [(part.flatten()[0].item(), key) for key, part in parts.items()]
-            found[name] = [key for _, key in sorted(firsts)]
-            (part, *others) = parts.values()
-            if not others and (part.shape != value.shape or not torch.equal(part, value)):
-                raise UnsupportedModelError(f"{name} is stored in another form, {found[name][0]}")
-    return found
+        return TransformersModel(sizes.source)

@@ -21,7 +21,8 @@ from titan.parallel.traits import BlockTraits
 
 from . import attention, experts
 from .build import build, fill
-from .config import Source, TransformersConfig
+from .config import ModelSource, TransformersConfig
+from .disk import disk_names
 from .errors import UnsupportedModelError
 from .plan import Part, derive_plan
 
@@ -47,7 +48,7 @@ class TransformersModel(nn.Module):
         str, tuple[Any, list[str]]
     ]  # names on disk, by the name in the first block that was asked for
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ModelSource) -> None:
         super().__init__()
         attention.register()
         experts.register()
@@ -274,8 +275,6 @@ class TransformersModel(nn.Module):
 
     def _on_disk(self, name: str) -> list[str]:
         """Return the names on disk of the parts of a parameter of the model as transformers builds it."""
-        from .huggingface import disk_names
-
         number = re.match(r"layers\.(\d+)\.", name)
         key = re.sub(r"^layers\.\d+\.", "layers.0.", name)
         if key not in self.disk:
@@ -390,7 +389,7 @@ def _attentions_of(block: nn.Module) -> tuple[str, ...]:
 
 def _sizes(
     model: TransformersModel,
-    source: Source,
+    source: ModelSource,
     ends: tuple[list[str], list[str]],
     probe: list[Part],
     expert_modules: dict[str, Any],

@@ -467,7 +467,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json: cannot be"),
     "architecture": (
         lambda f: change_config(f, architectures=["GPT2LMHeadModel"]),
-        "architecture GPT2LMHeadModel is none of DeepseekV3ForCausalLM, DeepseekV2ForCausalLM, ",
+        "architecture GPT2LMHeadModel does not go with model_type llama",
     ),
     "activation": (lambda f: change_config(f, hidden_act="gelu"), "hidden_act is 'gelu'"),
     "bias": (lambda f: change_config(f, attention_bias=True), "attention_bias is True"),

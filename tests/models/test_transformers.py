@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -133,9 +134,8 @@ def test_code_of_a_folder_runs_only_if_asked_for(tmp_path: Path) -> None:
 
 
 def test_a_version_outside_of_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    from titan.models.transformers import config
-
-    monkeypatch.setattr(config, "OLDEST", (6, 0))
+    resolver = sys.modules["titan.models.transformers.resolve"]
+    monkeypatch.setattr(resolver, "OLDEST", (6, 0))
     _, [(_, message)] = resolve_model(section(architecture="Olmo2ForCausalLM"))
     assert transformers.__version__ in message and "6.0" in message
 

@@ -29,7 +29,7 @@ from .errors import (
     neighbours,
     violations_of,
 )
-from .model import check_split, is_plug_in, resolve_model
+from .model import check_split, is_plug_in, model_title, resolve_model
 from .phases import later_jobs, phases_of
 from .schema import JobConfig
 
@@ -279,7 +279,7 @@ def _check_experts(config: JobConfig, model: Any, world_size: int) -> Iterator[R
     if ep == 1 or model is None:
         return
     if not experts:
-        flavor = f'"{config.model.name}" {config.model.title}'
+        flavor = f'"{config.model.name}" {model_title(config.model)}'
         yield key, f"the model {flavor} has no experts to split; use 1, or a model that has"
         return
     if experts % ep:

@@ -16,6 +16,7 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint
 from inspect import signature
+from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
 
@@ -80,6 +81,11 @@ def resolve_model(section: ModelSection) -> tuple[Any, list[RuleViolation]]:
     if not violations and foreign:
         violations = [*check_module(section.name, config)]
     return (None if violations else config), violations
+
+
+def model_title(section: ModelSection) -> str:
+    """Return the flavor of a model, or what stands for it where a file or a class says which model it is."""
+    return section.architecture or Path(section.hf_path).name or section.flavor
 
 
 def num_blocks(sizes: Any) -> int:

@@ -10,7 +10,6 @@ import os
 import signal
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
@@ -447,17 +446,3 @@ def record_memory_history(max_entries: int) -> None:
 def dump_memory_history(path: Path) -> None:
     """Write the recorded allocations of `record_memory_history`, and all current allocations, as a pickle."""
     torch.cuda.memory._dump_snapshot(str(path))
-
-
-def real_tensors() -> AbstractContextManager[Any]:
-    """Return a context in which operations compute, also where a simulator makes fake tensors."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    return _disable_current_modes()
-
-
-def is_fake(tensor: Tensor) -> bool:
-    """Return whether a tensor is a simulator's, without numbers."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return isinstance(tensor, FakeTensor)
