@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.support.hf_families import LAYOUTS, families, row_of  # noqa: E402
-from tests.support.ranks import PRELOAD, Pool  # noqa: E402
+from tests.support.ranks import Pool  # noqa: E402
 
 
 def page(results: dict[str, Any]) -> str:
@@ -90,14 +90,11 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="write the page")
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
     args = parser.parse_args()
-    PRELOAD.extend(
-        ("transformers", "transformers.modeling_utils", "titan.models.transformers.model")
-    )
     known = families()
     kinds = {k: known[k] for k in args.families} if args.families else known
     chosen = {k: v for k, v in LAYOUTS.items() if k in args.layouts.split(",")}
 
-    pool, results = Pool(), {}
+    pool, results = Pool(("transformers.modeling_utils", "titan.models.transformers.model")), {}
     if args.read:
         results, kinds = json.loads(args.read.read_text()), {}
     for kind in kinds:
