@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 8 examples/transformers_llama.py OUT      # FSDP2 2 x CP 2 x TP 2; any multiple of 4 ranks
     titan sim --script examples/transformers_llama.py:build --world-size 64 --hardware h100-sxm
 
-docs/huggingface.md says why each line is there.
+`model.name = "transformers"` does all of this from a job file: docs/huggingface.md.
 """
 
 from __future__ import annotations

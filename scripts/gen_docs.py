@@ -78,7 +78,7 @@ def _overrides() -> Iterator[str]:
     kinds = {
         name: type(next(iter(family(name).FLAVORS.values())))
         for name in families()
-        if family(name).__name__.startswith("titan.models.")
+        if family(name).__name__.startswith("titan.models.") and family(name).FLAVORS
     }
     # A class comes before those that build on it.
     for kind in sorted(

@@ -272,7 +272,7 @@ def _is_datasheet(hardware: str) -> bool:
 def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[str, Any]:
     """Return the answer of `titan check` as data. A profile of the simulator replaces the job's hardware."""
     from titan.checks.extension import check_extensions
-    from titan.config.model import model_config
+    from titan.config.model import model_config, model_title
     from titan.config.phases import phases_of
     from titan.hardware import MARGIN, by_name
     from titan.observe.estimate import estimate_memory
@@ -292,7 +292,7 @@ def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[s
         "layout": asdict(layout),
         "model": {
             "name": config.model.name,
-            "flavor": config.model.flavor,
+            "flavor": model_title(config.model),
             "parameters": model.num_params,
             "active_parameters": getattr(model, "num_active_params", model.num_params),
         },

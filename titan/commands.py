@@ -50,6 +50,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "read a profiler trace: where a step's time went, by kind of work and by module",
         "titan.tools.profile:main",
     ),
+    "certify": (
+        "prove on CPU ranks that a job computes the same in each layout, before GPUs",
+        "titan.tools.certify.command:main",
+    ),
     "pipeline": (
         "draw a job's pipeline schedule, with its bubble and activations in flight",
         "titan.tools.pipeline:main",

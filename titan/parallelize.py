@@ -21,6 +21,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -85,7 +86,7 @@ def parallelize(
         apply_tp(
             model,
             mesh=tp,
-            plan=job.family.TENSOR_PLAN,
+            plan=tensor_plan_of(model, job),
             num_kv_heads=job.sizes.n_kv_heads,
             loss_parallel=techniques.loss_parallel,
             output_in_loss=techniques.output_in_loss,
@@ -124,7 +125,8 @@ def parallelize(
     if sparse_mesh is not None:
         axes = sparse_mesh.mesh_dim_names or ()
         names = tuple(axis for axis in ("dp_replicate", "efsdp") if axis in axes)
-        own_mesh = {moe.experts: sparse_mesh[names] for moe in moes_of(model).values()}
+        dispatching: list[Any] = [m for m in model.modules() if hasattr(m, "dispatcher")]
+        own_mesh = {getattr(moe, "experts", moe): sparse_mesh[names] for moe in dispatching}
     _apply_data_parallel(
         model,
         ends=ends_of(job.sizes),
@@ -134,6 +136,11 @@ def parallelize(
         mesh=mesh,
         own_mesh=own_mesh,
     )
+
+
+def tensor_plan_of(model: nn.Module, job: ResolvedJob) -> Mapping[str, str]:
+    """Return the tensor-parallel plan of a model: its own, or that of its family."""
+    return getattr(model, "tensor_plan", job.family.TENSOR_PLAN)
 
 
 def moes_of(model: nn.Module) -> dict[str, MoE]:
@@ -149,7 +156,7 @@ def _lay_out_experts(
     config = job.config
     # Before FSDP, which shards the experts that a rank keeps.
     if sparse_mesh is not None and (ep := submesh(sparse_mesh, "ep")) is not None:
-        apply_ep(model, mesh=ep, moe_type=MoE)
+        apply_ep(model, mesh=ep, moe_type=nn.Module)
     if (sequence := submesh(mesh, "cp", "tp", flatten=True)) is not None:
         for moe in moes_of(model).values():
             moe.sum_over_sequence = partial(_sum_over, sequence.get_group())
@@ -362,7 +369,7 @@ def convert_to_float8(model: nn.Module, job: ResolvedJob) -> list[Conversion]:
         emulate=section.emulate,
         keep=in_loss if techniques.output_in_loss and tp > 1 else {},
         fsdp_all_gather=techniques.gathers_float8,
-        tensor_plan=job.family.TENSOR_PLAN,
+        tensor_plan=tensor_plan_of(model, job),
         tp=tp,
         num_kv_heads=job.sizes.n_kv_heads,
     )

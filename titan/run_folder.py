@@ -63,7 +63,7 @@ def write_environment(run_dir: Path, *, device_names: Iterable[str], world_size:
 
     content = {
         "titan": titan.__version__,
-        "git": _git_state(Path(titan.__file__).parent),
+        "git": git_state(Path(titan.__file__).parent),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -82,7 +82,7 @@ def write_environment(run_dir: Path, *, device_names: Iterable[str], world_size:
     write_text_atomically(run_dir / "environment.json", json.dumps(content, indent=2) + "\n")
 
 
-def _git_state(folder: Path) -> dict[str, Any] | None:
+def git_state(folder: Path) -> dict[str, Any] | None:
     """Return the commit of the source tree and whether files differ from it, or None outside a checkout."""
 
     def git(*arguments: str) -> str:

@@ -344,7 +344,7 @@ class MoE(nn.Module):
         inverse_N = torch.empty_like(order_N)
         inverse_N[order_N] = torch.arange(len(order_N), device=order_N.device)
         counts_E = count(ids_TK.view(1, -1), self.config.num_experts)[0]
-        tokens_ND = _Spread.apply(x_TD, order_N, inverse_N, ids_TK.shape[1])
+        tokens_ND = Spread.apply(x_TD, order_N, inverse_N, ids_TK.shape[1])
         shared: list[Tensor] = []
 
         def run_shared_experts() -> None:
@@ -431,7 +431,7 @@ class _RouterTerms(torch.autograd.Function):
         return (*grads, *ctx.moe.term_gradients(*ctx.saved_tensors, ctx.batch), None, None, None)
 
 
-class _Spread(torch.autograd.Function):
+class Spread(torch.autograd.Function):
     """Copies of each token for its K experts, in the given order. Gradients of the copies are added in the order of K."""
 
     @staticmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .config import FLAVORS, FluxConfig
 from .plan import TENSOR_PLAN
@@ -20,3 +20,12 @@ def build_model(config: FluxConfig) -> Flux:
     from .model import Flux
 
     return Flux(config)
+
+
+def shrink(sizes: FluxConfig) -> dict[str, Any]:
+    """Return the keys of a small model. The channels of a head stay, since `rope_axes` add up to them."""
+    n_heads = 4 if sizes.head_dim <= 32 else 2
+    small = {"n_layers": 4, "n_double": 2, "n_heads": n_heads, "dim": n_heads * sizes.head_dim}
+    small |= {"ffn_dim": 4 * small["dim"]}
+    small |= {n: min(getattr(sizes, n), 64) for n in ("context_dim", "pooled_dim")}
+    return {"model.overrides": small}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from .config import FLAVORS, LlavaConfig
 from .plan import TENSOR_PLAN
@@ -20,3 +21,8 @@ def build_model(config: LlavaConfig) -> Llava:
     from .model import Llava
 
     return Llava(config)
+
+
+def shrink(sizes: LlavaConfig) -> dict[str, Any]:
+    """Return the keys of a small model: pictures and patches have to fit each other and the sequence."""
+    return {"model.overrides": {k: v for k, v in asdict(FLAVORS["tiny"]).items() if type(v) is int}}

@@ -127,10 +127,12 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 # ---- under a layout --------------------------------------------------------------------------------
 
 
-def job(source: Path, degrees: Degrees, *, folder: Path, **checkpoint: Any) -> JobConfig:
+def job(
+    source: Path, degrees: Degrees, *, folder: Path, model: Any = None, **checkpoint: Any
+) -> JobConfig:
     return jobs.job(
         folder,
-        model=model_keys(*read_sizes(open_folder(source))),
+        model=model or model_keys(*read_sizes(open_folder(source))),
         training={"global_batch_size": 8},
         parallelism={KEYS[axis]: degree for axis, degree in degrees.items()},
         checkpoint=checkpoint,
@@ -173,7 +175,14 @@ class CountedSlice:
 
 def through_titan(source: Path, degrees: Degrees, folder: Path) -> tuple[int, int, int]:
     """Load a Hugging Face folder, save and load a checkpoint, export; bytes read and held, and the largest slice."""
-    config = job(source, degrees, folder=folder)
+    return through_titan_job(None, source, degrees, folder)
+
+
+def through_titan_job(
+    keys: dict[str, Any] | None, source: Path, degrees: Degrees, folder: Path
+) -> tuple[int, int, int]:
+    """The same with the keys of [model]."""
+    config = job(source, degrees, folder=folder, model=keys)
     check_to_run(config, world_size=dist.get_world_size())
     layout = resolve_layout(config, dist.get_world_size())
     mesh = build_mesh("cpu", **{axis: getattr(layout, axis) for axis in (*KEYS, "cp")})
@@ -458,7 +467,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json: cannot be"),
     "architecture": (
         lambda f: change_config(f, architectures=["GPT2LMHeadModel"]),
-        "architecture GPT2LMHeadModel is none of DeepseekV3ForCausalLM, DeepseekV2ForCausalLM, ",
+        "architecture GPT2LMHeadModel does not go with model_type llama",
     ),
     "activation": (lambda f: change_config(f, hidden_act="gelu"), "hidden_act is 'gelu'"),
     "bias": (lambda f: change_config(f, attention_bias=True), "attention_bias is True"),

@@ -122,7 +122,9 @@ def test_a_run_may_begin_with_another_model_where_it_says_so(
         assert torch.equal(tensor, trained[name] if fits else fresh[name]), name
 
 
-@pytest.mark.parametrize("name", sorted({*families()} - {"flux", "llava"}))  # need more than tokens
+@pytest.mark.parametrize(
+    "name", sorted({*families()} - {"flux", "llava", "transformers"})
+)  # need more than tokens
 def test_what_may_change_at_a_resume_changes_no_output(name: str) -> None:
     """The fields that a resume lets pass: the same weights give the same logits."""
     import dataclasses

@@ -29,7 +29,7 @@ OF_TRAINING = {
 def flavors() -> dict[str, dict[str, Any]]:
     """Return two flavors of each family: the smallest, and the one whose fields differ most from the defaults."""
     found = {}
-    for name in families():
+    for name in (n for n in families() if family(n).FLAVORS):
         sizes = family(name).FLAVORS
         found[name] = {min(sizes, key=lambda flavor: sizes[flavor].num_params): None, list(sizes)[-1]: None}  # fmt: skip
     return found

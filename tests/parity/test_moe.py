@@ -31,6 +31,7 @@ from tests.support.layouts import (
 )
 from tests.support.planted import train_with
 from tests.support.ranks import Pool
+from titan.tools.certify.steps import bounds
 
 QWEN, DEEPSEEK = ("qwen3", "tiny_moe"), ("deepseek_v3", "tiny")
 OLMOE, GPT_OSS = ("olmoe", "tiny"), ("gpt_oss", "tiny")
@@ -305,8 +306,9 @@ def compare(
 
 
 def weights_bound(layout: Layout) -> float:
-    """Weights after ten steps. A moment next to the middle of two of its 256 levels takes the other one after any rounding."""
-    return 5e-4 if layout.optimizer == EIGHT_BITS["optimizer"] else BOUND
+    has_8bit_moments = layout.optimizer == EIGHT_BITS["optimizer"]
+    limits = bounds(is_8bit=False, adds_in_parts=False, has_8bit_moments=has_8bit_moments)
+    return limits["weights"]
 
 
 # ---- faults that others had --------------------------------------------------------------------

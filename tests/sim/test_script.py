@@ -14,7 +14,14 @@ import torch
 
 import titan.sim
 from tests.support.ranks import Pool
-from tests.support.traces import CountTransfers, TrackMemory, bytes_of, counts_of, traced_peak
+from tests.support.traces import (
+    CountTransfers,
+    TrackMemory,
+    bytes_of,
+    counts_of,
+    on_cpu,
+    traced_peak,
+)
 from titan.cli import main
 from titan.sim.record.script import Script
 from titan.sim.record.trace import Launch, Trace
@@ -52,7 +59,8 @@ def test_a_script_does_what_its_ranks_really_do(name: str, pool: Pool) -> None:
     world, settings = SCRIPTS[name]
     script = str(EXAMPLES / name)
     counts, sizes, peak = pool.run(world, real, script, settings)[0]
-    job = Job((), world, (0,), "cpu", script=Script(script, "build", tuple(settings.items())))
+    program = Script(script, "build", tuple(settings.items()))
+    job = Job((), world, (0,), prepare=on_cpu, script=program)
     [(_, traces)] = trace_jobs([job], 1)
     assert isinstance(traces, list), traces
     [trace] = traces
@@ -99,7 +107,8 @@ def test_a_model_of_transformers_as_it_comes(pool: Pool, tmp_path: Path) -> None
     script = tmp_path / "plain_llama.py"
     script.write_text(PLAIN_LLAMA)
     counts, sizes, _ = pool.run(2, real, str(script), {})[0]
-    [(_, traces)] = trace_jobs([Job((), 2, (0,), "cpu", script=Script(str(script), "build"))], 1)
+    job = Job((), 2, (0,), prepare=on_cpu, script=Script(str(script), "build"))
+    [(_, traces)] = trace_jobs([job], 1)
     assert isinstance(traces, list), traces
     assert counts_of(traces[0]) == counts
     assert bytes_of(traces[0]) == sizes

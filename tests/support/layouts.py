@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from tests.support.steps import build_step
 from titan.config.schema import JobConfig
 from titan.data.base import TensorBatch
 from titan.data.packing import IGNORED, Batch
 from titan.parallel import build_mesh
-from titan.parallel.init_weights import canonical_name
-from titan.parallel.mesh import axis_rank, axis_size
-from titan.train_step import TrainStep
+from titan.tools.certify.steps import BOUND as BOUND
+from titan.tools.certify.steps import WHAT, largest, micro_batches, record
+from titan.tools.certify.steps import whole_gradients as whole_gradients
 
 STEPS, GLOBAL_BATCH, SEQUENCE, VOCABULARY = 10, 8, 64, 2048
 # Four blocks are enough for two ranks with two stages each, for a first, a last and two that are neither.
 BLOCKS = 4
-BOUND = 1e-5
 
 
 def text_batch(layout: Layout, step: int) -> TensorBatch:
@@ -343,84 +340,15 @@ def job_of(layout: Layout, *, precision: str = "float32", steps: int = STEPS) ->
 def train(layout: Layout, precision: str = "float32", steps: int = STEPS) -> dict[str, Any]:
     """Run on one rank: losses and norms of each step, whole gradients of the first, whole weights at the end."""
     mesh = build_mesh("cpu", **dict(layout.degrees))
-    config = job_of(layout, precision=precision, steps=steps)
-    train_step = build_step(config, mesh)
-    parameters = {
-        canonical_name(n): p for part in train_step.model_parts for n, p in part.named_parameters()
-    }
-    gradients: dict[str, Tensor] = {}
-
-    def keep_gradients(*_: Any) -> None:
-        if not gradients and train_step.in_backward is None:
-            gradients.update(whole_gradients(train_step))
-
-    train_step.optimizer.register_step_pre_hook(keep_gradients)
-    world = axis_size(mesh, "dp_replicate", "dp_shard")
-    rank = axis_rank(mesh, "dp_replicate", "dp_shard")
-    count = world * layout.accumulation
-    mine = range(rank, count, world)
-    losses, norms, loads = [], [], []
-    for step in range(1, steps + 1):
-        whole = layout.batch(layout, step)
-        batches = [whole.map(lambda _, t, i=i: t.chunk(count)[i]) for i in mine]
-        report = train_step.train(batches, step=step)
-        losses.append(report.loss.item())
-        norms.append(report.grad_norm.item())
-        if train_step.balance.loads is not None:
-            names = train_step.balance.moes
-            loads.append(dict(zip(names, train_step.balance.loads.tolist(), strict=True)))
-    biases = {name: moe.bias.tolist() for name, moe in train_step.balance.moes.items()}
-    weights = {n: _whole(p).clone() for n, p in parameters.items()}
-    return {
-        **{"losses": losses, "norms": norms, "gradients": gradients, "weights": weights},
-        **{"loads": loads, "biases": biases},
-    }
-
-
-def whole_gradients(train_step: TrainStep) -> dict[str, Tensor]:
-    """Gather the gradients of this rank's model parts."""
-    named = (item for part in train_step.model_parts for item in part.named_parameters())
-    return {canonical_name(name): _whole(p.grad) for name, p in named if p.grad is not None}
-
-
-def _whole(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
-
-
-def largest(results: list[dict[str, Any]], reference: dict[str, Any], what: str) -> float:
-    """Largest relative difference over ranks and over steps or parameters."""
-    expected = reference[what]
-    if isinstance(expected, dict):
-        have = set().union(*(result[what] for result in results))
-        assert have == expected.keys() or (
-            what == "gradients" and not have
-        )  # early steps use them up
-    largest = 0.0
-    for result in results:
-        if isinstance(expected, dict):
-            pairs = [
-                (
-                    torch.linalg.vector_norm(result[what][n] - e).item(),
-                    torch.linalg.vector_norm(e).item(),
-                )
-                for n, e in expected.items()
-                if n in result[what]  # else it is another pipeline stage's
-            ]
-        else:
-            pairs = [(abs(a - b), abs(b)) for a, b in zip(result[what], expected, strict=True)]
-        ratios = [difference and difference / size for difference, size in pairs]  # of zeros: 0
-        # max() passes over NaN, which equals nothing.
-        largest = max(largest, 0.0, *(math.inf if math.isnan(ratio) else ratio for ratio in ratios))
-    return largest
+    train_step = build_step(job_of(layout, precision=precision, steps=steps), mesh)
+    whole = (layout.batch(layout, step) for step in range(1, steps + 1))
+    return record(train_step, (micro_batches(b, mesh, layout.accumulation) for b in whole))
 
 
 def differences(results: list[dict[str, Any]], reference: dict[str, Any]) -> dict[str, float]:
     """The largest relative difference in each of what `train` returns."""
     assert reference["losses"][-1] < reference["losses"][0]  # it trains: not ten idle steps
-    names = ("losses", "norms", "gradients", "weights")
-    return {name: largest(results, reference, name) for name in names}
+    return {name: largest(results, reference, name) for name in WHAT}
 
 
 def mesh_name(layout: Layout) -> str:

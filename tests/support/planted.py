@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import RowwiseParallel
 
 from tests.support.layouts import Layout, train
-from titan import train_step
+from titan import parallelize, train_step
+from titan.config.schema import JobConfig
 from titan.models.common import moe
+from titan.models.common.attention import InnerAttention
 from titan.optim import expert_bias
+from titan.tools.certify import steps
 
 
 def train_with(fault: str, layout: Layout) -> dict[str, Any]:
@@ -135,3 +140,61 @@ FAULTS: dict[str, Callable[[], None]] = {
         *(all_to_one_expert, all_to_one_rank, none_to_one_rank),
     )
 }
+
+
+# ---- faults that `titan certify` has to name -----------------------------------------------------
+
+
+def lost_partial_sum(config: JobConfig, watch: bool = False) -> dict[str, Any]:
+    """Leave each tensor-parallel rank with its own part of what row-wise layers return."""
+
+    def keep_own(layouts: Any, local: bool, module: nn.Module, output: DTensor, mesh: Any) -> Any:
+        if not isinstance(module, nn.Linear) or not output.placements[0].is_partial():
+            return give(layouts, local, module, output, mesh)
+        part = output.to_local().chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
+        part = DTensor.from_local(part, mesh, layouts, run_check=False)
+        return part.to_local() if local else part
+
+    give = RowwiseParallel._prepare_output_fn
+    if dist.get_world_size() > 1:
+        RowwiseParallel._prepare_output_fn = staticmethod(keep_own)  # pyright: ignore
+    return steps.train_job(config, watch)
+
+
+def doubled_gradient(config: JobConfig, watch: bool = False) -> dict[str, Any]:
+    """Double the gradient of a matrix in the second block."""
+    return _scaled(2.0, "layers.1.feed_forward.w2.weight", config, watch)
+
+
+def halved_router(config: JobConfig, watch: bool = False) -> dict[str, Any]:
+    """Halve the gradient of a router."""
+    return _scaled(0.5, "layers.1.moe.router.gate.weight", config, watch)
+
+
+def _scaled(factor: float, name: str, config: JobConfig, watch: bool) -> dict[str, Any]:
+    """Train with a parameter's gradient multiplied by a factor, before it is clipped, on each of several ranks."""
+
+    def record(train_step: train_step.TrainStep, batches: Any) -> dict[str, Any]:
+        gradient_of = dict(steps.named_parameters(train_step))[name]
+        clip = train_step._clip
+        train_step._clip = lambda: (gradient_of.grad.mul_(factor), clip())[1]  # pyright: ignore
+        return whole(train_step, batches)
+
+    whole = steps.record
+    if dist.get_world_size() > 1:
+        steps.record = record
+    return steps.train_job(config, watch)
+
+
+def ignored_window(config: JobConfig, watch: bool = False) -> dict[str, Any]:
+    """Let context-parallel ranks see all keys."""
+
+    def apply(model: nn.Module, **options: Any) -> None:
+        for module in model.modules():
+            if isinstance(module, InnerAttention):
+                module.window = 0  # pyright: ignore
+        whole(model, **options)
+
+    whole = parallelize.apply_cp
+    parallelize.apply_cp = apply  # of ranks with context parallelism only
+    return steps.train_job(config, watch)

@@ -180,7 +180,7 @@ def require_same_model(model: HFModel) -> None:
         CheckpointError: it would make another model. The message names the sizes that differ.
     """
     read = model.hooks.read_config(model.hooks.hf_config(model.sizes))
-    if others := differences(read, model.sizes):
+    if others := getattr(model.hooks, "differences", differences)(read, model.sizes):
         what = ", ".join(f"{key} = {getattr(model.sizes, key)}" for key in others)
         fix = ", ".join(f"{key} = {value}" for key, value in others.items())
         raise CheckpointError(f"{model.architecture} of transformers has no {what}; it has {fix}")

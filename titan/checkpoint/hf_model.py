@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -86,7 +86,7 @@ class HFModel:
         parameters = {ours for ours, _ in model.named_parameters()}
         buffers = {ours: t.dtype for ours, t in state.items() if ours not in parameters}
         name_of_buffer = getattr(hooks, "hf_buffer", lambda *_: None)
-        hf_name = hooks.hf_name_of(sizes) if hasattr(hooks, "hf_name_of") else hooks.hf_name
+        hf_name = _names_of(hooks, sizes)
         names = {
             ours: name_of_buffer(ours, sizes) if ours in buffers else hf_name(ours)
             for ours in state
@@ -96,6 +96,10 @@ class HFModel:
         parts = {ours: part for ours in names if (part := part_of(ours))}
         shapes = {ours: t.shape for ours, t in state.items()}
         return HFModel(name, sizes, hooks, names, parts, shapes, buffers)
+
+    def hf_name(self, ours: str) -> str:
+        """Return the name on disk of one of our parameters, also of one that is not there, as a tied output layer."""
+        return _names_of(self.hooks, self.sizes)(ours)
 
     def with_copies(self) -> HFModel:
         """Return the model as it is exported, with the copies of embeddings that readers of its MTP modules expect."""
@@ -166,6 +170,10 @@ class HFModel:
         if tensor is None or ours in self.parts:
             return 0
         return sum(self.shapes[name][-1] for name in tensor.ours[: tensor.ours.index(ours)])
+
+
+def _names_of(hooks: ModuleType, sizes: Any) -> Callable[[str], str]:
+    return hooks.hf_name_of(sizes) if hasattr(hooks, "hf_name_of") else hooks.hf_name
 
 
 def hooks_of(name: str) -> ModuleType | None:

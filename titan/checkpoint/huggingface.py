@@ -110,12 +110,13 @@ def _file_names(path: Path) -> tuple[str, str]:
     return theirs if any(is_there(path / name) for name in theirs) else (INDEX, SINGLE)
 
 
-def read_sizes(folder: HFFolder, *, mtp: bool = False) -> tuple[str, Any]:
+def read_sizes(folder: HFFolder, *, mtp: bool = False, of: str = "") -> tuple[str, Any]:
     """Find our family and sizes for a folder.
 
     Args:
         folder: the folder.
         mtp: include the multi-token prediction modules that config.json names. Folders often lack their weights.
+        of: the family to read it as, if it can be any model. Another family comes first otherwise.
 
     Returns:
         The name of the family, and the sizes.
@@ -131,7 +132,16 @@ def read_sizes(folder: HFFolder, *, mtp: bool = False) -> tuple[str, Any]:
     listed = config.get("architectures") or config.get("_class_name")
     listed = listed or [by_type.get(str(config.get("model_type")))]
     architecture = listed[0] if isinstance(listed, list) and len(listed) == 1 else listed
-    if not isinstance(architecture, str) or architecture not in known:
+    is_known = isinstance(architecture, str) and architecture in known
+    general = next((n for n, hooks in by_family.items() if not hooks.ARCHITECTURES), "")
+    if general and (of == general or (not is_known and "model_type" in config)):
+        try:
+            return general, by_family[general].read_config(config)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{folder.path / CONFIG}: {printable(str(error), 300)}"
+            ) from error
+    if not is_known:
         raise CheckpointError(
             f"{folder.path / CONFIG}: architecture {printable(str(architecture), 80)} is none of {', '.join(known)}"
         )
@@ -176,18 +186,18 @@ def check_folder(path: Path, model: HFModel) -> HFFolder:
         CheckpointError: the folder has another model. The message names the differences.
     """
     folder = open_folder(path)
-    name, sizes = read_sizes(folder)
-    others = differences(sizes, model.sizes)
+    name, sizes = read_sizes(folder, of=model.name)
+    others = getattr(model.hooks, "differences", differences)(sizes, model.sizes)
     others.pop("num_mtp_modules", None)  # the check of tensors finds missing modules
     if name != model.name or others:
         what = f"the model is {name}, the job's is {model.name}"
         if name == model.name:
             what = ", ".join(
-                f"{key} is {value}, the job's is {getattr(model.sizes, key)}"
+                f"{key} is {value}, the job's is {getattr(model.sizes, key, 'another')}"
                 for key, value in others.items()
             )
-        keys = model_keys(name, sizes).items()
-        fix = ", ".join(f"model.{key} = {format_value(value)}" for key, value in keys)
+        keys = model_keys(name, sizes) if family(name).FLAVORS else {"hf_path": str(path)}
+        fix = ", ".join(f"model.{key} = {format_value(value)}" for key, value in keys.items())
         raise CheckpointError(f"{path / CONFIG}: {what}; set {fix}")
     # Report at most five, since a folder of another model differs in every tensor.
     if problems := list(tensor_problems(folder, model.spelled_as(folder.files))):
@@ -335,7 +345,7 @@ def tensor_problems(folder: HFFolder, model: HFModel) -> Iterator[str]:
     source = folder.path / (index if (folder.path / index).is_file() else single)
     for name in wanted.keys() - folder.files.keys():
         yield f"{source}: tensor {name} is missing"
-    tied = {model.hooks.hf_name("output.weight")} if model.sizes.tied_embeddings else set()
+    tied = {model.hf_name("output.weight")} if model.sizes.tied_embeddings else set()
     skipped = tuple(left_out(folder, model))
     # Folders of tied models may still contain the output layer.
     for name in folder.files.keys() - wanted.keys() - tied:

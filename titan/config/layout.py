@@ -29,7 +29,7 @@ from .errors import (
     neighbours,
     violations_of,
 )
-from .model import check_split, is_plug_in, resolve_model
+from .model import check_split, is_plug_in, model_title, resolve_model
 from .phases import later_jobs, phases_of
 from .schema import JobConfig
 
@@ -223,10 +223,19 @@ def _check_phases(config: JobConfig, model: Any, world_size: int) -> Iterator[Ru
 
 
 def _check_plug_in(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:
-    """Check that stages and tensor parallelism leave out no module of another package's family. Tests check titan's families."""
+    """Check that stages and tensor parallelism leave out no module of another package's model, and that the model can have them.
+
+    Tests check titan's families.
+    """
     parallel = config.parallelism
     pp, tp = parallel.pipeline_parallel_degree, parallel.tensor_parallel_degree
-    if is_plug_in(config.model.name) and model is not None and max(pp, tp) > 1:
+    refused = dict(getattr(model, "refuses", ()))
+    for name, reason in refused.items():
+        section = "data" if name == "document_mask" else "parallelism"
+        if getattr(getattr(config, section), name) not in (1, False):
+            yield f"{section}.{name}", reason
+    foreign = is_plug_in(config.model.name) or hasattr(model, "refuses")
+    if foreign and model is not None and max(pp, tp) > 1 and not refused:
         stages = stage_split(config, num_layers=model.n_layers).modules if pp > 1 else []
         yield from check_split(config.model.name, model, stages=stages, tp=tp)
 
@@ -270,7 +279,7 @@ def _check_experts(config: JobConfig, model: Any, world_size: int) -> Iterator[R
     if ep == 1 or model is None:
         return
     if not experts:
-        flavor = f'"{config.model.name}" {config.model.flavor}'
+        flavor = f'"{config.model.name}" {model_title(config.model)}'
         yield key, f"the model {flavor} has no experts to split; use 1, or a model that has"
         return
     if experts % ep:

@@ -16,6 +16,7 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint
 from inspect import signature
+from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
 
@@ -62,6 +63,8 @@ def resolve_model(section: ModelSection) -> tuple[Any, list[RuleViolation]]:
     if foreign and (lacks := _lacks(package, ("FLAVORS", "TENSOR_PLAN", "build_model"))):
         return None, [("model.name", f"the family {section.name} lacks {lacks}; {_DOCS}")]
     # Check family, flavor, overrides and shape in this order, since each check needs the result of the previous one.
+    if hasattr(package, "resolve"):  # its sizes come from a file, not from a flavor
+        return package.resolve(section)
     flavors = package.FLAVORS
     if section.flavor not in flavors:
         hint = choose(section.flavor, flavors)
@@ -78,6 +81,11 @@ def resolve_model(section: ModelSection) -> tuple[Any, list[RuleViolation]]:
     if not violations and foreign:
         violations = [*check_module(section.name, config)]
     return (None if violations else config), violations
+
+
+def model_title(section: ModelSection) -> str:
+    """Return the flavor of a model, or what stands for it where a file or a class says which model it is."""
+    return section.architecture or Path(section.hf_path).name or section.flavor
 
 
 def num_blocks(sizes: Any) -> int:
@@ -200,19 +208,19 @@ def check_freeze(section: ModelSection) -> Iterator[RuleViolation]:
     sizes, _ = resolve_model(section)
     if section.freeze and sizes is not None:
         try:
-            frozen_names(_counts(section.name, sizes), section.freeze)
+            frozen_names(parameter_counts(section.name, sizes), section.freeze)
         except InputError as error:
             yield "freeze", str(error).removeprefix("model.freeze: ")
 
 
 def num_frozen(section: ModelSection, sizes: Any) -> int:
     """Return the number of values in parameters that are not trained."""
-    counts = _counts(section.name, sizes) if section.freeze else {}
+    counts = parameter_counts(section.name, sizes) if section.freeze else {}
     return sum(counts[name] for name in frozen_names(counts, section.freeze)) if counts else 0
 
 
 @cache
-def _counts(name: str, sizes: Any) -> dict[str, int]:
+def parameter_counts(name: str, sizes: Any) -> dict[str, int]:
     """Return the number of values in each parameter of a model, by its name."""
     import torch
 
@@ -233,7 +241,9 @@ def check_split(
     package = family(name)
     with torch.device("meta"):
         model = package.build_model(config)
-    prefix, where = "parallelism", f"; {name} is another package's family; {_DOCS}"
+    prefix, where = "parallelism", ""
+    if is_plug_in(name):
+        where = f"; {name} is another package's family; {_DOCS}"
     try:
         if stages:
             extract_stages(model, stages, numbers=range(len(stages)))
@@ -241,7 +251,8 @@ def check_split(
         yield f"{prefix}.pipeline_parallel_degree", f"{error}{where}"
     try:
         if tp > 1:
-            check_plan(model, package.TENSOR_PLAN, size=tp, num_kv_heads=config.n_kv_heads)
+            plan = getattr(model, "tensor_plan", package.TENSOR_PLAN)
+            check_plan(model, plan, size=tp, num_kv_heads=config.n_kv_heads)
     except (KeyError, ValueError) as error:
         yield f"{prefix}.tensor_parallel_degree", f"{error.args[0]}{where}"
 

@@ -2,7 +2,7 @@
 
 Names of sections and keys are those of TorchTitan v0.2.2 if the concept is the same, so that its TOML files run here.
 Sections that it does not have (tokenizer, data, loss, hardware) have our names. A component gets only its own section. The
-sections about how a job is run are in schema_run.py; import all of them from here.
+sections about the model and about how a job is run are in schema_model.py and schema_run.py; import all of them from here.
 
 The string below a field is its documentation: docs/config.md, the JSON schema and `titan config --comments` show it. It says
 what the key does, the unit, what the default means, and when to change it.
@@ -27,12 +27,12 @@ from .base import (
     Positive,
     PositiveOrAuto,
     Section,
-    StrList,
 )
 from .errors import SourceMap
 from .plug_ins import load_plug_in, plug_ins
 from .schema_course import EvaluationSection, PhaseSection
 from .schema_faults import FaultToleranceSection
+from .schema_model import ModelSection, TaskSection
 from .schema_run import (
     ActivationCheckpointSection,
     AverageSection,
@@ -53,41 +53,6 @@ from .schema_run import Float8Section as Float8Section
 from .schema_run import GroupedFloat8Section as GroupedFloat8Section
 from .schema_run import MXSection as MXSection
 from .schema_simulator import HardwareSection, SimulatorSection
-
-
-class ModelSection(Section):
-    """Which model to train, and its size."""
-
-    name: str = "llama3"
-    """The model family: a folder in models/, or the name of an entry point `titan.models`."""
-    flavor: str = "debugmodel"
-    """A named size of the family, such as "8B"."""
-    overrides: dict[str, int | float | bool | str] = {}
-    """Fields of the flavor's config to change, such as {n_layers = 4}."""
-    hf_assets_path: str = ""
-    """Folder with the tokenizer (tokenizer.json or tokenizer.model) and, for conversion from and to
-    Hugging Face, safetensors and config.json."""
-    attention_backend: Literal["auto", "cudnn", "flash", "efficient", "math", "fa3", "fa4"] = "auto"
-    """Kernels of attention on a GPU. "auto": torch's order, which is cuDNN, FlashAttention-2, the
-    memory-efficient kernel, plain operations on Hopper and Blackwell, and the same without cuDNN first
-    elsewhere. Another name: that kernel, and the kernels after it in this order if it does not support a
-    case. "fa3" and "fa4" are FlashAttention-3 and -4, which must be installed."""
-    freeze: StrList = []
-    """Patterns of names of parameters that are not trained, such as ["tok_embeddings.*", "layers.[0-3].*"].
-    They get no gradients, no optimizer state and no decay. docs/checkpoints.md: how to begin from weights."""
-    converters: StrList = []
-    """Low-precision conversion of linear layers: "quantize.linear.float8" (or "float8") or
-    "quantize.linear.mx". The section of the same name has its settings."""
-
-
-class TaskSection(Section):
-    """Task of the model, if it is not the usual task of its family."""
-
-    name: str = ""
-    """Empty: the task of the model's family, which is next-token prediction unless the family has
-    another. "next_token", or the name of an entry point `titan.tasks`."""
-    options: dict[str, int | float | bool | str] = {}
-    """Options of the task, such as {image_size = 32}."""
 
 
 class AdamOptions(Section):

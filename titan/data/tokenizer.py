@@ -19,7 +19,7 @@ from typing import Any
 
 import tiktoken
 
-from titan.config.model import model_config
+from titan.config.model import model_config, model_title
 from titan.config.schema import JobConfig, TokenizerSection
 from titan.data import DataError, require
 from titan.data import named_tokens as beside
@@ -319,7 +319,7 @@ def open_tokenizer(config: JobConfig) -> Tokenizer:
     model, size = model_config(config.model), tokenizer.vocab_size
     if size > model.vocab_size:
         raise DataError(
-            f"the tokenizer has {size:,} tokens, but {config.model.name} {config.model.flavor} has a vocabulary of "
+            f"the tokenizer has {size:,} tokens, but {config.model.name} {model_title(config.model)} has a vocabulary of "
             f"{model.vocab_size:,}; set model.overrides.vocab_size = {size}, or use another tokenizer"
         )
     return tokenizer

@@ -35,7 +35,8 @@ class ExpertLoads(Hook):
 
     def __init__(self, trainer: RunContext) -> None:
         self.trainer, sizes = trainer, trainer.sizes
-        self.num_experts: int = getattr(sizes, "num_experts", 0)
+        counts = getattr(sizes, "counts_loads", True)
+        self.num_experts: int = getattr(sizes, "num_experts", 0) if counts else 0
         is_moe = [self.num_experts > 0 and sizes.is_moe_layer(n) for n in range(num_blocks(sizes))]
         self.layers = [layer for layer, has_experts in enumerate(is_moe) if has_experts]
         self.measured: AsyncScalars | None = None

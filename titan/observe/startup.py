@@ -10,7 +10,7 @@ from typing import Any
 from rich.text import Text
 
 from titan.config.layout import AXES, Layout, is_replica_group, replica_groups
-from titan.config.model import num_blocks, num_frozen
+from titan.config.model import model_title, num_blocks, num_frozen
 from titan.config.phases import phases_of
 from titan.config.schema import JobConfig
 from titan.config.task import reads_text
@@ -92,7 +92,7 @@ def startup_page(
     memory = (estimate_memory(phase.config, model_config, layout) for phase in phases)
     most = max(memory, key=lambda gib: gib["total"])
     return StartupPage(
-        title=f"titan: {config.model.name} {config.model.flavor}, {_parameters(model_config)}",
+        title=f"titan: {config.model.name} {model_title(config.model)}, {_parameters(model_config)}",
         description=config.job.description,
         lines={
             "model": _model(model_config),

@@ -222,8 +222,8 @@ def selection_of(block: nn.Module) -> Callable[[Callable[..., Any]], Callable[..
         within = names.get(getattr(function, "__self__", inside), "")
         options = {**settings, "context_fn": partial(_contexts, selection, within=within)}
 
-        def selected(*args: Any) -> Any:
-            return checkpoint(function, *args, **options)
+        def selected(*args: Any, **kwargs: Any) -> Any:
+            return checkpoint(function, *args, **options, **kwargs)
 
         selected.__code__ = _renamed(selected.__code__, function.__qualname__)
         return selected

@@ -48,9 +48,9 @@ def apply_ep(model: nn.Module, *, mesh: DeviceMesh, moe_type: type[nn.Module]) -
         ValueError: the number of ranks does not divide the number of experts.
     """
     for name, module in model.named_modules():
-        if not isinstance(module, moe_type):
+        if not isinstance(module, moe_type) or not hasattr(module, "dispatcher"):
             continue
-        experts: nn.Module = module.get_submodule("experts")
+        experts: nn.Module = getattr(module, "experts", module)
         for key, parameter in list(experts.named_parameters(recurse=False)):
             if len(parameter) % mesh.size():
                 raise ValueError(

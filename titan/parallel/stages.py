@@ -24,6 +24,9 @@ def extract_stages(
     Raises:
         ValueError: a module with parameters is in no stage or in several.
     """
+    # Such as rotary embeddings, which a model names that is not cut by hand.
+    everywhere = getattr(model, "on_all_stages", ())
+    modules = [[*names, *everywhere] for names in modules]
     # Every parameter must be trained by exactly one stage.
     stages_of: dict[str, list[int]] = {}
     for stage, names in enumerate(modules):

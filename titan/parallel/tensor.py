@@ -8,6 +8,7 @@ model names a style for each module. The model itself does not change. With S th
     sequence         replicated    (B, S/tp, D) -> same: a norm of each rank's tokens
     gather_input     none          first tensor (B, S/tp, D) -> (B, S, D), all-gather; other arguments are unchanged;
                                    `gather_input:x` gathers the argument `x` of forward
+    gather_heads     values /tp    the same for a module with parameters of its own, one value or row for each query head
     colwise          columns /tp   (B, S, D) -> (B, S, F/tp)
     kv_colwise       columns /tp   like `colwise`; replicated if there are more ranks than key/value heads: each rank
                                    then keeps the one head that its query heads read
@@ -22,6 +23,14 @@ model names a style for each module. The model itself does not change. With S th
     tokens           none          (B, S/tp, D) -> same, as a plain tensor: experts, which take each rank's own tokens
     token_weights    replicated    like `sequence`, with a plain tensor as output: the matrix of a router, or a norm after attention or a
                                    feed-forward layer, whose input is a plain tensor
+    local_tokens     replicated    (B, S/tp, D) -> same, for a module of any code that treats each token alone, with all inside: a
+                                   router with its experts, or a feed-forward layer without a plan
+    partial          replicated    (B, S, D) -> (B, S, F), on plain tensors, within `gather_input`: latents or norms that this rank's
+                                   heads use, so that its gradients are partial sums
+    colwise_part     columns /tp   the same with split columns
+    replicated       replicated    the same with whole gradients: between `colwise_gather` and `rowwise_split`
+    colwise_gather   columns /tp   (B, S, D) -> (B, S, F), all-gather of the columns: fused matrices, which code cuts by channel
+    rowwise_split    rows /tp      (B, S, F) -> (B, S/tp, D): each rank takes its part of F, reduce-scatter
     experts          -             unchanged: `apply_ep` and FSDP split experts
     head_norm        replicated    (B, S, H/tp, K) -> same: a norm of each of the rank's heads
     head_vector      values /tp    none -> (H/tp,): a module that returns its weight, a number for each query head
@@ -70,18 +79,21 @@ from .tensor_styles import (
     GatherForLoss,
     GatherSequence,
     HeadVector,
+    LocalWeights,
     NormOfAllRanks,
     ReplicatedHeads,
     ReplicatedInput,
     ReplicatedModule,
     SequenceShard,
     argument_names,
+    read_as,
 )
 
-GATHER = "gather_input"
+GATHER, GATHER_HEADS = "gather_input", "gather_heads"
 _SPLITS = {  # type of module that a style can split
     "vocab_embedding": nn.Embedding,
     **dict.fromkeys(("colwise", "kv_colwise", "gather_colwise"), nn.Linear),
+    **dict.fromkeys(("colwise_part", "colwise_gather", "rowwise_split"), nn.Linear),
     **dict.fromkeys(("rowwise", "rowwise_whole", "rowwise_part"), nn.Linear),
     "vocab_output": nn.Linear,
 }
@@ -140,8 +152,10 @@ def apply_tp(
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     for name, module in list(model.named_modules()):
         style, _, argument = style_of[name].partition(":")
-        if style == GATHER:
+        if style in (GATHER, GATHER_HEADS):
             parallelize_module(module, mesh, GatherSequence(name, argument))
+            if style == GATHER_HEADS:
+                parallelize_module(module, mesh, LocalWeights(split=True, inside=False))
         elif style and style != "experts":
             _take_by_position(module)
             if style == "vocab_embedding":
@@ -149,7 +163,11 @@ def apply_tp(
             if style == "rowwise" and is_tensorwise(module):
                 parallelize_module(module, mesh, rows_style(mesh, sequence_dim=SEQUENCE_DIM))
             else:
+                buffers = dict(module._buffers)
                 parallelize_module(module, mesh, styles[style]())
+                if style == "vocab_embedding" and buffers:  # such as a factor of embeddings
+                    module._buffers.update(buffers)
+                    read_as(module, buffers, partial(_replicated, mesh=mesh))
     for (first, first_name), *others in shared:
         for module, name in others:
             module.register_parameter(name, first._parameters[first_name])
@@ -158,6 +176,10 @@ def apply_tp(
     require_own_part(model, mesh)
     experts = [name for name, style in style_of.items() if style == "experts"]
     _require_all_split(model, left=lambda p: not isinstance(p, DTensor), but=experts)
+
+
+def _replicated(buffer: Tensor, *, mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(buffer, mesh, (Replicate(),), run_check=False)
 
 
 def check_plan(
@@ -179,7 +201,11 @@ def check_plan(
         raise ValueError(
             f"{num_kv_heads} key/value heads do not divide by {size} ranks, nor they by the heads"
         )
-    styles = [*_styles(size, num_kv_heads, loss_parallel=True, output_in_loss=False), GATHER]
+    styles = [
+        *_styles(size, num_kv_heads, loss_parallel=True, output_in_loss=False),
+        GATHER,
+        GATHER_HEADS,
+    ]
     # "gather_input:x" is a style with an argument.
     known = {*styles, "experts"}
     if unknown := sorted(s for s in {*plan.values()} if s.split(":")[0] not in known):
@@ -219,6 +245,14 @@ def _styles(
         "width_norm": NormOfAllRanks,
         "colwise": ColwiseParallel,
         "kv_colwise": ColwiseParallel if kv_split else lambda: ReplicatedHeads(num_kv_heads),
+        "local_tokens": LocalWeights,
+        "partial": LocalWeights,
+        "replicated": lambda: LocalWeights(sums=False),
+        "colwise_part": lambda: LocalWeights(split=True),
+        "colwise_gather": lambda: ColwiseParallel(output_layouts=Replicate()),
+        "rowwise_split": lambda: RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=Shard(SEQUENCE_DIM)
+        ),
         "gather_colwise": lambda: ColwiseParallel(input_layouts=Shard(SEQUENCE_DIM)),
         "gather_shared": AllGatherSequence,
         "cut_sequence": CutSequence,

@@ -13,6 +13,9 @@ width D = 16, H = 4 query heads and G = 1 key/value head of K = 4, vocabulary V 
     gather_shared      AllGatherSequence  none                 (1, 4, 4)         (1, 8, 4)
     width_norm         NormOfAllRanks     (8,) of (16,)        (1, 8, 8)         (1, 8, 8): norm over all 16 channels
     head_vector        HeadVector         (2,) of (4,)         none              (2,): a number for each local query head
+    local_tokens       LocalWeights       replicated           (1, 4, 16)        (1, 4, 16): plain tensors inside
+    partial            LocalWeights       replicated           (1, 8, 16)        (1, 8, 16): used by this rank's heads
+    colwise_part       LocalWeights       (F/2, 16)            (1, 8, 16)        (1, 8, F/2)
     cut_sequence       CutSequence        replicated           (1, 7, 16)        (1, 4, 16): T = 7 tokens, padded to 8
     place              AllGatherFeatures  none                 x (1, 4, 16)      (1, 4, 16): forward reads features (1, 8, 16)
     vocab_output       GatherForLoss      (16, 16) of (32, 16) (1, 4, 16)        (1, 8, 16): the loss multiplies by the weight
@@ -25,6 +28,7 @@ B batch, S tokens of a sequence, D model, H query heads, G key/value heads, K he
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -267,6 +271,87 @@ def _replicate(_: str, child: nn.Module, mesh: DeviceMesh) -> None:
         # src_data_rank=None: every rank has the whole weight, so nothing is sent.
         whole = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
         child.register_parameter(name, nn.Parameter(whole))
+
+
+class LocalWeights(ParallelStyle):
+    """A module whose forward pass reads plain tensors: no operation in it is DTensor's.
+
+    Of a weight (F, D), a rank reads its part (F/tp, D), or the whole one. With `sums`, a rank's gradient of a whole weight is a partial
+    sum, of its own tokens or its own heads, and an all-reduce adds these up. A replicated DTensor as input is read as a plain tensor,
+    whose gradient is a partial sum, too. Modules with an attribute `dispatcher`, which are experts, keep their parameters.
+
+    Attributes:
+        split: split the weights of an nn.Linear by columns.
+        sums: add up the ranks' gradients of whole weights.
+        inside: also the modules inside.
+    """
+
+    def __init__(self, *, split: bool = False, sums: bool = True, inside: bool = True) -> None:
+        self.inside = inside
+        self.placement = Shard(0) if split else Replicate()
+        self.grad_placement = Partial() if sums and not split else self.placement
+        self.sums = sums
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def take_local(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return tuple(map(local, args)), {name: local(x) for name, x in kwargs.items()}
+
+        def local(x: Any) -> Any:
+            if not isinstance(x, DTensor):
+                return x
+            is_partial = self.sums and x.placements[0].is_replicate()
+            return x.to_local(grad_placements=(Partial(),) if is_partial else None)
+
+        parts = module.modules() if self.inside else [module]
+        for part in [m for m in parts if not hasattr(m, "dispatcher")]:
+            names = [name for name, _ in part.named_parameters(recurse=False)]
+            for name in names:
+                # src_data_rank=None: every rank has the whole weight, so nothing is sent.
+                whole = part.get_parameter(name)
+                split = distribute_tensor(whole, device_mesh, [self.placement], src_data_rank=None)
+                part.register_parameter(name, nn.Parameter(split))
+            if names:
+                read_as(part, names, self._read)
+        if self.inside:
+            module.register_forward_pre_hook(take_local, with_kwargs=True)
+        return module
+
+    def _read(self, weight: Tensor) -> Tensor:
+        if not isinstance(weight, DTensor):
+            return weight
+        # Without a redistribution, the gradient would stay a partial sum.
+        return weight.redistribute(placements=(self.placement,)).to_local(
+            grad_placements=(self.grad_placement,)
+        )
+
+
+def read_as(module: nn.Module, names: Iterable[str], convert: Callable[[Any], Any]) -> None:
+    """Let the forward pass of a module read its parameters or buffers converted. The stored ones do not change.
+
+    Args:
+        module: the module. It gets a class of its own, with properties, as in torch's parametrizations.
+        names: names of parameters or buffers.
+        convert: maps the stored tensor to what the forward pass reads.
+    """
+
+    def reader(name: str) -> property:
+        def read(self: Any) -> Any:
+            stored = (self._parameters if name in self._parameters else self._buffers)[name]
+            # FSDP reads the stored ones, by the same names.
+            return convert(stored) if self.is_in_forward else stored
+
+        return property(read)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.is_in_forward = True
+        try:
+            return kind.forward(self, *args, **kwargs)
+        finally:
+            self.is_in_forward = False
+
+    kind: Any = type(module)
+    added = {**{name: reader(name) for name in names}, "forward": forward, "is_in_forward": False}
+    module.__class__ = type(kind.__name__, (kind,), added)
 
 
 class CutSequence(SequenceParallel):

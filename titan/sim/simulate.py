@@ -11,7 +11,7 @@ from typing import Any
 
 from titan.checks.rules import resolve_layout
 from titan.config.layout import Layout
-from titan.config.model import model_config
+from titan.config.model import model_config, model_title
 from titan.config.quantize import lacks_units, quantize_section
 from titan.config.schema import JobConfig, MXSection
 from titan.observe.estimate import estimate_memory
@@ -323,7 +323,7 @@ def facts(simulation: Simulation) -> Facts:
         "sequences_at_once": parallel.pipeline_parallel_microbatch_size
         if simulation.layout.pp > 1
         else config.training.local_batch_size,
-        "model": f"{config.model.name} {config.model.flavor}",
+        "model": f"{config.model.name} {model_title(config.model)}",
         "tflops_per_gpu": tflops,
         "mfu": tflops / peak if peak else None,
         "mfu_causal": tflops * (causal / flops_per_token) / peak if peak else None,

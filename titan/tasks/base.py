@@ -157,6 +157,22 @@ class Task(ABC):
     def fake_batch(self) -> TensorBatch:
         """Return a batch of zeros with the shapes of a loader's, of training.local_batch_size samples. The simulator has no data."""
 
+    def random_batch(self, seed: int) -> TensorBatch:
+        """Return a batch like `fake_batch` with random numbers, on which `titan certify` compares layouts.
+
+        Replace it if numbers must belong together. The default draws token ids along the sequence, and floats in [0, 1).
+        """
+        generator = torch.Generator().manual_seed(seed)
+        batch = self.fake_batch()
+
+        def draw(name: str, x: Tensor) -> Tensor:
+            if x.is_floating_point():
+                return torch.rand(x.shape, generator=generator)
+            highest = getattr(self.sizes, "vocab_size", 1) if name in batch.ALONG_SEQUENCE else 1
+            return torch.randint(highest, x.shape, generator=generator) if highest > 1 else x + 1
+
+        return batch.map(draw)
+
     # ---- the step
 
     def complete(self, batch: Any, *, device: torch.device, is_cut: bool) -> TensorBatch:

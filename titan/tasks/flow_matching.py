@@ -128,6 +128,11 @@ class FlowMatching(Task):
             valid_B=torch.zeros(batch, dtype=torch.int64),
         )
 
+    def random_batch(self, seed: int) -> FlowBatch:
+        batch = super().random_batch(seed)
+        assert isinstance(batch, FlowBatch)
+        return replace(batch, positions_BSA=self._positions().repeat(len(batch.time_B), 1, 1))
+
     def microbatch(self, batch: FlowBatch) -> Microbatch:
         """Return noisy patches, and velocities with a last channel that is 1 where a sample counts."""
         time_B11 = batch.time_B[:, None, None]

@@ -65,6 +65,11 @@ class FlowOptions:
         """Return the number of patches of a picture."""
         return (self.size // self.patch) ** 2
 
+    def shrink(self) -> dict[str, Any]:
+        """Return the keys of a small job: sixteen patches, and four positions of context."""
+        small = {"path": "", "size": 4 * self.patch, "context_len": 4}
+        return {"task.options": small, "training.seq_len": 20}
+
     def missing(self) -> Iterator[tuple[str, str]]:
         """Yield the key and the message of each package that this machine lacks."""
         if self.channels in (1, 3) and find_spec("PIL") is None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from titan.config.plug_ins import load_plug_in, plug_ins
 from titan.data import DataError, require
-from titan.data.base import Samples
+from titan.data.base import Samples, TensorBatch
 from titan.data.best_fit import best_fit
 from titan.data.files import PARQUET, find_files
 from titan.data.loader import Collate
@@ -274,6 +275,16 @@ class DescribePictures(NextToken):
         return PictureBatch(
             **vars(text), images=torch.zeros(shape), image_index_BS=torch.zeros_like(text.tokens_BS)
         )
+
+    def random_batch(self, seed: int) -> TensorBatch:
+        """Return random text, with a picture at the beginning of every other sequence."""
+        samples: Any = SimpleNamespace(special_tokens=SpecialTokens(None, 1))
+        rows_BT, token = self.random_rows(seed), self.sizes.image_token
+        rows_BT[rows_BT == token] = 2
+        rows_BT[::2, : self.sizes.num_patches] = token
+        random = np.random.default_rng(seed)
+        images = random.random(self.fake_batch().images.shape, dtype=np.float32)
+        return self.collate(samples)((rows_BT, images), first_sample=0)
 
     def complete(self, batch: Any, *, device: torch.device, is_cut: bool) -> Batch:
         positions_BS = super().complete(batch, device=device, is_cut=is_cut).positions_BS

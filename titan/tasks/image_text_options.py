@@ -48,6 +48,10 @@ class ImageTextOptions:
     samples: int = 0
     max_new_tokens: int = 64
 
+    def shrink(self) -> dict[str, Any]:
+        """Return the keys of a small job: as many pictures as fit."""
+        return {"task.options": {"images": 0, "samples": 0}}
+
     def missing(self) -> Iterator[tuple[str, str]]:
         """Yield the key and the message of each file that this machine lacks."""
         if not Path(self.path).expanduser().exists():

@@ -9,17 +9,20 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan.config.loss import loss_function
-from titan.data.base import Samples
+from titan.data.base import Samples, TensorBatch
 from titan.data.loader import Collate
 from titan.data.packing import Batch
 from titan.data.scoring import Scorable, Scorer
+from titan.data.special_tokens import SpecialTokens
 from titan.data.statistics import unigram_bits_per_byte
 from titan.data.text import (
     collate_rows,
@@ -72,6 +75,22 @@ class NextToken(Task):
             document_ids_BS=ids,
             cu_seqlens_BN=None if ids is None else ids[:, : -(-ids.shape[1] // 256)].int(),
         )
+
+    def random_batch(self, seed: int) -> TensorBatch:
+        """Return a batch of random tokens: documents of about twenty, and padding of another length in each sequence."""
+        samples: Any = SimpleNamespace(special_tokens=SpecialTokens(None, 1))
+        return self.collate(samples)(self.random_rows(seed), first_sample=0)
+
+    def random_rows(self, seed: int) -> np.ndarray:
+        """Return random samples, int64 (B, S + 1)."""
+        training = self.config.training
+        shape = (training.local_batch_size, training.seq_len + 1)
+        rows_BT = np.random.default_rng(seed).integers(2, self.sizes.vocab_size, shape)
+        for number, row_T in enumerate(rows_BT):
+            row_T[11 + number % 7 :: 23] = 1  # the end of a document
+            # Valid tokens must be counted over all ranks: none may have as many as another.
+            row_T[shape[1] - 3 * (number % 8) :] = IGNORED
+        return rows_BT
 
     def complete(self, batch: Any, *, device: torch.device, is_cut: bool) -> Batch:
         """Return the batch with positions, if a model part could not count them itself. It may be anything with the tensors of `Batch`."""

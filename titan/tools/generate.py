@@ -114,7 +114,7 @@ def _load(
             apply_tp(
                 model,
                 mesh=build_mesh(device.type, tp=ranks)["tp"],
-                plan=family(name).TENSOR_PLAN,
+                plan=getattr(model, "tensor_plan", family(name).TENSOR_PLAN),
                 num_kv_heads=sizes.n_kv_heads,
                 loss_parallel=False,
             )

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from titan.config.layout import AXES, Layout
-from titan.config.model import model_config
+from titan.config.model import family, model_config
 from titan.config.schema import JobConfig, QuantizeSection
 from titan.config.schema_simulator import SimulatorSection
 from titan.sim.record.trace import Trace
@@ -48,6 +48,8 @@ def tiny(config: JobConfig, layout: Layout) -> tuple[JobConfig, Layout]:
         elif name == "n_dense_layers" and sizes.n_dense_layers < sizes.n_layers:
             overrides[name] = 0  # few of many
     overrides |= {"n_heads": _HEADS, "n_layers": min(sizes.n_layers, _BLOCKS)}
+    if (shrink := getattr(family(config.model.name), "shrink", None)) is not None:
+        overrides = shrink(sizes)["model.overrides"]
     small = {axis: min(most, getattr(layout, axis)) for axis, most in _DEGREES.items()}
     ep, lent = parallel.expert_parallel_degree, layout.dp_shard * layout.cp * layout.tp
     if 1 < ep < lent and small["dp_shard"] * small["cp"] * small["tp"] == 2:

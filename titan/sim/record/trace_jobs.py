@@ -36,7 +36,7 @@ from titan.sim.record.script import Script
 from titan.sim.record.trace import Trace
 from titan.untrusted import InputError
 
-Prepare = Callable[[JobConfig, Layout], None]
+Prepare = Callable[..., None]
 """Function of a module (so that it pickles) that changes torch or the model in a recording process, before the program is built."""
 
 
@@ -120,6 +120,8 @@ def trace_job(
         tracer = Tracer(mesh, replays_programs=replays_programs)
         tracer.scopes.watch_fsdp()
         if job.script is not None:
+            if job.prepare is not None:
+                job.prepare()
             with torch_compat.unset_fake_temporarily():  # its imports may compute values
                 builds = [partial(job.script.program, job.script.load(), device)]
         else:

@@ -27,6 +27,7 @@ from typing import TypeAlias
 from titan.checks.rules import advise
 from titan.config.errors import choose
 from titan.config.load import print_warnings
+from titan.config.model import model_title
 from titan.sim.report.intervals import cannot_tell_apart
 from titan.sim.report.text import (
     check_target,
@@ -243,7 +244,7 @@ def _fixed(search: Search, also: Sequence[str]) -> str:
         of_run = "speed and step are means of the run, all else is of the fullest"
         fixed.append(f"{len(config.phase) + 1} phases ({of_run})")
     return (
-        f"held fixed: {config.model.name} {config.model.flavor}, {training.seq_len:,} tokens a sequence, global batch {search.global_batch:,} "
+        f"held fixed: {config.model.name} {model_title(config.model)}, {training.seq_len:,} tokens a sequence, global batch {search.global_batch:,} "
         f"sequences, {training.compute_dtype}, {config.optimizer.name}, context parallelism by "
         f"{config.parallelism.context_parallel_rotate_method}, {', '.join(fixed) or 'nothing else'}"
     )

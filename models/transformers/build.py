@@ -1,0 +1,114 @@
+"""Construction of transformers' model: parameters on meta, buffers with their values, and how each parameter is drawn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titan.parallel.fake_tensors import is_fake
+
+from . import attention, experts
+from .config import ModelSource
+from .errors import UnsupportedModelError
+
+
+def build(source: ModelSource) -> tuple[Any, dict[int, float | None]]:
+    """Return transformers' model on meta, and the standard deviation of each parameter's initial weights by its identity.
+
+    Raises:
+        UnsupportedModelError: transformers does not build it.
+    """
+    import transformers
+
+    content = json.loads(source.hf)
+    if source.code:
+        config: Any = transformers.AutoConfig.from_pretrained(source.code, trust_remote_code=True)
+    else:
+        config = transformers.CONFIG_MAPPING[content["model_type"]].from_dict(content)
+    config._attn_implementation = attention.PROBE
+    config._experts_implementation = experts.IMPLEMENTATION
+    config.use_cache = False
+    name = (content.get("architectures") or [""])[0]
+    try:
+        with _parameters_on_meta(), _Inits() as inits:
+            if source.code:
+                model = transformers.AutoModelForCausalLM.from_config(
+                    config, trust_remote_code=True
+                )
+            else:
+                causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+                kind: Any = getattr(transformers, name, None) or causal[type(config)]
+                model = kind(config)
+            for module in model.modules():
+                model._init_weights(module)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        if attention.PROBE in str(error):
+            raise UnsupportedModelError(
+                f"{content['model_type']} has attention of its own, not through transformers' interface"
+            ) from error
+        text = " ".join(str(error).split())[:300]
+        raise UnsupportedModelError(f"transformers does not build it: {text}") from error
+    model.train()
+    return model, inits.std
+
+
+class _Inits(TorchDispatchMode):
+    """Record of how transformers draws each parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.std: dict[int, float | None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, values = func.overloadpacket._qualified_op_name.partition("::")[2], [*args[1:]]
+        values += (kwargs or {}).values()
+        numbers = [v for v in values if isinstance(v, (int, float))]
+        if name == "normal_":
+            self._put(args[0], numbers[1] if len(numbers) > 1 else 1.0)
+        elif name == "uniform_":
+            self._put(args[0], (numbers[1] - numbers[0]) / 12**0.5)
+        elif name == "zero_" or (name == "fill_" and numbers[:1] == [0]):
+            self._put(args[0], 0.0)
+        elif name == "fill_" and numbers[:1] == [1]:
+            self._put(args[0], None)
+        return func(*args, **(kwargs or {}))
+
+    def _put(self, tensor: Tensor, std: float | None) -> None:
+        self.std[id(tensor)] = std
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Build parameters on meta, and buffers with their values on the CPU."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            # Memory that is never written to costs nothing.
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # pyright: ignore
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def fill(module: nn.Module, values: dict[str, Tensor]) -> None:
+    """Fill the buffers of a module with the values that transformers gives them."""
+    for name, value in values.items():
+        buffer = module.get_buffer(name)
+        if is_fake(buffer) and not is_fake(value):
+            buffer.zero_()  # a simulator asks for no numbers
+        else:
+            buffer.copy_(value)

@@ -1,0 +1,61 @@
+"""Hugging Face folders of models of `transformers`: names of tensors on disk, and config.json.
+
+Names depend on the model (disk.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from .config import TransformersConfig
+from .resolve import resolve_config
+
+ARCHITECTURES: dict[str, str] = {}  # any, where no other family has it
+
+
+def hf_name_of(sizes: TransformersConfig) -> Callable[[str], str]:
+    """Return the function that maps our names of parameters to those on disk, {} for the number of an expert."""
+    return _model(sizes).disk_name
+
+
+def hf_name(name: str) -> str:
+    """Raise KeyError: names depend on the model (`hf_name_of`)."""
+    raise KeyError(name)
+
+
+def hf_buffer(name: str, sizes: TransformersConfig) -> str:
+    """Return the name on disk of a buffer that a folder has."""
+    return _model(sizes).disk_name(name)
+
+
+def hf_config(sizes: TransformersConfig) -> dict[str, Any]:
+    """Return the config.json of a model."""
+    return json.loads(sizes.source.hf)
+
+
+def read_config(hf: dict[str, Any]) -> TransformersConfig:
+    """Return the sizes of a config.json.
+
+    Raises:
+        ValueError: titan cannot run the model.
+    """
+    return resolve_config(hf)
+
+
+def differences(sizes: TransformersConfig, other: TransformersConfig) -> dict[str, Any]:
+    """Return the fields of config.json, with their values in `sizes`, in which two models differ."""
+    ours, theirs = sizes.facts, other.facts
+    return {key: value for key, value in ours.items() if value != theirs.get(key, value)}
+
+
+@cache
+def _model(sizes: TransformersConfig) -> Any:
+    import torch
+
+    from .model import TransformersModel
+
+    with torch.device("meta"):
+        return TransformersModel(sizes.source)

@@ -1,0 +1,449 @@
+"""A model of transformers as titan wants a model: blocks in a ModuleDict, ends by name, attention and experts that are titan's.
+
+The computation stays transformers'. Its modules are children of `TransformersModel` under titan's names, and transformers' own
+module objects, which hold the forward passes, find them through stand-ins. So a pipeline stage that lacks modules still runs
+transformers' forward pass: the missing blocks return their input, and the first block of a later stage reads what the stage before sent.
+
+B batch, S sequence, D model, V vocabulary
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titan.parallel.traits import BlockTraits
+
+from . import attention, experts
+from .build import build, fill
+from .config import ModelSource, TransformersConfig
+from .disk import disk_names
+from .errors import UnsupportedModelError
+from .plan import Part, derive_plan
+
+_PROBE_LENGTH = 8
+
+
+class TransformersModel(nn.Module):
+    """Causal language model of transformers, from token ids to logits.
+
+    Attributes:
+        config: the sizes, as the module has them.
+        tensor_plan: the tensor-parallel plan, a style for each module.
+        hf_names: prefixes of our names and of transformers', for those of parameters.
+        on_all_stages: children that every pipeline stage has: rotary embeddings, which have no parameters.
+    """
+
+    # Not modules of this one: transformers' own, whose forward passes find our modules through stand-ins.
+    hf: Any
+    base: Any
+    received: Any  # on a later pipeline stage, during a forward pass: its input
+    returns: int  # number of values that a block returns as a tuple; 0: a tensor
+    disk: dict[
+        str, tuple[Any, list[str]]
+    ]  # names on disk, by the name in the first block that was asked for
+
+    def __init__(self, source: ModelSource) -> None:
+        super().__init__()
+        attention.register()
+        experts.register()
+        hf, inits = build(source)
+        base = getattr(hf, hf.base_model_prefix, hf)
+        self.layers = nn.ModuleDict()
+        self.hf_names: dict[str, str] = {}
+        self.__dict__["hf"], self.__dict__["base"] = hf, base
+        self.__dict__["received"] = None
+        ends = self._adopt(hf, base)
+        self.__dict__["disk"] = {}
+        for module in self.modules():
+            if values := {n: b for n, b in module._buffers.items() if b is not None}:
+                module._buffers.update({n: b.to("meta") for n, b in values.items()})
+                module.__dict__["reset_buffers"] = partial(fill, module, values)
+        self.inits = {name: inits.get(id(p), 0.02) for name, p in self.named_parameters()}
+        expert_modules = experts.prepare_experts(self, self._parts_of_expert)
+        for name in expert_modules:
+            block: Any = self.layers[name.split(".")[1]]
+            block.traits = BlockTraits(compiled=_attentions_of(block))
+        probe = self._probe()
+        self.tensor_plan: dict[str, str] = {}
+        self.config = _sizes(self, source, ends, probe, expert_modules)
+        whole = self._modules
+        refuses = dict(self.config.refuses)
+        for lacking in (ends[0], ends[1]):  # as a later stage, and as an earlier one
+            self._modules = {**whole, **dict.fromkeys(lacking)}
+            refuses |= {"pipeline_parallel_degree": text} if (text := self._fails(ends[0])) else {}
+        self._modules = whole
+        plan, reason = derive_plan(self, probe, dict(source.plan))
+        self.tensor_plan = plan
+        if reason:
+            refuses["tensor_parallel_degree"] = reason
+        object.__setattr__(self.config, "refuses", tuple(refuses.items()))
+        hf.config._attn_implementation = attention.RUN
+
+    def _adopt(self, hf: Any, base: Any) -> tuple[list[str], list[str]]:
+        """Take over all modules of transformers' model. Return our names of those with parameters before and after the blocks."""
+        number = getattr(hf.config, "num_hidden_layers", None)
+        if number is None:
+            kind = hf.config.model_type
+            raise UnsupportedModelError(f"{kind} has several parts; its text model is a family too")
+        lists = [
+            (name, module)
+            for name, module in hf.named_modules()
+            if isinstance(module, nn.ModuleList) and len(module) == number
+        ]
+        if not lists:
+            raise UnsupportedModelError(f"{type(hf).__name__} has no list of {number} blocks")
+        place, blocks = min(lists, key=lambda found: found[0].count("."))
+        path = place.split(".")
+        first, last, is_before = [], [], True
+        embedding, output = hf.get_input_embeddings(), hf.get_output_embeddings()
+        if embedding is None or output is None:
+            raise UnsupportedModelError(f"{type(hf).__name__} names no embedding and output layer")
+        for depth in range(len(path)):
+            owner = hf.get_submodule(".".join(path[:depth]))
+            for name, child in list(owner._modules.items()):
+                if name == path[depth]:
+                    if depth == len(path) - 1:
+                        owner._modules.pop(name)
+                        owner.__dict__[name] = _Blocks(self, blocks)
+                        is_before = False
+                    continue
+                if child is None:
+                    continue
+                theirs = ".".join([*path[:depth], name])
+                ours = name
+                if child is embedding or child is output:
+                    ours = "tok_embeddings" if child is embedding else "output"
+                elif ours in self._modules or ours in ("layers", "hf", "base", "config"):
+                    ours = theirs.replace(".", "_")
+                self.hf_names[f"{ours}."] = f"{theirs}."
+                owner._modules.pop(name)
+                owner.__dict__[name] = _StandIn(self, ours)
+                self.add_module(ours, child)
+                if any(True for _ in child.parameters()):
+                    # What follows the owner of the blocks, such as the output layer, is after them.
+                    (first if is_before and depth == len(path) - 1 else last).append(ours)
+        if "tok_embeddings" not in self._modules:
+            raise UnsupportedModelError("its embedding is inside of another module")
+        if "output" not in self._modules:
+            raise UnsupportedModelError("its output layer is inside of another module")
+        self.layers.update({str(n): block for n, block in enumerate(blocks)})
+        self.hf_names["layers."] = f"{place}."
+        self.on_all_stages = tuple(
+            name
+            for name, child in self.named_children()
+            if name != "layers" and not any(True for _ in child.parameters())
+        )
+        last.sort(key=lambda name: name == "output")
+        # In the order of their use: of tied parameters, the first name counts.
+        order = ["tok_embeddings", *first, "layers", *last]
+        for name in [*dict.fromkeys(order), *(n for n in self._modules if n not in order)]:
+            self._modules[name] = self._modules.pop(name)
+        return sorted(first, key=lambda name: name != "tok_embeddings"), last
+
+    def _probe(self) -> list[Part]:
+        """Run the model once on meta, and return each module with parameters and what it was called with."""
+        parts: dict[int, Part] = {}
+        handles = []
+
+        def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+            given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+            part = parts.setdefault(id(module), Part(name, module))
+            part.calls += 1
+            part.input = given
+
+        def after(name: str, module: nn.Module, _: Any, __: Any, output: Any) -> None:
+            parts[id(module)].output = output
+            if name.startswith("layers.") and name.count(".") == 1:
+                size = len(output) if isinstance(output, tuple) else 0
+                self.__dict__["returns"] = size
+
+        for name, module in self.named_modules():
+            if name and name != "layers":
+                hooks = partial(before, name), partial(after, name)
+                handles.append(module.register_forward_pre_hook(hooks[0], with_kwargs=True))
+                handles.append(module.register_forward_hook(hooks[1], with_kwargs=True))
+        self.hf.config._attn_implementation = attention.PROBE
+        # Tensors that are no buffers, and which a forward pass may move to the device of its input.
+        plain = [
+            (m, k, v) for m in self.modules() for k, v in vars(m).items() if torch.is_tensor(v)
+        ]
+        try:
+            tokens = torch.zeros(1, _PROBE_LENGTH, dtype=torch.int64, device="meta")
+            with torch.no_grad(), attention.recording() as record:
+                self(tokens, document_ids_BS=tokens)
+            # Once more as in a run, in which transformers makes no masks.
+            self.hf.config._attn_implementation = attention.RUN
+            with torch.no_grad(), attention.recording():
+                self(tokens)
+        except UnsupportedModelError:
+            raise
+        except Exception as error:
+            text = " ".join(str(error).split())[:200]
+            raise UnsupportedModelError(
+                f"its forward pass does not run without data: {type(error).__name__}: {text}"
+            ) from error
+        finally:
+            for handle in handles:
+                handle.remove()
+            for module, name, tensor in plain:
+                module.__dict__[name] = tensor
+        for part in parts.values():
+            part.attention = record.calls.get(id(part.module))
+        for name, block in self.layers.items():
+            if not any(id(module) in record.calls for module in block.modules()):
+                raise UnsupportedModelError(
+                    f"layers.{name} ({type(block).__name__}) mixes tokens without transformers' interface for attention"
+                )
+        return [*parts.values()]
+
+    def _fails(self, first: list[str]) -> str:
+        """Return why the model does not run without modules that other pipeline stages have, or ""."""
+        shape = (
+            (1, _PROBE_LENGTH)
+            if self.tok_embeddings is not None
+            else (1, _PROBE_LENGTH, self.config.dim)
+        )
+        dtype = torch.int64 if self.tok_embeddings is not None else torch.get_default_dtype()
+        try:
+            with torch.no_grad(), attention.recording():
+                self(torch.zeros(shape, dtype=dtype, device="meta"))
+        except Exception as error:
+            text = " ".join(str(error).split())[:100]
+            return f"its forward pass does not run in stages, with {', '.join(first)} on the first: {text}"
+        return ""
+
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        positions_BS: Tensor | None = None,
+        document_ids_BS: Any = None,
+    ) -> Tensor:
+        """Compute logits.
+
+        Args:
+            tokens_BS: Ids, int64, or on a later pipeline stage the previous stage's activations, (B, S, D).
+            positions_BS: Positions, int64 (B, S) or (S,). None: 0 .. S-1.
+            document_ids_BS: See InnerAttention. None: one document.
+
+        Returns:
+            Logits, (B, S, V), or on an earlier stage the activations, (B, S, D).
+        """
+        if positions_BS is None:
+            positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+        options: dict[str, Any] = (
+            {} if document_ids_BS is None else {"document_ids_BS": document_ids_BS}
+        )
+        positions_BS = positions_BS.expand(tokens_BS.shape[0], -1)
+        is_first = self.tok_embeddings is not None
+        self.__dict__["received"] = None if is_first else tokens_BS
+        options["input_ids" if is_first else "inputs_embeds"] = tokens_BS
+        called = self.base if self.output is None else self.hf
+        result = called(position_ids=positions_BS, use_cache=False, **options)
+        self.__dict__["received"] = None
+        return result[0]
+
+    def hf_name(self, name: str) -> str:
+        """Return transformers' name of one of our parameters or buffers."""
+        ours = next(prefix for prefix in self.hf_names if name.startswith(prefix))
+        return self.hf_names[ours] + name.removeprefix(ours)
+
+    def disk_name(self, name: str) -> str:
+        """Return the name on disk of a parameter or buffer, {} for the number of an expert.
+
+        Raises:
+            UnsupportedModelError: a folder has it in a form that titan does not write.
+        """
+        parent, _, leaf = name.rpartition(".")
+        owner: Any = self.get_submodule(parent)
+        is_half = f"{parent}.gate_up_proj" in self.inits and leaf in ("gate_proj", "up_proj")
+        names = self._on_disk(f"{parent}.gate_up_proj" if is_half else name)
+        if is_half:
+            names = names[leaf == "up_proj" :: 2]
+        if len(names) == 1:
+            return names[0]
+        if len(names) != getattr(owner, "total", 0):
+            raise UnsupportedModelError(
+                f"{name} is {len(names)} tensors on disk, such as {names[0]}"
+            )
+        return _numbered(names)
+
+    def _on_disk(self, name: str) -> list[str]:
+        """Return the names on disk of the parts of a parameter of the model as transformers builds it."""
+        number = re.match(r"layers\.(\d+)\.", name)
+        key = re.sub(r"^layers\.\d+\.", "layers.0.", name)
+        if key not in self.disk:
+            stored: Any = self.get_submodule(name.rpartition(".")[0])
+            leaf = name.rpartition(".")[2]
+            tensor = {**stored._parameters, **stored._buffers}.get(leaf)
+            shape = (stored.total, 2, 1) if tensor is None else tuple(tensor.shape)
+            theirs = self.hf_name(name)
+            self.disk[key] = number, disk_names(self.hf, {theirs: shape})[theirs]
+        first, names = self.disk[key]
+        if number is None or first[1] == number[1]:
+            return names
+        return [re.sub(rf"^(.*?\.){first[1]}\.", rf"\g<1>{number[1]}.", n, count=1) for n in names]
+
+    def _parts_of_expert(self, name: str) -> int:
+        module: Any = self.get_submodule(name.rpartition(".")[0])
+        return len(self._on_disk(name)) // len(module.down_proj)
+
+    def init_std(self, name: str) -> float | None:
+        """Return the standard deviation of a parameter's initial weights, as transformers draws them. None: ones."""
+        parent = name.rpartition(".")[0]
+        return self.inits[name if name in self.inits else f"{parent}.gate_up_proj"]
+
+
+class _StandIn:
+    """Stand-in for a child of `TransformersModel` in transformers' own module.
+
+    A missing child returns its input, or zero for ids: what comes before the blocks is not used on a later stage.
+    """
+
+    def __init__(self, model: TransformersModel, name: str) -> None:
+        self.model, self.name = model, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.model._modules[self.name]
+        if module is not None:
+            return module(*args, **kwargs)
+        x = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        return x if x.is_floating_point() else x.new_zeros((), dtype=torch.get_default_dtype())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.model._modules[self.name])  # pyright: ignore
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.model._modules[self.name][key]  # pyright: ignore
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("model", "name"):
+            raise AttributeError(name)
+        return getattr(self.model._modules[self.name], name)
+
+
+class _Blocks:
+    """All blocks of a model, of which a pipeline stage has some."""
+
+    def __init__(self, model: TransformersModel, blocks: nn.ModuleList) -> None:
+        self.model = model
+        self.entries = [_Entry(model, str(n), block) for n, block in enumerate(blocks)]
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self[:])
+
+    def __getitem__(self, index: int | slice) -> Any:
+        found = self.entries[index]
+        return [entry.get() for entry in found] if isinstance(found, list) else found.get()
+
+
+class _Entry:
+    """A block, or what stands for it where a pipeline stage lacks it."""
+
+    def __init__(self, model: TransformersModel, name: str, block: nn.Module) -> None:
+        self.model, self.name = model, name
+        simple = {k: v for k, v in vars(block).items() if isinstance(v, (bool, int, float, str))}
+        self.__dict__.update({k: v for k, v in simple.items() if k not in ("model", "name")})
+
+    def get(self) -> Any:
+        blocks = self.model.layers
+        if self.name in blocks and self.model.received is None:
+            return blocks[self.name]
+        return self
+
+    def __call__(self, hidden_BSD: Tensor, *args: Any, **kwargs: Any) -> Any:
+        blocks = self.model.layers
+        if self.name in blocks:
+            if self.name == next(iter(blocks)):
+                hidden_BSD = self.model.received
+            return blocks[self.name](hidden_BSD, *args, **kwargs)
+        size = self.model.returns
+        return (hidden_BSD, *[None] * (size - 1)) if size else hidden_BSD
+
+
+def _numbered(names: list[str]) -> str:
+    """Return the pattern of names that differ in a number: 0, 1, 2, ..."""
+    first, second = (name.split(".") for name in names[:2])
+    place = next(n for n, (a, b) in enumerate(zip(first, second, strict=True)) if a != b)
+    pattern = ".".join([*first[:place], "{}", *first[place + 1 :]])
+    if [pattern.format(n) for n in range(len(names))] != names:
+        raise UnsupportedModelError(f"{names[0]} and the others are not numbered by expert")
+    return pattern
+
+
+def _attentions_of(block: nn.Module) -> tuple[str, ...]:
+    return tuple(
+        f"{name}.forward"
+        for name, module in block.named_children()
+        if "attn" in name or "attention" in name
+    )
+
+
+def _sizes(
+    model: TransformersModel,
+    source: ModelSource,
+    ends: tuple[list[str], list[str]],
+    probe: list[Part],
+    expert_modules: dict[str, Any],
+) -> TransformersConfig:
+    calls = [part.attention for part in probe if part.attention is not None]
+    config = model.hf.config
+    refuses: dict[str, str] = {}
+    if not all(call.takes_documents for call in calls):
+        refuses["document_mask"] = (
+            f"{type(calls[0].module).__name__} does not hand on the arguments that say where documents end"
+        )
+    if not all(call.module.inner_attention.causal for call in calls):
+        refuses["context_parallel_degree"] = "its attention is not causal"
+    windows = {}
+    for part in probe:
+        if part.attention is not None:
+            inner: Any = part.module.inner_attention
+            windows[int(part.name.split(".")[1])] = inner.window
+    of_experts = {
+        int(name.split(".")[1]): sum(p.numel() for p in module.parameters())
+        for name, module in expert_modules.items()
+    }
+    one = next(iter(expert_modules.values()), None)
+    total = one.total if one is not None else 0
+    top_k = max((module.top_k for module in expert_modules.values()), default=0)
+    embedding: Any = model.tok_embeddings
+    matmuls = sum(
+        p.numel() * (top_k / total if p.ndim == 3 else 1)
+        for p in model.layers.parameters()
+        if p.ndim > 1
+    )
+    output: Any = model.output
+    down = None if one is None else one.down_proj
+    return TransformersConfig(
+        source=source,
+        dim=embedding.weight.shape[1],
+        n_layers=len(model.layers),
+        n_heads=max(call.heads for call in calls),
+        n_kv_heads=max(call.kv_heads for call in calls),
+        head_dim=max(call.head_dim for call in calls),
+        ffn_dim=getattr(config, "intermediate_size", None) or 4 * embedding.weight.shape[1],
+        vocab_size=embedding.weight.shape[0],
+        tied_embeddings=output.weight is embedding.weight,
+        num_experts=total,
+        top_k=top_k,
+        expert_dim=0 if down is None else down.numel() // total // embedding.weight.shape[1],
+        first_modules=tuple(ends[0]),
+        final_modules=tuple(ends[1]),
+        params=sum(p.numel() for p in model.parameters()),
+        params_of_blocks=tuple(
+            sum(p.numel() for p in block.parameters()) for block in model.layers.values()
+        ),
+        experts_of_blocks=tuple(of_experts.get(n, 0) for n in range(len(model.layers))),
+        matmul_params=int(matmuls) + output.weight.numel(),
+        windows=tuple(windows.get(n, 0) for n in range(len(model.layers))),
+        refuses=tuple(refuses.items()),
+    )

@@ -1,0 +1,251 @@
+"""Tensor-parallel plan of a model of transformers, derived from its own plan and from one forward pass on meta.
+
+transformers names a style for the matrices of attention and feed-forward layers (`base_model_tp_plan`). titan's styles also split the
+sequence between them, so all other modules with parameters need one, too. The forward pass shows where a module gets its input
+from: the region of attention or feed-forward layer that it is in, or another module.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+
+COLUMNS = ("colwise", "colwise_gather_output", "packed_colwise")
+ROWS = ("rowwise", "rowwise_split_input", "packed_rowwise")
+
+
+# Names that transformers' models share, for those without a plan of their own.
+_USUAL = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj"), "colwise"),
+    **dict.fromkeys(("gate_proj", "up_proj", "fc1"), "colwise"),
+    **dict.fromkeys(("o_proj", "out_proj", "down_proj", "fc2"), "rowwise"),
+}
+
+
+@dataclass
+class Part:
+    """A module, and its call in the forward pass on meta.
+
+    Attributes:
+        name: its name.
+        module: the module.
+        calls: number of calls.
+        input: its first tensor.
+        output: what it returned.
+        attention: its call of transformers' attention interface.
+    """
+
+    name: str
+    module: nn.Module
+    calls: int = 0
+    input: Tensor | None = None
+    output: Any = None
+    attention: Any = None
+
+
+class _Underivable(ValueError):
+    """Module without a style. The message names it."""
+
+
+def derive_plan(model: Any, parts: list[Part], given: dict[str, str]) -> tuple[dict[str, str], str]:
+    """Return the style of each module by pattern, and the reason why there is no plan, or "".
+
+    Args:
+        model: the `TransformersModel`.
+        parts: modules and their calls, of the forward pass on meta.
+        given: styles of [model.plan], which take precedence.
+    """
+    try:
+        styles = _Plan(model, parts, given).styles()
+    except _Underivable as error:
+        return {}, str(error)
+    return {**given, **_by_pattern(styles)}, ""
+
+
+class _Plan:
+    """Derivation of one model's plan."""
+
+    def __init__(self, model: Any, parts: list[Part], given: dict[str, str]) -> None:
+        self.model, self.given = model, given
+        self.parts = {part.name: part for part in parts}
+        theirs = dict(getattr(model.base, "_tp_plan", None) or {}) or {}
+        theirs = dict(model.base.config.base_model_tp_plan or theirs or {})
+        # Their names begin at the base model, which may hold the blocks in another module.
+        self.theirs = {
+            re.sub(r"^.*?(layers|h|blocks)\.\*", "layers.*", k): v for k, v in theirs.items()
+        }
+        self.found: dict[str, str] = {}
+
+    def styles(self) -> dict[str, str]:
+        """Return the style of each module by name.
+
+        Raises:
+            _Underivable: a module has no style.
+        """
+        config = self.model.config
+        for name in config.first_modules:
+            given = self.parts[name].input if name in self.parts else None
+            if name == "tok_embeddings":
+                style: str | None = "vocab_embedding"
+            elif given is None or not self._is_plain(name):
+                style = None
+            else:  # a norm of embeddings, or positions, which each rank looks up for all tokens
+                style = "token_weights" if given.is_floating_point() else "cut_sequence"
+            self._put(name, style)
+        for name in config.final_modules:
+            self._put(name, "vocab_output" if name == "output" else "sequence")
+        for number, block in self.model.layers.items():
+            if any(True for _ in block.parameters(recurse=False)):
+                raise _Underivable(f"layers.{number} has parameters of its own")
+            for child, module in block.named_children():
+                self._child(f"layers.{number}.{child}", module)
+        return self.found
+
+    def _is_plain(self, name: str) -> bool:
+        """Return whether a module before the blocks is a norm, or looks positions up as they are."""
+        module = self.model.get_submodule(name)
+        return type(module) is nn.Embedding or "norm" in type(module).__name__.lower()
+
+    def _put(self, name: str, style: str | None) -> None:
+        if any(fnmatchcase(name, pattern) for pattern in self.given):
+            return
+        if style is None:
+            kind = type(self.model.get_submodule(name)).__name__
+            raise _Underivable(
+                f'no style can be derived for {name} ({kind}): give it one, as [model.plan] "{_star(name)}" = "..."'
+            )
+        self.found[name] = style
+
+    def _their_style(self, name: str) -> str:
+        found = next((s for pattern, s in self.theirs.items() if fnmatchcase(name, pattern)), "")
+        parent, _, leaf = name.rpartition(".")
+        if found or any(pattern.startswith(f"{_star(parent)}.") for pattern in self.theirs):
+            return found
+        return _USUAL.get(leaf, "")
+
+    def _child(self, name: str, module: nn.Module) -> None:
+        """Find the styles of a child of a block."""
+        inside = {
+            f"{name}.{n}" if n else name: m
+            for n, m in module.named_modules()
+            if any(True for _ in m.parameters(recurse=False))
+        }
+        if not inside:
+            return
+        experts = [n for n, m in inside.items() if hasattr(m, "dispatcher")]
+        attends = any(
+            part.attention is not None
+            for n, part in self.parts.items()
+            if n == name or n.startswith(f"{name}.")
+        )
+        if experts:
+            if attends:
+                raise _Underivable(f"{name} has experts and attention in one module")
+            self._put(name, "local_tokens")
+            for expert in experts:
+                self._put(expert, "experts")
+        elif isinstance(module, nn.Linear) and self._their_style(name) in (*COLUMNS, *ROWS):
+            # A feed-forward layer whose matrices are the block's own children.
+            self._put(name, "gather_colwise" if self._their_style(name) in COLUMNS else "rowwise")
+        elif attends or any(self._their_style(n) in (*COLUMNS, *ROWS) for n in inside):
+            self._region(name, module, inside, attends=attends)
+        elif any(isinstance(m, nn.modules.conv._ConvNd) for m in inside.values()):
+            self._put(name, None)
+        elif name in inside and len(inside) == 1:
+            self._put(name, "token_weights")
+        else:
+            self._put(name, "local_tokens")
+
+    def _region(
+        self, name: str, module: nn.Module, inside: dict[str, nn.Module], *, attends: bool
+    ) -> None:
+        """Find the styles in attention or a feed-forward layer, whose input is all-gathered over the sequence."""
+        own = self.parts[name]
+        call = next(
+            (p.attention for n, p in self.parts.items() if n.startswith(name) and p.attention), None
+        )
+        own_parameters = dict(module.named_parameters(recurse=False))
+        for n, parameter in own_parameters.items():
+            if call is None or len(parameter) != call.heads:
+                raise _Underivable(
+                    f"{name} ({type(module).__name__}) has a parameter of its own, {n}"
+                )
+        if not any(self._their_style(n) in COLUMNS for n in inside):
+            raise _Underivable(
+                f"transformers names no plan for {name} ({type(module).__name__}); [model.plan] may"
+            )
+        # Fused matrices, of which a rank's columns would be parts of different things.
+        is_fused = attends and not any(
+            isinstance(m, nn.Linear) and call and m.out_features == call.heads * call.head_dim
+            for n, m in inside.items()
+            if self._their_style(n) in COLUMNS
+        )
+        is_fused = is_fused or (
+            not attends and any(self._their_style(n) == "colwise_gather_output" for n in inside)
+        )
+        columns = [m for n, m in inside.items() if self._their_style(n) in COLUMNS]
+        widths = {m.out_features for m in columns if isinstance(m, nn.Linear)}
+        if call is not None:
+            widths.add(call.heads * call.value_dim)  # of what attention returns
+        self._put(name, "gather_heads" if own_parameters else "gather_input")
+        for inner, part_module in inside.items():
+            if inner == name:
+                continue
+            style, part = self._their_style(inner), self.parts.get(inner)
+            if part is None or part.input is None:
+                self._put(inner, None)
+                continue
+            reads_region = part.input is own.input
+            if style in COLUMNS and isinstance(part_module, nn.Linear):
+                is_gathered = is_fused and style == "colwise_gather_output"
+                if is_gathered:
+                    self._put(inner, "colwise_gather")
+                elif not reads_region:
+                    self._put(inner, "colwise_part")
+                elif (
+                    call
+                    and part_module.out_features < call.heads * call.head_dim
+                    and (
+                        part_module.out_features
+                        in (call.kv_heads * call.head_dim, call.kv_heads * call.value_dim)
+                    )
+                ):
+                    self._put(inner, "kv_colwise")
+                else:
+                    self._put(inner, "colwise")
+            elif style in ROWS and isinstance(part_module, nn.Linear):
+                is_gathered = is_fused and style == "rowwise_split_input"
+                self._put(inner, "rowwise_split" if is_gathered else "rowwise")
+            elif not is_fused and self._is_width_norm(part, part_module, widths, call):
+                self._put(inner, "width_norm")
+            else:
+                self._put(inner, "replicated" if is_fused else "partial")
+
+    def _is_width_norm(self, part: Part, module: nn.Module, widths: set[int], call: Any) -> bool:
+        """Return whether a module normalizes over all channels that the ranks share."""
+        if part.input is None or isinstance(module, nn.Linear):
+            return False
+        size = max(p.numel() for p in module.parameters(recurse=False))
+        is_of_heads = call is not None and size in (call.head_dim, call.value_dim)
+        return not is_of_heads and size in widths and part.input.shape[-1] == size
+
+
+def _star(name: str) -> str:
+    return re.sub(r"^layers\.\d+\.", "layers.*.", name)
+
+
+def _by_pattern(styles: dict[str, str]) -> dict[str, str]:
+    """Return styles by pattern, where all blocks agree, and by name elsewhere."""
+    kinds: dict[str, set[str]] = {}
+    for name, style in styles.items():
+        kinds.setdefault(_star(name), set()).add(style)
+    agree = {pattern for pattern, found in kinds.items() if len(found) == 1}
+    plan = {}
+    for name, style in sorted(styles.items(), key=lambda found: -found[0].count(".")):
+        pattern = _star(name)
+        plan[pattern if pattern in agree else name] = style
+    return plan

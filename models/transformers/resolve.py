@@ -1,0 +1,214 @@
+"""Resolution of a [model] section or a config.json into a model of transformers.
+
+Importing this file imports neither torch nor transformers. Its functions import both.
+"""
+
+from __future__ import annotations
+
+import json
+from difflib import get_close_matches
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from .config import NAMES, ModelSource, TransformersConfig
+from .errors import UnsupportedModelError
+
+OLDEST, NEWEST = (5, 20), (5, 99)
+"""Versions of transformers whose interfaces for attention, masks and experts this family uses."""
+
+
+def resolve(section: Any) -> tuple[TransformersConfig | None, list[tuple[str, str]]]:
+    """Return the sizes of a [model] section, or None, and the problems of the section by key.
+
+    Args:
+        section: the [model] section of a job.
+    """
+    try:
+        plan = tuple(sorted(section.plan.items()))
+        named = str(Path(section.hf_path).absolute()) if section.hf_path else ""
+        overrides = tuple(section.overrides.items())
+        found = _read(named, section.architecture, overrides, section.trust_remote_code)
+        return describe(found._replace(plan=plan)), []
+    except _WrongKeyError as error:
+        return None, [*error.args]
+    except UnsupportedModelError as error:
+        key = "model.hf_path" if section.hf_path else "model.architecture"
+        return None, [(key, str(error))]
+
+
+class _WrongKeyError(ValueError):
+    """Problems of the section: each a key and a message."""
+
+
+@cache
+def _read(path: str, architecture: str, overrides: tuple[Any, ...], trusted: bool) -> ModelSource:
+    """Return what a model is built from, without its plan."""
+    if bool(path) == bool(architecture):
+        raise _WrongKeyError(
+            (
+                "model.hf_path",
+                'the family "transformers" needs model.hf_path (a folder, or a config.json) or model.architecture '
+                '(a class, such as "Qwen3ForCausalLM"), one of them',
+            )
+        )
+    transformers = _import()
+    code = ""
+    if path:
+        content = _config_json(Path(path))
+        kind = str(content.get("model_type", ""))
+        if "auto_map" in content and kind not in transformers.CONFIG_MAPPING:
+            if not trusted:
+                raise UnsupportedModelError(
+                    "its model is Python code in the folder, which could do anything: set model.trust_remote_code = true if you "
+                    "have read it"
+                )
+            code = path if Path(path).is_dir() else str(Path(path).parent)
+            config = transformers.AutoConfig.from_pretrained(code, trust_remote_code=True)
+        elif kind not in transformers.CONFIG_MAPPING:
+            near = get_close_matches(kind, [*transformers.CONFIG_MAPPING], n=1)
+            hint = f"; did it mean {near[0]}?" if near else ""
+            raise UnsupportedModelError(
+                f'transformers {transformers.__version__} has no model_type "{kind}"{hint}'
+            )
+        else:
+            config = _checked(lambda: transformers.CONFIG_MAPPING[kind].from_dict(content))
+            _require_own_class(transformers, content)
+    else:
+        kind = getattr(transformers, architecture, None)
+        if kind is None or getattr(kind, "config_class", None) is None:
+            names = [n for n in dir(transformers) if n.endswith("ForCausalLM")]
+            near = get_close_matches(architecture, names, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            message = f"transformers {transformers.__version__} has no {architecture}{hint}"
+            raise _WrongKeyError(("model.architecture", message))
+        config = _checked(kind.config_class)
+        config.architectures = [architecture]
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{config.model_type} is an encoder with a decoder, and titan trains decoders alone"
+        )
+    overrides = tuple((_their_name(key, config), value) for key, value in overrides)
+    if not hasattr(config, "num_hidden_layers"):
+        raise UnsupportedModelError(
+            f"{config.model_type} has several parts, such as a vision model, and titan trains text models"
+        )
+    for key, _ in overrides:
+        if not hasattr(config, key) and not any(key in names for names in NAMES.values()):
+            near = get_close_matches(key, [*config.to_dict()], n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            message = f"the config of {config.model_type} has no such field{hint}"
+            raise _WrongKeyError((f"model.overrides.{key}", message))
+    # Through the class again, which derives fields from others, such as a kind for each layer.
+    content = {**config.to_dict(), **dict(overrides)}
+    number: Any = content.get(config.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
+    if number != config.num_hidden_layers:
+        by_layer = {k: v for k, v in content.items() if _is_by_layer(v, config.num_hidden_layers)}
+        # Without a value for a layer, the class makes the values anew.
+        content |= {k: v[:number] if number <= len(v) else None for k, v in by_layer.items()}
+    if not code:
+        config = _checked(lambda: type(config).from_dict(content))
+    content = config.to_dict()
+    return ModelSource(json.dumps(content, sort_keys=True, default=str), code=code)
+
+
+def _require_own_class(transformers: Any, content: dict[str, Any]) -> None:
+    """Raise UnsupportedModelError if config.json names a class of another type."""
+    for name in content.get("architectures") or ():
+        kind = getattr(getattr(transformers, str(name), None), "config_class", None)
+        if kind is not None and kind.model_type != content["model_type"]:
+            raise UnsupportedModelError(
+                f"architecture {name} does not go with model_type {content['model_type']}"
+            )
+
+
+def _their_name(key: str, config: Any) -> str:
+    """Return the name of a field in a config class. titan's name for it, such as n_layers, is accepted, too."""
+    if hasattr(config, key):
+        return key
+    return next((name for name in NAMES.get(key, ()) if hasattr(config, name)), key)
+
+
+def _is_by_layer(value: Any, number: int) -> bool:
+    """Return whether a field has a value for each of a number of layers."""
+    return isinstance(value, list) and len(value) == number > 0
+
+
+def _checked(build: Any) -> Any:
+    """Return a config, or raise UnsupportedModelError if transformers refuses its values."""
+    try:
+        return build()
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise UnsupportedModelError(f"transformers refuses the config: {text[:300]}") from error
+
+
+def _config_json(path: Path) -> dict[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UnsupportedModelError(f"there is no {file}") from None
+    except (OSError, ValueError) as error:
+        raise UnsupportedModelError(f"{file} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise UnsupportedModelError(f"{file} is not a table of fields")
+    return content
+
+
+def _import() -> Any:
+    """Return the package transformers, of a version that this family knows."""
+    try:
+        found = version("transformers")
+    except PackageNotFoundError:
+        raise UnsupportedModelError(
+            "transformers is not installed: pip install 'titan-pretrain[transformers]'"
+        ) from None
+    if not OLDEST <= tuple(int(part) for part in found.split(".")[:2]) <= NEWEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise UnsupportedModelError(
+            f"transformers {found} is installed, and titan uses interfaces of {oldest} to {NEWEST[0]}.x: "
+            "pip install 'titan-pretrain[transformers]'"
+        )
+    import torch
+
+    from titan.parallel.float8 import quiet_torchao
+
+    quiet_torchao(has_kernels=torch.cuda.is_available())  # transformers imports it
+    import transformers
+
+    return transformers
+
+
+def resolve_config(content: dict[str, Any]) -> TransformersConfig:
+    """Return the sizes of a config.json.
+
+    Raises:
+        UnsupportedModelError: titan cannot run the model.
+    """
+    transformers = _import()
+    kind = str(content.get("model_type", ""))
+    if kind not in transformers.CONFIG_MAPPING:
+        raise UnsupportedModelError(
+            f'transformers {transformers.__version__} has no model_type "{kind}"'
+        )
+    _require_own_class(transformers, content)
+    config = _checked(lambda: transformers.CONFIG_MAPPING[kind].from_dict(content))
+    return describe(ModelSource(json.dumps(config.to_dict(), sort_keys=True, default=str)))
+
+
+@cache
+def describe(source: ModelSource) -> TransformersConfig:
+    """Return the sizes of a model, which is built on meta.
+
+    Raises:
+        UnsupportedModelError: titan cannot run the model.
+    """
+    import torch
+
+    from .model import TransformersModel
+
+    with torch.device("meta"):
+        model = TransformersModel(source)
+    return model.config

@@ -1,0 +1,63 @@
+"""Small values of the fields of config.json, for proofs and measurements of a job that does not fit on a CPU. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from itertools import count
+from typing import Any
+
+from .config import NAMES, TransformersConfig
+
+_LIMITS = {
+    **{"ffn_dim": 96, "vocab_size": 512, "num_experts": 8, "top_k": 2, "expert_dim": 32},
+    **{"window": 24, "dim": 64},
+}
+# Of latent attention, of groups of experts, and of what comes before the experts.
+_OTHERS = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
+_OTHERS |= {"v_head_dim": 16, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+_OTHERS |= {"moe_layer_start_index": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_HEAD_DIM = 16
+
+
+def shrink(sizes: TransformersConfig) -> dict[str, Any]:
+    """Return the keys of a job with small values: fields of config.json, in which ratios and kinds of layers stay.
+
+    Args:
+        sizes: The model's sizes.
+    """
+    content = json.loads(sizes.source.hf)
+    ratio = min(sizes.n_heads // max(1, sizes.n_kv_heads), 8)
+    groups = min(sizes.n_kv_heads, 4 if ratio == 1 else 2)
+    wanted = {
+        name: min(limit, getattr(sizes, name, limit) or limit) for name, limit in _LIMITS.items()
+    }
+    wanted |= {"n_heads": groups * ratio, "n_kv_heads": groups, "n_layers": num_layers(sizes)}
+    wanted["head_dim"] = _HEAD_DIM
+    if "head_dim" not in content:
+        wanted["dim"] = groups * ratio * _HEAD_DIM  # from which it follows
+    overrides: dict[str, Any] = {}
+    for name, value in wanted.items():
+        for key in NAMES[name]:
+            if _is_number(content.get(key)):
+                overrides[key] = value
+    for key, value in _OTHERS.items():
+        if _is_number(content.get(key)):
+            overrides[key] = min(value, content[key])
+    if "qk_rope_head_dim" in overrides and "head_dim" in overrides:
+        # Of the rotated channels in some config classes, of all in others.
+        is_rotated = content["head_dim"] == content["qk_rope_head_dim"]
+        overrides["head_dim"] = 8 if is_rotated else 24
+    return {"model.overrides": overrides}
+
+
+def num_layers(sizes: TransformersConfig) -> int:
+    """Return the least number of layers, four or more, with a layer of each kind."""
+    kinds = [
+        (bool(w), bool(e)) for w, e in zip(sizes.windows, sizes.experts_of_blocks, strict=True)
+    ]
+    least = (n for n in count(4) if n >= len(kinds) or {*kinds[:n]} == {*kinds})
+    return min(len(kinds), next(least))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

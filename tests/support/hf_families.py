@@ -1,0 +1,401 @@
+"""Small causal language models of `transformers` on titan's layouts, compared with transformers alone.
+
+The reference is transformers' own model with its own attention, masks and experts, in one process. A layout takes a few steps of AdamW on
+gloo ranks. Its losses, each gradient of the first step and each updated weight are compared with the reference's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import traceback
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.support.layouts import whole_gradients
+from tests.support.ranks import Pool, RankFailed
+from titan.config.layout import resolve_layout
+from titan.config.model import resolve_model
+from titan.config.schema import JobConfig, LRSchedulerSection
+from titan.data.packing import Batch
+from titan.models.transformers import build_model
+from titan.optim.schedule import learning_rate_factor
+from titan.parallel import build_mesh, initialize, materialize
+from titan.parallel.init_weights import canonical_name
+from titan.parallel.mesh import axis_rank, axis_size
+from titan.resolved import resolve_job
+from titan.train_step import build_train_step
+
+# A ReLU, or a router between two experts, flips where rounding decides, and then a gradient differs by more than rounding. That depends on the
+# numbers, and a fault does not: a difference is looked for again with other weights and tokens.
+DRAWS = 3
+STEPS, BATCH, SEQUENCE, VOCABULARY, BOUND = 3, 4, 32, 128, 1e-5
+LAYOUTS: dict[str, dict[str, int]] = {
+    "FSDP2": {"dp_shard": 2},
+    "TP+SP": {"tp": 2},
+    "CP": {"cp": 2},
+    "PP": {"pp": 2},
+    "EP": {"dp_shard": 2, "ep": 2},
+    "FSDP2 x TP": {"dp_shard": 2, "tp": 2},
+}
+# Of two documents in each sequence, without attention between them, at positions that begin anew.
+PACKED: dict[str, dict[str, int]] = {
+    "CP, documents": {"cp": 2},
+    "PP, documents": {"pp": 2},
+    "TP+SP, documents": {"tp": 2},
+}
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "sliding_window": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,  # a pipeline cannot have them
+    # Latent attention
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    # Experts
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_k": 2,
+    "moe_topk": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_layer_start_index": 1,
+    **dict.fromkeys(("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"), 0.0),
+    **dict.fromkeys(("attn_pdrop", "residual_dropout", "embedding_dropout", "resid_dropout"), 0.0),
+    **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
+    **dict.fromkeys(("activation_dropout", "dropout", "layerdrop", "attn_dropout"), 0.0),
+}
+
+
+def num_ranks(degrees: dict[str, int]) -> int:
+    """Return the number of ranks of a layout. Expert parallelism shares the ranks of the others."""
+    return math.prod(degree for axis, degree in degrees.items() if axis != "ep")
+
+
+# Fields without which a class whose default is None does not build.
+NEEDED = {"vocab_size", "hidden_size", "pad_token_id", "num_experts_per_tok", "n_routed_experts"}
+NEEDED |= {"moe_intermediate_size", "head_dim"}
+
+
+def families() -> dict[str, str]:
+    """Return transformers' causal language models: class by model_type."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
+
+    return {kind: n if isinstance(n, str) else n[0] for kind, n in names.items()}
+
+
+def overrides_of(architecture: str) -> dict[str, Any]:
+    """Return the fields that make a model small."""
+    import transformers
+
+    kind = getattr(transformers, architecture).config_class
+    config, fields = kind(), {}
+    for key, value in SMALL.items():
+        try:
+            now = getattr(config, key)
+        except Exception:
+            continue
+        if (now is None and key not in NEEDED) or isinstance(getattr(kind, key, None), property):
+            continue  # turned off, or derived
+        fields[key] = value
+    if getattr(config, "qk_nope_head_dim", None) and getattr(config, "head_dim", None):
+        fields["head_dim"] = 8 if config.head_dim == config.qk_rope_head_dim else fields["head_dim"]
+    if (
+        config.num_key_value_heads == config.num_attention_heads
+        if hasattr(config, "num_key_value_heads")
+        else False
+    ):
+        fields["num_key_value_heads"] = 4
+    return fields
+
+
+def job_of(
+    architecture: str, degrees: dict[str, int], fields: dict[str, Any], *, packed: bool = False
+) -> Any:
+    get = degrees.get
+    return JobConfig.model_validate(
+        {
+            "training": {
+                "steps": STEPS,
+                "seq_len": SEQUENCE,
+                "local_batch_size": BATCH // get("dp_shard", 1),
+                "mixed_precision_param": "float32",
+                "max_norm": 0,
+            },
+            "data": {"document_mask": packed, "reset_positions": packed},
+            "lr_scheduler": {"warmup_steps": 0},
+            "optimizer": {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.0},
+            "activation_checkpoint": {"mode": "none"},
+            "loss": {"chunk_output": False},
+            "model": {
+                "name": "transformers",
+                "architecture": architecture,
+                "overrides": {k: v for k, v in fields.items() if v is not None},
+            },
+            "parallelism": {
+                "pipeline_parallel_degree": get("pp", 1),
+                "data_parallel_shard_degree": get("dp_shard", 1),
+                "tensor_parallel_degree": get("tp", 1),
+                "context_parallel_degree": get("cp", 1),
+                "expert_parallel_degree": get("ep", 1),
+            },
+        }
+    )
+
+
+def std_of(name: str) -> float:
+    return 0.3 if "norm" in name or name.endswith("bias") else 0.08
+
+
+def rows(step: int, draw: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step + 100 * draw)
+    return torch.randint(3, VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
+
+
+def documents() -> tuple[Tensor, Tensor]:
+    """Return document ids and positions, (BATCH, SEQUENCE) each."""
+    cuts = torch.tensor([5, 16, 20, 31])[:, None]
+    places = torch.arange(SEQUENCE).expand(BATCH, SEQUENCE)
+    return (places >= cuts).long(), torch.where(places >= cuts, places - cuts, places)
+
+
+def reference(model: Any, *, packed: bool = False, draw: int = 0) -> dict[str, Any]:
+    """Return losses, gradients and weights of transformers alone, by our names.
+
+    Args:
+        model: our model, whole and on the CPU, with weights.
+    """
+    import transformers
+
+    content = json.loads(model.config.source.hf)
+    config = transformers.CONFIG_MAPPING[content["model_type"]].from_dict(content)
+    twin = getattr(transformers, content["architectures"][0])(config)
+    twin.set_attn_implementation("eager")
+    twin.train()
+    theirs = dict(twin.named_parameters())
+
+    def part(name: str, tensors: dict[str, Any]) -> Any:
+        """Return the tensor of one of our parameters, which may be a half of theirs."""
+        their_name = model.hf_name(name)
+        if their_name in theirs:
+            return tensors[their_name]
+        parent, _, leaf = their_name.rpartition(".")
+        tensor = tensors[f"{parent}.gate_up_proj"]
+        return tensor if tensor is None else tensor.chunk(2, 1)[leaf == "up_proj"]
+
+    names = [name for name, _ in model.named_parameters()]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            part(name, theirs).copy_(parameter)
+    optimizer = torch.optim.AdamW(
+        twin.parameters(), lr=1e-3, eps=1e-6, weight_decay=0.0, betas=(0.9, 0.95)
+    )
+    losses, gradients = [], {}
+    for step in range(1, STEPS + 1):
+        batch = rows(step, draw)
+        # From positions that begin anew, transformers itself tells where documents begin.
+        positions = {"position_ids": documents()[1]} if packed else {}
+        logits = twin(input_ids=batch[:, :-1], use_cache=False, **positions).logits
+        loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        if step == 1:
+            found = {n: p.grad for n, p in theirs.items()}
+            gradients = {n: g.clone() for n in names if (g := part(n, found)) is not None}
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * lr_factor(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    weights = {n: part(n, theirs).detach().clone() for n in names}
+    return {"losses": losses, "gradients": gradients, "weights": weights}
+
+
+def lr_factor(step: int) -> float:
+    return learning_rate_factor(
+        step, section=LRSchedulerSection(warmup_steps=0), total_steps=STEPS, phases=()
+    )
+
+
+def train(
+    architecture: str,
+    degrees: dict[str, int],
+    fields: dict[str, Any],
+    *,
+    packed: bool = False,
+    draw: int = 0,
+) -> dict[str, Any]:
+    """Train on this rank, and return what `reference` does."""
+    config = job_of(architecture, degrees, fields, packed=packed)
+    mesh = build_mesh("cpu", **{k: v for k, v in degrees.items() if k != "ep"})
+    job = resolve_job(config, resolve_layout(config, mesh.size()), device="cpu")
+    step = build_train_step(job, device=torch.device("cpu"), mesh=mesh)
+    for part in step.model_parts:
+        initialize(part, seed=draw, std_of=std_of)
+    gradients: dict[str, Tensor] = {}
+
+    def keep(*_: Any) -> None:
+        if not gradients:
+            gradients.update(whole_gradients(step))
+
+    step.optimizer.register_step_pre_hook(keep)
+    count, rank = axis_size(mesh, "dp_shard"), axis_rank(mesh, "dp_shard")
+    losses = []
+    for number in range(1, STEPS + 1):
+        batch = rows(number, draw)
+        ids, positions = documents() if packed else (None, None)
+        whole = Batch(
+            tokens_BS=batch[:, :-1],
+            labels_BS=batch[:, 1:],
+            document_ids_BS=ids,
+            positions_BS=positions,
+        ).map(lambda _, tensor: tensor.chunk(count)[rank])
+        losses.append(step.train([whole], step=number).loss.item())
+    weights = {
+        canonical_name(n): getattr(p, "full_tensor", lambda p=p: p)().detach().clone()
+        for part in step.model_parts
+        for n, p in part.named_parameters()
+    }
+    return {"losses": losses, "gradients": gradients, "weights": weights}
+
+
+MARK = "<row>"
+
+
+class LayoutFailed(RuntimeError):
+    """A layout failed on a rank. The message has the results so far, between two marks."""
+
+
+def row_of(
+    pool: Pool, kind: str, layouts: dict[str, dict[str, int]], *, verbose: bool = False
+) -> dict[str, Any]:
+    """Return the result of each layout of a family, as text: the largest difference, or why there is none."""
+    row: dict[str, Any] = {}
+    for world in sorted({num_ranks(axes) for axes in layouts.values()}):
+        left = {name: axes for name, axes in layouts.items() if num_ranks(axes) == world}
+        while left:
+            chosen = {kind: families()[kind]}
+            try:
+                [rows, *_] = pool.run(world, run_rank, chosen, left, verbose)
+                row |= rows[kind]
+                break
+            except RankFailed as error:
+                parts = str(error).split(MARK)
+                # Of the rank that came furthest.
+                rows = [json.loads(part) for part in parts[1::2]]
+                row |= max(rows, key=len) if rows else {"error": " ".join(parts[0].split())[-200:]}
+                left = {name: axes for name, axes in left.items() if rows and name not in row}
+    return row
+
+
+def compare(found: dict[str, Any], true: dict[str, Any]) -> dict[str, float]:
+    """Return the relative difference of the losses and of each tensor that this rank has."""
+    differences = {
+        "loss": max(
+            abs(a - b) / abs(b) for a, b in zip(found["losses"], true["losses"], strict=True)
+        )
+    }
+    for what in ("gradients", "weights"):
+        scale = max(t.norm().item() / t.numel() ** 0.5 for t in true[what].values())
+        for name, tensor in found[what].items():
+            if name not in true[what]:
+                differences[f"{what}: {name} is not in the reference"] = float(tensor.norm() > 0)
+                continue
+            other = true[what][name]
+            size = max(other.norm().item(), 1e-3 * scale * other.numel() ** 0.5)
+            differences[f"{what}: {name}"] = (tensor - other).norm().item() / size
+    return differences
+
+
+def verdict(found: dict[str, float], *, draw: int, verbose: bool) -> str:
+    """Return the largest difference of all ranks, or DIFFERS and where it is."""
+    value, worst = max((v, k) for k, v in found.items())
+    text = f"{value:.1e}" + f", draw {draw + 1}" * (draw > 0)
+    if value > BOUND:
+        text = f"DIFFERS {value:.1e} {worst}"
+        wrong = [f"{k} {v:.1e}" for k, v in found.items() if v > BOUND]
+        text += "\n      ".join(["", *wrong]) if verbose else ""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, text)
+    return max(everyone, key=lambda text: (not text[:1].isdigit(), text))
+
+
+def run_rank(
+    kinds: dict[str, str], layouts: dict[str, dict[str, int]], verbose: bool
+) -> dict[str, Any]:
+    """Run families on layouts of this many ranks. Returns results by family and layout."""
+    results: dict[str, Any] = {}
+    for kind, architecture in kinds.items():
+        row = results[kind] = {}
+        try:
+            fields = overrides_of(architecture)
+            sizes, problems = resolve_model(job_of(architecture, {}, fields).model)
+            if problems:
+                row["refused"] = problems[0][1]
+                continue
+            with torch.device("meta"):
+                model = build_model(sizes)
+            materialize(model, device="cpu")
+            row["parameters"] = sizes.num_params
+            row["experts"] = sizes.num_experts
+        except Exception as error:
+            row["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:250]}"
+            continue
+        packed = all(name in PACKED for name in layouts)
+
+        @cache
+        def truth(draw: int, model: Any = model, packed: bool = packed) -> dict[str, Any]:
+            initialize(model, seed=draw, std_of=std_of)
+            return reference(model, packed=packed, draw=draw)
+
+        try:
+            truth(0)
+        except Exception as error:
+            row["reference"] = f"{type(error).__name__}: {' '.join(str(error).split())[:250]}"
+            continue
+        for name, degrees in layouts.items():
+            if "ep" in degrees and not sizes.num_experts:
+                continue
+            refused = dict(sizes.refuses)
+            keys = {"tp": "tensor_parallel_degree", "cp": "context_parallel_degree"}
+            keys["pp"] = "pipeline_parallel_degree"
+            reason = next((refused[keys[d]] for d in degrees if keys.get(d) in refused), "")
+            if reason:
+                row[name] = f"refused: {reason}"
+                continue
+            try:
+                for draw in range(DRAWS):
+                    options = {"packed": packed, "draw": draw}
+                    found = compare(train(architecture, degrees, fields, **options), truth(draw))
+                    row[name] = verdict(found, draw=draw, verbose=verbose)
+                    if row[name][0].isdigit():
+                        break
+            except Exception as error:
+                # Other ranks may wait for this one: the pool ends them.
+                row[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:250]}"
+                if verbose:
+                    traceback.print_exc()
+                raise LayoutFailed(f"{MARK}{json.dumps(row)}{MARK}") from None
+    return results

@@ -1,0 +1,271 @@
+"""`titan certify`: verdicts on right and wrong layouts, small jobs of all families, and what it writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import planted
+from tests.support.jobs import ROOT, job
+from titan.checks.rules import check, check_to_run
+from titan.cli import main as titan
+from titan.config.layout import resolve_layout
+from titan.config.model import families, family, model_config, parameter_counts
+from titan.config.phases import phases_of
+from titan.config.schema import JobConfig
+from titan.config.toml import tomllib
+from titan.tools.certify import command, steps
+from titan.tools.certify.command import LAYOUTS, CertifiedLayout, Certifier
+from titan.tools.certify.shrink import changed, small_keys
+
+TINY = """
+[model]
+flavor = "tiny"
+[training]
+seq_len = 32
+"""
+
+
+def model(name: str, flavor: str = "tiny", **sections: Any) -> JobConfig:
+    return job(model={"name": name, "flavor": flavor, "overrides": {}}, **sections)
+
+
+def verdict(config: JobConfig, layout: str, **options: Any) -> CertifiedLayout:
+    certifier = Certifier(config, resolve_layout(config, 1), **options)
+    return certifier.certify(layout, LAYOUTS[layout])
+
+
+# ---- small jobs ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in families() if name not in ("flux", "llava")])
+def test_each_flavor_becomes_a_small_job_with_its_ratios_and_kinds_of_layers(name: str) -> None:
+    for flavor, whole in family(name).FLAVORS.items():
+        certifier = Certifier(model(name, flavor), resolve_layout(model(name, flavor), 1))
+        small = model_config(certifier.small.model)
+        assert small.num_params < 8e6, (flavor, small)
+        assert whole.n_heads * small.n_kv_heads == whole.n_kv_heads * small.n_heads, flavor
+        assert whole.vocab_size % 16 == small.vocab_size % 16
+        for key in ("tied_embeddings", "top_k", "num_groups", "top_groups", "num_shared_experts"):
+            assert getattr(whole, key, 0) == getattr(small, key, 0), (flavor, key)
+        for kind in ("window_of", "is_moe_layer"):
+            if hasattr(whole, kind):
+                both = [
+                    {bool(getattr(s, kind)(n)) for n in range(s.n_layers)} for s in (whole, small)
+                ]
+                assert both[0] == both[1], (flavor, kind)
+        names = [n for n in LAYOUTS if n != "pp" or not whole.tied_embeddings]
+        for degrees in certifier.layouts(names).values():
+            world = prod(n for axis, n in degrees.items() if axis != "ep")
+            check_to_run(changed(certifier.small, certifier._keys(degrees)), world_size=world)
+
+
+def test_more_ranks_than_key_value_heads_stay_more() -> None:
+    keys = small_keys(model("llama3", "8B"), tp=16)
+    assert model_config(changed(model("llama3", "8B"), keys).model).n_kv_heads == 1
+
+
+def test_frozen_parameters_have_their_namesakes_frozen() -> None:
+    config = model("llama3", "8B")
+    patterns = ["tok_embeddings.*", "layers.31.*", "layers.0.attention.wq.weight", "layers.15.*"]
+    config = changed(config, {"model.freeze": patterns})
+    small = changed(config, small_keys(config, tp=1)).model
+    names = parameter_counts("llama3", model_config(small))
+    last = {name for name in names if name.startswith("layers.3.")}
+    assert {*small.freeze} == {"tok_embeddings.weight", "layers.0.attention.wq.weight", *last}
+
+
+def test_phases_are_spread_over_the_steps() -> None:
+    phases = [
+        {"from_step": 1000, "global_batch_size": 64},
+        {"from_tokens": 10**12, "seq_len": 8192, "min_lr_factor": 0.1},
+    ]
+    config = model(
+        "llama3", "8B", training={"seq_len": 2048, "global_batch_size": 32, "steps": 10**6}
+    )
+    config = JobConfig.model_validate(config.model_dump() | {"phase": phases})
+    small = changed(config, small_keys(config, tp=1))
+    assert not check(small)
+    found = [(p.steps, p.sequences, p.config.training.seq_len) for p in phases_of(small, dp=1)]
+    assert found == [(3, 8, 64), (3, 16, 64), (4, 16, 128)]
+
+
+# ---- verdicts ------------------------------------------------------------------------------------
+
+FAULTS = {
+    "lost_partial_sum": (model("llama3"), "tp", "layers.0.attention.wo: its output"),
+    "doubled_gradient": (model("llama3"), "fsdp", "layers.1.feed_forward.w2: the gradient of"),
+    "halved_router": (
+        model("qwen3", "tiny_moe"),
+        "ep",
+        "layers.1.moe.router.gate: the gradient of",
+    ),
+    "ignored_window": (model("mistral"), "cp", "layers.0.attention.inner_attention: its output"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_turns_the_row_red_and_its_module_is_named(fault: str) -> None:
+    config, layout, reason = FAULTS[fault]
+    row = verdict(config, layout, program=getattr(planted, fault))
+    assert row.verdict == "differs" and row.reason.startswith(reason), row
+    assert verdict(config, layout).verdict == "equal"
+
+
+JOBS: dict[str, tuple[JobConfig, str]] = {
+    "MTP, groups, shared experts": (
+        changed(model("deepseek_v3"), {"model.overrides": {"num_mtp_modules": 1}}),
+        "ep",
+    ),
+    "windows, sinks, biases": (model("gpt_oss"), "fsdp_tp"),
+    "pictures in text": (
+        model("llava", training={"seq_len": 64}, task={"options": {"path": "x"}}),
+        "tp",
+    ),
+    "flow matching": (model("flux", training={"seq_len": 20}), "cp"),
+    "phases": (
+        JobConfig.model_validate(
+            model("llama3", training={"steps": 30}).model_dump()
+            | {
+                "phase": [
+                    {"from_step": 9, "seq_len": 64},
+                    {"from_step": 20, "global_batch_size": 64},
+                ]
+            }
+        ),
+        "pp",
+    ),
+    "frozen, float8": (
+        changed(
+            model("llama3"),
+            {"model.freeze": ["tok_embeddings.*", "layers.0.*"], "model.converters": ["float8"]},
+        ),
+        "fsdp",
+    ),
+    "compiled, selective AC": (
+        changed(
+            model("llama3"), {"compile.enable": True, "activation_checkpoint.mode": "selective"}
+        ),
+        "fsdp_tp",
+    ),
+    "Muon, accumulation": (
+        model("llama3", optimizer={"name": "Muon"}, training={"global_batch_size": 8}),
+        "hsdp",
+    ),
+    "8-bit moments": (model("llama3", optimizer={"name": "AdamW8bit"}), "tp"),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_what_titan_computes_is_equal(name: str) -> None:
+    row = verdict(*JOBS[name])
+    assert row.verdict == "equal" and row.differences, row
+
+
+def test_a_missing_gradient_and_nan_differ_and_rounding_of_nothing_does_not() -> None:
+    expected = {"a": torch.ones(100), "zero": torch.full((4,), 1e-10)}
+    found = {"a": torch.ones(100), "zero": torch.full((4,), -1e-10)}
+
+    def ratios(**changes: Any) -> dict[str, float]:
+        return steps.ratios([{"x": found | changes}], {"x": expected}, "x", steps.LEAST)
+
+    assert max(ratios().values()) < steps.BOUND
+    assert ratios(a=torch.full((100,), torch.nan))["a"] == torch.inf
+    assert ratios(more=torch.ones(1))["more"] == torch.inf
+    del found["a"]
+    assert ratios()["a"] == torch.inf
+    assert ratios(zero=torch.full((4,), 1e-5))["zero"] > steps.BOUND
+
+
+def test_a_layout_is_refused_in_the_words_of_the_check() -> None:
+    row = verdict(model("qwen3"), "pp")
+    assert row.verdict == "refused"
+    assert "tied embeddings would be on the first and on the last rank" in row.reason
+    assert verdict(model("llama3", "10M"), "tp").reason.startswith(
+        "parallelism.tensor_parallel_degree: 2 does not divide the model's 5 heads"
+    )
+
+
+def test_a_job_on_more_than_three_axes_is_certified_on_each_three() -> None:
+    degrees = {
+        "pipeline_parallel_degree": 4,
+        "tensor_parallel_degree": 2,
+        "context_parallel_degree": 2,
+        "data_parallel_shard_degree": 4,
+    }
+    config = model("llama3", parallelism=degrees, training={"local_batch_size": 4})
+    found = Certifier(config, resolve_layout(config, 64)).layouts(["job"])
+    assert [*found] == [
+        "job: pp 2 x dp_shard 2 x cp 2",
+        "job: pp 2 x dp_shard 2 x tp 2",
+        "job: pp 2 x cp 2 x tp 2",
+        "job: dp_shard 2 x cp 2 x tp 2",
+    ]
+
+
+def test_a_package_is_certified(tmp_path: Path) -> None:
+    """A family and a loss of two packages, which ranks find as pip would leave them."""
+    folders = [ROOT / "examples/opt_family", ROOT / "examples/z_loss"]
+    for folder in folders:
+        project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        (metadata := tmp_path / f"{folder.name}-0.1.dist-info").mkdir()
+        (metadata / "METADATA").write_text(f"Name: {folder.name}\nVersion: 0.1\n")
+        [(group, entries)] = project["entry-points"].items()
+        lines = [f"[{group}]", *(f"{name} = {what}" for name, what in entries.items())]
+        (metadata / "entry_points.txt").write_text("\n".join(lines))
+    (path := tmp_path / "opt.toml").write_text('model = {name = "opt", flavor = "6.7B"}\n')
+    command = [sys.executable, "-m", "titan.cli", "certify", path, "--loss.name=z_loss"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (tmp_path, *folders, ROOT)))}
+    options: Any = {"env": environment, "cwd": tmp_path, "capture_output": True, "text": True}
+    done = subprocess.run([*command, "--layouts=tp"], **options)
+    assert done.returncode == 0 and "equal (largest" in done.stdout, done.stdout + done.stderr
+    written = json.loads((tmp_path / "opt.certificate.json").read_text())
+    assert written["sizes"]["max_positions"] == {"job": 2048, "certified": 256}
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def test_certificates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (path := tmp_path / "tiny.toml").write_text(TINY)
+    call = [str(path), "--world-size=8", "--parallelism.tensor_parallel_degree=4"]
+    assert titan(["certify", *call, "--output", str(tmp_path / "new")]) == 0
+    assert "dp_shard 2 x tp 2" in capsys.readouterr().out
+    page = (tmp_path / "new/tiny.certificate.md").read_text()
+    written = json.loads((tmp_path / "new/tiny.certificate.json").read_text())
+    [row] = written["rows"]  # the job's own layout alone
+    assert row["name"] == "job" and row["verdict"] == "equal"
+    assert f"| job | dp_shard 2 x tp 2 | {CertifiedLayout(**row)} |" in page
+    assert written["versions"].keys() >= {"python", "torch"} and "commit" in written["titan"]
+    assert written["sizes"]["vocab_size"] == {"job": 2048, "certified": 512}
+
+
+def test_a_difference_is_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (path := tmp_path / "tiny.toml").write_text(TINY)
+    options = [str(path), "--layouts", "fsdp", "--output", str(tmp_path)]
+    assert command.main(options, program=planted.doubled_gradient) == 1
+    assert "differs (layers.1.feed_forward.w2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--layouts=tq"], 'command line: --layouts: unknown layout "tq"; there are all, fsdp,'),
+        (["--model.flavor=tinny"], "did you mean 'tiny'?"),
+        (["--world-size=3", "--parallelism.tensor_parallel_degree=2"], "3 ranks / (tp 2)"),
+    ],
+)
+def test_a_mistake_is_a_line_and_exit_code_2(
+    options: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path := tmp_path / "tiny.toml").write_text(TINY)
+    assert titan(["certify", str(path), *options]) == 2
+    assert line in capsys.readouterr().err
