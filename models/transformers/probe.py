@@ -34,8 +34,10 @@ class Draws(TorchDispatchMode):
         self.parts, self.where = parts, ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags and "dropout" not in str(func):
-            self.where = self.where or [*self.parts.values()][-1].name
+        if torch.Tag.nondeterministic_seeded in func.tags and not self.where:
+            last = [*self.parts.values()][-1]
+            if not isinstance(last.module, nn.modules.dropout._DropoutNd):
+                self.where = last.name
         return func(*args, **(kwargs or {}))
 
 
