@@ -109,6 +109,8 @@ class TransformersModel(nn.Module):
             raise UnsupportedModelError(f"{type(hf).__name__} names no embedding and output layer")
         for depth in range(len(path)):
             owner = hf.get_submodule(".".join(path[:depth]))
+            if own := [*owner._parameters, *owner._buffers]:
+                raise UnsupportedModelError(f"{type(owner).__name__} itself has {own[0]}")
             for name, child in list(owner._modules.items()):
                 if name == path[depth]:
                     if depth == len(path) - 1:

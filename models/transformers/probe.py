@@ -6,6 +6,8 @@ not allow it is refused before a run.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -41,6 +43,19 @@ class Draws(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@contextmanager
+def _on_meta(model: Any) -> Iterator[None]:
+    """Run without gradients, and keep tensors that are no buffers, which a forward pass may move to the device of its input."""
+    owners = [*model.modules(), *model.hf.modules()]
+    plain = [(m, k, v) for m in owners for k, v in vars(m).items() if torch.is_tensor(v)]
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, name, tensor in plain:
+            module.__dict__[name] = tensor
+
+
 def run_once(model: Any) -> list[Part]:
     """Run the model once on meta, and return each module with parameters and what it was called with."""
     parts: dict[int, Part] = {}
@@ -64,20 +79,13 @@ def run_once(model: Any) -> list[Part]:
             handles.append(module.register_forward_pre_hook(hooks[0], with_kwargs=True))
             handles.append(module.register_forward_hook(hooks[1], with_kwargs=True))
     model.hf.config._attn_implementation = attention.PROBE
-    # Tensors that are no buffers, and which a forward pass may move to the device of its input.
-    owners = [*model.modules(), *model.hf.modules()]
-    plain = [(m, k, v) for m in owners for k, v in vars(m).items() if torch.is_tensor(v)]
-    if on_meta := [f"{type(m).__name__}.{k}" for m, k, v in plain if v.is_meta]:
-        raise UnsupportedModelError(
-            f"{on_meta[0]} is a tensor that is neither parameter nor buffer"
-        )
     try:
         tokens = torch.zeros(1, _PROBE_LENGTH, dtype=torch.int64, device="meta")
-        with torch.no_grad(), attention.recording() as record, Draws(parts) as draws:
+        with _on_meta(model), attention.recording() as record, Draws(parts) as draws:
             model(tokens, document_ids_BS=tokens)
         # Once more as in a run, in which transformers makes no masks.
         model.hf.config._attn_implementation = attention.RUN
-        with torch.no_grad(), attention.recording():
+        with _on_meta(model), attention.recording():
             model(tokens)
     except UnsupportedModelError:
         raise
@@ -89,8 +97,6 @@ def run_once(model: Any) -> list[Part]:
     finally:
         for handle in handles:
             handle.remove()
-        for module, name, tensor in plain:
-            module.__dict__[name] = tensor
     if draws.where:
         raise UnsupportedModelError(f"{draws.where} draws random numbers of its own in training")
     for part in parts.values():
@@ -112,7 +118,7 @@ def fails(model: Any, first: list[str]) -> str:
     )
     dtype = torch.int64 if model.tok_embeddings is not None else torch.get_default_dtype()
     try:
-        with torch.no_grad(), attention.recording():
+        with _on_meta(model), attention.recording():
             model(torch.zeros(shape, dtype=dtype, device="meta"))
     except Exception as error:
         text = " ".join(str(error).split())[:100]
