@@ -59,12 +59,13 @@ def _on_meta(model: Any) -> Iterator[None]:
 def run_once(model: Any) -> list[Part]:
     """Run the model once on meta, and return each module with parameters and what it was called with."""
     parts: dict[int, Part] = {}
-    handles = []
+    handles, is_again = [], []
 
     def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
         part = parts.setdefault(id(module), Part(name, module))
-        part.calls += 1
+        if not is_again:
+            part.is_late = part.is_late or id(model.layers["0"]) in parts
         part.input = given
 
     def after(name: str, module: nn.Module, _: Any, __: Any, output: Any) -> None:
@@ -83,6 +84,7 @@ def run_once(model: Any) -> list[Part]:
         tokens = torch.zeros(1, _PROBE_LENGTH, dtype=torch.int64, device="meta")
         with _on_meta(model), attention.recording() as record, Draws(parts) as draws:
             model(tokens, document_ids_BS=tokens)
+        is_again.append(True)
         # Once more as in a run, in which transformers makes no masks.
         model.hf.config._attn_implementation = attention.RUN
         with _on_meta(model), attention.recording():
@@ -167,10 +169,13 @@ def place_plain_modules(model: Any, probe: list[Part], last: list[str]) -> str:
         The name of a module that also runs before them, or "".
     """
     names = [part.name for part in probe]
-    after = names[names.index("layers.0") :]
-    for name in [n for n in model.on_all_stages if n in after]:
-        model.on_all_stages = tuple(n for n in model.on_all_stages if n != name)
-        last.insert(0, name)
-    # Each ran twice: once for the record, and once as in a run.
-    again = (part.name for part in probe if part.name in model.on_all_stages and part.calls > 2)
-    return next(again, "")
+    blocks = names.index("layers.0")
+    shared = ""
+    for name in model.on_all_stages:
+        if name in names and probe[names.index(name)].is_late:
+            if names.index(name) < blocks:
+                shared = name
+            else:
+                last.insert(0, name)
+    model.on_all_stages = tuple(name for name in model.on_all_stages if name not in last)
+    return shared
