@@ -57,7 +57,14 @@ def _on_meta(model: Any) -> Iterator[None]:
 
 
 def run_once(model: Any) -> list[Part]:
-    """Run the model once on meta, and return each module with parameters and what it was called with."""
+    """Return each module with parameters and what it is called with, of one forward pass on meta.
+
+    Args:
+        model: The `TransformersModel`.
+
+    Raises:
+        UnsupportedModelError: titan cannot run the model.
+    """
     parts: dict[int, Part] = {}
     handles, is_again = [], []
 
