@@ -10,7 +10,6 @@ B batch, S sequence, D model, V vocabulary
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -25,8 +24,8 @@ from .config import ModelSource, TransformersConfig
 from .disk import disk_names
 from .errors import UnsupportedModelError
 from .plan import Part, derive_plan
-
-_PROBE_LENGTH = 8
+from .probe import fails, fails_in_parts, place_plain_modules, run_once
+from .stand_ins import Blocks, StandIn
 
 
 class TransformersModel(nn.Module):
@@ -69,17 +68,21 @@ class TransformersModel(nn.Module):
         for name in expert_modules:
             block: Any = self.layers[name.split(".")[1]]
             block.traits = BlockTraits(compiled=_attentions_of(block))
-        probe = self._probe()
+        probe = run_once(self)
+        shared = place_plain_modules(self, probe, ends[1])
         self.tensor_plan: dict[str, str] = {}
         self.config = _sizes(self, source, ends, probe, expert_modules)
         whole = self._modules
         refuses = dict(self.config.refuses)
         for lacking in (ends[0], ends[1]):  # as a later stage, and as an earlier one
             self._modules = {**whole, **dict.fromkeys(lacking)}
-            refuses |= {"pipeline_parallel_degree": text} if (text := self._fails(ends[0])) else {}
+            refuses |= {"pipeline_parallel_degree": text} if (text := fails(self, ends[0])) else {}
         self._modules = whole
+        if shared:
+            refuses["pipeline_parallel_degree"] = f"{shared} is called before and after its blocks"
         plan, reason = derive_plan(self, probe, dict(source.plan))
         self.tensor_plan = plan
+        reason = reason or fails_in_parts(self, plan)
         if reason:
             refuses["tensor_parallel_degree"] = reason
         object.__setattr__(self.config, "refuses", tuple(refuses.items()))
@@ -106,11 +109,13 @@ class TransformersModel(nn.Module):
             raise UnsupportedModelError(f"{type(hf).__name__} names no embedding and output layer")
         for depth in range(len(path)):
             owner = hf.get_submodule(".".join(path[:depth]))
+            if own := [*owner._parameters, *owner._buffers]:
+                raise UnsupportedModelError(f"{type(owner).__name__} itself has {own[0]}")
             for name, child in list(owner._modules.items()):
                 if name == path[depth]:
                     if depth == len(path) - 1:
                         owner._modules.pop(name)
-                        owner.__dict__[name] = _Blocks(self, blocks)
+                        owner.__dict__[name] = Blocks(self, blocks)
                         is_before = False
                     continue
                 if child is None:
@@ -123,7 +128,7 @@ class TransformersModel(nn.Module):
                     ours = theirs.replace(".", "_")
                 self.hf_names[f"{ours}."] = f"{theirs}."
                 owner._modules.pop(name)
-                owner.__dict__[name] = _StandIn(self, ours)
+                owner.__dict__[name] = StandIn(self, ours)
                 self.add_module(ours, child)
                 if any(True for _ in child.parameters()):
                     # What follows the owner of the blocks, such as the output layer, is after them.
@@ -145,78 +150,6 @@ class TransformersModel(nn.Module):
         for name in [*dict.fromkeys(order), *(n for n in self._modules if n not in order)]:
             self._modules[name] = self._modules.pop(name)
         return sorted(first, key=lambda name: name != "tok_embeddings"), last
-
-    def _probe(self) -> list[Part]:
-        """Run the model once on meta, and return each module with parameters and what it was called with."""
-        parts: dict[int, Part] = {}
-        handles = []
-
-        def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-            given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
-            part = parts.setdefault(id(module), Part(name, module))
-            part.calls += 1
-            part.input = given
-
-        def after(name: str, module: nn.Module, _: Any, __: Any, output: Any) -> None:
-            parts[id(module)].output = output
-            if name.startswith("layers.") and name.count(".") == 1:
-                size = len(output) if isinstance(output, tuple) else 0
-                self.__dict__["returns"] = size
-
-        for name, module in self.named_modules():
-            if name and name != "layers":
-                hooks = partial(before, name), partial(after, name)
-                handles.append(module.register_forward_pre_hook(hooks[0], with_kwargs=True))
-                handles.append(module.register_forward_hook(hooks[1], with_kwargs=True))
-        self.hf.config._attn_implementation = attention.PROBE
-        # Tensors that are no buffers, and which a forward pass may move to the device of its input.
-        plain = [
-            (m, k, v) for m in self.modules() for k, v in vars(m).items() if torch.is_tensor(v)
-        ]
-        try:
-            tokens = torch.zeros(1, _PROBE_LENGTH, dtype=torch.int64, device="meta")
-            with torch.no_grad(), attention.recording() as record:
-                self(tokens, document_ids_BS=tokens)
-            # Once more as in a run, in which transformers makes no masks.
-            self.hf.config._attn_implementation = attention.RUN
-            with torch.no_grad(), attention.recording():
-                self(tokens)
-        except UnsupportedModelError:
-            raise
-        except Exception as error:
-            text = " ".join(str(error).split())[:200]
-            raise UnsupportedModelError(
-                f"its forward pass does not run without data: {type(error).__name__}: {text}"
-            ) from error
-        finally:
-            for handle in handles:
-                handle.remove()
-            for module, name, tensor in plain:
-                module.__dict__[name] = tensor
-        for part in parts.values():
-            part.attention = record.calls.get(id(part.module))
-        for name, block in self.layers.items():
-            if not any(id(module) in record.calls for module in block.modules()):
-                raise UnsupportedModelError(
-                    f"layers.{name} ({type(block).__name__}) mixes tokens without transformers' interface for attention"
-                )
-        return [*parts.values()]
-
-    def _fails(self, first: list[str]) -> str:
-        """Return why the model does not run without modules that other pipeline stages have, or ""."""
-        shape = (
-            (1, _PROBE_LENGTH)
-            if self.tok_embeddings is not None
-            else (1, _PROBE_LENGTH, self.config.dim)
-        )
-        dtype = torch.int64 if self.tok_embeddings is not None else torch.get_default_dtype()
-        try:
-            with torch.no_grad(), attention.recording():
-                self(torch.zeros(shape, dtype=dtype, device="meta"))
-        except Exception as error:
-            text = " ".join(str(error).split())[:100]
-            return f"its forward pass does not run in stages, with {', '.join(first)} on the first: {text}"
-        return ""
 
     def forward(
         self,
@@ -297,76 +230,6 @@ class TransformersModel(nn.Module):
         """Return the standard deviation of a parameter's initial weights, as transformers draws them. None: ones."""
         parent = name.rpartition(".")[0]
         return self.inits[name if name in self.inits else f"{parent}.gate_up_proj"]
-
-
-class _StandIn:
-    """Stand-in for a child of `TransformersModel` in transformers' own module.
-
-    A missing child returns its input, or zero for ids: what comes before the blocks is not used on a later stage.
-    """
-
-    def __init__(self, model: TransformersModel, name: str) -> None:
-        self.model, self.name = model, name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self.model._modules[self.name]
-        if module is not None:
-            return module(*args, **kwargs)
-        x = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        return x if x.is_floating_point() else x.new_zeros((), dtype=torch.get_default_dtype())
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.model._modules[self.name])  # pyright: ignore
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.model._modules[self.name][key]  # pyright: ignore
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("model", "name"):
-            raise AttributeError(name)
-        return getattr(self.model._modules[self.name], name)
-
-
-class _Blocks:
-    """All blocks of a model, of which a pipeline stage has some."""
-
-    def __init__(self, model: TransformersModel, blocks: nn.ModuleList) -> None:
-        self.model = model
-        self.entries = [_Entry(model, str(n), block) for n, block in enumerate(blocks)]
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self[:])
-
-    def __getitem__(self, index: int | slice) -> Any:
-        found = self.entries[index]
-        return [entry.get() for entry in found] if isinstance(found, list) else found.get()
-
-
-class _Entry:
-    """A block, or what stands for it where a pipeline stage lacks it."""
-
-    def __init__(self, model: TransformersModel, name: str, block: nn.Module) -> None:
-        self.model, self.name = model, name
-        simple = {k: v for k, v in vars(block).items() if isinstance(v, (bool, int, float, str))}
-        self.__dict__.update({k: v for k, v in simple.items() if k not in ("model", "name")})
-
-    def get(self) -> Any:
-        blocks = self.model.layers
-        if self.name in blocks and self.model.received is None:
-            return blocks[self.name]
-        return self
-
-    def __call__(self, hidden_BSD: Tensor, *args: Any, **kwargs: Any) -> Any:
-        blocks = self.model.layers
-        if self.name in blocks:
-            if self.name == next(iter(blocks)):
-                hidden_BSD = self.model.received
-            return blocks[self.name](hidden_BSD, *args, **kwargs)
-        size = self.model.returns
-        return (hidden_BSD, *[None] * (size - 1)) if size else hidden_BSD
 
 
 def _numbered(names: list[str]) -> str:

@@ -33,7 +33,7 @@ class Part:
     Attributes:
         name: its name.
         module: the module.
-        calls: number of calls.
+        is_late: whether it runs after the first block began.
         input: its first tensor.
         output: what it returned.
         attention: its call of transformers' attention interface.
@@ -41,7 +41,7 @@ class Part:
 
     name: str
     module: nn.Module
-    calls: int = 0
+    is_late: bool = False
     input: Tensor | None = None
     output: Any = None
     attention: Any = None

@@ -209,6 +209,13 @@ def describe(source: ModelSource) -> TransformersConfig:
 
     from .model import TransformersModel
 
-    with torch.device("meta"):
-        model = TransformersModel(source)
-    return model.config
+    try:
+        with torch.device("meta"):
+            return TransformersModel(source).config
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # of transformers' code, which may be anyone's
+        text = " ".join(str(error).split())[:200]
+        raise UnsupportedModelError(
+            f"its sizes cannot be found: {type(error).__name__}: {text}"
+        ) from error

@@ -1,0 +1,188 @@
+"""Forward passes of a model on meta, which compute nothing: what its modules are called with, and whether it runs in parts.
+
+A pipeline stage lacks modules, and a tensor-parallel rank has some heads and channels. Both are tried here, so that a model whose code does
+not allow it is refused before a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import attention
+from .errors import UnsupportedModelError
+from .plan import Part
+
+_PROBE_LENGTH = 8
+
+
+class Draws(TorchDispatchMode):
+    """Watch for random numbers, which layouts would draw in other orders. Dropout modules have generators of titan's.
+
+    Attributes:
+        where: name of the module that draws, or "".
+    """
+
+    def __init__(self, parts: dict[int, Part]) -> None:
+        super().__init__()
+        self.parts, self.where = parts, ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and not self.where:
+            last = [*self.parts.values()][-1]
+            if not isinstance(last.module, nn.modules.dropout._DropoutNd):
+                self.where = last.name
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _on_meta(model: Any) -> Iterator[None]:
+    """Run without gradients, and keep tensors that are no buffers, which a forward pass may move to the device of its input."""
+    owners = [*model.modules(), *model.hf.modules()]
+    plain = [(m, k, v) for m in owners for k, v in vars(m).items() if torch.is_tensor(v)]
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, name, tensor in plain:
+            module.__dict__[name] = tensor
+
+
+def run_once(model: Any) -> list[Part]:
+    """Return each module with parameters and what it is called with, of one forward pass on meta.
+
+    Args:
+        model: The `TransformersModel`.
+
+    Raises:
+        UnsupportedModelError: titan cannot run the model.
+    """
+    parts: dict[int, Part] = {}
+    handles, is_again = [], []
+
+    def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        part = parts.setdefault(id(module), Part(name, module))
+        if not is_again:
+            part.is_late = part.is_late or id(model.layers["0"]) in parts
+        part.input = given
+
+    def after(name: str, module: nn.Module, _: Any, __: Any, output: Any) -> None:
+        parts[id(module)].output = output
+        if name.startswith("layers.") and name.count(".") == 1:
+            size = len(output) if isinstance(output, tuple) else 0
+            model.__dict__["returns"] = size
+
+    for name, module in model.named_modules():
+        if name and name != "layers":
+            hooks = partial(before, name), partial(after, name)
+            handles.append(module.register_forward_pre_hook(hooks[0], with_kwargs=True))
+            handles.append(module.register_forward_hook(hooks[1], with_kwargs=True))
+    model.hf.config._attn_implementation = attention.PROBE
+    try:
+        tokens = torch.zeros(1, _PROBE_LENGTH, dtype=torch.int64, device="meta")
+        with _on_meta(model), attention.recording() as record, Draws(parts) as draws:
+            model(tokens, document_ids_BS=tokens)
+        is_again.append(True)
+        # Once more as in a run, in which transformers makes no masks.
+        model.hf.config._attn_implementation = attention.RUN
+        with _on_meta(model), attention.recording():
+            model(tokens)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())[:200]
+        raise UnsupportedModelError(
+            f"its forward pass does not run without data: {type(error).__name__}: {text}"
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    if draws.where:
+        raise UnsupportedModelError(f"{draws.where} draws random numbers of its own in training")
+    for part in parts.values():
+        part.attention = record.calls.get(id(part.module))
+    for name, block in model.layers.items():
+        if not any(id(module) in record.calls for module in block.modules()):
+            raise UnsupportedModelError(
+                f"layers.{name} ({type(block).__name__}) mixes tokens without transformers' interface for attention"
+            )
+    return [*parts.values()]
+
+
+def fails(model: Any, first: list[str]) -> str:
+    """Return why the model does not run without modules that other pipeline stages have, or ""."""
+    shape = (
+        (1, _PROBE_LENGTH)
+        if model.tok_embeddings is not None
+        else (1, _PROBE_LENGTH, model.config.dim)
+    )
+    dtype = torch.int64 if model.tok_embeddings is not None else torch.get_default_dtype()
+    try:
+        with _on_meta(model), attention.recording():
+            model(torch.zeros(shape, dtype=dtype, device="meta"))
+    except Exception as error:
+        text = " ".join(str(error).split())[:100]
+        return (
+            f"its forward pass does not run in stages, with {', '.join(first)} on the first: {text}"
+        )
+    return ""
+
+
+def fails_in_parts(model: Any, plan: dict[str, str]) -> str:
+    """Return why the code does not run with half of the heads and channels, as on two tensor-parallel ranks, or ""."""
+    heads = model.config.n_heads, model.config.n_kv_heads
+    if "gather_heads" in plan.values() or any(n % 2 for n in heads):
+        return ""
+
+    def half(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return output[..., : output.shape[-1] // 2]
+
+    def whole(module: nn.Module, args: tuple[Tensor, ...]) -> Tensor:
+        x, size = args[0], max(p.shape[-1] for p in module.parameters())
+        return F.pad(x, (0, size - x.shape[-1]))
+
+    handles = []
+    for name, module in model.named_modules():
+        style = next((s for pattern, s in plan.items() if fnmatchcase(name, pattern)), "")
+        if style in ("colwise", "kv_colwise", "colwise_part", "gather_colwise", "width_norm"):
+            handles.append(module.register_forward_hook(half))
+        if style in ("rowwise", "width_norm"):
+            handles.append(module.register_forward_pre_hook(whole))
+    text = fails(model, [])
+    for handle in handles:
+        handle.remove()
+    _, _, why = text.partition(" on the first: ")
+    return f"its code does not run with a part of the heads: {why}" if text else ""
+
+
+def place_plain_modules(model: Any, probe: list[Part], last: list[str]) -> str:
+    """Move modules without parameters that run after the blocks, such as a plain norm, to the last stage.
+
+    Args:
+        model: The `TransformersModel`.
+        probe: Calls of modules, in their order.
+        last: Names of the modules after the blocks.
+
+    Returns:
+        The name of a module that also runs before them, or "".
+    """
+    names = [part.name for part in probe]
+    blocks = names.index("layers.0")
+    shared = ""
+    for name in model.on_all_stages:
+        if name in names and probe[names.index(name)].is_late:
+            if names.index(name) < blocks:
+                shared = name
+            else:
+                last.insert(0, name)
+    model.on_all_stages = tuple(name for name in model.on_all_stages if name not in last)
+    return shared
