@@ -13,11 +13,12 @@ ROOT = Path(__file__).parents[1]
 # Why a file may name a family.
 MAY_NAME_FAMILIES = {
     "titan/__init__.py": "finds models/ in a checkout by one of its folders",
-    "titan/config/schema.py": "the default of model.name",
+    "titan/config/schema_model.py": "the default of model.name",
     "titan/data/tokenizer.py": "formats of published tokenizers",
     "titan/tools/tokenizer.py": "formats of published tokenizers",
 }
-FAMILIES = {path.parent.name for path in (ROOT / "models").glob("*/__init__.py")} - {"common"}
+FAMILIES = {path.parent.name for path in (ROOT / "models").glob("*/__init__.py")}
+FAMILIES -= {"common", "transformers"}  # the package, of which files and folders are spoken
 # A family by its name, or by that without its number: "llama3", "llama".
 _FAMILY = re.compile("|".join(sorted({re.sub(r"[_0-9]\w*$", "", name) for name in FAMILIES})), re.I)
 _PICTURE = re.compile(r"(?<![a-z])(image|picture|pixel|vision|diffusion)s?(?![a-z])", re.I)
