@@ -1,6 +1,6 @@
 """Tensor-parallel plan of DeepSeek.
 
-Each rank computes the latents of its own tokens. Heads are split over the ranks. Experts have the same styles as in other families.
+Each rank computes the latents of its tokens. Heads are split over the ranks. Experts have the same styles as in other families.
 """
 
 from ..common.plan import MOE_PLAN

@@ -52,7 +52,7 @@ def build(source: ModelSource) -> tuple[Any, dict[int, float | None]]:
     except Exception as error:
         if attention.PROBE in str(error):
             raise UnsupportedModelError(
-                f"{content['model_type']} has attention of its own, not through transformers' interface"
+                f"{content['model_type']} computes attention without transformers' interface"
             ) from error
         text = " ".join(str(error).split())[:300]
         raise UnsupportedModelError(f"transformers does not build it: {text}") from error

@@ -43,7 +43,7 @@ NOTES = {
 
 
 class ModelSource(NamedTuple):
-    """What a model is built from.
+    """Source of a model: what it is built from.
 
     Attributes:
         hf: content of config.json, with all defaults, as JSON.

@@ -18,7 +18,7 @@ COLUMNS = ("colwise", "colwise_gather_output", "packed_colwise")
 ROWS = ("rowwise", "rowwise_split_input", "packed_rowwise")
 
 
-# Names that transformers' models share, for those without a plan of their own.
+# Names that transformers' models share, for those that name no plan.
 _USUAL = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj"), "colwise"),
     **dict.fromkeys(("gate_proj", "up_proj", "fc1"), "colwise"),
@@ -100,7 +100,7 @@ class _Plan:
             self._put(name, "vocab_output" if name == "output" else "sequence")
         for number, block in self.model.layers.items():
             if any(True for _ in block.parameters(recurse=False)):
-                raise _Underivable(f"layers.{number} has parameters of its own")
+                raise _Underivable(f"layers.{number} holds parameters outside of its modules")
             for child, module in block.named_children():
                 self._child(f"layers.{number}.{child}", module)
         return self.found
@@ -172,7 +172,7 @@ class _Plan:
         for n, parameter in own_parameters.items():
             if call is None or len(parameter) != call.heads:
                 raise _Underivable(
-                    f"{name} ({type(module).__name__}) has a parameter of its own, {n}"
+                    f"{name} ({type(module).__name__}) holds the parameter {n} outside of its modules"
                 )
         if not any(self._their_style(n) in COLUMNS for n in inside):
             raise _Underivable(

@@ -107,7 +107,7 @@ def run_once(model: Any) -> list[Part]:
         for handle in handles:
             handle.remove()
     if draws.where:
-        raise UnsupportedModelError(f"{draws.where} draws random numbers of its own in training")
+        raise UnsupportedModelError(f"{draws.where} draws random numbers in training")
     for part in parts.values():
         part.attention = record.calls.get(id(part.module))
     for name, block in model.layers.items():

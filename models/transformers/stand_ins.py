@@ -1,4 +1,4 @@
-"""Stand-ins in transformers' own module objects for the modules that `TransformersModel` has taken over."""
+"""Stand-ins, in transformers' own module objects, for the modules of `TransformersModel`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class StandIn:
-    """Stand-in for a child of `TransformersModel` in transformers' own module.
+    """Placeholder for a child of `TransformersModel` in transformers' own module.
 
     A missing child returns its input, or zero for ids: what comes before the blocks is not used on a later stage.
     """

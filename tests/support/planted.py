@@ -187,7 +187,7 @@ def _scaled(factor: float, name: str, config: JobConfig, watch: bool) -> dict[st
 
 
 def ignored_window(config: JobConfig, watch: bool = False) -> dict[str, Any]:
-    """Let context-parallel ranks see all keys."""
+    """Make context-parallel ranks attend to all keys."""
 
     def apply(model: nn.Module, **options: Any) -> None:
         for module in model.modules():

@@ -8,7 +8,7 @@ model names a style for each module. The model itself does not change. With S th
     sequence         replicated    (B, S/tp, D) -> same: a norm of each rank's tokens
     gather_input     none          first tensor (B, S/tp, D) -> (B, S, D), all-gather; other arguments are unchanged;
                                    `gather_input:x` gathers the argument `x` of forward
-    gather_heads     values /tp    the same for a module with parameters of its own, one value or row for each query head
+    gather_heads     values /tp    the same for a module that holds a parameter with one value or row for each query head
     colwise          columns /tp   (B, S, D) -> (B, S, F/tp)
     kv_colwise       columns /tp   like `colwise`; replicated if there are more ranks than key/value heads: each rank
                                    then keeps the one head that its query heads read

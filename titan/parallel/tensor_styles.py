@@ -326,7 +326,7 @@ class LocalWeights(ParallelStyle):
 
 
 def read_as(module: nn.Module, names: Iterable[str], convert: Callable[[Any], Any]) -> None:
-    """Let the forward pass of a module read its parameters or buffers converted. The stored ones do not change.
+    """Convert parameters or buffers of a module whenever its forward pass reads them. The stored ones do not change.
 
     Args:
         module: the module. It gets a class of its own, with properties, as in torch's parametrizations.
