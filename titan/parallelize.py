@@ -143,9 +143,9 @@ def tensor_plan_of(model: nn.Module, job: ResolvedJob) -> Mapping[str, str]:
     return getattr(model, "tensor_plan", job.family.TENSOR_PLAN)
 
 
-def moes_of(model: nn.Module) -> dict[str, MoE]:
-    """Return the model's mixtures of experts, by name."""
-    found = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+def moes_of(model: nn.Module) -> dict[str, Any]:
+    """Return the model's modules that count their experts' loads, by name: mixtures of experts, or a foreign model's experts."""
+    found = {name: module for name, module in model.named_modules() if hasattr(module, "loads")}
     return {canonical_name(name): moe for name, moe in found.items()}
 
 
@@ -157,11 +157,13 @@ def _lay_out_experts(
     # Before FSDP, which shards the experts that a rank keeps.
     if sparse_mesh is not None and (ep := submesh(sparse_mesh, "ep")) is not None:
         apply_ep(model, mesh=ep, moe_type=nn.Module)
-    if (sequence := submesh(mesh, "cp", "tp", flatten=True)) is not None:
-        for moe in moes_of(model).values():
-            moe.sum_over_sequence = partial(_sum_over, sequence.get_group())
+    sequence = submesh(mesh, "cp", "tp", flatten=True)
     for moe in moes_of(model).values():
-        moe.experts.chunk_tokens = config.moe.expert_chunk_rows
+        getattr(moe, "experts", moe).chunk_tokens = config.moe.expert_chunk_rows
+        if not isinstance(moe, MoE):
+            continue
+        if sequence is not None:
+            moe.sum_over_sequence = partial(_sum_over, sequence.get_group())
         # A backward pass in two parts would compute both gradients twice, and torch 2.11 fails to.
         moe.router.gate.into_fp32 = not job.techniques.splits_backward
         if config.debug.moe_force_load_balance:

@@ -133,22 +133,40 @@ class Experts(nn.Module):
             The experts' outputs, (R, D).
         """
         weights = tuple(getattr(self, name) for name in self.names)
-        size = self.chunk_tokens
-        if not 0 < size < len(tokens_RD):
-            return self._products(tokens_RD, counts_e, *weights)
-        ends_e, chunks = counts_e.cumsum(0), []
-        for start in range(0, len(tokens_RD), size):
-            # Number of each expert's tokens in this chunk.
-            counts = F.pad(ends_e.clamp(start, start + size), (1, 0), value=start).diff()
-            rows = tokens_RD[start : start + size]
-            chunks.append(checkpoint(self._products, rows, counts, *weights, use_reentrant=False))
-        return torch.cat(chunks)
+        return in_chunks(self._products, self.chunk_tokens, tokens_RD, counts_e, *weights)
 
     def _products(self, tokens_RD: Tensor, counts_e: Tensor, *weights: Tensor) -> Tensor:
         """Return grouped matmuls in bf16, or a loop over the experts in another dtype, with the same bits."""
         is_grouped = tokens_RD.dtype in self.grouped_dtypes and len(tokens_RD) > 0
         products = self.grouped if is_grouped else looped_matmuls
         return products(tokens_RD, counts_e, *weights, limit=self.limit)
+
+
+def in_chunks(
+    products: Callable[..., Tensor],
+    size: int,
+    tokens_RD: Tensor,
+    counts_e: Tensor,
+    *weights: Tensor,
+) -> Tensor:
+    """Apply experts to `size` tokens at a time, and recompute each chunk in the backward pass. 0: to all tokens at once.
+
+    Args:
+        products: Function of tokens, counts and weights that returns the experts' outputs.
+        size: Tokens of a chunk.
+        tokens_RD: Tokens sorted by expert.
+        counts_e: Number of tokens of each expert, int64.
+        *weights: The experts' parameters.
+    """
+    if not 0 < size < len(tokens_RD):
+        return products(tokens_RD, counts_e, *weights)
+    ends_e, chunks = counts_e.cumsum(0), []
+    for start in range(0, len(tokens_RD), size):
+        # Number of each expert's tokens in this chunk.
+        counts = F.pad(ends_e.clamp(start, start + size), (1, 0), value=start).diff()
+        rows = tokens_RD[start : start + size]
+        chunks.append(checkpoint(products, rows, counts, *weights, use_reentrant=False))
+    return torch.cat(chunks)
 
 
 def gate(x_RF: Tensor, limit: float) -> Tensor:
@@ -290,6 +308,27 @@ def run_experts(
     return tokens_ND
 
 
+def dispatch(
+    x_TD: Tensor, ids_TK: Tensor, num_experts: int, dispatcher: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Return the outputs of each token's experts, (T, K, D).
+
+    Args:
+        x_TD: Tokens.
+        ids_TK: Experts of each token, int64.
+        num_experts: Number of experts.
+        dispatcher: Function of tokens sorted by expert, (N, D), and of their counts, (E,), that returns the experts' outputs.
+    """
+    # Permutation that sorts the copies (T, K) by expert, and its inverse.
+    order_N = ids_TK.flatten().argsort(stable=True)
+    inverse_N = torch.empty_like(order_N)
+    inverse_N[order_N] = torch.arange(len(order_N), device=order_N.device)
+    counts_E = count(ids_TK.reshape(1, -1), num_experts)[0]
+    tokens_ND: Any = Spread.apply(x_TD, order_N, inverse_N, ids_TK.shape[1])
+    # Sums run in the order of K: on a GPU, index_add into tokens would have no fixed order.
+    return permute(dispatcher(tokens_ND, counts_E), inverse_N, order_N).view(*ids_TK.shape, -1)
+
+
 class MoE(nn.Module):
     """Mixture of experts: routed experts, and shared experts for all tokens.
 
@@ -339,22 +378,17 @@ class MoE(nn.Module):
             source.put(self, ids_TK)
         weights_TK = self.router.weigh(scores_TE, ids_TK)
         weights_TK = _RouterTerms.apply(weights_TK, probs_TE, log_sum_T, ids_TK, self, len(x_BSD))
-        # Permutation that sorts the copies (T, K) by expert, and its inverse.
-        order_N = ids_TK.flatten().argsort(stable=True)
-        inverse_N = torch.empty_like(order_N)
-        inverse_N[order_N] = torch.arange(len(order_N), device=order_N.device)
-        counts_E = count(ids_TK.view(1, -1), self.config.num_experts)[0]
-        tokens_ND = Spread.apply(x_TD, order_N, inverse_N, ids_TK.shape[1])
         shared: list[Tensor] = []
 
         def run_shared_experts() -> None:
             if self.shared_experts is not None:
                 shared.append(self.shared_experts(x_BSD))
 
-        # Shared experts need no other rank: a dispatcher runs them while it communicates.
-        tokens_ND = self.dispatcher(tokens_ND, counts_E, self.experts, run_shared_experts)
-        # Sums run in the order of K: on a GPU, index_add into tokens would have no fixed order.
-        tokens_TKD = permute(tokens_ND, inverse_N, order_N).view(*ids_TK.shape, -1)
+        def run(tokens_ND: Tensor, counts_E: Tensor) -> Tensor:
+            # Shared experts need no other rank: a dispatcher runs them while it communicates.
+            return self.dispatcher(tokens_ND, counts_E, self.experts, run_shared_experts)
+
+        tokens_TKD = dispatch(x_TD, ids_TK, self.config.num_experts, run)
         y_BSD = self.combine(tokens_TKD, weights_TK).view(x_BSD.shape)
         return y_BSD + shared[0] if shared else y_BSD
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from ..common.moe_config import MoEConfig
 
@@ -87,8 +87,6 @@ class TransformersConfig(MoEConfig):
         """Return the fields of config.json that decide what the model computes."""
         content = json.loads(self.source.hf)
         return {k: v for k, v in content.items() if k not in NOTES and not k.endswith("_token_id")}
-
-    counts_loads: ClassVar[bool] = False  # of experts: transformers' routers do not tell
 
     @property
     def last_modules(self) -> tuple[str, ...]:

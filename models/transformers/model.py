@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titan.parallel.traits import BlockTraits
-
 from . import attention, experts
 from .build import build, fill
 from .config import ModelSource, TransformersConfig
@@ -67,7 +65,7 @@ class TransformersModel(nn.Module):
         expert_modules = experts.prepare_experts(self, self._parts_of_expert)
         for name in expert_modules:
             block: Any = self.layers[name.split(".")[1]]
-            block.traits = BlockTraits(compiled=_attentions_of(block))
+            block.traits = experts.traits_of_experts(block)
         probe = run_once(self)
         shared = place_plain_modules(self, probe, ends[1])
         self.tensor_plan: dict[str, str] = {}
@@ -242,14 +240,6 @@ def _numbered(names: list[str]) -> str:
     return pattern
 
 
-def _attentions_of(block: nn.Module) -> tuple[str, ...]:
-    return tuple(
-        f"{name}.forward"
-        for name, module in block.named_children()
-        if "attn" in name or "attention" in name
-    )
-
-
 def _sizes(
     model: TransformersModel,
     source: ModelSource,
@@ -276,6 +266,8 @@ def _sizes(
         for name, module in expert_modules.items()
     }
     one = next(iter(expert_modules.values()), None)
+    if one is not None:
+        refuses["moe_force_load_balance"] = "transformers' routers choose the experts"
     total = one.total if one is not None else 0
     top_k = max((module.top_k for module in expert_modules.values()), default=0)
     embedding: Any = model.tok_embeddings

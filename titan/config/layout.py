@@ -231,7 +231,8 @@ def _check_plug_in(config: JobConfig, model: Any, world_size: int) -> Iterator[R
     pp, tp = parallel.pipeline_parallel_degree, parallel.tensor_parallel_degree
     refused = dict(getattr(model, "refuses", ()))
     for name, reason in refused.items():
-        section = "data" if name == "document_mask" else "parallelism"
+        sections = ("parallelism", "data", "debug")
+        section = next(s for s in sections if name in type(getattr(config, s)).model_fields)
         if getattr(getattr(config, section), name) not in (1, False):
             yield f"{section}.{name}", reason
     foreign = is_plug_in(config.model.name) or hasattr(model, "refuses")

@@ -35,8 +35,7 @@ class ExpertLoads(Hook):
 
     def __init__(self, trainer: RunContext) -> None:
         self.trainer, sizes = trainer, trainer.sizes
-        counts = getattr(sizes, "counts_loads", True)
-        self.num_experts: int = getattr(sizes, "num_experts", 0) if counts else 0
+        self.num_experts: int = getattr(sizes, "num_experts", 0)
         is_moe = [self.num_experts > 0 and sizes.is_moe_layer(n) for n in range(num_blocks(sizes))]
         self.layers = [layer for layer, has_experts in enumerate(is_moe) if has_experts]
         self.measured: AsyncScalars | None = None
@@ -58,7 +57,7 @@ class ExpertLoads(Hook):
         for n, (name, moe) in enumerate(balance.moes.items()):
             row = self.layers.index(int(name.split(".")[1]))
             assert balance.loads is not None, "a step has ended"
-            both[row, 0], both[row, 1] = balance.loads[n], moe.bias
+            both[row, 0], both[row, 1] = balance.loads[n], getattr(moe, "bias", 0)
         if stages is not None:
             dist.all_reduce(both, group=stages)
         self.measured = AsyncScalars([both])

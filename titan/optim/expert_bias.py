@@ -6,6 +6,7 @@ Loads are integers, so their sum, and with it the bias, is the same bits in ever
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,12 +26,12 @@ class ExpertBiasBalancer:
         loads: Loads of the last step that ended, over all ranks, (layers, E) int64.
     """
 
-    def __init__(self, moes: Mapping[str, MoE], *, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, moes: Mapping[str, Any], *, group: dist.ProcessGroup | None) -> None:
         self.moes, self.group = dict(moes), group
         self.loads: Tensor | None = None
 
     @classmethod
-    def of(cls, moes: Mapping[str, MoE], mesh: DeviceMesh) -> ExpertBiasBalancer:
+    def of(cls, moes: Mapping[str, Any], mesh: DeviceMesh) -> ExpertBiasBalancer:
         """Return the balancer of MoE modules over the ranks of a mesh that hold different tokens.
 
         Args:
@@ -72,7 +73,7 @@ class ExpertBiasBalancer:
     def finish(self, *, accepted: bool) -> None:
         """End a step: move the biases, unless its update was refused."""
         moes, loads = list(self.moes.values()), self.loads
-        if accepted and loads is not None:
+        if accepted and loads is not None and isinstance(moes[0], MoE):
             torch._foreach_copy_([moe.last_loads for moe in moes], list(loads.unbind()))
             step = moes[0].config.load_balance_coeff
             move_biases([moe.bias for moe in moes], loads, step=step)

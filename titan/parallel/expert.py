@@ -287,8 +287,9 @@ def keep_routes(
     moes: list[Any] = [module for module in block.modules() if hasattr(module, "route_sources")]
     for moe in moes:
         moe.route_sources.insert(0, KeptRoutes())
-        # The recomputation leaves the choice out, so a selective checkpoint must not count its operations.
-        moe.router.choose = outside_selection(moe.router.choose)
+        if hasattr(moe, "router"):
+            # The recomputation leaves the choice out, so a selective checkpoint must not count its operations.
+            moe.router.choose = outside_selection(moe.router.choose)
     return _contexts if moes else None
 
 

@@ -130,7 +130,8 @@ def record(train_step: TrainStep, batches: Iterable[Sequence[Any]]) -> dict[str,
         if train_step.balance.loads is not None:
             names = train_step.balance.moes
             loads.append(dict(zip(names, train_step.balance.loads.tolist(), strict=True)))
-    biases = {name: moe.bias.tolist() for name, moe in train_step.balance.moes.items()}
+    moes = train_step.balance.moes.items()
+    biases = {name: moe.bias.tolist() for name, moe in moes if hasattr(moe, "bias")}
     weights = {name: whole(p) for name, p in parameters.items()}
     found = {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights}
     return found | {"loads": loads, "biases": biases}
