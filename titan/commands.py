@@ -54,6 +54,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "prove on CPU ranks that a job computes the same in each layout, before GPUs",
         "titan.tools.certify.command:main",
     ),
+    "diff": (
+        "find the first module that computes something else in another layout, precision or version",
+        "titan.tools.diff.command:main",
+    ),
     "pipeline": (
         "draw a job's pipeline schedule, with its bubble and activations in flight",
         "titan.tools.pipeline:main",

@@ -20,12 +20,12 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from titan.parallel.matmul_fp32 import linear_in_fp32
-from titan.parallel.token_order import host_counts, permute
+from titan.parallel.token_order import host_counts
 from titan.parallel.traits import BlockTraits
 
+from .dispatch import count, dispatch, in_chunks, run_experts
 from .moe_config import MoEConfig
 
 
@@ -140,33 +140,6 @@ class Experts(nn.Module):
         is_grouped = tokens_RD.dtype in self.grouped_dtypes and len(tokens_RD) > 0
         products = self.grouped if is_grouped else looped_matmuls
         return products(tokens_RD, counts_e, *weights, limit=self.limit)
-
-
-def in_chunks(
-    products: Callable[..., Tensor],
-    size: int,
-    tokens_RD: Tensor,
-    counts_e: Tensor,
-    *weights: Tensor,
-) -> Tensor:
-    """Apply experts to `size` tokens at a time, and recompute each chunk in the backward pass. 0: to all tokens at once.
-
-    Args:
-        products: Function of tokens, counts and weights that returns the experts' outputs.
-        size: Tokens of a chunk.
-        tokens_RD: Tokens sorted by expert.
-        counts_e: Number of tokens of each expert, int64.
-        *weights: The experts' parameters.
-    """
-    if not 0 < size < len(tokens_RD):
-        return products(tokens_RD, counts_e, *weights)
-    ends_e, chunks = counts_e.cumsum(0), []
-    for start in range(0, len(tokens_RD), size):
-        # Number of each expert's tokens in this chunk.
-        counts = F.pad(ends_e.clamp(start, start + size), (1, 0), value=start).diff()
-        rows = tokens_RD[start : start + size]
-        chunks.append(checkpoint(products, rows, counts, *weights, use_reentrant=False))
-    return torch.cat(chunks)
 
 
 def gate(x_RF: Tensor, limit: float) -> Tensor:
@@ -293,42 +266,6 @@ class _AddBias(torch.autograd.Function):
         return grad_RO, is_own_eR @ known_RO, None, None
 
 
-def run_experts(
-    tokens_ND: Tensor,
-    counts_E: Tensor,
-    experts: Callable[..., Tensor],
-    meanwhile: Callable[[], None],
-) -> Tensor:
-    """Run tokens sorted by expert through the experts: the dispatcher of a rank that has all of them.
-
-    A dispatcher calls `meanwhile` while it communicates.
-    """
-    tokens_ND = experts(tokens_ND, counts_E)
-    meanwhile()
-    return tokens_ND
-
-
-def dispatch(
-    x_TD: Tensor, ids_TK: Tensor, num_experts: int, dispatcher: Callable[[Tensor, Tensor], Tensor]
-) -> Tensor:
-    """Return the outputs of each token's experts, (T, K, D).
-
-    Args:
-        x_TD: Tokens.
-        ids_TK: Experts of each token, int64.
-        num_experts: Number of experts.
-        dispatcher: Function of tokens sorted by expert, (N, D), and of their counts, (E,), that returns the experts' outputs.
-    """
-    # Permutation that sorts the copies (T, K) by expert, and its inverse.
-    order_N = ids_TK.flatten().argsort(stable=True)
-    inverse_N = torch.empty_like(order_N)
-    inverse_N[order_N] = torch.arange(len(order_N), device=order_N.device)
-    counts_E = count(ids_TK.reshape(1, -1), num_experts)[0]
-    tokens_ND: Any = Spread.apply(x_TD, order_N, inverse_N, ids_TK.shape[1])
-    # Sums run in the order of K: on a GPU, index_add into tokens would have no fixed order.
-    return permute(dispatcher(tokens_ND, counts_E), inverse_N, order_N).view(*ids_TK.shape, -1)
-
-
 class MoE(nn.Module):
     """Mixture of experts: routed experts, and shared experts for all tokens.
 
@@ -441,12 +378,6 @@ class MoE(nn.Module):
         return grad_TE, 2 * config.router_z_loss_coeff / self.num_tokens * log_sum_T
 
 
-def count(ids_BN: Tensor, num_experts: int) -> Tensor:
-    """Count how often each id occurs in each row, (B, E) int64, without waiting for the device as bincount does."""
-    counts_BE = ids_BN.new_zeros(len(ids_BN), num_experts)
-    return counts_BE.scatter_add_(1, ids_BN, torch.ones_like(ids_BN))
-
-
 class _RouterTerms(torch.autograd.Function):
     """Identity on the weights, whose backward pass counts the experts' loads and adds the balance terms' gradients.
 
@@ -463,20 +394,3 @@ class _RouterTerms(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return (*grads, *ctx.moe.term_gradients(*ctx.saved_tensors, ctx.batch), None, None, None)
-
-
-class Spread(torch.autograd.Function):
-    """Copies of each token for its K experts, in the given order. Gradients of the copies are added in the order of K."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, order_N: Tensor, inverse_N: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(inverse_N)
-        ctx.k = k
-        return x_TD[order_N // k]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        (inverse_N,) = ctx.saved_tensors
-        tokens_TKD = grads[0][inverse_N].unflatten(0, (-1, ctx.k))
-        wide = torch.promote_types(tokens_TKD.dtype, torch.float32)
-        return tokens_TKD.sum(1, dtype=wide).to(tokens_TKD.dtype), None, None, None

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from titan.parallel.token_order import host_counts
 from titan.parallel.traits import BlockTraits
 
-from ..common.moe import count, dispatch, grouped_mm, in_chunks, run_experts
+from ..common.dispatch import count, dispatch, in_chunks, run_experts
+from ..common.moe import grouped_mm
 from .attention import is_probing
 from .errors import UnsupportedModelError
 
@@ -84,11 +85,11 @@ def prepare_experts(model: nn.Module, parts_of: Callable[[str], int]) -> dict[st
 
 
 def traits_of_experts(block: nn.Module) -> BlockTraits:
-    """Return the functions of a block with experts to compile: attention, routers, other layers beside the experts, and products."""
+    """Return the functions of a block with experts to compile: all modules but those around the experts, and the products."""
     compiled = [
         f"{name}.forward"
-        for name, _ in block.named_children()
-        if "attn" in name or "attention" in name
+        for name, child in block.named_children()
+        if not any(hasattr(module, "dispatcher") for module in child.modules())
     ]
     recomputed = []
     for path, module in block.named_modules():

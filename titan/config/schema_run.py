@@ -414,6 +414,12 @@ class DebugSection(Section):
     moe_force_load_balance: bool = False
     """Send tokens to all experts in turn, whatever the router says. For benchmarks: the loads are
     equal, and nothing sensible is learned."""
+    record_steps: list[Positive] = []
+    """Steps to record in the folder recorded of the run: digests of each module's output, and of each
+    parameter's gradient and update, for `titan diff`. See docs/numerics.md."""
+    record_perturbed: NonNegative = 0
+    """Seed of a disturbance of the recorded steps: outputs of modules change by one unit in the last
+    place. The spread from the same run without it is what rounding does. 0: none."""
 
 
 class MoESection(Section):

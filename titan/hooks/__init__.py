@@ -22,6 +22,7 @@ from titan.hooks.metrics import Metrics
 from titan.hooks.mtp import MTPMetrics
 from titan.hooks.profiling import Profiling
 from titan.hooks.rank_times import RankTimes
+from titan.hooks.recording import Recording
 from titan.hooks.recovery import StepRecovery
 from titan.hooks.replica_check import ReplicaCheck
 from titan.hooks.run_events import RunEvents
@@ -53,6 +54,7 @@ def standard_hooks(trainer: RunContext, *, monitor: Monitor | None = None) -> li
         Checkpointing(trainer),
         LayerNormsLog(trainer),
         ExpertLoads(trainer),
+        *([Recording(trainer)] if trainer.config.debug.record_steps else []),
         *([MTPMetrics(trainer)] if getattr(trainer.sizes, "num_mtp_modules", 0) else []),
         *([TWIN.load()(trainer)] if trainer.config.simulator.twin else []),
         Metrics(trainer),  # last, so that its row has the columns of all other hooks

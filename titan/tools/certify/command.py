@@ -229,7 +229,7 @@ def main(argv: list[str], program: Callable[..., Any] | None = None) -> int:
     if unknown := [name for name in chosen if name not in names]:
         message = f'unknown layout "{unknown[0]}"{choose(unknown[0], names)}'
         raise ConfigError([Problem(COMMAND_LINE, 0, "--layouts", message)])
-    world = options.world_size or _least_world(load_from_argv(job, options=known, warn=False))
+    world = options.world_size or least_world(load_from_argv(job, options=known, warn=False))
     config, layout = load_to_run(job, world_size=world, options=known)
     try:
         options.output.mkdir(parents=True, exist_ok=True)
@@ -251,7 +251,7 @@ def main(argv: list[str], program: Callable[..., Any] | None = None) -> int:
     return int(any(row.verdict in ("differs", "failed") for row in rows))
 
 
-def _least_world(config: JobConfig) -> int:
+def least_world(config: JobConfig) -> int:
     """Return the least number of ranks that the job's degrees allow, with two FSDP shards or more where their number is open."""
     parallel = config.parallelism
     world = prod(abs(getattr(parallel, key.rpartition(".")[2])) for key in AXES.values())

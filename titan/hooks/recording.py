@@ -1,0 +1,35 @@
+"""Hook that records the steps of `debug.record_steps`, for `titan diff`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from titan.data.base import TensorBatch
+from titan.hook import Hook, RunContext
+from titan.observe.recorded import FOLDER, write_step
+from titan.recording import StepRecorder
+from titan.train_step import StepReport
+
+_LOG = logging.getLogger("titan")
+
+
+class Recording(Hook):
+    """Record of the steps of `debug.record_steps`, in the folder `recorded` of the run."""
+
+    def __init__(self, trainer: RunContext) -> None:
+        debug = trainer.config.debug
+        self.trainer, self.steps = trainer, frozenset(debug.record_steps)
+        self.recorder = StepRecorder(trainer.train_step, perturbed=debug.record_perturbed)
+
+    def before_forward(self, batches: Sequence[TensorBatch]) -> None:
+        if self.trainer.step in self.steps:
+            self.recorder.begin(batches)
+
+    def updated(self, report: StepReport) -> None:
+        trainer = self.trainer
+        if trainer.step in self.steps:
+            recorded = self.recorder.end(trainer.step, report)
+            if trainer.rank == 0:
+                write_step(trainer.run_dir, recorded)
+                _LOG.info("recorded step %s in %s/%s", trainer.step, trainer.run_dir, FOLDER)

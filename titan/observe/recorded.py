@@ -1,0 +1,88 @@
+"""Recorded steps of a run, in `recorded/step-N.json` of its folder. The hook of titan/hooks/recording.py writes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from titan.run_folder import write_text_atomically
+from titan.untrusted import InputError
+
+FOLDER = "recorded"
+
+
+@dataclass(frozen=True)
+class RecordedTensor:
+    """Digest of a tensor of a recorded step, see titan/parallel/recorder.py.
+
+    Attributes:
+        kind: "weight" before the step, "output", "output gradient", "gradient" or "update".
+        name: module or parameter.
+        dtype: dtype of the tensor.
+        norm: its norm. None: not known.
+        sums: its projections, each by chunks of the first dimension.
+        copies: ranks whose copy differs from that of another rank, with that rank.
+        line: file and line of the module's forward pass.
+    """
+
+    kind: str
+    name: str
+    dtype: str
+    norm: float | None
+    sums: list[list[float]]
+    copies: list[list[int]] = field(default_factory=list)
+    line: str = ""
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """One recorded step.
+
+    Attributes:
+        step: its number.
+        loss: mean over the valid targets of the global batch.
+        grad_norm: global gradient norm before clipping.
+        axes: sizes of the layout's axes.
+        computes_in: dtype of the parameters that the forward pass reads.
+        about: versions and other facts of the run.
+        tensors: in the order of the forward pass.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    axes: dict[str, int]
+    computes_in: str
+    about: dict[str, Any]
+    tensors: Sequence[RecordedTensor]
+
+
+def write_step(folder: Path, step: RecordedStep) -> None:
+    """Write a step into a run folder."""
+    (folder / FOLDER).mkdir(exist_ok=True)
+    content = {**vars(step), "tensors": [vars(tensor) for tensor in step.tensors]}
+    write_text_atomically(folder / FOLDER / f"step-{step.step}.json", json.dumps(content) + "\n")
+
+
+def read_steps(folder: Path) -> list[RecordedStep]:
+    """Read the recorded steps of a run folder, in their order.
+
+    Raises:
+        InputError: there are none, or a file is not one.
+    """
+    steps = [_read(path) for path in (folder / FOLDER).glob("step-*.json")]
+    if not steps:
+        raise InputError(f"{folder} has no recorded steps: train with --debug.record_steps=1,2,3")
+    return sorted(steps, key=lambda step: step.step)
+
+
+def _read(path: Path) -> RecordedStep:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        tensors = [RecordedTensor(**tensor) for tensor in content.pop("tensors")]
+        return RecordedStep(**content, tensors=tensors)
+    except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
+        raise InputError(f"{path} is no recorded step: {error}") from error

@@ -1,0 +1,112 @@
+"""Digests of tensors: projections on fixed vectors of signs, which the parts of a tensor add up to.
+
+P projections, C chunks of the first dimension
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+PROJECTIONS, CHUNKS = 4, 8
+
+
+@dataclass
+class Digest:
+    """Digest of a tensor, or of the part of it that one rank has.
+
+    Attributes:
+        sums: projections of each chunk of the first dimension, (P, C).
+        squares: sum of squares. None: the parts are yet to be added up, so the sum of their squares says nothing.
+        count: number of values.
+        dtype: dtype of the tensor.
+    """
+
+    sums: list[list[float]]
+    squares: float | None
+    count: int
+    dtype: str
+
+    def add(self, other: Digest) -> None:
+        """Add another part of the same tensor."""
+        self.sums = [
+            [a + b for a, b in zip(*rows, strict=True)]
+            for rows in zip(self.sums, other.sums, strict=True)
+        ]
+        known = self.squares is not None and other.squares is not None
+        self.squares = self.squares + other.squares if known else None  # pyright: ignore
+        self.count += other.count
+
+
+def digest_of(
+    local: Tensor, indices: Sequence[Tensor], lengths: Sequence[int], *, is_partial: bool = False
+) -> Digest:
+    """Return the digest of a rank's part of a tensor.
+
+    Args:
+        local: the part.
+        indices: its indices in the whole tensor, for each dimension.
+        lengths: lengths of the whole tensor's dimensions.
+        is_partial: whether parts with the same indices are to be added up.
+    """
+    dtype = str(local.dtype).removeprefix("torch.")
+    wide = torch.float32 if local.dtype.itemsize < 4 else torch.float64
+    x = local.detach().to(wide)
+    squares = None if is_partial else x.double().square().sum().item()
+    if not x.ndim:
+        return Digest([[x.item(), *[0.0] * (CHUNKS - 1)]] * PROJECTIONS, squares, 1, dtype)
+    projected = x.unsqueeze(-1)
+    for place in reversed(range(1, x.ndim)):
+        signs = _signs(indices[place], place).to(x)
+        projected = x @ signs if place == x.ndim - 1 else (projected * signs).sum(-2)
+    if x.ndim == 1:
+        projected = projected.expand(-1, PROJECTIONS)
+    projected = (projected * _signs(indices[0], 0).to(x)).double()
+    chunks = (indices[0] * CHUNKS // max(1, lengths[0])).to(x.device)
+    sums = projected.new_zeros(CHUNKS, PROJECTIONS).index_add_(0, chunks, projected)
+    return Digest(sums.T.tolist(), squares, local.numel(), dtype)
+
+
+def _signs(indices: Tensor, place: int) -> Tensor:
+    """Return the signs of indices of a dimension, (len, P): bits of a mixed number (splitmix64)."""
+    x = (
+        indices[:, None]
+        + torch.arange(PROJECTIONS) * 0x3C6EF372FE94F82A
+        + place * 0x1E3779B97F4A7C15
+    )
+    x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
+    x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
+    return ((x >> 31) & 1) * 2 - 1
+
+
+def indices_of(value: Tensor) -> list[Tensor]:
+    """Return the indices of this rank's part of a parameter, for each dimension."""
+    indices = [torch.arange(n) for n in value.shape]
+    if not isinstance(value, DTensor):
+        return indices
+    coordinate = value.device_mesh.get_coordinate()
+    assert coordinate is not None
+    for dim in range(value.ndim):
+        axes = [n for n, p in enumerate(value.placements) if p.is_shard(dim)]
+        # FSDP shards what tensor parallelism has sharded, though its axis comes first.
+        if any(type(value.placements[n]).__name__ == "_StridedShard" for n in axes):
+            axes.reverse()
+        for n in axes:
+            parts = indices[dim].chunk(value.device_mesh.size(n))
+            indices[dim] = parts[coordinate[n]] if coordinate[n] < len(parts) else indices[dim][:0]
+    return indices
+
+
+def differ(one: Digest, other: Digest) -> bool:
+    """Return whether two copies of a part differ by more than the order of a sum does."""
+    far = sum(
+        (a - b) ** 2
+        for rows in zip(one.sums, other.sums, strict=True)
+        for a, b in zip(*rows, strict=True)
+    )
+    size = sum(a * a for row in one.sums for a in row)
+    return far > 1e-6 * size

@@ -1,0 +1,148 @@
+"""Command `titan diff A B`: where two runs begin to differ. A and B are job files, or folders of runs that recorded steps.
+
+A job is trained for a few steps on this machine, its recorded steps are read, and its run folder is deleted unless --output names a place
+for it. The first job trains a third time with `debug.record_perturbed`, which measures what rounding does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from titan.checks.rules import load_to_run
+from titan.commands import summary_of
+from titan.config.errors import COMMAND_LINE, ConfigError, Problem
+from titan.config.load import load_from_argv
+from titan.config.options import command_parser, positive
+from titan.config.schema import JobConfig
+from titan.observe.recorded import RecordedStep, read_steps
+from titan.tools.certify.command import least_world
+from titan.tools.diff.compare import Comparison, compare
+from titan.untrusted import InputError
+
+_SHOWN = 8
+_OFF = (
+    *("checkpoint.enable", "validation.enable", "metrics.enable_tensorboard"),
+    *("metrics.enable_wandb", "profiling.enable_profiling"),
+)
+
+
+def main(argv: list[str]) -> int:
+    """Run the command. Return 0 if the runs are equal but for rounding, else 1."""
+    usage = (
+        "A.toml B.toml [--KEY=VALUE ...] [--a.KEY=VALUE] [--b.KEY=VALUE] [--steps N] [--nproc-a N] [--nproc-b M]\n"
+        "       titan diff RUN_A RUN_B [--spread RUN_C]"
+    )
+    parser = command_parser("diff", usage, summary=summary_of("diff"))
+    parser.add_argument(
+        "a", metavar="A", help="the reference: a job file, or the folder of a recorded run"
+    )
+    parser.add_argument("b", metavar="B", help="the other one")
+    parser.add_argument(
+        "--steps", type=positive, default=3, metavar="N", help="steps to train; default: 3"
+    )
+    for side in "ab":
+        about = f"ranks of {side.upper()}; default: the least that fit"
+        parser.add_argument(f"--nproc-{side}", type=positive, metavar="N", help=about)
+    about = "a run of A's job with debug.record_perturbed: what rounding does"
+    parser.add_argument("--spread", type=Path, metavar="RUN_C", help=about)
+    about = "folder to keep the run folders in; default: they are deleted"
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help=about)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the comparison as JSON")
+    options, rest = parser.parse_known_args(argv)
+    with tempfile.TemporaryDirectory(prefix="titan-diff-") as folder:
+        place = options.output or Path(folder)
+        a = _recorded(options, rest, "a", place / "a")
+        b = _recorded(options, rest, "b", place / "b")
+        spread: Sequence[RecordedStep] = ()
+        if options.spread is not None:
+            spread = read_steps(options.spread)
+        elif not Path(options.a).is_dir():
+            spread = _recorded(options, rest, "a", place / "spread", perturbed=True)
+    if not {step.step for step in a} & {step.step for step in b}:
+        raise InputError(f"{options.a} and {options.b} recorded no step in common")
+    found = compare(a, b, spread)
+    print("\n".join(report(found, measured=bool(spread))))
+    if options.json is not None:
+        options.json.write_text(json.dumps(asdict(found), indent=2) + "\n", encoding="utf-8")
+    return int(bool(found.differences))
+
+
+def report(found: Comparison, *, measured: bool) -> list[str]:
+    """Return the lines of a comparison.
+
+    Args:
+        found: the comparison.
+        measured: whether the spread of rounding was measured.
+    """
+    of = f"{found.compared} tensors compared"
+    if found.left_out:
+        of += f", {found.left_out} in one run only"
+    basis = (
+        "" if measured else "; rounding was not measured: its limit follows from the dtype alone"
+    )
+    if not found.differences:
+        return [
+            f"equal: {of}; the largest difference is {found.worst:.1f} times what one rounding of each output makes{basis}"
+        ]
+    first, *others = found.differences
+    lines = [f"differs ({of}{basis})", f"first: {first}"]
+    lines += [
+        f"  then {other.kind} of {other.name or 'the step'}, by {other.ratio:.1e}"
+        for other in others[:_SHOWN]
+    ]
+    if len(others) > _SHOWN:
+        lines.append(f"  and {len(others) - _SHOWN} more")
+    return lines
+
+
+def _recorded(
+    options: argparse.Namespace,
+    rest: Sequence[str],
+    side: str,
+    folder: Path,
+    *,
+    perturbed: bool = False,
+) -> list[RecordedStep]:
+    """Return the recorded steps of a run folder, or of a job that is trained now."""
+    given = Path(getattr(options, side))
+    if given.is_dir():
+        return read_steps(given)
+    other = "b" if side == "a" else "a"
+    keys = [word for word in rest if not word.startswith(f"--{other}.")]
+    job = [str(given), *(word.replace(f"--{side}.", "--", 1) for word in keys)]
+    plain = [word for word in job if not word.startswith("--")]
+    if len(plain) > 1:
+        message = f"unexpected {plain[1]}; write --KEY=VALUE for both jobs, --a.KEY=VALUE or --b.KEY=VALUE for one"
+        raise ConfigError([Problem(COMMAND_LINE, 0, plain[1], message)])
+    config = load_from_argv(job, warn=False)
+    ranks = getattr(options, f"nproc_{side}") or least_world(config)
+    job += _short(config, options.steps, folder, perturbed=perturbed)
+    load_to_run(job, world_size=ranks, warn=False)
+    what = " with one rounding more in each output" if perturbed else ""
+    print(f"training {given} on {ranks} rank{'s'[: ranks != 1]}{what}", flush=True)
+    command = [sys.executable, "-m", "titan.cli", "train", *job, f"--nproc={ranks}", "--quiet"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        lines = (result.stderr or result.stdout).strip().splitlines()
+        raise InputError(f"the run of {given} failed: {' / '.join(lines[-3:])}")
+    return read_steps(folder)
+
+
+def _short(config: JobConfig, steps: int, folder: Path, *, perturbed: bool) -> list[str]:
+    """Return the keys that make a job a short one that records its steps."""
+    total = config.lr_scheduler.total_steps or config.training.steps
+    return [
+        *(f"--{key}=false" for key in _OFF),
+        f"--training.steps={min(steps, config.training.steps)}",
+        f"--lr_scheduler.total_steps={total}",
+        f"--debug.record_steps={[*range(1, steps + 1)]}",
+        f"--debug.record_perturbed={int(perturbed)}",
+        f"--job.dump_folder={folder}",
+    ]

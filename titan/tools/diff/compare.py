@@ -1,0 +1,258 @@
+"""Comparison of recorded steps: the first tensor that differs beyond rounding, and what the difference looks like.
+
+What is normal is measured: a third run, whose modules' outputs change by one unit in the last place, says how far each tensor moves.
+Without such a run, the precision of the job stands in for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from titan.observe.recorded import RecordedStep, RecordedTensor
+
+Key = tuple[str, str]
+# A difference is beyond rounding from this many times the measured spread on: a layout adds up in another order in each module, and the
+# spread of a few projections is itself uncertain.
+BEYOND = 12.0
+_UNIT = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10, "float64": 2.0**-52}
+# Rounding without a measurement, in units in the last place, and the growth that deep models have.
+_UNMEASURED = 512.0
+_CLOSE = 0.05  # of a recognised factor
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor that differs beyond rounding.
+
+    Attributes:
+        step: the step.
+        kind: see `RecordedTensor`; or "loss" or "gradient norm", without a name.
+        name: module or parameter.
+        ratio: size of the difference over that of the tensor.
+        normal: the same for rounding.
+        guess: what the difference looks like, in words.
+        line: file and line of the module's forward pass.
+    """
+
+    step: int
+    kind: str
+    name: str
+    ratio: float
+    normal: float
+    guess: str
+    line: str
+
+    def __str__(self) -> str:
+        where = f" ({self.line})" if self.line else ""
+        what = f"{self.kind} of {self.name}{where}" if self.name else self.kind
+        return (
+            f"step {self.step}: {what} differs by {self.ratio:.1e}; rounding makes {self.normal:.1e}"
+            + (f"\n  {self.guess}" if self.guess else "")
+        )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Result of a comparison.
+
+    Attributes:
+        differences: tensors that differ, in the order in which they were computed.
+        compared: number of tensors compared.
+        left_out: number of tensors that one of the runs did not record.
+        worst: the largest ratio of a difference to the measured spread, of tensors that are equal.
+    """
+
+    differences: list[Difference]
+    compared: int
+    left_out: int
+    worst: float
+
+
+def compare(
+    ours: Sequence[RecordedStep],
+    theirs: Sequence[RecordedStep],
+    spread: Sequence[RecordedStep] = (),
+) -> Comparison:
+    """Compare two runs.
+
+    Args:
+        ours: recorded steps of the reference.
+        theirs: those of the other run.
+        spread: those of the reference with `debug.record_perturbed`.
+    """
+    found: list[Difference] = []
+    compared = left_out = 0
+    worst = 0.0
+    others = {step.step: step for step in theirs}
+    moved = {step.step: step for step in spread}
+    for one in ours:
+        if (two := others.get(one.step)) is None:
+            continue
+        a, b = _by_key(one), _by_key(two)
+        normal = _normal(a, _by_key(moved[one.step]) if one.step in moved else {}, one, two)
+        left_out += len(a.keys() ^ b.keys())
+        for key in in_order(one):
+            if key not in b:
+                continue
+            compared += 1
+            ratio, allowed = _ratio(a[key], b[key]), normal[key] * BEYOND
+            if ratio <= allowed and not b[key].copies:
+                worst = max(worst, ratio / normal[key])
+                continue
+            guess = guess_of(a[key], b[key], two.axes)
+            found.append(
+                Difference(one.step, *key, ratio, normal[key], guess, b[key].line or a[key].line)
+            )
+        if not found and one.step in moved:
+            found += _numbers(one, two, moved[one.step])
+    return Comparison(found, compared, left_out, worst)
+
+
+def _numbers(one: RecordedStep, two: RecordedStep, moved: RecordedStep) -> Iterator[Difference]:
+    """Yield loss and gradient norm if they differ though no tensor does."""
+    unit = _UNIT[one.computes_in] if one.computes_in in _UNIT else _UNIT["float32"]
+    for kind in ("loss", "grad_norm"):
+        a, b, c = (float(getattr(step, kind)) for step in (one, two, moved))
+        normal = max(abs(a - c) / abs(a or 1), unit)
+        if not (ratio := abs(a - b) / abs(a or 1)) <= BEYOND * normal:
+            guess = "all recorded tensors are equal: its computation from them is another one"
+            yield Difference(
+                one.step,
+                kind.replace("grad", "gradient").replace("_", " "),
+                "",
+                ratio,
+                normal,
+                guess,
+                "",
+            )
+
+
+def in_order(step: RecordedStep) -> list[Key]:
+    """Return the tensors of a step in the order in which they are computed.
+
+    The backward pass visits modules from the last to the first. A parameter's gradient follows that of its module's output.
+    """
+    outputs = [t.name for t in step.tensors if t.kind == "output"]
+    place = {name: number for number, name in enumerate(outputs)}
+    inner: dict[str, int] = {}  # the first module to end within each module
+    for number, name in enumerate(outputs):
+        for end in range(len(name) + 1):
+            if end == len(name) or name[end] == ".":
+                inner.setdefault(name[:end], number)
+
+    def backward(tensor: RecordedTensor) -> tuple[int, int]:
+        if tensor.kind == "output gradient":
+            return -place.get(tensor.name, -1), 0
+        owner = tensor.name.rpartition(".")[0]
+        while owner and owner not in inner:
+            owner = owner.rpartition(".")[0]
+        return -place.get(owner, inner.get(owner, -1)), 1
+
+    keys: list[Key] = []
+    for kinds in (("weight",), ("output",), ("output gradient", "gradient"), ("update",)):
+        tensors = [t for t in step.tensors if t.kind in kinds]
+        if len(kinds) > 1 or kinds == ("update",):
+            tensors.sort(key=backward)
+        keys += [(t.kind, t.name) for t in tensors]
+    return keys
+
+
+def _by_key(step: RecordedStep) -> dict[Key, RecordedTensor]:
+    return {(t.kind, t.name): t for t in step.tensors}
+
+
+def _normal(
+    a: Mapping[Key, RecordedTensor],
+    moved: Mapping[Key, RecordedTensor],
+    one: RecordedStep,
+    two: RecordedStep,
+) -> dict[Key, float]:
+    """Return the relative difference that rounding makes, for each tensor."""
+    coarse = max(_UNIT.get(step.computes_in, 0.0) for step in (one, two))
+    normal = {}
+    for key, tensor in a.items():
+        unit = max(_UNIT.get(tensor.dtype, 0.0), coarse, _UNIT["float32"])
+        if not moved:
+            normal[key] = (
+                unit if key[0] == "weight" and one.step == 1 else _UNMEASURED * unit / BEYOND
+            )
+            continue
+        measured = _ratio(tensor, moved[key]) if key in moved else 0.0
+        normal[key] = max(measured, _UNIT["float32"])
+    # By chance, one tensor may move less than others of its kind. An update by Adam divides a gradient by its own size, so a few values with
+    # gradients near zero make up its spread: one measurement of it says little about that tensor, and more about all of them.
+    for kind in {key[0] for key in normal} if moved else ():
+        values = sorted(value for key, value in normal.items() if key[0] == kind)
+        share = 0.9 if kind in ("update", "weight") else 0.5
+        least = values[int(share * (len(values) - 1))]
+        normal |= {key: max(value, least) for key, value in normal.items() if key[0] == kind}
+    return normal
+
+
+def _flat(tensor: RecordedTensor) -> list[float]:
+    return [value for row in tensor.sums for value in row]
+
+
+def _size(values: Sequence[float]) -> float:
+    return math.sqrt(sum(value * value for value in values))
+
+
+def _ratio(a: RecordedTensor, b: RecordedTensor) -> float:
+    """Return the estimated norm of a difference over the norm of the first tensor."""
+    one, two = _flat(a), _flat(b)
+    away, size = _size([x - y for x, y in zip(one, two, strict=True)]), _size(one)
+    if a.norm is not None and b.norm is not None and a.norm:
+        # Signs may hide a change of a few values, and norms do not.
+        away = max(away, abs(a.norm - b.norm) * math.sqrt(len(a.sums)))
+        size = max(size, a.norm * math.sqrt(len(a.sums)))
+    if math.isnan(away):
+        return 0.0 if math.isnan(size) else math.inf
+    return away / size if size else (math.inf if away else 0.0)
+
+
+def guess_of(a: RecordedTensor, b: RecordedTensor, axes: Mapping[str, int]) -> str:
+    """Return what a difference looks like, in words.
+
+    Args:
+        a: the tensor of the reference.
+        b: that of the other run.
+        axes: sizes of the other run's axes.
+    """
+    if b.copies:
+        rank, other = b.copies[0]
+        return f"the copies of ranks {rank} and {other} differ: a sum or a broadcast over them is missing"
+    one, two = _flat(a), _flat(b)
+    size = _size(one)
+    if not all(map(math.isfinite, two)):
+        return "it is not finite"
+    if not _size(two):
+        return "it is zero"
+    factor = sum(x * y for x, y in zip(one, two, strict=True)) / (size * size) if size else 0.0
+    rest = _size([y - factor * x for x, y in zip(one, two, strict=True)])
+    if rest < _CLOSE * abs(factor) * size and abs(factor - 1) > _CLOSE:
+        for axis, n in axes.items():
+            if abs(factor / n - 1) < _CLOSE:
+                return f"it is {n} times as large, as if {axis}'s {n} ranks had added it up once too often"
+            if abs(factor * n - 1) < _CLOSE:
+                return f"it is 1/{n} of it, as if it had been divided by {axis}'s {n} ranks, or never added up"
+        return f"it is {factor:.3g} times the reference, in all places alike"
+    bad = _differing_chunks(a, b)
+    same = a.norm and b.norm is not None and abs(a.norm - b.norm) < 1e-3 * a.norm
+    if same:
+        return "it has the same size and other values: a part is in another place, or an order is another one"
+    if bad and len(bad) < len(a.sums[0]):
+        return f"only the parts {', '.join(map(str, bad))} of {len(a.sums[0])} along its first dimension differ"
+    if abs(factor - 1) < _CLOSE:
+        return "a small part of it is another one"
+    return f"it has {factor:.2g} of the reference in it, and other values"
+
+
+def _differing_chunks(a: RecordedTensor, b: RecordedTensor) -> list[int]:
+    """Return the numbers, from 1, of the chunks of the first dimension that hold nearly all of the difference."""
+    away = [
+        sum((x[n] - y[n]) ** 2 for x, y in zip(a.sums, b.sums, strict=True))
+        for n in range(len(a.sums[0]))
+    ]
+    return [n + 1 for n, value in enumerate(away) if value > 1e-6 * sum(away)]
