@@ -89,7 +89,7 @@ def report(found: Comparison, *, measured: bool) -> list[str]:
     )
     if not found.differences:
         return [
-            f"equal: {of}; the largest difference is {found.worst:.1f} times what one rounding of each output makes{basis}"
+            f"equal: {of}; the largest difference is {found.worst:.0%} of what rounding may make{basis}"
         ]
     first, *others = found.differences
     lines = [f"differs ({of}{basis})", f"first: {first}"]

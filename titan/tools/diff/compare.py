@@ -14,8 +14,10 @@ from titan.observe.recorded import RecordedStep, RecordedTensor
 
 Key = tuple[str, str]
 # A difference is beyond rounding from this many times the measured spread on: a layout adds up in another order in each module, and the
-# spread of a few projections is itself uncertain.
+# spread of a few projections is itself uncertain. Right layouts stay below 3. Adam divides a gradient by its own size, so a few values with
+# gradients near zero make up the spread of an update: one measurement of it says little, and right layouts reach 10.
 BEYOND = 12.0
+_BEYOND_OF = {"update": 100.0, "weight": 50.0}
 _UNIT = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10, "float64": 2.0**-52}
 # Rounding without a measurement, in units in the last place, and the growth that deep models have.
 _UNMEASURED = 512.0
@@ -61,7 +63,7 @@ class Comparison:
         differences: tensors that differ, in the order in which they were computed.
         compared: number of tensors compared.
         left_out: number of tensors that one of the runs did not record.
-        worst: the largest ratio of a difference to the measured spread, of tensors that are equal.
+        worst: the largest difference of tensors that are equal, as a share of what is allowed.
     """
 
     differences: list[Difference]
@@ -97,9 +99,10 @@ def compare(
             if key not in b:
                 continue
             compared += 1
-            ratio, allowed = _ratio(a[key], b[key]), normal[key] * BEYOND
+            ratio = _ratio(a[key], b[key])
+            allowed = normal[key] * _BEYOND_OF.get(key[0], BEYOND)
             if ratio <= allowed and not b[key].copies:
-                worst = max(worst, ratio / normal[key])
+                worst = max(worst, ratio / allowed)
                 continue
             guess = guess_of(a[key], b[key], two.axes)
             found.append(
@@ -181,8 +184,7 @@ def _normal(
             continue
         measured = _ratio(tensor, moved[key]) if key in moved else 0.0
         normal[key] = max(measured, _UNIT["float32"])
-    # By chance, one tensor may move less than others of its kind. An update by Adam divides a gradient by its own size, so a few values with
-    # gradients near zero make up its spread: one measurement of it says little about that tensor, and more about all of them.
+    # By chance, one tensor may move less than others of its kind.
     for kind in {key[0] for key in normal} if moved else ():
         values = sorted(value for key, value in normal.items() if key[0] == kind)
         share = 0.9 if kind in ("update", "weight") else 0.5
