@@ -145,7 +145,7 @@ FAULTS: dict[str, Callable[[], None]] = {
 # ---- faults that `titan certify` has to name -----------------------------------------------------
 
 
-def lost_partial_sum(config: JobConfig, watch: bool = False) -> dict[str, Any]:
+def lost_partial_sum(config: JobConfig, *options: Any) -> dict[str, Any]:
     """Leave each tensor-parallel rank with its own part of what row-wise layers return."""
 
     def keep_own(layouts: Any, local: bool, module: nn.Module, output: DTensor, mesh: Any) -> Any:
@@ -158,35 +158,35 @@ def lost_partial_sum(config: JobConfig, watch: bool = False) -> dict[str, Any]:
     give = RowwiseParallel._prepare_output_fn
     if dist.get_world_size() > 1:
         RowwiseParallel._prepare_output_fn = staticmethod(keep_own)  # pyright: ignore
-    return steps.train_job(config, watch)
+    return steps.train_job(config, *options)
 
 
-def doubled_gradient(config: JobConfig, watch: bool = False) -> dict[str, Any]:
+def doubled_gradient(config: JobConfig, *options: Any) -> dict[str, Any]:
     """Double the gradient of a matrix in the second block."""
-    return _scaled(2.0, "layers.1.feed_forward.w2.weight", config, watch)
+    return _scaled(2.0, "layers.1.feed_forward.w2.weight", config, options)
 
 
-def halved_router(config: JobConfig, watch: bool = False) -> dict[str, Any]:
+def halved_router(config: JobConfig, *options: Any) -> dict[str, Any]:
     """Halve the gradient of a router."""
-    return _scaled(0.5, "layers.1.moe.router.gate.weight", config, watch)
+    return _scaled(0.5, "layers.1.moe.router.gate.weight", config, options)
 
 
-def _scaled(factor: float, name: str, config: JobConfig, watch: bool) -> dict[str, Any]:
+def _scaled(factor: float, name: str, config: JobConfig, options: Any) -> dict[str, Any]:
     """Train with a parameter's gradient multiplied by a factor, before it is clipped, on each of several ranks."""
 
-    def record(train_step: train_step.TrainStep, batches: Any) -> dict[str, Any]:
+    def record(train_step: train_step.TrainStep, *batches: Any) -> dict[str, Any]:
         gradient_of = dict(steps.named_parameters(train_step))[name]
         clip = train_step._clip
         train_step._clip = lambda: (gradient_of.grad.mul_(factor), clip())[1]  # pyright: ignore
-        return whole(train_step, batches)
+        return whole(train_step, *batches)
 
     whole = steps.record
     if dist.get_world_size() > 1:
         steps.record = record
-    return steps.train_job(config, watch)
+    return steps.train_job(config, *options)
 
 
-def ignored_window(config: JobConfig, watch: bool = False) -> dict[str, Any]:
+def ignored_window(config: JobConfig, *options: Any) -> dict[str, Any]:
     """Make context-parallel ranks attend to all keys."""
 
     def apply(model: nn.Module, **options: Any) -> None:
@@ -197,4 +197,4 @@ def ignored_window(config: JobConfig, watch: bool = False) -> dict[str, Any]:
 
     whole = parallelize.apply_cp
     parallelize.apply_cp = apply  # of ranks with context parallelism only
-    return steps.train_job(config, watch)
+    return steps.train_job(config, *options)

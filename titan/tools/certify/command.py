@@ -30,6 +30,7 @@ from titan.config.schema import JobConfig
 from titan.run_folder import git_state, write_text_atomically
 from titan.tools.certify.ranks import MORE, Pool, RankFailed
 from titan.tools.certify.shrink import BATCH, changed, small_keys
+from titan.tools.diff.compare import compare
 from titan.untrusted import InputError
 
 Degrees = Mapping[str, int]
@@ -197,18 +198,22 @@ class Certifier:
             return {"verdict": "equal", "differences": largest}
         if not is_last and max(largest.values()) < _ROUNDING:
             return {"verdict": "differs", "differences": largest}
-        # Outputs are watched in a second run, since hooks would be compiled with the modules.
+        # In second runs, since hooks would be compiled with the modules.
         off = {"compile.enable": False}
-        watched = self.run(changed(small, off), world, watch=True)
-        [watched_alone] = self.run(changed(alone, off), 1, watch=True)
-        module = steps.first_module(results, reference, watched, watched_alone, limits)
+        two = self.run(changed(small, off), world, recorded=True)[0]
+        one, moved = (
+            self.run(changed(alone, off), 1, recorded=True, perturbed=seed)[0] for seed in (0, 1)
+        )
+        module = compare(one["recorded"], two["recorded"], moved["recorded"]).first
         return {"verdict": "differs", "reason": module, "differences": largest}
 
-    def run(self, config: JobConfig, world: int, watch: bool = False) -> list[dict[str, Any]]:
+    def run(
+        self, config: JobConfig, world: int, *, recorded: bool = False, perturbed: int = 0
+    ) -> list[dict[str, Any]]:
         """Return what the ranks computed. One process runs each job once."""
-        key = f"{world} {watch} {config.model_dump_json()}"
+        key = f"{world} {recorded} {perturbed} {config.model_dump_json()}"
         if key not in self.runs or world > 1:
-            self.runs[key] = self.pool.run(world, self.program, config, watch)
+            self.runs[key] = self.pool.run(world, self.program, config, recorded, perturbed)
         return self.runs[key]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -18,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from titan.config.layout import AXES, resolve_layout
 from titan.config.phases import Phase
@@ -28,6 +26,7 @@ from titan.parallel import build_mesh
 from titan.parallel.float8 import Float8Error
 from titan.parallel.init_weights import canonical_name
 from titan.parallel.mesh import axis_rank, axis_size
+from titan.recording import StepRecorder
 from titan.resolved import resolve_job
 from titan.tasks import task_of
 from titan.train_step import TrainStep, build_train_step
@@ -58,12 +57,13 @@ def bounds(
 # ---- on a rank -----------------------------------------------------------------------------------
 
 
-def train_job(config: JobConfig, watch: bool = False) -> dict[str, Any]:
+def train_job(config: JobConfig, recorded: bool = False, perturbed: int = 0) -> dict[str, Any]:
     """Train a job on the ranks of the default process group, on random batches of its task.
 
     Args:
         config: the job, of as many ranks.
-        watch: train one step only, and also return the outputs of modules, as `watch_outputs`.
+        recorded: train two steps only, and return their records, too.
+        perturbed: see `StepRecorder`.
     """
     layout = resolve_layout(config, dist.get_world_size())
     mesh = build_mesh("cpu", **{axis: getattr(layout, axis) for axis in AXES})
@@ -72,12 +72,13 @@ def train_job(config: JobConfig, watch: bool = False) -> dict[str, Any]:
         train_step = build_train_step(job, device=CPU, mesh=mesh)
     except (InputError, Float8Error) as error:  # on all ranks: only the model tells
         return {"refused": str(error)}
-    outputs = watch_outputs(train_step.model_parts) if watch else {}
+    recorder = StepRecorder(train_step, perturbed=perturbed) if recorded else None
     names = ("torch", "transformers", "torchao")
     versions = {name: sys.modules[name].__version__ for name in names if name in sys.modules}
-    found = record(train_step, islice(_batches(train_step), 1 if watch else None))
+    batches = islice(_batches(train_step), 2 if recorded else None)
+    found = record(train_step, batches, recorder)
     kept = [c.name for c in train_step.float8 if c.kept]
-    return found | {"outputs": outputs, "versions": versions, "kept": kept}
+    return found | {"versions": versions, "kept": kept}
 
 
 def _batches(train_step: TrainStep) -> Iterator[list[TensorBatch]]:
@@ -108,8 +109,12 @@ def micro_batches(whole: Any, mesh: DeviceMesh, accumulation: int) -> list[Any]:
     return [whole.map(lambda _, t, i=i: t.chunk(count)[i]) for i in range(rank, count, world)]
 
 
-def record(train_step: TrainStep, batches: Iterable[Sequence[Any]]) -> dict[str, Any]:
-    """Train on this rank's micro-batches of each step. Return `WHAT`, and the loads and biases of experts."""
+def record(
+    train_step: TrainStep,
+    batches: Iterable[Sequence[Any]],
+    recorder: StepRecorder | None = None,
+) -> dict[str, Any]:
+    """Train on this rank's micro-batches of each step. Return `WHAT`, the loads and biases of experts, and records of the steps."""
     parameters = dict(named_parameters(train_step))
     gradients: dict[str, Tensor] = {}
 
@@ -122,9 +127,13 @@ def record(train_step: TrainStep, batches: Iterable[Sequence[Any]]) -> dict[str,
 
     # Clipped, a wrong gradient would change all others. Early steps in the backward pass use gradients up, and never call this.
     train_step.call_with_gradients(keep_gradients)
-    losses, norms, loads = [], [], []
+    losses, norms, loads, recorded = [], [], [], []
     for step, mine in enumerate(batches, 1):
+        if recorder is not None:
+            recorder.begin(mine)
         report = train_step.train(mine, step=step)
+        if recorder is not None:
+            recorded.append(recorder.end(step, report))
         losses.append(report.loss.item())
         norms.append(report.grad_norm.item())
         if train_step.balance.loads is not None:
@@ -134,7 +143,7 @@ def record(train_step: TrainStep, batches: Iterable[Sequence[Any]]) -> dict[str,
     biases = {name: moe.bias.tolist() for name, moe in moes if hasattr(moe, "bias")}
     weights = {name: whole(p) for name, p in parameters.items()}
     found = {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights}
-    return found | {"loads": loads, "biases": biases}
+    return found | {"loads": loads, "biases": biases, "recorded": recorded}
 
 
 def named_parameters(train_step: TrainStep) -> Iterator[tuple[str, nn.Parameter]]:
@@ -152,33 +161,6 @@ def whole(tensor: Tensor) -> Tensor:
     """Gather a copy of a tensor that may be sharded."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
-
-
-def watch_outputs(parts: Sequence[nn.Module]) -> dict[str, list[float]]:
-    """Count the values of each module's first output, and add up their squares, in the order in which modules end.
-
-    The sums over ranks do not depend on which rank has which part. A mean square does not depend on copies either.
-    """
-    seen: dict[str, list[float]] = {}
-
-    def note(name: str, _: nn.Module, __: Any, output: Any) -> None:
-        floats = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
-        # A backward pass has a graph task: it recomputes what has been counted.
-        if not floats or torch._C._current_graph_task_id() != -1:
-            return
-        x = floats[0].detach()
-        if isinstance(x, DTensor):
-            if any(placement.is_partial() for placement in x.placements):
-                return  # the sum over ranks is yet to come
-            x = x.to_local()
-        sums = seen.setdefault(name, [0.0, 0.0])
-        sums[0] += x.numel()
-        sums[1] += x.double().square().sum().item()
-
-    for part in parts:
-        for name, module in part.named_modules():
-            module.register_forward_hook(partial(note, canonical_name(name)))
-    return seen
 
 
 # ---- comparison ----------------------------------------------------------------------------------
@@ -227,54 +209,3 @@ def _ratio(pair: tuple[float, float]) -> float:
 def largest(results: list[dict[str, Any]], reference: dict[str, Any], what: str) -> float:
     """Return the largest relative difference over ranks and over steps or parameters."""
     return max(ratios(results, reference, what).values(), default=0.0)
-
-
-def first_module(
-    results: list[dict[str, Any]],
-    reference: dict[str, Any],
-    watched: list[dict[str, Any]],
-    watched_reference: dict[str, Any],
-    limits: Mapping[str, float],
-) -> str:
-    """Return the module that first computes something else than in one process.
-
-    If the loss of the first step differs, this is the first module whose output differs, in the order of the forward pass. Inner
-    modules end before the modules around them. Else it is the module of the parameters whose gradient differs first: a backward pass
-    goes from the last module to the first, and carries a fault to all modules before it, but to none after it.
-
-    Args:
-        results: of the ranks of the layout.
-        reference: of one process.
-        watched: of the ranks, with the outputs of modules in the first step.
-        watched_reference: the same of one process.
-        limits: as `bounds` returns them.
-    """
-    modules = watched_reference["outputs"]
-    rounding = limits["losses"] / 10  # ten times what a right layout has
-    if ratios(watched, watched_reference, "losses")[1] > rounding:
-        for name, (count, squares) in modules.items():
-            sums = [outputs[name] for rank in watched if name in (outputs := rank["outputs"])]
-            copies, rest = divmod(sum(n for n, _ in sums), count)
-            # Another number of values is another output: of a layer that the loss applies, for one.
-            if not copies or rest:
-                continue
-            away = abs(sum(s for _, s in sums) / copies - squares)
-            if _ratio((away, squares)) > rounding:
-                return f"{name or 'the model'}: its output"
-        return "the loss: all outputs of modules are equal"
-    order = [*modules]
-
-    def place(name: str) -> int:
-        """Return the place of the innermost module around a parameter that has one, or -1."""
-        while name and name not in modules:
-            name = name.rpartition(".")[0]
-        return order.index(name) if name else -1
-
-    for what in ("gradients", "weights"):
-        found = ratios(results, reference, what, LEAST)
-        differ = [name for name, ratio in found.items() if ratio > limits[what]]
-        if differ:
-            last = max(differ, key=lambda name: (place(name), found[name]))
-            module, _, parameter = last.rpartition(".")
-            return f"{module}: the {'gradient' if what == 'gradients' else 'update'} of its {parameter}"
-    return "no module: gradients and weights are equal"

@@ -71,6 +71,22 @@ class Comparison:
     left_out: int
     worst: float
 
+    @property
+    def first(self) -> str:
+        """Return the first tensor that differs, in words."""
+        if not self.differences:
+            return "no module of the first steps: all recorded tensors are equal"
+        found = self.differences[0]
+        owner, _, own = found.name.rpartition(".")
+        where = {
+            "output": f"{found.name}: its output",
+            "output gradient": f"{found.name}: the gradient of its output",
+            "gradient": f"{owner}: the gradient of its {own}",
+            "update": f"{owner}: the update of its {own}",
+            "weight": f"{owner}: its {own} before the step",
+        }.get(found.kind, f"the {found.kind}")
+        return f"{where}; {found.guess}" if found.guess else where
+
 
 def compare(
     ours: Sequence[RecordedStep],
