@@ -16,6 +16,7 @@ from titan import parallelize, train_step
 from titan.config.schema import JobConfig
 from titan.models.common import moe
 from titan.models.common.attention import InnerAttention
+from titan.models.common.dispatch import count
 from titan.optim import expert_bias
 from titan.tools.certify import steps
 
@@ -74,7 +75,7 @@ def counted_in_forward() -> None:
 
     def counting(*args: Any) -> Any:
         ids_TK, module = args[3:5]
-        module.loads += moe.count(ids_TK.view(1, -1), module.config.num_experts)[0]
+        module.loads += count(ids_TK.view(1, -1), module.config.num_experts)[0]
         return apply(*args)
 
     def without_counting(self: moe.MoE, *args: Any) -> Any:
