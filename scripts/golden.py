@@ -4,8 +4,8 @@
     python scripts/golden.py compare FILE [PART ...]     after the change; exit code 1 and a line per difference
 
 Parts (all of them if none is named):
-    runs      `titan train` of small jobs on one and two ranks: rows of metrics, a digest of every tensor of the last
-              checkpoint, and the same from a run that stopped halfway and resumed. Bit for bit.
+    runs      `titan train` of small jobs on one and two ranks: rows of metrics, the recorded last step (what `titan diff`
+              compares), and the same from a run that stopped halfway and resumed. Bit for bit.
     sims      `titan sim --json` of shipped jobs and layouts, to the last digit, and the order of collectives of
               each rank and stream (`--trace`)
     errors    the config errors of tests/config as (file, line, key) and exit code
@@ -107,7 +107,7 @@ def titan(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def runs() -> Iterator[tuple[str, Any]]:
-    """Yield each small run's rows and digests of its checkpoints, resumed and not."""
+    """Yield each small run's rows and its recorded last step (titan/parallel/recorder.py), resumed and not."""
     for name, (ranks, settings) in RUNS.items():
         with tempfile.TemporaryDirectory() as folder:
             for last in ("", "--training.steps=3"):
@@ -117,6 +117,7 @@ def runs() -> Iterator[tuple[str, Any]]:
                 )
                 command = ["train", *job, *small, f"--job.dump_folder={run_dir}"]
                 command += [*(settings if job == [JOB] else []), f"--nproc={ranks}"]
+                command.append("--debug.record_steps=[6]")
                 if last:
                     titan(*command, last)
                 titan(*command)
@@ -126,36 +127,9 @@ def runs() -> Iterator[tuple[str, Any]]:
 def _run_figures(run_dir: Path) -> dict[str, Any]:
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     rows = [{k: v for k, v in json.loads(line).items() if k in ROW_KEYS} for line in lines]
-    return {"rows": rows, "tensors": _digests(run_dir / "checkpoint" / "step-6")}
-
-
-def _digests(step: Path) -> dict[str, str]:
-    """Return a digest of every tensor of a checkpoint, read by plain DCP."""
-    import torch
-    from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-
-    state: dict[str, Any] = {}
-    _load_state_dict(
-        state, FileSystemReader(step), planner=_EmptyStateDictLoadPlanner(), no_dist=True
-    )
-    digests = {}
-    for name, value in _flat(state):
-        if isinstance(value, torch.Tensor):
-            data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        else:
-            data = repr(value).encode()
-        digests[name] = hashlib.sha256(data).hexdigest()[:16]
-    return digests
-
-
-def _flat(state: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(state, dict):
-        for key, value in state.items():
-            yield from _flat(value, f"{prefix}.{key}")
-    else:
-        yield prefix, state
+    recorded = json.loads((run_dir / "recorded" / "step-6.json").read_text())["tensors"]
+    tensors = {f"{t['kind']} of {t['name']}": [t["norm"], t["sums"]] for t in recorded}
+    return {"rows": rows, "tensors": tensors}
 
 
 def sims() -> Iterator[tuple[str, Any]]:
