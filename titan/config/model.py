@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
 
+from titan.models import RETIRED
 from titan.untrusted import InputError
 
 from .errors import ConfigError, Problem, RuleViolation, choose, divisors, either, neighbours
@@ -56,7 +57,10 @@ def resolve_model(section: ModelSection) -> tuple[Any, list[RuleViolation]]:
     try:
         package = family(section.name)
     except KeyError:
-        message = f'unknown model family "{section.name}"{choose(section.name, families())}'
+        message = RETIRED.get(section.name)
+        message = (
+            message or f'unknown model family "{section.name}"{choose(section.name, families())}'
+        )
         return None, [("model.name", message)]
     # Families of other packages are checked when they are loaded. Tests check titan's families.
     foreign = is_plug_in(section.name)

@@ -9,6 +9,7 @@ It runs in one process and without a GPU:
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Sequence
@@ -121,7 +122,9 @@ def from_hf(source: Path, output: Path, *, mtp: bool = False) -> list[str]:
         step = manager.save(0, state, metadata=metadata)
     if assets:
         write_files(assets, output / FOLDER)
-    keys = model_keys(name, sizes)
+    keys = model_keys(name, sizes, described := (output / "model.json").absolute())
+    if "hf_path" in keys:
+        described.write_text(json.dumps(opened.config, indent=2))
     sections = {
         "model": keys,
         # Not model.hf_assets_path: a job's own [tokenizer] would have priority over it.
@@ -134,7 +137,7 @@ def from_hf(source: Path, output: Path, *, mtp: bool = False) -> list[str]:
         + "\n".join(f"[{name}]\n{_lines(values)}" for name, values in sections.items() if values)
     )
     return [
-        f"{step}: {name} {keys['flavor']}, {sizes.num_params:,} parameters",
+        f"{step}: {name} {keys.get('flavor', source.name)}, {sizes.num_params:,} parameters",
         *left_out_messages(folder, model),
         f"train it: titan train JOB.toml {overlay}",
     ]
