@@ -136,7 +136,7 @@ def transformers_alone(layout: Layout) -> dict[str, Any]:
     import transformers
 
     mesh = build_mesh("cpu")
-    [model] = build_step(job_of(layout, steps=1), mesh).model_parts
+    model: Any = build_step(job_of(layout, steps=1), mesh).model_parts[0]
     content = json.loads(model.config.source.hf)
     config = transformers.CONFIG_MAPPING[content["model_type"]].from_dict(content)
     twin = getattr(transformers, content["architectures"][0])(config)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,8 +41,6 @@ from titan.sim.record.trace_jobs import TraceError, distinct_ranks
 from titan.sim.replay.queues import replay
 
 SELECTIVE = {"mode": "selective"}
-# Two of its first three layers have a window.
-MIXED = str(Path(__file__).parents[1] / "parity" / "gemma3.json")
 SPLIT_HEADS = {"overrides": {"n_layers": 4, "n_kv_heads": 4}}  # CPU attention copies grouped heads
 
 
@@ -446,7 +443,11 @@ def test_windows_cost_as_many_keys() -> None:
     masked = {"document_mask": True, "add_eos": True}
 
     def kernels(world_size: int = 1, precision: str = "bfloat16", **sections: Any) -> list[Kernel]:
-        model = {"name": "transformers", "hf_path": MIXED, "overrides": {"n_layers": 3}}
+        model = {
+            "name": "gpt_oss",
+            "flavor": "tiny",
+            "overrides": {"n_layers": 3, "window": window},
+        }
         training = {**BF16, "seq_len": length, "mixed_precision_param": precision}
         config = job(batch=4, model=model, training=training, **sections)
         step = trace_ranks(config, world_size=world_size, ranks=[0])[0].step
@@ -455,6 +456,7 @@ def test_windows_cost_as_many_keys() -> None:
     def keys(found: list[Kernel]) -> Counter[int]:
         return Counter(k.shapes[1][2] for k in found if k.kind == "attention")
 
+    # Two layers of three have a window.
     for found in (kernels(), kernels(data=masked)):
         assert keys(found) == {window: 2, length: 1}
         [*local, whole] = sorted(

@@ -18,7 +18,7 @@ _NAMES = {
     "deepseek_v3": "DeepSeek-V3",
     "olmoe": "OLMoE",
     "gpt_oss": "gpt-oss",
-    "transformers": "transformers: Mistral, Gemma 3",
+    "transformers": "Mistral, Gemma 3 of transformers",
     "llava": "LLaVA",
     "flux": "Flux.1",
 }

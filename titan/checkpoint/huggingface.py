@@ -284,15 +284,8 @@ def not_finite(file: Path, name: str) -> str:
 
 
 def model_keys(name: str, sizes: Any, path: Path) -> dict[str, Any]:
-    """Return the keys of [model] that mean these sizes: the nearest flavor, and the other sizes as overrides.
-
-    Args:
-        name: the family.
-        sizes: the sizes.
-        path: a folder or a config.json, which a family without flavors reads.
-    """
-    flavors = family(name).FLAVORS
-    if not flavors:
+    """Return the keys of [model] that mean the sizes in `path`: the nearest flavor and overrides, or the path itself."""
+    if not (flavors := family(name).FLAVORS):
         return {"name": name, "hf_path": str(path)}
     # The flavor with the fewest differences makes the shortest config.
     flavor = min(flavors, key=lambda key: len(differences(sizes, flavors[key])))
