@@ -63,7 +63,10 @@ LAYOUTS = [
     Layout("PP x FSDP2 x TP+SP", (*pp(2), *fsdp(2), *tp(2)), documents=False),
     Layout("FSDP2 x CP x TP+SP", (*fsdp(2), *cp(2), *tp(2))),
 ]
-DEFAULT = {("gemma3", "TP+SP"), ("sinks", "CP ring"), ("sinks", "TP+SP")}
+DEFAULT = {
+    ("sinks", "CP ring"),
+    ("sinks", "TP+SP"),
+}  # tests/models/test_transformers.py has others of transformers
 MODELS: dict[str, Any] = {
     "mistral": {"model": ("transformers", str(HERE / "mistral.json"))},
     # Two of four layers are global, with another rotary table. Weights of its norms begin at zero: they are AdamW's steps and
