@@ -2,3 +2,13 @@
 
 docs/architecture.md lists the contents of a folder.
 """
+
+from __future__ import annotations
+
+_CLASSES = {"gemma3": "Gemma3ForCausalLM", "mistral": "MistralForCausalLM"}
+RETIRED = {
+    name: f'titan no longer has "{name}", which transformers\' own class replaces: write name = "transformers", with hf_path = a '
+    f'folder or a config.json, or with architecture = "{kind}" and overrides of its config (docs/models.md)'
+    for name, kind in _CLASSES.items()
+}
+"""What to write in a job in place of a family that titan had, by its name."""

@@ -132,7 +132,7 @@ def job(
 ) -> JobConfig:
     return jobs.job(
         folder,
-        model=model or model_keys(*read_sizes(open_folder(source))),
+        model=model or model_keys(*read_sizes(open_folder(source)), source),
         training={"global_batch_size": 8},
         parallelism={KEYS[axis]: degree for axis, degree in degrees.items()},
         checkpoint=checkpoint,
@@ -407,7 +407,7 @@ def test_published_configs_are_our_flavors(
     changes = {"head_dim": 64, "num_hidden_layers": 3} if derived else {}
     folder = huggingface.HFFolder(tmp_path, PUBLISHED[name] | changes, {})
     name, sizes = read_sizes(folder)
-    keys = model_keys(name, sizes)
+    keys = model_keys(name, sizes, tmp_path)
     assert (keys["flavor"], keys.get("overrides", {})) == (flavor, overrides)
     hooks = huggingface.hooks_of(name)
     assert hooks is not None and hooks.read_config(hooks.hf_config(sizes)) == sizes

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,14 +14,17 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests.checkpoint.test_huggingface import through_titan_job
+from tests.checkpoint.test_huggingface import DEBUG, through_titan_job
 from tests.support.hf_families import LAYOUTS, PACKED, families, overrides_of, row_of
 from tests.support.ranks import Pool
 from titan.config.errors import ConfigError
+from titan.config.load import load_config
 from titan.config.model import model_config, resolve_model
 from titan.config.schema import ModelSection
+from titan.models import RETIRED
 from titan.models.transformers.attention import spec_of
 from titan.models.transformers.errors import UnsupportedModelError
+from titan.tools import convert
 
 # Fused matrices; norms over all heads; latent attention with experts; scaled embeddings, norms on both sides and windows; parallel
 # attention and feed-forward with logits that are scaled; experts whose router has groups and a shared expert.
@@ -45,10 +50,12 @@ def section(**keys: Any) -> ModelSection:
     return ModelSection(name="transformers", **keys)
 
 
-def saved(folder: Path, kind: str) -> Path:
+def saved(folder: Path, kind: str, **fields: Any) -> Path:
     """A folder of transformers' own with a small model."""
     architecture = families()[kind]
-    config: Any = getattr(transformers, architecture).config_class(**overrides_of(architecture))
+    config: Any = getattr(transformers, architecture).config_class(
+        **overrides_of(architecture) | fields
+    )
     torch.manual_seed(0)
     model = getattr(transformers, architecture)(config)
     for key, value in model.named_parameters():
@@ -58,7 +65,7 @@ def saved(folder: Path, kind: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["phi3", "glm4_moe", "gemma3_text"])
+@pytest.mark.parametrize("kind", ["mistral", "phi3", "glm4_moe", "gemma3_text"])
 def test_folders_there_and_back_bit_for_bit(kind: str, pool: Pool, tmp_path: Path) -> None:
     """Read on FSDP2 x TP, saved as a checkpoint, loaded, exported."""
     source = saved(tmp_path / "source", kind)
@@ -72,6 +79,49 @@ def test_folders_there_and_back_bit_for_bit(kind: str, pool: Pool, tmp_path: Pat
     assert all(torch.equal(tensor, found[name]) for name, tensor in before.items())
     for read, held, _ in results:
         assert read == held  # its own part, once
+
+
+def test_a_checkpoint_of_a_folder_outlives_the_folder(tmp_path: Path) -> None:
+    """It goes there and back bit for bit, and the file beside it is a job of the model."""
+    source = saved(tmp_path / "source", "mistral", vocab_size=300)  # room for bytes
+    run, back = tmp_path / "run", tmp_path / "back"
+    before = load_file(source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    assert convert.main(["from-hf", str(source), str(run)]) == 0
+    shutil.rmtree(source)
+    sizes = model_config(load_config(DEBUG, overlays=[run / "config.toml"]).model)
+    assert sizes.num_params == sum(tensor.numel() for tensor in before.values())
+    assert convert.main(["to-hf", str(run), str(back)]) == 0
+    [file] = back.glob("*.safetensors")
+    after = load_file(file)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    written = json.loads((back / "config.json").read_text())
+    for key in ("architectures", "sliding_window", "hidden_size", "head_dim"):
+        assert written[key] == config[key], key
+
+
+@pytest.mark.parametrize("name", RETIRED)
+def test_a_retired_family_names_the_class_in_its_place(name: str) -> None:
+    _, [(key, message)] = resolve_model(ModelSection(name=name, flavor="7B"))
+    [kind] = re.findall(r'architecture = "(\w+)"', message)
+    assert key == "model.name" and "\n" not in message
+    assert model_config(section(architecture=kind)).num_params > 1e9
+
+
+def test_flops_count_what_windows_leave() -> None:
+    def sizes(**overrides: Any) -> Any:
+        small = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
+        small |= {"num_key_value_heads": 2, "head_dim": 16}
+        return model_config(section(architecture="MistralForCausalLM", overrides=small | overrides))
+
+    short, whole = sizes(sliding_window=16), sizes(sliding_window=4096)
+    per_key = 12 * 4 * 4 * 16  # layers, heads, channels
+    assert whole.flops_per_token(64) - short.flops_per_token(64) == per_key * (64 - 16)
+    # In 64 rows, 16 x 16 / 2 pairs are missing where the window begins.
+    causal = per_key * (64 * 16 - 16 * 16 // 2) // 64
+    assert short.attention_flops_per_token(64, causal=True) == causal
+    assert short.flops_per_token(8, causal=True) == whole.flops_per_token(8, causal=True)
 
 
 def test_sizes_are_the_models() -> None:
@@ -90,6 +140,8 @@ def test_sizes_are_the_models() -> None:
     from titan.models.llama3 import FLAVORS
 
     assert llama.flops_per_token(8192) == FLAVORS["8B"].flops_per_token(8192)
+    mistral = model_config(section(architecture="MistralForCausalLM"))
+    assert mistral.num_params == 7_241_732_096
     mixtral = model_config(section(architecture="MixtralForCausalLM"))
     assert mixtral.num_params == 46_702_792_704
     assert mixtral.num_active_params == 12_879_925_248

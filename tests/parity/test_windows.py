@@ -1,16 +1,21 @@
-"""Mistral, Gemma 3, and Mistral with sinks, on layouts of up to eight ranks against one process."""
+"""Models with windows on layouts of up to eight ranks against one process: transformers' Mistral and Gemma 3, and a Llama with sinks."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from tests.support.layouts import (
     BOUND,
     REPLICAS,
     RING,
+    SEQUENCE,
     TRACED,
     ULYSSES,
     UNBALANCED,
@@ -18,6 +23,8 @@ from tests.support.layouts import (
     cp,
     differences,
     fsdp,
+    global_batch,
+    job_of,
     mesh_name,
     pp,
     schedule,
@@ -25,9 +32,15 @@ from tests.support.layouts import (
     train,
 )
 from tests.support.ranks import Pool
-from titan.models import mistral
+from tests.support.steps import build_step
+from titan.data.packing import IGNORED
+from titan.models import llama3
 from titan.models.common.attention import Sinks
+from titan.parallel import build_mesh
+from titan.tools.certify.steps import largest
 
+HERE = Path(__file__).parent
+WINDOW = 24  # as in the files
 LAYOUTS = [
     Layout("FSDP2", fsdp(2)),
     Layout("HSDP", (*REPLICAS, *fsdp(2))),
@@ -50,52 +63,55 @@ LAYOUTS = [
     Layout("PP x FSDP2 x TP+SP", (*pp(2), *fsdp(2), *tp(2)), documents=False),
     Layout("FSDP2 x CP x TP+SP", (*fsdp(2), *cp(2), *tp(2))),
 ]
-DEFAULT = {("gemma3", "TP+SP"), ("sinks", "CP ring"), ("sinks", "TP+SP")}
-# Weights of its norms begin at zero: they are AdamW's steps and nothing else, and a step divides a gradient's rounding
-# error by the gradient's own size. A larger eps than the other tests' leaves steps in proportion to gradients.
-# Pipelines refuse tied embeddings.
-GEMMA: Any = {
-    "model": ("gemma3", "tiny"),
-    "overrides": (("tied_embeddings", False),),
-    "optimizer": (("lr", 2e-3), ("eps", 1e-4)),
-}
+DEFAULT = {
+    ("sinks", "CP ring"),
+    ("sinks", "TP+SP"),
+}  # tests/models/test_transformers.py has others of transformers
 MODELS: dict[str, Any] = {
-    "mistral": {"model": ("mistral", "tiny")},
-    "gemma3": GEMMA,
-    "sinks": {"model": ("mistral", "tiny")},
+    "mistral": {"model": ("transformers", str(HERE / "mistral.json"))},
+    # Two of four layers are global, with another rotary table. Weights of its norms begin at zero: they are AdamW's steps and
+    # nothing else, and a step divides a gradient's rounding error by the gradient's own size. A larger eps than the other
+    # tests' leaves steps in proportion to gradients. Pipelines refuse tied embeddings.
+    "gemma3": {
+        "model": ("transformers", str(HERE / "gemma3.json")),
+        "optimizer": (("lr", 2e-3), ("eps", 1e-4)),
+    },
+    "sinks": {"model": ("llama3", "tiny")},
 }
 
 
-def train_with_sinks(layout: Layout) -> dict[str, Any]:
-    """Train a Mistral that has a sink in each head, as no family of its size does."""
-    build, plan = mistral.build_model, mistral.TENSOR_PLAN
+def train_with_sinks(layout: Layout, window: int = WINDOW) -> dict[str, Any]:
+    """Train a Llama that has a window in each layer and a sink in each head, as no family of its size does."""
+    build, plan = llama3.build_model, llama3.TENSOR_PLAN
 
-    def with_sinks(config: mistral.MistralConfig) -> Any:
+    def with_sinks(config: llama3.LlamaConfig) -> Any:
         model = build(config)
         for block in model.layers.values():
+            block.attention.inner_attention.window = window
             block.attention.sinks = Sinks(config.n_heads)
         return model
 
-    mistral.build_model = with_sinks
-    mistral.TENSOR_PLAN = {**plan, "layers.*.attention.sinks": "head_vector"}
+    llama3.build_model = with_sinks
+    llama3.TENSOR_PLAN = {**plan, "layers.*.attention.sinks": "head_vector"}
     try:
         return train(layout)
     finally:
-        mistral.build_model, mistral.TENSOR_PLAN = build, plan
+        llama3.build_model, llama3.TENSOR_PLAN = build, plan
 
 
 def program(name: str) -> Any:
     return train_with_sinks if name == "sinks" else train
 
 
-_alone: dict[Any, dict[str, Any]] = {}
+_alone: dict[tuple[str, bool], dict[str, Any]] = {}
 
 
 def one_process(name: str, pool: Pool, layout: Layout) -> dict[str, Any]:
-    alone = Layout("one process", documents=layout.documents, **MODELS[name])
-    if (name, alone) not in _alone:
-        [_alone[name, alone]] = pool.run(1, program(name), alone)
-    return _alone[name, alone]
+    key = name, layout.documents
+    if key not in _alone:
+        alone = Layout("one process", documents=layout.documents, **MODELS[name])
+        [_alone[key]] = pool.run(1, program(name), alone)
+    return _alone[key]
 
 
 @pytest.mark.parametrize(
@@ -118,15 +134,51 @@ def test_equals_one_process(name: str, layout: Layout, pool: Pool) -> None:
     assert max(found.values()) < BOUND, found
 
 
-def test_windows_and_sinks_are_trained(pool: Pool) -> None:
-    """A model without them has another loss, and sinks have a gradient."""
-    layout = Layout("one process", documents=False, **MODELS["mistral"])
-    losses = {}
-    for name in ("mistral", "sinks"):
-        losses[name] = one_process(name, pool, layout)
-    wide = replace(layout, overrides=(("window", 0),))
-    [losses["wide"]] = pool.run(1, train, wide)
-    first = {name: run["losses"][0] for name, run in losses.items()}
-    assert len(set(first.values())) == 3
-    gradients = losses["sinks"]["gradients"]
-    assert all(gradients[f"layers.{n}.attention.sinks.weight"].abs().min() > 0 for n in range(4))
+def transformers_alone(layout: Layout) -> dict[str, Any]:
+    """Return the loss and the gradients of the first step of transformers' own model, attention and masks, by our names."""
+    import transformers
+
+    mesh = build_mesh("cpu")
+    model: Any = build_step(job_of(layout, steps=1), mesh).model_parts[0]
+    content = json.loads(model.config.source.hf)
+    config = transformers.CONFIG_MAPPING[content["model_type"]].from_dict(content)
+    twin = getattr(transformers, content["architectures"][0])(config)
+    twin.set_attn_implementation("eager")
+    theirs = dict(twin.named_parameters())
+    names = {name: model.hf_name(name) for name, _ in model.named_parameters()}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            theirs[names[name]].copy_(parameter)
+    tokens_BS, labels_BS, _ = global_batch(1)
+    logits_BSV = twin(input_ids=tokens_BS, use_cache=False).logits
+    loss = F.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), ignore_index=IGNORED)
+    loss.backward()
+    return {"losses": [loss.item()], "gradients": {n: theirs[names[n]].grad for n in names}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+def test_one_process_and_layouts_equal_transformers_alone(name: str, pool: Pool) -> None:
+    alone = Layout("one process", documents=False, **MODELS[name])
+    [expected] = pool.run(1, transformers_alone, alone)
+    layouts = [replace(alone, degrees=degrees) for degrees in ((), (*pp(2), *fsdp(2), *tp(2)))]
+    for layout in (*layouts, replace(alone, degrees=cp(2), settings=RING)):
+        found = pool.run(layout.ranks, train, layout, "float32", 1)
+        for what in ("losses", "gradients"):
+            assert largest(found, expected, what) < BOUND, (layout, what)
+
+
+@pytest.mark.parametrize(
+    "name", ["sinks", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mistral", "gemma3"))]
+)
+def test_windows_and_sinks_are_trained(name: str, pool: Pool) -> None:
+    """A model without windows has another loss, and sinks have a gradient."""
+    layout = Layout("one process", documents=False, **MODELS[name])
+    wide: list[Any] = [layout, SEQUENCE]
+    if name != "sinks":
+        wide = [replace(layout, overrides=(("sliding_window", SEQUENCE),))]
+    [without] = pool.run(1, program(name), *wide)
+    alone = one_process(name, pool, layout)
+    assert alone["losses"][0] != without["losses"][0]
+    for layer in range(4 if name == "sinks" else 0):
+        assert alone["gradients"][f"layers.{layer}.attention.sinks.weight"].abs().min() > 0

@@ -186,7 +186,6 @@ def test_sizes_share_a_measurement_and_programs_do_not() -> None:
         ({"name": "deepseek_v3", "flavor": "16B"}, {"expert_parallel_degree": 8}),
         ({"name": "qwen3", "flavor": "30B-A3B"}, {"context_parallel_degree": 4}),
         ({"name": "gpt_oss", "flavor": "20b"}, {}),
-        ({"name": "gemma3", "flavor": "27B"}, {"tensor_parallel_degree": 4}),
     ],
 )
 def test_tiny_jobs_are_valid_and_small(model: dict[str, Any], parallelism: dict[str, Any]) -> None:

@@ -443,7 +443,11 @@ def test_windows_cost_as_many_keys() -> None:
     masked = {"document_mask": True, "add_eos": True}
 
     def kernels(world_size: int = 1, precision: str = "bfloat16", **sections: Any) -> list[Kernel]:
-        model = {"name": "gemma3", "flavor": "tiny", "overrides": {"n_layers": 3}}
+        model = {
+            "name": "gpt_oss",
+            "flavor": "tiny",
+            "overrides": {"n_layers": 3, "window": window},
+        }
         training = {**BF16, "seq_len": length, "mixed_precision_param": precision}
         config = job(batch=4, model=model, training=training, **sections)
         step = trace_ranks(config, world_size=world_size, ranks=[0])[0].step

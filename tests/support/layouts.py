@@ -47,7 +47,10 @@ class Layout:
     blocks: int = BLOCKS
     # Other rows have the technique, or each pair of the techniques: this one runs with `-m slow`.
     repeats: bool = False
-    model: tuple[str, str] = ("llama3", "tiny")
+    model: tuple[str, str] = (
+        "llama3",
+        "tiny",
+    )  # family and flavor, or "transformers" and a config.json
     overrides: tuple[tuple[str, Any], ...] = ()
     optimizer: tuple[tuple[str, Any], ...] = ()
     loss: tuple[tuple[str, Any], ...] = ()
@@ -316,7 +319,7 @@ def job_of(layout: Layout, *, precision: str = "float32", steps: int = STEPS) ->
             },
             "model": {
                 "name": layout.model[0],
-                "flavor": layout.model[1],
+                "hf_path" if layout.model[0] == "transformers" else "flavor": layout.model[1],
                 "converters": ["quantize.linear.float8"] if layout.float8 else [],
                 "overrides": {"n_layers": layout.blocks, **dict(layout.overrides)},
                 "freeze": list(layout.freeze),

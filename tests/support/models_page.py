@@ -18,8 +18,7 @@ _NAMES = {
     "deepseek_v3": "DeepSeek-V3",
     "olmoe": "OLMoE",
     "gpt_oss": "gpt-oss",
-    "mistral": "Mistral",
-    "gemma3": "Gemma 3",
+    "transformers": "Mistral, Gemma 3 of transformers",
     "llava": "LLaVA",
     "flux": "Flux.1",
 }
@@ -59,7 +58,7 @@ def rows() -> dict[str, list[Layout]]:
     found: dict[str, list[Layout]] = {name: [] for name in _NAMES}
     windows = [
         replace(layout, **test_windows.MODELS[name])
-        for name in ("mistral", "gemma3")
+        for name in ("mistral", "gemma3")  # those of transformers
         for layout in test_windows.LAYOUTS
     ]
     # Rows that name no model take that of their module.

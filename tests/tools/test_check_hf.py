@@ -72,10 +72,9 @@ CHANGES: list[tuple[str, dict[str, Any], bool]] = [
     ("Llama", {"hidden_act": "gelu"}, False),
     ("Llama", {"model_type": "internlm3"}, False),
     ("Mistral", {"sliding_window": None}, True),
-    ("Mistral", {"hidden_act": "gelu"}, False),
+    ("Mistral", {"hidden_act": "gelu"}, True),  # transformers computes it
     ("Gemma3", {"rope_parameters": GEMMA_ROPE, "query_pre_attn_scalar": 24}, True),
-    ("Gemma3", {"rope_parameters": GEMMA_ROPE | {"full_attention": LLAMA_ROPE}}, False),
-    ("Gemma3", {"attn_logit_softcapping": 50.0}, False),
+    ("Gemma3", {"rope_parameters": GEMMA_ROPE | {"full_attention": LLAMA_ROPE}}, True),
     ("Gemma3", {"use_bidirectional_attention": True}, False),
     ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}, True),
     ("Qwen3", {"attention_bias": True}, False),

@@ -196,7 +196,7 @@ def check_folder(path: Path, model: HFModel) -> HFFolder:
                 f"{key} is {value}, the job's is {getattr(model.sizes, key, 'another')}"
                 for key, value in others.items()
             )
-        keys = model_keys(name, sizes) if family(name).FLAVORS else {"hf_path": str(path)}
+        keys = model_keys(name, sizes, path)
         fix = ", ".join(f"model.{key} = {format_value(value)}" for key, value in keys.items())
         raise CheckpointError(f"{path / CONFIG}: {what}; set {fix}")
     # Report at most five, since a folder of another model differs in every tensor.
@@ -283,9 +283,10 @@ def not_finite(file: Path, name: str) -> str:
     return f"{file}: tensor {name} holds a weight that is not a number, or infinite"
 
 
-def model_keys(name: str, sizes: Any) -> dict[str, Any]:
-    """Return the keys of [model] that mean these sizes: the nearest flavor, and the other sizes as overrides."""
-    flavors = family(name).FLAVORS
+def model_keys(name: str, sizes: Any, path: Path) -> dict[str, Any]:
+    """Return the keys of [model] that mean the sizes in `path`: the nearest flavor and overrides, or the path itself."""
+    if not (flavors := family(name).FLAVORS):
+        return {"name": name, "hf_path": str(path)}
     # The flavor with the fewest differences makes the shortest config.
     flavor = min(flavors, key=lambda key: len(differences(sizes, flavors[key])))
     overrides = differences(sizes, flavors[flavor])

@@ -56,8 +56,9 @@ def resolve_model(section: ModelSection) -> tuple[Any, list[RuleViolation]]:
     try:
         package = family(section.name)
     except KeyError:
-        message = f'unknown model family "{section.name}"{choose(section.name, families())}'
-        return None, [("model.name", message)]
+        retired: dict[str, str] = import_module("titan.models").RETIRED
+        unknown = f'unknown model family "{section.name}"{choose(section.name, families())}'
+        return None, [("model.name", retired.get(section.name, unknown))]
     # Families of other packages are checked when they are loaded. Tests check titan's families.
     foreign = is_plug_in(section.name)
     if foreign and (lacks := _lacks(package, ("FLAVORS", "TENSOR_PLAN", "build_model"))):

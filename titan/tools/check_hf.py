@@ -60,7 +60,7 @@ def describe(path: Path) -> dict[str, Any]:
     hf = read_json(file, dict[str, Any], limit=2**20, within=root_of(file.parent))
     try:
         name, sizes = read_sizes(HFFolder(file.parent, hf, {}))
-        keys = model_keys(name, sizes)
+        keys = model_keys(name, sizes, path)
     except CheckpointError as error:
         reason = str(error).removeprefix(f"{file.parent / CONFIG}: ")
         raise InputError(f"{file}: {reason}") from error

@@ -9,6 +9,7 @@ It runs in one process and without a GPU:
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ from titan.checkpoint.export import (
 )
 from titan.checkpoint.huggingface import (
     CONFIG,
+    HFFolder,
     HFModel,
     check_folder,
     fill,
@@ -121,23 +123,33 @@ def from_hf(source: Path, output: Path, *, mtp: bool = False) -> list[str]:
         step = manager.save(0, state, metadata=metadata)
     if assets:
         write_files(assets, output / FOLDER)
-    keys = model_keys(name, sizes)
+    keys = _write_job(output, opened, name, sizes, step=Path(step), has_tokenizer=bool(assets))
+    return [
+        f"{step}: {name} {keys.get('flavor', source.name)}, {sizes.num_params:,} parameters",
+        *left_out_messages(folder, model),
+        f"train it: titan train JOB.toml {output / 'config.toml'}",
+    ]
+
+
+def _write_job(
+    output: Path, opened: HFFolder, name: str, sizes: Any, *, step: Path, has_tokenizer: bool
+) -> dict[str, Any]:
+    """Write the part of a job that a checkpoint implies, and config.json if the family reads it. Return the keys of [model]."""
+    keys = model_keys(name, sizes, described := (output / "model.json").absolute())
+    if "hf_path" in keys:
+        described.write_text(json.dumps(opened.config, indent=2))
+    tokenizer = {"name": "auto", "path": str((output / FOLDER).absolute())}
     sections = {
         "model": keys,
         # Not model.hf_assets_path: a job's own [tokenizer] would have priority over it.
-        "tokenizer": {"name": "auto", "path": str((output / FOLDER).absolute())} if assets else {},
-        "checkpoint": {"initial_load_path": str(Path(step).absolute())},
+        "tokenizer": tokenizer if has_tokenizer else {},
+        "checkpoint": {"initial_load_path": str(step.absolute())},
     }
-    overlay = output / "config.toml"
-    overlay.write_text(
+    (output / "config.toml").write_text(
         "# The model of the checkpoint beside this file. Lay it over a job: titan train job.toml config.toml\n"
         + "\n".join(f"[{name}]\n{_lines(values)}" for name, values in sections.items() if values)
     )
-    return [
-        f"{step}: {name} {keys['flavor']}, {sizes.num_params:,} parameters",
-        *left_out_messages(folder, model),
-        f"train it: titan train JOB.toml {overlay}",
-    ]
+    return keys
 
 
 def mapped(file: Path, shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -26,7 +26,6 @@ from titan.checkpoint.saved import read_metadata
 from titan.checkpoint.storage import Location, as_location, join, storage_of
 from titan.config.errors import ConfigError
 from titan.config.load import load_config
-from titan.config.model import family
 from titan.config.schema import CheckpointSection, JobConfig
 from titan.config.task import reads_text
 from titan.data import DataError
@@ -176,10 +175,7 @@ def hf_job(where: Location, *, tokenizer: str = "") -> JobConfig:
         InputError: the folder cannot be read.
     """
     name, sizes = read_hf_sizes(where)
-    # A family without named sizes reads the folder's config.json.
-    named = family(name).FLAVORS
-    keys = huggingface.model_keys(name, sizes) if named else {"name": name, "hf_path": str(where)}
-    keys |= {"hf_assets_path": str(where)}
+    keys = huggingface.model_keys(name, sizes, Path(str(where))) | {"hf_assets_path": str(where)}
     config = with_tokenizer(JobConfig.model_validate({"model": keys}), run=None, path=tokenizer)
     # No run records whether its documents began with a token, so follow the tokenizer.
     data = {"add_bos": bool(open_run_tokenizer(config).begin_ids)}
