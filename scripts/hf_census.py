@@ -40,7 +40,7 @@ MOST_GIB = 100
 def speed_of(architecture: str, *, limit_s: int) -> dict[str, Any]:
     """Return the parameters of a class with its default sizes, and its tokens/s and memory as simulated, or why there are none."""
     from titan.checks.rules import check_to_run
-    from titan.config.model import model_config
+    from titan.config.model import resolve_model
     from titan.config.schema import JobConfig
     from titan.observe.estimate import estimate_memory
     from titan.sim.price.profiles import load_profile
@@ -59,7 +59,9 @@ def speed_of(architecture: str, *, limit_s: int) -> dict[str, Any]:
     row: dict[str, Any] = {}
     try:
         with _limit(limit_s):
-            sizes = model_config(job().model)
+            sizes, problems = resolve_model(job().model)
+            if problems:
+                return row | {"why": problems[0][1]}
             most = json.loads(sizes.source.hf).get("max_position_embeddings") or TOKENS
             row |= {"parameters": sizes.num_params, "active": sizes.num_active_params}
             row["tokens"] = min(TOKENS, most)
@@ -115,10 +117,10 @@ def page(results: dict[str, Any]) -> str:
             continue
         cells, notes = [], []
         for name in names:
-            text = row.get(name, "-")
-            is_fine = text == "-" or is_equal(text)
-            cells.append(text if is_fine else "no")
-            if not is_fine:
+            text = row.get(name, "not run")
+            lacks = text == "not run" and name == "EP" and not row.get("experts")
+            cells.append(text if is_equal(text) else "-" if lacks else "no")
+            if cells[-1] == "no":
                 notes.append(f"{name}: {text.removeprefix('refused: ')}")
         counts["some" if notes else "all"] += 1
         note = _cell("; ".join(dict.fromkeys(notes)))

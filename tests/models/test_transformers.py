@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.checkpoint.test_huggingface import through_titan_job
 from tests.support.hf_families import LAYOUTS, PACKED, PROOFS, families, overrides_of, row_of
 from tests.support.ranks import Pool
+from titan.checkpoint.export import Export
+from titan.checkpoint.hf_model import HFModel
 from titan.config.errors import ConfigError
 from titan.config.model import model_config, resolve_model
 from titan.config.schema import ModelSection
@@ -80,6 +82,17 @@ def test_folders_there_and_back_bit_for_bit(kind: str, pool: Pool, tmp_path: Pat
     assert all(torch.equal(tensor, found[name]) for name, tensor in before.items())
     for read, held, _ in results:
         assert read == held  # its own part, once
+
+
+@pytest.mark.parametrize("kind", ["cwm", "emu3"])
+def test_a_class_that_refuses_null_gets_its_token_ids(kind: str) -> None:
+    """A job without a tokenizer, such as one with data of ids, exports a config.json that transformers reads."""
+    architecture = families()[kind]
+    keys = {"architecture": architecture, "overrides": overrides_of(architecture)}
+    model = HFModel.of("transformers", model_config(section(**keys)))
+    content = Export(model, torch.float32).config()
+    read: Any = transformers.CONFIG_MAPPING[kind].from_dict(content)
+    assert (read.bos_token_id, read.eos_token_id) == (1, 2)
 
 
 def test_sizes_are_the_models() -> None:

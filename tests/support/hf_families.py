@@ -294,7 +294,7 @@ def train(
         initialize(part, seed=draw, std_of=std_of)
     manager = checkpoints.CheckpointManager(CheckpointSection(), run_dir=folder or Path())
     if steps[0] > 1:
-        before = manager.folder / f"step-{steps[0] - 1}"
+        before = Path(manager.folder) / f"step-{steps[0] - 1}"
         checkpoints.load_model(before, parts)
         checkpoints.load(before, checkpoints.empty_optimizer_state(before, parts, optimizer))
     gradients: dict[str, Tensor] = {}

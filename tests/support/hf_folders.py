@@ -67,16 +67,23 @@ def difference(source: Path, out: Path) -> str:
     for name, tensor in before.items():
         if tensor.dtype != after[name].dtype or not torch.equal(tensor, after[name]):
             return f"{name} is another"
-    ours, theirs = (
-        {k: v for k, v in json.loads((f / "config.json").read_text()).items() if _decides(k)}
-        for f in (out, source)
-    )
-    if keys := [k for k, v in theirs.items() if ours.get(k) != v]:
-        return f"config.json has another {keys[0]}: {ours.get(keys[0])}, not {theirs[keys[0]]}"
-    kind = getattr(transformers, json.loads((out / "config.json").read_text())["architectures"][0])
+    ours, theirs = (json.loads((f / "config.json").read_text()) for f in (out, source))
+    if key := _changed(ours, theirs):
+        return f"config.json has another {key}"
+    kind = getattr(transformers, ours["architectures"][0])
     _, info = kind.from_pretrained(out, output_loading_info=True, dtype=torch.float32)
     return next((f"transformers finds {k}: {v}" for k, v in info.items() if v), "")
 
 
-def _decides(key: str) -> bool:
-    return key not in NOTES and not key.endswith("_token_id")
+def _changed(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """Return a field of their config.json that ours has with another value, also in parts, or ""."""
+    for key, value in theirs.items():
+        if key in NOTES or key.endswith("_token_id"):
+            continue
+        other = ours.get(key)
+        if isinstance(value, dict) and isinstance(other, dict):
+            if inner := _changed(other, value):
+                return f"{key}.{inner}"
+        elif other != value:
+            return key
+    return ""
