@@ -135,7 +135,7 @@ def page(results: dict[str, Any]) -> str:
             "`python scripts/hf_census.py --write docs/zoo.md`, which writes this page (about an hour on two idle cores).",
             "",
             f"**{counts['all']} classes are equal in all columns, and {counts['some']} in some.** The other {len(refused)} are refused. A class counts once:",
-            f"{shares} more model types of transformers share one of them (InternLM 3 is a `LlamaForCausalLM`).",
+            f"{shares} more model types share one of them (InternLM 3 is a `LlamaForCausalLM`).",
             "",
             "Each class is made small, and trains three steps of AdamW in fp32 on each layout. A cell is the largest relative difference of a",
             "loss, a gradient of the first step or an updated weight from transformers alone, with its own attention and experts, in one",
