@@ -21,7 +21,7 @@ def rows() -> dict[str, dict[str, str]]:
         name, *cells = line.strip("| ").split(" | ")
         if name == "class":
             assert cells == [*COLUMNS, "why not"]
-        elif name.startswith("`"):
+        elif name.startswith("`") and cells:
             found[name.strip("`")] = dict(zip(COLUMNS, cells, strict=False))
     return found
 
