@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from titan.parallel.fake_tensors import is_fake
 from . import attention, experts
 from .config import ModelSource
 from .errors import UnsupportedModelError
+
+_HOST_VALUES = 2**28  # of a tensor: the experts of a layer of DeepSeek-V3 are more than many hosts allow
 
 
 def build(source: ModelSource) -> tuple[Any, dict[int, float | None]]:
@@ -79,6 +82,8 @@ class _Inits(TorchDispatchMode):
             self._put(args[0], 0.0)
         elif name == "fill_" and numbers[:1] == [1]:
             self._put(args[0], None)
+        elif name == "empty" and prod(args[0]) > _HOST_VALUES:
+            kwargs = {**(kwargs or {}), "device": "meta"}
         return func(*args, **(kwargs or {}))
 
     def _put(self, tensor: Tensor, std: float | None) -> None:

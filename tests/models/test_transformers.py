@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -13,10 +14,13 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.checkpoint.test_huggingface import DEBUG, through_titan_job
-from tests.support.hf_families import LAYOUTS, PACKED, families, overrides_of, row_of
+from tests.support.hf_families import LAYOUTS, PACKED, PROOFS, families, overrides_of, row_of
 from tests.support.ranks import Pool
+from titan.checkpoint.export import Export
+from titan.checkpoint.hf_model import HFModel
 from titan.config.errors import ConfigError
 from titan.config.load import load_config
 from titan.config.model import model_config, resolve_model
@@ -37,6 +41,12 @@ def test_layouts_equal_transformers_alone(kind: str, pool: Pool) -> None:
     names = [name for name in LAYOUTS if name != "EP" or row["experts"]]
     assert {name: row[name] for name in names} == {name: row[name][:7] for name in names}, row
     assert all(float(row[name]) < 1e-5 for name in names)
+
+
+def test_a_checkpoint_of_experts_resumes_on_tensor_parallel_ranks(pool: Pool) -> None:
+    """Two steps on FSDP2 with EP, and the third on TP+SP, against transformers' third step."""
+    row = row_of(pool, "glm4_moe", {"resumed": PROOFS["resumed"]})
+    assert float(row["resumed"]) < 1e-5, row
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3_text"])
@@ -124,6 +134,17 @@ def test_flops_count_what_windows_leave() -> None:
     assert short.flops_per_token(8, causal=True) == whole.flops_per_token(8, causal=True)
 
 
+@pytest.mark.parametrize("kind", ["cwm", "emu3"])
+def test_a_class_that_refuses_null_gets_its_token_ids(kind: str) -> None:
+    """A job without a tokenizer, such as one with data of ids, exports a config.json that transformers reads."""
+    architecture = families()[kind]
+    keys = {"architecture": architecture, "overrides": overrides_of(architecture)}
+    model = HFModel.of("transformers", model_config(section(**keys)))
+    content = Export(model, torch.float32).config()
+    read: Any = transformers.CONFIG_MAPPING[kind].from_dict(content)
+    assert (read.bos_token_id, read.eos_token_id) == (1, 2)
+
+
 def test_sizes_are_the_models() -> None:
     """With the numbers that transformers and the papers give."""
     llama = model_config(
@@ -190,6 +211,25 @@ def test_a_version_outside_of_the_range(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(resolver, "OLDEST", (6, 0))
     _, [(_, message)] = resolve_model(section(architecture="Olmo2ForCausalLM"))
     assert transformers.__version__ in message and "6.0" in message
+
+
+def test_a_model_larger_than_the_host_is_built() -> None:
+    """One layer's experts of DeepSeek-V3 are 45 GB in fp32; no allocation asks the host for them."""
+    asked = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            if func is torch.ops.aten.empty.memory_format and math.prod(args[0]) > 2**30:
+                asked.append(kwargs.get("device"))
+                kwargs = {**kwargs, "device": "meta"}
+            return func(*args, **(kwargs or {}))
+
+    keys = {"architecture": "DeepseekV3ForCausalLM", "overrides": {"num_hidden_layers": 4}}
+    with Watch():
+        sizes = model_config(section(**keys))
+    # Of 256 experts with two matrices to 2048 channels, and one back.
+    assert sizes.experts_of_blocks == (0, 0, 0, 256 * 3 * 7168 * 2048)
+    assert {str(device) for device in asked} == {"meta"}
 
 
 def test_masks_are_read_from_transformers_functions() -> None:

@@ -1,7 +1,8 @@
 """Small causal language models of `transformers` on titan's layouts, compared with transformers alone.
 
 The reference is transformers' own model with its own attention, masks and experts, in one process. A layout takes a few steps of AdamW on
-gloo ranks. Its losses, each gradient of the first step and each updated weight are compared with the reference's.
+gloo ranks. Its losses, each gradient of the first step and each updated weight are compared with the reference's. Two proofs more: steps that
+a checkpoint of another layout begins, and a Hugging Face folder there and back.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from __future__ import annotations
 import json
 import math
 import traceback
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -17,11 +21,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.support.hf_folders import difference, save_twin, through_titan, twin_of
 from tests.support.layouts import whole_gradients
 from tests.support.ranks import Pool, RankFailed
+from titan.checkpoint import CheckpointError
+from titan.checkpoint import manager as checkpoints
 from titan.config.layout import resolve_layout
 from titan.config.model import resolve_model
-from titan.config.schema import JobConfig, LRSchedulerSection
+from titan.config.schema import CheckpointSection, JobConfig, LRSchedulerSection
 from titan.data.packing import Batch
 from titan.models.transformers import build_model
 from titan.optim.schedule import learning_rate_factor
@@ -29,7 +36,7 @@ from titan.parallel import build_mesh, initialize, materialize
 from titan.parallel.init_weights import canonical_name
 from titan.parallel.mesh import axis_rank, axis_size
 from titan.resolved import resolve_job
-from titan.train_step import build_train_step
+from titan.train_step import TrainStep, build_train_step
 
 # A ReLU, or a router between two experts, flips where rounding decides, and then a gradient differs by more than rounding. That depends on the
 # numbers, and a fault does not: a difference is looked for again with other weights and tokens.
@@ -42,6 +49,12 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "PP": {"pp": 2},
     "EP": {"dp_shard": 2, "ep": 2},
     "FSDP2 x TP": {"dp_shard": 2, "tp": 2},
+}
+# Two steps on FSDP2, with EP if there are experts, and the third from a checkpoint on TP+SP, or on CP; a folder of transformers' own, read,
+# saved as a checkpoint, loaded and exported on FSDP2 x TP, or on FSDP2.
+PROOFS: dict[str, dict[str, int]] = {
+    "resumed": {"dp_shard": 2},
+    "exported": {"dp_shard": 2, "tp": 2},
 }
 # Of two documents in each sequence, without attention between them, at positions that begin anew.
 PACKED: dict[str, dict[str, int]] = {
@@ -101,10 +114,16 @@ NEEDED |= {"moe_intermediate_size", "head_dim"}
 
 
 def families() -> dict[str, str]:
-    """Return transformers' causal language models: class by model_type."""
+    """Return transformers' causal language models: class by model_type, each class once."""
+    import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
 
-    return {kind: n if isinstance(n, str) else n[0] for kind, n in names.items()}
+    found = {kind: n if isinstance(n, str) else n[0] for kind, n in names.items()}
+    # Of the model types that share a class, the one that its config class names.
+    kinds = {architecture: kind for kind, architecture in reversed(found.items())}
+    shared = {n for n in kinds if [*found.values()].count(n) > 1}
+    kinds |= {n: getattr(transformers, n).config_class.model_type for n in shared}
+    return {kind: n for kind, n in found.items() if kinds[n] == kind}
 
 
 def overrides_of(architecture: str) -> dict[str, Any]:
@@ -133,9 +152,19 @@ def overrides_of(architecture: str) -> dict[str, Any]:
 
 
 def job_of(
-    architecture: str, degrees: dict[str, int], fields: dict[str, Any], *, packed: bool = False
+    architecture: str,
+    degrees: dict[str, int],
+    fields: dict[str, Any],
+    *,
+    packed: bool = False,
+    source: Path | None = None,
 ) -> Any:
+    """Return the job of a layout, with a model of `fields`, or of a folder."""
     get = degrees.get
+    model: dict[str, Any] = {"hf_path": str(source)}
+    if source is None:
+        overrides = {k: v for k, v in fields.items() if v is not None}
+        model = {"architecture": architecture, "overrides": overrides}
     return JobConfig.model_validate(
         {
             "training": {
@@ -150,11 +179,7 @@ def job_of(
             "optimizer": {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.0},
             "activation_checkpoint": {"mode": "none"},
             "loss": {"chunk_output": False},
-            "model": {
-                "name": "transformers",
-                "architecture": architecture,
-                "overrides": {k: v for k, v in fields.items() if v is not None},
-            },
+            "model": {"name": "transformers", **model},
             "parallelism": {
                 "pipeline_parallel_degree": get("pp", 1),
                 "data_parallel_shard_degree": get("dp_shard", 1),
@@ -188,11 +213,7 @@ def reference(model: Any, *, packed: bool = False, draw: int = 0) -> dict[str, A
     Args:
         model: our model, whole and on the CPU, with weights.
     """
-    import transformers
-
-    content = json.loads(model.config.source.hf)
-    config = transformers.CONFIG_MAPPING[content["model_type"]].from_dict(content)
-    twin = getattr(transformers, content["architectures"][0])(config)
+    twin = twin_of(json.loads(model.config.source.hf))
     twin.set_attn_implementation("eager")
     twin.train()
     theirs = dict(twin.named_parameters())
@@ -239,6 +260,13 @@ def lr_factor(step: int) -> float:
     )
 
 
+def build_step(config: JobConfig, degrees: dict[str, int]) -> TrainStep:
+    """Return the training step of a job on this rank."""
+    mesh = build_mesh("cpu", **{k: v for k, v in degrees.items() if k != "ep"})
+    job = resolve_job(config, resolve_layout(config, mesh.size()), device="cpu")
+    return build_train_step(job, device=torch.device("cpu"), mesh=mesh)
+
+
 def train(
     architecture: str,
     degrees: dict[str, int],
@@ -246,24 +274,39 @@ def train(
     *,
     packed: bool = False,
     draw: int = 0,
+    steps: Sequence[int] = range(1, STEPS + 1),
+    folder: Path | None = None,
 ) -> dict[str, Any]:
-    """Train on this rank, and return what `reference` does."""
-    config = job_of(architecture, degrees, fields, packed=packed)
-    mesh = build_mesh("cpu", **{k: v for k, v in degrees.items() if k != "ep"})
-    job = resolve_job(config, resolve_layout(config, mesh.size()), device="cpu")
-    step = build_train_step(job, device=torch.device("cpu"), mesh=mesh)
-    for part in step.model_parts:
+    """Train on this rank, and return what `reference` does.
+
+    Args:
+        architecture: class of the model.
+        degrees: the layout.
+        fields: fields that make the model small.
+        packed: two documents in each sequence.
+        draw: number of the weights and tokens.
+        steps: numbers of the steps. Others than 1 begin with the folder's checkpoint of the step before.
+        folder: where the last step is saved. None: it is not.
+    """
+    step = build_step(job_of(architecture, degrees, fields, packed=packed), degrees)
+    mesh, parts, optimizer = step.mesh, step.model_parts, step.optimizer
+    for part in parts:
         initialize(part, seed=draw, std_of=std_of)
+    manager = checkpoints.CheckpointManager(CheckpointSection(), run_dir=folder or Path())
+    if steps[0] > 1:
+        before = Path(manager.folder) / f"step-{steps[0] - 1}"
+        checkpoints.load_model(before, parts)
+        checkpoints.load(before, checkpoints.empty_optimizer_state(before, parts, optimizer))
     gradients: dict[str, Tensor] = {}
 
     def keep(*_: Any) -> None:
         if not gradients:
             gradients.update(whole_gradients(step))
 
-    step.optimizer.register_step_pre_hook(keep)
+    optimizer.register_step_pre_hook(keep)
     count, rank = axis_size(mesh, "dp_shard"), axis_rank(mesh, "dp_shard")
     losses = []
-    for number in range(1, STEPS + 1):
+    for number in steps:
         batch = rows(number, draw)
         ids, positions = documents() if packed else (None, None)
         whole = Batch(
@@ -273,12 +316,60 @@ def train(
             positions_BS=positions,
         ).map(lambda _, tensor: tensor.chunk(count)[rank])
         losses.append(step.train([whole], step=number).loss.item())
+    if folder and steps[-1] < STEPS:
+        state = checkpoints.model_state(parts) | checkpoints.optimizer_state(parts, optimizer)
+        manager.save(steps[-1], state, metadata={"step": steps[-1], "tokens": 0})
     weights = {
         canonical_name(n): getattr(p, "full_tensor", lambda p=p: p)().detach().clone()
-        for part in step.model_parts
+        for part in parts
         for n, p in part.named_parameters()
     }
     return {"losses": losses, "gradients": gradients, "weights": weights}
+
+
+def resume(
+    architecture: str, fields: dict[str, Any], sizes: Any, *, draw: int, folder: Path
+) -> dict[str, Any]:
+    """Return loss and weights of the third step on a layout, from the checkpoint of two steps on another.
+
+    The weights follow from the checkpoint's moments and the step's gradient.
+    """
+    first = {"dp_shard": 2, "ep": 2} if sizes.num_experts else {"dp_shard": 2}
+    second = {"cp": 2} if "tensor_parallel_degree" in dict(sizes.refuses) else {"tp": 2}
+    folder = folder / f"resumed-{draw}"
+    train(architecture, first, fields, draw=draw, steps=(1, 2), folder=folder)
+    found = train(architecture, second, fields, draw=draw, steps=(3,), folder=folder)
+    return {**found, "gradients": {}}
+
+
+def _refused(prove: Callable[[], str]) -> str:
+    """Return what a proof says, or the message that refuses it."""
+    try:
+        return prove()
+    except CheckpointError as error:
+        return f"refused: {' '.join(str(error).split())[:250]}"
+
+
+def export(architecture: str, folder: Path) -> str:
+    """Return "equal" if a folder of transformers' own comes back bit for bit, or in what it differs."""
+    is_first, source = dist.get_rank() == 0, folder / "source"
+    if is_first:
+        save_twin(architecture, overrides_of(architecture), source)
+    dist.barrier()
+    degrees = {"dp_shard": 2, "tp": 2}
+    sizes, _ = resolve_model(job_of(architecture, degrees, {}, source=source).model)
+    if "tensor_parallel_degree" in dict(sizes.refuses):
+        degrees = {"dp_shard": 4}
+    step = build_step(job_of(architecture, degrees, {}, source=source), degrees)
+    out = through_titan(step, source, folder)
+    told = [difference(source, out) if is_first else ""]
+    dist.broadcast_object_list(told)
+    return f"DIFFERS {told[0]}" if told[0] else "equal"
+
+
+def is_equal(result: str) -> bool:
+    """Return whether a result says that a layout computes what transformers does."""
+    return result[:1].isdigit() or result == "equal"
 
 
 MARK = "<row>"
@@ -298,7 +389,8 @@ def row_of(
         while left:
             chosen = {kind: families()[kind]}
             try:
-                [rows, *_] = pool.run(world, run_rank, chosen, left, verbose)
+                with TemporaryDirectory() as folder:
+                    [rows, *_] = pool.run(world, run_rank, chosen, left, verbose, Path(folder))
                 row |= rows[kind]
                 break
             except RankFailed as error:
@@ -343,12 +435,17 @@ def verdict(found: dict[str, float], *, draw: int, verbose: bool) -> str:
 
 
 def run_rank(
-    kinds: dict[str, str], layouts: dict[str, dict[str, int]], verbose: bool
+    kinds: dict[str, str], layouts: dict[str, dict[str, int]], verbose: bool, folder: Path
 ) -> dict[str, Any]:
-    """Run families on layouts of this many ranks. Returns results by family and layout."""
+    """Run families on layouts of this many ranks, with the ranks' folder. Return results by family and layout."""
     results: dict[str, Any] = {}
     for kind, architecture in kinds.items():
         row = results[kind] = {}
+        if "exported" in layouts:
+            row["exported"] = _refused(partial(export, architecture, folder))
+            layouts = {name: axes for name, axes in layouts.items() if name != "exported"}
+        if not layouts:
+            continue
         try:
             fields = overrides_of(architecture)
             sizes, problems = resolve_model(job_of(architecture, {}, fields).model)
@@ -382,15 +479,19 @@ def run_rank(
             keys = {"tp": "tensor_parallel_degree", "cp": "context_parallel_degree"}
             keys["pp"] = "pipeline_parallel_degree"
             reason = next((refused[keys[d]] for d in degrees if keys.get(d) in refused), "")
-            if reason:
+            if reason and name not in PROOFS:
                 row[name] = f"refused: {reason}"
                 continue
             try:
                 for draw in range(DRAWS):
-                    options = {"packed": packed, "draw": draw}
-                    found = compare(train(architecture, degrees, fields, **options), truth(draw))
-                    row[name] = verdict(found, draw=draw, verbose=verbose)
-                    if row[name][0].isdigit():
+                    if name == "resumed":
+                        found = resume(architecture, fields, sizes, draw=draw, folder=folder)
+                        true = truth(draw) | {"losses": truth(draw)["losses"][-1:]}
+                    else:
+                        found = train(architecture, degrees, fields, packed=packed, draw=draw)
+                        true = truth(draw)
+                    row[name] = verdict(compare(found, true), draw=draw, verbose=verbose)
+                    if is_equal(row[name]):
                         break
             except Exception as error:
                 # Other ranks may wait for this one: the pool ends them.

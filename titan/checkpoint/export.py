@@ -115,12 +115,14 @@ class Export:
         config = self.model.hooks.hf_config(self.model.sizes)
         if "max_position_embeddings" not in config:  # no text model
             return config
+        # Without a tokenizer, those of the model's own config.json: some config classes refuse null.
+        ids = {"bos_token_id": self.bos_id, "eos_token_id": self.eos_token_id}
+        ids = {key: config.get(key) if value is None else value for key, value in ids.items()}
         # The model was trained on positions up to seq_len, so they are valid even beyond the family's default.
         return {
             **config,
+            **ids,
             "max_position_embeddings": max(config["max_position_embeddings"], self.seq_len),
-            "bos_token_id": self.bos_id,
-            "eos_token_id": self.eos_token_id,
             "torch_dtype": str(self.dtype).removeprefix("torch."),
         }
 
