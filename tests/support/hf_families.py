@@ -29,7 +29,7 @@ from titan.parallel import build_mesh, initialize, materialize
 from titan.parallel.init_weights import canonical_name
 from titan.parallel.mesh import axis_rank, axis_size
 from titan.resolved import resolve_job
-from titan.train_step import build_train_step
+from titan.train_step import TrainStep, build_train_step
 
 # A ReLU, or a router between two experts, flips where rounding decides, and then a gradient differs by more than rounding. That depends on the
 # numbers, and a fault does not: a difference is looked for again with other weights and tokens.
@@ -133,37 +133,52 @@ def overrides_of(architecture: str) -> dict[str, Any]:
 
 
 def job_of(
-    architecture: str, degrees: dict[str, int], fields: dict[str, Any], *, packed: bool = False
+    architecture: str,
+    degrees: dict[str, int],
+    fields: dict[str, Any],
+    *,
+    packed: bool = False,
+    more: dict[str, dict[str, Any]] | None = None,
 ) -> Any:
+    """Return a small job.
+
+    Args:
+        architecture: class of the model.
+        degrees: size of each axis above 1.
+        fields: of its config.
+        packed: whether sequences hold documents.
+        more: keys by section, which replace those of the small job.
+    """
     get = degrees.get
-    return JobConfig.model_validate(
-        {
-            "training": {
-                "steps": STEPS,
-                "seq_len": SEQUENCE,
-                "local_batch_size": BATCH // get("dp_shard", 1),
-                "mixed_precision_param": "float32",
-                "max_norm": 0,
-            },
-            "data": {"document_mask": packed, "reset_positions": packed},
-            "lr_scheduler": {"warmup_steps": 0},
-            "optimizer": {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.0},
-            "activation_checkpoint": {"mode": "none"},
-            "loss": {"chunk_output": False},
-            "model": {
-                "name": "transformers",
-                "architecture": architecture,
-                "overrides": {k: v for k, v in fields.items() if v is not None},
-            },
-            "parallelism": {
-                "pipeline_parallel_degree": get("pp", 1),
-                "data_parallel_shard_degree": get("dp_shard", 1),
-                "tensor_parallel_degree": get("tp", 1),
-                "context_parallel_degree": get("cp", 1),
-                "expert_parallel_degree": get("ep", 1),
-            },
-        }
-    )
+    sections: dict[str, Any] = {
+        "training": {
+            "steps": STEPS,
+            "seq_len": SEQUENCE,
+            "local_batch_size": BATCH // get("dp_shard", 1),
+            "mixed_precision_param": "float32",
+            "max_norm": 0,
+        },
+        "data": {"document_mask": packed, "reset_positions": packed},
+        "lr_scheduler": {"warmup_steps": 0},
+        "optimizer": {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.0},
+        "activation_checkpoint": {"mode": "none"},
+        "loss": {"chunk_output": False},
+        "model": {
+            "name": "transformers",
+            "architecture": architecture,
+            "overrides": {k: v for k, v in fields.items() if v is not None},
+        },
+        "parallelism": {
+            "pipeline_parallel_degree": get("pp", 1),
+            "data_parallel_shard_degree": get("dp_shard", 1),
+            "tensor_parallel_degree": get("tp", 1),
+            "context_parallel_degree": get("cp", 1),
+            "expert_parallel_degree": get("ep", 1),
+        },
+    }
+    for name, keys in (more or {}).items():
+        sections[name] = {**sections.get(name, {}), **keys}
+    return JobConfig.model_validate(sections)
 
 
 def std_of(name: str) -> float:
@@ -246,9 +261,10 @@ def train(
     *,
     packed: bool = False,
     draw: int = 0,
+    more: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Train on this rank, and return what `reference` does."""
-    config = job_of(architecture, degrees, fields, packed=packed)
+    config = job_of(architecture, degrees, fields, packed=packed, more=more)
     mesh = build_mesh("cpu", **{k: v for k, v in degrees.items() if k != "ep"})
     job = resolve_job(config, resolve_layout(config, mesh.size()), device="cpu")
     step = build_train_step(job, device=torch.device("cpu"), mesh=mesh)
@@ -261,24 +277,32 @@ def train(
             gradients.update(whole_gradients(step))
 
     step.optimizer.register_step_pre_hook(keep)
-    count, rank = axis_size(mesh, "dp_shard"), axis_rank(mesh, "dp_shard")
-    losses = []
-    for number in range(1, STEPS + 1):
-        batch = rows(number, draw)
-        ids, positions = documents() if packed else (None, None)
-        whole = Batch(
-            tokens_BS=batch[:, :-1],
-            labels_BS=batch[:, 1:],
-            document_ids_BS=ids,
-            positions_BS=positions,
-        ).map(lambda _, tensor: tensor.chunk(count)[rank])
-        losses.append(step.train([whole], step=number).loss.item())
-    weights = {
+    losses = [train_a_step(step, n, draw=draw, packed=packed) for n in range(1, STEPS + 1)]
+    found = {"losses": losses, "gradients": gradients, "weights": whole_weights(step)}
+    return found | {"kept": [layer.name for layer in step.float8 if layer.kept]}
+
+
+def train_a_step(step: TrainStep, number: int, *, draw: int = 0, packed: bool = False) -> float:
+    """Train on this rank's part of a step's tokens. Return the loss."""
+    count, rank = axis_size(step.mesh, "dp_shard"), axis_rank(step.mesh, "dp_shard")
+    batch = rows(number, draw)
+    ids, positions = documents() if packed else (None, None)
+    whole = Batch(
+        tokens_BS=batch[:, :-1],
+        labels_BS=batch[:, 1:],
+        document_ids_BS=ids,
+        positions_BS=positions,
+    ).map(lambda _, tensor: tensor.chunk(count)[rank])
+    return step.train([whole], step=number).loss.item()
+
+
+def whole_weights(step: TrainStep) -> dict[str, Tensor]:
+    """Return the whole weights of this rank's model parts."""
+    return {
         canonical_name(n): getattr(p, "full_tensor", lambda p=p: p)().detach().clone()
         for part in step.model_parts
         for n, p in part.named_parameters()
     }
-    return {"losses": losses, "gradients": gradients, "weights": weights}
 
 
 MARK = "<row>"
@@ -289,7 +313,12 @@ class LayoutFailed(RuntimeError):
 
 
 def row_of(
-    pool: Pool, kind: str, layouts: dict[str, dict[str, int]], *, verbose: bool = False
+    pool: Pool,
+    kind: str,
+    layouts: dict[str, dict[str, int]],
+    *,
+    verbose: bool = False,
+    more: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Return the result of each layout of a family, as text: the largest difference, or why there is none."""
     row: dict[str, Any] = {}
@@ -298,7 +327,7 @@ def row_of(
         while left:
             chosen = {kind: families()[kind]}
             try:
-                [rows, *_] = pool.run(world, run_rank, chosen, left, verbose)
+                [rows, *_] = pool.run(world, run_rank, chosen, left, verbose, more)
                 row |= rows[kind]
                 break
             except RankFailed as error:
@@ -343,9 +372,12 @@ def verdict(found: dict[str, float], *, draw: int, verbose: bool) -> str:
 
 
 def run_rank(
-    kinds: dict[str, str], layouts: dict[str, dict[str, int]], verbose: bool
+    kinds: dict[str, str],
+    layouts: dict[str, dict[str, int]],
+    verbose: bool,
+    more: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Run families on layouts of this many ranks. Returns results by family and layout."""
+    """Run families on layouts of this many ranks, with `more` keys. Returns results by family and layout."""
     results: dict[str, Any] = {}
     for kind, architecture in kinds.items():
         row = results[kind] = {}
@@ -387,7 +419,7 @@ def run_rank(
                 continue
             try:
                 for draw in range(DRAWS):
-                    options = {"packed": packed, "draw": draw}
+                    options = {"packed": packed, "draw": draw, "more": more}
                     found = compare(train(architecture, degrees, fields, **options), truth(draw))
                     row[name] = verdict(found, draw=draw, verbose=verbose)
                     if row[name][0].isdigit():

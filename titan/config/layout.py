@@ -236,7 +236,8 @@ def _check_plug_in(config: JobConfig, model: Any, world_size: int) -> Iterator[R
         if getattr(getattr(config, section), name) not in (1, False):
             yield f"{section}.{name}", reason
     foreign = is_plug_in(config.model.name) or hasattr(model, "refuses")
-    if foreign and model is not None and max(pp, tp) > 1 and not refused:
+    splits = {"pipeline_parallel_degree", "tensor_parallel_degree"}
+    if foreign and model is not None and max(pp, tp) > 1 and not splits & refused.keys():
         stages = stage_split(config, num_layers=model.n_layers).modules if pp > 1 else []
         yield from check_split(config.model.name, model, stages=stages, tp=tp)
 
