@@ -112,10 +112,14 @@ def _read(path: str, architecture: str, overrides: str, trusted: bool) -> ModelS
     if not code:
         config = _checked(lambda: type(config).from_dict(content))
     for key, value in changes.items():
+        if key == "num_nextn_predict_layers" and value:
+            message = "transformers builds no modules of multi-token prediction; remove it, or take titan's family deepseek_v3"
+            raise _WrongKeyError((f"model.overrides.{key}", message))
         if not isinstance(value, dict | list) and (has := getattr(config, key, value)) != value:
             message = f"the config of {config.model_type} derives this field from others, as {has}"
             raise _WrongKeyError((f"model.overrides.{key}", message))
     content = config.to_dict()
+    _require_enough_experts(content)
     return ModelSource(json.dumps(content, sort_keys=True, default=str), code=code)
 
 
@@ -127,6 +131,17 @@ def _require_own_class(transformers: Any, content: dict[str, Any]) -> None:
             raise UnsupportedModelError(
                 f"architecture {name} does not go with model_type {content['model_type']}"
             )
+
+
+def _require_enough_experts(content: dict[str, Any]) -> None:
+    """Raise _WrongKeyError if a token would go to more experts than there are."""
+    fields = [
+        next((k for k in NAMES[name] if k in content), "") for name in ("top_k", "num_experts")
+    ]
+    top_k, total = (content.get(key) for key in fields)
+    if isinstance(top_k, int) and isinstance(total, int) and top_k > total > 0:
+        message = f"a token goes to {top_k} experts, and {fields[1]} is {total}"
+        raise _WrongKeyError((f"model.overrides.{fields[0]}", message))
 
 
 def _their_name(key: str, config: Any) -> str:

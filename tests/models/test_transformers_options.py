@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,9 @@ from tests.support.hf_families import (
 )
 from tests.support.ranks import Pool
 from titan.checkpoint import manager, state
-from titan.config.layout import resolve_layout
+from titan.checks.rules import check_to_run
+from titan.config.errors import ConfigError
+from titan.config.layout import _check_plug_in, resolve_layout
 from titan.config.model import model_config, resolve_model
 from titan.config.schema import JobConfig, ModelSection
 from titan.generation import Generator
@@ -289,6 +292,12 @@ def test_tables_and_lists_in_overrides() -> None:
     assert found["sliding_attention"] == {"rope_type": "default", "rope_theta": 10000.0}
 
 
+_KINDS = {
+    "num_experts": "Qwen3MoeForCausalLM",
+    "num_nextn_predict_layers": "DeepseekV3ForCausalLM",
+}
+
+
 @pytest.mark.parametrize(
     ("overrides", "key", "words"),
     [
@@ -300,12 +309,49 @@ def test_tables_and_lists_in_overrides() -> None:
         ({"rope_parameters": 3}, "model.overrides.rope_parameters", "expected a table"),
         ({"hidden_size": {"a": 3}}, "model.overrides.hidden_size", "expected no table"),
         ({"hidden_act": "sillu"}, "model.architecture", "KeyError: 'sillu'"),
+        ({"num_experts": 4}, "model.overrides.num_experts_per_tok", "8 experts"),
+        (
+            {"num_nextn_predict_layers": 1},
+            "model.overrides.num_nextn_predict_layers",
+            "titan's family deepseek_v3",
+        ),
     ],
     ids=str,
 )
 def test_wrong_overrides(overrides: dict[str, Any], key: str, words: str) -> None:
-    section = ModelSection(
-        name="transformers", architecture="Qwen3ForCausalLM", overrides=SMALL | overrides
-    )
+    kind = next((kind for name, kind in _KINDS.items() if name in overrides), "Qwen3ForCausalLM")
+    section = ModelSection(name="transformers", architecture=kind, overrides=SMALL | overrides)
     _, [(found, message)] = resolve_model(section)
     assert found == key and words in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("more", "key", "words"),
+    [
+        ({"debug": {"moe_force_load_balance": True}}, "debug.moe_force_load_balance", "routers"),
+        (
+            {"parallelism": {"tensor_parallel_degree": 2}, "model": {"plan": {"output": "lost"}}},
+            "parallelism.tensor_parallel_degree",
+            "unknown style lost",
+        ),
+    ],
+    ids=["load balance", "plan"],
+)
+def test_refused_before_a_run(more: dict[str, Any], key: str, words: str) -> None:
+    """Also a model with experts, which refuses something else anyway."""
+    architecture = families()["qwen3_moe"]
+    plain = job_of(architecture, {}, overrides_of(architecture))
+    more = more | {"model": plain.model.model_dump() | more.get("model", {})}
+    config = job_of(architecture, {}, {}, more=more)
+    with pytest.raises(ConfigError) as caught:
+        check_to_run(config, world_size=2 if "parallelism" in more else 1)
+    [problem] = caught.value.problems
+    assert problem.key == key and words in problem.message
+
+
+def test_a_document_mask_that_does_not_reach_attention_is_refused() -> None:
+    """The value of a switch is True, which equals the 1 of a degree."""
+    architecture = families()["olmo2"]
+    config = job_of(architecture, {}, overrides_of(architecture), packed=True)
+    sizes = dataclasses.replace(model_config(config.model), refuses=(("document_mask", "why"),))
+    assert [*_check_plug_in(config, sizes, 1)] == [("data.document_mask", "why")]

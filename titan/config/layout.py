@@ -233,7 +233,8 @@ def _check_plug_in(config: JobConfig, model: Any, world_size: int) -> Iterator[R
     for name, reason in refused.items():
         sections = ("parallelism", "data", "debug")
         section = next(s for s in sections if name in type(getattr(config, s)).model_fields)
-        if getattr(getattr(config, section), name) not in (1, False):
+        value = getattr(getattr(config, section), name)
+        if value is True or value > 1:
             yield f"{section}.{name}", reason
     foreign = is_plug_in(config.model.name) or hasattr(model, "refuses")
     splits = {"pipeline_parallel_degree", "tensor_parallel_degree"}
