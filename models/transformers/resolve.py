@@ -72,7 +72,9 @@ def _read(path: str, architecture: str, overrides: str, trusted: bool) -> ModelS
                     "have read it"
                 )
             code = path if Path(path).is_dir() else str(Path(path).parent)
-            config = transformers.AutoConfig.from_pretrained(code, trust_remote_code=True)
+            config = _checked(
+                lambda: transformers.AutoConfig.from_pretrained(code, trust_remote_code=True)
+            )
         elif kind not in transformers.CONFIG_MAPPING:
             near = get_close_matches(kind, [*transformers.CONFIG_MAPPING], n=1)
             hint = f"; did it mean {near[0]}?" if near else ""
@@ -101,26 +103,41 @@ def _read(path: str, architecture: str, overrides: str, trusted: bool) -> ModelS
         raise UnsupportedModelError(
             f"{config.model_type} has several parts, such as a vision model, and titan trains text models"
         )
-    changes = {_their_name(key, config): value for key, value in json.loads(overrides).items()}
-    # Through the class again, which derives fields from others, such as a kind for each layer.
+    config = _changed(config, json.loads(overrides), derives=not code)
+    content = config.to_dict()
+    _require_enough_experts(content)
+    return ModelSource(json.dumps(content, sort_keys=True, default=str), code=code)
+
+
+def _changed(config: Any, overrides: dict[str, Any], *, derives: bool) -> Any:
+    """Return a config with other values.
+
+    Args:
+        config: the config.
+        overrides: values of its fields.
+        derives: go through the class again, which derives fields from others, such as a kind for each layer.
+
+    Raises:
+        _WrongKeyError: a field does not exist, or its value would have no effect.
+    """
+    changes = {_their_name(key, config): value for key, value in overrides.items()}
     content = _merged(config.to_dict(), changes, config)
     number: Any = content.get(config.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
     if number != config.num_hidden_layers:
         by_layer = {k: v for k, v in content.items() if _is_by_layer(v, config.num_hidden_layers)}
         # Without a value for a layer, the class makes the values anew.
         content |= {k: v[:number] if number <= len(v) else None for k, v in by_layer.items()}
-    if not code:
+    if derives:
         config = _checked(lambda: type(config).from_dict(content))
     for key, value in changes.items():
         if key == "num_nextn_predict_layers" and value:
             message = "transformers builds no modules of multi-token prediction; remove it, or take titan's family deepseek_v3"
             raise _WrongKeyError((f"model.overrides.{key}", message))
         if not isinstance(value, dict | list) and (has := getattr(config, key, value)) != value:
-            message = f"the config of {config.model_type} derives this field from others, as {has}"
-            raise _WrongKeyError((f"model.overrides.{key}", message))
-    content = config.to_dict()
-    _require_enough_experts(content)
-    return ModelSource(json.dumps(content, sort_keys=True, default=str), code=code)
+            why = f"the config of {config.model_type} derives this field from others, as {has}"
+            why = why if derives else "the folder's own code gets no other values"
+            raise _WrongKeyError((f"model.overrides.{key}", why))
+    return config
 
 
 def _require_own_class(transformers: Any, content: dict[str, Any]) -> None:
