@@ -22,7 +22,6 @@ from tests.support.hf_families import (
     overrides_of,
     reference,
     row_of,
-    rows,
     std_of,
     train,
     train_a_step,
@@ -39,6 +38,7 @@ from titan.generation import Generator
 from titan.models.transformers import build_model
 from titan.parallel import apply_tp, build_mesh, initialize, materialize
 from titan.resolved import resolve_job
+from titan.tools import evaluate
 from titan.train_step import TrainStep, build_train_step
 
 COMPILED = {
@@ -245,19 +245,39 @@ def test_greedy_text_is_transformers(kind: str, pool: Pool) -> None:
             assert found == expected
 
 
-def test_validation_loss_is_transformers_cross_entropy() -> None:
-    architecture = families()["olmo2"]
-    config = job_of(architecture, {}, overrides_of(architecture))
-    with torch.device("meta"):
-        model: Any = build_model(model_config(config.model))
-    materialize(model, device="cpu")
-    initialize(model, seed=0, std_of=std_of)
-    batch = rows(1, 0)
+@pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_moe"])
+def test_evaluation_is_transformers_cross_entropy(kind: str, tmp_path: Path) -> None:
+    """`titan evaluate` on a folder that transformers saved. A target of n bytes costs n times the cross entropy."""
+    architecture = families()[kind]
+    fields = overrides_of(architecture) | {"vocab_size": 512}
+    torch.manual_seed(0)
+    twin: Any = getattr(transformers, architecture)(_config_class(kind)(**fields)).eval()
+    twin.set_attn_implementation("eager")
+    twin.save_pretrained(tmp_path / "model")
+    context, target = "The capital of France, a city on the Seine, is", " Paris."
+    (tmp_path / "task.jsonl").write_text(json.dumps({"context": context, "target": target}))
+    words = [str(tmp_path / "model"), "--tasks", str(tmp_path / "task.jsonl")]
+    words += ["--tokenizer", "bytes", "--json", str(tmp_path / "found.json")]
+    try:
+        assert evaluate.main(words) == 0
+    finally:
+        torch.distributed.destroy_process_group()
+    [found] = [
+        value
+        for key, value in _leaves(json.loads((tmp_path / "found.json").read_text()))
+        if key.endswith("log_likelihood")
+    ]
+    begin = 256  # with which the tokenizer of bytes begins a text
+    ids = torch.tensor([[begin, *(context + target).encode()]])
     with torch.no_grad():
-        theirs = twin_of(model)(batch[:, :-1]).logits
-        expected = F.cross_entropy(theirs.flatten(0, 1), batch[:, 1:].flatten())
-        ours = F.cross_entropy(model.eval()(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-    assert ours.item() == pytest.approx(expected.item(), rel=1e-6)
+        logits = twin(ids[:, :-1], use_cache=False).logits[0, -len(target) :]
+    expected = F.cross_entropy(logits.float(), ids[0, -len(target) :], reduction="sum")
+    assert found == pytest.approx(-expected.item(), rel=1e-5)
+
+
+def _leaves(table: dict[str, Any]) -> Any:
+    for key, value in table.items():
+        yield from _leaves(value) if isinstance(value, dict) else [(key, value)]
 
 
 # ---- fields of config.json -----------------------------------------------------------------------
