@@ -45,19 +45,14 @@ COMPILED = {
     "compile": {"enable": True, "backend": "aot_eager"},
     "activation_checkpoint": {"mode": "selective"},
 }
-FULL = {"activation_checkpoint": {"mode": "full"}}
 
 
 @pytest.mark.parametrize(
     ("kind", "layouts", "more"),
     [
         ("qwen3", {"TP": {"tp": 2}, "PP": {"pp": 2}}, COMPILED),
-        ("deepseek_v3", {"TP": {"tp": 2}, "EP": {"dp_shard": 2, "ep": 2}}, COMPILED),
-        ("gemma3_text", {"CP": {"cp": 2}, "TP": {"tp": 2}}, COMPILED),
-        ("phi3", {"PP": {"pp": 2}, "FSDP2 x TP": {"dp_shard": 2, "tp": 2}}, FULL),
-        ("qwen3_moe", {"EP": {"dp_shard": 2, "ep": 2}}, FULL),
     ],
-    ids=["qwen3", "deepseek_v3", "gemma3", "phi3-full", "qwen3_moe-full"],
+    ids=["qwen3"],
 )
 def test_recomputed_and_compiled(kind: str, layouts: Any, more: Any, pool: Pool) -> None:
     row = row_of(pool, kind, layouts, more=more)
@@ -92,7 +87,7 @@ def _config_class(kind: str) -> Any:
     return getattr(transformers, families()[kind]).config_class
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise"])
 @pytest.mark.parametrize("kind", ["qwen3", "phi3", "deepseek_v3"])
 def test_scales_of_tensor_parallel_ranks_are_one_process(
     kind: str, recipe: str, pool: Pool
@@ -157,7 +152,6 @@ def alone(architecture: str) -> dict[str, Any]:
     [
         ("olmo2", {"dp_shard": 2}, {"tp": 2, "pp": 2}),
         ("qwen3_moe", {"dp_shard": 2, "ep": 2}, {"pp": 2}),
-        ("deepseek_v3", {"tp": 2}, {"dp_shard": 2, "ep": 2}),
     ],
 )
 def test_resumed_on_another_layout(
