@@ -142,6 +142,10 @@ def _type(about: dict[str, Any]) -> str:
     if "anyOf" in about:
         return " or ".join(_type(a) for a in about["anyOf"] if a.get("type") != "null")
     kind = about.get("type", "")
+    if (plain := {"array": "list", "object": "table"}.get(kind)) and (
+        about.get("items", about.get("additionalProperties")) in ({}, True)
+    ):
+        return plain
     if kind == "array":
         return f"list of ({_type(about['items'])})"
     if kind == "object":

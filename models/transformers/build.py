@@ -16,9 +16,11 @@ from titan.parallel.fake_tensors import is_fake
 
 from . import attention, experts
 from .config import ModelSource
-from .errors import UnsupportedModelError
+from .errors import UnsupportedModelError, message_of
 
-_HOST_VALUES = 2**28  # of a tensor: the experts of a layer of DeepSeek-V3 are more than many hosts allow
+_HOST_VALUES = (
+    2**28
+)  # of a tensor: the experts of a layer of DeepSeek-V3 are more than many hosts allow
 
 
 def build(source: ModelSource) -> tuple[Any, dict[int, float | None]]:
@@ -37,6 +39,8 @@ def build(source: ModelSource) -> tuple[Any, dict[int, float | None]]:
     config._attn_implementation = attention.PROBE
     config._experts_implementation = experts.IMPLEMENTATION
     config.use_cache = False
+    for key in ("output_router_logits", "output_hidden_states", "output_attentions"):
+        setattr(config, key, False)  # outputs of a call that titan does not read
     name = (content.get("architectures") or [""])[0]
     try:
         with _parameters_on_meta(), _Inits() as inits:
@@ -57,7 +61,7 @@ def build(source: ModelSource) -> tuple[Any, dict[int, float | None]]:
             raise UnsupportedModelError(
                 f"{content['model_type']} computes attention without transformers' interface"
             ) from error
-        text = " ".join(str(error).split())[:300]
+        text = message_of(error)
         raise UnsupportedModelError(f"transformers does not build it: {text}") from error
     model.train()
     return model, inits.std

@@ -104,7 +104,10 @@ class TransformersModel(nn.Module):
         first, last, is_before = [], [], True
         embedding, output = hf.get_input_embeddings(), hf.get_output_embeddings()
         if embedding is None or output is None:
-            raise UnsupportedModelError(f"{type(hf).__name__} names no embedding and output layer")
+            kind = type(hf).__name__
+            raise UnsupportedModelError(
+                f"{kind} has no output layer, or no embedding of tokens, as a class ...ForCausalLM has"
+            )
         for depth in range(len(path)):
             owner = hf.get_submodule(".".join(path[:depth]))
             if own := [*owner._parameters, *owner._buffers]:

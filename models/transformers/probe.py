@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import attention
-from .errors import UnsupportedModelError
+from .errors import UnsupportedModelError, message_of
 from .plan import Part
 
 _PROBE_LENGTH = 8
@@ -99,9 +99,8 @@ def run_once(model: Any) -> list[Part]:
     except UnsupportedModelError:
         raise
     except Exception as error:
-        text = " ".join(str(error).split())[:200]
         raise UnsupportedModelError(
-            f"its forward pass does not run without data: {type(error).__name__}: {text}"
+            f"its forward pass does not run without data: {message_of(error)}"
         ) from error
     finally:
         for handle in handles:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import NAMES, ModelSource, TransformersConfig
-from .errors import UnsupportedModelError
+from .errors import UnsupportedModelError, message_of
 
 OLDEST, NEWEST = (5, 20), (5, 99)
 """Versions of transformers whose interfaces for attention, masks and experts this family uses."""
@@ -28,7 +28,7 @@ def resolve(section: Any) -> tuple[TransformersConfig | None, list[tuple[str, st
     try:
         plan = tuple(sorted(section.plan.items()))
         named = str(Path(section.hf_path).absolute()) if section.hf_path else ""
-        overrides = tuple(section.overrides.items())
+        overrides = json.dumps(section.overrides, default=str)  # TOML has dates
         found = _read(named, section.architecture, overrides, section.trust_remote_code)
         return describe(found._replace(plan=plan)), []
     except _WrongKeyError as error:
@@ -43,8 +43,15 @@ class _WrongKeyError(ValueError):
 
 
 @cache
-def _read(path: str, architecture: str, overrides: tuple[Any, ...], trusted: bool) -> ModelSource:
-    """Return what a model is built from, without its plan."""
+def _read(path: str, architecture: str, overrides: str, trusted: bool) -> ModelSource:
+    """Return what a model is built from, without its plan.
+
+    Args:
+        path: folder or config.json, or "".
+        architecture: a class, or "".
+        overrides: fields of its config, as JSON.
+        trusted: whether code in the folder may run.
+    """
     if bool(path) == bool(architecture):
         raise _WrongKeyError(
             (
@@ -65,7 +72,9 @@ def _read(path: str, architecture: str, overrides: tuple[Any, ...], trusted: boo
                     "have read it"
                 )
             code = path if Path(path).is_dir() else str(Path(path).parent)
-            config = transformers.AutoConfig.from_pretrained(code, trust_remote_code=True)
+            config = _checked(
+                lambda: transformers.AutoConfig.from_pretrained(code, trust_remote_code=True)
+            )
         elif kind not in transformers.CONFIG_MAPPING:
             near = get_close_matches(kind, [*transformers.CONFIG_MAPPING], n=1)
             hint = f"; did it mean {near[0]}?" if near else ""
@@ -78,8 +87,9 @@ def _read(path: str, architecture: str, overrides: tuple[Any, ...], trusted: boo
     else:
         kind = getattr(transformers, architecture, None)
         if kind is None or getattr(kind, "config_class", None) is None:
-            names = [n for n in dir(transformers) if n.endswith("ForCausalLM")]
-            near = get_close_matches(architecture, names, n=1)
+            endings = ("ForCausalLM", "LMHeadModel")
+            names = [n for n in dir(transformers) if n.endswith(endings) and n[:4] != "Auto"]
+            near = get_close_matches(architecture, names, n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]}?" if near else ""
             message = f"transformers {transformers.__version__} has no {architecture}{hint}"
             raise _WrongKeyError(("model.architecture", message))
@@ -89,28 +99,45 @@ def _read(path: str, architecture: str, overrides: tuple[Any, ...], trusted: boo
         raise UnsupportedModelError(
             f"{config.model_type} is an encoder with a decoder, and titan trains decoders alone"
         )
-    overrides = tuple((_their_name(key, config), value) for key, value in overrides)
     if not hasattr(config, "num_hidden_layers"):
         raise UnsupportedModelError(
             f"{config.model_type} has several parts, such as a vision model, and titan trains text models"
         )
-    for key, _ in overrides:
-        if not hasattr(config, key) and not any(key in names for names in NAMES.values()):
-            near = get_close_matches(key, [*config.to_dict()], n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            message = f"the config of {config.model_type} has no such field{hint}"
-            raise _WrongKeyError((f"model.overrides.{key}", message))
-    # Through the class again, which derives fields from others, such as a kind for each layer.
-    content = {**config.to_dict(), **dict(overrides)}
+    config = _changed(config, json.loads(overrides), derives=not code)
+    content = config.to_dict()
+    _require_enough_experts(content)
+    return ModelSource(json.dumps(content, sort_keys=True, default=str), code=code)
+
+
+def _changed(config: Any, overrides: dict[str, Any], *, derives: bool) -> Any:
+    """Return a config with other values.
+
+    Args:
+        config: the config.
+        overrides: values of its fields.
+        derives: go through the class again, which derives fields from others, such as a kind for each layer.
+
+    Raises:
+        _WrongKeyError: a field does not exist, or its value would have no effect.
+    """
+    changes = {_their_name(key, config): value for key, value in overrides.items()}
+    content = _merged(config.to_dict(), changes, config)
     number: Any = content.get(config.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
     if number != config.num_hidden_layers:
         by_layer = {k: v for k, v in content.items() if _is_by_layer(v, config.num_hidden_layers)}
         # Without a value for a layer, the class makes the values anew.
         content |= {k: v[:number] if number <= len(v) else None for k, v in by_layer.items()}
-    if not code:
+    if derives:
         config = _checked(lambda: type(config).from_dict(content))
-    content = config.to_dict()
-    return ModelSource(json.dumps(content, sort_keys=True, default=str), code=code)
+    for key, value in changes.items():
+        if key == "num_nextn_predict_layers" and value:
+            message = "transformers builds no modules of multi-token prediction; remove it, or take titan's family deepseek_v3"
+            raise _WrongKeyError((f"model.overrides.{key}", message))
+        if not isinstance(value, dict | list) and (has := getattr(config, key, value)) != value:
+            why = f"the config of {config.model_type} derives this field from others, as {has}"
+            why = why if derives else "the folder's own code gets no other values"
+            raise _WrongKeyError((f"model.overrides.{key}", why))
+    return config
 
 
 def _require_own_class(transformers: Any, content: dict[str, Any]) -> None:
@@ -123,11 +150,59 @@ def _require_own_class(transformers: Any, content: dict[str, Any]) -> None:
             )
 
 
+def _require_enough_experts(content: dict[str, Any]) -> None:
+    """Raise _WrongKeyError if a token would go to more experts than there are."""
+    fields = [
+        next((k for k in NAMES[name] if k in content), "") for name in ("top_k", "num_experts")
+    ]
+    top_k, total = (content.get(key) for key in fields)
+    if isinstance(top_k, int) and isinstance(total, int) and top_k > total > 0:
+        message = f"a token goes to {top_k} experts, and {fields[1]} is {total}"
+        raise _WrongKeyError((f"model.overrides.{fields[0]}", message))
+
+
 def _their_name(key: str, config: Any) -> str:
-    """Return the name of a field in a config class. titan's name for it, such as n_layers, is accepted, too."""
-    if hasattr(config, key):
-        return key
-    return next((name for name in NAMES.get(key, ()) if hasattr(config, name)), key)
+    """Return the name under which a config class keeps a field. titan's name for it, such as n_layers, is accepted, too."""
+    if not hasattr(config, key):
+        key = next((name for name in NAMES.get(key, ()) if hasattr(config, name)), key)
+    return config.attribute_map.get(key, key)
+
+
+def _merged(
+    fields: dict[str, Any], changes: dict[str, Any], config: Any, table: str = ""
+) -> dict[str, Any]:
+    """Return fields of a config with changes, of which a table, such as rope_parameters, changes the keys that it names.
+
+    Raises:
+        _WrongKeyError: there is no such field.
+    """
+    # Keys of tables of rotary embeddings belong to their kind, which may change.
+    known = {*fields, *(_rope_keys() if table else ())}
+    merged = dict(fields)
+    for key, value in changes.items():
+        is_field = not table and (
+            hasattr(config, key) or any(key in names for names in NAMES.values())
+        )
+        if key not in known and not is_field:
+            near = get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            where = f"{table[:-1]} in the" if table else "the"
+            message = f"{where} config of {config.model_type} has no such field{hint}"
+            raise _WrongKeyError((f"model.overrides.{table}{key}", message))
+        before = fields.get(key)
+        if isinstance(before, dict) != isinstance(value, dict) and before is not None:
+            wanted = "a table" if isinstance(before, dict) else "no table"
+            raise _WrongKeyError((f"model.overrides.{table}{key}", f"expected {wanted}"))
+        if isinstance(before, dict):
+            value = _merged(before, value, config, f"{table}{key}.")
+        merged[key] = value
+    return merged
+
+
+def _rope_keys() -> set[str]:
+    from transformers.modeling_rope_utils import RopeParameters
+
+    return {*RopeParameters.__annotations__}
 
 
 def _is_by_layer(value: Any, number: int) -> bool:
@@ -140,8 +215,8 @@ def _checked(build: Any) -> Any:
     try:
         return build()
     except Exception as error:
-        text = " ".join(str(error).split())
-        raise UnsupportedModelError(f"transformers refuses the config: {text[:300]}") from error
+        text = message_of(error)
+        raise UnsupportedModelError(f"transformers refuses the config: {text}") from error
 
 
 def _config_json(path: Path) -> dict[str, Any]:
@@ -215,7 +290,4 @@ def describe(source: ModelSource) -> TransformersConfig:
     except UnsupportedModelError:
         raise
     except Exception as error:  # of transformers' code, which may be anyone's
-        text = " ".join(str(error).split())[:200]
-        raise UnsupportedModelError(
-            f"its sizes cannot be found: {type(error).__name__}: {text}"
-        ) from error
+        raise UnsupportedModelError(f"its sizes cannot be found: {message_of(error)}") from error

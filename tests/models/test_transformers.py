@@ -187,6 +187,7 @@ def test_sizes_are_the_models() -> None:
             "did you mean hidden_size",
         ),
         ({"hf_path": "nowhere"}, "model.hf_path", "there is no"),
+        ({"architecture": "LlamaModel"}, "model.architecture", "has no output layer"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -204,6 +205,15 @@ def test_code_of_a_folder_runs_only_if_asked_for(tmp_path: Path) -> None:
     assert "trust_remote_code" in message
     with pytest.raises(SystemExit, match="ran"):
         resolve_model(section(hf_path=str(tmp_path), trust_remote_code=True))
+
+
+def test_code_of_a_folder_that_needs_another_package(tmp_path: Path) -> None:
+    content = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    (tmp_path / "own.py").write_text("import no_such_package\n")
+    _, [(key, message)] = resolve_model(section(hf_path=str(tmp_path), trust_remote_code=True))
+    assert key == "model.hf_path"
+    assert "no_such_package" in message and "\n" not in message
 
 
 def test_a_version_outside_of_the_range(monkeypatch: pytest.MonkeyPatch) -> None:

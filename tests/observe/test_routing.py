@@ -71,6 +71,11 @@ def test_counts_of_a_run(tmp_path: Path) -> None:
         busiest(8, 2, routing=str(tmp_path / "no.json"))
 
 
+def test_more_ranks_than_experts_have_the_most() -> None:
+    """A search asks before the check of the layout refuses it."""
+    assert busiest(4, 8) == 2
+
+
 def test_what_needs_no_distribution() -> None:
     assert busiest(64, 1) == busiest(64, 8, routing="even") == busiest(64, 8, forced=True) == 1
     # What is stated wins, up to all rows of each token.

@@ -158,37 +158,48 @@ def job_of(
     *,
     packed: bool = False,
     source: Path | None = None,
+    more: dict[str, dict[str, Any]] | None = None,
 ) -> Any:
-    """Return the job of a layout, with a model of `fields`, or of a folder."""
+    """Return a small job.
+
+    Args:
+        architecture: class of the model.
+        degrees: size of each axis above 1.
+        fields: of its config.
+        packed: whether sequences hold documents.
+        source: folder of a model. None: a model of `fields`.
+        more: keys by section, which replace those of the small job.
+    """
     get = degrees.get
     model: dict[str, Any] = {"hf_path": str(source)}
     if source is None:
         overrides = {k: v for k, v in fields.items() if v is not None}
         model = {"architecture": architecture, "overrides": overrides}
-    return JobConfig.model_validate(
-        {
-            "training": {
-                "steps": STEPS,
-                "seq_len": SEQUENCE,
-                "local_batch_size": BATCH // get("dp_shard", 1),
-                "mixed_precision_param": "float32",
-                "max_norm": 0,
-            },
-            "data": {"document_mask": packed, "reset_positions": packed},
-            "lr_scheduler": {"warmup_steps": 0},
-            "optimizer": {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.0},
-            "activation_checkpoint": {"mode": "none"},
-            "loss": {"chunk_output": False},
-            "model": {"name": "transformers", **model},
-            "parallelism": {
-                "pipeline_parallel_degree": get("pp", 1),
-                "data_parallel_shard_degree": get("dp_shard", 1),
-                "tensor_parallel_degree": get("tp", 1),
-                "context_parallel_degree": get("cp", 1),
-                "expert_parallel_degree": get("ep", 1),
-            },
-        }
-    )
+    sections: dict[str, Any] = {
+        "training": {
+            "steps": STEPS,
+            "seq_len": SEQUENCE,
+            "local_batch_size": BATCH // get("dp_shard", 1),
+            "mixed_precision_param": "float32",
+            "max_norm": 0,
+        },
+        "data": {"document_mask": packed, "reset_positions": packed},
+        "lr_scheduler": {"warmup_steps": 0},
+        "optimizer": {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.0},
+        "activation_checkpoint": {"mode": "none"},
+        "loss": {"chunk_output": False},
+        "model": {"name": "transformers", **model},
+        "parallelism": {
+            "pipeline_parallel_degree": get("pp", 1),
+            "data_parallel_shard_degree": get("dp_shard", 1),
+            "tensor_parallel_degree": get("tp", 1),
+            "context_parallel_degree": get("cp", 1),
+            "expert_parallel_degree": get("ep", 1),
+        },
+    }
+    for name, keys in (more or {}).items():
+        sections[name] = {**sections.get(name, {}), **keys}
+    return JobConfig.model_validate(sections)
 
 
 def std_of(name: str) -> float:
@@ -274,6 +285,7 @@ def train(
     *,
     packed: bool = False,
     draw: int = 0,
+    more: dict[str, dict[str, Any]] | None = None,
     steps: Sequence[int] = range(1, STEPS + 1),
     folder: Path | None = None,
 ) -> dict[str, Any]:
@@ -285,11 +297,12 @@ def train(
         fields: fields that make the model small.
         packed: two documents in each sequence.
         draw: number of the weights and tokens.
+        more: keys by section, which replace those of the small job.
         steps: numbers of the steps. Others than 1 begin with the folder's checkpoint of the step before.
         folder: where the last step is saved. None: it is not.
     """
-    step = build_step(job_of(architecture, degrees, fields, packed=packed), degrees)
-    mesh, parts, optimizer = step.mesh, step.model_parts, step.optimizer
+    step = build_step(job_of(architecture, degrees, fields, packed=packed, more=more), degrees)
+    parts, optimizer = step.model_parts, step.optimizer
     for part in parts:
         initialize(part, seed=draw, std_of=std_of)
     manager = checkpoints.CheckpointManager(CheckpointSection(), run_dir=folder or Path())
@@ -304,27 +317,35 @@ def train(
             gradients.update(whole_gradients(step))
 
     optimizer.register_step_pre_hook(keep)
-    count, rank = axis_size(mesh, "dp_shard"), axis_rank(mesh, "dp_shard")
-    losses = []
-    for number in steps:
-        batch = rows(number, draw)
-        ids, positions = documents() if packed else (None, None)
-        whole = Batch(
-            tokens_BS=batch[:, :-1],
-            labels_BS=batch[:, 1:],
-            document_ids_BS=ids,
-            positions_BS=positions,
-        ).map(lambda _, tensor: tensor.chunk(count)[rank])
-        losses.append(step.train([whole], step=number).loss.item())
+    losses = [train_a_step(step, number, draw=draw, packed=packed) for number in steps]
     if folder and steps[-1] < STEPS:
         state = checkpoints.model_state(parts) | checkpoints.optimizer_state(parts, optimizer)
         manager.save(steps[-1], state, metadata={"step": steps[-1], "tokens": 0})
-    weights = {
+    found = {"losses": losses, "gradients": gradients, "weights": whole_weights(step)}
+    return found | {"kept": [layer.name for layer in step.float8 if layer.kept]}
+
+
+def train_a_step(step: TrainStep, number: int, *, draw: int = 0, packed: bool = False) -> float:
+    """Train on this rank's part of a step's tokens. Return the loss."""
+    count, rank = axis_size(step.mesh, "dp_shard"), axis_rank(step.mesh, "dp_shard")
+    batch = rows(number, draw)
+    ids, positions = documents() if packed else (None, None)
+    whole = Batch(
+        tokens_BS=batch[:, :-1],
+        labels_BS=batch[:, 1:],
+        document_ids_BS=ids,
+        positions_BS=positions,
+    ).map(lambda _, tensor: tensor.chunk(count)[rank])
+    return step.train([whole], step=number).loss.item()
+
+
+def whole_weights(step: TrainStep) -> dict[str, Tensor]:
+    """Return the whole weights of this rank's model parts."""
+    return {
         canonical_name(n): getattr(p, "full_tensor", lambda p=p: p)().detach().clone()
-        for part in parts
+        for part in step.model_parts
         for n, p in part.named_parameters()
     }
-    return {"losses": losses, "gradients": gradients, "weights": weights}
 
 
 def resume(
@@ -380,7 +401,12 @@ class LayoutFailed(RuntimeError):
 
 
 def row_of(
-    pool: Pool, kind: str, layouts: dict[str, dict[str, int]], *, verbose: bool = False
+    pool: Pool,
+    kind: str,
+    layouts: dict[str, dict[str, int]],
+    *,
+    verbose: bool = False,
+    more: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Return the result of each layout of a family, as text: the largest difference, or why there is none."""
     row: dict[str, Any] = {}
@@ -390,7 +416,8 @@ def row_of(
             chosen = {kind: families()[kind]}
             try:
                 with TemporaryDirectory() as folder:
-                    [rows, *_] = pool.run(world, run_rank, chosen, left, verbose, Path(folder))
+                    place = Path(folder)
+                    [rows, *_] = pool.run(world, run_rank, chosen, left, verbose, place, more)
                 row |= rows[kind]
                 break
             except RankFailed as error:
@@ -435,9 +462,13 @@ def verdict(found: dict[str, float], *, draw: int, verbose: bool) -> str:
 
 
 def run_rank(
-    kinds: dict[str, str], layouts: dict[str, dict[str, int]], verbose: bool, folder: Path
+    kinds: dict[str, str],
+    layouts: dict[str, dict[str, int]],
+    verbose: bool,
+    folder: Path,
+    more: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Run families on layouts of this many ranks, with the ranks' folder. Return results by family and layout."""
+    """Run families on layouts of this many ranks, with the ranks' folder and `more` keys. Return results by family and layout."""
     results: dict[str, Any] = {}
     for kind, architecture in kinds.items():
         row = results[kind] = {}
@@ -488,8 +519,8 @@ def run_rank(
                         found = resume(architecture, fields, sizes, draw=draw, folder=folder)
                         true = truth(draw) | {"losses": truth(draw)["losses"][-1:]}
                     else:
-                        found = train(architecture, degrees, fields, packed=packed, draw=draw)
-                        true = truth(draw)
+                        options = {"packed": packed, "draw": draw, "more": more}
+                        found, true = train(architecture, degrees, fields, **options), truth(draw)
                     row[name] = verdict(compare(found, true), draw=draw, verbose=verbose)
                     if is_equal(row[name]):
                         break

@@ -233,10 +233,12 @@ def _check_plug_in(config: JobConfig, model: Any, world_size: int) -> Iterator[R
     for name, reason in refused.items():
         sections = ("parallelism", "data", "debug")
         section = next(s for s in sections if name in type(getattr(config, s)).model_fields)
-        if getattr(getattr(config, section), name) not in (1, False):
+        value = getattr(getattr(config, section), name)
+        if value is True or value > 1:
             yield f"{section}.{name}", reason
     foreign = is_plug_in(config.model.name) or hasattr(model, "refuses")
-    if foreign and model is not None and max(pp, tp) > 1 and not refused:
+    splits = {"pipeline_parallel_degree", "tensor_parallel_degree"}
+    if foreign and model is not None and max(pp, tp) > 1 and not splits & refused.keys():
         stages = stage_split(config, num_layers=model.n_layers).modules if pp > 1 else []
         yield from check_split(config.model.name, model, stages=stages, tp=tp)
 

@@ -273,6 +273,11 @@ def check_fields(overrides: dict[str, Any], flavor: Any, *, prefix: str) -> Iter
         fits = type(value) is wanted or (wanted is float and type(value) is int)
         if not fits and wanted in _WANTED:
             yield key, f"expected {_WANTED[wanted]}, got {format_value(value)}"
+        elif prefix == "model.overrides" and isinstance(value, list | dict):
+            yield (
+                key,
+                f"this field takes no list or table, and cannot be set, got {format_value(value)}",
+            )
         # A field may be 0 if its default is 0 ("head_dim = 0" derives it).
         elif wanted is int and value < (0 if fields[name].default == 0 else 1):
             yield key, f"must be at least 1, got {value}"

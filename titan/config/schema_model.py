@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from .base import Section, StrList
 
@@ -14,7 +14,7 @@ class ModelSection(Section):
     """The model family: a folder in models/, or the name of an entry point `titan.models`."""
     flavor: str = "debugmodel"
     """A named size of the family, such as "8B"."""
-    overrides: dict[str, int | float | bool | str] = {}
+    overrides: dict[str, int | float | bool | str | list[Any] | dict[str, Any]] = {}
     """Fields of the flavor's config to change, such as {n_layers = 4}."""
     hf_path: str = ""
     """For name = "transformers": a folder of Hugging Face, or a config.json, that says which model it is."""

@@ -47,6 +47,8 @@ def busiest_rank(config: JobConfig, model: Any, layout: Layout) -> float:
     if ep == 1 or not getattr(model, "num_experts", 0):
         return 1.0
     most = most_imbalance(config, model)
+    if ep > model.num_experts:  # a search asks before the layout is refused
+        return most
     if section.expert_imbalance is not None:
         return min(section.expert_imbalance, most)
     if section.routing == "even" or config.debug.moe_force_load_balance:

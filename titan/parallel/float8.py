@@ -40,6 +40,7 @@ _FLOAT8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 RECIPES = (*_FLOAT8, "mxfp8_cublas", "mxfp8_cublas_rceil")
 # A name in filter_fqns, as in TorchTitan: leave layers alone that are too small to gain speed, by torchao's measurements.
 _SMALL = "auto_filter_small_kn"
+_OWN_PARTS = ("local_tokens", "partial", "colwise_part")  # styles on plain tensors
 
 
 class Float8Error(ValueError):
@@ -106,7 +107,7 @@ def apply_float8(
     for name, layer in list(model.named_modules()):
         if not isinstance(layer, nn.Linear):
             continue
-        style = next((s for p, s in (tensor_plan or {}).items() if fnmatchcase(name, p)), "")
+        style = _style(name, tensor_plan or {})
         named = next((part for part in filter_fqns if part in name), None)
         rows, columns = _local_shape(layer, style=style, tp=tp)
         # First the user's wishes, then layers that cannot be converted, then layers that would not gain speed.
@@ -125,6 +126,8 @@ def apply_float8(
             kept = f"{tp} tensor-parallel ranks are more than {num_kv_heads} key/value heads"
         elif style == "whole":
             kept = "every rank computes all of it, on few rows"
+        elif style in _OWN_PARTS and tp > 1:
+            kept = "tensor-parallel ranks compute parts of it apart, and would scale each part by itself"
         elif rows % multiple or columns % multiple:
             kept = f"{rows} x {columns}{' on a rank' * (tp > 1)} does not divide by {multiple}"
         elif is_small and is_small(layer, name):
@@ -132,6 +135,17 @@ def apply_float8(
         report.append(Conversion(name, (layer.out_features, layer.in_features), kept))
     convert(model, {c.name for c in report if not c.kept})
     return report
+
+
+def _style(name: str, plan: Mapping[str, str]) -> str:
+    """Return the tensor-parallel style of a module, or the one around it that decides about all inside."""
+    parts = name.split(".")
+    for depth in range(len(parts), 0, -1):
+        around = ".".join(parts[:depth])
+        style = next((s for p, s in plan.items() if fnmatchcase(around, p)), "")
+        if style and (around == name or style in _OWN_PARTS):
+            return style
+    return ""
 
 
 def _output_layer(model: nn.Module) -> str:
@@ -315,7 +329,7 @@ def _is_mx(recipe: str) -> bool:
 
 def _local_shape(layer: nn.Linear, *, style: str, tp: int) -> tuple[int, int]:
     rows, columns = layer.out_features, layer.in_features
-    if style in ("colwise", "kv_colwise", "gather_colwise", "vocab_output"):
+    if "colwise" in style or style == "vocab_output":
         return rows // tp, columns
     return (rows, columns // tp) if style.startswith("rowwise") else (rows, columns)
 

@@ -1,0 +1,371 @@
+"""Models of transformers with the options of a job: compared with transformers alone, or in 8 bits with one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+from tests.support.hf_families import (
+    BOUND,
+    STEPS,
+    compare,
+    families,
+    job_of,
+    num_ranks,
+    overrides_of,
+    reference,
+    row_of,
+    std_of,
+    train,
+    train_a_step,
+    whole_weights,
+)
+from tests.support.ranks import Pool
+from titan.checkpoint import manager, state
+from titan.checks.rules import check_to_run
+from titan.config.errors import ConfigError
+from titan.config.layout import _check_plug_in, resolve_layout
+from titan.config.model import model_config, resolve_model
+from titan.config.schema import JobConfig, ModelSection
+from titan.generation import Generator
+from titan.models.transformers import build_model
+from titan.parallel import apply_tp, build_mesh, initialize, materialize
+from titan.resolved import resolve_job
+from titan.tools import evaluate
+from titan.train_step import TrainStep, build_train_step
+
+COMPILED = {
+    "compile": {"enable": True, "backend": "aot_eager"},
+    "activation_checkpoint": {"mode": "selective"},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "layouts", "more"),
+    [
+        ("qwen3", {"TP": {"tp": 2}, "PP": {"pp": 2}}, COMPILED),
+    ],
+    ids=["qwen3"],
+)
+def test_recomputed_and_compiled(kind: str, layouts: Any, more: Any, pool: Pool) -> None:
+    row = row_of(pool, kind, layouts, more=more)
+    assert {name: row[name][:7] for name in layouts} == {name: row[name] for name in layouts}, row
+    assert all(float(row[name]) < BOUND for name in layouts)
+
+
+# ---- float8 --------------------------------------------------------------------------------------
+
+
+def train_in_float8(
+    kind: str, degrees: dict[str, int], recipe: str, draw: int, kept: list[str]
+) -> dict[str, Any]:
+    fields = overrides_of(families()[kind]) | {"num_hidden_layers": 1, "first_k_dense_replace": 0}
+    fields |= {"num_key_value_heads": fields["num_attention_heads"]}
+    fields |= {key: 32 for key in ("q_lora_rank", "kv_lora_rank") if key in fields}
+    names = [name for name in fields if hasattr(_config_class(kind)(), name)]
+    float8 = {"emulate": True, "recipe_name": recipe, "filter_fqns": ["output", *kept]}
+    more = {
+        "model": {
+            "name": "transformers",
+            "architecture": families()[kind],
+            "overrides": {name: fields[name] for name in names},
+            "converters": ["quantize.linear.float8"],
+        },
+        "quantize": {"linear": {"float8": float8}},
+    }
+    return train(families()[kind], degrees, fields, draw=draw, more=more)
+
+
+def _config_class(kind: str) -> Any:
+    return getattr(transformers, families()[kind]).config_class
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise"])
+@pytest.mark.parametrize("kind", ["qwen3", "phi3", "deepseek_v3"])
+def test_scales_of_tensor_parallel_ranks_are_one_process(
+    kind: str, recipe: str, pool: Pool
+) -> None:
+    """As tests/parallel/test_float8.py: some draw flips no rounding, and with another scale none would be equal."""
+    distances = []
+    for draw in range(8):
+        runs = pool.run(2, train_in_float8, kind, {"tp": 2}, recipe, draw, [])
+        [alone] = pool.run(1, train_in_float8, kind, {}, recipe, draw, runs[0]["kept"])
+        found = [compare(run, alone) for run in runs]
+        away = {name: max(run[name] for run in found) for name in found[0]}
+        distances.append(max(v for n, v in away.items() if n.startswith("gradients")))
+        if distances[-1] < BOUND:
+            return
+    pytest.fail(f"no draw meets {BOUND}: {distances}")
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+
+def build(architecture: str, degrees: dict[str, int]) -> TrainStep:
+    config = job_of(architecture, degrees, overrides_of(architecture))
+    mesh = build_mesh("cpu", **{k: v for k, v in degrees.items() if k != "ep"})
+    job = resolve_job(config, resolve_layout(config, mesh.size()), device="cpu")
+    step = build_train_step(job, device=torch.device("cpu"), mesh=mesh)
+    for part in step.model_parts:
+        initialize(part, seed=0, std_of=std_of)
+    return step
+
+
+def first_leg(architecture: str, degrees: dict[str, int], folder: Path) -> None:
+    step = build(architecture, degrees)
+    train_a_step(step, 1)
+    tensors = state.model_state(step.model_parts)
+    tensors |= state.optimizer_state(step.model_parts, step.optimizer)
+    section = JobConfig().checkpoint
+    manager.CheckpointManager(section, run_dir=folder).save(1, tensors, metadata={})
+
+
+def second_leg(architecture: str, degrees: dict[str, int], folder: Path) -> dict[str, Any]:
+    step = build(architecture, degrees)
+    path = folder / "checkpoint" / "step-1"
+    manager.load(path, state.model_state(step.model_parts))
+    manager.load(path, state.empty_optimizer_state(path, step.model_parts, step.optimizer))
+    losses = [train_a_step(step, number) for number in range(2, STEPS + 1)]
+    return {"losses": losses, "weights": whole_weights(step), "gradients": {}}
+
+
+def alone(architecture: str) -> dict[str, Any]:
+    """Train transformers alone, without a stop."""
+    with torch.device("meta"):
+        model = build_model(
+            model_config(job_of(architecture, {}, overrides_of(architecture)).model)
+        )
+    materialize(model, device="cpu")
+    initialize(model, seed=0, std_of=std_of)
+    return reference(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "after"),
+    [
+        ("olmo2", {"dp_shard": 2}, {"tp": 2, "pp": 2}),
+        ("qwen3_moe", {"dp_shard": 2, "ep": 2}, {"pp": 2}),
+    ],
+)
+def test_resumed_on_another_layout(
+    kind: str, before: dict[str, int], after: dict[str, int], pool: Pool, tmp_path: Path
+) -> None:
+    """The losses and weights are those of transformers alone, which never stopped."""
+    architecture = families()[kind]
+    [true] = pool.run(1, alone, architecture)
+    pool.run(2, first_leg, architecture, before, tmp_path)
+    true = true | {"losses": true["losses"][1:]}
+    for found in pool.run(num_ranks(after), second_leg, architecture, after, tmp_path):
+        away = compare(found, true)
+        assert max(away.values()) < BOUND, max(away.items(), key=lambda pair: pair[1])
+
+
+# ---- generation and evaluation -------------------------------------------------------------------
+
+
+def generate(architecture: str, prompts: list[list[int]], fields: dict[str, Any]) -> Any:
+    """Return titan's greedy continuations, on tensor-parallel ranks if there are several."""
+    sizes = model_config(job_of(architecture, {}, fields).model)
+    with torch.device("meta"):
+        model = build_model(sizes)
+    ranks = torch.distributed.get_world_size()
+    if ranks > 1:
+        mesh = build_mesh("cpu", tp=ranks)["tp"]
+        apply_tp(
+            model,
+            mesh=mesh,
+            plan=model.tensor_plan,
+            num_kv_heads=sizes.n_kv_heads,
+            loss_parallel=False,
+        )
+    materialize(model, device="cpu")
+    initialize(model, seed=0, std_of=std_of)
+    return Generator(model=model.eval(), max_new_tokens=12).complete(prompts)
+
+
+def their_greedy(architecture: str, prompts: list[list[int]], fields: dict[str, Any]) -> Any:
+    """Return transformers' own greedy continuations, of each prompt alone."""
+    with torch.device("meta"):
+        model = build_model(model_config(job_of(architecture, {}, fields).model))
+    materialize(model, device="cpu")
+    initialize(model, seed=0, std_of=std_of)
+    twin = twin_of(model)
+    answers = []
+    for prompt in prompts:
+        tokens = torch.tensor([prompt])
+        made = twin.generate(
+            tokens, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        answers.append(made[0, len(prompt) :].tolist())
+    return answers
+
+
+def twin_of(model: Any) -> Any:
+    """Return transformers' model with the weights of ours."""
+    content = json.loads(model.config.source.hf)
+    config = transformers.CONFIG_MAPPING[content["model_type"]].from_dict(content)
+    twin = getattr(transformers, content["architectures"][0])(config)
+    twin.set_attn_implementation("eager")
+    theirs = dict(twin.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            their_name = model.hf_name(name)
+            if their_name in theirs:
+                theirs[their_name].copy_(parameter)
+                continue
+            parent, _, leaf = their_name.rpartition(".")
+            fused = theirs[f"{parent}.gate_up_proj"]
+            fused.chunk(2, 1)[leaf == "up_proj"].copy_(parameter)
+    return twin.eval()
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_moe", "phi3"])
+def test_greedy_text_is_transformers(kind: str, pool: Pool) -> None:
+    """On one process and on two tensor-parallel ranks, for prompts of unequal length, of which one is longer than the window."""
+    architecture = families()[kind]
+    fields = overrides_of(architecture)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, 128, (n,), generator=generator).tolist() for n in (5, 21, 2)]
+    [expected] = pool.run(1, their_greedy, architecture, prompts, fields)
+    for ranks in (1, 2):
+        for found in pool.run(ranks, generate, architecture, prompts, fields):
+            assert found == expected
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_moe"])
+def test_evaluation_is_transformers_cross_entropy(kind: str, tmp_path: Path) -> None:
+    """`titan evaluate` on a folder that transformers saved. A target of n bytes costs n times the cross entropy."""
+    architecture = families()[kind]
+    fields = overrides_of(architecture) | {"vocab_size": 512}
+    torch.manual_seed(0)
+    twin: Any = getattr(transformers, architecture)(_config_class(kind)(**fields)).eval()
+    twin.set_attn_implementation("eager")
+    twin.save_pretrained(tmp_path / "model")
+    context, target = "The capital of France, a city on the Seine, is", " Paris."
+    (tmp_path / "task.jsonl").write_text(json.dumps({"context": context, "target": target}))
+    words = [str(tmp_path / "model"), "--tasks", str(tmp_path / "task.jsonl")]
+    words += ["--tokenizer", "bytes", "--json", str(tmp_path / "found.json")]
+    try:
+        assert evaluate.main(words) == 0
+    finally:
+        torch.distributed.destroy_process_group()
+    [found] = [
+        value
+        for key, value in _leaves(json.loads((tmp_path / "found.json").read_text()))
+        if key.endswith("log_likelihood")
+    ]
+    begin = 256  # with which the tokenizer of bytes begins a text
+    ids = torch.tensor([[begin, *(context + target).encode()]])
+    with torch.no_grad():
+        logits = twin(ids[:, :-1], use_cache=False).logits[0, -len(target) :]
+    expected = F.cross_entropy(logits.float(), ids[0, -len(target) :], reduction="sum")
+    assert found == pytest.approx(-expected.item(), rel=1e-5)
+
+
+def _leaves(table: dict[str, Any]) -> Any:
+    for key, value in table.items():
+        yield from _leaves(value) if isinstance(value, dict) else [(key, value)]
+
+
+# ---- fields of config.json -----------------------------------------------------------------------
+
+
+def sizes_of(architecture: str, **overrides: Any) -> Any:
+    return model_config(
+        ModelSection(name="transformers", architecture=architecture, overrides=overrides)
+    )
+
+
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512}
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+def test_a_field_by_each_of_its_names(key: str) -> None:
+    """The config class stores it under one of them."""
+    sizes = sizes_of("Qwen3MoeForCausalLM", **{key: 16}, **SMALL)
+    assert sizes.num_experts == 16
+
+
+def test_tables_and_lists_in_overrides() -> None:
+    """A table changes the keys that it names."""
+    rope = {"full_attention": {"rope_theta": 5000.0}}
+    kinds = ["full_attention", "sliding_attention"]
+    sizes = sizes_of(
+        "Gemma3ForCausalLM", rope_parameters=rope, layer_types=kinds, sliding_window=8, **SMALL
+    )
+    assert sizes.windows == (0, 8)
+    found = sizes.facts["rope_parameters"]
+    assert found["full_attention"] == {"rope_type": "default", "rope_theta": 5000.0}
+    assert found["sliding_attention"] == {"rope_type": "default", "rope_theta": 10000.0}
+
+
+_KINDS = {
+    "num_experts": "Qwen3MoeForCausalLM",
+    "num_nextn_predict_layers": "DeepseekV3ForCausalLM",
+}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        (
+            {"rope_parameters": {"rope_thetta": 1.0}},
+            "model.overrides.rope_parameters.rope_thetta",
+            "did you mean rope_theta",
+        ),
+        ({"rope_parameters": 3}, "model.overrides.rope_parameters", "expected a table"),
+        ({"hidden_size": {"a": 3}}, "model.overrides.hidden_size", "expected no table"),
+        ({"hidden_act": "sillu"}, "model.architecture", "KeyError: 'sillu'"),
+        ({"num_experts": 4}, "model.overrides.num_experts_per_tok", "8 experts"),
+        (
+            {"num_nextn_predict_layers": 1},
+            "model.overrides.num_nextn_predict_layers",
+            "titan's family deepseek_v3",
+        ),
+    ],
+    ids=str,
+)
+def test_wrong_overrides(overrides: dict[str, Any], key: str, words: str) -> None:
+    kind = next((kind for name, kind in _KINDS.items() if name in overrides), "Qwen3ForCausalLM")
+    section = ModelSection(name="transformers", architecture=kind, overrides=SMALL | overrides)
+    _, [(found, message)] = resolve_model(section)
+    assert found == key and words in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("more", "key", "words"),
+    [
+        ({"debug": {"moe_force_load_balance": True}}, "debug.moe_force_load_balance", "routers"),
+        (
+            {"parallelism": {"tensor_parallel_degree": 2}, "model": {"plan": {"output": "lost"}}},
+            "parallelism.tensor_parallel_degree",
+            "unknown style lost",
+        ),
+    ],
+    ids=["load balance", "plan"],
+)
+def test_refused_before_a_run(more: dict[str, Any], key: str, words: str) -> None:
+    """Also a model with experts, which refuses something else anyway."""
+    architecture = families()["qwen3_moe"]
+    plain = job_of(architecture, {}, overrides_of(architecture))
+    more = more | {"model": plain.model.model_dump() | more.get("model", {})}
+    config = job_of(architecture, {}, {}, more=more)
+    with pytest.raises(ConfigError) as caught:
+        check_to_run(config, world_size=2 if "parallelism" in more else 1)
+    [problem] = caught.value.problems
+    assert problem.key == key and words in problem.message
+
+
+def test_a_document_mask_that_does_not_reach_attention_is_refused() -> None:
+    """The value of a switch is True, which equals the 1 of a degree."""
+    architecture = families()["olmo2"]
+    config = job_of(architecture, {}, overrides_of(architecture), packed=True)
+    sizes = dataclasses.replace(model_config(config.model), refuses=(("document_mask", "why"),))
+    assert [*_check_plug_in(config, sizes, 1)] == [("data.document_mask", "why")]
