@@ -40,6 +40,7 @@ MAY_SAY_TOKEN = re.compile(
 )
 MEANS_TOKENS = {
     "titan/parallel/expert.py": "experts route tokens",
+    "titan/parallel/float8.py": "names of styles",
     "titan/parallel/tensor.py": "names of styles",
     "titan/parallel/tensor_styles.py": "names of styles",
     "titan/parallel/token_order.py": "experts route tokens",
