@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .mesh import axis_rank, axis_size, build_mesh, build_sparse_mesh, submesh
     from .offload import apply_offload
     from .pipeline import Pipeline
+    from .recorder import Recorder, whole_shapes
     from .replicas import require_equal_replicas
     from .stage_split import split_stages
     from .stages import extract_stages
@@ -32,6 +33,7 @@ _MODULES = {
     "mesh": ("axis_rank", "axis_size", "build_mesh", "build_sparse_mesh", "submesh"),
     "offload": ("apply_offload",),
     "pipeline": ("Pipeline",),
+    "recorder": ("Recorder", "whole_shapes"),
     "stages": ("extract_stages",),
     "stage_split": ("split_stages",),
     "replicas": ("require_equal_replicas",),
@@ -42,6 +44,7 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "Pipeline",
+    "Recorder",
     "apply_ac",
     "apply_compile",
     "apply_cp",
@@ -65,6 +68,7 @@ __all__ = [
     "split_stages",
     "submesh",
     "unshard_sequence",
+    "whole_shapes",
 ]
 
 
