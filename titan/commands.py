@@ -58,6 +58,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "find the first module that computes something else in another layout, precision or version",
         "titan.tools.diff.command:main",
     ),
+    "audit": (
+        "compute a step of a finished run again, and name what differs from its metrics and its checkpoint",
+        "titan.tools.diff.audit:main",
+    ),
     "pipeline": (
         "draw a job's pipeline schedule, with its bubble and activations in flight",
         "titan.tools.pipeline:main",

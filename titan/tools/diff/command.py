@@ -27,10 +27,10 @@ from titan.tools.diff.compare import Comparison, compare
 from titan.untrusted import InputError
 
 _SHOWN = 8
-_OFF = (
-    *("checkpoint.enable", "validation.enable", "metrics.enable_tensorboard"),
-    *("metrics.enable_wandb", "profiling.enable_profiling"),
-)
+ROUNDED = " with one rounding more in each output"
+# Records that a repeated run need not write.
+RECORDS = ("metrics.enable_tensorboard", "metrics.enable_wandb", "profiling.enable_profiling")
+_OFF = ("checkpoint.enable", "validation.enable", *RECORDS)
 
 
 def main(argv: list[str]) -> int:
@@ -125,14 +125,27 @@ def _recorded(
     ranks = getattr(options, f"nproc_{side}") or least_world(config)
     job += _short(config, options.steps, folder, perturbed=perturbed)
     load_to_run(job, world_size=ranks, warn=False)
-    what = " with one rounding more in each output" if perturbed else ""
-    print(f"training {given} on {ranks} rank{'s'[: ranks != 1]}{what}", flush=True)
+    train(job, ranks=ranks, what=f"{given}{ROUNDED if perturbed else ''}")
+    return read_steps(folder)
+
+
+def train(job: Sequence[str], *, ranks: int, what: str) -> None:
+    """Train a job on ranks of this machine, and print one line.
+
+    Args:
+        job: files and keys.
+        ranks: number of ranks.
+        what: the job in words.
+
+    Raises:
+        InputError: the run failed.
+    """
+    print(f"training {what} on {ranks} rank{'s'[: ranks != 1]}", flush=True)
     command = [sys.executable, "-m", "titan.cli", "train", *job, f"--nproc={ranks}", "--quiet"]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         lines = (result.stderr or result.stdout).strip().splitlines()
-        raise InputError(f"the run of {given} failed: {' / '.join(lines[-3:])}")
-    return read_steps(folder)
+        raise InputError(f"the run of {what} failed: {' / '.join(lines[-3:])}")
 
 
 def _short(config: JobConfig, steps: int, folder: Path, *, perturbed: bool) -> list[str]:

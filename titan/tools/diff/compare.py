@@ -18,7 +18,7 @@ Key = tuple[str, str]
 # gradients near zero make up the spread of an update: one measurement of it says little, and right layouts reach 10.
 BEYOND = 12.0
 _BEYOND_OF = {"update": 100.0, "weight": 50.0}
-_UNIT = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10, "float64": 2.0**-52}
+UNIT = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10, "float64": 2.0**-52}
 # Rounding without a measurement, in units in the last place, and the growth that deep models have.
 _UNMEASURED = 512.0
 _CLOSE = 0.05  # of a recognised factor
@@ -131,7 +131,7 @@ def compare(
 
 def _numbers(one: RecordedStep, two: RecordedStep, moved: RecordedStep) -> Iterator[Difference]:
     """Yield loss and gradient norm if they differ though no tensor does."""
-    unit = _UNIT[one.computes_in] if one.computes_in in _UNIT else _UNIT["float32"]
+    unit = UNIT[one.computes_in] if one.computes_in in UNIT else UNIT["float32"]
     for kind in ("loss", "grad_norm"):
         a, b, c = (float(getattr(step, kind)) for step in (one, two, moved))
         normal = max(abs(a - c) / abs(a or 1), unit)
@@ -189,17 +189,17 @@ def _normal(
     two: RecordedStep,
 ) -> dict[Key, float]:
     """Return the relative difference that rounding makes, for each tensor."""
-    coarse = max(_UNIT.get(step.computes_in, 0.0) for step in (one, two))
+    coarse = max(UNIT.get(step.computes_in, 0.0) for step in (one, two))
     normal = {}
     for key, tensor in a.items():
-        unit = max(_UNIT.get(tensor.dtype, 0.0), coarse, _UNIT["float32"])
+        unit = max(UNIT.get(tensor.dtype, 0.0), coarse, UNIT["float32"])
         if not moved:
             normal[key] = (
                 unit if key[0] == "weight" and one.step == 1 else _UNMEASURED * unit / BEYOND
             )
             continue
         measured = _ratio(tensor, moved[key]) if key in moved else 0.0
-        normal[key] = max(measured, _UNIT["float32"])
+        normal[key] = max(measured, UNIT["float32"])
     # By chance, one tensor may move less than others of its kind.
     for kind in {key[0] for key in normal} if moved else ():
         values = sorted(value for key, value in normal.items() if key[0] == kind)
