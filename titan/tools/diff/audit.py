@@ -31,7 +31,7 @@ from titan.observe.rows import Row, number, read_rows
 from titan.tools.certify.shrink import changed
 from titan.tools.diff.command import RECORDS, ROUNDED, train
 from titan.tools.diff.compare import BEYOND, UNIT, compare
-from titan.tools.diff.saved import compare_saved, names_apart
+from titan.tools.diff.saved import SavedTensor, compare_saved, names_apart
 from titan.untrusted import InputError, read_json
 
 # Columns that follow from the job alone, with what is wrong if one is the first that differs, in the order in which a step computes them.
@@ -48,6 +48,7 @@ _COLUMNS = {
 }
 # A wrong update moves the next loss by less than this share, and other samples by more.
 _OTHER_SAMPLES = 1e-3
+_FEW = 8  # wrong values of a tensor
 _OFF = (
     *(*RECORDS, "checkpoint.load_only", "checkpoint.create_seed_checkpoint"),
     *("checkpoint.last_save_model_only", "checkpoint.last_save_in_hf"),
@@ -266,21 +267,33 @@ def _compare(found: Audit, original: _Record, first: _Record, again: _Record | N
     _compare_rows(found, original.rows, first.rows, again and again.rows)
     if original.saved is None or first.saved is None:
         return
-    names = names_apart(original.saved, first.saved)
-    found.findings += [f"{name} is not alike in both checkpoints" for name in names]
-    wrong: list[str] = []
+    # The last save may hold weights alone.
+    is_whole = not read_metadata(original.saved).get("model_only")
+    names = names_apart(original.saved, first.saved) if is_whole else []
+    found.findings += [f"{name} is in one checkpoint only, or has another shape" for name in names]
+    found.equal_bits &= not names
+    wrong: list[SavedTensor] = []
     for tensor in compare_saved(original.saved, first.saved, again and again.saved):
         found.tensors += 1
         found.equal_bits &= not tensor.other
         kind = _kind(tensor.name)
         found.limits[kind] = max(found.limits.get(kind, 0.0), tensor.limit)
         if tensor.wrong:
-            wrong.append(kind)
-            found.findings.append(f"step {found.step}: {tensor}")
+            wrong.append(tensor)
+    wrong.sort(key=lambda tensor: -tensor.share)
+    found.findings += [f"step {found.step}: {tensor}" for tensor in wrong]
     if names or wrong:
-        alone = {"weights": "the weights of the checkpoint: what the optimizer keeps is equal"}
-        update = f"an update after step {max({*first.rows} & {*original.rows} - {found.step}, default=found.since)}"
-        found.blame(alone.get(wrong[0], update) if len({*wrong}) == 1 else update)
+        found.blame(_blame_of(wrong, found))
+
+
+def _blame_of(wrong: Sequence[SavedTensor], found: Audit) -> str:
+    """Return what is wrong if tensors of the checkpoint differ, and no row of metrics before."""
+    if wrong and {_kind(tensor.name) for tensor in wrong} == {"weights"}:
+        return "the weights of the checkpoint: what the optimizer keeps is equal"
+    # What an update changes wrongly changes all gradients of the next step.
+    if max((tensor.wrong for tensor in wrong), default=0) <= _FEW or found.since + 1 == found.step:
+        return f"the update of step {found.step}"
+    return f"an update of steps {found.since + 1} to {found.step}: their rows of metrics are equal"
 
 
 def _kind(name: str) -> str:
@@ -289,7 +302,7 @@ def _kind(name: str) -> str:
 
 
 def _compare_recorded(found: Audit, original: _Record, first: _Record, again: _Record) -> None:
-    runs = ([*record.recorded.values()] for record in (original, first, again))
+    runs = ([*record.recorded.values()] for record in (first, original, again))
     if differences := compare(*runs).differences:
         found.findings.append(str(differences[0]))
         step, kind, name = differences[0].step, differences[0].kind, differences[0].name

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from titan.checkpoint.manager import load, stored_shapes
 from titan.checkpoint.storage import Location
 from titan.tools.diff.compare import BEYOND
 
+_READ_AT_ONCE = 2**28  # bytes
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -29,6 +31,7 @@ class SavedTensor:
         computed: the same, computed again.
         limit: differences up to here are within rounding.
         bits: number of bits in which the two values differ.
+        share: their distance as a share of the largest value of the tensor.
     """
 
     name: str
@@ -40,6 +43,7 @@ class SavedTensor:
     computed: float = 0.0
     limit: float = 0.0
     bits: int = 0
+    share: float = 0.0
 
     def __str__(self) -> str:
         where = f"{self.name}[{', '.join(map(str, self.index))}]" if self.index else self.name
@@ -60,35 +64,44 @@ def compare_saved(
         computed: that of its recomputation.
         again: that of a second recomputation, whose distance from the first is what rounding does. None: bits must be equal.
     """
-    theirs = stored_shapes(computed)
-    for name, shape in stored_shapes(saved).items():
-        if not name.startswith("rng.") and theirs.get(name) == shape:
-            a, b, *c = (_read(p, name) for p in (saved, computed, again) if p is not None)
-            yield _compare(name, a, b, c)
+    ours, theirs = stored_shapes(saved), stored_shapes(computed)
+    names = [name for name in ours if not _is_random(name) and theirs.get(name) == ours[name]]
+    while names:
+        # A read of many tensors costs less than many reads.
+        count, size = 0, 0
+        while count < len(names) and (not size or size < _READ_AT_ONCE):
+            size += ours[names[count]][0].numel() * ours[names[count]][1].itemsize
+            count += 1
+        states = [_read(p, names[:count], ours) for p in (saved, computed, again) if p is not None]
+        for name in names[:count]:
+            yield _compare(name, *(state.pop(name) for state in states))
+        names = names[count:]
 
 
 def names_apart(saved: Location, computed: Location) -> list[str]:
     """Return the names of tensors that only one of two checkpoints holds, or that have another shape or dtype."""
     a, b = stored_shapes(saved), stored_shapes(computed)
-    names = sorted({*a} | {*b})
-    return [n for n in names if a.get(n) != b.get(n) and not n.startswith("rng.")]
+    return sorted(n for n in a.keys() | b.keys() if a.get(n) != b.get(n) and not _is_random(n))
 
 
-def _read(path: Location, name: str) -> Tensor:
-    shape, dtype = stored_shapes(path)[name]
-    state = {name: torch.empty(shape, dtype=dtype)}
+def _is_random(name: str) -> bool:
+    return name.startswith("rng.")  # states of generators, each of one rank
+
+
+def _read(path: Location, names: Sequence[str], shapes: Mapping[str, Any]) -> dict[str, Tensor]:
+    state = {name: torch.empty(shapes[name][0], dtype=shapes[name][1]) for name in names}
     load(path, state)
-    return state[name]
+    return state
 
 
-def _compare(name: str, a: Tensor, b: Tensor, again: Sequence[Tensor]) -> SavedTensor:
+def _compare(name: str, a: Tensor, b: Tensor, c: Tensor | None = None) -> SavedTensor:
     kind = _INTEGERS[a.element_size()]
     apart = a.view(kind) != b.view(kind)
     other, limit = int(apart.sum()), 0.0
     if not other:
         return SavedTensor(name, a.numel())
     away = _distance(a, b)
-    for c in again:
+    if c is not None:
         # A value near 0 in Adam's denominator moves by far more than its neighbours, and another one in each layout.
         limit = BEYOND * float(_distance(b, c).nan_to_num(posinf=0.0).max())
     if limit and b.is_floating_point():
@@ -100,7 +113,9 @@ def _compare(name: str, a: Tensor, b: Tensor, again: Sequence[Tensor]) -> SavedT
     at = tuple(int(i) for i in torch.unravel_index(furthest, a.shape))
     flipped = int(a.view(kind)[at]) ^ int(b.view(kind)[at])
     bits = (flipped & (2 ** (8 * a.element_size()) - 1)).bit_count()
-    return SavedTensor(name, a.numel(), other, wrong, at, float(a[at]), float(b[at]), limit, bits)
+    share = float(away[at]) / (float(b.double().abs().max()) or 1.0)
+    values = float(a[at]), float(b[at])
+    return SavedTensor(name, a.numel(), other, wrong, at, *values, limit, bits, share)
 
 
 def _distance(a: Tensor, b: Tensor) -> Tensor:
