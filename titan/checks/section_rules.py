@@ -399,6 +399,9 @@ def _fault_tolerance(config: JobConfig) -> Iterator[RuleViolation]:
         if action in ("skip", "rewind") and early:
             # The weights are updated before the loss is known.
             yield key, f'"{action}" cannot undo optimizer.early_step_in_backward; use "stop"'
+    if section.replay_every and config.parallelism.pipeline_parallel_degree > 1:
+        fix = "use 0, or check devices with `titan audit` in another layout"
+        yield "replay_every", f"a pipeline interleaves its passes and cannot repeat one; {fix}"
     window, limit = section.spike_window, section.step_timeout_seconds
     # Only the losses of the window are remembered.
     if section.spike_min_steps > window:

@@ -39,6 +39,12 @@ class FaultToleranceSection(Section):
     check_replicas_every_n_steps: NonNegative = 0
     """Steps from one comparison of replicas to the next. It hashes all weights that several ranks
     hold, and ends the run if they differ. 0: never."""
+    replay_every: NonNegative = 0
+    """Steps from one replay to the next. A replay computes the first micro-batch of a step twice on each
+    device and compares outputs and gradients bit for bit; the step is not changed. 0: never."""
+    on_replay_mismatch: Literal["warn", "stop"] = "stop"
+    """What to do when bits differ. "stop" ends the run and names rank, host and module. "warn" logs
+    the same and trains on."""
     step_timeout_seconds: NonNegative = 0
     """Seconds that a step may take; the first has comm.init_timeout_seconds more. After that the
     run ends, with the stacks of all ranks in logs/ and the rank to look at in status.json. Saves

@@ -24,6 +24,7 @@ from titan.hooks.profiling import Profiling
 from titan.hooks.rank_times import RankTimes
 from titan.hooks.recording import Recording
 from titan.hooks.recovery import StepRecovery
+from titan.hooks.replay import Replay
 from titan.hooks.replica_check import ReplicaCheck
 from titan.hooks.run_events import RunEvents
 from titan.hooks.step_limit import StepLimit
@@ -45,6 +46,7 @@ def standard_hooks(trainer: RunContext, *, monitor: Monitor | None = None) -> li
         StepLimit(trainer, monitor),
         StepRecovery(trainer),
         ReplicaCheck(trainer),
+        *([Replay(trainer)] if trainer.config.fault_tolerance.replay_every else []),
         RunEvents(trainer),
         RankTimes(trainer),
         Profiling(trainer),

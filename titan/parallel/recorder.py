@@ -32,6 +32,7 @@ from .compile import is_compiled
 from .digests import Digest, differ, digest_of, indices_of
 from .init_weights import canonical_name
 from .mesh import axis_rank, axis_size
+from .module_hooks import hook_outputs, is_recomputation
 
 Dim = int | str
 """A dimension of a whole tensor: a length, or "B", "S", or "BS" for both in one."""
@@ -136,7 +137,7 @@ class Recorder:
         self.generator = torch.Generator().manual_seed(perturbed) if perturbed else None
         for part in parts:
             part.register_forward_pre_hook(self._note_batch, with_kwargs=True)
-            self._hook(part, "")
+            hook_outputs(part, self._see)
 
     def _note_batch(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves = [
@@ -144,26 +145,13 @@ class Recorder:
         ]
         self.now = len(leaves[0]) if leaves else 0
 
-    def _hook(self, module: nn.Module, name: str) -> None:
-        """Hook a module and its children. Those of compiled code would become part of its program."""
-        plain = canonical_name(name)
-        compiled = module._compiled_call_impl
-        if compiled is not None:
-
-            def call(*args: Any, **kwargs: Any) -> Any:
-                out = compiled(*args, **kwargs)
-                self._note_output(plain, module, args, out)
-                return out
-
-            module.__dict__["_compiled_call_impl"] = call
-            return
-        if not is_compiled(module):
-            for child, inner in module.named_children():
-                self._hook(inner, f"{name}.{child}" if name else child)
-            if self.generator is not None and not [*module.children()]:
-                module.register_forward_hook(self._perturb)
+    def _see(self, name: str, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+        """Record an output. Return it, or one that rounding has changed."""
+        if self.generator is not None and not [*module.children()] and not is_compiled(module):
+            out = self._perturb(args, out)
         if name:  # a pipeline stage ends elsewhere than the model
-            module.register_forward_hook(partial(self._note_output, plain))
+            self._note_output(name, out)
+        return out
 
     def begin(self, *, batch: int, samples: int, positions: Tensor, length: int) -> None:
         """Begin the record of a step with the weights before it.
@@ -182,10 +170,10 @@ class Recorder:
 
     # ---- outputs and their gradients ----------------------------------------------------------------
 
-    def _perturb(self, _: nn.Module, args: Any, out: Any) -> Any:
+    def _perturb(self, args: Any, out: Any) -> Any:
         if (
             not self.active
-            or torch._C._current_graph_task_id() != -1
+            or is_recomputation()
             or (x := _first_float(out)) is None
             or any(x is given for given in args)  # a layer that the loss applies
         ):
@@ -199,9 +187,9 @@ class Recorder:
         leaves = [x * factor if leaf is x else leaf for leaf in leaves]
         return tree_unflatten(leaves, spec)
 
-    def _note_output(self, name: str, _: nn.Module, __: Any, out: Any) -> None:
+    def _note_output(self, name: str, out: Any) -> None:
         # A recomputation for the backward pass repeats what has been recorded.
-        if not self.active or torch._C._current_graph_task_id() != -1:
+        if not self.active or is_recomputation():
             return
         x = _first_float(out)
         if x is None or name not in self.shapes:
@@ -210,7 +198,9 @@ class Recorder:
         if x.requires_grad:
             x.register_hook(partial(self._note_gradient, name, self.now))
 
-    def _note_gradient(self, name: str, now: int, gradient: Tensor) -> None:
+    def _note_gradient(self, name: str, now: int, gradient: Tensor | None) -> None:
+        if gradient is None:  # none comes from behind
+            return
         before, self.now = self.now, now
         self._note("output gradient", name, gradient)
         self.now = before

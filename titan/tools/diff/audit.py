@@ -226,6 +226,7 @@ def _job(config: JobConfig, original: _Record, base: Location | None, step: int)
         "checkpoint.interval": step,
         "checkpoint.load_step": -1,
         "checkpoint.async_mode": "disabled",
+        "fault_tolerance.replay_every": 0,
         "debug.record_steps": [n for n in original.recorded if n <= step],
     }
     if base is not None:

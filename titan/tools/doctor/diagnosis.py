@@ -36,6 +36,7 @@ _MEANING = {
     "disk_lost": "the disk cannot be written or read",
     "loss_not_finite": "the loss is no number, or far off",
     "replicas_differ": "memory, or a link, of one machine is broken",
+    "replay_differs": "a device computed the same twice, with other bits",
     "checkpoint_differs": "the job's model or optimizer is not the checkpoint's",
     "checkpoint_damaged": "the checkpoint cannot be loaded",
     "save_failed": "a checkpoint could not be saved",
@@ -45,7 +46,7 @@ _MEANING = {
     "error": "the program failed",
 }
 # Kinds that all ranks notice together, so the first rank does not matter.
-_SHARED = {"loss_not_finite", "replicas_differ", "save_failed", "launcher_killed"}
+_SHARED = {"loss_not_finite", "replicas_differ", "replay_differs", "save_failed", "launcher_killed"}
 # Parts that the twin of a run may find slow.
 _OF_DRIFT = {
     "rank": "slow_rank",
@@ -65,6 +66,7 @@ _ADVICE = {
     "disk_lost": f"look at the mount and the file server; {_AGAIN}",
     "loss_not_finite": "look at the samples it names; lower optimizer.lr; fault_tolerance.on_nonfinite and on_spike skip such steps, or rewind",
     "replicas_differ": "take that machine out; the newest checkpoint may hold the fault, an older one (checkpoint.load_step) does not",
+    "replay_differs": "take that rank's machine out; `titan audit RUN --step N` on another one tells whether a checkpoint holds the fault",
     "checkpoint_differs": "the checkpoint is whole: correct [model] or [optimizer] in the job (the run's own are in config.toml), or choose another job.dump_folder",
     "checkpoint_damaged": "`titan verify STEP_DIR` names the file; delete the step, or name an older one with checkpoint.load_step",
     "save_failed": 'see to the disk; checkpoint.on_failure = "continue" trains on without the save',
