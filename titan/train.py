@@ -178,7 +178,7 @@ def _run(config: JobConfig, stop: StopRequest, monitor: Monitor) -> int:
     from titan.hooks import standard_hooks
     from titan.parallel.compile import BackendError
     from titan.parallel.float8 import Float8Error
-    from titan.parallel.replay import ReplayError
+    from titan.parallel.replay import BitsError
     from titan.parallel.replicas import ReplicaError
     from titan.parallel.sac_save_list import SaveListError
     from titan.trainer import Trainer
@@ -194,7 +194,7 @@ def _run(config: JobConfig, stop: StopRequest, monitor: Monitor) -> int:
     except (InputError, Float8Error, SaveListError, BackendError) as error:
         return monitor.fail(error, EXIT_USER_ERROR)
     # Failures of a run that explain themselves: no traceback.
-    except (NonFiniteError, SpikeError, SaveFailed, ReplicaError, ReplayError) as error:
+    except (NonFiniteError, SpikeError, SaveFailed, ReplicaError, BitsError) as error:
         return monitor.fail(error, EXIT_FAILED)
     except Exception as error:
         if isinstance(error, OSError) and error.errno in NO_ROOM:

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.support.jobs import job
+from tests.support.jobs import SMALL, job, with_changes
 from tests.support.ranks import Pool
 from tests.support.trainers import PoolTrainer
 from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
-from titan.parallel.replay import ReplayError, describe, fingerprint
+from titan.parallel.replay import BitsError, describe, fingerprint
 
 Sections = dict[str, dict[str, Any]]
 STEPS, REPLAYED = 3, 2
@@ -55,18 +55,19 @@ def _train(folder: Path, base: Sections, every: int, fault: str = "") -> tuple[A
     """Train. Return losses, gradient norms and weights, and what was announced or raised."""
     faults = {"fault_tolerance": base.get("fault_tolerance", {}) | {"replay_every": every}}
     training = {"steps": STEPS, "mixed_precision_param": "bfloat16"} | base.get("training", {})
-    sections = base | faults | {"training": training, "checkpoint": {"enable": False}}
-    trainer = PoolTrainer(job(folder, **sections))
+    sections: Sections = base | faults | {"training": training, "checkpoint": {"enable": False}}
+    trainer = PoolTrainer(job(folder, base=with_changes(SMALL, **sections)))
     if fault and trainer.rank == 1:
         _break(trainer, fault)
-    numbers, said = [], []
-    trainer.announce = said.append
+    numbers: list[float] = []
+    said: list[str] = []
+    trainer.announce = lambda text: said.append(text)
     try:
         for _ in range(STEPS):
             trainer.train_one_step()
             trainer.read_results()
             numbers += [trainer.result.loss, trainer.result.grad_norm]
-    except ReplayError as error:
+    except BitsError as error:
         said.append(str(error))
     weights = [p.detach() for p in trainer.train_step.model_parts[0].parameters()]
     numbers += [fingerprint(w).item() for w in weights]
@@ -134,7 +135,7 @@ def warns(folder: Path, base: Sections, fault: str) -> Any:
 def test_a_pipeline_is_refused() -> None:
     base = _parallel(pipeline=2) | {"fault_tolerance": {"replay_every": 5}}
     with pytest.raises(ConfigError, match="replay_every"):
-        check_to_run(job(**base), world_size=2)
+        check_to_run(job(base=with_changes(SMALL, **base)), world_size=2)
 
 
 @pytest.mark.parametrize(
@@ -171,3 +172,33 @@ def test_the_earliest_rank_is_named() -> None:
         text.startswith("rank 2 on b and rank 3 on b")
         and "output of layers.0 (then on rank 0)" in text
     )
+
+
+# Further techniques, each with all of its state: what a replay leaves behind would show in the numbers of the steps.
+CLEAN: dict[str, Sections] = {
+    "update in the backward pass": {
+        "optimizer": {"early_step_in_backward": True},
+        "training": {"max_norm": 0.0, "local_batch_size": 4},
+    },
+    "parameters on the host": {"training": {"enable_cpu_offload": True}},
+    "emulated float8": {
+        "model": {"converters": ["quantize.linear.float8"]},
+        "quantize": {"linear": {"float8": {"emulate": True}}},
+    },
+    "accumulation": {"training": {"global_batch_size": 8}},
+    "DDP": {"parallelism": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}},
+    "multi-token prediction": {
+        "model": {"name": "deepseek_v3", "flavor": "tiny", "overrides": {"num_mtp_modules": 1}}
+    },
+    "EP x TP, full AC": MOE | FULL | _parallel(tensor=2, expert=2),
+}
+
+
+def unchanged(folder: Path, base: Sections) -> list[Any]:
+    return [_train(folder / str(every), base, every) for every in (0, 1)]
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_further_techniques_keep_their_numbers(name: str, pool: Pool, tmp_path: Path) -> None:
+    for plain, clean in pool.run(2, unchanged, tmp_path, CLEAN[name]):
+        assert clean == plain and plain[1] == []

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from titan.data.base import TensorBatch
 from titan.hook import Hook, RunContext
-from titan.parallel.replay import ReplayError, bits_of, describe, first_difference
+from titan.parallel.replay import BitsError, bits_of, describe, first_difference
 
 
 class Replay(Hook):
@@ -25,7 +25,7 @@ class Replay(Hook):
         """Compute the first micro-batch of a step twice.
 
         Raises:
-            ReplayError: bits differ on some rank, and the run has to stop. All ranks raise it.
+            BitsError: bits differ on some rank, and the run has to stop. All ranks raise it.
         """
         trainer = self.trainer
         if trainer.step % self.section.replay_every:
@@ -42,7 +42,7 @@ class Replay(Hook):
             return
         text = f"replay before step {trainer.step}: {text}"
         if self.section.on_replay_mismatch == "stop":
-            raise ReplayError(f"{text}. Its device or memory is broken, or {_ORDER}")
+            raise BitsError(f"{text}. Its device or memory is broken, or {_ORDER}")
         trainer.announce(f"{text}. TRAINED ON")
 
     def _passes(self, batches: Sequence[TensorBatch]) -> None:
@@ -56,8 +56,6 @@ class Replay(Hook):
         )
         if step.compile_log is not None:
             torch.compiler.cudagraph_mark_step_begin()
-        if step.in_backward is not None:
-            step.in_backward.active = False
         batch = step.to_local(batches[0])
         step.prepare_backward(model, is_last=True)
         loss = step.loss_sum(model(batch.input, **batch.inputs), batch.targets)

@@ -59,6 +59,7 @@ class OptimizerInBackward:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(group, parameter)
+        self.active = False  # a backward pass between steps updates nothing
         if not self._squares:
             return torch.zeros(())
         # Squares of parameters with one layout are reduced over the same groups, together.

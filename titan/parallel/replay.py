@@ -25,7 +25,7 @@ _WORDS = 2**20  # of 8 bytes, at a time: memory for 24 MiB
 _MULTIPLIER = 0x2545F4914F6CDD1D  # odd, so that no bit is lost
 
 
-class ReplayError(RuntimeError):
+class BitsError(RuntimeError):
     """Different bits of the same computation. The message names rank, host and module."""
 
     kind = "replay_differs"  # of a failure
