@@ -98,7 +98,9 @@ def test_layouts_of_torch_have_the_record_of_one_process(pool: Pool) -> None:
             assert distance(true, tensor) < (1e-4 if tensor.kind == "update" else 2e-6), tensor
             assert not tensor.copies
             if tensor.digest.squares is not None:
-                assert abs(tensor.digest.squares - true.digest.squares) <= 1e-5 * true.digest.squares
+                assert (
+                    abs(tensor.digest.squares - true.digest.squares) <= 1e-5 * true.digest.squares
+                )
             if tensor.full is not None:
                 torch.testing.assert_close(tensor.full, true.full, rtol=1e-4, atol=1e-6)
 

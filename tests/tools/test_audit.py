@@ -204,3 +204,24 @@ def test_another_layout_is_equal_but_for_rounding(tmp_path: Path) -> None:
         assert not found.equal_bits and not found.is_same and found.rows == 3
     (text,) = found.findings
     assert f"model.{WEIGHT}[5, 7] is" in text and found.guilty.startswith("the weights")
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "guilty"),
+    [
+        ("grad_norm", float("nan"), "the gradients of step 5"),
+        ("lr", 1.0, "the learning rate of step 5"),
+    ],
+)
+def test_the_first_column_that_differs_is_named(
+    column: str, value: float, guilty: str, tmp_path: Path
+) -> None:
+    run = _run(tmp_path / "run")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows[4] |= {"step_s": 9.0, column: value}  # times may be any
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = audit(run, STEP)
+    (text,) = found.findings
+    assert text.startswith(f"step 5: {column} is {value!r}, and ") and found.guilty.startswith(
+        guilty
+    )

@@ -8,6 +8,7 @@ order of the same sums, though it may repeat its own fault.
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -77,7 +78,8 @@ class _Record:
     saved: Location | None
 
     def __post_init__(self) -> None:
-        rows = read_rows(self.folder / "metrics.jsonl")
+        metrics = self.folder / "metrics.jsonl"
+        rows = read_rows(metrics) if metrics.exists() else []
         self.rows: dict[int, Row] = {row["step"]: row for row in rows}
         has_steps = any((self.folder / FOLDER).glob("step-*.json"))
         steps = read_steps(self.folder) if has_steps else []
@@ -325,8 +327,10 @@ def _compare_rows(
     found.rows, before = len(steps), found.since
     for step in steps:
         for column, blamed in _COLUMNS.items():
-            a, b = (number(rows[step].get(column)) for rows in (ours, theirs))
-            if a == b or a is None or b is None:
+            a, b = (rows[step].get(column) for rows in (ours, theirs))
+            if not isinstance(a, int | float) or not isinstance(b, int | float):
+                continue  # not measured in that step
+            if a == b or (math.isnan(a) and math.isnan(b)):
                 continue
             found.equal_bits = False
             size = abs(b) or 1.0
