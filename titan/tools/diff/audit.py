@@ -42,7 +42,6 @@ _COLUMNS = {
     "lr": "the learning rate of step {}: the run had another schedule",
     "loss": "the samples of step {}, or its forward pass",
     "mtp_loss": "the forward pass of step {}",
-    "expert_imbalance": "the routing of step {}",
     "grad_norm": "the gradients of step {}: its loss is equal",
     "validation_loss": "the update of step {}: its loss and gradient norm are equal",
     "bits_per_byte": "the update of step {}: its loss and gradient norm are equal",
@@ -300,8 +299,9 @@ def _blame_of(wrong: Sequence[SavedTensor], found: Audit) -> str:
 
 
 def _kind(name: str) -> str:
-    """Return "weights", or the optimizer's name of a tensor of a checkpoint."""
-    return "weights" if name.startswith(("model.", "average.")) else name.rpartition(".")[2]
+    """Return "weights", or the last part of the name for what the optimizer keeps, and for the loads of experts."""
+    group, last = name.partition(".")[0], name.rpartition(".")[2]
+    return "weights" if group in ("model", "average") and last != "last_loads" else last
 
 
 def _compare_recorded(found: Audit, original: _Record, first: _Record, again: _Record) -> None:
