@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 from titan.checkpoint.manifest import find_damage, list_steps
 from titan.checkpoint.saved import read_metadata
 from titan.checkpoint.storage import Location, as_location, join
-from titan.checks.rules import load_to_run, resolve_layout
+from titan.checks.rules import check_to_run, load_to_run, resolve_layout
 from titan.commands import summary_of
 from titan.config.errors import ConfigError
 from titan.config.load import load_config, load_from_argv
@@ -245,7 +245,7 @@ def _ranks(config: JobConfig, world_size: int) -> int:
     """Return the least number of ranks, from a run's own on, that the layout of a job fits."""
     for ranks in range(world_size, 8 * world_size + 64):
         with suppress(ConfigError):
-            resolve_layout(config, ranks)
+            check_to_run(config, world_size=ranks)
             return ranks
     return world_size
 
@@ -322,8 +322,12 @@ def _compare_rows(
     theirs: Mapping[int, Row],
     again: Mapping[int, Row] | None,
 ) -> None:
-    spread = dict.fromkeys(_COLUMNS, 0.0 if found.is_same else UNIT["float32"])
     steps = [step for step in sorted(theirs) if step in ours and step > found.since]
+    # The largest of all steps: in a single one, two roundings may cancel.
+    spread = {
+        column: max(0.0 if found.is_same else UNIT["float32"], *_moves(column, theirs, again or {}))
+        for column in _COLUMNS
+    }
     found.rows, before = len(steps), found.since
     for step in steps:
         for column, blamed in _COLUMNS.items():
@@ -334,8 +338,6 @@ def _compare_rows(
                 continue
             found.equal_bits = False
             size = abs(b) or 1.0
-            c = number(again[step].get(column)) if again is not None else None
-            spread[column] = max(spread[column], abs(b - (b if c is None else c)) / size)
             if abs(a - b) <= BEYOND * spread[column] * size:
                 continue
             found.findings.append(f"step {step}: {column} is {a!r}, and {b!r} when computed again")
@@ -343,3 +345,12 @@ def _compare_rows(
                 blamed = f"the update of step {before}, or of one up to step {step - 1}"
             found.blame(blamed.format(step))
         before = step
+
+
+def _moves(column: str, rows: Mapping[int, Row], again: Mapping[int, Row]) -> Iterator[float]:
+    """Yield the relative distances of two runs in a column."""
+    yield 0.0
+    for step in rows.keys() & again.keys():
+        b, c = number(rows[step].get(column)), number(again[step].get(column))
+        if b is not None and c is not None:
+            yield abs(b - c) / (abs(b) or 1.0)
