@@ -67,6 +67,8 @@ def _train(folder: Path, base: Sections, every: int, fault: str = "") -> tuple[A
             trainer.train_one_step()
             trainer.read_results()
             numbers += [trainer.result.loss, trainer.result.grad_norm]
+            if (loads := trainer.train_step.balance.loads) is not None:
+                numbers += loads.flatten().tolist()
     except BitsError as error:
         said.append(str(error))
     weights = [p.detach() for p in trainer.train_step.model_parts[0].parameters()]

@@ -78,7 +78,8 @@ def bits_of(parts: Sequence[nn.Module], passes: Callable[[], object]) -> Bits:
             remove()
         last.clear()
         with torch.no_grad():
-            torch._foreach_copy_(buffers, before)
+            for buffer, kept in zip(buffers, before, strict=True):
+                buffer.copy_(kept)
         for part in parts:
             part.zero_grad()
     return bits
