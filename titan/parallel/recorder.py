@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -280,7 +280,7 @@ class Recorder:
             kind: "weight", "gradient" or "update".
         """
         for part in self.parts:
-            for name, parameter in part.named_parameters():
+            for name, parameter in [*part.named_parameters(), *_buffers(part)]:
                 value = parameter.grad if kind == "gradient" else parameter.detach()
                 if value is None:
                     continue
@@ -374,6 +374,15 @@ def _join(
             whole.add(total)
     assert whole is not None
     return JoinedTensor(*key, whole, differing)
+
+
+def _buffers(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the floating-point buffers that belong to a checkpoint, such as routing biases."""
+    for path, module in part.named_modules():
+        for name, buffer in module._buffers.items():
+            kept = buffer is not None and name not in module._non_persistent_buffers_set
+            if kept and buffer.is_floating_point():
+                yield f"{path}.{name}".lstrip("."), buffer
 
 
 def _partial_coordinate(value: Tensor) -> tuple[int, ...] | None:
