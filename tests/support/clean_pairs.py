@@ -1,7 +1,7 @@
 """Pairs of a right layout and one process, which `titan diff` must find equal.
 
-    python -m tests.support.clean_pairs              all of them; prints a row for each
-    python -m tests.support.clean_pairs bfloat16     those whose names hold a word
+python -m tests.support.clean_pairs              all of them; prints a row for each
+python -m tests.support.clean_pairs bfloat16     those whose names hold a word
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ MODELS: dict[str, tuple[str, ...]] = {
         *("--model.overrides.n_layers=2", "--model.overrides.num_mtp_modules=1"),
     ),
 }
-_8BIT = ("--training.mixed_precision_param=bfloat16", "--quantize.linear.float8.emulate=true", "--model.converters=['float8']")
+_8BIT = (
+    "--training.mixed_precision_param=bfloat16",
+    "--quantize.linear.float8.emulate=true",
+    "--model.converters=['float8']",
+)
 PRECISIONS: dict[str, tuple[str, ...]] = {
     "float32": ("--training.mixed_precision_param=float32",),
     "bfloat16": ("--training.mixed_precision_param=bfloat16",),
@@ -67,7 +71,10 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "compiled, CP": (2, (_CP, *_COMPILE)),
 }  # fmt: skip
 
-_CPS, _PPS = ("CP all-gather", "CP ring", "CP Ulysses"), ("PP 1F1B", "PP interleaved", "PP zero bubble")
+_CPS, _PPS = (
+    ("CP all-gather", "CP ring", "CP Ulysses"),
+    ("PP 1F1B", "PP interleaved", "PP zero bubble"),
+)
 _MOES = ("EP", "EP x TP", "TP", "CP all-gather")
 _LISTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("float32", "dense", ("TP", *_CPS, *_PPS, "FSDP", "DDP", "HSDP", "FSDP x TP", "TP x CP", "PP x TP", "accumulation")),
@@ -122,6 +129,8 @@ def rows(words: Sequence[str]) -> Iterator[str]:
 if __name__ == "__main__":
     from tests.support import clean_pairs  # by the name that ranks have it imported under
 
-    print("| pair | verdict | largest share of the limit | tensors | in one run only |\n|---|---|---|---|---|")
+    print(
+        "| pair | verdict | largest share of the limit | tensors | in one run only |\n|---|---|---|---|---|"
+    )
     for row in clean_pairs.rows(sys.argv[1:]):
         print(row, flush=True)

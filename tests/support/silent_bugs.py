@@ -24,12 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
-from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor import DTensor, Replicate
 
 from tests.support import planted
 from tests.support.ranks import Pool
-from titan.tools.certify.ranks import MORE
 from titan import train_step
 from titan.config.layout import AXES, resolve_layout
 from titan.config.load import load_from_argv
@@ -50,6 +48,7 @@ from titan.parallel import (
 from titan.recording import StepRecorder
 from titan.resolved import resolve_job
 from titan.tools.certify import steps
+from titan.tools.certify.ranks import MORE
 from titan.tools.diff.compare import Comparison, compare
 from titan.train_step import TrainStep, build_train_step
 
@@ -169,7 +168,9 @@ class Reference:
         return self.kept[job]
 
 
-def found_with(bug: str, reference: Reference, num_steps: int = STEPS) -> tuple[Comparison, dict[int, float]]:
+def found_with(
+    bug: str, reference: Reference, num_steps: int = STEPS
+) -> tuple[Comparison, dict[int, float]]:
     """Return what the comparison with one process finds, and the relative difference of the loss in some steps."""
     about = BUGS[bug]
     world, keys = LAYOUTS[about.layout]
@@ -316,7 +317,9 @@ def leaking_documents() -> None:
 def wrong_softmax_in_ring() -> None:
     add = ring._add_block_gradient
 
-    def add_with_other_sums(dq: Tensor, dkv: Tensor, kv: Tensor, rows: Any, block: Any, options: Any) -> None:
+    def add_with_other_sums(
+        dq: Tensor, dkv: Tensor, kv: Tensor, rows: Any, block: Any, options: Any
+    ) -> None:
         grad, q, out, lse = rows
         shift = 0.0 if block.causal else math.log(2)  # the keys of other ranks
         add(dq, dkv, kv, (grad, q, out, lse + shift), block, options)
@@ -463,7 +466,10 @@ def table(names: Sequence[str], reference: Reference) -> str:
         if first is not None and first.step > 1:
             said = f"step {first.step}: {said}"
         row = f"| {about.what} ({about.source}) | {about.layout} | {said} | {losses[1]:.0e} | {losses[10]:.0e} |"
-        right = first is not None and (first.kind, first.name, first.step) == (*about.first, about.step)
+        right = first is not None and (first.kind, first.name, first.step) == (
+            *about.first,
+            about.step,
+        )
         lines.append(row)
         print(row, "" if right else f"EXPECTED {about.first} in step {about.step}", flush=True)
     return "\n".join(lines)

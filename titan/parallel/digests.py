@@ -73,11 +73,11 @@ def digest_of(
 
 def _signs(indices: Tensor, place: int) -> Tensor:
     """Return the signs of indices of a dimension, (len, P): bits of a mixed number (splitmix64)."""
-    x = (
-        indices[:, None]
-        + torch.arange(PROJECTIONS) * 0x3C6EF372FE94F82A
-        + place * 0x1E3779B97F4A7C15
+    # No small multiple of one factor is one of the other: a sign of two dimensions must not be one draw.
+    seeds = (
+        torch.arange(PROJECTIONS) * 0x3C6EF372FE94F82A + torch.tensor(place) * 0x2545F4914F6CDD1D
     )
+    x = indices[:, None] + seeds
     x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
     x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
     return ((x >> 31) & 1) * 2 - 1
@@ -91,9 +91,10 @@ def indices_of(value: Tensor) -> list[Tensor]:
     coordinate = value.device_mesh.get_coordinate()
     assert coordinate is not None
     for dim in range(value.ndim):
-        axes = [n for n, p in enumerate(value.placements) if p.is_shard(dim)]
+        # By attribute: torch 2.13's strided shard is no Shard.
+        axes = [n for n, p in enumerate(value.placements) if getattr(p, "dim", None) == dim]
         # FSDP shards what tensor parallelism has sharded, though its axis comes first.
-        if any(type(value.placements[n]).__name__ == "_StridedShard" for n in axes):
+        if any(hasattr(value.placements[n], "split_factor") for n in axes):
             axes.reverse()
         for n in axes:
             parts = indices[dim].chunk(value.device_mesh.size(n))

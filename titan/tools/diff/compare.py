@@ -18,6 +18,7 @@ Key = tuple[str, str]
 # gradients near zero make up the spread of an update: one measurement of it says little, and right layouts reach 10.
 BEYOND = 12.0
 _BEYOND_OF = {"update": 100.0, "weight": 50.0}
+_FEW = 0.3
 _UNIT = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10, "float64": 2.0**-52}
 # Rounding without a measurement, in units in the last place, and the growth that deep models have.
 _UNMEASURED = 512.0
@@ -121,13 +122,11 @@ def compare(
                 # A layout may compute an output in another place, but it has all parameters.
                 if key[0] in _OF_PARAMETERS & kinds:
                     guess = "the other run has none"
-                    found.append(
-                        Difference(one.step, *key, math.inf, normal[key], guess, "", last)
-                    )
+                    found.append(Difference(one.step, *key, math.inf, normal[key], guess, "", last))
                 continue
             compared += 1
             ratio = _ratio(a[key], b[key])
-            allowed = normal[key] * _BEYOND_OF.get(key[0], BEYOND)
+            allowed = _allowed(key[0], normal[key])
             if ratio <= allowed and not b[key].copies:
                 worst, last = max(worst, ratio / allowed), _words(*key)
                 continue
@@ -135,6 +134,13 @@ def compare(
             line = b[key].line or a[key].line
             found.append(Difference(one.step, *key, ratio, normal[key], guess, line, last))
     return Comparison(found, compared, left_out, worst)
+
+
+def _allowed(kind: str, normal: float) -> float:
+    """Return the largest relative difference that rounding explains."""
+    most = _BEYOND_OF.get(kind, BEYOND) * normal
+    # Few values are near zero. So the wider limit ends where a large part of a tensor would have to be another one.
+    return min(most, max(BEYOND * normal, _FEW))
 
 
 def in_order(step: RecordedStep) -> list[Key]:
