@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.support.ranks import Pool
+from titan.parallel import digests
 from titan.parallel.digests import CHUNKS, PROJECTIONS, Digest, _signs, digest_of, indices_of
 from titan.parallel.recorder import JoinedTensor, Recorder, whole_shapes
 
@@ -69,6 +70,15 @@ def test_parts_add_up_to_the_whole_wherever_they_are() -> None:
                 whole.add(part)
     assert whole is not None and whole.count == x.numel()
     assert_is(whole, x)
+
+
+def test_a_large_tensor_is_digested_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(1, 37, 5, generator=torch.Generator().manual_seed(4))
+    whole = digest_of(x, [torch.arange(n) for n in x.shape], x.shape)
+    monkeypatch.setattr(digests, "_AT_ONCE", 20)
+    pieces = digest_of(x, [torch.arange(n) for n in x.shape], x.shape)
+    assert pieces.count == whole.count == x.numel()
+    assert_is(pieces, x)
 
 
 def test_signs_are_even_and_independent() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 PROJECTIONS, CHUNKS = 4, 8
+_AT_ONCE = 2**24  # values of which copies in a wide dtype are made
 
 
 @dataclass
@@ -53,6 +54,17 @@ def digest_of(
         lengths: lengths of the whole tensor's dimensions.
         is_partial: whether parts with the same indices are to be added up.
     """
+    if local.numel() > _AT_ONCE:
+        dim = max(range(local.ndim), key=lambda d: local.shape[d])
+        halves = zip(local.tensor_split(2, dim), indices[dim].tensor_split(2), strict=True)
+        first, second = (
+            digest_of(
+                half, [*indices[:dim], own, *indices[dim + 1 :]], lengths, is_partial=is_partial
+            )
+            for half, own in halves
+        )
+        first.add(second)
+        return first
     dtype = str(local.dtype).removeprefix("torch.")
     wide = torch.float32 if local.dtype.itemsize < 4 else torch.float64
     x = local.detach().to(wide)

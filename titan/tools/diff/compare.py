@@ -116,7 +116,7 @@ def compare(
         a, b = _by_key(one), _by_key(two)
         normal = _normal(a, _by_key(moved[one.step]) if one.step in moved else {}, one, two)
         left_out += len(a.keys() ^ b.keys())
-        kinds, last = {kind for kind, _ in b}, ""
+        kinds, last, inherited = {kind for kind, _ in b}, "", _inherited(a, b, normal)
         for key in in_order(one):
             if key not in b:
                 # A layout may compute an output in another place, but it has all parameters.
@@ -126,7 +126,7 @@ def compare(
                 continue
             compared += 1
             ratio = _ratio(a[key], b[key])
-            allowed = _allowed(key[0], normal[key])
+            allowed = _allowed(key[0], normal[key]) * (1 if key[0] == "weight" else inherited)
             if ratio <= allowed and not b[key].copies:
                 worst, last = max(worst, ratio / allowed), _words(*key)
                 continue
@@ -134,6 +134,15 @@ def compare(
             line = b[key].line or a[key].line
             found.append(Difference(one.step, *key, ratio, normal[key], guess, line, last))
     return Comparison(found, compared, left_out, worst)
+
+
+def _inherited(
+    a: Mapping[Key, RecordedTensor], b: Mapping[Key, RecordedTensor], normal: Mapping[Key, float]
+) -> float:
+    """Return how many times as far as in the disturbed run the weights of a step are off. All that follows is off by as much."""
+    weights = [key for key in a if key[0] == "weight" and key in b]
+    shares = [_ratio(a[key], b[key]) / normal[key] for key in weights]
+    return min(max(1.0, *shares), _BEYOND_OF["weight"]) if shares else 1.0
 
 
 def _allowed(kind: str, normal: float) -> float:
