@@ -1,4 +1,4 @@
-"""Records of steps: digests of whole tensors, from parts of any kind, against torch's own sums."""
+"""Digests of whole tensors, from parts of any kind, and records of a step, against torch's own sums."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@
 
 Twelve are faults of this project's own drills: of scripts/planted.py those that change the numbers of a step, and those of experts in
 tests/support/planted.py. The other faults of scripts/planted.py do not change a step on given batches: order of samples, commit of a
-checkpoint, rules of the config, memory and time in the simulator. The rest are bugs of other projects, rebuilt in titan's own code; an
-abbreviation with a number is the issue or pull request that reports one.
+checkpoint, rules of the config, memory and time in the simulator. The rest are bugs of other projects, rebuilt in titan's own code, with
+the issue or pull request that reports each.
 """
 
 from __future__ import annotations
@@ -429,28 +429,28 @@ BUGS: dict[str, SilentBug] = {
     "FSDP's factor": SilentBug(_DRILL, "gradients are halved where FSDP reduces them", "dense", "FSDP 2", halved_by_fsdp, ("gradient", "output.weight")),
     "clipping": SilentBug(_DRILL, "each pipeline stage clips by its own norm", "dense", "PP 2", norm_of_one_stage, ("gradient norm", "")),
     "divisor": SilentBug(_DRILL, "each rank takes its own tokens for an equal share of all", "dense", "FSDP 2", own_tokens_for_all, ("loss", "")),
-    "router's gradient": SilentBug("TT#4054, TT#2416", "the router's gradient is not summed over tp", "experts", "TP 2", planted.unreduced_router, ("gradient", "layers.1.moe.router.gate.weight")),
-    "doubled experts": SilentBug("PT#160285, MG#5956", "gradients of experts are doubled", "experts", "EP 2", planted.doubled_experts, ("gradient", "layers.1.moe.experts.w1")),
-    "norm without experts": SilentBug("MG#5916", "the gradient norm leaves experts out", "experts", "EP 2", planted.norm_without_experts, ("gradient norm", "")),
-    "bias of one rank": SilentBug("drill of experts", "routing biases move by one rank's loads", "biases", "EP 2", planted.bias_of_one_rank, ("update", "layers.1.moe.bias")),
-    "neighbour's results": SilentBug("TT#3604", "tokens get the results of their neighbours", "experts", "EP 2", planted.wrong_tokens, ("output", "layers.0.moe")),
-    "norm under SP": SilentBug("MG#1446", "the last norm's gradient is not summed over tp", "dense", "TP 2", unsummed_norm, ("gradient", "norm.weight")),
-    "averaged norms": SilentBug("NX#1259", "norms' gradients are averaged over tp, not summed", "dense", "TP 2", averaged_norms, ("gradient", "norm.weight")),
-    "replicated keys": SilentBug("BC#36", "gradients of replicated keys and values are not summed over tp", "dense", "TP 4", unsummed_keys_and_values, ("gradient", "layers.1.attention.wv.weight")),
+    "router's gradient": SilentBug("torchtitan#4054, torchtitan#2416", "the router's gradient is not summed over tp", "experts", "TP 2", planted.unreduced_router, ("gradient", "layers.1.moe.router.gate.weight")),
+    "doubled experts": SilentBug("pytorch#160285, Megatron-LM#5956", "gradients of experts are doubled", "experts", "EP 2", planted.doubled_experts, ("gradient", "layers.1.moe.experts.w1")),
+    "norm without experts": SilentBug("Megatron-LM#5916", "the gradient norm leaves experts out", "experts", "EP 2", planted.norm_without_experts, ("gradient norm", "")),
+    "bias of one rank": SilentBug("drill of experts", "routing biases move by one rank's loads", "biases", "EP 2", planted.bias_of_one_rank, ("update", "layers.1.moe.bias"), step=2),
+    "neighbour's results": SilentBug("torchtitan#3604", "tokens get the results of their neighbours", "experts", "EP 2", planted.wrong_tokens, ("output", "layers.0.moe")),
+    "norm under SP": SilentBug("Megatron-LM#1446", "the last norm's gradient is not summed over tp", "dense", "TP 2", unsummed_norm, ("gradient", "norm.weight")),
+    "averaged norms": SilentBug("gpt-neox#1259", "norms' gradients are averaged over tp, not summed", "dense", "TP 2", averaged_norms, ("gradient", "norm.weight")),
+    "replicated keys": SilentBug("bigcode Megatron-LM#37", "gradients of replicated keys and values are not summed over tp", "dense", "TP 4", unsummed_keys_and_values, ("gradient", "layers.1.attention.wv.weight")),
     "partial sums": SilentBug("drill of layouts", "row-wise layers lose their sum over tp", "dense", "TP 2", lost_partial_sum, ("output", "layers.0.attention.wo")),
-    "positions": SilentBug("MG#560", "each rank counts positions from 0", "dense", "CP 2", positions_from_zero, ("output", "layers.0.attention.inner_attention")),
-    "window": SilentBug("AC#4177", "context parallelism ignores windows", "windows", "CP 2", planted.ignore_windows, ("output", "layers.0.attention.inner_attention")),
-    "documents": SilentBug("RL#6843", "packed documents see each other under cp", "documents", "CP 2, ring", leaking_documents, ("output", "layers.0.attention.inner_attention")),
-    "ring's backward": SilentBug("TE#1557", "the backward pass of the ring is wrong for other ranks' keys", "dense", "CP 2, ring", wrong_softmax_in_ring, ("output gradient", "layers.1.attention.wv")),
-    "wiped gradients": SilentBug("AM#3530", "a pipeline keeps the last micro-batch's gradient only", "dense", "PP 2", wiped_between_microbatches, ("gradient", "output.weight")),
-    "tied embeddings": SilentBug("MG#844, PP#13", "a tied weight gets the gradient of one end", "tied", "FSDP 2", embedding_of_one_end, ("gradient", "tok_embeddings.weight")),
-    "scores of local experts": SilentBug("HF#48687", "the router gets the gradient of local experts only", "experts", "EP 2", router_of_local_experts, ("output gradient", "layers.1.moe.router")),
-    "replicas apart": SilentBug("VL#7493", "gradients are not summed over replicas", "dense", "DDP 2", replicas_apart, ("gradient", "output.weight")),
+    "positions": SilentBug("Megatron-LM#560", "each rank counts positions from 0", "dense", "CP 2", positions_from_zero, ("output", "layers.0.attention.inner_attention")),
+    "window": SilentBug("accelerate#4177", "context parallelism ignores windows", "windows", "CP 2", planted.ignore_windows, ("output", "layers.0.attention.inner_attention")),
+    "documents": SilentBug("trl#6843", "packed documents see each other under cp", "documents", "CP 2, ring", leaking_documents, ("output", "layers.0.attention.inner_attention")),
+    "ring's backward": SilentBug("TransformerEngine#1557", "the backward pass of the ring is wrong for other ranks' keys", "dense", "CP 2, ring", wrong_softmax_in_ring, ("output gradient", "layers.1.attention.wv")),
+    "wiped gradients": SilentBug("Automodel#3530", "a pipeline keeps the last micro-batch's gradient only", "dense", "PP 2", wiped_between_microbatches, ("gradient", "output.weight")),
+    "tied embeddings": SilentBug("Megatron-LM#844, piper#13", "a tied weight gets the gradient of one end", "tied", "FSDP 2", embedding_of_one_end, ("gradient", "tok_embeddings.weight")),
+    "scores of local experts": SilentBug("transformers#48687", "the router gets the gradient of local experts only", "experts", "EP 2", router_of_local_experts, ("output gradient", "layers.1.moe.router")),
+    "replicas apart": SilentBug("verl#7493", "gradients are not summed over replicas", "dense", "DDP 2", replicas_apart, ("gradient", "output.weight")),
     "replicas twice": SilentBug("drill of layouts", "gradients are summed over replicas twice", "dense", "DDP 2", replicas_twice, ("gradient", "output.weight")),
-    "mean of micro-batches": SilentBug("TN#1875, HF#35203", "the loss is a mean of micro-batches' means", "dense", "FSDP 2", mean_of_each_microbatch, ("output gradient", "output")),
-    "gate in bf16": SilentBug("TT#2389", "the router's matrix computes in bf16", "experts", "EP 2", gate_in_bf16, ("output", "layers.0.moe.router.gate")),
-    "averaged norm": SilentBug("DS#8475, AM#3816", "ranks with different experts average their norms", "experts", "EP 2", averaged_norm_of_experts, ("gradient norm", "")),
-    "Muon of shards": SilentBug("MG#5961", "Muon orthogonalizes each shard of a matrix", "Muon", "FSDP 2", muon_of_shards, ("update", "layers.1.feed_forward.w2.weight")),
+    "mean of micro-batches": SilentBug("torchtune#1875, transformers#35203", "the loss is a mean of micro-batches' means", "dense", "FSDP 2", mean_of_each_microbatch, ("output gradient", "output")),
+    "gate in bf16": SilentBug("torchtitan#2389", "the router's matrix computes in bf16", "experts", "EP 2", gate_in_bf16, ("output", "layers.0.moe.router.gate")),
+    "averaged norm": SilentBug("DeepSpeed#8475, Automodel#3816", "ranks with different experts average their norms", "experts", "EP 2", averaged_norm_of_experts, ("gradient norm", "")),
+    "Muon of shards": SilentBug("Megatron-LM#5961", "Muon orthogonalizes each shard of a matrix", "Muon", "FSDP 2", muon_of_shards, ("update", "layers.1.feed_forward.w2.weight")),
 }  # fmt: skip
 
 
