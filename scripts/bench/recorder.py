@@ -41,7 +41,7 @@ _TOKENS = 8192
 
 def main() -> None:
     """Print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Cost of a recorded step.")
     parser.add_argument("--steps", type=int, default=20, help="steps of each kind")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=256)
@@ -85,7 +85,7 @@ def measured(num_steps: int, layers: int, seq_len: int) -> float:
         dist.destroy_process_group()
     plain, with_record = (statistics.median(times[key]) for key in (False, True))
     print(
-        f"debug_model, {layers} layers, {len(whole.tokens_BS)} x {seq_len} tokens, {torch.get_num_threads()} threads"
+        f"debug_model, {layers} layers, {config.training.local_batch_size} x {seq_len} tokens, {torch.get_num_threads()} threads"
     )
     print(
         f"  ordinary step {1e3 * plain:.0f} ms, recorded {1e3 * with_record:.0f} ms: {with_record / plain:.2f} times"
@@ -111,13 +111,15 @@ def by_formula(bytes_each: float) -> None:
             model(torch.empty(batch, length, dtype=torch.int64))
 
         shapes = whole_shapes(model, run, length=64)
-    named = {"B": 1, "S": _TOKENS, "BS": _TOKENS}
-    outputs = [[named.get(dim, dim) for dim in shape] for name, shape in shapes.items() if name]
+    named: dict[Any, int] = {"B": 1, "S": _TOKENS, "BS": _TOKENS}
+    outputs = [
+        [int(named.get(dim, dim)) for dim in shape] for name, shape in shapes.items() if name
+    ]
     parameters = [list(parameter.shape) for parameter in model.parameters()]
     # Output and its gradient in bf16; weight before, gradient, weight after, in fp32.
     tensors = [(shape, 4) for shape in 2 * outputs] + [(shape, 8) for shape in 3 * parameters]
     operations = sum(
-        2 * prod(shape) * (PROJECTIONS + 1) + 2 * PROJECTIONS * prod(shape) // shape[-1]  # pyright: ignore
+        2 * prod(shape) * (PROJECTIONS + 1) + 2 * PROJECTIONS * prod(shape) // shape[-1]
         for shape, _ in tensors
     )
     attention = 12 * sizes.n_layers * sizes.n_heads * sizes.head_dim * _TOKENS**2 // 2

@@ -172,7 +172,7 @@ def test_digests_of_parts_of_dtensors_add_up_to_the_whole(
         assert_is(total, whole, name)
 
 
-def recorded_alone(layout: str) -> tuple[list[JoinedTensor], dict[str, Tensor]]:
+def recorded_alone(layout: str) -> tuple[list[JoinedTensor], dict[str, Any]]:
     """Record a step of a trainer without titan, and return what torch says of the whole model, too."""
     rank, batch = dist.get_rank(), 4
     x = torch.randn(2 * batch, 3, 6, generator=torch.Generator().manual_seed(5))

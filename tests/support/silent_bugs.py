@@ -194,7 +194,7 @@ def kept_loss_gradient() -> None:
         module.register_forward_pre_hook(gather)
         return module
 
-    tensor_styles.GatherForLoss._apply = apply
+    tensor_styles.GatherForLoss._apply = apply  # pyright: ignore
 
 
 def averaged_keys() -> None:
@@ -234,7 +234,7 @@ def halved_by_fsdp() -> None:
 def norm_of_one_stage() -> None:
     clip = train_step.clip_gradients
     train_step.clip_gradients = lambda parameters, **options: clip(
-        parameters, **(options | {"stages": None})
+        parameters, max_norm=options["max_norm"]
     )
 
 
@@ -242,8 +242,9 @@ def own_tokens_for_all() -> None:
     whole = train_step._sum
 
     def multiply(value: Tensor, group: Any) -> Tensor:
-        is_count = group is not None and value.dtype == torch.int64
-        return value * group.size() if is_count else whole(value, group)
+        if group is not None and value.dtype == torch.int64:
+            return value * group.size()
+        return whole(value, group)
 
     train_step._sum = multiply
 
@@ -297,7 +298,7 @@ def unsummed_keys_and_values() -> None:
         return module
 
     right: Callable[..., nn.Module] = tensor_styles.ReplicatedHeads._apply
-    tensor_styles.ReplicatedHeads._apply = apply
+    tensor_styles.ReplicatedHeads._apply = apply  # pyright: ignore
 
 
 def positions_from_zero() -> None:
@@ -311,7 +312,7 @@ def leaking_documents() -> None:
     def attend_to_all(self: Any, q: Tensor, k: Tensor, v: Tensor, _: Any, sinks: Any) -> Tensor:
         return attend(self, q, k, v, None, sinks)
 
-    context.ContextParallelAttention._attend = attend_to_all
+    context.ContextParallelAttention._attend = attend_to_all  # pyright: ignore
 
 
 def wrong_softmax_in_ring() -> None:
@@ -339,7 +340,7 @@ def wiped_between_microbatches() -> None:
 
 
 def embedding_of_one_end() -> None:
-    nn.Embedding.forward = lambda self, ids: F.embedding(ids, self.weight.detach())
+    nn.Embedding.forward = lambda self, input: F.embedding(input, self.weight.detach())
 
 
 def router_of_local_experts() -> None:

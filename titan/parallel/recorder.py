@@ -388,8 +388,8 @@ def _buffers(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the floating-point buffers that belong to a checkpoint, such as routing biases."""
     for path, module in part.named_modules():
         for name, buffer in module._buffers.items():
-            kept = buffer is not None and name not in module._non_persistent_buffers_set
-            if kept and buffer.is_floating_point():
+            is_kept = name not in module._non_persistent_buffers_set
+            if is_kept and buffer is not None and buffer.is_floating_point():
                 yield f"{path}.{name}".lstrip("."), buffer
 
 

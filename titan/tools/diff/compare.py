@@ -285,7 +285,7 @@ def guess_of(a: RecordedTensor, b: RecordedTensor, axes: Mapping[str, int]) -> s
     if bad and len(bad) < len(a.sums[0]):
         return f"only the parts {', '.join(map(str, bad))} of {len(a.sums[0])} along its first dimension differ"
     if is_small:
-        return "it differs by little: another precision or constant, or few values are other ones" if a.name else ""
+        return "it differs by little: another precision or constant, or few values are other ones"
     return f"it has {factor:.2g} of the reference in it, and other values"
 
 
