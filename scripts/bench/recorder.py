@@ -4,8 +4,7 @@ Measured for train_configs/debug_model.toml on this CPU: ordinary and recorded s
 record's bytes. By formula for Llama 3.2 1B on meta, in bf16 with 8,192 tokens: digests, arithmetic and memory.
 
 For a tensor of N values, of which L are in a row, a digest with P projections takes 2 N P operations for the projections of rows, 2 P N / L
-for those of all other dimensions, and 2 N for the norm. It holds copies of 2**24 values at a time, in fp32 (fp64 for an fp32 tensor), and in
-fp64 for the norm.
+for those of all other dimensions, and 2 N for the norm. It holds a copy of 2**24 values at a time, in fp32 (fp64 for an fp32 tensor).
 """
 
 from __future__ import annotations
@@ -124,7 +123,7 @@ def by_formula(bytes_each: float) -> None:
     )
     attention = 12 * sizes.n_layers * sizes.n_heads * sizes.head_dim * _TOKENS**2 // 2
     step = 6 * sum(map(prod, parameters)) * _TOKENS + attention
-    wide = max(min(prod(shape), 2**24) * (size + 8) for shape, size in tensors)
+    wide = max(min(prod(shape), 2**24) * size for shape, size in tensors)
     count = 2 * len(outputs) + 3 * len(parameters)
     print(f"Llama 3.2 1B, {_TOKENS:,} tokens on one device")
     print(f"  {count} digests, {count * bytes_each / 1e3:.0f} kB written")

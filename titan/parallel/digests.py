@@ -68,7 +68,7 @@ def digest_of(
     dtype = str(local.dtype).removeprefix("torch.")
     wide = torch.float32 if local.dtype.itemsize < 4 else torch.float64
     x = local.detach().to(wide)
-    squares = None if is_partial else x.double().square().sum().item()
+    squares = None if is_partial else torch.linalg.vector_norm(x, dtype=torch.float64).item() ** 2
     if not x.ndim:
         return Digest([[x.item(), *[0.0] * (CHUNKS - 1)]] * PROJECTIONS, squares, 1, dtype)
     projected = x.unsqueeze(-1)
