@@ -220,8 +220,9 @@ def _normal(
             )
             continue
         measured = _ratio(tensor, moved[key]) if key in moved else 0.0
-        # The loss is one number, which may hardly move by chance.
-        normal[key] = max(measured, unit if not key[1] else _UNIT["float32"])
+        # One number may hardly move by chance. It is a sum over many values, whose roundings cancel.
+        least = _UNIT["float32"] if key[1] else max(unit / 8, _UNIT["float32"])
+        normal[key] = max(measured, least)
     # By chance, one tensor may move less than others of its kind.
     for kind in {key[0] for key in normal} if moved else ():
         values = sorted(value for key, value in normal.items() if key[0] == kind)
