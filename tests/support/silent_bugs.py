@@ -466,7 +466,7 @@ def table(names: Sequence[str], reference: Reference) -> str:
         first = found.differences[0] if found.differences else None
         if first is not None and first.step > 1:
             said = f"step {first.step}: {said}"
-        row = f"| {about.what} ({about.source}) | {about.layout} | {said} | {losses[1]:.0e} | {losses[10]:.0e} |"
+        row = f"| {about.what} ({about.source}) | {about.layout} | {said} | {_short(losses[1])} | {_short(losses[10])} |"
         right = first is not None and (first.kind, first.name, first.step) == (
             *about.first,
             about.step,
@@ -474,6 +474,10 @@ def table(names: Sequence[str], reference: Reference) -> str:
         lines.append(row)
         print(row, "" if right else f"EXPECTED {about.first} in step {about.step}", flush=True)
     return "\n".join(lines)
+
+
+def _short(difference: float) -> str:
+    return f"{difference:.0e}" if difference else "0"
 
 
 def main(words: Sequence[str]) -> int:

@@ -216,6 +216,15 @@ def test_recorded_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert json.loads(path.read_text())["differences"][0]["name"] == "layers.1"
 
 
+def test_a_record_without_outputs_is_no_silent_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = [tensor for tensor in step().tensors if not tensor.kind.startswith("output")]
+    run = write(tmp_path / "a", dataclasses.replace(step(), tensors=kept))
+    assert titan(["diff", run, run]) == 0
+    assert "parameters only: the model does not run on meta" in capsys.readouterr().out
+
+
 def empty(folder: Path) -> None:
     folder.mkdir()
 
