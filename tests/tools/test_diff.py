@@ -182,6 +182,8 @@ def test_an_update_of_which_a_part_is_another_one_differs_whatever_rounding_does
         (lambda sums: [[0.0] * 8 for _ in sums], {}, "it is zero"),
         (lambda sums: [[math.nan] * 8 for _ in sums], {}, "it is not finite"),
         (lambda sums: [[*row[:6], 9 * row[6], row[7]] for row in sums], {}, "only the parts 7 of 8"),
+        (lambda sums: [[x + 1e-3 * (-1) ** n for n, x in enumerate(row)] for row in sums], {}, "differs by little"),
+        (lambda sums: [[x + 0.3 * (-1) ** n for n, x in enumerate(row)] for row in sums], {}, "part of its values"),
     ],
 )  # fmt: skip
 def test_a_difference_is_put_into_words(change: Any, axes: dict[str, int], words: str) -> None:

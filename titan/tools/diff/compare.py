@@ -280,13 +280,15 @@ def guess_of(a: RecordedTensor, b: RecordedTensor, axes: Mapping[str, int]) -> s
                 return f"it is 1/{n} of it, as if it had been divided by {axis}'s {n} ranks, or never added up"
         return f"it is {factor:.3g} times the reference, in all places alike"
     bad = _differing_chunks(a, b)
-    is_small = abs(factor - 1) < _CLOSE and rest < _CLOSE * size
+    is_small = _ratio(a, b) < _UNIT["bfloat16"]
     if not is_small and a.norm and b.norm is not None and abs(a.norm - b.norm) < 1e-3 * a.norm:
         return "it has the same size and other values: a part is in another place, or an order is another one"
     if bad and len(bad) < len(a.sums[0]):
         return f"only the parts {', '.join(map(str, bad))} of {len(a.sums[0])} along its first dimension differ"
     if is_small:
         return "it differs by little: another precision or constant, or few values are other ones"
+    if abs(factor - 1) < _CLOSE:
+        return "part of its values are other ones"
     return f"it has {factor:.2g} of the reference in it, and other values"
 
 
