@@ -19,6 +19,7 @@ from titan.parallel import shard_sequence
 from titan.parallel.init_weights import canonical_name
 from titan.parallel.mesh import axis_rank, axis_size
 from titan.parallel.recorder import Recorder, source_line, whole_shapes
+from titan.parallel.tensor_styles import argument_names
 from titan.run_folder import git_state
 from titan.tasks import task_of
 from titan.train_step import StepReport, TrainStep
@@ -122,8 +123,10 @@ def _shapes(step: TrainStep) -> dict[str, Any]:
         meta = torch.device("meta")
         whole = task.complete(task.random_batch(0), device=meta, is_cut=True)
         inputs = task.microbatch(whole.map(lambda _, tensor: tensor.to(meta)))
+        # Documents of variable length are for the hook that makes their mask.
+        named = {n: x for n, x in inputs.inputs.items() if n in argument_names(model)}
         with torch.no_grad():
-            model(inputs.input, **inputs.inputs)
+            model(inputs.input, **named)
 
     try:
         model, _ = build_whole_model(job)

@@ -147,6 +147,12 @@ FAULTS: dict[str, Callable[[], None]] = {
 
 
 def lost_partial_sum(config: JobConfig, *options: Any) -> dict[str, Any]:
+    """Train with `lose_partial_sums`."""
+    lose_partial_sums()
+    return steps.train_job(config, *options)
+
+
+def lose_partial_sums() -> None:
     """Leave each tensor-parallel rank with its own part of what row-wise layers return."""
 
     def keep_own(layouts: Any, local: bool, module: nn.Module, output: DTensor, mesh: Any) -> Any:
@@ -159,7 +165,6 @@ def lost_partial_sum(config: JobConfig, *options: Any) -> dict[str, Any]:
     give = RowwiseParallel._prepare_output_fn
     if dist.get_world_size() > 1:
         RowwiseParallel._prepare_output_fn = staticmethod(keep_own)  # pyright: ignore
-    return steps.train_job(config, *options)
 
 
 def doubled_gradient(config: JobConfig, *options: Any) -> dict[str, Any]:
@@ -188,6 +193,12 @@ def _scaled(factor: float, name: str, config: JobConfig, options: Any) -> dict[s
 
 
 def ignored_window(config: JobConfig, *options: Any) -> dict[str, Any]:
+    """Train with `ignore_windows`."""
+    ignore_windows()
+    return steps.train_job(config, *options)
+
+
+def ignore_windows() -> None:
     """Make context-parallel ranks attend to all keys."""
 
     def apply(model: nn.Module, **options: Any) -> None:
@@ -198,4 +209,3 @@ def ignored_window(config: JobConfig, *options: Any) -> dict[str, Any]:
 
     whole = parallelize.apply_cp
     parallelize.apply_cp = apply  # of ranks with context parallelism only
-    return steps.train_job(config, *options)

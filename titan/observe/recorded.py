@@ -12,6 +12,7 @@ from titan.run_folder import write_text_atomically
 from titan.untrusted import InputError
 
 FOLDER = "recorded"
+FORMAT = 1  # another one after a change of the projections
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class RecordedStep:
 def write_step(folder: Path, step: RecordedStep) -> None:
     """Write a step into a run folder."""
     (folder / FOLDER).mkdir(exist_ok=True)
-    content = {**vars(step), "tensors": [vars(tensor) for tensor in step.tensors]}
+    content = {"format": FORMAT, **vars(step), "tensors": [vars(tensor) for tensor in step.tensors]}
     write_text_atomically(folder / FOLDER / f"step-{step.step}.json", json.dumps(content) + "\n")
 
 
@@ -75,13 +76,15 @@ def read_steps(folder: Path) -> list[RecordedStep]:
     """
     steps = [_read(path) for path in (folder / FOLDER).glob("step-*.json")]
     if not steps:
-        raise InputError(f"{folder} has no recorded steps: train with --debug.record_steps=1,2,3")
+        raise InputError(f"{folder} has no recorded steps: train with --debug.record_steps=[1,2,3]")
     return sorted(steps, key=lambda step: step.step)
 
 
 def _read(path: Path) -> RecordedStep:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        if (found := content.pop("format")) != FORMAT:
+            raise ValueError(f"format {found}, and this titan reads format {FORMAT}")
         tensors = [RecordedTensor(**tensor) for tensor in content.pop("tensors")]
         return RecordedStep(**content, tensors=tensors)
     except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:

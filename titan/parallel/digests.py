@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 PROJECTIONS, CHUNKS = 4, 8
+_AT_ONCE = 2**24  # values of which copies in a wide dtype are made
 
 
 @dataclass
@@ -53,10 +54,21 @@ def digest_of(
         lengths: lengths of the whole tensor's dimensions.
         is_partial: whether parts with the same indices are to be added up.
     """
+    if local.numel() > _AT_ONCE:
+        dim = max(range(local.ndim), key=lambda d: local.shape[d])
+        halves = zip(local.tensor_split(2, dim), indices[dim].tensor_split(2), strict=True)
+        first, second = (
+            digest_of(
+                half, [*indices[:dim], own, *indices[dim + 1 :]], lengths, is_partial=is_partial
+            )
+            for half, own in halves
+        )
+        first.add(second)
+        return first
     dtype = str(local.dtype).removeprefix("torch.")
     wide = torch.float32 if local.dtype.itemsize < 4 else torch.float64
     x = local.detach().to(wide)
-    squares = None if is_partial else x.double().square().sum().item()
+    squares = None if is_partial else torch.linalg.vector_norm(x, dtype=torch.float64).item() ** 2
     if not x.ndim:
         return Digest([[x.item(), *[0.0] * (CHUNKS - 1)]] * PROJECTIONS, squares, 1, dtype)
     projected = x.unsqueeze(-1)
@@ -73,11 +85,11 @@ def digest_of(
 
 def _signs(indices: Tensor, place: int) -> Tensor:
     """Return the signs of indices of a dimension, (len, P): bits of a mixed number (splitmix64)."""
-    x = (
-        indices[:, None]
-        + torch.arange(PROJECTIONS) * 0x3C6EF372FE94F82A
-        + place * 0x1E3779B97F4A7C15
+    # No small multiple of one factor is one of the other: a sign of two dimensions must not be one draw.
+    seeds = (
+        torch.arange(PROJECTIONS) * 0x3C6EF372FE94F82A + torch.tensor(place) * 0x2545F4914F6CDD1D
     )
+    x = indices[:, None] + seeds
     x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
     x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
     return ((x >> 31) & 1) * 2 - 1
@@ -91,9 +103,10 @@ def indices_of(value: Tensor) -> list[Tensor]:
     coordinate = value.device_mesh.get_coordinate()
     assert coordinate is not None
     for dim in range(value.ndim):
-        axes = [n for n, p in enumerate(value.placements) if p.is_shard(dim)]
+        # By attribute: torch 2.13's strided shard is no Shard.
+        axes = [n for n, p in enumerate(value.placements) if getattr(p, "dim", None) == dim]
         # FSDP shards what tensor parallelism has sharded, though its axis comes first.
-        if any(type(value.placements[n]).__name__ == "_StridedShard" for n in axes):
+        if any(hasattr(value.placements[n], "split_factor") for n in axes):
             axes.reverse()
         for n in axes:
             parts = indices[dim].chunk(value.device_mesh.size(n))

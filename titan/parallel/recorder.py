@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -133,7 +133,8 @@ class Recorder:
         self.active, self.now = False, 0
         self.parts_seen: dict[tuple[str, str], dict[tuple[Any, ...], Digest]] = {}
         self.kept: dict[tuple[str, str], list[tuple[list[Tensor], list[int], Tensor]]] = {}
-        self.calls: Counter[tuple[str, str]] = Counter()
+        self.calls: Counter[str] = Counter()
+        self.with_gradient: set[tuple[str, int]] = set()
         self.generator = torch.Generator().manual_seed(perturbed) if perturbed else None
         for part in parts:
             part.register_forward_pre_hook(self._note_batch, with_kwargs=True)
@@ -166,6 +167,7 @@ class Recorder:
         self.positions = positions.cpu()
         self.active = True
         self.parts_seen, self.kept, self.calls = {}, {}, Counter()
+        self.with_gradient = set()
         self.parameters("weight")
 
     # ---- outputs and their gradients ----------------------------------------------------------------
@@ -194,19 +196,26 @@ class Recorder:
         x = _first_float(out)
         if x is None or name not in self.shapes:
             return
-        self._note("output", name, x)
-        if x.requires_grad:
-            x.register_hook(partial(self._note_gradient, name, self.now))
+        first, has_batch = self.calls[name], not {"B", "BS"}.isdisjoint(self.shapes[name])
+        if (not has_batch and first) or not self._note("output", name, x, first):
+            return  # an output of parameters alone is the same in each micro-batch
+        self.calls[name] += self.now if has_batch else 1
+        if x.requires_grad and has_batch:
+            x.register_hook(partial(self._note_gradient, name, self.now, first))
 
-    def _note_gradient(self, name: str, now: int, gradient: Tensor | None) -> None:
+    def _note_gradient(self, name: str, now: int, first: int, gradient: Tensor | None) -> None:
         if gradient is None:  # none comes from behind
             return
-        before, self.now = self.now, now
-        self._note("output gradient", name, gradient)
-        self.now = before
+        # A backward pass in two halves computes it in both.
+        if (name, first) not in self.with_gradient:
+            self.with_gradient.add((name, first))
+            before, self.now = self.now, now
+            self._note("output gradient", name, gradient, first)
+            self.now = before
 
     @torch.no_grad()
-    def _note(self, kind: str, name: str, x: Tensor) -> None:
+    def _note(self, kind: str, name: str, x: Tensor, first: int) -> bool:
+        """Note a part that begins at a sample of this rank. Return whether it is known how the parts join."""
         addend = _partial_coordinate(x)
         local = x.detach()
         local = local.to_local() if isinstance(local, DTensor) else local
@@ -214,22 +223,20 @@ class Recorder:
         if "BS" in dims:
             at = dims.index("BS")
             if not self.now or local.ndim != len(dims) or local.shape[at] % self.now:
-                return
+                return False
             local = local.unflatten(at, (self.now, -1))
             dims = (*dims[:at], "B", "S", *dims[at + 1 :])
         if local.ndim != len(dims):
-            return
-        first = self.calls[kind, name]
+            return False
         lengths: list[int] = []
         indices: list[Tensor] = []
         for dim, length in zip(dims, local.shape, strict=True):
             found = self._indices(dim, length, first)
             if found is None:
-                return
+                return False
             indices.append(found)
             whole = self.samples * self.dp[1] if dim == "B" else self.length
             lengths.append(dim if isinstance(dim, int) else whole)
-        self.calls[kind, name] += self.now if "B" in dims else 1
         # Samples of all micro-batches add up in one part.
         place = [
             self.dp[0] if dim == "B" else (int(i[0]), len(i))
@@ -237,6 +244,7 @@ class Recorder:
             if len(i)
         ]
         self._put((kind, name), (*place, addend), local, indices, lengths, addend is not None)
+        return True
 
     def _indices(self, dim: Dim, length: int, first: int) -> Tensor | None:
         """Return the indices in the whole dimension of a part of this length, or None if that is not known."""
@@ -270,7 +278,7 @@ class Recorder:
             kind: "weight", "gradient" or "update".
         """
         for part in self.parts:
-            for name, parameter in part.named_parameters():
+            for name, parameter in [*part.named_parameters(), *_buffers(part)]:
                 value = parameter.grad if kind == "gradient" else parameter.detach()
                 if value is None:
                     continue
@@ -364,6 +372,15 @@ def _join(
             whole.add(total)
     assert whole is not None
     return JoinedTensor(*key, whole, differing)
+
+
+def _buffers(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the floating-point buffers that belong to a checkpoint, such as routing biases."""
+    for path, module in part.named_modules():
+        for name, buffer in module._buffers.items():
+            is_kept = name not in module._non_persistent_buffers_set
+            if is_kept and buffer is not None and buffer.is_floating_point():
+                yield f"{path}.{name}".lstrip("."), buffer
 
 
 def _partial_coordinate(value: Tensor) -> tuple[int, ...] | None:

@@ -16,8 +16,12 @@ def host_counts(counts: Tensor, *, num_tokens: int) -> list[int]:
 
     Args:
         counts: integers, of one dimension.
-        num_tokens: number of tokens that this rank holds. The simulator, which has no counts, spreads them evenly.
+        num_tokens: number of tokens that this rank holds. The simulator, which has no counts, spreads them evenly, and so does
+            this function on meta.
     """
+    if counts.is_meta:
+        each, rest = divmod(num_tokens, len(counts))
+        return [each + (number < rest) for number in range(len(counts))]
     return counts.tolist()
 
 

@@ -69,6 +69,10 @@ def main(argv: list[str]) -> int:
         raise InputError(f"{options.a} and {options.b} recorded no step in common")
     found = compare(a, b, spread)
     print("\n".join(report(found, measured=bool(spread))))
+    if not any(tensor.kind == "output" for step in a for tensor in step.tensors):
+        print(
+            "parameters only: the model does not run on meta, so outputs of modules were not recorded"
+        )
     if options.json is not None:
         options.json.write_text(json.dumps(asdict(found), indent=2) + "\n", encoding="utf-8")
     return int(bool(found.differences))

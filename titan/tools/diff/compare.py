@@ -7,7 +7,7 @@ Without such a run, the precision of the job stands in for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from titan.observe.recorded import RecordedStep, RecordedTensor
@@ -18,10 +18,12 @@ Key = tuple[str, str]
 # gradients near zero make up the spread of an update: one measurement of it says little, and right layouts reach 10.
 BEYOND = 12.0
 _BEYOND_OF = {"update": 100.0, "weight": 50.0}
+_FEW = 0.3
 UNIT = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10, "float64": 2.0**-52}
 # Rounding without a measurement, in units in the last place, and the growth that deep models have.
 _UNMEASURED = 512.0
 _CLOSE = 0.05  # of a recognised factor
+_OF_PARAMETERS = {"weight", "gradient", "update"}
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Difference:
         normal: the same for rounding.
         guess: what the difference looks like, in words.
         line: file and line of the module's forward pass.
+        after: the last tensor before it that is equal, in words.
     """
 
     step: int
@@ -45,13 +48,15 @@ class Difference:
     normal: float
     guess: str
     line: str
+    after: str
 
     def __str__(self) -> str:
         where = f" ({self.line})" if self.line else ""
-        what = f"{self.kind} of {self.name}{where}" if self.name else self.kind
+        what = f"{_words(self.kind, self.name)}{where}"
         return (
             f"step {self.step}: {what} differs by {self.ratio:.1e}; rounding makes {self.normal:.1e}"
             + (f"\n  {self.guess}" if self.guess else "")
+            + (f"\n  equal before it: {self.after}" if self.after else "")
         )
 
 
@@ -111,41 +116,40 @@ def compare(
         a, b = _by_key(one), _by_key(two)
         normal = _normal(a, _by_key(moved[one.step]) if one.step in moved else {}, one, two)
         left_out += len(a.keys() ^ b.keys())
+        kinds, last, inherited = {kind for kind, _ in b}, "", _inherited(a, b, normal)
         for key in in_order(one):
             if key not in b:
+                # A layout may compute an output in another place, but it has all parameters.
+                if key[0] in _OF_PARAMETERS & kinds:
+                    guess = "the other run has none"
+                    found.append(Difference(one.step, *key, math.inf, normal[key], guess, "", last))
                 continue
             compared += 1
             ratio = _ratio(a[key], b[key])
-            allowed = normal[key] * _BEYOND_OF.get(key[0], BEYOND)
+            allowed = _allowed(key[0], normal[key]) * (1 if key[0] == "weight" else inherited)
             if ratio <= allowed and not b[key].copies:
-                worst = max(worst, ratio / allowed)
+                worst, last = max(worst, ratio / allowed), _words(*key)
                 continue
             guess = guess_of(a[key], b[key], two.axes)
-            found.append(
-                Difference(one.step, *key, ratio, normal[key], guess, b[key].line or a[key].line)
-            )
-        if not found and one.step in moved:
-            found += _numbers(one, two, moved[one.step])
+            line = b[key].line or a[key].line
+            found.append(Difference(one.step, *key, ratio, normal[key], guess, line, last))
     return Comparison(found, compared, left_out, worst)
 
 
-def _numbers(one: RecordedStep, two: RecordedStep, moved: RecordedStep) -> Iterator[Difference]:
-    """Yield loss and gradient norm if they differ though no tensor does."""
-    unit = UNIT[one.computes_in] if one.computes_in in UNIT else UNIT["float32"]
-    for kind in ("loss", "grad_norm"):
-        a, b, c = (float(getattr(step, kind)) for step in (one, two, moved))
-        normal = max(abs(a - c) / abs(a or 1), unit)
-        if not (ratio := abs(a - b) / abs(a or 1)) <= BEYOND * normal:
-            guess = "all recorded tensors are equal: its computation from them is another one"
-            yield Difference(
-                one.step,
-                kind.replace("grad", "gradient").replace("_", " "),
-                "",
-                ratio,
-                normal,
-                guess,
-                "",
-            )
+def _inherited(
+    a: Mapping[Key, RecordedTensor], b: Mapping[Key, RecordedTensor], normal: Mapping[Key, float]
+) -> float:
+    """Return how many times as far as in the disturbed run the weights of a step are off. All that follows is off by as much."""
+    weights = [key for key in a if key[0] == "weight" and key in b]
+    shares = [_ratio(a[key], b[key]) / normal[key] for key in weights]
+    return min(max(1.0, *shares), _BEYOND_OF["weight"]) if shares else 1.0
+
+
+def _allowed(kind: str, normal: float) -> float:
+    """Return the largest relative difference that rounding explains."""
+    most = _BEYOND_OF.get(kind, BEYOND) * normal
+    # Few values are near zero. So the wider limit ends where a large part of a tensor would have to be another one.
+    return min(most, max(BEYOND * normal, _FEW))
 
 
 def in_order(step: RecordedStep) -> list[Key]:
@@ -170,16 +174,33 @@ def in_order(step: RecordedStep) -> list[Key]:
         return -place.get(owner, inner.get(owner, -1)), 1
 
     keys: list[Key] = []
-    for kinds in (("weight",), ("output",), ("output gradient", "gradient"), ("update",)):
-        tensors = [t for t in step.tensors if t.kind in kinds]
+    stages = (
+        *(("weight",), ("output",), ("loss",)),
+        *(("output gradient", "gradient"), ("gradient norm",), ("update",)),
+    )
+    for kinds in stages:
+        tensors = [t for t in _tensors(step) if t.kind in kinds]
         if len(kinds) > 1 or kinds == ("update",):
             tensors.sort(key=backward)
         keys += [(t.kind, t.name) for t in tensors]
     return keys
 
 
+def _tensors(step: RecordedStep) -> list[RecordedTensor]:
+    """Return the tensors of a step, its loss and its gradient norm."""
+    numbers = {"loss": step.loss, "gradient norm": step.grad_norm}
+    return [
+        *step.tensors,
+        *(RecordedTensor(k, "", step.computes_in, None, [[x]]) for k, x in numbers.items()),
+    ]
+
+
 def _by_key(step: RecordedStep) -> dict[Key, RecordedTensor]:
-    return {(t.kind, t.name): t for t in step.tensors}
+    return {(t.kind, t.name): t for t in _tensors(step)}
+
+
+def _words(kind: str, name: str) -> str:
+    return f"{kind} of {name}" if name else kind
 
 
 def _normal(
@@ -199,7 +220,9 @@ def _normal(
             )
             continue
         measured = _ratio(tensor, moved[key]) if key in moved else 0.0
-        normal[key] = max(measured, UNIT["float32"])
+        # One number may hardly move by chance. It is a sum over many values, whose roundings cancel.
+        least = UNIT["float32"] if key[1] else max(unit / 8, UNIT["float32"])
+        normal[key] = max(measured, least)
     # By chance, one tensor may move less than others of its kind.
     for kind in {key[0] for key in normal} if moved else ():
         values = sorted(value for key, value in normal.items() if key[0] == kind)
@@ -257,13 +280,15 @@ def guess_of(a: RecordedTensor, b: RecordedTensor, axes: Mapping[str, int]) -> s
                 return f"it is 1/{n} of it, as if it had been divided by {axis}'s {n} ranks, or never added up"
         return f"it is {factor:.3g} times the reference, in all places alike"
     bad = _differing_chunks(a, b)
-    same = a.norm and b.norm is not None and abs(a.norm - b.norm) < 1e-3 * a.norm
-    if same:
+    is_small = _ratio(a, b) < UNIT["bfloat16"]
+    if not is_small and a.norm and b.norm is not None and abs(a.norm - b.norm) < 1e-3 * a.norm:
         return "it has the same size and other values: a part is in another place, or an order is another one"
     if bad and len(bad) < len(a.sums[0]):
         return f"only the parts {', '.join(map(str, bad))} of {len(a.sums[0])} along its first dimension differ"
+    if is_small:
+        return "it differs by little: another precision or constant, or few values are other ones"
     if abs(factor - 1) < _CLOSE:
-        return "a small part of it is another one"
+        return "part of its values are other ones"
     return f"it has {factor:.2g} of the reference in it, and other values"
 
 

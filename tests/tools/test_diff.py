@@ -1,0 +1,311 @@
+"""`titan diff`: the module of each silent bug, right layouts, recorded runs, and mistakes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import clean_pairs, silent_bugs
+from tests.support.clean_pairs import PAIRS, Pairs
+from tests.support.ranks import Pool
+from tests.support.silent_bugs import BUGS, RECORDED, Reference, found_with
+from titan.cli import main as titan
+from titan.observe.recorded import FOLDER, RecordedStep, RecordedTensor, read_steps, write_step
+from titan.tools.diff.compare import compare, guess_of, in_order
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference(Pool((silent_bugs.__name__,), quiet=True))
+
+
+@pytest.fixture(scope="module")
+def pairs() -> Pairs:
+    return Pairs(Pool((clean_pairs.__name__,), quiet=True))
+
+
+# ---- silent bugs, and right layouts --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_silent_bug_is_named(bug: str, reference: Reference) -> None:
+    about = BUGS[bug]
+    found, losses = found_with(bug, reference, RECORDED)
+    first = found.differences[0]
+    assert (first.kind, first.name, first.step) == (*about.first, about.step), found.differences[:3]
+    assert all(map(math.isfinite, losses.values()))  # nothing but the numbers is wrong
+
+
+def test_bugs_cover_all_parallelisms_and_the_table_counts_right() -> None:
+    layouts = {bug.layout.split()[0] for bug in BUGS.values()}
+    assert layouts >= {"TP", "CP", "PP", "EP", "FSDP"}
+    drills = [name for name, bug in BUGS.items() if "#" not in bug.source]
+    assert len(BUGS) >= 26 and len(BUGS) - len(drills) >= 14
+    assert len(PAIRS) >= 60
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=", ".join)
+def test_a_right_layout_is_equal(pair: tuple[str, str, str], pairs: Pairs) -> None:
+    found = pairs.compare(*pair)
+    assert not found.differences, found.differences[0]
+    assert found.compared > 300
+
+
+# ---- comparison ----------------------------------------------------------------------------------
+
+KINDS = ("weight", "output", "output gradient", "gradient", "update")
+
+
+def step(
+    scale: dict[tuple[str, str], float] | None = None, noise: float = 0.0, **about: Any
+) -> RecordedStep:
+    """Return a step of two layers, with some tensors multiplied, and all moved by a relative noise."""
+    tensors = []
+    for number, name in enumerate(("embed", "layers.0", "layers.1", "head")):
+        for kind in KINDS:
+            full = name if kind.startswith("output") else f"{name}.weight"
+            factor = (scale or {}).get((kind, full), 1.0) * (1 + noise * (1 if number % 2 else -1))
+            sums = [
+                [factor * (1 + p + c + number) * (-1) ** (p * c) for c in range(8)]
+                for p in range(4)
+            ]
+            norm = math.sqrt(sum(x * x for row in sums for x in row) / 4)
+            tensors.append(RecordedTensor(kind, full, "float32", norm, sums))
+    values = {"step": 1, "loss": 2.0 * (1 + noise), "grad_norm": 3.0 * (1 + noise), "axes": {}}
+    values |= {"computes_in": "float32", "about": {}} | about
+    return RecordedStep(**values, tensors=tensors)
+
+
+def first_of(two: RecordedStep, noise: float = 3e-7) -> tuple[str, str]:
+    found = compare([step()], [two], [step(noise=noise)])
+    return (found.differences[0].kind, found.differences[0].name) if found.differences else ("", "")
+
+
+def test_tensors_are_compared_in_the_order_in_which_they_are_computed() -> None:
+    keys = in_order(step())
+    assert [kind for kind, name in keys if not name] == ["loss", "gradient norm"]
+    outputs = [name for kind, name in keys if kind == "output"]
+    assert outputs == ["embed", "layers.0", "layers.1", "head"]
+    backward = [key for key in keys if key[0] in ("output gradient", "gradient")]
+    assert backward[:4] == [
+        ("output gradient", "head"),
+        ("gradient", "head.weight"),
+        ("output gradient", "layers.1"),
+        ("gradient", "layers.1.weight"),
+    ]
+    assert keys.index(("loss", "")) > keys.index(("output", "head"))
+    assert keys.index(("loss", "")) < keys.index(("output gradient", "head"))
+    assert keys.index(("gradient norm", "")) < keys.index(("update", "head.weight"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_difference_is_named_and_rounding_is_not(kind: str) -> None:
+    name = "layers.0" if kind.startswith("output") else "layers.0.weight"
+    later = {("update", f"{n}.weight"): 2.0 for n in ("embed", "head")} if kind != "update" else {}
+    assert first_of(step({(kind, name): 1.5, **later})) == (kind, name)
+    assert first_of(step(noise=1e-6)) == ("", "")
+    assert first_of(step({(kind, name): math.nan})) == (kind, name)
+
+
+def test_what_is_normal_is_measured() -> None:
+    two = step({("output", "layers.0"): 1 + 1e-4})
+    assert first_of(two, noise=1e-7) == ("output", "layers.0")
+    assert first_of(two, noise=3e-5) == ("", "")
+
+
+def test_what_weights_are_off_by_goes_on_into_their_step() -> None:
+    def moved(weights: float, gradients: float) -> RecordedStep:
+        return step(
+            {
+                ("weight", "layers.0.weight"): 1 + weights,
+                ("gradient", "layers.0.weight"): 1 + gradients,
+            },
+            step=2,
+        )
+
+    def found(two: RecordedStep) -> list[tuple[str, str]]:
+        spread = [step(step=2, noise=1e-6)]
+        return [(d.kind, d.name) for d in compare([step(step=2)], [two], spread).differences]
+
+    assert found(moved(0.0, 6e-5)) == [("gradient", "layers.0.weight")]
+    assert found(moved(2e-5, 6e-5)) == []
+    assert found(moved(2e-5, 6e-3)) == [("gradient", "layers.0.weight")]
+    assert found(moved(6e-3, 6e-3))[0] == ("weight", "layers.0.weight")
+
+
+def test_loss_and_gradient_norm_are_compared_where_they_are_computed() -> None:
+    wrong = {("output gradient", "head"): 2.0, ("update", "head.weight"): 2.0}
+    assert first_of(step(wrong, loss=4.0)) == ("loss", "")
+    assert first_of(step({("update", "head.weight"): 2.0}, grad_norm=1.0)) == ("gradient norm", "")
+    found = compare([step()], [step(loss=4.0)], [step(noise=1e-7)]).differences[0]
+    assert found.after == "output of head" and "2 times" not in found.after
+
+
+def test_a_parameter_without_a_gradient_is_a_difference() -> None:
+    two = step()
+    kept = [t for t in two.tensors if (t.kind, t.name) != ("gradient", "layers.1.weight")]
+    found = compare([step()], [dataclasses.replace(two, tensors=kept)], [step(noise=1e-7)])
+    assert [(d.kind, d.name, d.guess) for d in found.differences] == [
+        ("gradient", "layers.1.weight", "the other run has none")
+    ]
+    # No gradient of any parameter: an update in the backward pass uses them up.
+    kept = [t for t in two.tensors if t.kind != "gradient"]
+    assert not compare([step()], [dataclasses.replace(two, tensors=kept)]).differences
+
+
+def test_an_update_of_which_a_part_is_another_one_differs_whatever_rounding_does() -> None:
+    a, b = step(), step({("update", "layers.0.weight"): 1.6})
+    # A hundred times this spread would be more than all of the update.
+    found = compare(
+        [a],
+        [b],
+        [
+            step(
+                {("update", f"{n}.weight"): 1.02 for n in ("embed", "layers.0", "layers.1", "head")}
+            )
+        ],
+    )
+    assert [(d.kind, d.name) for d in found.differences] == [("update", "layers.0.weight")]
+
+
+@pytest.mark.parametrize(
+    ("change", "axes", "words"),
+    [
+        (lambda sums: [[2 * x for x in row] for row in sums], {"tp": 2}, "2 times as large, as if tp's 2 ranks"),
+        (lambda sums: [[x / 4 for x in row] for row in sums], {"dp_shard": 4}, "1/4 of it, as if it had been divided by dp_shard's"),
+        (lambda sums: [[3 * x for x in row] for row in sums], {"tp": 2}, "it is 3 times the reference"),
+        (lambda sums: [[0.0] * 8 for _ in sums], {}, "it is zero"),
+        (lambda sums: [[math.nan] * 8 for _ in sums], {}, "it is not finite"),
+        (lambda sums: [[*row[:6], 9 * row[6], row[7]] for row in sums], {}, "only the parts 7 of 8"),
+        (lambda sums: [[x + 1e-3 * (-1) ** n for n, x in enumerate(row)] for row in sums], {}, "differs by little"),
+        (lambda sums: [[x + 0.3 * (-1) ** n for n, x in enumerate(row)] for row in sums], {}, "part of its values"),
+    ],
+)  # fmt: skip
+def test_a_difference_is_put_into_words(change: Any, axes: dict[str, int], words: str) -> None:
+    a = step().tensors[0]
+    b = dataclasses.replace(a, sums=change(a.sums), norm=None)
+    assert words in guess_of(a, b, axes)
+
+
+# ---- recorded runs -------------------------------------------------------------------------------
+
+
+def write(folder: Path, *steps: RecordedStep) -> str:
+    folder.mkdir()
+    for one in steps:
+        write_step(folder, one)
+    return str(folder)
+
+
+def test_recorded_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    right, moved = write(tmp_path / "a", step()), write(tmp_path / "moved", step(noise=3e-7))
+    wrong = write(tmp_path / "b", step({("output", "layers.1"): 0.5}, axes={"tp": 2}))
+    assert read_steps(tmp_path / "a") == [step()]
+    assert titan(["diff", right, right]) == 0
+    assert "equal: 22 tensors compared" in (said := capsys.readouterr().out)
+    assert "rounding was not measured" in said
+    path = tmp_path / "found.json"
+    assert titan(["diff", right, wrong, "--spread", moved, "--json", str(path)]) == 1
+    said = capsys.readouterr().out
+    assert "first: step 1: output of layers.1 differs by 5.0e-01" in said
+    assert "1/2 of it, as if it had been divided by tp's 2 ranks" in said
+    assert "equal before it: output of layers.0" in said
+    assert json.loads(path.read_text())["differences"][0]["name"] == "layers.1"
+
+
+def test_a_record_without_outputs_is_no_silent_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = [tensor for tensor in step().tensors if not tensor.kind.startswith("output")]
+    run = write(tmp_path / "a", dataclasses.replace(step(), tensors=kept))
+    assert titan(["diff", run, run]) == 0
+    assert "parameters only: the model does not run on meta" in capsys.readouterr().out
+
+
+def empty(folder: Path) -> None:
+    folder.mkdir()
+
+
+def other_step(folder: Path) -> None:
+    write(folder, step(step=7))
+
+
+def cut_off(folder: Path) -> None:
+    write(folder, step())
+    path = folder / FOLDER / "step-1.json"
+    path.write_text(path.read_text()[:200])
+
+
+def other_format(folder: Path) -> None:
+    write(folder, step())
+    path = folder / FOLDER / "step-1.json"
+    path.write_text(path.read_text().replace('"format": 1', '"format": 99'))
+
+
+def other_content(folder: Path) -> None:
+    (folder / FOLDER).mkdir(parents=True)
+    (folder / FOLDER / "step-1.json").write_text('["a"]')
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (empty, "has no recorded steps: train with --debug.record_steps=[1,2,3]"),
+        (other_step, "recorded no step in common"),
+        (cut_off, "step-1.json is no recorded step"),
+        (other_format, "format 99, and this titan reads format 1"),
+        (other_content, "step-1.json is no recorded step"),
+    ],
+)
+def test_a_mistake_is_a_line_and_exit_code_2(
+    damage: Any, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = write(tmp_path / "a", step())
+    damage(tmp_path / "b")
+    assert titan(["diff", right, str(tmp_path / "b")]) == 2
+    said = capsys.readouterr().err.strip()
+    assert words in said and len(said.splitlines()) == 1
+
+
+JOB = """
+[model]
+flavor = "tiny"
+[model.overrides]
+n_layers = 2
+[tokenizer]
+name = "bytes"
+[training]
+dataset = "synthetic"
+seq_len = 32
+local_batch_size = 2
+steps = 2
+"""
+
+
+def test_jobs_are_trained_and_a_changed_key_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path := tmp_path / "job.toml").write_text(JOB)
+    changed = ["--b.model.overrides.norm_eps=1e-2", "--steps=1"]
+    assert titan(["diff", str(path), str(path), *changed, "--output", str(tmp_path / "runs")]) == 1
+    said = capsys.readouterr().out
+    assert "first: step 1: output of layers.0.attention_norm" in said
+    # Its runs are there, and equal to themselves.
+    run = str(tmp_path / "runs" / "a")
+    assert titan(["diff", run, run, "--spread", str(tmp_path / "runs" / "spread")]) == 0
+    assert "the largest difference is 0%" in capsys.readouterr().out
+
+
+def test_a_job_that_cannot_run_is_a_line_and_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path := tmp_path / "job.toml").write_text(JOB)
+    assert titan(["diff", str(path), str(path), "--b.model.flavor=tinny"]) == 2
+    assert "did you mean 'tiny'?" in capsys.readouterr().err
+    assert titan(["diff", str(path), str(tmp_path / "none.toml")]) == 2
+    assert "none.toml" in capsys.readouterr().err
