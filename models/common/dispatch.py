@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from titan.parallel.token_order import permute
+from titan.parallel.token_order import inverted, permute
 
 
 def dispatch(
@@ -27,14 +27,31 @@ def dispatch(
         num_experts: Number of experts.
         dispatcher: Function of tokens sorted by expert, (N, D), and of their counts, (E,), that returns the experts' outputs.
     """
-    # Permutation that sorts the copies (T, K) by expert, and its inverse.
-    order_N = ids_TK.flatten().argsort(stable=True)
-    inverse_N = torch.empty_like(order_N)
-    inverse_N[order_N] = torch.arange(len(order_N), device=order_N.device)
-    counts_E = count(ids_TK.reshape(1, -1), num_experts)[0]
+    inverse_N, counts_E = places_by_expert(ids_TK, num_experts)
+    order_N = inverted(inverse_N)
     tokens_ND: Any = Spread.apply(x_TD, order_N, inverse_N, ids_TK.shape[1])
     # Sums run in the order of K: on a GPU, index_add into tokens would have no fixed order.
     return permute(dispatcher(tokens_ND, counts_E), inverse_N, order_N).view(*ids_TK.shape, -1)
+
+
+def places_by_expert(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Return the place of each copy (T, K) in the order by expert, then by token, int64 (N,), and the copies of each expert, int64 (E,).
+
+    It counts: nothing is sorted. A copy's place is the number of copies for smaller experts, plus that of earlier copies for its own.
+
+    Args:
+        ids_TK: Experts of each token, int64. A token may name an expert twice.
+        num_experts: Number of experts.
+    """
+    chosen_TE = ids_TK.new_zeros(len(ids_TK), num_experts, dtype=torch.int32)
+    chosen_TE.scatter_add_(1, ids_TK, torch.ones_like(ids_TK, dtype=torch.int32))
+    upto_TE = chosen_TE.cumsum(0, dtype=torch.int32)
+    counts_E = chosen_TE.sum(0)
+    # Copies for smaller experts, and those of earlier tokens for the same one.
+    before_TE = upto_TE - chosen_TE + (counts_E.cumsum(0) - counts_E)
+    same_TKK = (ids_TK[:, :, None] == ids_TK[:, None, :]).tril(-1)
+    places_TK = before_TE.gather(1, ids_TK) + same_TKK.sum(-1)
+    return places_TK.flatten(), counts_E
 
 
 def run_experts(

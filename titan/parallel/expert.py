@@ -33,7 +33,7 @@ from .collectives import AsyncAllToAll, all_to_all_tokens, start_all_to_all, wai
 from .context import shard_sequence
 from .mesh import axis_rank, axis_size
 from .selective import outside_selection
-from .token_order import host_counts, permute
+from .token_order import host_counts, inverted, permute, transposed_blocks
 
 
 def apply_ep(model: nn.Module, *, mesh: DeviceMesh, moe_type: type[nn.Module]) -> None:
@@ -125,11 +125,8 @@ class TokenDispatcher:
         _remember(self, (counts_Ce, to, from_))
         tokens_RD = all_to_all_tokens(tokens_ND, group=self.group, to=to, from_=from_)
         # Tokens arrive sorted by sender, then by expert. The experts need them sorted by expert.
-        experts_C = torch.arange(counts_Ce.shape[1], device=tokens_ND.device).repeat(self.size)
-        owners_R = experts_C.repeat_interleave(counts_Ce.flatten(), output_size=sum(from_))
-        order_R = owners_R.argsort(stable=True)
-        inverse_R = torch.empty_like(order_R)
-        inverse_R[order_R] = torch.arange(len(order_R), device=order_R.device)
+        inverse_R = transposed_blocks(counts_Ce, sum(from_))
+        order_R = inverted(inverse_R)
         routes = Routes(order_R, inverse_R, to, from_)
         return permute(tokens_RD, order_R, inverse_R), counts_Ce.sum(0), routes
 

@@ -25,6 +25,31 @@ def host_counts(counts: Tensor, *, num_tokens: int) -> list[int]:
     return counts.tolist()
 
 
+def inverted(order_N: Tensor) -> Tensor:
+    """Return the inverse of a permutation, int64 (N,)."""
+    inverse_N = torch.empty_like(order_N)
+    inverse_N[order_N] = torch.arange(len(order_N), device=order_N.device)
+    return inverse_N
+
+
+def transposed_blocks(counts_AB: Tensor, num_tokens: int) -> Tensor:
+    """Return the place of each token when blocks sorted by row are to be sorted by column, int64 (N,).
+
+    Args:
+        counts_AB: tokens of each block, int64.
+        num_tokens: their sum, which the host knows.
+    """
+    counts_BA = counts_AB.mT.contiguous()
+    starts_AB = (counts_AB.flatten().cumsum(0) - counts_AB.flatten()).view_as(counts_AB)
+    goals_BA = (counts_BA.flatten().cumsum(0) - counts_BA.flatten()).view_as(counts_BA)
+    moves_N = (
+        (goals_BA.mT - starts_AB)
+        .flatten()
+        .repeat_interleave(counts_AB.flatten(), output_size=num_tokens)
+    )
+    return moves_N + torch.arange(num_tokens, device=counts_AB.device)
+
+
 class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens_ND: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
