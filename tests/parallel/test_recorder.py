@@ -110,7 +110,7 @@ def test_whole_tensors_and_their_norms(pool: Pool) -> None:
     [alone] = pool.run(1, step, "alone")
     kept = {(t.kind, t.name): t for t in alone}
     model = build()
-    seen: dict[str, Tensor] = {}
+    seen: dict[str, Any] = {}
     model[1].get_submodule("up").register_forward_hook(lambda _, __, out: seen.update(up=out))
     x_BSD = torch.randn(BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1))
     (model(x_BSD).square().sum() / BATCH).backward()

@@ -223,6 +223,8 @@ def _check_call(words: list[str], *, whole: bool) -> None:
             return
         if name not in command_names():
             raise Refused(f"there is no command {name}")
+        if name == "diff":  # keys of one of the two jobs
+            rest = [re.sub(r"^--[ab]\.", "--", word) for word in rest]
         if "--script" in rest:  # all else with a value is an argument of its function
             rest = [word for word in rest if not re.match(r"--\w+=", word)]
         _check_main(load_command(name), rest, whole=whole)

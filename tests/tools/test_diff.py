@@ -255,7 +255,7 @@ def other_content(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (empty, "has no recorded steps: train with --debug.record_steps=[1,2,3]"),
+        (empty, "has no recorded steps: train with --debug.record_steps=1,2,3"),
         (other_step, "recorded no step in common"),
         (cut_off, "step-1.json is no recorded step"),
         (other_format, "format 99, and this titan reads format 1"),

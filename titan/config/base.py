@@ -20,6 +20,15 @@ def _split_commas(value: Any) -> Any:
     return value
 
 
+def _numbers(value: Any) -> Any:
+    """Read "1, 2, 3", or one number, as a list of numbers."""
+    if isinstance(value, int):
+        return [value]
+    parts = _split_commas(value)
+    is_text = isinstance(value, str)
+    return [int(part) if part.isdecimal() else part for part in parts] if is_text else parts
+
+
 def _not_zero(value: int) -> int:
     if value == 0:
         raise ValueError("must be at least 1, or -1")
@@ -32,6 +41,7 @@ LIMIT = 2**31 - 1
 """Largest count of anything. A larger count is a mistake, and would overflow somewhere in torch."""
 Positive = Annotated[int, Field(ge=1, le=LIMIT)]
 NonNegative = Annotated[int, Field(ge=0, le=LIMIT)]
+PositiveList = Annotated[list[Positive], BeforeValidator(_numbers)]
 PositiveOrAuto = Annotated[int, Field(ge=-1, le=LIMIT), AfterValidator(_not_zero)]
 NonNegativeOrAuto = Annotated[int, Field(ge=-1, le=LIMIT)]
 DType = Literal["float32", "bfloat16"]

@@ -9,7 +9,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .base import LIMIT, NonNegative, NonNegativeOrAuto, Positive, PositiveOrAuto, Section, StrList
+from .base import (
+    LIMIT,
+    NonNegative,
+    NonNegativeOrAuto,
+    Positive,
+    PositiveList,
+    PositiveOrAuto,
+    Section,
+    StrList,
+)
 
 
 class JobSection(Section):
@@ -414,7 +423,7 @@ class DebugSection(Section):
     moe_force_load_balance: bool = False
     """Send tokens to all experts in turn, whatever the router says. For benchmarks: the loads are
     equal, and nothing sensible is learned."""
-    record_steps: list[Positive] = []
+    record_steps: PositiveList = []
     """Steps to record in the folder recorded of the run: digests of each module's output, and of each
     parameter's gradient and update, for `titan diff`. See docs/numerics.md."""
     record_perturbed: NonNegative = 0
