@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -126,12 +127,13 @@ def _record(
     if id(module) in _probe.calls:
         raise UnsupportedModelError(f"{name} attends twice in a forward pass")
     causal = getattr(module, "is_causal", True)
-    spec = (bool(causal), 0) if attention_mask is None else getattr(attention_mask, "spec", None)
-    if spec is None:
+    described = getattr(attention_mask, "describe", None)
+    if attention_mask is not None and described is None:
         raise UnsupportedModelError(
             f"{name} changes the mask that transformers makes, or makes its own"
         )
-    module.inner_attention = InnerAttention(scale=scaling, causal=spec[0], window=spec[1])
+    causal, window = described() if described else (bool(causal), 0)
+    module.inner_attention = InnerAttention(scale=scaling, causal=causal, window=window)
     _probe.calls[id(module)] = AttentionCall(
         module,
         q_BHSK.shape[1],
@@ -148,10 +150,18 @@ def _record(
 def _describe_mask(
     batch_size: int, q_length: int, kv_length: int, *_: Any, mask_function: Any, **__: Any
 ) -> Tensor:
-    """Return a mask on meta with the attribute `spec`: causality and window."""
+    """Return a mask on meta whose attribute `describe` returns causality and window.
+
+    Some models make a mask of a window of 0 tokens, and no layer uses it.
+    """
     mask: Any = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
-    with torch.device("cpu"), real_tensors():
-        mask.spec = spec_of(mask_function)
+
+    @cache
+    def describe() -> tuple[bool, int]:
+        with torch.device("cpu"), real_tensors():
+            return spec_of(mask_function)
+
+    mask.describe = describe
     return mask
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titan.parallel.fake_tensors import is_fake
 
 from . import attention, experts
-from .config import ModelSource
+from .config import ModelSource, rope_types
 from .errors import UnsupportedModelError, message_of
 
 _HOST_VALUES = (
@@ -32,6 +32,11 @@ def build(source: ModelSource) -> tuple[Any, dict[int, float | None]]:
     import transformers
 
     content = json.loads(source.hf)
+    if "dynamic" in rope_types(content):
+        raise UnsupportedModelError(
+            "the longest sequence so far decides its rotary frequencies (rope_type dynamic): set another in model.overrides, such "
+            'as {rope_parameters = {rope_type = "default"}}'
+        )
     if source.code:
         config: Any = transformers.AutoConfig.from_pretrained(source.code, trust_remote_code=True)
     else:
@@ -63,8 +68,16 @@ def build(source: ModelSource) -> tuple[Any, dict[int, float | None]]:
             ) from error
         text = message_of(error)
         raise UnsupportedModelError(f"transformers does not build it: {text}") from error
+    for module in model.modules():
+        if isinstance(module, transformers.PreTrainedModel):
+            # It looks at the tokens on the host, to warn of padding. titan's batches have none.
+            module.__dict__["warn_if_padding_and_no_attention_mask"] = _nothing
     model.train()
     return model, inits.std
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
 
 
 class _Inits(TorchDispatchMode):

@@ -42,6 +42,13 @@ NOTES = {
 """Fields that are of a file or of a call, and do not decide what a model computes."""
 
 
+def rope_types(content: dict[str, Any]) -> set[Any]:
+    """Return the kinds of rotary embeddings that a config.json names, of all layers or by kind of layer."""
+    table = content.get("rope_parameters") or {}
+    tables = [table, *(entry for entry in table.values() if isinstance(entry, dict))]
+    return {entry.get("rope_type") for entry in tables}
+
+
 class ModelSource(NamedTuple):
     """Source of a model: what it is built from.
 
@@ -70,6 +77,7 @@ class TransformersConfig(MoEConfig):
         matmul_params: number of parameters in matmuls that act on one token, with the output layer.
         windows: window of each block, 0 for none.
         refuses: techniques that the model cannot have, each with the reason.
+        max_positions: positions that the model has in a table. 0: any number.
     """
 
     source: ModelSource
@@ -81,6 +89,7 @@ class TransformersConfig(MoEConfig):
     matmul_params: int
     windows: tuple[int, ...]
     refuses: tuple[tuple[str, str], ...] = ()
+    max_positions: int = 0
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -92,6 +101,11 @@ class TransformersConfig(MoEConfig):
     def last_modules(self) -> tuple[str, ...]:
         """Return the names of the modules after the blocks."""
         return self.final_modules
+
+    @property
+    def fixes_positions(self) -> bool:
+        """Return whether max_position_embeddings decides what the model computes."""
+        return bool(self.max_positions or "longrope" in rope_types(json.loads(self.source.hf)))
 
     def window_of(self, layer: int) -> int:
         """Return the number of keys that a query of a layer sees, its own included. 0: all keys up to its own."""

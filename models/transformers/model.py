@@ -9,6 +9,7 @@ B batch, S sequence, D model, V vocabulary
 
 from __future__ import annotations
 
+import json
 import re
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from . import attention, experts
 from .build import build, fill
-from .config import ModelSource, TransformersConfig
+from .config import ModelSource, TransformersConfig, rope_types
 from .disk import disk_names
 from .errors import UnsupportedModelError
 from .plan import Part, derive_plan
@@ -259,6 +260,9 @@ def _sizes(
         )
     if not all(call.module.inner_attention.causal for call in calls):
         refuses["context_parallel_degree"] = "its attention is not causal"
+    if "longrope" in rope_types(json.loads(source.hf)):
+        why = "the longest position of a batch decides its rotary frequencies (longrope), and ranks would decide differently"
+        refuses |= dict.fromkeys(("context_parallel_degree", "reset_positions"), why)
     windows = {}
     for part in probe:
         if part.attention is not None:
@@ -303,5 +307,16 @@ def _sizes(
         experts_of_blocks=tuple(of_experts.get(n, 0) for n in range(len(model.layers))),
         matmul_params=int(matmuls) + output.weight.numel(),
         windows=tuple(windows.get(n, 0) for n in range(len(model.layers))),
+        max_positions=_max_positions(model),
         refuses=tuple(refuses.items()),
     )
+
+
+def _max_positions(model: TransformersModel) -> int:
+    """Return the number of positions of a model that looks them up in a table, or 0."""
+    limit = getattr(model.hf.config, "max_position_embeddings", None) or 0
+    # Some tables have rows for padding before the first position.
+    lengths = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+    lengths -= {model.tok_embeddings.num_embeddings}  # pyright: ignore
+    lengths |= {length for buffer in model.buffers() if buffer.ndim > 1 for length in buffer.shape}
+    return limit if lengths & {*range(limit, limit + 8)} else 0

@@ -52,6 +52,9 @@ def _on_meta(model: Any) -> Iterator[None]:
         with torch.no_grad():
             yield
     finally:
+        for module in owners:  # such as frequencies of long sequences, which a first call makes
+            for name in [k for k, v in vars(module).items() if torch.is_tensor(v)]:
+                del module.__dict__[name]
         for module, name, tensor in plain:
             module.__dict__[name] = tensor
 

@@ -104,8 +104,13 @@ def _read(path: str, architecture: str, overrides: str, trusted: bool) -> ModelS
             f"{config.model_type} has several parts, such as a vision model, and titan trains text models"
         )
     config = _changed(config, json.loads(overrides), derives=not code)
-    content = config.to_dict()
-    _require_enough_experts(content)
+    _require_enough_experts(config.to_dict())
+    return _source(config, code)
+
+
+def _source(config: Any, code: str = "") -> ModelSource:
+    """Return the source of a model in high precision: quantized weights are converted when titan reads them."""
+    content = {k: v for k, v in config.to_dict().items() if k != "quantization_config"}
     return ModelSource(json.dumps(content, sort_keys=True, default=str), code=code)
 
 
@@ -270,7 +275,7 @@ def resolve_config(content: dict[str, Any]) -> TransformersConfig:
         )
     _require_own_class(transformers, content)
     config = _checked(lambda: transformers.CONFIG_MAPPING[kind].from_dict(content))
-    return describe(ModelSource(json.dumps(config.to_dict(), sort_keys=True, default=str)))
+    return describe(_source(config))
 
 
 @cache

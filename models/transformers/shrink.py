@@ -38,7 +38,7 @@ def shrink(sizes: TransformersConfig) -> dict[str, Any]:
     overrides: dict[str, Any] = {}
     for name, value in wanted.items():
         for key in NAMES[name]:
-            if _is_number(content.get(key)):
+            if _is_number(content.get(key)) and content[key]:  # 0 is turned off, such as a window
                 overrides[key] = value
     for key, value in _OTHERS.items():
         if _is_number(content.get(key)):

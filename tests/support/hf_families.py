@@ -137,7 +137,8 @@ def overrides_of(architecture: str) -> dict[str, Any]:
             now = getattr(config, key)
         except Exception:
             continue
-        if (now is None and key not in NEEDED) or isinstance(getattr(kind, key, None), property):
+        is_off = key not in NEEDED and (now is None or (key == "sliding_window" and not now))
+        if is_off or isinstance(getattr(kind, key, None), property):
             continue  # turned off, or derived
         fields[key] = value
     if getattr(config, "qk_nope_head_dim", None) and getattr(config, "head_dim", None):

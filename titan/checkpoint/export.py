@@ -119,10 +119,13 @@ class Export:
         ids = {"bos_token_id": self.bos_id, "eos_token_id": self.eos_token_id}
         ids = {key: config.get(key) if value is None else value for key, value in ids.items()}
         # The model was trained on positions up to seq_len, so they are valid even beyond the family's default.
+        length = config["max_position_embeddings"]
+        if not getattr(self.model.sizes, "fixes_positions", False):
+            length = max(length, self.seq_len)
         return {
             **config,
             **ids,
-            "max_position_embeddings": max(config["max_position_embeddings"], self.seq_len),
+            "max_position_embeddings": length,
             "torch_dtype": str(self.dtype).removeprefix("torch."),
         }
 
