@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
+
+from titan.parallel.tensor import style_names
+
+from .errors import WrongKeyError
 
 COLUMNS = ("colwise", "colwise_gather_output", "packed_colwise")
 ROWS = ("rowwise", "rowwise_split_input", "packed_rowwise")
@@ -58,12 +63,40 @@ def derive_plan(model: Any, parts: list[Part], given: dict[str, str]) -> tuple[d
         model: the `TransformersModel`.
         parts: modules and their calls, of the forward pass on meta.
         given: styles of [model.plan], which take precedence.
+
+    Raises:
+        WrongKeyError: `given` names no module, or no style.
     """
+    _check_given(model, given)
     try:
         styles = _Plan(model, parts, given).styles()
     except _Underivable as error:
         return {}, str(error)
     return {**given, **_by_pattern(styles)}, ""
+
+
+def _check_given(model: nn.Module, given: dict[str, str]) -> None:
+    """Raise WrongKeyError if a pattern of [model.plan] matches no module, or its style does not exist."""
+    names = [name for name, _ in model.named_modules() if name]
+    stars, known = sorted({_star(name) for name in names}), [*style_names(), "experts"]
+    problems = []
+    for pattern, style in given.items():
+        # A small model of `titan certify` has fewer blocks.
+        if not any(fnmatchcase(name, _star(pattern)) for name in names):
+            problems.append(
+                (f"model.plan.{pattern}", f"no module has this name{_near(pattern, stars)}")
+            )
+        elif style.split(":")[0] not in known:
+            problems.append(
+                (f"model.plan.{pattern}", f"unknown style {style}{_near(style, known)}")
+            )
+    if problems:
+        raise WrongKeyError(*problems)
+
+
+def _near(word: str, known: list[str]) -> str:
+    near = get_close_matches(word, known, n=1)
+    return f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
 
 
 class _Plan:

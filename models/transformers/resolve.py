@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import NAMES, ModelSource, TransformersConfig
-from .errors import UnsupportedModelError, message_of
+from .errors import UnsupportedModelError, WrongKeyError, message_of
 
 OLDEST, NEWEST = (5, 20), (5, 99)
 """Versions of transformers whose interfaces for attention, masks and experts this family uses."""
@@ -31,15 +31,11 @@ def resolve(section: Any) -> tuple[TransformersConfig | None, list[tuple[str, st
         overrides = json.dumps(section.overrides, default=str)  # TOML has dates
         found = _read(named, section.architecture, overrides, section.trust_remote_code)
         return describe(found._replace(plan=plan)), []
-    except _WrongKeyError as error:
+    except WrongKeyError as error:
         return None, [*error.args]
     except UnsupportedModelError as error:
         key = "model.hf_path" if section.hf_path else "model.architecture"
         return None, [(key, str(error))]
-
-
-class _WrongKeyError(ValueError):
-    """Problems of the section: each a key and a message."""
 
 
 @cache
@@ -53,7 +49,7 @@ def _read(path: str, architecture: str, overrides: str, trusted: bool) -> ModelS
         trusted: whether code in the folder may run.
     """
     if bool(path) == bool(architecture):
-        raise _WrongKeyError(
+        raise WrongKeyError(
             (
                 "model.hf_path",
                 'the family "transformers" needs model.hf_path (a folder, or a config.json) or model.architecture '
@@ -92,7 +88,7 @@ def _read(path: str, architecture: str, overrides: str, trusted: bool) -> ModelS
             near = get_close_matches(architecture, names, n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]}?" if near else ""
             message = f"transformers {transformers.__version__} has no {architecture}{hint}"
-            raise _WrongKeyError(("model.architecture", message))
+            raise WrongKeyError(("model.architecture", message))
         config = _checked(kind.config_class)
         config.architectures = [architecture]
     if getattr(config, "is_encoder_decoder", False):
@@ -123,7 +119,7 @@ def _changed(config: Any, overrides: dict[str, Any], *, derives: bool) -> Any:
         derives: go through the class again, which derives fields from others, such as a kind for each layer.
 
     Raises:
-        _WrongKeyError: a field does not exist, or its value would have no effect.
+        WrongKeyError: a field does not exist, or its value would have no effect.
     """
     changes = {_their_name(key, config): value for key, value in overrides.items()}
     content = _merged(config.to_dict(), changes, config)
@@ -137,11 +133,11 @@ def _changed(config: Any, overrides: dict[str, Any], *, derives: bool) -> Any:
     for key, value in changes.items():
         if key == "num_nextn_predict_layers" and value:
             message = "transformers builds no modules of multi-token prediction; remove it, or take titan's family deepseek_v3"
-            raise _WrongKeyError((f"model.overrides.{key}", message))
+            raise WrongKeyError((f"model.overrides.{key}", message))
         if not isinstance(value, dict | list) and (has := getattr(config, key, value)) != value:
             why = f"the config of {config.model_type} derives this field from others, as {has}"
             why = why if derives else "the folder's own code gets no other values"
-            raise _WrongKeyError((f"model.overrides.{key}", why))
+            raise WrongKeyError((f"model.overrides.{key}", why))
     return config
 
 
@@ -156,14 +152,14 @@ def _require_own_class(transformers: Any, content: dict[str, Any]) -> None:
 
 
 def _require_enough_experts(content: dict[str, Any]) -> None:
-    """Raise _WrongKeyError if a token would go to more experts than there are."""
+    """Raise WrongKeyError if a token would go to more experts than there are."""
     fields = [
         next((k for k in NAMES[name] if k in content), "") for name in ("top_k", "num_experts")
     ]
     top_k, total = (content.get(key) for key in fields)
     if isinstance(top_k, int) and isinstance(total, int) and top_k > total > 0:
         message = f"a token goes to {top_k} experts, and {fields[1]} is {total}"
-        raise _WrongKeyError((f"model.overrides.{fields[0]}", message))
+        raise WrongKeyError((f"model.overrides.{fields[0]}", message))
 
 
 def _their_name(key: str, config: Any) -> str:
@@ -179,7 +175,7 @@ def _merged(
     """Return fields of a config with changes, of which a table, such as rope_parameters, changes the keys that it names.
 
     Raises:
-        _WrongKeyError: there is no such field.
+        WrongKeyError: there is no such field.
     """
     # Keys of tables of rotary embeddings belong to their kind, which may change.
     known = {*fields, *(_rope_keys() if table else ())}
@@ -193,11 +189,11 @@ def _merged(
             hint = f"; did you mean {near[0]}?" if near else ""
             where = f"{table[:-1]} in the" if table else "the"
             message = f"{where} config of {config.model_type} has no such field{hint}"
-            raise _WrongKeyError((f"model.overrides.{table}{key}", message))
+            raise WrongKeyError((f"model.overrides.{table}{key}", message))
         before = fields.get(key)
         if isinstance(before, dict) != isinstance(value, dict) and before is not None:
             wanted = "a table" if isinstance(before, dict) else "no table"
-            raise _WrongKeyError((f"model.overrides.{table}{key}", f"expected {wanted}"))
+            raise WrongKeyError((f"model.overrides.{table}{key}", f"expected {wanted}"))
         if isinstance(before, dict):
             value = _merged(before, value, config, f"{table}{key}.")
         merged[key] = value
@@ -292,7 +288,7 @@ def describe(source: ModelSource) -> TransformersConfig:
     try:
         with torch.device("meta"):
             return TransformersModel(source).config
-    except UnsupportedModelError:
+    except (UnsupportedModelError, WrongKeyError):
         raise
     except Exception as error:  # of transformers' code, which may be anyone's
         raise UnsupportedModelError(f"its sizes cannot be found: {message_of(error)}") from error

@@ -152,6 +152,26 @@ def test_weights_in_8_bits_come_back_without_the_word_of_it(tmp_path: Path) -> N
         torch.testing.assert_close(found[name], tensor.float(), rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"layers.*.mlp.dwn_proj": "rowwise"}, "did you mean layers.*.mlp.down_proj"),
+        ({"layers.*.mlp.down_proj": "rowise"}, "did you mean rowwise"),
+    ],
+    ids=["module", "style"],
+)
+def test_a_plan_with_a_mistake_is_refused_without_tensor_parallelism(
+    plan: dict[str, str], words: str
+) -> None:
+    fields = overrides_of("LlamaForCausalLM")
+    keys = {"architecture": "LlamaForCausalLM", "overrides": fields}
+    [(key, message)] = resolve_model(ModelSection(name="transformers", plan=plan, **keys))[1]
+    assert key == f"model.plan.{next(iter(plan))}" and words in message
+    # A small model of `titan certify` may lack the block.
+    plan = {"layers.30.mlp.down_proj": "rowwise"}
+    assert not resolve_model(ModelSection(name="transformers", plan=plan, **keys))[1]
+
+
 def trained(fields: dict[str, Any], degrees: dict[str, int]) -> dict[str, float]:
     """Return the largest differences of a layout from transformers alone."""
     architecture = "LlamaForCausalLM"

@@ -345,7 +345,7 @@ def test_wrong_overrides(overrides: dict[str, Any], key: str, words: str) -> Non
         ({"debug": {"moe_force_load_balance": True}}, "debug.moe_force_load_balance", "routers"),
         (
             {"parallelism": {"tensor_parallel_degree": 2}, "model": {"plan": {"output": "lost"}}},
-            "parallelism.tensor_parallel_degree",
+            "model.plan.output",
             "unknown style lost",
         ),
     ],

@@ -17,6 +17,7 @@ from titan.config.schema import JobConfig
 from titan.models.common import moe
 from titan.models.common.attention import InnerAttention
 from titan.models.common.dispatch import count
+from titan.models.transformers.model import TransformersModel
 from titan.optim import expert_bias
 from titan.tools.certify import steps
 
@@ -209,3 +210,27 @@ def ignore_windows() -> None:
 
     whole = parallelize.apply_cp
     parallelize.apply_cp = apply  # of ranks with context parallelism only
+
+
+def positions_of_a_part(config: JobConfig, *options: Any) -> dict[str, Any]:
+    """Count the positions of each context-parallel rank's tokens from zero."""
+
+    def forward(self: Any, tokens_BS: Tensor, *_: Any, **options: Any) -> Tensor:
+        return whole(self, tokens_BS, **{**options, "positions_BS": None})
+
+    whole = TransformersModel.forward
+    if dist.get_world_size() > 1:
+        TransformersModel.forward = forward  # pyright: ignore
+    return steps.train_job(config, *options)
+
+
+def damaged_between_stages(config: JobConfig, *options: Any) -> dict[str, Any]:
+    """Double what a later pipeline stage gets."""
+
+    def forward(self: Any, tokens_BS: Tensor, *args: Any, **options: Any) -> Tensor:
+        is_later = self.tok_embeddings is None
+        return whole(self, 2 * tokens_BS if is_later else tokens_BS, *args, **options)
+
+    whole = TransformersModel.forward
+    TransformersModel.forward = forward  # pyright: ignore
+    return steps.train_job(config, *options)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.support import planted
+from tests.support.hf_families import overrides_of
 from tests.support.jobs import ROOT, job
 from titan.checks.rules import check, check_to_run
 from titan.cli import main as titan
@@ -100,6 +101,12 @@ def test_phases_are_spread_over_the_steps() -> None:
 
 # ---- verdicts ------------------------------------------------------------------------------------
 
+
+def theirs(architecture: str) -> JobConfig:
+    model = {"name": "transformers", "architecture": architecture}
+    return job(model={**model, "flavor": "tiny", "overrides": overrides_of(architecture)})
+
+
 FAULTS = {
     "lost_partial_sum": (model("llama3"), "tp", "layers.0.attention.wo: its output"),
     "doubled_gradient": (model("llama3"), "fsdp", "layers.1.feed_forward.w2: the gradient of"),
@@ -109,6 +116,8 @@ FAULTS = {
         "layers.1.moe.router.gate: the gradient of",
     ),
     "ignored_window": (model("gpt_oss"), "cp", "layers.0.attention.inner_attention: its output"),
+    "positions_of_a_part": (theirs("Qwen2ForCausalLM"), "cp", "layers.0.self_attn"),
+    "damaged_between_stages": (theirs("Qwen2ForCausalLM"), "pp", "layers.2"),
 }
 
 
@@ -118,6 +127,12 @@ def test_a_planted_fault_turns_the_row_red_and_its_module_is_named(fault: str) -
     row = verdict(config, layout, program=getattr(planted, fault))
     assert row.verdict == "differs" and row.reason.startswith(reason), row
     assert verdict(config, layout).verdict == "equal"
+
+
+def test_a_failure_is_told_by_its_first_line() -> None:
+    """The message of a mistake in a job has several lines."""
+    text = "rank 1 of 2:\nTraceback (most recent call last):\n  File 1\nE: the reason\n1 problem\n"
+    assert command._last_error(f"{text}\n{text}") == "E: the reason"
 
 
 JOBS: dict[str, tuple[JobConfig, str]] = {

@@ -182,6 +182,11 @@ def _replicated(buffer: Tensor, *, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(buffer, mesh, (Replicate(),), run_check=False)
 
 
+def style_names() -> list[str]:
+    """Return the names of all styles but "experts", which expert parallelism reads."""
+    return [*_styles(1, 1, loss_parallel=True, output_in_loss=False), GATHER, GATHER_HEADS]
+
+
 def check_plan(
     model: nn.Module, plan: Mapping[str, str], *, size: int, num_kv_heads: int
 ) -> dict[str, str]:
@@ -201,11 +206,7 @@ def check_plan(
         raise ValueError(
             f"{num_kv_heads} key/value heads do not divide by {size} ranks, nor they by the heads"
         )
-    styles = [
-        *_styles(size, num_kv_heads, loss_parallel=True, output_in_loss=False),
-        GATHER,
-        GATHER_HEADS,
-    ]
+    styles = style_names()
     # "gather_input:x" is a style with an argument.
     known = {*styles, "experts"}
     if unknown := sorted(s for s in {*plan.values()} if s.split(":")[0] not in known):

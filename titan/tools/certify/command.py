@@ -145,7 +145,7 @@ class Certifier:
             problem = error.problems[0]
             return row(verdict="refused", reason=f"{problem.key}: {problem.message}")
         except RankFailed as error:
-            return row(verdict="failed", reason=str(error).strip().splitlines()[-1])
+            return row(verdict="failed", reason=_last_error(str(error)))
 
     def _keys(self, degrees: Degrees, *, alone: bool = False) -> dict[str, Any]:
         """Return the keys of a layout, or of the one process that it is compared with."""
@@ -263,6 +263,13 @@ def least_world(config: JobConfig) -> int:
     lent = parallel.context_parallel_degree * parallel.tensor_parallel_degree
     is_open = parallel.data_parallel_shard_degree == -1
     return world * (max(2, -(-parallel.expert_parallel_degree // lent)) if is_open else 1)
+
+
+def _last_error(text: str) -> str:
+    """Return the first line of the last exception in a text of tracebacks."""
+    _, _, last = text.rpartition("Traceback (most recent call last):")
+    lines = [line for line in last.splitlines() if line[:1].strip()]
+    return lines[0] if lines else text.strip()
 
 
 def _certificate(
