@@ -116,7 +116,7 @@ FAULTS = {
         "layers.1.moe.router.gate: the gradient of",
     ),
     "ignored_window": (model("gpt_oss"), "cp", "layers.0.attention.inner_attention: its output"),
-    "positions_of_a_part": (theirs("Qwen2ForCausalLM"), "cp", "layers.0.self_attn"),
+    "positions_of_a_part": (theirs("Qwen2ForCausalLM"), "cp", "rotary_emb: its output"),
     "damaged_between_stages": (theirs("Qwen2ForCausalLM"), "pp", "layers.2"),
 }
 
