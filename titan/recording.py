@@ -92,7 +92,7 @@ class StepRecorder:
                 norm=None if t.digest.squares is None else t.digest.squares**0.5,
                 sums=t.digest.sums,
                 copies=[[*pair] for pair in t.copies],
-                line=source_line(m) if (m := modules.get(t.name)) is not None else "",
+                line=source_line(modules, t.name),
             )
             for t in self.recorder.end()
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tests.support.ranks import Pool
-from titan.parallel.recorder import JoinedTensor, Recorder, whole_shapes
+from titan.parallel.recorder import JoinedTensor, Recorder, source_line, whole_shapes
 
 BATCH, LENGTH, WIDTH = 8, 6, 10
 
@@ -138,3 +139,10 @@ def unreduced() -> list[JoinedTensor]:
     model(x_BSD.chunk(2)[rank]).square().sum().backward()
     recorder.parameters("gradient")
     return recorder.end()
+
+
+def test_the_line_is_one_of_the_model() -> None:
+    modules = dict(build().named_modules())
+    first = inspect.getsourcelines(Layer.forward)[1]
+    for name in ("0", "0.down", "1.norm.weight"):
+        assert source_line(modules, name).endswith(f"test_recorder.py:{first}"), name

@@ -403,9 +403,20 @@ def _place(mesh: DeviceMesh | None, *axes: str) -> tuple[int, int]:
     return (0, 1) if mesh is None else (axis_rank(mesh, *axes), axis_size(mesh, *axes))
 
 
-def source_line(module: nn.Module) -> str:
-    """Return file and line of a module's forward pass."""
-    function = inspect.unwrap(type(module).forward)
+def source_line(modules: Mapping[str, nn.Module], name: str) -> str:
+    """Return file and line of the forward pass that computes with a module or parameter, in the model's code and not torch's.
+
+    Args:
+        modules: modules by name.
+        name: of the module or parameter.
+    """
+    while name and (name not in modules or type(modules[name]).__module__.startswith("torch.")):
+        name = name.rpartition(".")[0]
+    if name not in modules:
+        return ""
+    # FSDP puts a class of its own around that of the model.
+    kind: Any = next(c for c in type(modules[name]).__mro__ if "forward" in vars(c))
+    function = inspect.unwrap(kind.forward)
     try:
         file, line = inspect.getsourcefile(function), inspect.getsourcelines(function)[1]
     except (OSError, TypeError):
