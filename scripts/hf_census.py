@@ -225,7 +225,10 @@ def main() -> None:
     pool = Pool(preload)
     for kind in kinds:
         row = row_of(pool, kind, chosen, verbose=args.verbose) if chosen else {}
-        row = results.get(kind, {}) | row
+        # What refused the family before may be repaired.
+        before = results.get(kind, {})
+        stale = {"refused", "error", "reference"} if chosen else set()
+        row = {k: v for k, v in before.items() if k not in stale} | row
         if "speed" in names and not row.keys() & {"refused", "error", "reference"}:
             row["speed"] = speed_of(known[kind], limit_s=args.limit)
         results[kind] = row
