@@ -198,6 +198,15 @@ def test_another_layout_is_equal_but_for_rounding(tmp_path: Path) -> None:
     assert f"model.{WEIGHT}[5, 7] is" in text and found.guilty.startswith("the weights")
 
 
+def test_a_step_before_a_start_in_another_layout_is_equal_but_for_rounding(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run", training={"steps": STEP}, lr_scheduler={"total_steps": 8})
+    micro = {"steps": 8, "local_batch_size": 1, "global_batch_size": 2}
+    _run(run, training=micro, lr_scheduler={"total_steps": 8})
+    found = audit(run, STEP)
+    assert not found.equal_bits and not found.is_same and not found.findings
+    assert audit(run, 8).is_same
+
+
 def test_experts_on_other_ranks_are_equal_but_for_rounding(tmp_path: Path) -> None:
     model = {"name": "qwen3", "flavor": "tiny_moe", "overrides": {"n_layers": 2}}
     run = _run(tmp_path / "run", model=model, training={"steps": 8, "global_batch_size": 4})

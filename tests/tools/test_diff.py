@@ -153,6 +153,10 @@ def test_a_parameter_without_a_gradient_is_a_difference() -> None:
     assert [(d.kind, d.name, d.guess) for d in found.differences] == [
         ("gradient", "layers.1.weight", "the other run has none")
     ]
+    found = compare([dataclasses.replace(two, tensors=kept)], [two], [step(noise=1e-7)])
+    assert [str(d) for d in found.differences] == [
+        "step 1: gradient of layers.1.weight: the reference has none"
+    ]
     # No gradient of any parameter: an update in the backward pass uses them up.
     kept = [t for t in two.tensors if t.kind != "gradient"]
     assert not compare([step()], [dataclasses.replace(two, tensors=kept)]).differences
@@ -171,6 +175,18 @@ def test_an_update_of_which_a_part_is_another_one_differs_whatever_rounding_does
         ],
     )
     assert [(d.kind, d.name) for d in found.differences] == [("update", "layers.0.weight")]
+
+
+def test_empty_chunks_are_no_equal_parts() -> None:
+    def of_four(x: RecordedTensor) -> RecordedTensor:
+        sums = [[v * (n % 2 == 0) for n, v in enumerate(row)] for row in x.sums]
+        return dataclasses.replace(x, sums=sums, norm=None)
+
+    a = of_four(step().tensors[0])
+    noisy = [[v + 0.3 * (-1) ** (n // 2) for n, v in enumerate(row)] for row in a.sums]
+    assert "only the parts" not in guess_of(a, of_four(dataclasses.replace(a, sums=noisy)), {})
+    last = [[*row[:6], 9 * row[6], row[7]] for row in a.sums]
+    assert "only the parts 4 of 4 along" in guess_of(a, dataclasses.replace(a, sums=last), {})
 
 
 @pytest.mark.parametrize(
@@ -235,6 +251,11 @@ def other_step(folder: Path) -> None:
     write(folder, step(step=7))
 
 
+def other_model(folder: Path) -> None:
+    named = [dataclasses.replace(t, name=f"h.{n}.weight") for n, t in enumerate(step().tensors)]
+    write(folder, dataclasses.replace(step(), tensors=named))
+
+
 def cut_off(folder: Path) -> None:
     write(folder, step())
     path = folder / FOLDER / "step-1.json"
@@ -256,12 +277,13 @@ def other_content(folder: Path) -> None:
     ("damage", "words"),
     [
         (empty, "has no recorded steps: train with --debug.record_steps=1,2,3"),
-        (other_step, "recorded no step in common"),
+        (other_step, "recorded no step in common: steps 1, and 7"),
+        (other_model, "different models: no name of a tensor is in both, such as embed.weight and h.0.weight"),
         (cut_off, "step-1.json is no recorded step"),
         (other_format, "format 99, and this titan reads format 1"),
         (other_content, "step-1.json is no recorded step"),
     ],
-)
+)  # fmt: skip
 def test_a_mistake_is_a_line_and_exit_code_2(
     damage: Any, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -270,6 +292,33 @@ def test_a_mistake_is_a_line_and_exit_code_2(
     assert titan(["diff", right, str(tmp_path / "b")]) == 2
     said = capsys.readouterr().err.strip()
     assert words in said and len(said.splitlines()) == 1
+
+
+def test_a_spread_of_another_job_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = write(tmp_path / "a", step(), step(step=2))
+    others = {
+        write(tmp_path / "short", step(noise=1e-7)): "has no record of step 2",
+        right: "has the bits of A; train it with --debug.record_perturbed=1",
+        write(tmp_path / "far", step(noise=0.9), step(step=2)): "is no run of A's job",
+    }
+    other_model(tmp_path / "model")
+    write_step(tmp_path / "model", step(step=2))
+    others[str(tmp_path / "model")] = "is no run of A's job"
+    for folder, words in others.items():
+        assert titan(["diff", right, right, "--spread", folder]) == 2
+        said = capsys.readouterr().err.strip()
+        assert words in said and len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("word", ["--b.optimizer.lr=1", "--optimizer.lr=1", "third"])
+def test_what_a_recorded_run_cannot_use_is_refused(
+    word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write(tmp_path / "a", step())
+    assert titan(["diff", run, run, word]) == 2
+    assert f"{word}: a recorded run is read as it is" in capsys.readouterr().err
 
 
 JOB = """
@@ -308,4 +357,11 @@ def test_a_job_that_cannot_run_is_a_line_and_exit_code_2(
     assert titan(["diff", str(path), str(path), "--b.model.flavor=tinny"]) == 2
     assert "did you mean 'tiny'?" in capsys.readouterr().err
     assert titan(["diff", str(path), str(tmp_path / "none.toml")]) == 2
-    assert "none.toml" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "none.toml" in said.err and "training" not in said.out  # nor was the first job trained
+    assert titan(["diff", str(path), str(path), "--json", str(tmp_path / "no" / "x.json")]) == 2
+    assert f"--json: there is no folder {tmp_path / 'no'}" in capsys.readouterr().err
+    (tmp_path / "kept" / "b").mkdir(parents=True)
+    assert titan(["diff", str(path), str(path), "--output", str(tmp_path / "kept")]) == 2
+    said = capsys.readouterr()
+    assert "kept/b exists; name a new folder" in said.err and "training" not in said.out

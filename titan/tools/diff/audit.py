@@ -29,8 +29,9 @@ from titan.config.render import to_toml
 from titan.config.schema import JobConfig
 from titan.observe.recorded import FOLDER, RecordedStep, read_steps
 from titan.observe.rows import Row, number, read_rows
+from titan.observe.run_log import read_events
 from titan.tools.certify.shrink import changed
-from titan.tools.diff.command import RECORDS, ROUNDED, train
+from titan.tools.diff.command import RECORDS, ROUNDED, check_place, train
 from titan.tools.diff.compare import BEYOND, UNIT, compare
 from titan.tools.diff.saved import SavedTensor, compare_saved, names_apart
 from titan.untrusted import InputError, read_json
@@ -118,7 +119,7 @@ class Audit:
 
     def lines(self) -> list[str]:
         """Return the lines of the report."""
-        where = "same layout and machine" if self.is_same else "another layout or machine"
+        where = "same layout and machine" if self.is_same else "another layout, machine or start"
         what = f"steps {self.since + 1} to {self.step} computed again ({where}): {self.rows} rows of metrics"
         what += f", {self.tensors} tensors of the checkpoint" if self.tensors else ""
         if self.equal_bits:
@@ -143,6 +144,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--nproc", type=positive, metavar="M", help=about)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON")
     options, keys = parser.parse_known_args(argv)
+    check_place(options.json)
     found = audit(options.run, options.step, keys=keys, nproc=options.nproc)
     print("\n".join(found.lines()))
     if options.json is not None:
@@ -191,7 +193,12 @@ def audit(run: Path, step: int, *, keys: Sequence[str] = (), nproc: int | None =
             return _Record(at, original.saved and at / "checkpoint" / f"step-{step}")
 
         first = compute("first")
-        found.is_same = not keys and first.facts == original.facts
+        # The job and the facts of a run folder are those of its last start.
+        is_last = not any(
+            event.get("event") == "resume" and event.get("step", 0) >= step
+            for event in read_events(run / "events.jsonl")
+        )
+        found.is_same = not keys and is_last and first.facts == original.facts
         _compare(found, original, first, None)
         if found.equal_bits:
             return found

@@ -11,9 +11,10 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 
 from titan.checks.rules import load_to_run
 from titan.commands import summary_of
@@ -23,10 +24,12 @@ from titan.config.options import command_parser, positive
 from titan.config.schema import JobConfig
 from titan.observe.recorded import RecordedStep, read_steps
 from titan.tools.certify.command import least_world
-from titan.tools.diff.compare import Comparison, compare
+from titan.tools.diff.compare import Comparison, compare, distance
 from titan.untrusted import InputError
 
 _SHOWN = 8
+_ANOTHER = 0.3  # relative distance of most tensors: rounding does less, other samples more
+_OTHER = {"a": "b", "b": "a"}
 ROUNDED = " with one rounding more in each output"
 # Records that a repeated run need not write.
 RECORDS = ("metrics.enable_tensorboard", "metrics.enable_wandb", "profiling.enable_profiling")
@@ -56,17 +59,26 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--output", type=Path, metavar="FOLDER", help=about)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the comparison as JSON")
     options, rest = parser.parse_known_args(argv)
+    check_place(options.json)
+    for word in rest:
+        sides = [side for side in "ab" if not word.startswith(f"--{_OTHER[side]}.")]
+        if all(Path(getattr(options, side)).is_dir() for side in sides):
+            message = "a recorded run is read as it is; keys change jobs that are trained"
+            raise ConfigError([Problem(COMMAND_LINE, 0, word, message)])
     with tempfile.TemporaryDirectory(prefix="titan-diff-") as folder:
         place = options.output or Path(folder)
-        a = _recorded(options, rest, "a", place / "a")
-        b = _recorded(options, rest, "b", place / "b")
-        spread: Sequence[RecordedStep] = ()
+        # All are checked before the first one is trained.
+        runs = [_planned(options, rest, side, place / side) for side in "ab"]
         if options.spread is not None:
-            spread = read_steps(options.spread)
+            moved = read_steps(options.spread)
+            runs.append(lambda: moved)
         elif not Path(options.a).is_dir():
-            spread = _recorded(options, rest, "a", place / "spread", perturbed=True)
-    if not {step.step for step in a} & {step.step for step in b}:
-        raise InputError(f"{options.a} and {options.b} recorded no step in common")
+            runs.append(_planned(options, rest, "a", place / "spread", perturbed=True))
+        a, b, *others = (run() for run in runs)
+    spread: Sequence[RecordedStep] = others[0] if others else ()
+    _check_alike(a, b, options.a, options.b)
+    if options.spread is not None:
+        _check_spread(a, spread, options.spread)
     found = compare(a, b, spread)
     print("\n".join(report(found, measured=bool(spread))))
     if not any(tensor.kind == "output" for step in a for tensor in step.tensors):
@@ -76,6 +88,47 @@ def main(argv: list[str]) -> int:
     if options.json is not None:
         options.json.write_text(json.dumps(asdict(found), indent=2) + "\n", encoding="utf-8")
     return int(bool(found.differences))
+
+
+def _check_alike(
+    a: Sequence[RecordedStep], b: Sequence[RecordedStep], one: object, two: object
+) -> None:
+    """Raise InputError if two runs have no step or no tensor in common."""
+    steps, others = ([step.step for step in run] for run in (a, b))
+    if not {*steps} & {*others}:
+        raise InputError(
+            f"{one} and {two} recorded no step in common: steps {_few(steps)}, and {_few(others)}"
+        )
+    names, theirs = ([t.name for step in run for t in step.tensors] for run in (a, b))
+    if not {*names} & {*theirs}:
+        raise InputError(
+            f"{one} and {two} are of different models: no name of a tensor is in both, such as {_few(names[:1])} and {_few(theirs[:1])}"
+        )
+
+
+def _check_spread(a: Sequence[RecordedStep], spread: Sequence[RecordedStep], folder: Path) -> None:
+    """Raise InputError if a run is no disturbed run of A's job: other tensors, weights or samples, or equal bits."""
+    moved = {step.step: step for step in spread}
+    if lost := [step.step for step in a if step.step not in moved]:
+        raise InputError(f"--spread: {folder} has no record of step {_few(lost)}")
+    first = a[0]
+    theirs = {(t.kind, t.name): t for t in moved[first.step].tensors}
+    keys = {(t.kind, t.name) for t in first.tensors}
+    shares = [
+        distance(t, theirs[t.kind, t.name]) for t in first.tensors if (t.kind, t.name) in theirs
+    ]
+    if keys != theirs.keys() or median(shares) > _ANOTHER:
+        raise InputError(
+            f"--spread: {folder} is no run of A's job: it has other tensors, weights or samples"
+        )
+    if not any(shares):
+        raise InputError(
+            f"--spread: {folder} has the bits of A; train it with --debug.record_perturbed=1"
+        )
+
+
+def _few(items: Sequence[object]) -> str:
+    return ", ".join(map(str, items[:_SHOWN])) + ", ..." * (len(items) > _SHOWN)
 
 
 def report(found: Comparison, *, measured: bool) -> list[str]:
@@ -106,31 +159,47 @@ def report(found: Comparison, *, measured: bool) -> list[str]:
     return lines
 
 
-def _recorded(
+def check_place(file: Path | None) -> None:
+    """Check that the folder of a file to write exists.
+
+    Raises:
+        InputError: it does not.
+    """
+    if file is not None and not file.absolute().parent.is_dir():
+        raise InputError(f"--json: there is no folder {file.parent}; make it first")
+
+
+def _planned(
     options: argparse.Namespace,
     rest: Sequence[str],
     side: str,
     folder: Path,
     *,
     perturbed: bool = False,
-) -> list[RecordedStep]:
-    """Return the recorded steps of a run folder, or of a job that is trained now."""
+) -> Callable[[], list[RecordedStep]]:
+    """Return what reads the recorded steps of a run folder, or trains a job, checked here, and reads its steps."""
     given = Path(getattr(options, side))
     if given.is_dir():
-        return read_steps(given)
-    other = "b" if side == "a" else "a"
-    keys = [word for word in rest if not word.startswith(f"--{other}.")]
+        steps = read_steps(given)
+        return lambda: steps
+    keys = [word for word in rest if not word.startswith(f"--{_OTHER[side]}.")]
     job = [str(given), *(word.replace(f"--{side}.", "--", 1) for word in keys)]
     plain = [word for word in job if not word.startswith("--")]
     if len(plain) > 1:
         message = f"unexpected {plain[1]}; write --KEY=VALUE for both jobs, --a.KEY=VALUE or --b.KEY=VALUE for one"
         raise ConfigError([Problem(COMMAND_LINE, 0, plain[1], message)])
+    if folder.exists():
+        raise InputError(f"--output: {folder} exists; name a new folder, or delete it")
     config = load_from_argv(job, warn=False)
     ranks = getattr(options, f"nproc_{side}") or least_world(config)
     job += _short(config, options.steps, folder, perturbed=perturbed)
     load_to_run(job, world_size=ranks, warn=False)
-    train(job, ranks=ranks, what=f"{given}{ROUNDED if perturbed else ''}")
-    return read_steps(folder)
+
+    def run() -> list[RecordedStep]:
+        train(job, ranks=ranks, what=f"{given}{ROUNDED if perturbed else ''}")
+        return read_steps(folder)
+
+    return run
 
 
 def train(job: Sequence[str], *, ranks: int, what: str) -> None:

@@ -53,6 +53,8 @@ class Difference:
     def __str__(self) -> str:
         where = f" ({self.line})" if self.line else ""
         what = f"{_words(self.kind, self.name)}{where}"
+        if math.isinf(self.ratio) and self.guess:
+            return f"step {self.step}: {what}: {self.guess}"
         return (
             f"step {self.step}: {what} differs by {self.ratio:.1e}; rounding makes {self.normal:.1e}"
             + (f"\n  {self.guess}" if self.guess else "")
@@ -117,15 +119,20 @@ def compare(
         normal = _normal(a, _by_key(moved[one.step]) if one.step in moved else {}, one, two)
         left_out += len(a.keys() ^ b.keys())
         kinds, last, inherited = {kind for kind, _ in b}, "", _inherited(a, b, normal)
+        shared = _OF_PARAMETERS & kinds & {kind for kind, _ in a}
+        for key in in_order(two):
+            if key not in a and key[0] in shared:
+                guess = "the reference has none"
+                found.append(Difference(one.step, *key, math.inf, 0.0, guess, "", last))
         for key in in_order(one):
             if key not in b:
                 # A layout may compute an output in another place, but it has all parameters.
-                if key[0] in _OF_PARAMETERS & kinds:
+                if key[0] in shared:
                     guess = "the other run has none"
                     found.append(Difference(one.step, *key, math.inf, normal[key], guess, "", last))
                 continue
             compared += 1
-            ratio = _ratio(a[key], b[key])
+            ratio = distance(a[key], b[key])
             allowed = _allowed(key[0], normal[key]) * (1 if key[0] == "weight" else inherited)
             if ratio <= allowed and not b[key].copies:
                 worst, last = max(worst, ratio / allowed), _words(*key)
@@ -141,7 +148,7 @@ def _inherited(
 ) -> float:
     """Return how many times as far as in the disturbed run the weights of a step are off. All that follows is off by as much."""
     weights = [key for key in a if key[0] == "weight" and key in b]
-    shares = [_ratio(a[key], b[key]) / normal[key] for key in weights]
+    shares = [distance(a[key], b[key]) / normal[key] for key in weights]
     return min(max(1.0, *shares), _BEYOND_OF["weight"]) if shares else 1.0
 
 
@@ -219,7 +226,7 @@ def _normal(
                 unit if key[0] == "weight" and one.step == 1 else _UNMEASURED * unit / BEYOND
             )
             continue
-        measured = _ratio(tensor, moved[key]) if key in moved else 0.0
+        measured = distance(tensor, moved[key]) if key in moved else 0.0
         # One number may hardly move by chance. It is a sum over many values, whose roundings cancel.
         least = UNIT["float32"] if key[1] else max(unit / 8, UNIT["float32"])
         normal[key] = max(measured, least)
@@ -240,7 +247,7 @@ def _size(values: Sequence[float]) -> float:
     return math.sqrt(sum(value * value for value in values))
 
 
-def _ratio(a: RecordedTensor, b: RecordedTensor) -> float:
+def distance(a: RecordedTensor, b: RecordedTensor) -> float:
     """Return the estimated norm of a difference over the norm of the first tensor."""
     one, two = _flat(a), _flat(b)
     away, size = _size([x - y for x, y in zip(one, two, strict=True)]), _size(one)
@@ -280,11 +287,14 @@ def guess_of(a: RecordedTensor, b: RecordedTensor, axes: Mapping[str, int]) -> s
                 return f"it is 1/{n} of it, as if it had been divided by {axis}'s {n} ranks, or never added up"
         return f"it is {factor:.3g} times the reference, in all places alike"
     bad = _differing_chunks(a, b)
-    is_small = _ratio(a, b) < UNIT["bfloat16"]
+    is_small = distance(a, b) < UNIT["bfloat16"]
     if not is_small and a.norm and b.norm is not None and abs(a.norm - b.norm) < 1e-3 * a.norm:
         return "it has the same size and other values: a part is in another place, or an order is another one"
-    if bad and len(bad) < len(a.sums[0]):
-        return f"only the parts {', '.join(map(str, bad))} of {len(a.sums[0])} along its first dimension differ"
+    # Fewer samples than chunks leave chunks empty.
+    filled = [n + 1 for n in range(len(a.sums[0])) if any(row[n] for row in (*a.sums, *b.sums))]
+    if bad and len(bad) < len(filled):
+        parts = ", ".join(str(filled.index(n) + 1) for n in bad)
+        return f"only the parts {parts} of {len(filled)} along its first dimension differ"
     if is_small:
         return "it differs by little: another precision or constant, or few values are other ones"
     if abs(factor - 1) < _CLOSE:
