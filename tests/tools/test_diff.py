@@ -12,11 +12,14 @@ import pytest
 
 from tests.support import clean_pairs, silent_bugs
 from tests.support.clean_pairs import PAIRS, Pairs
+from tests.support.jobs import job
 from tests.support.ranks import Pool
 from tests.support.silent_bugs import BUGS, RECORDED, Reference, found_with
 from titan.cli import main as titan
+from titan.hooks import standard_hooks
 from titan.observe.recorded import FOLDER, RecordedStep, RecordedTensor, read_steps, write_step
 from titan.tools.diff.compare import compare, guess_of, in_order
+from titan.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -348,6 +351,22 @@ def test_jobs_are_trained_and_a_changed_key_is_named(
     run = str(tmp_path / "runs" / "a")
     assert titan(["diff", run, run, "--spread", str(tmp_path / "runs" / "spread")]) == 0
     assert "the largest difference is 0%" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_what_is_recomputed_is_recorded_and_disturbed(mode: str, tmp_path: Path) -> None:
+    def steps(name: str, **sections: Any) -> list[RecordedStep]:
+        trainer = Trainer(job(tmp_path / name, **sections), hooks=standard_hooks)
+        trainer.run()
+        trainer.close()
+        return read_steps(tmp_path / name)
+
+    checkpoint, recorded = {"activation_checkpoint": {"mode": mode}}, {"record_steps": [1, 2]}
+    plain = steps("plain", debug=recorded)
+    found = compare(plain, steps("ac", debug=recorded, **checkpoint))
+    assert (found.differences, found.left_out, found.worst) == ([], 0, 0.0)
+    moved = steps("moved", debug=recorded | {"record_perturbed": 1}, **checkpoint)
+    assert 0 < compare(plain, moved).worst < 1
 
 
 def test_a_job_that_cannot_run_is_a_line_and_exit_code_2(

@@ -33,6 +33,7 @@ from .digests import Digest, differ, digest_of, indices_of
 from .init_weights import canonical_name
 from .mesh import axis_rank, axis_size
 from .module_hooks import hook_outputs, is_recomputation
+from .selective import outside_selection
 
 Dim = int | str
 """A dimension of a whole tensor: a length, or "B", "S", or "BS" for both in one."""
@@ -138,7 +139,8 @@ class Recorder:
         self.generator = torch.Generator().manual_seed(perturbed) if perturbed else None
         for part in parts:
             part.register_forward_pre_hook(self._note_batch, with_kwargs=True)
-            hook_outputs(part, self._see)
+            # A selective checkpoint must not keep what a recomputation does not do.
+            hook_outputs(part, outside_selection(self._see))
 
     def _note_batch(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves = [
@@ -173,9 +175,9 @@ class Recorder:
     # ---- outputs and their gradients ----------------------------------------------------------------
 
     def _perturb(self, args: Any, out: Any) -> Any:
+        # A recomputation must save as many tensors for the backward pass. Its signs may be other ones.
         if (
             not self.active
-            or is_recomputation()
             or (x := _first_float(out)) is None
             or any(x is given for given in args)  # a layer that the loss applies
         ):
