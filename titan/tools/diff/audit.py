@@ -194,10 +194,8 @@ def audit(run: Path, step: int, *, keys: Sequence[str] = (), nproc: int | None =
 
         first = compute("first")
         # The job and the facts of a run folder are those of its last start.
-        is_last = not any(
-            event.get("event") == "resume" and event.get("step", 0) >= step
-            for event in read_events(run / "events.jsonl")
-        )
+        starts = [e for e in read_events(run / "events.jsonl") if e["event"] == "resume"]
+        is_last = all(start.get("step", 0) < step for start in starts)
         found.is_same = not keys and is_last and first.facts == original.facts
         _compare(found, original, first, None)
         if found.equal_bits:

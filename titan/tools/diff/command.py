@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -70,13 +71,17 @@ def main(argv: list[str]) -> int:
         # All are checked before the first one is trained.
         runs = [_planned(options, rest, side, place / side) for side in "ab"]
         if options.spread is not None:
-            moved = read_steps(options.spread)
-            runs.append(lambda: moved)
+            runs.append(partial(list, read_steps(options.spread)))
         elif not Path(options.a).is_dir():
             runs.append(_planned(options, rest, "a", place / "spread", perturbed=True))
-        a, b, *others = (run() for run in runs)
-    spread: Sequence[RecordedStep] = others[0] if others else ()
-    _check_alike(a, b, options.a, options.b)
+        a, b, *last = (run() for run in runs)
+    spread: Sequence[RecordedStep] = last[0] if last else ()
+    if not {step.step for step in a} & {step.step for step in b}:
+        raise InputError(f"{options.a} and {options.b} recorded no step in common")
+    names, others = ([t.name for step in run for t in step.tensors] for run in (a, b))
+    if not {*names} & {*others}:
+        such = f"no name of a tensor is in both, such as {names[:1]} and {others[:1]}"
+        raise InputError(f"{options.a} and {options.b} are of different models: {such}")
     if options.spread is not None:
         _check_spread(a, spread, options.spread)
     found = compare(a, b, spread)
@@ -90,45 +95,13 @@ def main(argv: list[str]) -> int:
     return int(bool(found.differences))
 
 
-def _check_alike(
-    a: Sequence[RecordedStep], b: Sequence[RecordedStep], one: object, two: object
-) -> None:
-    """Raise InputError if two runs have no step or no tensor in common."""
-    steps, others = ([step.step for step in run] for run in (a, b))
-    if not {*steps} & {*others}:
-        raise InputError(
-            f"{one} and {two} recorded no step in common: steps {_few(steps)}, and {_few(others)}"
-        )
-    names, theirs = ([t.name for step in run for t in step.tensors] for run in (a, b))
-    if not {*names} & {*theirs}:
-        raise InputError(
-            f"{one} and {two} are of different models: no name of a tensor is in both, such as {_few(names[:1])} and {_few(theirs[:1])}"
-        )
-
-
 def _check_spread(a: Sequence[RecordedStep], spread: Sequence[RecordedStep], folder: Path) -> None:
-    """Raise InputError if a run is no disturbed run of A's job: other tensors, weights or samples, or equal bits."""
-    moved = {step.step: step for step in spread}
-    if lost := [step.step for step in a if step.step not in moved]:
-        raise InputError(f"--spread: {folder} has no record of step {_few(lost)}")
-    first = a[0]
-    theirs = {(t.kind, t.name): t for t in moved[first.step].tensors}
-    keys = {(t.kind, t.name) for t in first.tensors}
-    shares = [
-        distance(t, theirs[t.kind, t.name]) for t in first.tensors if (t.kind, t.name) in theirs
-    ]
-    if keys != theirs.keys() or median(shares) > _ANOTHER:
-        raise InputError(
-            f"--spread: {folder} is no run of A's job: it has other tensors, weights or samples"
-        )
-    if not any(shares):
-        raise InputError(
-            f"--spread: {folder} has the bits of A; train it with --debug.record_perturbed=1"
-        )
-
-
-def _few(items: Sequence[object]) -> str:
-    return ", ".join(map(str, items[:_SHOWN])) + ", ..." * (len(items) > _SHOWN)
+    """Raise InputError if a run is no disturbed run of A's job."""
+    ours, moved = ({(s.step, t.kind, t.name): t for s in x for t in s.tensors} for x in (a, spread))
+    away = [distance(t, moved[key]) for key, t in ours.items() if key in moved]
+    if len(away) < len(ours) or not any(away) or median(away) > _ANOTHER:
+        why = "it has other steps, tensors, weights or samples, or equal bits"
+        raise InputError(f"--spread: {folder} is no run of A's job with record_perturbed: {why}")
 
 
 def report(found: Comparison, *, measured: bool) -> list[str]:
@@ -180,8 +153,7 @@ def _planned(
     """Return what reads the recorded steps of a run folder, or trains a job, checked here, and reads its steps."""
     given = Path(getattr(options, side))
     if given.is_dir():
-        steps = read_steps(given)
-        return lambda: steps
+        return partial(list, read_steps(given))
     keys = [word for word in rest if not word.startswith(f"--{_OTHER[side]}.")]
     job = [str(given), *(word.replace(f"--{side}.", "--", 1) for word in keys)]
     plain = [word for word in job if not word.startswith("--")]
