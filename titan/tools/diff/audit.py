@@ -173,9 +173,8 @@ def audit(run: Path, step: int, *, keys: Sequence[str] = (), nproc: int | None =
     original = _Record(run, saved.get(step))
     if step not in {*original.rows, *saved}:
         known = ", ".join(map(str, sorted({*original.rows, *saved})[-_SHOWN:])) or "none"
-        raise InputError(
-            f"{run} has neither a row of metrics nor a checkpoint of step {step}; the last steps that have: {known}"
-        )
+        lacks = f"neither a row of metrics nor a checkpoint of step {step}"
+        raise InputError(f"{run} has {lacks}; the last steps that have: {known}")
     bases = [n for n in sorted(saved, reverse=True) if n < step and _is_start(saved[n])]
     found = Audit(step, since=bases[0] if bases else 0)
     config = _job(config, original, saved[bases[0]] if bases else None, step)

@@ -44,13 +44,11 @@ def main(argv: list[str]) -> int:
         "       titan diff RUN_A RUN_B [--spread RUN_C]"
     )
     parser = command_parser("diff", usage, summary=summary_of("diff"))
-    parser.add_argument(
-        "a", metavar="A", help="the reference: a job file, or the folder of a recorded run"
-    )
+    about = "the reference: a job file, or the folder of a recorded run"
+    parser.add_argument("a", metavar="A", help=about)
     parser.add_argument("b", metavar="B", help="the other one")
-    parser.add_argument(
-        "--steps", type=positive, default=3, metavar="N", help="steps to train; default: 3"
-    )
+    about = "steps to train; default: 3"
+    parser.add_argument("--steps", type=positive, default=3, metavar="N", help=about)
     for side in "ab":
         about = f"ranks of {side.upper()}; default: the least that fit"
         parser.add_argument(f"--nproc-{side}", type=positive, metavar="N", help=about)
@@ -87,9 +85,8 @@ def main(argv: list[str]) -> int:
     found = compare(a, b, spread)
     print("\n".join(report(found, measured=bool(spread))))
     if not any(tensor.kind == "output" for step in a for tensor in step.tensors):
-        print(
-            "parameters only: the model does not run on meta, so outputs of modules were not recorded"
-        )
+        why = "the model does not run on meta, so outputs of modules were not recorded"
+        print(f"parameters only: {why}")
     if options.json is not None:
         options.json.write_text(json.dumps(asdict(found), indent=2) + "\n", encoding="utf-8")
     return int(bool(found.differences))
@@ -114,13 +111,11 @@ def report(found: Comparison, *, measured: bool) -> list[str]:
     of = f"{found.compared} tensors compared"
     if found.left_out:
         of += f", {found.left_out} in one run only"
-    basis = (
-        "" if measured else "; rounding was not measured: its limit follows from the dtype alone"
-    )
+    limit = "; rounding was not measured: its limit follows from the dtype alone"
+    basis = "" if measured else limit
     if not found.differences:
-        return [
-            f"equal: {of}; the largest difference is {found.worst:.0%} of what rounding may make{basis}"
-        ]
+        share = f"the largest difference is {found.worst:.0%} of what rounding may make"
+        return [f"equal: {of}; {share}{basis}"]
     first, *others = found.differences
     lines = [f"differs ({of}{basis})", f"first: {first}"]
     lines += [

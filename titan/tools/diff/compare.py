@@ -120,16 +120,14 @@ def compare(
         left_out += len(a.keys() ^ b.keys())
         kinds, last, inherited = {kind for kind, _ in b}, "", _inherited(a, b, normal)
         shared = _OF_PARAMETERS & kinds & {kind for kind, _ in a}
-        for key in in_order(two):
-            if key not in a and key[0] in shared:
-                guess = "the reference has none"
-                found.append(Difference(one.step, *key, math.inf, 0.0, guess, "", last))
-        for key in in_order(one):
-            if key not in b:
+        extra = [key for key in in_order(two) if key not in a]
+        for key in (*extra, *in_order(one)):
+            if key not in a or key not in b:
                 # A layout may compute an output in another place, but it has all parameters.
                 if key[0] in shared:
-                    guess = "the other run has none"
-                    found.append(Difference(one.step, *key, math.inf, normal[key], guess, "", last))
+                    guess = f"the {'other run' if key in a else 'reference'} has none"
+                    limit = normal.get(key, 0.0)
+                    found.append(Difference(one.step, *key, math.inf, limit, guess, "", last))
                 continue
             compared += 1
             ratio = distance(a[key], b[key])
@@ -222,9 +220,8 @@ def _normal(
     for key, tensor in a.items():
         unit = max(UNIT.get(tensor.dtype, 0.0), coarse, UNIT["float32"])
         if not moved:
-            normal[key] = (
-                unit if key[0] == "weight" and one.step == 1 else _UNMEASURED * unit / BEYOND
-            )
+            is_initial = key[0] == "weight" and one.step == 1
+            normal[key] = unit if is_initial else _UNMEASURED * unit / BEYOND
             continue
         measured = distance(tensor, moved[key]) if key in moved else 0.0
         # One number may hardly move by chance. It is a sum over many values, whose roundings cancel.
