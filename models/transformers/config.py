@@ -77,7 +77,7 @@ class TransformersConfig(MoEConfig):
         matmul_params: number of parameters in matmuls that act on one token, with the output layer.
         windows: window of each block, 0 for none.
         refuses: techniques that the model cannot have, each with the reason.
-        max_positions: positions that the model has in a table. 0: any number.
+        table_positions: positions that the model has in a table. 0: any number.
     """
 
     source: ModelSource
@@ -89,7 +89,7 @@ class TransformersConfig(MoEConfig):
     matmul_params: int
     windows: tuple[int, ...]
     refuses: tuple[tuple[str, str], ...] = ()
-    max_positions: int = 0
+    table_positions: int = 0
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class TransformersConfig(MoEConfig):
     @property
     def fixes_positions(self) -> bool:
         """Return whether max_position_embeddings decides what the model computes."""
-        return bool(self.max_positions or "longrope" in rope_types(json.loads(self.source.hf)))
+        return bool(self.table_positions or "longrope" in rope_types(json.loads(self.source.hf)))
 
     def window_of(self, layer: int) -> int:
         """Return the number of keys that a query of a layer sees, its own included. 0: all keys up to its own."""

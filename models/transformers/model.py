@@ -307,12 +307,12 @@ def _sizes(
         experts_of_blocks=tuple(of_experts.get(n, 0) for n in range(len(model.layers))),
         matmul_params=int(matmuls) + output.weight.numel(),
         windows=tuple(windows.get(n, 0) for n in range(len(model.layers))),
-        max_positions=_max_positions(model),
+        table_positions=_table_positions(model),
         refuses=tuple(refuses.items()),
     )
 
 
-def _max_positions(model: TransformersModel) -> int:
+def _table_positions(model: TransformersModel) -> int:
     """Return the number of positions of a model that looks them up in a table, or 0."""
     limit = getattr(model.hf.config, "max_position_embeddings", None) or 0
     # Some tables have rows for padding before the first position.

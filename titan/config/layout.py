@@ -197,7 +197,7 @@ def _check_sequence(config: JobConfig, model: Any, world_size: int) -> Iterator[
     lengths = {"training.seq_len": config.training.seq_len}
     if validation.enable and validation.seq_len:
         lengths["validation.seq_len"] = validation.seq_len
-    positions = getattr(model, "max_positions", 0)
+    positions = getattr(model, "table_positions", 0)
     for key, length in lengths.items():
         if length > positions > 0:
             yield (
