@@ -11,4 +11,4 @@ RETIRED = {
     f'folder or a config.json, or with architecture = "{kind}" and overrides of its config (docs/models.md)'
     for name, kind in _CLASSES.items()
 }
-"""What to write in a job in place of a family that titan had, by its name."""
+"""Advice for each family that titan no longer has, by its name."""

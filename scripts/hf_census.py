@@ -2,7 +2,7 @@
 
     python scripts/hf_census.py --write docs/zoo.md     # all families: the page, for the transformers that is installed
     python scripts/hf_census.py qwen3 phi3 -v           # some of them, with each gradient that differs
-    python scripts/hf_census.py qwen3 --read FILE --json FILE --write docs/zoo.md   # anew, in the results of an earlier run
+    python scripts/hf_census.py qwen3 --read FILE --json FILE --write docs/zoo.md   # once more, into the results of an earlier run
 
 Each family is made small. Its reference is transformers' own model with its own attention, masks and experts, in one process. Each
 layout takes three steps of AdamW on gloo ranks, and its loss, each gradient of the first step and each updated weight are compared

@@ -126,7 +126,7 @@ def _changed(config: Any, overrides: dict[str, Any], *, derives: bool) -> Any:
     number: Any = content.get(config.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
     if number != config.num_hidden_layers:
         by_layer = {k: v for k, v in content.items() if _is_by_layer(v, config.num_hidden_layers)}
-        # Without a value for a layer, the class makes the values anew.
+        # Without a value for a layer, the class fills them in again.
         content |= {k: v[:number] if number <= len(v) else None for k, v in by_layer.items()}
     if derives:
         config = _checked(lambda: type(config).from_dict(content))

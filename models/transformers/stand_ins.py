@@ -1,4 +1,4 @@
-"""Stand-ins, in transformers' own module objects, for the modules of `TransformersModel`."""
+"""Substitutes for the modules of `TransformersModel` inside of transformers' own module objects."""
 
 from __future__ import annotations
 

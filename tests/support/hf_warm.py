@@ -1,4 +1,4 @@
-"""What each rank of the census would do first, done once in the server that ranks are forked from: import it there."""
+"""Imports of the census, done once in the server that ranks are forked from."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class FaultToleranceSection(Section):
     """Steps from one replay to the next. A replay computes the first micro-batch of a step twice on each
     device and compares outputs and gradients bit for bit; the step is not changed. 0: never."""
     on_replay_mismatch: Literal["warn", "stop"] = "stop"
-    """What to do when bits differ. "stop" ends the run and names rank, host and module. "warn" logs
+    """Action when bits differ. "stop" ends the run and names rank, host and module. "warn" logs
     the same and trains on."""
     step_timeout_seconds: NonNegative = 0
     """Seconds that a step may take; the first has comm.init_timeout_seconds more. After that the

@@ -63,7 +63,7 @@ class Replay(Hook):
 
     @contextmanager
     def _deterministic(self) -> Iterator[None]:
-        """Let operations add up in one order within a block. Compiled programs stay as they are, since others would be compiled."""
+        """Use deterministic algorithms within the context. Compiled programs keep theirs, since a switch would compile others."""
         before = torch.are_deterministic_algorithms_enabled()
         warn = torch.is_deterministic_algorithms_warn_only_enabled()
         if self.trainer.train_step.compile_log is None and not before:
