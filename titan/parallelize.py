@@ -38,7 +38,7 @@ from titan.config.schema import (
 from titan.models.common.attention import InnerAttention
 from titan.models.common.moe import MoE
 from titan.parallel.activation import apply_ac
-from titan.parallel.compile import apply_compile
+from titan.parallel.compile import CompileLog, apply_compile
 from titan.parallel.context import Method, apply_cp, mask_over_ranks, sequence_part
 from titan.parallel.documents import DocumentMask, choose_form, mask_of, share_document_mask
 from titan.parallel.expert import RoundRobin, apply_ep, keep_routes
@@ -346,6 +346,13 @@ def backward_preparer(job: ResolvedJob) -> Callable[..., None]:
         set_gradient_sync(model, reduce, all_reduce=all_reduce, reshard=is_last or not keeps)
 
     return prepare
+
+
+def compile_log_of(section: CompileSection, num_blocks: int) -> CompileLog | None:
+    """Return the log of the compilations of a model with so many blocks, or None if nothing is compiled."""
+    names = {"model": f"{num_blocks} blocks", "loss": "the loss"}
+    what = [names[component] for component in section.components]
+    return CompileLog(" and ".join(what)) if section.enable and what else None
 
 
 def convert_to_float8(model: nn.Module, job: ResolvedJob) -> list[Conversion]:

@@ -30,34 +30,32 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan.async_scalars import AsyncScalars
 from titan.config.phases import Phase
-from titan.config.schema import CompileSection, JobConfig
+from titan.config.schema import JobConfig
 from titan.optim.average import WeightAverage
 from titan.optim.clipping import clip_gradients
 from titan.optim.expert_bias import ExpertBiasBalancer
 from titan.optim.in_backward import OptimizerInBackward
 from titan.optim.optimizers import build_optimizer
 from titan.optim.schedule import learning_rate_factor
-from titan.parallel import initialize, materialize, shard_sequence
+from titan.parallel import Overlap, initialize, materialize, shard_sequence
 from titan.parallel.async_tp import Rewrites, enable_async_tp
 from titan.parallel.compile import CompileLog
 from titan.parallel.float8 import Conversion, precompute_scales
 from titan.parallel.mesh import StepGroups, axis_size, build_sparse_mesh, submesh
 from titan.parallelize import (
     backward_preparer,
+    compile_log_of,
     moes_of,
     parallelize,
-    require_trained,
 )
 from titan.random_draws import RandomDraws
 from titan.resolved import ResolvedJob
 from titan.step_report import StepReport
 from titan.tasks.base import LossFunction, Microbatch
-from titan.whole_model import build_whole_model, sent_by_stage
+from titan.whole_model import build_whole_model, sent_by_stage, split_model
 
 if TYPE_CHECKING:
     from titan.parallel.pipeline import Pipeline
-    from titan.parallel.schedules import Schedule
-    from titan.parallel.stage_split import StageSplit
 
 
 @dataclass
@@ -79,6 +77,7 @@ class TrainStep:
         float8: layers that compute in 8 bits.
         balance: balances the load of experts by their routing biases.
         average: average of the weights.
+        overlap: runs two micro-batches at a time.
         is_fake: tensors hold no numbers, as in the simulator. Random numbers are not drawn, and labels cannot be counted.
     """
 
@@ -96,6 +95,7 @@ class TrainStep:
     float8: list[Conversion]
     balance: ExpertBiasBalancer
     average: WeightAverage | None = None
+    overlap: Overlap | None = None
     is_fake: bool = False
 
     def __post_init__(self) -> None:
@@ -149,12 +149,14 @@ class TrainStep:
         if self.compile_log is not None:
             torch.compiler.cudagraph_mark_step_begin()  # outputs of the last step may be overwritten
         losses = []
-        for number, batch in enumerate(local):
-            is_last = number == len(local) - 1
+        at_once = 1 if self.overlap is None else 2
+        for start in range(0, len(local), at_once):
+            is_last = start + at_once >= len(local)
             # Only the last micro-batch completes a gradient, so only then may a parameter be updated.
             if self.in_backward is not None:
                 self.in_backward.active = is_last and (targets is None or targets.values()[0] > 0)
-            losses.append(self._forward_backward(batch, divisor, is_last=is_last))
+            now = local[start : start + at_once]
+            losses += self._forward_backward(now, divisor, is_last=is_last)
         if not self.is_fake:
             self.draws.end()
         self.sum_over_groups([p.grad for p in self.parameters if p.grad is not None])
@@ -303,22 +305,40 @@ class TrainStep:
                 stages=self.groups.stages,
             )
 
-    def _forward_backward(self, batch: Microbatch, divisor: Tensor, *, is_last: bool) -> Tensor:
-        """Add the gradients of a micro-batch. Return its loss, summed over this rank's tokens."""
+    def _forward_backward(
+        self, batches: Sequence[Microbatch], divisor: Tensor, *, is_last: bool
+    ) -> list[Tensor]:
+        """Add the gradients of a micro-batch, or of two that overlap. Return the loss of each, summed over this rank's tokens."""
         if self.pipeline is not None:
+            (batch,) = batches
             losses = self.pipeline.step(
                 batch.input, batch.targets, divide_by=divisor, **batch.inputs
             )
             self.on_event("backward")
-            return self._total(losses)
+            return [self._total(losses)]
         (model,) = self.model_parts
-        self.prepare_backward(model, is_last=is_last)
-        loss_sum = self.loss_sum(model(batch.input, **batch.inputs), batch.targets)
-        self.on_event("forward")
+        forwards = [partial(self._loss, batch) for batch in batches]
         # Divide before backward: gradients then add up over micro-batches and ranks to those of the global mean.
-        (loss_sum / divisor).backward()
+        if len(batches) == 1:
+            self.prepare_backward(model, is_last=is_last)
+            losses = [forwards[0]()]
+            self.on_event("forward")
+            (losses[0] / divisor).backward()
+        else:
+            assert self.overlap is not None
+            losses = self.overlap.forward(forwards)
+            self.on_event("forward")
+            self.overlap.backward(
+                [loss / divisor for loss in losses],
+                prepare=lambda last: self.prepare_backward(model, is_last=is_last and last),
+            )
         self.on_event("backward")
-        return loss_sum.detach()
+        return [loss.detach() for loss in losses]
+
+    def _loss(self, batch: Microbatch, loss: LossFunction | None = None) -> Tensor:
+        """Return the loss of a micro-batch, or what another function makes of the model's output."""
+        (model,) = self.model_parts
+        return (loss or self.loss_sum)(model(batch.input, **batch.inputs), batch.targets)
 
     def _forward(self, batch: Microbatch, loss: LossFunction | None = None) -> list[Tensor]:
         """Return the loss of a micro-batch, or of each microbatch of a pipeline, over this rank's tokens; an empty list before the last stage."""
@@ -333,8 +353,7 @@ class TrainStep:
                 loss_fn=loss,
                 **batch.inputs,
             )
-        (model,) = self.model_parts
-        return [(loss or self.loss_sum)(model(batch.input, **batch.inputs), batch.targets)]
+        return [self._loss(batch, loss)]
 
     def _total(self, losses: list[Tensor]) -> Tensor:
         """Return the sum of losses, which is 0 except on the last pipeline stage."""
@@ -363,7 +382,7 @@ def build_train_step(job: ResolvedJob, *, device: torch.device, mesh: DeviceMesh
     schedule = None
     pp = submesh(mesh, "pp")
     if pp is not None:
-        schedule, stages = _split(job.splits[0], model, pp=pp)
+        schedule, stages = split_model(job.splits[0], model, pp=pp)
     # Layout first, then memory for this rank's shards alone, then weights.
     for stage in stages.values():
         parallelize(stage, job=job, mesh=mesh, sparse_mesh=sparse_mesh)
@@ -375,7 +394,9 @@ def build_train_step(job: ResolvedJob, *, device: torch.device, mesh: DeviceMesh
     loss_sum = job.task.loss(mesh, output=output, float8=float8)
     pipeline = None
     if pp is not None and schedule is not None:
-        pipeline = _pipeline(
+        from titan.parallel.pipeline import Pipeline
+
+        pipeline = Pipeline(
             stages,
             schedule=schedule,
             mesh=pp,
@@ -402,40 +423,20 @@ def build_train_step(job: ResolvedJob, *, device: torch.device, mesh: DeviceMesh
         groups=StepGroups.of(mesh),
         loss_sum=loss_sum,
         async_tp=async_tp,
-        compile_log=_compile_log(config.compile, num_blocks),
+        compile_log=compile_log_of(config.compile, num_blocks),
         float8=float8,
         average=WeightAverage(model_parts, config.average) if config.average.enable else None,
+        overlap=Overlap(model, reduce_once=config.parallelism.expert_overlap_reduce_once)
+        if config.parallelism.expert_overlap
+        else None,
         balance=ExpertBiasBalancer.of(
             {n: m for part in model_parts for n, m in moes_of(part).items()}, mesh
         ),
     )
 
 
-def _split(
-    split: StageSplit, model: nn.Module, *, pp: DeviceMesh
-) -> tuple[Schedule, dict[int, nn.Module]]:
-    """Return a pipeline's schedule, and this rank's stages of the model by their numbers."""
-    from titan.parallel.stages import extract_stages
-
-    require_trained(model, split.modules)
-    numbers = split.schedule.stages_of(pp.get_local_rank())
-    return split.schedule, extract_stages(model, split.modules, numbers=numbers)
-
-
-def _pipeline(stages: dict[int, nn.Module], **options: Any) -> Pipeline:
-    from titan.parallel.pipeline import Pipeline
-
-    return Pipeline(stages, **options)
-
-
 def _shape(config: JobConfig) -> tuple[int, int]:
     return config.training.local_batch_size, config.training.seq_len
-
-
-def _compile_log(section: CompileSection, num_blocks: int) -> CompileLog | None:
-    names = {"model": f"{num_blocks} blocks", "loss": "the loss"}
-    what = [names[component] for component in section.components]
-    return CompileLog(" and ".join(what)) if section.enable and what else None
 
 
 def _count_valid(batches: Sequence[Microbatch]) -> Tensor:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from titan.loss import defer_lm_head
 from titan.parallel.float8 import Conversion
@@ -14,10 +15,15 @@ from titan.parallelize import (
     convert_to_float8,
     default_dtype,
     freeze,
+    require_trained,
     torch_dtype,
 )
 from titan.resolved import ResolvedJob
 from titan.untrusted import InputError
+
+if TYPE_CHECKING:
+    from titan.parallel.schedules import Schedule
+    from titan.parallel.stage_split import StageSplit
 
 
 def build_whole_model(job: ResolvedJob) -> tuple[Any, list[Conversion]]:
@@ -51,6 +57,17 @@ def require_output_last(model: Any) -> None:
             )
 
     model.register_forward_hook(check)
+
+
+def split_model(
+    split: StageSplit, model: nn.Module, *, pp: DeviceMesh
+) -> tuple[Schedule, dict[int, nn.Module]]:
+    """Return a pipeline's schedule, and this rank's stages of the model by their numbers."""
+    from titan.parallel.stages import extract_stages
+
+    require_trained(model, split.modules)
+    numbers = split.schedule.stages_of(pp.get_local_rank())
+    return split.schedule, extract_stages(model, split.modules, numbers=numbers)
 
 
 def sent_by_stage(job: ResolvedJob, input: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:

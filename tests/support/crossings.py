@@ -63,6 +63,12 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
         "experts": {"model": ("qwen3", "tiny_moe")},
         "EP": {"model": ("qwen3", "tiny_moe"), "settings": (("expert_parallel_degree", 2),)},
     },
+    "expert overlap": {
+        "overlap": {"settings": (("expert_overlap", True),)},
+        "overlap, reduced once": {
+            "settings": (("expert_overlap", True), ("expert_overlap_reduce_once", True))
+        },
+    },
     "recomputation": {
         "full AC": {"recompute": "full"},
         "op AC": {"recompute": "selective"},
@@ -125,6 +131,7 @@ def techniques_of(layout: Layout) -> frozenset[str]:
         {"allgather": "CP all-gather", "ring": "CP ring", "ulysses": "CP Ulysses"}[rotate] if "cp" in degrees else "",
         settings.get("pipeline_parallel_schedule", "1F1B") if "pp" in degrees else "",
         ("EP" if settings.get("expert_parallel_degree", 1) > 1 else "experts") if has_experts else "",
+        {(True, False): "overlap", (True, True): "overlap, reduced once"}.get(_overlaps(settings), ""),
         {"full": "full AC", "selective": "op AC", "2": "AC of every second block"}.get(layout.recompute, ""),
         "memory budget" if layout.recompute == "memory_budget" else "",
         "compile" if layout.compiled else "",
@@ -138,6 +145,10 @@ def techniques_of(layout: Layout) -> frozenset[str]:
         "activations on the host" if layout.keep_in == "host" else "",
     }  # fmt: skip
     return frozenset(found & FACTOR_OF.keys())
+
+
+def _overlaps(settings: dict[str, Any]) -> tuple[bool, bool]:
+    return settings.get("expert_overlap", False), settings.get("expert_overlap_reduce_once", False)
 
 
 @cache
@@ -169,9 +180,19 @@ def triples_within(techniques: Iterable[str]) -> set[frozenset[str]]:
     return {frozenset(three) for three in combinations(sorted(techniques), 3)}
 
 
+# What a technique may need to be allowed.
+HELPERS = (
+    *((), ("compile",), ("FSDP2",), ("experts",), ("compile", "FSDP2")),
+    *(
+        ("EP", "accumulation", *more)
+        for more in ((), ("FSDP2",), ("compile",), ("compile", "FSDP2"))
+    ),
+)
+
+
 def possible(three: frozenset[str]) -> frozenset[str] | None:
     """Return the smallest set of techniques with these three that titan does not refuse; None if there is none."""
-    for helpers in ((), ("compile",), ("FSDP2",), ("experts",), ("compile", "FSDP2")):
+    for helpers in HELPERS:
         if not refusal(three.union(helpers)):
             return three.union(helpers)
     return None

@@ -300,6 +300,7 @@ def job_of(layout: Layout, *, precision: str = "float32", steps: int = STEPS) ->
                 "mixed_precision_param": precision,
                 "steps": steps,
                 "enable_cpu_offload": layout.offload,
+                "global_batch_size": GLOBAL_BATCH,
                 "local_batch_size": GLOBAL_BATCH
                 // (
                     degrees.get("dp_replicate", 1)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel
 
-from tests.support.layouts import Layout, train
+from tests.support.layouts import STEPS, Layout, train
 from titan import parallelize, train_step
 from titan.config.schema import JobConfig
 from titan.models.common import moe
@@ -19,13 +20,14 @@ from titan.models.common.attention import InnerAttention
 from titan.models.common.dispatch import count
 from titan.models.transformers.model import TransformersModel
 from titan.optim import expert_bias
+from titan.parallel import collectives, expert, overlap
 from titan.tools.certify import steps
 
 
-def train_with(fault: str, layout: Layout) -> dict[str, Any]:
+def train_with(fault: str, layout: Layout, steps: int = STEPS) -> dict[str, Any]:
     """Train as `tests.support.layouts.train` does, with a fault in this process."""
     FAULTS[fault]()
-    return train(layout)
+    return train(layout, steps=steps)
 
 
 def unreduced_router() -> None:
@@ -125,6 +127,41 @@ def none_to_one_rank() -> None:
     _prefer(lambda num_experts: list(range(num_experts // 4, num_experts)))
 
 
+def lost_row() -> None:
+    """Lose a row that the second of two micro-batches receives."""
+    _receive(lambda rows: torch.cat([rows[:-1], torch.zeros_like(rows[-1:])]))
+
+
+def row_sent_twice() -> None:
+    """Give the second of two micro-batches one row twice, in place of another."""
+    _receive(lambda rows: torch.cat([rows[:-1], rows[-2:-1]]))
+
+
+def _receive(change: Callable[[Tensor], Tensor]) -> None:
+    def receive(*args: Any, **options: Any) -> Tensor:
+        rows = whole(*args, **options)
+        return change(rows) if collectives.turns.number == 1 and len(rows) > 1 else rows
+
+    whole = expert.all_to_all_tokens
+    expert.all_to_all_tokens = receive
+
+
+def mixed_gradients() -> None:
+    """Let two micro-batches add to one gradient of a unit."""
+    overlap._Unit._keep_apart = lambda *_: None  # pyright: ignore
+
+
+def second_before_first() -> None:
+    """Add the gradients of the second of two micro-batches first."""
+    backward = overlap.Overlap.backward
+    overlap.Overlap.backward = lambda self, losses, **options: backward(self, losses[::-1], **options)  # fmt: skip  # pyright: ignore
+
+
+def freed_early() -> None:
+    """Free a unit when the first of two micro-batches leaves it."""
+    overlap._Unit._reshard = lambda _, method: method()  # pyright: ignore
+
+
 def _prefer(experts: Callable[[int], list[int]]) -> None:
     def reset_buffers(self: moe.MoE) -> None:
         reset(self)
@@ -140,6 +177,7 @@ FAULTS: dict[str, Callable[[], None]] = {
         *(unreduced_router, doubled_experts, norm_without_experts, bias_of_one_rank, wrong_tokens),
         *(counted_in_forward, counted_in_evaluation, evaluate_before_steps),
         *(all_to_one_expert, all_to_one_rank, none_to_one_rank),
+        *(lost_row, row_sent_twice, mixed_gradients, second_before_first, freed_early),
     )
 }
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from titan.checks.evaluation_rules import check_evaluation
+from titan.checks.expert_rules import check_experts
 from titan.checks.phase_rules import check_phases, has_conversations
 from titan.checks.stage_rules import check_modules
 from titan.config.base import LIMIT, Section
@@ -16,7 +16,7 @@ from titan.config.layout import CUDA_GRAPHS
 from titan.config.loss import check_loss
 from titan.config.model import check_freeze, resolve_model
 from titan.config.phases import longest_sequence
-from titan.config.quantize import check_converters, grouped_section, lacks_units
+from titan.config.quantize import check_converters, lacks_units
 from titan.config.schema import (
     ActivationCheckpointSection,
     HuggingFaceSource,
@@ -231,28 +231,6 @@ def _tensor(config: JobConfig) -> Iterator[RuleViolation]:
             yield key, "needs tensor_parallel_degree = 2 or more; set that, or use false"
 
 
-def _experts(config: JobConfig) -> Iterator[RuleViolation]:
-    if (degree := config.parallelism.expert_tensor_parallel_degree) != 1:
-        yield (
-            "expert_tensor_parallel_degree",
-            f"{degree} would split the matrices of each expert; use 1: the numbers are the same, and FSDP shards "
-            "experts over tensor-parallel ranks, too",
-        )
-    routing = config.simulator.routing
-    if routing.endswith(".json") and not Path(routing).is_file():
-        yield "simulator.routing", f"there is no file {routing}; name the experts.json of a run"
-    model = resolve_model(config.model)[0]
-    if model is None or getattr(model, "num_experts", 0):
-        return
-    if grouped_section(config) is not None:
-        yield "model.converters", "there are no experts to convert in this model; remove it"
-    asked = config.moe.model_dump(exclude_defaults=True)
-    for key in [f"moe.{key}" for key in asked] + ["debug.moe_force_load_balance"] * (
-        config.debug.moe_force_load_balance
-    ):
-        yield key, "has no effect on a model without experts; remove it"
-
-
 def _context(config: JobConfig) -> Iterator[RuleViolation]:
     parallel, key = config.parallelism, "context_parallel_rotate_method"
     cp, method = parallel.context_parallel_degree, parallel.context_parallel_rotate_method
@@ -434,7 +412,7 @@ RULES: tuple[tuple[str, Callable[[JobConfig], Iterator[RuleViolation]]], ...] = 
     ("parallelism", _kept_blocks),
     ("parallelism", _tensor),
     ("parallelism", _context),
-    ("parallelism", _experts),
+    ("parallelism", check_experts),
     ("parallelism", check_modules),
     ("activation_checkpoint", _recomputation),
     ("compile", _compile),

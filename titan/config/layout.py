@@ -186,6 +186,9 @@ def _check_batch(config: JobConfig, model: Any, world_size: int) -> Iterator[Rul
             f"local_batch_size {training.local_batch_size} x {dp} data-parallel ranks = {per_pass}"
         )
         yield "training.global_batch_size", _not_a_multiple(size, per_pass, unit)
+    elif size <= per_pass and config.parallelism.expert_overlap:
+        fix = f"training.global_batch_size = {2 * per_pass}, or a smaller training.local_batch_size"
+        yield "parallelism.expert_overlap", f"a step has one micro-batch, and no second one; use {fix}"  # fmt: skip
 
 
 def _check_sequence(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan.parallel.torch_compat import after_gathering
+from titan.parallel.fsdp_compat import after_gathering
 
 _LOG = logging.getLogger("titan")
 

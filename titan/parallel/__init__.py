@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .init_weights import initialize, materialize
     from .mesh import axis_rank, axis_size, build_mesh, build_sparse_mesh, submesh
     from .offload import apply_offload
+    from .overlap import Overlap
     from .pipeline import Pipeline
     from .recorder import Recorder, whole_shapes
     from .replicas import require_equal_replicas
@@ -32,6 +33,7 @@ _MODULES = {
     "fsdp": ("apply_ddp", "apply_fsdp", "set_gradient_sync"),
     "mesh": ("axis_rank", "axis_size", "build_mesh", "build_sparse_mesh", "submesh"),
     "offload": ("apply_offload",),
+    "overlap": ("Overlap",),
     "pipeline": ("Pipeline",),
     "recorder": ("Recorder", "whole_shapes"),
     "stages": ("extract_stages",),
@@ -43,6 +45,7 @@ _MODULES = {
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
+    "Overlap",
     "Pipeline",
     "Recorder",
     "apply_ac",

@@ -34,9 +34,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from .alike import require_alike_modules, require_alike_parameters
+from .fsdp_compat import compare_units, reduce_unused
 from .init_weights import canonical_name
 from .selective import outside_selection
-from .torch_compat import compare_units, reduce_unused, replicate
+from .torch_compat import replicate
 
 
 def apply_fsdp(

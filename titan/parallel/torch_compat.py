@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import signal
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 import torch.fx.traceback as fx_traceback
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
 
 # DDP on FSDP2's machinery. Not the older function of the same name in torch.distributed._composable, which
 # wraps DistributedDataParallel and loses its parameters under tensor parallelism.
@@ -43,10 +42,8 @@ from torch.utils import flop_counter
 __all__ = [
     "ActivationWrapper",
     "CompileEvent",
-    "after_gathering",
     "can_split_custom_functions",
     "checkpoint_wrapper",
-    "compare_units",
     "compile_events",
     "compute_capability",
     "compute_local_shape_and_global_offset",
@@ -59,7 +56,6 @@ __all__ = [
     "limit_gloo",
     "micro_pipeline_module",
     "record_memory_history",
-    "reduce_unused",
     "replicate",
     "set_allocator",
     "set_memory_budget",
@@ -339,103 +335,6 @@ def enclose_calls(module: nn.Module, *, name: str) -> tuple[bool, Callable[[], N
 
     module.__dict__["_compiled_call_impl"] = enclosed
     return compiled is not None, undo
-
-
-def _parameter_groups(module: nn.Module) -> list[Any]:
-    """Return FSDP's groups of a module's own parameters, if it shards the module. torch 2.11 has one, 2.13 a list."""
-    state = getattr(module, "_get_fsdp_state", lambda: None)()
-    return getattr(state, "_fsdp_param_groups", None) or [
-        group for group in [getattr(state, "_fsdp_param_group", None)] if group is not None
-    ]
-
-
-def after_gathering(module: nn.Module, then: Callable[[], None]) -> None:
-    """Call `then` each time FSDP has gathered the module's own parameters. Never, if it does not shard the module."""
-    # FSDP waits for its groups in order, so the last one is the end of gathering.
-    for group in _parameter_groups(module)[-1:]:
-
-        def waited_for(wait: Callable[[], None] = group.wait_for_unshard) -> None:
-            wait()
-            then()
-
-        group.wait_for_unshard = waited_for
-
-
-def reduce_unused(module: nn.Module) -> None:
-    """Make FSDP reduce gradients if a micro-batch uses only some of a unit's parameters, or none.
-
-    torch alone fails for a unit that no micro-batch has used yet, and adds up gradients of two precisions. If the last micro-batch
-    uses other parameters, it leaves the sum over replicas to the next step, or adds it to other parameters. All ranks must use the
-    same parameters.
-    """
-    for group in _parameter_groups(module):
-        group.post_backward = partial(_post_backward, group, group.post_backward, set())
-
-
-def compare_units(model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> None:
-    """Make ranks that run different FSDP units raise ValueError instead of waiting forever.
-
-    They might also mix up what they send. Only the first pass of each unit is compared, as a comparison waits for the device. units
-    has each unit's name.
-    """
-    numbered = [(n, g) for n, (_, unit) in enumerate(units) for g in _parameter_groups(unit)[:1]]
-    names = [*(f"'{name}'" for name, _ in units), "the end"]
-    compared: set[int] = set()
-
-    def compare(group: Any, number: int) -> None:
-        if number in compared or not torch.is_grad_enabled() or detect_fake_mode():
-            return  # fake tensors have no numbers
-        compared.add(number)
-        low_high = torch.tensor([-number, number], device=group.device)
-        for axis in ("shard", "replicate"):
-            ranks = getattr(group.mesh_info, f"{axis}_process_group", None)
-            if ranks is not None and ranks.size() > 1:
-                dist.all_reduce(low_high, op=dist.ReduceOp.MAX, group=ranks)
-        low, high = low_high.abs().tolist()
-        if low != high:
-            raise ValueError(
-                f"in a forward pass one rank runs {names[low]} and another one {names[high]}: let all ranks leave out the same blocks, "
-                "by numbers that are equal on all of them"
-            )
-
-    def before(group: Any, number: int, forward: Callable[..., Any], *args: Any) -> Any:
-        compare(group, number)
-        return forward(*args)
-
-    for number, group in numbered:
-        group.pre_forward = partial(before, group, number, group.pre_forward)
-    if numbered:
-        first = numbered[0][1]
-        model.register_forward_hook(lambda *_: compare(first, len(units)))
-
-
-def _post_backward(group: Any, reduce: Callable[..., None], used: set[Any], *args: Any) -> None:
-    parameters = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
-    if not parameters:
-        return  # never gathered
-    grads = {p: p._unsharded_param.grad is not None or p.unsharded_accumulated_grad is not None for p in parameters}  # fmt: skip
-    used |= {p for p in parameters if grads[p]}
-    # Replicas add up one vector of a unit, so each micro-batch must have gradients of the same parameters in it.
-    waits = group._partial_reduce_output is not None
-    replicates = hasattr(group.mesh_info, "replicate_process_group")
-    is_whole = replicates and group.reduce_grads and (waits or not group.all_reduce_grads)
-    is_whole = is_whole and (any(grads.values()) or group.all_reduce_grads)
-    filled = [p for p in parameters if is_whole and p.sharded_param.requires_grad and not grads[p]]
-    if filled or any(p.unsharded_accumulated_grad is not None for p in parameters):
-        for p in parameters:
-            p.accumulate_unsharded_grad_if_needed()
-            p.to_accumulated_grad_if_needed()
-    for p in filled:
-        dtype = p.reduce_dtype or p._unsharded_param.dtype
-        p.unsharded_accumulated_grad = torch.zeros_like(p._unsharded_param, dtype=dtype, requires_grad=False)  # fmt: skip
-    without = [p for p in filled if p.sharded_param.grad is None]
-    reduce(*args)
-    if group.reduce_grads and group.all_reduce_grads:
-        for p in without:
-            # No micro-batch used the parameter. With a gradient of zeros, an optimizer would decay the weight.
-            if p not in used:
-                p.sharded_param.grad = None
-        used.clear()
 
 
 def record_memory_history(max_entries: int) -> None:

@@ -8,6 +8,7 @@ running when it got its number.
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -16,15 +17,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from titan.parallel.collectives import turns
 from titan.parallel.init_weights import canonical_name
 from titan.sim.record import torch_compat
-from titan.sim.record.trace import Phase, Scope
+from titan.sim.record.trace import TURNS, Phase, Scope
 
 _NO_NUMBER = 2**63  # nodes that accumulate gradients are numbered from here on
 
 
-class ScopeTracker:
-    """Current scope of a recording.
+class ScopeTracker(threading.local):
+    """Current scope of a recording. Each thread has its own: two micro-batches that overlap run in two.
 
     Attributes:
         phase: Phase of the step.
@@ -34,12 +36,17 @@ class ScopeTracker:
         on_backward: Called when a backward pass begins.
     """
 
-    def __init__(self) -> None:
-        self.phase: Phase = "setup"
+    def __init__(self, on_backward: Callable[[], None]) -> None:
+        """Begin in a thread.
+
+        Args:
+            on_backward: Called when a backward pass begins.
+        """
+        self.phase: Phase = "forward"
         self.action = self.call = ""
         # The id of an error (the error itself would keep its frames alive), and the innermost module.
         self._failure = (0, "")
-        self.on_backward: Callable[[], None] = lambda: None
+        self.on_backward = on_backward
         self._path: list[str] = [""]
         self._recomputing = 0
         # Parallel lists, in ascending order: numbers of autograd nodes, and the module that makes the
@@ -89,7 +96,8 @@ class ScopeTracker:
 
     def _shared(self, phase: Phase, module: str, call: str) -> Scope:
         """Return a scope of the current action. Equal scopes are one object."""
-        key = (phase, module, self.action, call)
+        number = turns.number
+        key = (phase, module, self.action if number is None else TURNS[number], call)
         scope = self._scopes.get(key)
         if scope is None:
             scope = self._scopes[key] = Scope(*key)

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 from titan.sim.record.trace import (
     BEGINS,
+    TURNS,
     Allocate,
     AwaitEvent,
     Event,
@@ -161,9 +162,12 @@ def _labels(events: Sequence[Event], allocations: dict[int, Allocate], depth: in
     current: Any = None
     phase: Any = ("",)
     for event in events:
-        # An event without a scope has the label of the event before it.
+        # An event without a scope has the label of the event before it, and so has one of the second of two micro-batches that
+        # overlap: it is in the first one's block, or half a block behind.
         scope = getattr(event, "scope", None)
-        if scope is not None:
+        if scope is not None and scope.action == TURNS[1]:
+            pass
+        elif scope is not None:
             phase = (_FORWARD if scope.phase not in _BACKWARD else "backward", scope.action)
             layer = block_of(scope)
             # The stage is a part of the label: blocks are numbered through all stages.

@@ -11,7 +11,6 @@ import functools
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -76,7 +75,8 @@ class Tracer(TorchDispatchMode):
         super().__init__()
         self.replays_programs = replays_programs
         self.events: list[Event] = []
-        self.scopes = ScopeTracker()
+        # Memory that is alive when a backward pass begins was saved for it.
+        self.scopes = ScopeTracker(lambda: self.storages.categorize_new("activations"))
         self.storages = Storages(
             self.record, scope=self.scopes.current, stream=device.current_stream
         )
@@ -91,8 +91,6 @@ class Tracer(TorchDispatchMode):
         self._operators: dict[Any, Operator] = {}
         self._collectives: dict[Any, Collective | None] = {}
         self._kernels: dict[Kernel, Kernel] = {}
-        # Memory that is alive when a backward pass begins was saved for it.
-        self.scopes.on_backward = partial(self.storages.categorize_new, "activations")
         device.report_to(self.record)
         selective.watch_selected_calls = self.scopes.in_call
         self._patch()

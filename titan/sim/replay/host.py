@@ -13,6 +13,7 @@ from titan.sim.price.cost import Cost
 from titan.sim.record.segments import any_layer
 from titan.sim.record.trace import (
     HOST,
+    TURNS,
     Allocate,
     AwaitEvent,
     AwaitStream,
@@ -232,7 +233,9 @@ class Issue:
                 self.compiled |= is_compiled
                 hooks[phase] += not is_compiled
                 if phase == "forward" and event.kernel.kind in _WORK:
-                    calls.add((event.scope.action, block))
+                    # Two micro-batches that overlap are counted by `accumulation`.
+                    action = event.scope.action
+                    calls.add(("" if action in TURNS else action, block))
             else:
                 hooks[phase] += self._is_hook(event)
         count = len(calls) * trace.host.get("accumulation", 1)

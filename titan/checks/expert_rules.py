@@ -1,0 +1,51 @@
+"""Rules of mixtures of experts (docs/moe.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from titan.config.errors import RuleViolation
+from titan.config.model import resolve_model
+from titan.config.quantize import grouped_section
+from titan.config.schema import JobConfig
+
+
+def check_experts(config: JobConfig) -> Iterator[RuleViolation]:
+    """Check the keys that change how experts run."""
+    if (degree := config.parallelism.expert_tensor_parallel_degree) != 1:
+        yield (
+            "expert_tensor_parallel_degree",
+            f"{degree} would split the matrices of each expert; use 1: the numbers are the same, and FSDP shards "
+            "experts over tensor-parallel ranks, too",
+        )
+    yield from _overlap(config)
+    routing = config.simulator.routing
+    if routing.endswith(".json") and not Path(routing).is_file():
+        yield "simulator.routing", f"there is no file {routing}; name the experts.json of a run"
+    model = resolve_model(config.model)[0]
+    if model is None or getattr(model, "num_experts", 0):
+        return
+    if grouped_section(config) is not None:
+        yield "model.converters", "there are no experts to convert in this model; remove it"
+    asked = config.moe.model_dump(exclude_defaults=True)
+    for key in [f"moe.{key}" for key in asked] + ["debug.moe_force_load_balance"] * (
+        config.debug.moe_force_load_balance
+    ):
+        yield key, "has no effect on a model without experts; remove it"
+
+
+def _overlap(config: JobConfig) -> Iterator[RuleViolation]:
+    parallel, key = config.parallelism, "expert_overlap"
+    if not parallel.expert_overlap:
+        if parallel.expert_overlap_reduce_once:
+            yield f"{key}_reduce_once", f"needs {key} = true; set that, or use false"
+        return
+    if parallel.expert_parallel_degree == 1:
+        yield key, "needs expert_parallel_degree = 2 or more; set that, or use false"
+    if parallel.pipeline_parallel_degree > 1:
+        fix = 'use false, or pipeline_parallel_schedule = "DualPipeV"'
+        yield key, f"a pipeline has its own order of micro-batches; {fix}"
+    if getattr(config.optimizer, "early_step_in_backward", False):
+        other = "optimizer.early_step_in_backward"
+        yield key, f"{other} would update weights that the second micro-batch still needs; use false for one of them"  # fmt: skip
