@@ -194,7 +194,7 @@ class Search:
 
         The config is changed only as far as the formula reads it.
         """
-        changes = {
+        changes: dict[str, dict[str, Any]] = {
             "training": {"local_batch_size": point.batch},
             "activation_checkpoint": point.checkpointing,
             "parallelism": {
@@ -204,6 +204,8 @@ class Search:
                 "expert_parallel_degree": point.ep or 1,
             },
         }
+        if any("overlap" in name for name in point.also):
+            changes["parallelism"]["expert_overlap"] = True
         sections = {k: getattr(self.config, k).model_copy(update=v) for k, v in changes.items()}
         config = self.config.model_copy(update=sections)
         return estimate_memory(config, self.model, self._layout(point))["total"]
