@@ -180,19 +180,17 @@ def triples_within(techniques: Iterable[str]) -> set[frozenset[str]]:
     return {frozenset(three) for three in combinations(sorted(techniques), 3)}
 
 
-# What a technique may need to be allowed.
-HELPERS = (
-    *((), ("compile",), ("FSDP2",), ("experts",), ("compile", "FSDP2")),
-    *(
-        ("EP", "accumulation", *more)
-        for more in ((), ("FSDP2",), ("compile",), ("compile", "FSDP2"))
-    ),
+# What techniques may need to be allowed, and what an overlap needs.
+HELPERS = ((), ("compile",), ("FSDP2",), ("experts",), ("compile", "FSDP2"))
+FOR_OVERLAP = tuple(
+    ("EP", "accumulation", *more) for more in ((), ("FSDP2",), ("compile",), ("compile", "FSDP2"))
 )
 
 
 def possible(three: frozenset[str]) -> frozenset[str] | None:
     """Return the smallest set of techniques with these three that titan does not refuse; None if there is none."""
-    for helpers in HELPERS:
+    overlaps = any(FACTOR_OF[t] == "expert overlap" for t in three)
+    for helpers in FOR_OVERLAP if overlaps else HELPERS:
         if not refusal(three.union(helpers)):
             return three.union(helpers)
     return None
