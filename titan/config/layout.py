@@ -187,7 +187,8 @@ def _check_batch(config: JobConfig, model: Any, world_size: int) -> Iterator[Rul
         )
         yield "training.global_batch_size", _not_a_multiple(size, per_pass, unit)
     elif size <= per_pass and config.parallelism.expert_overlap:
-        fix = f"training.global_batch_size = {2 * per_pass}, or a smaller training.local_batch_size"
+        fix = f"training.global_batch_size = {2 * per_pass}"
+        fix += ", or a smaller training.local_batch_size" * (size > 0)
         yield "parallelism.expert_overlap", f"a step has one micro-batch, and no second one; use {fix}"  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from titan.config.schema import ProfilingSection
@@ -127,6 +128,8 @@ class Profiler:
             ),
             on_trace_ready=self._write_trace,
             record_shapes=self._section.record_shapes,
+            # The second of two micro-batches that overlap runs in another thread.
+            experimental_config=_ExperimentalConfig(profile_all_threads=True),
         )
 
     def action_of(self, step: int) -> ProfilerAction:
