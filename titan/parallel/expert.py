@@ -167,16 +167,20 @@ def _give_local_parameters(module: nn.Module) -> None:
     FSDP all-gathers the part before that, if it shards the module.
     """
 
-    # Grouped matmuls take plain tensors. The split parameters come back after forward.
+    # Grouped matmuls take plain tensors. The split parameters come back after forward, where two micro-batches may be at once.
     def unwrap(module: nn.Module, *_: Any) -> None:
-        split = dict(module._parameters)
-        module.__dict__["_split_parameters"] = split
-        for name, parameter in split.items():
+        calls, split = module.__dict__.get("_split_parameters", (0, dict(module._parameters)))
+        module.__dict__["_split_parameters"] = calls + 1, split
+        for name, parameter in split.items() if not calls else ():
             if isinstance(parameter, DTensor):
                 module._parameters[name] = parameter.to_local()  # pyright: ignore
 
     def restore(module: nn.Module, *_: Any) -> None:
-        module._parameters.update(module.__dict__.pop("_split_parameters"))
+        calls, split = module.__dict__.pop("_split_parameters")
+        if calls > 1:
+            module.__dict__["_split_parameters"] = calls - 1, split
+        else:
+            module._parameters.update(split)
 
     module.register_forward_pre_hook(unwrap)
     module.register_forward_hook(restore, always_call=True)
