@@ -21,6 +21,7 @@ A recomputation runs the same kernels on the same inputs, so losses and gradient
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
@@ -114,6 +115,12 @@ def _existing(entry: str) -> Rule:
     return rule
 
 
+class _Running(threading.local):
+    """Number of running modules whose results are kept, nested, in a thread: two micro-batches that overlap run in two."""
+
+    depth = 0
+
+
 class _Selection:
     """The operations whose results blocks keep, and the counts and module depth that decide about each call."""
 
@@ -125,7 +132,7 @@ class _Selection:
         moves = any(rule.host for rules in self.rules.values() for rule in rules)
         self.offloader = Offloader() if moves else None
         self.keep_modules = keep_modules
-        self.depth = 0  # number of running modules whose results are kept, nested
+        self.running = _Running()
 
     def watch(self, block: nn.Module) -> None:
         """Register hooks that record when the modules of a block run whose results are kept."""
@@ -144,14 +151,14 @@ class _Selection:
     def _enter(self, *_: Any) -> None:
         # While a compiler traces, _in_kept_module asks it for the module path.
         if not torch.compiler.is_compiling():
-            self.depth += 1
+            self.running.depth += 1
 
     def _leave(self, *_: Any) -> None:
         if not torch.compiler.is_compiling():
-            self.depth -= 1
+            self.running.depth -= 1
 
     def _in_kept_module(self, within: str) -> bool:
-        if self.depth:
+        if self.running.depth:
             return True
         names = [within + name for name in traced_module_path()] if self.keep_modules else ()
         return any(fnmatchcase(n, pattern) for n in names for pattern in self.keep_modules)
@@ -163,7 +170,7 @@ class _Selection:
             within: name of the module that runs, followed by a dot. "" for the block itself.
         """
         counts: Counter[tuple[tuple[str, ...], bool]] = Counter()
-        self.depth = 0  # after an exception, the exit hook of a module has not run
+        self.running.depth = 0  # after an exception, the exit hook of a module has not run
 
         def decide(name: str, recomputes: bool) -> Decision:
             expensive = name in GROUPS["matmul"] or name in GROUPS["attention"]
