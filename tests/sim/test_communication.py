@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.support.traces import (
     events_of,
     in_turn,
     job,
+    trace_of,
     trace_ranks,
 )
 from titan.config.schema import JobConfig
@@ -31,7 +33,7 @@ REPLICAS, SHARDS, TP, CP, PP = (
     "context_parallel_degree",
     "pipeline_parallel_degree",
 )
-KEEP = "fsdp_reshard_after_forward"
+KEEP, REDUCE = "fsdp_reshard_after_forward", "fsdp_reduce_gradients"
 ROTATE, SCHEDULE = "context_parallel_rotate_method", "pipeline_parallel_schedule"
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "FSDP2": (2, {}),
@@ -96,7 +98,7 @@ def test_embeddings_of_further_targets_go_through_a_pipeline(pool: Pool) -> None
 
 
 def test_what_waits_for_the_last_micro_batch(pool: Pool) -> None:
-    """Replicas add up their sums once a step, and weights that stay are gathered once a step."""
+    """Replicas add up their sums once a step, and weights that stay are gathered once a step. Gradients are reduced once if asked."""
 
     def transfers(world: int, kind: str, **settings: Any) -> list[int]:
         found = []
@@ -114,6 +116,28 @@ def test_what_waits_for_the_last_micro_batch(pool: Pool) -> None:
     assert once == three > 4
     once, three = transfers(2, "all_gather", **{KEEP: "always"})
     assert three == 3 * once
+    for keep in ("always", "never"):
+        once, three = transfers(2, "reduce_scatter", **{KEEP: keep})
+        assert three == 3 * once > 12
+        once, three = transfers(2, "reduce_scatter", **{KEEP: keep, REDUCE: "step"})
+        assert once == three > 4
+
+
+def test_bytes_of_a_step_with_weights_that_stay() -> None:
+    """With 4 micro-batches: all weights in 16 bits once, and their gradients in 32 bits once if asked, else 4 times."""
+    for reduce, times in (("step", 1), ("microbatch", 4)):
+        settings = {KEEP: "never", REDUCE: reduce}
+        config = job(parallelism=settings, training={"global_batch_size": 2 * 4 * 4})
+        trace = trace_of(config, world=2)
+        sent: Counter[tuple[str, str]] = Counter()
+        for transfer in events_of(trace.step, Transfer):
+            sent[transfer.kind, transfer.dtype] += transfer.size_bytes
+        # The tiny Llama's parameters: embedding and output layer, four blocks, the last norm. In 16 bits.
+        block = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192 + 2 * 64
+        weights = 2 * (2 * 2048 * 64 + 4 * block + 64)
+        assert sent["all_gather", "bfloat16"] == weights
+        assert sent["reduce_scatter", "float32"] == times * 2 * weights
+        assert sent["all_gather", "float32"] == 0
 
 
 def test_one_rank_does_nothing_for_others(pool: Pool) -> None:

@@ -95,6 +95,10 @@ class ParallelismSection(Section):
     "never" keeps them for the backward pass (ZeRO-2), which saves a second gathering and costs
     memory, and for all micro-batches of a step. "default" is "always", and "never" with pipeline
     parallelism and on a rank that shares its weights with none."""
+    fsdp_reduce_gradients: Literal["microbatch", "step"] = "microbatch"
+    """When FSDP sums gradients over ranks: after each micro-batch, or once a step. "step" divides the bytes of
+    reduce-scatters by the number of micro-batches, and costs the memory of whole gradients in
+    training.mixed_precision_reduce (4 bytes a parameter in float32). DDP and pipelines always do so."""
     fsdp_kept_blocks: Positive = 1
     """Last blocks of each stage that stay gathered until their backward pass all the same. The last one
     always does. Each more saves one gathering and costs its memory. `titan plan --only fsdp` chooses."""
