@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from titan.checks.environment import check_environment
 from titan.checks.section_rules import RULES
@@ -163,6 +164,13 @@ def advise(config: JobConfig, *, device: str | None = None) -> list[str]:
             f"{profiling.profile_freq}, but the run ends at training.steps = {steps}: no trace"
         )
         warnings["profiling.profile_freq"] = message
+    separate = "parallelism.fsdp_separate_reduce_scatter"
+    torch = tuple(map(int, version("torch").split(".")[:2]))
+    if config.parallelism.fsdp_separate_reduce_scatter and torch < (2, 13):
+        warnings[separate] = (
+            f"torch {version('torch')} has no group of its own for reduce-scatters: they share "
+            "that of all-gathers, with the same numbers; torch 2.13 has one"
+        )
     if (
         config.training.mixed_precision_param == "float32"
         and (device or device_of(config)) != "cpu"
