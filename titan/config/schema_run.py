@@ -338,29 +338,6 @@ class QuantizeSection(Section):
     grouped_mm: QuantizeGroupedSection = QuantizeGroupedSection()
 
 
-class CommSection(Section):
-    """Limits for collectives and heartbeats, the flight recorder, and the ranks' cores."""
-
-    init_timeout_seconds: Positive = 300
-    """Seconds that a collective may take during set-up and the first step, which compiles."""
-    train_timeout_seconds: Positive = 100
-    """Seconds that a collective may take after the first step. Then the run ends with a report."""
-    heartbeat_timeout_seconds: NonNegative = 30
-    """Seconds without a heartbeat after which a rank counts as lost: its host is down, its process
-    is stopped, or an extension holds the GIL. The run then ends on all ranks and names that rank
-    and its host. 0 disables heartbeats. See docs/cluster.md."""
-    trace_buf_size: Annotated[int, Field(ge=0, le=10_000_000)] = 2_000
-    """Number of the newest collectives that the flight recorder keeps. Writing 20,000 takes a rank
-    some seconds, 2,000 a tenth of that. 0 disables the recorder."""
-    save_traces_folder: str = "flight_recorder"
-    """Folder of the flight recorder's dumps, below the run folder."""
-    save_traces_file_prefix: str = "rank-"
-    """Beginning of a dump's file name; the rank follows."""
-    numa_binding: bool = True
-    """Whether a rank's threads stay on the cores of its GPU's NUMA node, among those that they may
-    use already. Has no effect without CUDA, or where the host names no node. See docs/cluster.md."""
-
-
 class ValidationSection(Section):
     """Loss on held-out text."""
 
