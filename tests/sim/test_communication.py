@@ -161,6 +161,25 @@ def test_reduce_scatters_have_a_group_of_their_own_if_asked(pool: Pool) -> None:
     require_equal(job(parallelism={"fsdp_separate_reduce_scatter": True}), 2, pool)
 
 
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [(2, {}), (2, {KEEP: "never"}), (4, {REPLICAS: 2}), (4, {PP: 2, SCHEDULE: "1F1B"})],
+    ids=str,
+)
+def test_sums_of_a_step_queue_behind_no_transfer(world: int, settings: dict[str, Any]) -> None:
+    """The count of tokens comes before all transfers, and norm and loss after them. The trainer's flags follow those."""
+    config = job(parallelism=settings, training={"global_batch_size": 8 * world})
+    traces = trace_ranks(config, world_size=world)
+    for rank in replay(traces, Cost(load_profile("h100-sxm"))).ranks.values():
+        transfers = [(i, i.event) for i in rank.intervals if isinstance(i.event, Transfer)]
+        large = [i for i, event in transfers if event.size_bytes > 1024]
+        sums = [i for i, event in transfers if event.kind == "all_reduce" and i not in large]
+        first, *last = sums
+        assert len(large) > 5 and len(last) >= 2
+        assert first.end <= min(i.start for i in large)
+        assert max(i.end for i in large) <= min(i.start for i in last)
+
+
 def test_one_rank_does_nothing_for_others(pool: Pool) -> None:
     """It casts weights once, and divides no gradient by the one rank that there is."""
     training = {"mixed_precision_param": "bfloat16"}
