@@ -44,7 +44,7 @@ def build_mesh(
     dp_shard: int = 1,
     cp: int = 1,
     tp: int = 1,
-    nccl: Mapping[str, Mapping[str, Any]] | None = None,
+    nccl: Any = None,
 ) -> DeviceMesh:
     """Build the mesh over all ranks of the default process group, which must be initialised.
 
@@ -55,7 +55,7 @@ def build_mesh(
         dp_shard: number of FSDP shards.
         cp: number of context-parallel ranks.
         tp: number of tensor-parallel ranks.
-        nccl: options of NCCL by axis, also those of the sparse mesh: fields of ProcessGroupNCCL.Options.config, and
+        nccl: a mapping of options of NCCL by axis, also those of the sparse mesh: fields of ProcessGroupNCCL.Options.config, and
             `high_priority_stream`. Other backends have no such options, and ignore them.
 
     Raises:
