@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
@@ -99,15 +99,24 @@ def _default_of(field: Field[Any]) -> str:
     return "" if field.default is MISSING else f" = {format_value(field.default)}"
 
 
-def _reference(path: KeyPath, definitions: dict[str, Any]) -> Iterator[str]:
-    """Yield heading and table of a section (of each member of a union), then of the sections within it."""
+def _reference(
+    path: KeyPath, definitions: dict[str, Any], *, alike: Sequence[KeyPath] = ()
+) -> Iterator[str]:
+    """Yield heading and table of a section (of each member of a union), then of the sections within it.
+
+    Args:
+        path: the section.
+        definitions: the classes of the JSON schema.
+        alike: sections with the same keys, which share heading and table.
+    """
     models = models_at(path)
     for model in models:
         properties = definitions[model.__name__]["properties"]
         inner = [name for name in properties if models_at((*path, name))]
         tag = next((f'{n} = "{p["const"]}"' for n, p in properties.items() if "const" in p), "")
         is_list = path in (("data", "sources"), ("phase",), ("evaluation",))
-        heading = f"[[{key_text(path)}]]" if is_list else f"[{key_text(path)}]"
+        heading = ", ".join(f"[{key_text(p)}]" for p in (path, *alike))
+        heading = f"[{heading}]" if is_list else heading
         if set(inner) != set(properties):
             yield f"## {heading} {tag}".rstrip() + "\n"
             yield inspect.cleandoc(model.__doc__ or "") + "\n"
@@ -117,8 +126,11 @@ def _reference(path: KeyPath, definitions: dict[str, Any]) -> Iterator[str]:
                     required = name in definitions[model.__name__].get("required", [])
                     yield _row(name, about, required=required)
             yield ""
+        kinds: dict[tuple[type, ...], list[KeyPath]] = {}
         for name in inner:
-            yield from _reference((*path, name), definitions)
+            kinds.setdefault(tuple(models_at((*path, name))), []).append((*path, name))
+        for first, *others in kinds.values():
+            yield from _reference(first, definitions, alike=others)
 
 
 def _row(name: str, about: dict[str, Any], *, required: bool) -> str:

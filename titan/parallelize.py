@@ -335,14 +335,15 @@ def _apply_data_parallel(
 def backward_preparer(job: ResolvedJob) -> Callable[..., None]:
     """Return a function that sets when FSDP reduces and reshards. It takes the model before each micro-batch, and `is_last` of the step."""
     # Sharded gradients are small, whole ones are the size of the model: reduce those of each micro-batch, unless
-    # the whole ones are there anyway.
-    is_sharded = job.layout.dp_shard * job.layout.cp > 1
+    # the whole ones are there anyway, or the job has memory for them.
+    each = job.config.parallelism.fsdp_reduce_gradients == "microbatch"
+    each = each and job.layout.dp_shard * job.layout.cp > 1
     # Shards that wait for their sum over replicas wait on the device, which offloading spares.
     at_once = job.config.training.enable_cpu_offload
     keeps = job.techniques.keeps_weights
 
     def prepare(model: nn.Module, *, is_last: bool) -> None:
-        reduce, all_reduce = is_last or is_sharded, is_last or at_once
+        reduce, all_reduce = is_last or each, is_last or at_once
         set_gradient_sync(model, reduce, all_reduce=all_reduce, reshard=is_last or not keeps)
 
     return prepare

@@ -41,13 +41,9 @@ from titan.parallel import Overlap, initialize, materialize, shard_sequence
 from titan.parallel.async_tp import Rewrites, enable_async_tp
 from titan.parallel.compile import CompileLog
 from titan.parallel.float8 import Conversion, precompute_scales
+from titan.parallel.fsdp import separate_reduce_scatter
 from titan.parallel.mesh import StepGroups, axis_size, build_sparse_mesh, submesh
-from titan.parallelize import (
-    backward_preparer,
-    compile_log_of,
-    moes_of,
-    parallelize,
-)
+from titan.parallelize import backward_preparer, compile_log_of, moes_of, parallelize
 from titan.random_draws import RandomDraws
 from titan.resolved import ResolvedJob
 from titan.step_report import StepReport
@@ -389,6 +385,8 @@ def build_train_step(job: ResolvedJob, *, device: torch.device, mesh: DeviceMesh
         home = torch.device("cpu") if training.enable_cpu_offload else device
         materialize(stage, device=home, buffers_on=device)
         initialize(stage, seed=config.debug.seed, std_of=model.init_std)
+    if config.parallelism.fsdp_separate_reduce_scatter:
+        separate_reduce_scatter(stages.values())
     in_loss = job.techniques.output_in_loss
     output = getattr(stages[max(stages)], "output", None) if in_loss else None
     loss_sum = job.task.loss(mesh, output=output, float8=float8)

@@ -44,7 +44,7 @@ from titan.parallel.block_attention import prefer_backend
 from titan.parallel.float8 import require_hardware, table
 from titan.parallel.init_distributed import start_process_group
 from titan.parallel.mesh import axis_rank
-from titan.parallel.torch_compat import set_timeout
+from titan.parallel.torch_compat import set_sm_carveout, set_timeout
 from titan.progress import RunProgress
 from titan.random_draws import seed_all
 from titan.resolved import resolve_job
@@ -107,7 +107,10 @@ class Trainer(RunProgress):
         if not self.is_started:
             self.start()
         gc.disable()  # ranks that collect at different times wait for each other; see train_one_step
+        carveout = self.config.comm.sm_carveout
         try:
+            if carveout:
+                set_sm_carveout(carveout)
             while self.step < self.last_step and not self.is_stopping:
                 self.train_one_step()
         except Exception as error:
@@ -116,6 +119,8 @@ class Trainer(RunProgress):
             raise
         finally:
             gc.enable()
+            if carveout:
+                set_sm_carveout(0)
         return self._end()
 
     def train_one_step(self) -> None:
@@ -197,7 +202,8 @@ class Trainer(RunProgress):
         prefer_backend(self.config.model.attention_backend, self.device.type)
         self.layout = resolve_layout(self.config, self.world_size)
         degrees = {axis: getattr(self.layout, axis) for axis in AXES}
-        self.mesh = build_mesh(self.device.type, **degrees)
+        nccl = self.config.comm.nccl.options()
+        self.mesh = build_mesh(self.device.type, **degrees, nccl=nccl)
         flight_recorder.name_axes(self.mesh)
 
     def _build_data(self) -> None:

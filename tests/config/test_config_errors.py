@@ -18,6 +18,7 @@ import pytest
 
 from tests.support import golden_errors as golden
 from titan import cli
+from titan.checks import rules
 from titan.checks.rules import advise, check, check_layout
 from titan.config.errors import ConfigError, key_text
 from titan.config.keys import fields_at
@@ -173,6 +174,20 @@ def test_a_short_run_is_warned_of_what_is_cut(
     warnings = [re.match(r"(.*):(\d+): \w+\.(\w+): ", line) for line in advise(config)]
     assert [(int(w[2]), w[3]) for w in warnings if w and w[1] == str(path)] == expected
     assert len(warnings) == len(expected)
+
+
+def test_an_old_torch_is_said_to_share_a_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "[parallelism]\nfsdp_separate_reduce_scatter = true\n"
+    config, warnings = load_config(write(tmp_path, text)), []
+    for torch in ("2.11.0+cu130", "2.13.0"):
+        monkeypatch.setattr(rules, "version", lambda _, torch=torch: torch)
+        warnings.append(advise(config, device="cpu"))
+    [[warning], none] = warnings
+    assert none == []
+    assert f"{tmp_path / 'job.toml'}:2: parallelism.fsdp_separate_reduce_scatter: " in warning
+    assert "torch 2.11.0+cu130 has no group of its own" in warning
 
 
 def test_fp32_is_warned_of_on_accelerators(tmp_path: Path) -> None:

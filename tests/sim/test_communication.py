@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.support.traces import (
     events_of,
     in_turn,
     job,
+    trace_of,
     trace_ranks,
 )
 from titan.config.schema import JobConfig
@@ -31,7 +33,7 @@ REPLICAS, SHARDS, TP, CP, PP = (
     "context_parallel_degree",
     "pipeline_parallel_degree",
 )
-KEEP = "fsdp_reshard_after_forward"
+KEEP, REDUCE = "fsdp_reshard_after_forward", "fsdp_reduce_gradients"
 ROTATE, SCHEDULE = "context_parallel_rotate_method", "pipeline_parallel_schedule"
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "FSDP2": (2, {}),
@@ -96,7 +98,7 @@ def test_embeddings_of_further_targets_go_through_a_pipeline(pool: Pool) -> None
 
 
 def test_what_waits_for_the_last_micro_batch(pool: Pool) -> None:
-    """Replicas add up their sums once a step, and weights that stay are gathered once a step."""
+    """Replicas add up their sums once a step, and weights that stay are gathered once a step. Gradients are reduced once if asked."""
 
     def transfers(world: int, kind: str, **settings: Any) -> list[int]:
         found = []
@@ -114,6 +116,68 @@ def test_what_waits_for_the_last_micro_batch(pool: Pool) -> None:
     assert once == three > 4
     once, three = transfers(2, "all_gather", **{KEEP: "always"})
     assert three == 3 * once
+    for keep in ("always", "never"):
+        once, three = transfers(2, "reduce_scatter", **{KEEP: keep})
+        assert three == 3 * once > 12
+        once, three = transfers(2, "reduce_scatter", **{KEEP: keep, REDUCE: "step"})
+        assert once == three > 4
+
+
+def test_bytes_of_a_step_with_weights_that_stay() -> None:
+    """With 4 micro-batches: all weights in 16 bits once, and their gradients in 32 bits once if asked, else 4 times."""
+    for reduce, times in (("step", 1), ("microbatch", 4)):
+        settings = {KEEP: "never", REDUCE: reduce}
+        config = job(parallelism=settings, training={"global_batch_size": 2 * 4 * 4})
+        trace = trace_of(config, world=2)
+        sent: Counter[tuple[str, str]] = Counter()
+        for transfer in events_of(trace.step, Transfer):
+            sent[transfer.kind, transfer.dtype] += transfer.size_bytes
+        # The tiny Llama's parameters: embedding and output layer, four blocks, the last norm. In 16 bits.
+        block = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192 + 2 * 64
+        weights = 2 * (2 * 2048 * 64 + 4 * block + 64)
+        assert sent["all_gather", "bfloat16"] == weights
+        assert sent["reduce_scatter", "float32"] == times * 2 * weights
+        assert sent["all_gather", "float32"] == 0
+
+
+def test_reduce_scatters_have_a_group_of_their_own_if_asked(pool: Pool) -> None:
+    """Also those of experts, which other ranks share. What is sent is what is sent without the key."""
+    groups = []
+    for apart in (False, True):
+        settings = {"fsdp_separate_reduce_scatter": apart, "expert_parallel_degree": 2}
+        config = job(parallelism=settings, model={"name": "qwen3", "flavor": "tiny_moe"})
+        trace = trace_ranks(config, world_size=4, ranks=[0])[0]
+        found: dict[str, set[str]] = {}
+        for transfer in events_of(trace.step, Transfer):
+            group = trace.groups[transfer.group]
+            found.setdefault(f"{transfer.kind} {group.axes[-1]}", set()).add(group.name)
+        groups.append(found)
+    shared, own = groups
+    assert shared.keys() == own.keys() >= {"reduce_scatter dp_shard", "reduce_scatter efsdp"}
+    for axis in ("dp_shard", "efsdp"):
+        assert shared[f"reduce_scatter {axis}"] == shared[f"all_gather {axis}"]
+        is_apart = own[f"reduce_scatter {axis}"].isdisjoint(own[f"all_gather {axis}"])
+        assert is_apart == (not torch.__version__.startswith(("2.11", "2.12")))
+    require_equal(job(parallelism={"fsdp_separate_reduce_scatter": True}), 2, pool)
+
+
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [(2, {}), (2, {KEEP: "never"}), (4, {REPLICAS: 2}), (4, {PP: 2, SCHEDULE: "1F1B"})],
+    ids=str,
+)
+def test_sums_of_a_step_queue_behind_no_transfer(world: int, settings: dict[str, Any]) -> None:
+    """The count of tokens comes before all transfers, and norm and loss after them. The trainer's flags follow those."""
+    config = job(parallelism=settings, training={"global_batch_size": 8 * world})
+    traces = trace_ranks(config, world_size=world)
+    for rank in replay(traces, Cost(load_profile("h100-sxm"))).ranks.values():
+        transfers = [(i, i.event) for i in rank.intervals if isinstance(i.event, Transfer)]
+        large = [i for i, event in transfers if event.size_bytes > 1024]
+        sums = [i for i, event in transfers if event.kind == "all_reduce" and i not in large]
+        first, *last = sums
+        assert len(large) > 5 and len(last) >= 2
+        assert first.end <= min(i.start for i in large)
+        assert max(i.end for i in large) <= min(i.start for i in last)
 
 
 def test_one_rank_does_nothing_for_others(pool: Pool) -> None:

@@ -16,13 +16,16 @@ config, `load_to_run` for a command line.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
 
 from titan.checks.environment import check_environment
 from titan.checks.section_rules import RULES
-from titan.config.errors import ConfigError, Problem, violations_of
-from titan.config.layout import Layout, check_layout, resolve_layout
+from titan.config.errors import ConfigError, Problem, RuleViolation, violations_of
+from titan.config.layout import AXES, Layout, check_layout, resolve_layout
 from titan.config.load import load_from_argv, print_warnings
+from titan.config.model import resolve_model
 from titan.config.phases import later_jobs
 from titan.config.plug_ins import load_plug_in, plug_ins
 from titan.config.schema import JobConfig
@@ -111,12 +114,29 @@ def _problems(
 ) -> list[Problem]:
     problems = check(config)
     if world_size is not None:
-        problems += check_layout(config, world_size=world_size)
+        wrong = check_layout(config, world_size=world_size)
+        problems += wrong or [
+            config.source_map.problem(f"comm.{key}", message)
+            for key, message in violations_of(lambda c: _check_axes(c, world_size), config)
+        ]
     if here:
         from titan.checks.machine import check_machine  # reads tokenizers and the folders of data
 
         problems += check_machine(config, device=device)
     return problems
+
+
+def _check_axes(config: JobConfig, world_size: int) -> Iterator[RuleViolation]:
+    """Check that each axis with options of NCCL has ranks that communicate."""
+    layout, ep = resolve_layout(config, world_size), config.parallelism.expert_parallel_degree
+    ranks = asdict(layout) | {"ep": ep, "efsdp": 1}
+    if getattr(resolve_model(config.model)[0], "num_experts", 0) and (ep > 1 or layout.tp > 1):
+        ranks["efsdp"] = layout.dp_shard * layout.cp * layout.tp // ep
+    for axis in config.comm.nccl.options():
+        if ranks[axis] == 1 < world_size:  # a choice for many ranks runs on one
+            fix = f"change {AXES.get(axis, 'parallelism.expert_parallel_degree')}"
+            reason = "the axis has one rank, which sends nothing"
+            yield f"nccl.{axis}", f"{reason}; remove the table, or {fix}"
 
 
 def check(config: JobConfig) -> list[Problem]:
@@ -163,10 +183,21 @@ def advise(config: JobConfig, *, device: str | None = None) -> list[str]:
             f"{profiling.profile_freq}, but the run ends at training.steps = {steps}: no trace"
         )
         warnings["profiling.profile_freq"] = message
-    if (
-        config.training.mixed_precision_param == "float32"
-        and (device or device_of(config)) != "cpu"
-    ):
+    separate = "parallelism.fsdp_separate_reduce_scatter"
+    torch = tuple(map(int, version("torch").split(".")[:2]))
+    if config.parallelism.fsdp_separate_reduce_scatter and torch < (2, 13):
+        warnings[separate] = (
+            f"torch {version('torch')} has no group of its own for reduce-scatters: they share "
+            "that of all-gathers, with the same numbers; torch 2.13 has one"
+        )
+    on_cpu = (device or device_of(config)) == "cpu"
+    if on_cpu:
+        for axis in config.comm.nccl.options():
+            message = "ranks on a CPU communicate through gloo, which has no such options; ignored"
+            warnings[f"comm.nccl.{axis}"] = message
+        if config.comm.sm_carveout:
+            warnings["comm.sm_carveout"] = "a CPU has no SMs; ignored"
+    if config.training.mixed_precision_param == "float32" and not on_cpu:
         message = (
             "float32 leaves an accelerator's tensor cores idle: an H100 takes ten times as long as "
             'with "bfloat16", which "auto" means there'

@@ -392,6 +392,16 @@ def _fault_tolerance(config: JobConfig) -> Iterator[RuleViolation]:
         yield "step_timeout_seconds", f"{reason}; {lower}set comm.train_timeout_seconds = {needed}"
 
 
+def _nccl(config: JobConfig) -> Iterator[RuleViolation]:
+    for axis, options in config.comm.nccl.options().items():
+        least, most = options.get("min_ctas", 1), options.get("max_ctas", 64)
+        if least > most:
+            yield (
+                f"comm.nccl.{axis}.min_ctas",
+                f"is more than max_ctas = {most}; use {most} or less",
+            )
+
+
 # Section and rule. Problems on one line of a file are reported in this order.
 RULES: tuple[tuple[str, Callable[[JobConfig], Iterator[RuleViolation]]], ...] = (
     ("", _text),
@@ -418,5 +428,6 @@ RULES: tuple[tuple[str, Callable[[JobConfig], Iterator[RuleViolation]]], ...] = 
     ("compile", _compile),
     ("checkpoint", _checkpoint),
     ("profiling", _profiling),
+    ("comm", _nccl),
     ("fault_tolerance", _fault_tolerance),
 )

@@ -310,9 +310,15 @@ def _check_units(config: JobConfig, model: Any, world_size: int) -> Iterator[Rul
     parallel = config.parallelism
     shards = _shard_degree(config, world_size) * parallel.context_parallel_degree
     blocks = getattr(model, "n_layers", 0) // parallel.pipeline_parallel_degree
+    is_ddp = shards == 1 < parallel.data_parallel_replicate_degree
+    # Tensor-parallel ranks shard experts even if nothing else is sharded.
+    is_whole = is_ddp and parallel.tensor_parallel_degree == 1
+    if parallel.fsdp_separate_reduce_scatter and is_whole:
+        reason = "DDP has no reduce-scatters; use false, or shard parameters"
+        yield "parallelism.fsdp_separate_reduce_scatter", reason
     for name in ("fsdp_blocks_per_unit", "fsdp_kept_blocks"):
         number = getattr(parallel, name)
-        if number > 1 and shards == 1 < parallel.data_parallel_replicate_degree:
+        if number > 1 and is_ddp:
             yield f"parallelism.{name}", "DDP gathers no parameters; use 1, or shard them"
         elif number > 1 and model is not None and number > blocks:
             each = " on each pipeline rank" if parallel.pipeline_parallel_degree > 1 else ""

@@ -33,7 +33,7 @@ def _table(path: KeyPath, section: Any, *, comments: bool, header: str = "[{}]")
     fields = type(section).model_fields if isinstance(section, BaseModel) else {}
     # TOML needs plain values before the first header of an inner table.
     inner = {name: value for name, value in values.items() if _is_table(value)}
-    if len(inner) < len(values) or "[[" in header:
+    if any(v is not None and n not in inner for n, v in values.items()) or "[[" in header:
         yield from ("", header.format(key_text(p for p in path if isinstance(p, str))))
     for name, value in values.items():
         if value is None or name in inner:  # TOML has no null

@@ -30,6 +30,7 @@ from .base import (
 )
 from .errors import SourceMap
 from .plug_ins import load_plug_in, plug_ins
+from .schema_comm import CommSection
 from .schema_course import EvaluationSection, PhaseSection
 from .schema_faults import FaultToleranceSection
 from .schema_model import ModelSection, TaskSection
@@ -37,7 +38,6 @@ from .schema_run import (
     ActivationCheckpointSection,
     AverageSection,
     CheckpointSection,
-    CommSection,
     CompileSection,
     DebugSection,
     JobSection,

@@ -95,6 +95,13 @@ class ParallelismSection(Section):
     "never" keeps them for the backward pass (ZeRO-2), which saves a second gathering and costs
     memory, and for all micro-batches of a step. "default" is "always", and "never" with pipeline
     parallelism and on a rank that shares its weights with none."""
+    fsdp_reduce_gradients: Literal["microbatch", "step"] = "microbatch"
+    """When FSDP sums gradients over ranks: after each micro-batch, or once a step. "step" divides the bytes of
+    reduce-scatters by the number of micro-batches, and costs the memory of whole gradients in
+    training.mixed_precision_reduce (4 bytes a parameter in float32). DDP and pipelines always do so."""
+    fsdp_separate_reduce_scatter: bool = False
+    """Reduce-scatters of FSDP in a communicator of their own, so that they need not take turns with
+    all-gathers. It costs a communicator's buffers. Needs torch 2.13: an older torch shares one."""
     fsdp_kept_blocks: Positive = 1
     """Last blocks of each stage that stay gathered until their backward pass all the same. The last one
     always does. Each more saves one gathering and costs its memory. `titan plan --only fsdp` chooses."""
@@ -329,29 +336,6 @@ class QuantizeSection(Section):
 
     linear: QuantizeLinearSection = QuantizeLinearSection()
     grouped_mm: QuantizeGroupedSection = QuantizeGroupedSection()
-
-
-class CommSection(Section):
-    """Limits for collectives and heartbeats, the flight recorder, and the ranks' cores."""
-
-    init_timeout_seconds: Positive = 300
-    """Seconds that a collective may take during set-up and the first step, which compiles."""
-    train_timeout_seconds: Positive = 100
-    """Seconds that a collective may take after the first step. Then the run ends with a report."""
-    heartbeat_timeout_seconds: NonNegative = 30
-    """Seconds without a heartbeat after which a rank counts as lost: its host is down, its process
-    is stopped, or an extension holds the GIL. The run then ends on all ranks and names that rank
-    and its host. 0 disables heartbeats. See docs/cluster.md."""
-    trace_buf_size: Annotated[int, Field(ge=0, le=10_000_000)] = 2_000
-    """Number of the newest collectives that the flight recorder keeps. Writing 20,000 takes a rank
-    some seconds, 2,000 a tenth of that. 0 disables the recorder."""
-    save_traces_folder: str = "flight_recorder"
-    """Folder of the flight recorder's dumps, below the run folder."""
-    save_traces_file_prefix: str = "rank-"
-    """Beginning of a dump's file name; the rank follows."""
-    numa_binding: bool = True
-    """Whether a rank's threads stay on the cores of its GPU's NUMA node, among those that they may
-    use already. Has no effect without CUDA, or where the host names no node. See docs/cluster.md."""
 
 
 class ValidationSection(Section):

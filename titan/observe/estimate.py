@@ -256,8 +256,8 @@ def _unsharded_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, la
 
     FSDP2's units are blocks and the modules at each end. Gathered (or cast) parameters: with ZeRO-3
     the output layer, the kept blocks and the next unit; with ZeRO-2 and DDP all of them. Gradients
-    not yet reduced: one block and the output layer; all gradients while replicas accumulate, and in
-    a pipeline. A single rank in the master precision uses the parameters as they are stored.
+    not yet reduced: one block and the output layer; all gradients while replicas accumulate, if they
+    are reduced once a step, and in a pipeline. A single rank in the master precision uses the parameters as they are stored.
     """
     training = config.training
     param_bytes = _BYTES[training.compute_dtype]
@@ -286,8 +286,9 @@ def _unsharded_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, la
     unreduced += param_bytes * model.num_embedding_params
     if not is_sharded and layout.accumulation > 1:
         unreduced = reduce_bytes * model.num_params
+    once = config.parallelism.fsdp_reduce_gradients == "step" and layout.accumulation > 1
     # A pipeline accumulates whole gradients, and reduces them after the last microbatch.
-    if _num_microbatches(config, layout) > 1:
+    if _num_microbatches(config, layout) > 1 or (is_sharded and once):
         unreduced = reduce_bytes * (layers * block + model.num_embedding_params)
     return (gathered + unreduced) / layout.tp
 

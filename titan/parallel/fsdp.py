@@ -34,7 +34,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from .alike import require_alike_modules, require_alike_parameters
-from .fsdp_compat import compare_units, reduce_unused
+from .fsdp_compat import compare_units, parameter_groups, reduce_unused
 from .init_weights import canonical_name
 from .selective import outside_selection
 from .torch_compat import replicate
@@ -307,6 +307,28 @@ def sum_gradients(model: nn.Module, *, alone: Container[nn.Module] = ()) -> None
         module.set_force_sum_reduction_for_comms(True)
         reduce_unused(module)
     compare_units(model, units)
+
+
+def separate_reduce_scatter(parts: Iterable[nn.Module]) -> bool:
+    """Give FSDP's reduce-scatters their own process group, since NCCL runs one collective of a group at a time.
+
+    All units of all parts that are sharded over the same ranks share a group. Older torch than 2.13 cannot, and changes nothing.
+
+    Args:
+        parts: models after FSDP: all pipeline stages of this rank, in the order of their numbers.
+
+    Returns:
+        Whether torch can.
+    """
+    groups: dict[tuple[int, ...], Any] = {}
+    for module in (module for part in parts for module in part.modules()):
+        for unit in parameter_groups(module):
+            if not hasattr(unit, "_set_separate_reduce_scatter_group"):
+                return False
+            # torch's public function takes one root: each stage would get a communicator, as would units of one rank.
+            if getattr(unit.mesh_info, "shard_mesh_size", 1) > 1:
+                unit._set_separate_reduce_scatter_group(True, groups)
+    return True
 
 
 def set_gradient_sync(

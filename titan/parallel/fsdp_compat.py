@@ -12,7 +12,7 @@ from torch import nn
 from torch._guards import detect_fake_mode
 
 
-def _parameter_groups(module: nn.Module) -> list[Any]:
+def parameter_groups(module: nn.Module) -> list[Any]:
     """Return FSDP's groups of a module's own parameters, if it shards the module. torch 2.11 has one, 2.13 a list."""
     state = getattr(module, "_get_fsdp_state", lambda: None)()
     return getattr(state, "_fsdp_param_groups", None) or [
@@ -22,14 +22,14 @@ def _parameter_groups(module: nn.Module) -> list[Any]:
 
 def data_parallel_groups(model: nn.Module) -> list[Any]:
     """Return FSDP's groups of parameters of a model, in the order in which FSDP ends a backward pass."""
-    groups = (g for m in model.modules() for g in reversed(_parameter_groups(m)))
+    groups = (g for m in model.modules() for g in reversed(parameter_groups(m)))
     return [*dict.fromkeys(groups)]  # a unit of several modules has one group
 
 
 def after_gathering(module: nn.Module, then: Callable[[], None]) -> None:
     """Call `then` each time FSDP has gathered the module's own parameters. Never, if it does not shard the module."""
     # FSDP waits for its groups in order, so the last one is the end of gathering.
-    for group in _parameter_groups(module)[-1:]:
+    for group in parameter_groups(module)[-1:]:
 
         def waited_for(wait: Callable[[], None] = group.wait_for_unshard) -> None:
             wait()
@@ -45,7 +45,7 @@ def reduce_unused(module: nn.Module) -> None:
     uses other parameters, it leaves the sum over replicas to the next step, or adds it to other parameters. All ranks must use the
     same parameters.
     """
-    for group in _parameter_groups(module):
+    for group in parameter_groups(module):
         group.post_backward = partial(_post_backward, group, group.post_backward, set())
 
 
@@ -55,7 +55,7 @@ def compare_units(model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> N
     They might also mix up what they send. Only the first pass of each unit is compared, as a comparison waits for the device. units
     has each unit's name.
     """
-    numbered = [(n, g) for n, (_, unit) in enumerate(units) for g in _parameter_groups(unit)[:1]]
+    numbered = [(n, g) for n, (_, unit) in enumerate(units) for g in parameter_groups(unit)[:1]]
     names = [*(f"'{name}'" for name, _ in units), "the end"]
     compared: set[int] = set()
 

@@ -59,6 +59,7 @@ __all__ = [
     "replicate",
     "set_allocator",
     "set_memory_budget",
+    "set_sm_carveout",
     "set_timeout",
     "traced_module_path",
     "waited",
@@ -177,6 +178,11 @@ def set_memory_budget(share: float) -> None:
     if share < 1:
         _count_grouped_heads("sdpa_flop_count", 1)
         _count_grouped_heads("sdpa_backward_flop_count", 2)
+
+
+def set_sm_carveout(number: int) -> None:
+    """Let matmuls leave this many SMs free from now on, for collectives that run beside them. 0: none. The same in torch 2.11 to 2.13."""
+    torch._C._set_sm_carveout_experimental(number or None)
 
 
 def _count_grouped_heads(name: str, keys: int) -> None:

@@ -9,6 +9,7 @@ its two ranks, because NCCL makes one for each pair.
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -112,6 +113,7 @@ class Transfers:
         self.degrees = {"world": dist.get_world_size()}
         # 0 stands for no work.
         self._axes_by_name: dict[str, tuple[str, ...]] = {}  # of groups of other meshes
+        self._axes_by_ranks: dict[tuple[int, ...], tuple[str, ...]] = {}  # of the same groups
         self._works = count(1)
         self._waited: dict[int, int] = {}  # by address of a functional result's storage
         self._batch = 0  # the work of the transfers that are being issued together
@@ -134,7 +136,9 @@ class Transfers:
         def built(mesh: DeviceMesh, **degrees: int) -> DeviceMesh:
             mesh = build(mesh, **degrees)
             for axis in mesh.mesh_dim_names or ():
-                self._axes_by_name[mesh.get_group(axis).group_name] = (axis,)
+                group = mesh.get_group(axis)
+                self._axes_by_name[group.group_name] = (axis,)
+                self._axes_by_ranks[tuple(dist.get_process_group_ranks(group))] = (axis,)
             return mesh
 
         return built
@@ -242,6 +246,9 @@ class Transfers:
         if name not in self.groups:
             ranks = tuple(dist.get_process_group_ranks(group))
             axes = self._axes_by_name.get(name) or self._axes_of(ranks)
+            # A part of the mesh's axes: FSDP's group for reduce-scatters is a second one of another mesh's ranks.
+            if math.prod(self.degrees.get(axis, 0) for axis in axes) > len(ranks):
+                axes = self._axes_by_ranks.get(ranks, axes)
             # This process stands for the rank of another stage, whose groups are its own, moved. A
             # pipeline's group holds both already.
             if "pp" not in axes:

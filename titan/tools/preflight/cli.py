@@ -97,7 +97,7 @@ def run_rank(
     axes = asdict(layout)
     # The only field of a layout that is no axis of the mesh.
     del axes["accumulation"]
-    mesh = build_mesh(device.type, **axes)
+    mesh = build_mesh(device.type, **axes, nccl=config.comm.nccl.options())
     set_timeout(timedelta(seconds=config.comm.init_timeout_seconds))  # also for the mesh's groups
     code = check_all(
         config, layout, device=device, mesh=mesh, json_file=json_file, dry=dry, job=job
