@@ -21,7 +21,7 @@ from titan.config.layout import replica_group
 from titan.config.schema import JobConfig
 from titan.config.schema_run import DebugSection
 from titan.parallel.init_weights import derived_seed
-from titan.parallel.random_numbers import drawing_modules
+from titan.parallel.random_numbers import drawing_modules, seed_generators
 from titan.untrusted import InputError
 
 _LOG = logging.getLogger("titan")
@@ -48,7 +48,7 @@ class RandomDraws:
 
     def begin(self, step: int) -> None:
         # By step, so that a resumed run draws the same; what resumes has no state to restore.
-        torch.manual_seed(derived_seed(self.seed, f"step {step} at {self.place}"))
+        seed_generators(derived_seed(self.seed, f"step {step} at {self.place}"), self.device)
         if self.is_watched:
             self.before = self.source.get_rng_state()
 

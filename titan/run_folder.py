@@ -130,7 +130,7 @@ def write_status(
     if kind:
         content |= {"kind": kind, "rank": rank}
     text = json.dumps(content | {"unix_s": round(time.time(), 3)}, indent=2) + "\n"
-    # While running, this is written at every logged step, and training must not wait for the disk.
+    # While running, this is written every few seconds, and training must not wait for the disk.
     write_text_atomically(run_dir / "status.json", text, durable=state != "running")
 
 

@@ -6,6 +6,7 @@ Rows go to metrics.jsonl, TensorBoard and Weights & Biases.
 from __future__ import annotations
 
 import math
+import time
 from statistics import fmean
 
 from titan.config.phases import Phase
@@ -17,6 +18,8 @@ from titan.observe.flops import flops_by_dtype, model_tflops, utilization
 from titan.observe.memory import peak_memory
 from titan.observe.metrics import MetricsLog
 from titan.observe.rows import Row
+
+_STATUS_S = 2.0  # seconds between writes of status.json: a rename may wait for the disk, as long as some steps of a small model
 
 
 class Metrics(Hook):
@@ -31,6 +34,7 @@ class Metrics(Hook):
         self.trainer = trainer
         self.log: MetricsLog | None = None
         self.losses: list[float] = []
+        self.status_s = -math.inf  # time of the last write
 
     def start(self) -> None:
         trainer = self.trainer
@@ -75,7 +79,9 @@ class Metrics(Hook):
             trainer.console.validation(row)
         if validation is not None and validation.row and validation.texts:
             self.log.write_texts(trainer.step, validation.texts)
-        trainer.write_status()
+        if time.monotonic() - self.status_s > _STATUS_S:
+            trainer.write_status()
+            self.status_s = time.monotonic()
 
     def close(self) -> None:
         if self.log is not None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan.parallel.init_weights import derived_seed
+from titan.parallel.random_numbers import seed_generators
 from titan.parallel.torch_compat import compute_local_shape_and_global_offset
 
 
@@ -51,9 +52,8 @@ class RoundingSeeds:
         """
         devices = [parameter.device] if parameter.device.type != "cpu" else []
         with torch.random.fork_rng(devices, device_type=parameter.device.type):
-            torch.manual_seed(
-                derived_seed(self.seed, f"rounding {self.places[parameter]}, step {int(step)}")
-            )
+            name = f"rounding {self.places[parameter]}, step {int(step)}"
+            seed_generators(derived_seed(self.seed, name), parameter.device)
             yield
 
 

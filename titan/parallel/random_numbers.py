@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.modules.dropout import _DropoutNd
 
 from .init_weights import canonical_name
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seed torch's generators of the host and of a device.
+
+    torch.manual_seed seeds every kind of device, and takes a stack trace for each kind that is not in use. That costs more than
+    many a layer of a small model.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
 
 
 def drawing_modules(model: nn.Module) -> list[str]:

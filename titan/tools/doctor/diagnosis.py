@@ -178,7 +178,7 @@ def _diagnose(run: Evidence) -> Diagnosis:
             kind = "hang"
         findings = [Finding(kind, cause, _status(run))]
     what = "hangs" if alive else "hung" if status.state == "hung" else "failed"
-    at = f"{what} in step {status.step or step:,}"
+    at = f"{what} in step {max(status.step, step):,}"
     return Diagnosis("running" if alive else "failed", at, findings)
 
 
