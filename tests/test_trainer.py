@@ -184,8 +184,13 @@ def test_the_loss_goes_down_on_real_text(tmp_path: Path) -> None:
     assert losses[0] > 7 and losses[-1] < 3
 
 
-def test_run_folder(tmp_path: Path) -> None:
+def test_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+    monkeypatch.setattr("titan.progress.write_status", lambda *_, step, **kw: written.append(step))
+    monkeypatch.setattr("titan.hooks.metrics._STATUS_S", 1e9)
     run(job(tmp_path))
+    assert len(rows(tmp_path)) == 8
+    assert written == [0, 1]  # and not with every row: a rename may wait for the disk
     assert load_config(tmp_path / "config.toml") == job(tmp_path)
     status = json.loads((tmp_path / "status.json").read_text())
     assert (status["state"], status["exit_code"], status["step"]) == ("done", 0, 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -222,6 +223,39 @@ def test_prefetch_changes_nothing_and_state_is_of_what_was_handed_out(job: Job) 
     assert not any(thread.name == "titan-prefetch" for thread in threading.enumerate())
     np.testing.assert_array_equal(step_rows([ahead]), step_rows([plain]))  # goes on after close
     ahead.close()
+
+
+class _Counted(Samples):
+    """Samples that count the calls of `get`, one for each step."""
+
+    special_tokens = SpecialTokens(None, None)
+    num_calls = 0
+
+    def get(self, indices: np.ndarray) -> np.ndarray:
+        self.num_calls += 1
+        return np.zeros((len(indices), 5), dtype=np.int64)
+
+
+@pytest.mark.parametrize("depth", [1, 3, 4])
+def test_the_thread_wakes_when_half_of_its_steps_are_taken(depth: int) -> None:
+    """And not for each step: the training thread then waits for the interpreter."""
+    samples = _Counted()
+    loader = Loader(
+        samples,
+        share=ShardSpec(),
+        collate=collate_rows(samples, s.DataSection()),
+        dataloader=s.DataloaderSection(num_workers=1, prefetch_factor=depth),
+    )
+    ahead = []
+    with closing(loader):
+        for taken in range(1, 9):
+            loader.next_step()
+            # The thread is asleep again, or has had more time than it needs for these samples.
+            time.sleep(0.05)
+            ahead.append(samples.num_calls - taken)
+    assert set(ahead) == {*range(depth // 2 + 1, depth + 1)}  # the half is left, and never less
+    # A cycle down to the half and up again: else each step would be followed by a full queue.
+    assert ahead.count(depth) <= 8 / (depth - depth // 2) + 1
 
 
 class _Failing(Samples):

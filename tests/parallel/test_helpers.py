@@ -26,6 +26,7 @@ from titan.parallel import (
 )
 from titan.parallel.init_weights import canonical_name
 from titan.parallel.mesh import axis_rank, axis_size
+from titan.parallel.random_numbers import seed_generators
 
 
 class Net(nn.Module):
@@ -346,3 +347,14 @@ def test_the_allocator_is_set_before_it_is_used(
         monkeypatch.setenv("PYTORCH_ALLOC_CONF", variable)
     command = [sys.executable, "-c", _START, wanted]
     assert subprocess.check_output(command, text=True).strip() == expected
+
+
+def test_seeding_the_host_takes_no_stack_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    with (
+        monkeypatch.context() as patch
+    ):  # torch.manual_seed keeps one for each kind of device that is not in use
+        patch.setattr("traceback.format_stack", None)
+        seed_generators(5, torch.device("cpu"))
+    assert torch.equal(torch.rand(3), expected)

@@ -223,6 +223,8 @@ def test_a_drift_that_the_twin_has_seen(folder: Folder) -> None:
 def test_a_run_that_ended_without_last_words(folder: Folder) -> None:
     folder.status("running")
     assert [found.kind for found in folder.diagnosis().findings] == ["vanished"]
+    folder.write("metrics.jsonl", {"step": 9, "step_s": 1.0})  # status.json is written less often
+    assert "step 9" in folder.diagnosis().summary
     folder.write(LOCK_FILE, asdict(ProcessId.this()))
     folder.write("metrics.jsonl", {"step": 7, "step_s": 1.0})
     assert [found.kind for found in folder.diagnosis().findings] == ["no_progress"]
