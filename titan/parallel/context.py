@@ -2,7 +2,8 @@
 
 The caller splits all tensors with a sequence dimension (tokens, labels, positions, document ids) with `shard_sequence`.
 `apply_cp` replaces every attention module by a `ContextParallelAttention`, which takes local queries, keys and values and
-returns the local part of attention over the whole sequence. There are three methods, all exact:
+returns the local part of attention over the whole sequence. It also connects the parts of linear attention and of short convolutions
+(linear_attention.py). Attention has three methods, all exact:
 
     ring       keys and values travel from rank to rank behind the computation (ring.py): needs the least memory, and is the
                only method whose transfers hide completely; for long sequences
@@ -34,7 +35,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from .block_attention import CAUSAL, AttentionSpec
 from .collectives import all_gather, all_to_all
 from .documents import DocumentMask, MaskForm, mask_of
-from .ring import SequencePart, ring_attention
+from .linear_attention import SequenceBorders
+from .ring import SequencePart, chunks_held, ring_attention
 
 Method = Literal["ring", "allgather", "ulysses"]
 
@@ -49,6 +51,8 @@ def apply_cp(
 ) -> None:
     """Replace each `attention_type` in `model`, in place, by a module that works on parts of the sequence.
 
+    Modules with `borders` (linear_attention.py) stay, and get the borders of this rank's part.
+
     Args:
         model: the model.
         mesh: mesh with the cp axis only.
@@ -58,7 +62,7 @@ def apply_cp(
         balanced: the caller gives each rank a head and a tail of the sequence.
 
     Raises:
-        ValueError: the method is unknown, the model has no such module, or ring or allgather may not replace a module.
+        ValueError: the method is unknown, the model has no module of either kind, or ring or allgather may not replace a module.
     """
     if method not in get_args(Method):
         raise ValueError(f"context parallel method {method!r}: must be one of {get_args(Method)}")
@@ -70,10 +74,15 @@ def apply_cp(
         for name, child in parent._modules.items()  # named_children() has each child once
         if isinstance(child, attention_type)
     ]
-    if not attentions:
+    linear: list[Any] = [
+        m for m in model.modules() if isinstance(getattr(m, "borders", None), SequenceBorders)
+    ]
+    if not attentions and not linear:
         raise ValueError(
             f"context parallelism found no {attention_type.__name__} in {type(model).__name__}"
         )
+    for module in linear:
+        module.borders = SequenceBorders(part)
     for kind in {type(child) for _, _, child, _ in attentions} if method != "ulysses" else ():
         # Ask the class itself: a derived class may compute another function.
         if not vars(kind).get("is_causal_softmax"):
@@ -102,7 +111,7 @@ def shard_sequence(tensor: Tensor, *, dim: int, rank: int, size: int, balanced: 
     """
     check_divides(tensor.shape[dim], size=size, balanced=balanced)
     # Each rank holds two chunks if balanced, else one.
-    order = _chunks_held(size, balanced)
+    order = chunks_held(size, balanced)
     held = order[rank * len(order) // size : (rank + 1) * len(order) // size]
     return _pick(tensor, dim, held, len(order))
 
@@ -116,7 +125,7 @@ def unshard_sequence(tensor: Tensor, *, dim: int, size: int, balanced: bool) -> 
         size: number of ranks along the cp axis.
         balanced: each part is a head and a tail.
     """
-    order = _chunks_held(size, balanced)
+    order = chunks_held(size, balanced)
     # The place of each chunk of the sequence in the joined parts.
     return _pick(tensor, dim, [order.index(chunk) for chunk in range(len(order))], len(order))
 
@@ -258,7 +267,7 @@ class ContextParallelAttention(nn.Module):
         qkv = whole.split([x.shape[2] for x in per_rank], dim=1)
         out_BHTK = self.inner(*qkv, mask, *sinks)
         # Back to the order in which ranks hold chunks, before the all-to-all.
-        order = _chunks_held(size, balanced)
+        order = chunks_held(size, balanced)
         out_BHTK = _pick(out_BHTK, 2, order, len(order))
         # (C, B, H / C, S, K): C indexes parts of T before it, shares of heads after it.
         shares = all_to_all(out_BHTK.unflatten(2, (size, -1)).movedim(2, 0), group=self.part.group)
@@ -299,7 +308,7 @@ def mask_over_ranks(
         return mask_of(
             _whole_ids(ids_BS, part), form=form, cu_seqlens_BN=cu_seqlens_BN, specs=specs
         )
-    length, order = ids_BS.shape[1], _chunks_held(part.size, part.balanced)
+    length, order = ids_BS.shape[1], chunks_held(part.size, part.balanced)
     ids_BT = _gather_ids(ids_BS, part)
     if method == "ring":
         return DocumentMask("ring", ids_BT.unflatten(1, (part.size, length)), length)
@@ -319,13 +328,6 @@ def _whole_ids(ids_BS: Tensor, part: SequencePart) -> Tensor:
     """Return all ranks' ids, (B, T), in the order of the sequence."""
     ids_BT = _gather_ids(ids_BS, part)
     return unshard_sequence(ids_BT, dim=1, size=part.size, balanced=part.balanced)
-
-
-def _chunks_held(size: int, balanced: bool) -> list[int]:
-    """Return the numbers of the sequence's chunks that ranks 0, 1, ... hold, in the order of ranks."""
-    if not balanced:
-        return list(range(size))
-    return [chunk for rank in range(size) for chunk in (rank, 2 * size - 1 - rank)]
 
 
 def _pick(tensor: Tensor, dim: int, chunks: list[int], num_chunks: int) -> Tensor:

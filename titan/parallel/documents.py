@@ -20,7 +20,7 @@ keys
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -55,11 +55,13 @@ class DocumentMask:
         mask: "varlen": cu_seqlens of the flattened batch, int32 (B * N + 1,). "flex": a BlockMask for each spec of the model.
             "dense": booleans (B, 1, S, T) for each spec. "ring": ids of the positions of all ranks, (B, ranks, S).
         length: S, the upper limit of a document's length.
+        starts_BS: whether a document starts at a position of this rank, for linear attention (linear_attention.py). None: the model has none.
     """
 
     form: MaskForm
     mask: Any
     length: int
+    starts_BS: Tensor | None = None
 
     def attend(
         self,
@@ -251,7 +253,7 @@ def share_document_mask(model: nn.Module, make: Callable[..., DocumentMask] = ma
     """Register a pre-forward hook that builds the document mask once and passes it to every attention module.
 
     The hook replaces the argument `document_ids_BS` of the model's forward by a mask, and removes the argument `cu_seqlens_BN`. The
-    specs of the mask come from all modules with an attribute `spec`.
+    specs of the mask come from all modules with an attribute `spec`, and the starts of documents from one with `borders`.
 
     Args:
         model: the model.
@@ -259,11 +261,15 @@ def share_document_mask(model: nn.Module, make: Callable[..., DocumentMask] = ma
     """
     found = {module.spec for module in model.modules() if hasattr(module, "spec")}
     specs: Any = tuple(sorted(found)) or (CAUSAL,)  # pyright: ignore
+    linear: Any = [m for m in model.modules() if hasattr(getattr(m, "borders", None), "starts")]
 
     def before(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         cu_seqlens_BN = kwargs.pop("cu_seqlens_BN", None)
         if isinstance(ids_BS := kwargs.get("document_ids_BS"), Tensor):
-            kwargs["document_ids_BS"] = make(ids_BS, cu_seqlens_BN=cu_seqlens_BN, specs=specs)
+            mask = make(ids_BS, cu_seqlens_BN=cu_seqlens_BN, specs=specs)
+            if linear:
+                mask = replace(mask, starts_BS=linear[0].borders.starts(ids_BS))
+            kwargs["document_ids_BS"] = mask
         return args, kwargs
 
     model.register_forward_pre_hook(before, with_kwargs=True)

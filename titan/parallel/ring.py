@@ -63,6 +63,13 @@ class SequencePart(NamedTuple):
     balanced: bool
 
 
+def chunks_held(size: int, balanced: bool) -> list[int]:
+    """Return the numbers of the sequence's chunks that ranks 0, 1, ... hold, in the order of ranks."""
+    if not balanced:
+        return list(range(size))
+    return [chunk for rank in range(size) for chunk in (rank, 2 * size - 1 - rank)]
+
+
 class VisibleBlock(NamedTuple):
     """Some queries and the keys of source ranks that they see, as slices of local positions.
 
