@@ -67,6 +67,15 @@ def test_weak_and_strong_gates(name: str, gate: float) -> None:
     _check(inputs(KINDS[name], 150, gate=gate))
 
 
+@pytest.mark.parametrize("name", ["delta", "kda"])
+def test_strengths_up_to_two(name: str) -> None:
+    """The state may change its sign along a key, and decays hardly (arXiv:2411.12537)."""
+    given = inputs(KINDS[name], 300, gate=0.01)
+    assert given[4] is not None
+    given[4] *= 2
+    _check(given)
+
+
 def test_gates_that_close_for_a_moment_keep_their_digits() -> None:
     """A difference of sums would lose them: the state is as good as dropped, and then decays slowly."""
     for name in ("gated delta", "kda"):
