@@ -24,11 +24,11 @@ def first_step(sections: dict[str, Any]) -> dict[str, Any]:
     """Train a step; return, in order, what ran on this rank, the rows that came to its experts, its loss and its gradient norm."""
     events: list[str] = []
     rows: list[int] = []
-    forward, counts = pipeline.Stage.forward_one_chunk, TokenDispatcher.exchange_counts
+    forward, counts = pipeline.Stage.forward_one_chunk, TokenDispatcher.find_routes
 
     def exchanged(self: Any, *args: Any) -> Any:
         found = counts(self, *args)
-        rows.append(sum(found[2]))
+        rows.append(sum(found[1].from_))
         return found
 
     def microbatch(self: Any, number: int, *args: Any, **options: Any) -> Any:
@@ -36,7 +36,7 @@ def first_step(sections: dict[str, Any]) -> dict[str, Any]:
         return forward(self, number, *args, **options)
 
     pipeline.Stage.forward_one_chunk = microbatch
-    TokenDispatcher.exchange_counts = exchanged  # pyright: ignore[reportAttributeAccessIssue]
+    TokenDispatcher.find_routes = exchanged  # pyright: ignore[reportAttributeAccessIssue]
     ask = dist.recv_object_list
     dist.recv_object_list = lambda *a, **k: (events.append("asked"), ask(*a, **k))[1]
     trainer = PoolTrainer(job(None, base=sections))
@@ -47,7 +47,7 @@ def first_step(sections: dict[str, Any]) -> dict[str, Any]:
         trainer.train_one_step()
         numbers = [trainer.result.loss, trainer.result.grad_norm]
     finally:
-        pipeline.Stage.forward_one_chunk, TokenDispatcher.exchange_counts = forward, counts
+        pipeline.Stage.forward_one_chunk, TokenDispatcher.find_routes = forward, counts
         dist.recv_object_list = ask
         trainer.close()
     return {"events": events, "rows": rows, "numbers": numbers}

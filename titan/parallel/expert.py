@@ -119,16 +119,12 @@ class TokenDispatcher:
         Returns:
             The tokens for this rank's experts (R, D), sorted by expert; their counts (e,); and their routes.
         """
-        # A recomputation takes the counts of the forward pass: the host does not wait a second time.
-        exchange_counts = outside_selection(self.exchange_counts)  # the recomputation leaves it out
-        counts_Ce, to, from_ = _recall(self) or exchange_counts(counts_E, len(tokens_ND))
-        _remember(self, (counts_Ce, to, from_))
-        tokens_RD = all_to_all_tokens(tokens_ND, group=self.group, to=to, from_=from_)
-        # Tokens arrive sorted by sender, then by expert. The experts need them sorted by expert.
-        inverse_R = transposed_blocks(counts_Ce, sum(from_))
-        order_R = inverted(inverse_R)
-        routes = Routes(order_R, inverse_R, to, from_)
-        return permute(tokens_RD, order_R, inverse_R), counts_Ce.sum(0), routes
+        # A recomputation takes the routes of the forward pass: the host does not wait a second time.
+        find = outside_selection(self.find_routes)  # the recomputation leaves it out
+        counts_e, routes = _recall(self) or find(counts_E, len(tokens_ND))
+        _remember(self, (counts_e, routes))
+        tokens_RD = all_to_all_tokens(tokens_ND, group=self.group, to=routes.to, from_=routes.from_)
+        return permute(tokens_RD, routes.order_R, routes.inverse_R), counts_e, routes
 
     def combine(self, results_RD: Tensor, routes: Routes) -> AsyncAllToAll:
         """Start to send the experts' results back to the ranks of their tokens.
@@ -140,9 +136,7 @@ class TokenDispatcher:
         results_RD = permute(results_RD, routes.inverse_R, routes.order_R)
         return AsyncAllToAll(results_RD, group=self.group, to=routes.from_, from_=routes.to)
 
-    def exchange_counts(
-        self, counts_E: Tensor, num_tokens: int
-    ) -> tuple[Tensor, list[int], list[int]]:
+    def find_routes(self, counts_E: Tensor, num_tokens: int) -> tuple[Tensor, Routes]:
         """Exchange counts with all ranks.
 
         Args:
@@ -150,15 +144,17 @@ class TokenDispatcher:
             num_tokens: number of this rank's tokens.
 
         Returns:
-            The number of tokens from each rank for each expert, (C, e); and on the host, the numbers of tokens sent to and received
-            from each rank.
+            The number of tokens for each of this rank's experts (e,), and the tokens' routes.
         """
         ones = [1] * self.size
         # Experts are numbered rank by rank, so entry c has the counts of rank c's experts.
         sent_Ce = counts_E.view(self.size, -1)
         counts_Ce = wait(start_all_to_all(sent_Ce, group=self.group, to=ones, from_=ones))
         both = host_counts(torch.cat([sent_Ce.sum(1), counts_Ce.sum(1)]), num_tokens=num_tokens)
-        return counts_Ce, both[: self.size], both[self.size :]
+        to, from_ = both[: self.size], both[self.size :]
+        # Tokens arrive sorted by sender, then by expert. The experts need them sorted by expert.
+        inverse_R = transposed_blocks(counts_Ce, sum(from_))
+        return counts_Ce.sum(0), Routes(inverted(inverse_R), inverse_R, to, from_)
 
 
 def _give_local_parameters(module: nn.Module) -> None:
