@@ -8,7 +8,6 @@ running when it got its number.
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -25,70 +24,89 @@ from titan.sim.record.trace import TURNS, Phase, Scope
 _NO_NUMBER = 2**63  # nodes that accumulate gradients are numbered from here on
 
 
-class ScopeTracker(threading.local):
-    """Current scope of a recording. Each thread has its own: two micro-batches that overlap run in two.
+class _Place:
+    """Place of a micro-batch in the program. Two that overlap have one each.
+
+    Attributes:
+        call: Operation of a block that is recomputed operation by operation.
+        fsdp: Module that FSDP communicates for, and whether it reduces gradients.
+    """
+
+    def __init__(self) -> None:
+        self.call = ""
+        self.path: list[str] = [""]
+        self.recomputing = 0
+        # Parallel lists, in ascending order: numbers of autograd nodes, and the module that makes the
+        # nodes from each number on.
+        self.numbers: list[int] = []
+        self.modules: list[str] = []
+        self.in_backward = False
+        self.compiled: tuple[str, bool] = ("", False)
+        self.fsdp: tuple[str, bool] | None = None
+        self.backward_module = ""
+
+
+class ScopeTracker:
+    """Current scope of a recording.
 
     Attributes:
         phase: Phase of the step.
         action: Pipeline action, such as "2F0".
-        call: Operation of a block that is recomputed operation by operation.
-        fsdp: Module that FSDP communicates for, and whether it reduces gradients.
         on_backward: Called when a backward pass begins.
     """
 
     def __init__(self, on_backward: Callable[[], None]) -> None:
-        """Begin in a thread.
+        """Track nothing yet.
 
         Args:
             on_backward: Called when a backward pass begins.
         """
-        self.phase: Phase = "forward"
-        self.action = self.call = ""
+        self.phase: Phase = "setup"
+        self.action = ""
         # The id of an error (the error itself would keep its frames alive), and the innermost module.
         self._failure = (0, "")
         self.on_backward = on_backward
-        self._path: list[str] = [""]
-        self._recomputing = 0
-        # Parallel lists, in ascending order: numbers of autograd nodes, and the module that makes the
-        # nodes from each number on.
-        self._numbers: list[int] = []
-        self._modules: list[str] = []
-        self._in_backward = False
-        self._compiled = ("", False)
-        self.fsdp: tuple[str, bool] | None = None
-        self._backward_module = ""
+        self._places = _Place(), _Place()
         self._scopes: dict[tuple[Phase, str, str, str], Scope] = {}
+
+    @property
+    def _place(self) -> _Place:
+        """Place of the micro-batch that runs."""
+        return self._places[turns.number == 1]
 
     def begin(self) -> None:
         """Start over for another program."""
-        self.phase, self.action, self._in_backward = "setup", "", False
+        self.phase, self.action = "setup", ""
+        for place in self._places:
+            place.in_backward = False
 
     def current(self) -> Scope:
         """Return the scope of the running operation."""
-        phase, module = self.phase, self._path[-1]
+        place = self._place
+        phase, module = self.phase, place.path[-1]
         in_backward = torch_compat.in_backward()
-        if in_backward is not self._in_backward:
-            self._in_backward = in_backward
+        if in_backward is not place.in_backward:
+            place.in_backward = in_backward
             if in_backward:
                 self.on_backward()
         # The optimizer may run within the backward pass (early_step_in_backward).
         if in_backward and phase != "optimizer":
-            phase = "recompute" if self._recomputing else "backward"
-            if not self._recomputing:
+            phase = "recompute" if place.recomputing else "backward"
+            if not place.recomputing:
                 module = self._module_of_backward()
         # FSDP works for a module that does not run itself: prefetches, and work that a pipeline leaves
         # between actions.
-        if self.fsdp is not None and not (in_backward or module):
-            module, reduces = self.fsdp
+        if place.fsdp is not None and not (in_backward or module):
+            module, reduces = place.fsdp
             if reduces and phase == "forward":  # a pipeline leaves it for the end
                 phase = "backward"
         # Compiled code reports its inner modules by itself (`enter_compiled`).
-        inner, recomputes = self._compiled
+        inner, recomputes = place.compiled
         if inner:
             module = f"{module}.{inner}"
         if recomputes and phase == "backward":
             phase = "recompute"
-        return self._shared(phase, module, self.call)
+        return self._shared(phase, module, place.call)
 
     def in_action(self, scope: Scope) -> Scope:
         """Return the same scope in the current pipeline action."""
@@ -105,20 +123,20 @@ class ScopeTracker(threading.local):
 
     def _module_of_backward(self) -> str:
         """Return the module of the autograd node that runs."""
-        node = torch_compat.running_node()
+        place, node = self._place, torch_compat.running_node()
         if node is not None:
             number = node._sequence_nr()
             # A node's number says when the forward pass made it; the last module that had begun by
             # then made it.
             if number < _NO_NUMBER:
-                index = bisect_right(self._numbers, number) - 1
-                self._backward_module = self._modules[index] if index >= 0 else ""
+                index = bisect_right(place.numbers, number) - 1
+                place.backward_module = place.modules[index] if index >= 0 else ""
         # Nodes that accumulate gradients count as the module of the node before them.
-        return self._backward_module
+        return place.backward_module
 
     def enter_compiled(self, inner: str, recomputes: bool) -> None:
         """Set the module, within the running module, that compiled code has reached, and whether it recomputes there."""
-        self._compiled = (inner, recomputes)
+        self._place.compiled = (inner, recomputes)
 
     def in_call(self, operation: str, place: int) -> AbstractContextManager[None]:
         """Return a context that sets the operation of a block which is recomputed operation by operation."""
@@ -128,18 +146,23 @@ class ScopeTracker(threading.local):
         """Begin a step with the forward pass."""
         self.phase = "forward"
         # Numbers of the step before would be mistaken for this one's.
-        self._numbers.clear()
-        self._modules.clear()
+        for place in self._places:
+            place.numbers.clear()
+            place.modules.clear()
 
     @contextmanager
     def within(self, **values: Any) -> Iterator[None]:
         """Set attributes within the context: phase, action, call, or fsdp."""
-        before = {name: getattr(self, name) for name in values}
-        self.__dict__.update(values)
+        place = self._place
+        owners = {name: self if name in ("phase", "action") else place for name in values}
+        before = {name: getattr(owner, name) for name, owner in owners.items()}
+        for name, owner in owners.items():
+            setattr(owner, name, values[name])
         try:
             yield
         finally:
-            self.__dict__.update(before)
+            for name, owner in owners.items():
+                setattr(owner, name, before[name])
 
     def watch_fsdp(self) -> None:
         """Track the module for which FSDP communicates while no module runs: between a pipeline's actions."""
@@ -205,20 +228,20 @@ class ScopeTracker(threading.local):
 
     def _enter(self, name: str, recomputing: bool) -> None:
         """Begin a call of a module."""
-        self._path.append(name)
-        self._recomputing += recomputing
+        self._place.path.append(name)
+        self._place.recomputing += recomputing
         # Nodes that a recomputation makes are not looked up: it runs under its own phase.
         if not recomputing:
             self._note()
 
     def _leave(self, recomputing: bool) -> None:
         """End a call of a module."""
-        self._path.pop()
-        self._recomputing -= recomputing
+        self._place.path.pop()
+        self._place.recomputing -= recomputing
         if not recomputing:
             self._note()
 
     def _note(self) -> None:
         """Note the module that makes autograd nodes from the next number on."""
-        self._numbers.append(torch_compat.sequence_number())
-        self._modules.append(self._path[-1])
+        self._place.numbers.append(torch_compat.sequence_number())
+        self._place.modules.append(self._place.path[-1])
