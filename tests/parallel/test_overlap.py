@@ -172,19 +172,21 @@ def test_the_model_itself_is_sharded(pool: Pool) -> None:
         ({"parallelism": {"pipeline_parallel_degree": 2}}, "expert_overlap", "DualPipeV"),
         ({"optimizer": {"early_step_in_backward": True}, "training": {"max_norm": 0}}, "expert_overlap", "early_step"),
         ({"training": {"global_batch_size": -1}}, "expert_overlap", "training.global_batch_size = 16"),
+        # The key that a later phase sets is at fault, and not the job's own.
+        ({"phase": [{"from_step": 9, "global_batch_size": 8}]}, "global_batch_size", "4 x 2 data-parallel ranks = 8), and parallelism.expert_overlap needs two; use 16"),
         ({"parallelism": {"expert_overlap": False}}, "expert_overlap_reduce_once", "needs expert_overlap = true"),
     ],
 )  # fmt: skip
 def test_rules_say_what_would_do(changes: dict[str, Any], key: str, message: str) -> None:
     parallel = {"expert_parallel_degree": 2, "expert_overlap": True, "expert_overlap_reduce_once": True}  # fmt: skip
-    sections: dict[str, dict[str, Any]] = {
+    sections: dict[str, Any] = {
         "model": {"name": "qwen3", "flavor": "tiny_moe"},
         "training": {"local_batch_size": 4, "global_batch_size": 32, "seq_len": 64},
         "parallelism": parallel,
     }
     for section, values in changes.items():
-        sections[section] = sections.get(section, {}) | values
+        sections[section] = sections.get(section, {}) | values if isinstance(values, dict) else values
     with pytest.raises(ConfigError) as error:
         check_to_run(JobConfig.model_validate(sections), world_size=2)
-    found = {problem.key: problem.message for problem in error.value.problems}
-    assert message in found[f"parallelism.{key}"]
+    found = {problem.key.partition(".")[2]: problem.message for problem in error.value.problems}
+    assert message in found[key]
