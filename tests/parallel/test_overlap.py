@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.ranks import Pool
 from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
-from titan.config.schema import JobConfig
+from titan.config.schema import JobConfig, ParallelismSection
 from titan.parallel import (
     Overlap,
     apply_ep,
@@ -26,6 +26,8 @@ from titan.parallel import (
 )
 from titan.parallel.collectives import turns
 from titan.parallel.overlap import take_turns
+from titan.parallelize import overlap_of
+from titan.untrusted import InputError
 
 DIM, ROWS = 32, 64
 START, WAIT = "all_to_all_single", "wait_tensor"
@@ -149,8 +151,11 @@ def test_an_error_of_either_ends_both() -> None:
 
 
 def test_what_a_model_must_not_do() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
     with pytest.raises(ValueError, match=r"'1' draws random numbers"):
-        Overlap(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
+        Overlap(model)
+    with pytest.raises(InputError, match=r"^parallelism.expert_overlap: module '1' draws"):
+        overlap_of(model, ParallelismSection(expert_overlap=True))
 
 
 def shard_a_part() -> str:
@@ -185,7 +190,9 @@ def test_rules_say_what_would_do(changes: dict[str, Any], key: str, message: str
         "parallelism": parallel,
     }
     for section, values in changes.items():
-        sections[section] = sections.get(section, {}) | values if isinstance(values, dict) else values
+        sections[section] = (
+            sections.get(section, {}) | values if isinstance(values, dict) else values
+        )
     with pytest.raises(ConfigError) as error:
         check_to_run(JobConfig.model_validate(sections), world_size=2)
     found = {problem.key.partition(".")[2]: problem.message for problem in error.value.problems}
