@@ -150,6 +150,51 @@ def test_an_error_of_either_ends_both() -> None:
     assert take_turns(lambda: 1, lambda: 2) == (1, 2)  # the thread goes on
 
 
+class Turn(TorchDispatchMode):
+    """Note the micro-batches that enter and leave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: list[int | None] = []
+
+    def __enter__(self) -> Any:
+        self.numbers.append(turns.number)
+        return super().__enter__()
+
+    def __exit__(self, *row: Any) -> None:
+        self.numbers.append(turns.number)
+        super().__exit__(*row)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_both_run_under_the_modes_of_the_caller() -> None:
+    packed: list[int | None] = []
+    mode, default = Turn(), torch.get_default_device()
+
+    def run() -> Any:
+        assert turns.hand_over is not None
+        turns.hand_over()
+        x = torch.ones(2, 2, requires_grad=True)
+        result = x @ x
+        return result.dtype, x.device, result.requires_grad, torch.is_autocast_cache_enabled()
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda x: packed.append(turns.number) or x, lambda x: x
+    )
+    autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+    with hooks, autocast:
+        one, two = take_turns(run, run)
+    assert one == two == (torch.bfloat16, torch.device("cpu"), True, False)
+    assert packed.count(0) == packed.count(1) > 0
+    with torch.no_grad(), torch.device("meta"), mode:
+        one, two = take_turns(run, run)
+    assert one == two == (torch.float32, torch.device("meta"), False, True)
+    # The second one enters the mode in its turn, not beside the first.
+    assert mode.numbers == [None, 1, 1, None] and torch.get_default_device() == default
+
+
 def test_what_a_model_must_not_do() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
     with pytest.raises(ValueError, match=r"'1' draws random numbers"):
