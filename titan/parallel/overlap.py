@@ -79,7 +79,8 @@ def _worker() -> ThreadPoolExecutor:
 
 def _contexts_of_thread() -> Iterator[Callable[[], AbstractContextManager[Any]]]:
     """Yield functions that make the contexts of torch which this thread has entered, and which another thread does not inherit."""
-    if (hooks := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None:
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore
+    if hooks is not None:
         yield partial(saved_tensors_hooks, *hooks)
     if not torch.is_grad_enabled():
         yield torch.no_grad
