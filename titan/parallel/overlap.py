@@ -3,7 +3,7 @@
 Each micro-batch runs in a thread. Only one thread runs at a time, and it hands over where it would wait for an exchange of tokens, in
 the forward pass, in the backward pass, and in a recomputation. So the order of all operations is fixed: nothing depends on timing.
 
-An example with two blocks (a attention, e experts, d and c the exchanges before and after the experts):
+An example with two blocks (a attention, d dispatch, e experts, c combine):
 
     computes    a1  a2  e1  e2  a1' a2' e1' e2'
     travels         d1  d2  c1  c2  d1' d2' c1' c2'
