@@ -48,6 +48,7 @@ from titan.parallel.grouped_float8 import apply_grouped_float8
 from titan.parallel.init_weights import canonical_name
 from titan.parallel.mesh import submesh
 from titan.parallel.offload import apply_offload
+from titan.parallel.overlap import Overlap
 from titan.parallel.random_numbers import drawing_modules
 from titan.parallel.sac_save_list import parse_blocks
 from titan.parallel.tensor import apply_tp
@@ -347,6 +348,20 @@ def backward_preparer(job: ResolvedJob) -> Callable[..., None]:
         set_gradient_sync(model, reduce, all_reduce=all_reduce, reshard=is_last or not keeps)
 
     return prepare
+
+
+def overlap_of(model: nn.Module, section: ParallelismSection) -> Overlap | None:
+    """Return what runs two micro-batches of a model at a time, if the job asks for it.
+
+    Raises:
+        InputError: the model cannot, as if it draws random numbers.
+    """
+    if not section.expert_overlap:
+        return None
+    try:
+        return Overlap(model, reduce_once=section.expert_overlap_reduce_once)
+    except ValueError as error:
+        raise InputError(f"parallelism.expert_overlap: {error}") from error
 
 
 def compile_log_of(section: CompileSection, num_blocks: int) -> CompileLog | None:

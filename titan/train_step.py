@@ -43,7 +43,7 @@ from titan.parallel.compile import CompileLog
 from titan.parallel.float8 import Conversion, precompute_scales
 from titan.parallel.fsdp import separate_reduce_scatter
 from titan.parallel.mesh import StepGroups, axis_size, build_sparse_mesh, submesh
-from titan.parallelize import backward_preparer, compile_log_of, moes_of, parallelize
+from titan.parallelize import backward_preparer, compile_log_of, moes_of, overlap_of, parallelize
 from titan.random_draws import RandomDraws
 from titan.resolved import ResolvedJob
 from titan.step_report import StepReport
@@ -153,8 +153,7 @@ class TrainStep:
                 self.in_backward.active = is_last and (targets is None or targets.values()[0] > 0)
             now = local[start : start + at_once]
             losses += self._forward_backward(now, divisor, is_last=is_last)
-        if not self.is_fake:
-            self.draws.end()
+        self.draws.end()
         self.sum_over_groups([p.grad for p in self.parameters if p.grad is not None])
         # From here on gradients are complete: reduced over ranks, and summed over micro-batches.
         grad_norm = self._clip()
@@ -323,6 +322,7 @@ class TrainStep:
         else:
             assert self.overlap is not None
             losses = self.overlap.forward(forwards)
+            self.draws.end()  # before recomputations, which would restore the generators
             self.on_event("forward")
             self.overlap.backward(
                 [loss / divisor for loss in losses],
@@ -424,9 +424,7 @@ def build_train_step(job: ResolvedJob, *, device: torch.device, mesh: DeviceMesh
         compile_log=compile_log_of(config.compile, num_blocks),
         float8=float8,
         average=WeightAverage(model_parts, config.average) if config.average.enable else None,
-        overlap=Overlap(model, reduce_once=config.parallelism.expert_overlap_reduce_once)
-        if config.parallelism.expert_overlap
-        else None,
+        overlap=overlap_of(model, config.parallelism),
         balance=ExpertBiasBalancer.of(
             {n: m for part in model_parts for n, m in moes_of(part).items()}, mesh
         ),

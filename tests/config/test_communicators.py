@@ -32,9 +32,10 @@ def problems(text: str, folder: Path, *, world: int) -> list[str]:
         ("[comm.nccl.tp]\nmin_ctas = 0\n", ["2: comm.nccl.tp.min_ctas: must be at least 1, got 0"]),
         ("[comm.nccl.dp_shard]\nmax_ctas = 4\nmin_ctas = 8\n", ["3: comm.nccl.dp_shard.min_ctas: is more than max_ctas = 4; use 4 or less"]),
         (OPTIONS.format("cp"), [f"1: comm.nccl.cp: {ONE_RANK}context_parallel_degree"]),
-        (OPTIONS.format("ep"), [f"1: comm.nccl.ep: {ONE_RANK}expert_parallel_degree"]),
-        # A dense model has no experts to share, whatever the degrees.
-        (OPTIONS.format("efsdp"), [f"1: comm.nccl.efsdp: {ONE_RANK}expert_parallel_degree"]),
+        ("[comm.nccl.dp_shard]\nnet_name = ''\n", ["2: comm.nccl.dp_shard.net_name: string should have at least 1 character, got the string \"\""]),
+        # No degree would give a dense model experts.
+        (OPTIONS.format("ep"), ["1: comm.nccl.ep: the model has no experts; remove the table"]),
+        (OPTIONS.format("efsdp"), ["1: comm.nccl.efsdp: the model has no experts; remove the table"]),
         # Without expert parallelism, experts are sharded with the rest. With all ranks in it, they are not sharded.
         (MOE + OPTIONS.format("efsdp"), [f"4: comm.nccl.efsdp: {ONE_RANK}expert_parallel_degree"]),
         (MOE + OPTIONS.format("efsdp") + "[parallelism]\nexpert_parallel_degree = 4\n", [f"4: comm.nccl.efsdp: {ONE_RANK}expert_parallel_degree"]),

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.ranks import Pool
 from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
-from titan.config.schema import JobConfig
+from titan.config.schema import JobConfig, ParallelismSection
 from titan.parallel import (
     Overlap,
     apply_ep,
@@ -26,6 +26,8 @@ from titan.parallel import (
 )
 from titan.parallel.collectives import turns
 from titan.parallel.overlap import take_turns
+from titan.parallelize import overlap_of
+from titan.untrusted import InputError
 
 DIM, ROWS = 32, 64
 START, WAIT = "all_to_all_single", "wait_tensor"
@@ -148,9 +150,57 @@ def test_an_error_of_either_ends_both() -> None:
     assert take_turns(lambda: 1, lambda: 2) == (1, 2)  # the thread goes on
 
 
+class Turn(TorchDispatchMode):
+    """Note the micro-batches that enter and leave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: list[int | None] = []
+
+    def __enter__(self) -> Any:
+        self.numbers.append(turns.number)
+        return super().__enter__()
+
+    def __exit__(self, *row: Any) -> None:
+        self.numbers.append(turns.number)
+        super().__exit__(*row)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_both_run_under_the_modes_of_the_caller() -> None:
+    packed: list[int | None] = []
+    mode, default = Turn(), torch.get_default_device()
+
+    def run() -> Any:
+        assert turns.hand_over is not None
+        turns.hand_over()
+        x = torch.ones(2, 2, requires_grad=True)
+        result = x @ x
+        return result.dtype, x.device, result.requires_grad, torch.is_autocast_cache_enabled()
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda x: packed.append(turns.number) or x, lambda x: x
+    )
+    autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+    with hooks, autocast:
+        one, two = take_turns(run, run)
+    assert one == two == (torch.bfloat16, torch.device("cpu"), True, False)
+    assert packed.count(0) == packed.count(1) > 0
+    with torch.no_grad(), torch.device("meta"), mode:
+        one, two = take_turns(run, run)
+    assert one == two == (torch.float32, torch.device("meta"), False, True)
+    # The second one enters the mode in its turn, not beside the first.
+    assert mode.numbers == [None, 1, 1, None] and torch.get_default_device() == default
+
+
 def test_what_a_model_must_not_do() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
     with pytest.raises(ValueError, match=r"'1' draws random numbers"):
-        Overlap(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
+        Overlap(model)
+    with pytest.raises(InputError, match=r"^parallelism.expert_overlap: module '1' draws"):
+        overlap_of(model, ParallelismSection(expert_overlap=True))
 
 
 def shard_a_part() -> str:
@@ -172,19 +222,23 @@ def test_the_model_itself_is_sharded(pool: Pool) -> None:
         ({"parallelism": {"pipeline_parallel_degree": 2}}, "expert_overlap", "DualPipeV"),
         ({"optimizer": {"early_step_in_backward": True}, "training": {"max_norm": 0}}, "expert_overlap", "early_step"),
         ({"training": {"global_batch_size": -1}}, "expert_overlap", "training.global_batch_size = 16"),
+        # The key that a later phase sets is at fault, and not the job's own.
+        ({"phase": [{"from_step": 9, "global_batch_size": 8}]}, "global_batch_size", "4 x 2 data-parallel ranks = 8), and parallelism.expert_overlap needs two; use 16"),
         ({"parallelism": {"expert_overlap": False}}, "expert_overlap_reduce_once", "needs expert_overlap = true"),
     ],
 )  # fmt: skip
 def test_rules_say_what_would_do(changes: dict[str, Any], key: str, message: str) -> None:
     parallel = {"expert_parallel_degree": 2, "expert_overlap": True, "expert_overlap_reduce_once": True}  # fmt: skip
-    sections: dict[str, dict[str, Any]] = {
+    sections: dict[str, Any] = {
         "model": {"name": "qwen3", "flavor": "tiny_moe"},
         "training": {"local_batch_size": 4, "global_batch_size": 32, "seq_len": 64},
         "parallelism": parallel,
     }
     for section, values in changes.items():
-        sections[section] = sections.get(section, {}) | values
+        sections[section] = (
+            sections.get(section, {}) | values if isinstance(values, dict) else values
+        )
     with pytest.raises(ConfigError) as error:
         check_to_run(JobConfig.model_validate(sections), world_size=2)
-    found = {problem.key: problem.message for problem in error.value.problems}
-    assert message in found[f"parallelism.{key}"]
+    found = {problem.key.partition(".")[2]: problem.message for problem in error.value.problems}
+    assert message in found[key]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.parity.conftest import References
 from tests.parity.test_moe import BY_OP, DEEPSEEK, FULL, GPT_OSS, OLMOE, TERMS, ep
@@ -26,7 +28,8 @@ from tests.support.layouts import (
     train,
 )
 from tests.support.planted import train_with
-from tests.support.ranks import Pool
+from tests.support.ranks import Pool, RankFailed
+from titan.models.common.moe import MoE
 from titan.tools.certify.steps import WHAT, largest
 
 QWEN = ("qwen3", "tiny_moe")
@@ -93,6 +96,23 @@ def test_no_bit_changes_in_transformers_experts(pool: Pool, references: Referenc
     paired = pool.run(2, train, overlapped(layout), "float32", STEPS)
     assert [*map(different_bits, alone, paired)] == [[], []]
     require_equal(paired, layout, references)
+
+
+def train_with_draws(layout: Layout) -> None:
+    """Train a model that multiplies by random numbers in a function, where no module tells."""
+    combine = MoE.combine
+
+    def draw(self: MoE, *args: Tensor) -> Tensor:
+        return combine(self, *args) * torch.rand(())
+
+    with patch.object(MoE, "combine", draw):
+        train(layout, "float32", 1)
+
+
+def test_random_numbers_of_a_function_are_refused(pool: Pool) -> None:
+    text = r"draws random numbers, .* parallelism\.expert_overlap = false"
+    with pytest.raises(RankFailed, match=text):
+        pool.run(2, train_with_draws, overlapped(LAYOUTS[0]))
 
 
 # Which reduce gradients over ranks, except that the compiled ones would show nothing more.

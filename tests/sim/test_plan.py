@@ -166,6 +166,9 @@ def test_overlap_needs_two_micro_batches_and_their_memory() -> None:
     finder = Search(argv, load_from_argv(argv), load_profile("h100-sxm"), world_size=16, also=["expert_overlap"])  # fmt: skip
     plain = finder.own()
     assert plain is not None and finder.legal(plain)
+    both = ["expert_overlap", "expert_overlap_reduce_once"]
+    two = Search(argv, finder.config, finder.profile, world_size=16, also=both)
+    assert two.also == [(), (both[1],), (both[0],)]  # the second contains the first
     pair = replace(plain, also=("expert_overlap",))
     assert finder.settings(pair)["parallelism.expert_overlap"] == "true"
     assert finder.legal(pair) and not finder.legal(replace(pair, batch=4))  # one micro-batch

@@ -175,6 +175,12 @@ JOBS: dict[str, tuple[JobConfig, str]] = {
         model("llama3", optimizer={"name": "Muon"}, training={"global_batch_size": 8}),
         "hsdp",
     ),
+    "two micro-batches at a time": (
+        model(
+            "deepseek_v3", training={"global_batch_size": 8}, parallelism={"expert_overlap": True}
+        ),
+        "ep",
+    ),
     "8-bit moments": (model("llama3", optimizer={"name": "AdamW8bit"}), "tp"),
 }
 
@@ -183,6 +189,18 @@ JOBS: dict[str, tuple[JobConfig, str]] = {
 def test_what_titan_computes_is_equal(name: str) -> None:
     row = verdict(*JOBS[name])
     assert row.verdict == "equal" and row.differences, row
+
+
+def test_other_layouts_leave_out_the_keys_of_axes_that_they_lack() -> None:
+    config = model(
+        "deepseek_v3",
+        training={"global_batch_size": 8},
+        parallelism={"expert_overlap": True, "fsdp_separate_reduce_scatter": True},
+        comm={"nccl": {"dp_shard": {"max_ctas": 4}}},
+    )
+    certifier = Certifier(config, resolve_layout(config, 1))
+    for name in ("ddp", "tp", "pp"):
+        check_to_run(changed(certifier.small, certifier._keys(LAYOUTS[name])), world_size=2)
 
 
 def test_a_missing_gradient_and_nan_differ_and_rounding_of_nothing_does_not() -> None:

@@ -130,13 +130,16 @@ def _check_axes(config: JobConfig, world_size: int) -> Iterator[RuleViolation]:
     """Check that each axis with options of NCCL has ranks that communicate."""
     layout, ep = resolve_layout(config, world_size), config.parallelism.expert_parallel_degree
     ranks = asdict(layout) | {"ep": ep, "efsdp": 1}
-    if getattr(resolve_model(config.model)[0], "num_experts", 0) and (ep > 1 or layout.tp > 1):
+    num_experts = getattr(resolve_model(config.model)[0], "num_experts", 0)
+    if num_experts and (ep > 1 or layout.tp > 1):
         ranks["efsdp"] = layout.dp_shard * layout.cp * layout.tp // ep
     for axis in config.comm.nccl.options():
         if ranks[axis] == 1 < world_size:  # a choice for many ranks runs on one
-            fix = f"change {AXES.get(axis, 'parallelism.expert_parallel_degree')}"
+            fix = f"remove the table, or change {AXES.get(axis, 'parallelism.expert_parallel_degree')}"
             reason = "the axis has one rank, which sends nothing"
-            yield f"nccl.{axis}", f"{reason}; remove the table, or {fix}"
+            if axis not in AXES and not num_experts:
+                reason, fix = "the model has no experts", "remove the table"
+            yield f"nccl.{axis}", f"{reason}; {fix}"
 
 
 def check(config: JobConfig) -> list[Problem]:

@@ -181,15 +181,15 @@ def _check_batch(config: JobConfig, model: Any, world_size: int) -> Iterator[Rul
     dp *= replica_groups(config)
     # -1 stands for one forward pass, which always fits.
     per_pass, size = training.local_batch_size * dp, training.global_batch_size
+    unit = f"local_batch_size {training.local_batch_size} x {dp} data-parallel ranks = {per_pass}"
+    key, overlap = "training.global_batch_size", "parallelism.expert_overlap"
     if size > 0 and size % per_pass:
-        unit = (
-            f"local_batch_size {training.local_batch_size} x {dp} data-parallel ranks = {per_pass}"
-        )
-        yield "training.global_batch_size", _not_a_multiple(size, per_pass, unit)
-    elif size <= per_pass and config.parallelism.expert_overlap:
-        fix = f"training.global_batch_size = {2 * per_pass}"
-        fix += ", or a smaller training.local_batch_size" * (size > 0)
-        yield "parallelism.expert_overlap", f"a step has one micro-batch, and no second one; use {fix}"  # fmt: skip
+        yield key, _not_a_multiple(size, per_pass, unit)
+    elif size == per_pass and config.parallelism.expert_overlap:
+        fix = f"use {2 * size}, or a smaller local_batch_size"
+        yield key, f"a step has one micro-batch ({unit}), and {overlap} needs two; {fix}"
+    elif size == -1 and config.parallelism.expert_overlap:
+        yield overlap, f"a step has one micro-batch, and no second one; use {key} = {2 * per_pass}"
 
 
 def _check_sequence(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:

@@ -24,7 +24,7 @@ class NcclGroupSection(Section):
     NCCL's choice."""
     cga_cluster_size: Annotated[int | None, Field(ge=0, le=8)] = None
     """Thread blocks in a cluster, on Hopper and later; 0: no clusters. Unset: NCCL's choice."""
-    net_name: str | None = None
+    net_name: Annotated[str | None, Field(min_length=1)] = None
     """Network of NCCL to use, such as "IB" or "Socket". Unset: NCCL's choice."""
     high_priority_stream: bool | None = None
     """Run asynchronous collectives on a stream of high priority, before kernels that wait for an SM.

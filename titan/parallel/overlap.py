@@ -3,7 +3,7 @@
 Each micro-batch runs in a thread. Only one thread runs at a time, and it hands over where it would wait for an exchange of tokens, in
 the forward pass, in the backward pass, and in a recomputation. So the order of all operations is fixed: nothing depends on timing.
 
-An example with two blocks (a attention, e experts, d and c the exchanges before and after the experts):
+An example with two blocks (a attention, d dispatch, e experts, c combine):
 
     computes    a1  a2  e1  e2  a1' a2' e1' e2'
     travels         d1  d2  c1  c2  d1' d2' c1' c2'
@@ -18,12 +18,14 @@ import contextvars
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .collectives import turns
@@ -75,28 +77,54 @@ def _worker() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "second micro-batch")
 
 
+def _contexts_of_thread() -> Iterator[Callable[[], AbstractContextManager[Any]]]:
+    """Yield functions that make the contexts of torch which this thread has entered, and which another thread does not inherit."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore
+    if hooks is not None:
+        yield partial(saved_tensors_hooks, *hooks)
+    if not torch.is_grad_enabled():
+        yield torch.no_grad
+    for kind in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(kind):
+            dtype, keeps = torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+            yield partial(torch.autocast, kind, dtype=dtype, cache_enabled=keeps)
+    yield partial(_under, _get_current_function_mode_stack())
+    yield from ((lambda mode=mode: mode) for mode in _get_current_dispatch_mode_stack())
+
+
+@contextmanager
+def _under(modes: Sequence[Any]) -> Iterator[None]:
+    """Push function modes. To enter torch.device's mode twice would leave its device behind."""
+    for mode in modes:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in modes:
+            _pop_mode()
+
+
 def take_turns(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]:
     """Run two functions, which hand over to each other where they wait for tokens, and return their results.
 
     Args:
         first: runs in this thread.
-        second: runs in another thread, under this thread's dispatch modes and context variables.
+        second: runs in another thread, under this thread's modes of torch, autocast among them, and context variables.
     """
-    pair, modes = _Pair(), _get_current_dispatch_mode_stack()
+    pair, contexts = _Pair(), [*_contexts_of_thread()]
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def run(own: int, function: Callable[[], Any]) -> Any:
         # Else a GPU's backward pass would run in one thread for both.
-        with torch.autograd.set_multithreading_enabled(False), pair.turn(own):
+        with torch.autograd.set_multithreading_enabled(False), pair.turn(own), ExitStack() as stack:
+            for context in contexts if own else ():
+                stack.enter_context(context())
             return function()
 
     def run_second() -> Any:
         if device is not None:
             torch.cuda.set_device(device)
-        with ExitStack() as entered:
-            for mode in modes:
-                entered.enter_context(mode)
-            return run(1, second)
+        return run(1, second)
 
     other = _worker().submit(contextvars.copy_context().run, run_second)
     try:

@@ -80,10 +80,14 @@ class Search:
         self.global_batch = global_batch or _global_batch(config, world_size)
         self.model = model_config(config.model)
         self.seen: set[Point] = set()
-        # Every combination of the requested techniques.
-        self.also = [
+        # Every combination of the requested techniques, without those that one of them contains.
+        combinations = (
             tuple(itertools.compress(also, taken))
             for taken in itertools.product((False, True), repeat=len(also))
+        )
+        contained = {(a, b) for a in also for b in also if ALSO[a][0].items() < ALSO[b][0].items()}
+        self.also = [
+            found for found in combinations if not any({*p} <= {*found} for p in contained)
         ]
 
     @cached_property

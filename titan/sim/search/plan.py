@@ -236,10 +236,20 @@ def _remarks(search: Search, found: Plan, *, wall_s: float) -> Iterator[str]:
 def _fixed(search: Search, also: Sequence[str]) -> str:
     """Return the settings that no candidate changes."""
     config, training = search.config, search.config.training
-    is_async = config.parallelism.enable_async_tensor_parallel
-    techniques = (config.compile.enable, bool(config.model.converters), is_async)
+    parallel = config.parallelism
+    techniques = (
+        config.compile.enable,
+        bool(config.model.converters),
+        parallel.enable_async_tensor_parallel,
+        parallel.expert_overlap,
+        parallel.expert_overlap_reduce_once,
+    )
     on = dict(zip(ALSO, techniques, strict=True))
-    fixed = [f"{name} {'on' if on[name] else 'off'}" for name in on if name not in also]
+    fixed = [
+        f"{name} {'on' if on[name] else 'off'}"
+        for name in on
+        if name not in also and (on[name] or "expert" not in name)
+    ]
     if config.phase:
         of_run = "speed and step are means of the run, all else is of the fullest"
         fixed.append(f"{len(config.phase) + 1} phases ({of_run})")

@@ -27,6 +27,7 @@ from titan.config.model import family, model_config
 from titan.config.options import JOB, command_parser, positive
 from titan.config.quantize import eight_bit_sections, quantize_section
 from titan.config.schema import JobConfig
+from titan.config.schema_comm import NcclGroupSection
 from titan.run_folder import git_state, write_text_atomically
 from titan.tools.certify.ranks import MORE, Pool, RankFailed
 from titan.tools.certify.shrink import BATCH, changed, small_keys
@@ -49,6 +50,7 @@ _MOST_AXES = 3  # of two ranks each
 # One value in thousands that falls on the other side of a kink changes a gradient by less.
 _DRAWS, _ROUNDING = 5, 0.1
 _EP, _FLOAT8 = "parallelism.expert_parallel_degree", "quantize.linear.float8"
+_OVERLAP = ("parallelism.expert_overlap", "parallelism.expert_overlap_reduce_once")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +98,7 @@ class Certifier:
         from titan.tools.certify.steps import train_job
 
         self.config, self.layout, self.program = config, layout, program or train_job
-        self.keys = small_keys(config, tp=layout.tp)
+        self.keys, self.nccl = small_keys(config, tp=layout.tp), config.comm.nccl.options()
         self.small, self.is_8bit = changed(config, self.keys), bool(eight_bit_sections(config))
         more = MORE if self.is_8bit or config.compile.enable else ()
         self.pool = Pool([f"{family(config.model.name).__name__}.model", *more], quiet=True)
@@ -159,8 +161,13 @@ class Certifier:
         keys[_EP] = parts.get("ep", 1)
         keys["training.global_batch_size"] = BATCH
         keys["training.local_batch_size"] = BATCH // dp // passes
-        if not {"dp_shard", "cp"} & parts.keys():  # DDP gathers nothing
+        if not {"dp_shard", "cp"} & parts.keys():  # DDP gathers nothing, and scatters nothing
             keys |= {"parallelism.fsdp_blocks_per_unit": 1, "parallelism.fsdp_kept_blocks": 1}
+            keys["parallelism.fsdp_separate_reduce_scatter"] = False
+        if "ep" not in parts or "pp" in parts:
+            keys |= dict.fromkeys(_OVERLAP, False)
+        # For the job's own axes, and on CPUs without effect.
+        keys |= {f"comm.nccl.{axis}": NcclGroupSection().model_dump() for axis in self.nccl}
         recipe = self.config.quantize.linear.float8.recipe_name or "tensorwise"
         if self.is_8bit and "cp" in degrees and recipe == "tensorwise":
             # A context-parallel rank scales its part of a tensor, which no process alone does. Rows are the same.
