@@ -33,9 +33,13 @@ class Probe:
 
     Attributes:
         calls: what each attention module was called with, by its identity.
+        recurrences: operations of the forward pass for one token, of each layer with a linear recurrence, by its identity.
+        without_documents: names of classes of such layers that the documents of the model's call do not reach.
     """
 
     calls: dict[int, AttentionCall] = field(default_factory=dict)
+    recurrences: dict[int, int] = field(default_factory=dict)
+    without_documents: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,19 @@ _probe: Probe | None = None
 def is_probing() -> bool:
     """Return whether a model is being run on meta for the record."""
     return _probe is not None
+
+
+def record_recurrence(layer: nn.Module, *, takes_documents: bool, flops: int = 0) -> None:
+    """Record one call of a part of linear attention, if a model is being run for the record.
+
+    Args:
+        layer: the layer that calls it.
+        takes_documents: whether the documents of the model's call arrive here.
+        flops: operations for one token.
+    """
+    if _probe is not None:
+        _probe.recurrences[id(layer)] = _probe.recurrences.get(id(layer), 0) + flops
+        _probe.without_documents += [] if takes_documents else [type(layer).__name__]
 
 
 @contextmanager

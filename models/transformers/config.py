@@ -75,7 +75,8 @@ class TransformersConfig(MoEConfig):
         params_of_blocks: number of parameters of each block.
         experts_of_blocks: number of parameters of each block's routed experts.
         matmul_params: number of parameters in matmuls that act on one token, with the output layer.
-        windows: window of each block, 0 for none.
+        recurrent_flops: operations of all linear recurrences for one token, forward.
+        windows: window of each block, 0 for none, 1 for a block without attention.
         refuses: techniques that the model cannot have, each with the reason.
         table_positions: positions that the model has in a table. 0: any number.
     """
@@ -88,6 +89,7 @@ class TransformersConfig(MoEConfig):
     experts_of_blocks: tuple[int, ...]
     matmul_params: int
     windows: tuple[int, ...]
+    recurrent_flops: int = 0
     refuses: tuple[tuple[str, str], ...] = ()
     table_positions: int = 0
 
@@ -151,4 +153,5 @@ class TransformersConfig(MoEConfig):
             seq_len: Tokens of a sequence.
             causal: Count only the pairs of queries and keys that a causal mask leaves.
         """
-        return 6 * self.matmul_params + self.attention_flops_per_token(seq_len, causal=causal)
+        products = 6 * self.matmul_params + 3 * self.recurrent_flops
+        return products + self.attention_flops_per_token(seq_len, causal=causal)

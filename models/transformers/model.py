@@ -24,6 +24,7 @@ from .disk import disk_names
 from .errors import UnsupportedModelError
 from .plan import Part, derive_plan
 from .probe import fails, fails_in_parts, place_plain_modules, run_once
+from .recurrence import prepare_recurrences
 from .stand_ins import Blocks, StandIn
 
 
@@ -63,6 +64,7 @@ class TransformersModel(nn.Module):
                 module._buffers.update({n: b.to("meta") for n, b in values.items()})
                 module.__dict__["reset_buffers"] = partial(fill, module, values)
         self.inits = {name: inits.get(id(p), 0.02) for name, p in self.named_parameters()}
+        prepare_recurrences(self)
         expert_modules = experts.prepare_experts(self, self._parts_of_expert)
         for name in expert_modules:
             block: Any = self.layers[name.split(".")[1]]
@@ -252,18 +254,24 @@ def _sizes(
     expert_modules: dict[str, Any],
 ) -> TransformersConfig:
     calls = [part.attention for part in probe if part.attention is not None]
+    if not calls:
+        raise UnsupportedModelError(
+            "it has no attention at all, and titan reads its heads from there"
+        )
     config = model.hf.config
     refuses: dict[str, str] = {}
-    if not all(call.takes_documents for call in calls):
+    deaf = [type(call.module).__name__ for call in calls if not call.takes_documents]
+    if deaf := [*deaf, *model.__dict__.get("without_documents", ())]:
         refuses["document_mask"] = (
-            f"{type(calls[0].module).__name__} does not hand on the arguments that say where documents end"
+            f"{deaf[0]} does not hand on the arguments that say where documents end"
         )
     if not all(call.module.inner_attention.causal for call in calls):
         refuses["context_parallel_degree"] = "its attention is not causal"
     if "longrope" in rope_types(json.loads(source.hf)):
         why = "the longest position of a batch decides its rotary frequencies (longrope), and ranks would decide differently"
         refuses |= dict.fromkeys(("context_parallel_degree", "reset_positions"), why)
-    windows = {}
+    recurrent = sum(part.recurrence or 0 for part in probe)
+    windows = {int(p.name.split(".")[1]): 1 for p in probe if p.recurrence is not None}
     for part in probe:
         if part.attention is not None:
             inner: Any = part.module.inner_attention
@@ -278,8 +286,9 @@ def _sizes(
     total = one.total if one is not None else 0
     top_k = max((module.top_k for module in expert_modules.values()), default=0)
     embedding: Any = model.tok_embeddings
+    stacked = {id(p) for m in expert_modules.values() for p in m.parameters() if p.ndim == 3}
     matmuls = sum(
-        p.numel() * (top_k / total if p.ndim == 3 else 1)
+        p.numel() * (top_k / total if id(p) in stacked else 1)
         for p in model.layers.parameters()
         if p.ndim > 1
     )
@@ -306,6 +315,7 @@ def _sizes(
         ),
         experts_of_blocks=tuple(of_experts.get(n, 0) for n in range(len(model.layers))),
         matmul_params=int(matmuls) + output.weight.numel(),
+        recurrent_flops=recurrent,
         windows=tuple(windows.get(n, 0) for n in range(len(model.layers))),
         table_positions=_table_positions(model),
         refuses=tuple(refuses.items()),

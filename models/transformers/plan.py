@@ -42,6 +42,7 @@ class Part:
         input: its first tensor.
         output: what it returned.
         attention: its call of transformers' attention interface.
+        recurrence: operations of its linear recurrence for one token, forward. None: it has none.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Part:
     input: Tensor | None = None
     output: Any = None
     attention: Any = None
+    recurrence: int | None = None
 
 
 class _Underivable(ValueError):
@@ -169,6 +171,13 @@ class _Plan:
         }
         if not inside:
             return
+        if any(
+            p.recurrence is not None
+            for n, p in self.parts.items()
+            if f"{n}.".startswith(f"{name}.")
+        ):
+            self._recurrence(name, inside)
+            return
         experts = [n for n, m in inside.items() if hasattr(m, "dispatcher")]
         attends = any(
             part.attention is not None
@@ -193,6 +202,27 @@ class _Plan:
         else:
             self._put(name, "local_tokens")
 
+    def _recurrence(self, name: str, inside: dict[str, nn.Module]) -> None:
+        """Find the styles in linear attention. Its matrices are split, and each rank computes what is between them for all heads."""
+        own = self.parts[name]
+        if own.recurrence is None:
+            raise _Underivable(f"{name} has linear attention inside of another module")
+        self._put(name, "gather_whole" if name in inside else "gather_input")
+        ends = [n for n in inside if n in self.parts and self.parts[n].output is own.output]
+        if not ends:
+            raise _Underivable(f"{name} changes the output of its last matrix")
+        whole: tuple[str, ...] = ()  # modules with all that is in them
+        for inner, module in inside.items():
+            if inner == name or inner.startswith(whole):
+                continue
+            part = self.parts.get(inner)
+            reads_region = part is not None and part.input is own.input
+            if isinstance(module, nn.Linear) and (inner in ends or reads_region):
+                self._put(inner, "rowwise_split" if inner in ends else "colwise_gather")
+            else:
+                self._put(inner, "replicated")
+                whole = (*whole, f"{inner}.")
+
     def _region(
         self, name: str, module: nn.Module, inside: dict[str, nn.Module], *, attends: bool
     ) -> None:
@@ -211,9 +241,11 @@ class _Plan:
             raise _Underivable(
                 f"transformers names no plan for {name} ({type(module).__name__}); [model.plan] may"
             )
-        # Fused matrices, of which a rank's columns would be parts of different things.
+        # Fused matrices, of which a rank's columns would be parts of different things. Queries may have gates beside each head.
         is_fused = attends and not any(
-            isinstance(m, nn.Linear) and call and m.out_features == call.heads * call.head_dim
+            isinstance(m, nn.Linear)
+            and call
+            and m.out_features in (call.heads * call.head_dim, 2 * call.heads * call.head_dim)
             for n, m in inside.items()
             if self._their_style(n) in COLUMNS
         )

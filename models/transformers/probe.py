@@ -112,8 +112,12 @@ def run_once(model: Any) -> list[Part]:
         raise UnsupportedModelError(f"{draws.where} draws random numbers in training")
     for part in parts.values():
         part.attention = record.calls.get(id(part.module))
+        part.recurrence = record.recurrences.get(id(part.module))
+    if record.without_documents:
+        model.__dict__["without_documents"] = record.without_documents
     for name, block in model.layers.items():
-        if not any(id(module) in record.calls for module in block.modules()):
+        mixers = {*record.calls, *record.recurrences}
+        if not any(id(module) in mixers for module in block.modules()):
             raise UnsupportedModelError(
                 f"layers.{name} ({type(block).__name__}) mixes tokens without transformers' interface for attention"
             )

@@ -82,6 +82,11 @@ SMALL: dict[str, Any] = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
+    # Linear attention
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
     # Experts
     "num_experts": 4,
     "num_local_experts": 4,
@@ -251,7 +256,10 @@ def reference(model: Any, *, packed: bool = False, draw: int = 0) -> dict[str, A
         batch = rows(step, draw)
         # From positions that begin anew, transformers itself tells where documents begin.
         positions = {"position_ids": documents()[1]} if packed else {}
-        logits = twin(input_ids=batch[:, :-1], use_cache=False, **positions).logits
+        if packed and model.config.recurrent_flops:
+            logits = document_logits(twin, batch[:, :-1])  # its recurrence in torch tells nothing
+        else:
+            logits = twin(input_ids=batch[:, :-1], use_cache=False, **positions).logits
         loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
         if step == 1:
@@ -264,6 +272,16 @@ def reference(model: Any, *, packed: bool = False, draw: int = 0) -> dict[str, A
         losses.append(loss.item())
     weights = {n: part(n, theirs).detach().clone() for n in names}
     return {"losses": losses, "gradients": gradients, "weights": weights}
+
+
+def document_logits(twin: Any, tokens_BS: Tensor) -> Tensor:
+    """Return the logits of transformers' model, which is called with each document alone."""
+    ids_BS, logits = documents()[0], []
+    for tokens_S, ids_S in zip(tokens_BS, ids_BS, strict=True):
+        parts = tokens_S.split(ids_S.unique_consecutive(return_counts=True)[1].tolist())
+        alone = [twin(input_ids=part[None], use_cache=False).logits[0] for part in parts]
+        logits.append(torch.cat(alone))
+    return torch.stack(logits)
 
 
 def lr_factor(step: int) -> float:

@@ -9,6 +9,7 @@ model names a style for each module. The model itself does not change. With S th
     gather_input     none          first tensor (B, S/tp, D) -> (B, S, D), all-gather; other arguments are unchanged;
                                    `gather_input:x` gathers the argument `x` of forward
     gather_heads     values /tp    the same for a module that holds a parameter with one value or row for each query head
+    gather_whole     replicated    the same for a module whose own parameters all ranks use as they are
     colwise          columns /tp   (B, S, D) -> (B, S, F/tp)
     kv_colwise       columns /tp   like `colwise`; replicated if there are more ranks than key/value heads: each rank
                                    then keeps the one head that its query heads read
@@ -89,7 +90,7 @@ from .tensor_styles import (
     read_as,
 )
 
-GATHER, GATHER_HEADS = "gather_input", "gather_heads"
+GATHER, GATHER_HEADS, GATHER_WHOLE = "gather_input", "gather_heads", "gather_whole"
 _SPLITS = {  # type of module that a style can split
     "vocab_embedding": nn.Embedding,
     **dict.fromkeys(("colwise", "kv_colwise", "gather_colwise"), nn.Linear),
@@ -152,10 +153,11 @@ def apply_tp(
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     for name, module in list(model.named_modules()):
         style, _, argument = style_of[name].partition(":")
-        if style in (GATHER, GATHER_HEADS):
+        if style in (GATHER, GATHER_HEADS, GATHER_WHOLE):
             parallelize_module(module, mesh, GatherSequence(name, argument))
-            if style == GATHER_HEADS:
-                parallelize_module(module, mesh, LocalWeights(split=True, inside=False))
+            if style != GATHER:
+                own = LocalWeights(split=style == GATHER_HEADS, sums=False, inside=False)
+                parallelize_module(module, mesh, own)
         elif style and style != "experts":
             _take_by_position(module)
             if style == "vocab_embedding":
@@ -184,7 +186,12 @@ def _replicated(buffer: Tensor, *, mesh: DeviceMesh) -> DTensor:
 
 def style_names() -> list[str]:
     """Return the names of all styles but "experts", which expert parallelism reads."""
-    return [*_styles(1, 1, loss_parallel=True, output_in_loss=False), GATHER, GATHER_HEADS]
+    return [
+        *_styles(1, 1, loss_parallel=True, output_in_loss=False),
+        GATHER,
+        GATHER_HEADS,
+        GATHER_WHOLE,
+    ]
 
 
 def check_plan(
