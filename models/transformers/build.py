@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -21,10 +23,13 @@ from .errors import UnsupportedModelError, message_of
 _HOST_VALUES = (
     2**28
 )  # of a tensor: the experts of a layer of DeepSeek-V3 are more than many hosts allow
+_COPIED = -1.0  # in place of a standard deviation: code of the model computes the values
+Init = float | Callable[[int], Tensor] | None
+"""How a parameter begins: a standard deviation, values by seed, or ones."""
 
 
-def build(source: ModelSource) -> tuple[Any, dict[int, float | None]]:
-    """Return transformers' model on meta, and the standard deviation of each parameter's initial weights by its identity.
+def build(source: ModelSource) -> tuple[Any, dict[int, Init]]:
+    """Return transformers' model on meta, and how each parameter begins, by its identity.
 
     Raises:
         UnsupportedModelError: transformers does not build it.
@@ -59,6 +64,10 @@ def build(source: ModelSource) -> tuple[Any, dict[int, float | None]]:
                 model = kind(config)
             for module in model.modules():
                 model._init_weights(module)
+        for module in model.modules():
+            for key, p in module.named_parameters(recurse=False):
+                if inits.std.get(id(p)) == _COPIED:
+                    inits.std[id(p)] = partial(_values, model._init_weights, module, key)
     except UnsupportedModelError:
         raise
     except Exception as error:
@@ -80,12 +89,35 @@ def _nothing(*_: Any, **__: Any) -> None:
     pass
 
 
+def _values(
+    init_weights: Callable[[nn.Module], Any], module: nn.Module, name: str, seed: int
+) -> Tensor:
+    """Return the values of a module's own parameter that transformers computes for a seed, such as the logarithms of decays."""
+
+    def copied(module: nn.Module, device: str) -> Any:
+        twin = copy.copy(module)
+        own = module._parameters.items()
+        twin._parameters = {
+            n: None if p is None else nn.Parameter(torch.empty(p.shape, device=device))
+            for n, p in own
+        }
+        children = module._modules.items()
+        twin._modules = {n: None if m is None else copied(m, "meta") for n, m in children}
+        return twin
+
+    twin = copied(module, "cpu")
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(seed)
+        init_weights(twin)
+    return twin._parameters[name].detach()
+
+
 class _Inits(TorchDispatchMode):
     """Record of how transformers draws each parameter."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.std: dict[int, float | None] = {}
+        self.std: dict[int, Init] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, values = func.overloadpacket._qualified_op_name.partition("::")[2], [*args[1:]]
@@ -99,6 +131,8 @@ class _Inits(TorchDispatchMode):
             self._put(args[0], 0.0)
         elif name == "fill_" and numbers[:1] == [1]:
             self._put(args[0], None)
+        elif name == "copy_":
+            self._put(args[0], _COPIED)
         elif name == "empty" and prod(args[0]) > _HOST_VALUES:
             kwargs = {**(kwargs or {}), "device": "meta"}
         return func(*args, **(kwargs or {}))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from . import attention, experts
-from .build import build, fill
+from .build import Init, build, fill
 from .config import ModelSource, TransformersConfig, rope_types
 from .disk import disk_names
 from .errors import UnsupportedModelError
@@ -63,7 +63,9 @@ class TransformersModel(nn.Module):
             if values := {n: b for n, b in module._buffers.items() if b is not None}:
                 module._buffers.update({n: b.to("meta") for n, b in values.items()})
                 module.__dict__["reset_buffers"] = partial(fill, module, values)
-        self.inits = {name: inits.get(id(p), 0.02) for name, p in self.named_parameters()}
+        self.inits: dict[str, Init] = {
+            name: inits.get(id(p), 0.02) for name, p in self.named_parameters()
+        }
         prepare_recurrences(self)
         expert_modules = experts.prepare_experts(self, self._parts_of_expert)
         for name in expert_modules:
@@ -230,8 +232,8 @@ class TransformersModel(nn.Module):
         module: Any = self.get_submodule(name.rpartition(".")[0])
         return len(self._on_disk(name)) // len(module.down_proj)
 
-    def init_std(self, name: str) -> float | None:
-        """Return the standard deviation of a parameter's initial weights, as transformers draws them. None: ones."""
+    def init_std(self, name: str) -> Init:
+        """Return the standard deviation of a parameter's initial weights, as transformers draws them, or values by seed. None: ones."""
         parent = name.rpartition(".")[0]
         return self.inits[name if name in self.inits else f"{parent}.gate_up_proj"]
 

@@ -203,7 +203,11 @@ class _Plan:
             self._put(name, "local_tokens")
 
     def _recurrence(self, name: str, inside: dict[str, nn.Module]) -> None:
-        """Find the styles in linear attention. Its matrices are split, and each rank computes what is between them for all heads."""
+        """Find the styles in linear attention.
+
+        Its matrices are split, and so are the heads of the recurrence. Between them each rank has all channels, whose order is the
+        model's own.
+        """
         own = self.parts[name]
         if own.recurrence is None:
             raise _Underivable(f"{name} has linear attention inside of another module")
@@ -211,6 +215,8 @@ class _Plan:
         ends = [n for n in inside if n in self.parts and self.parts[n].output is own.output]
         if not ends:
             raise _Underivable(f"{name} changes the output of its last matrix")
+        if own.recurrence:  # a convolution alone has no heads
+            self._put(f"{name}.recurrence", "own_heads")
         whole: tuple[str, ...] = ()  # modules with all that is in them
         for inner, module in inside.items():
             if inner == name or inner.startswith(whole):

@@ -12,10 +12,12 @@ _LIMITS = {
     **{"ffn_dim": 96, "vocab_size": 512, "num_experts": 8, "top_k": 2, "expert_dim": 32},
     **{"window": 24, "dim": 64},
 }
-# Of latent attention, of groups of experts, and of what comes before the experts.
+# Of latent and linear attention, of groups of experts, and of what comes before the experts.
 _OTHERS = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
 _OTHERS |= {"v_head_dim": 16, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 _OTHERS |= {"moe_layer_start_index": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_OTHERS |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+_OTHERS |= {"linear_key_head_dim": 8, "linear_value_head_dim": 16}
 _HEAD_DIM = 16
 
 

@@ -131,7 +131,12 @@ def _unwanted(dtype: torch.dtype) -> float | int:
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, *, seed: int, std_of: Callable[[str], float | None]) -> None:
+def initialize(
+    model: nn.Module,
+    *,
+    seed: int,
+    std_of: Callable[[str], float | Callable[[int], Tensor] | None],
+) -> None:
     """Draw every parameter from a normal distribution, truncated at three standard deviations.
 
     The row of an embedding's `padding_idx` is zeros. It needs memory for one full parameter at a time beyond the model itself.
@@ -139,7 +144,8 @@ def initialize(model: nn.Module, *, seed: int, std_of: Callable[[str], float | N
     Args:
         model: the model, after `materialize`.
         seed: the run's seed.
-        std_of: returns the standard deviation for a parameter's name. 0.0 sets zeros, None sets ones.
+        std_of: returns the standard deviation for a parameter's name. 0.0 sets zeros, None sets ones, and a function
+            returns the whole parameter for a seed.
     """
     modules: list[Any] = [m for m in model.modules() if getattr(m, "padding_idx", None) is not None]
     padding = {id(m.weight): m.padding_idx for m in modules}
@@ -148,6 +154,9 @@ def initialize(model: nn.Module, *, seed: int, std_of: Callable[[str], float | N
         std = std_of(name)
         if not std:
             parameter.fill_(1.0 if std is None else 0.0)
+            continue
+        if callable(std):
+            _keep_shard(parameter, std(derived_seed(seed, name)).to(parameter.device))
             continue
         draw = partial(_draw, std=std, device=parameter.device)
         if parameter.ndim < 3:

@@ -35,6 +35,8 @@ model names a style for each module. The model itself does not change. With S th
     experts          -             unchanged: `apply_ep` and FSDP split experts
     head_norm        replicated    (B, S, H/tp, K) -> same: a norm of each of the rank's heads
     head_vector      values /tp    none -> (H/tp,): a module that returns its weight, a number for each query head
+    own_heads        none          (B, H, S, K) -> (B, H, S, V) on plain tensors, for a module that treats each head alone: each rank computes
+                                   its heads, all-gather after
     cut_sequence     replicated    (N, T, ...) -> (N, T'/tp, D): every rank computes the output and keeps its part; zeros after T
                                    make the parts equal
     place            none          x (B, S/tp, D), features (N, T/tp, D), index (B, S) -> (B, S/tp, D): all-gather of features;
@@ -82,6 +84,7 @@ from .tensor_styles import (
     HeadVector,
     LocalWeights,
     NormOfAllRanks,
+    OwnHeads,
     ReplicatedHeads,
     ReplicatedInput,
     ReplicatedModule,
@@ -264,6 +267,7 @@ def _styles(
         "gather_colwise": lambda: ColwiseParallel(input_layouts=Shard(SEQUENCE_DIM)),
         "gather_shared": AllGatherSequence,
         "cut_sequence": CutSequence,
+        "own_heads": OwnHeads,
         "place": AllGatherFeatures,
         "rowwise": lambda: RowwiseParallel(output_layouts=Shard(SEQUENCE_DIM)),
         "whole": ReplicatedModule,

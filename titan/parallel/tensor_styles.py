@@ -18,6 +18,7 @@ width D = 16, H = 4 query heads and G = 1 key/value head of K = 4, vocabulary V 
     colwise_part       LocalWeights       (F/2, 16)            (1, 8, 16)        (1, 8, F/2)
     cut_sequence       CutSequence        replicated           (1, 7, 16)        (1, 4, 16): T = 7 tokens, padded to 8
     place              AllGatherFeatures  none                 x (1, 4, 16)      (1, 4, 16): forward reads features (1, 8, 16)
+    own_heads          OwnHeads           none                 (1, 4, 8, K) each   (1, 4, 8, K): 2 heads inside
     vocab_output       GatherForLoss      (16, 16) of (32, 16) (1, 4, 16)        (1, 8, 16): the loss multiplies by the weight
 
 The gradient takes the way back: an all-gather in the forward pass is a reduce-scatter in the backward pass, if each rank
@@ -223,6 +224,38 @@ class HeadVector(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _split_weight("", module, device_mesh)
         module.register_forward_hook(lambda _, __, output: output.to_local())
+        return module
+
+
+class OwnHeads(ParallelStyle):
+    """A module without parameters that treats each head alone, of which each rank computes its part: (B, H, S, K) -> (B, H, S, V).
+
+    All arguments have the heads in dimension 1, except None and the last one, which stays as it is. Every rank has all heads before and
+    after: the forward pass all-gathers the output, the backward pass the gradients of the arguments. Fewer query heads than ranks are
+    repeated for their value heads, the third argument. If the ranks do not divide the value heads, each computes all.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        size = device_mesh.size()
+
+        def part(x: Tensor | None, heads: int) -> Tensor | None:
+            if x is None:
+                return None
+            if x.shape[1] % size:
+                x = x.repeat_interleave(heads // x.shape[1], dim=1)
+            whole = DTensor.from_local(x, device_mesh, (Replicate(),), run_check=False)
+            return whole.redistribute(placements=(Shard(1),)).to_local()
+
+        def forward(*args: Any) -> Tensor:
+            heads = args[2].shape[1]
+            if heads % size:
+                return compute(*args)
+            out = compute(*(part(x, heads) for x in args[:-1]), args[-1])
+            own = DTensor.from_local(out.contiguous(), device_mesh, (Shard(1),), run_check=False)
+            return own.redistribute(placements=(Replicate(),)).to_local()
+
+        compute = module.forward
+        module.forward = forward
         return module
 
 
