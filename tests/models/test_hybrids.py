@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
-from tests.support.hf_families import LAYOUTS, PACKED, PROOFS, job_of, overrides_of, row_of
+from tests.support.hf_families import (
+    LAYOUTS,
+    PACKED,
+    PROOFS,
+    VOCABULARY,
+    job_of,
+    overrides_of,
+    row_of,
+    std_of,
+)
+from tests.support.hf_folders import twin_of
 from tests.support.ranks import Pool
 from titan.config.model import resolve_model
 from titan.models.transformers import build_model
@@ -53,6 +64,24 @@ def test_initial_decays_are_those_of_transformers() -> None:
     assert torch.equal(layers[0].A_log, before)
 
 
+def test_logits_are_those_of_transformers() -> None:
+    """Over 200 tokens, which are several chunks of the recurrence."""
+    sizes, model = qwen3_next()
+    initialize(model, seed=1, std_of=std_of)
+    twin = twin_of(json.loads(sizes.source.hf)).eval()
+    theirs = dict(twin.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parent, _, leaf = model.hf_name(name).rpartition(".")
+            whole = theirs.get(f"{parent}.{leaf}")
+            if whole is None:
+                whole = theirs[f"{parent}.gate_up_proj"].chunk(2, 1)[leaf == "up_proj"]
+            whole.copy_(parameter)
+        tokens = torch.randint(3, VOCABULARY, (2, 200))
+        ours, true = model(tokens), twin(input_ids=tokens, use_cache=False).logits
+    assert (ours - true).norm() < 1e-5 * true.norm()
+
+
 def test_qwen3_next_on_layouts(pool: Pool) -> None:
     layouts = {name: LAYOUTS[name] for name in ("TP+SP", "CP", "PP", "EP")}
     row = row_of(pool, "qwen3_next", layouts)
@@ -85,7 +114,9 @@ def test_qwen3_next_resumes_and_exports(pool: Pool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["olmo_hybrid", "falcon_h1", "qwen3_5_text"])
+@pytest.mark.parametrize(
+    "kind", ["kimi_linear", "bamba", "olmo_hybrid", "falcon_h1", "qwen3_5_text"]
+)
 def test_other_hybrids_on_layouts(kind: str, pool: Pool) -> None:
     layouts = {name: axes for name, axes in LAYOUTS.items() if name != "EP"}
     row = row_of(pool, kind, layouts)

@@ -87,6 +87,11 @@ SMALL: dict[str, Any] = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 16,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_ssm": 128,
     # Experts
     "num_experts": 4,
     "num_local_experts": 4,
@@ -105,6 +110,12 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("attn_pdrop", "residual_dropout", "embedding_dropout", "resid_dropout"), 0.0),
     **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
     **dict.fromkeys(("activation_dropout", "dropout", "layerdrop", "attn_dropout"), 0.0),
+}
+# Layers of both kinds among few.
+LAYERS: dict[str, dict[str, Any]] = {
+    "kimi_linear": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
+    "bamba": {"attn_layer_indices": [3]},
+    "granitemoehybrid": {"layer_types": ["mamba"] * 3 + ["attention"]},
 }
 
 
@@ -154,7 +165,7 @@ def overrides_of(architecture: str) -> dict[str, Any]:
         else False
     ):
         fields["num_key_value_heads"] = 4
-    return fields
+    return fields | LAYERS.get(config.model_type, {})
 
 
 def job_of(
