@@ -88,6 +88,8 @@ class TransformersModel(nn.Module):
         reason = reason or fails_in_parts(self, plan)
         if reason:
             refuses["tensor_parallel_degree"] = reason
+        if reason := self._lacks_folder(probe):
+            refuses |= dict.fromkeys(("initial_load_in_hf", "last_save_in_hf"), reason)
         object.__setattr__(self.config, "refuses", tuple(refuses.items()))
         hf.config._attn_implementation = attention.RUN
 
@@ -211,6 +213,17 @@ class TransformersModel(nn.Module):
                 f"{name} is {len(names)} tensors on disk, such as {names[0]}"
             )
         return _numbered(names)
+
+    def _lacks_folder(self, probe: list[Part]) -> str:
+        """Return why linear attention has no names on disk, such as a convolution that is three there, or ""."""
+        layers = [part for part in probe if part.recurrence is not None]
+        try:
+            for part in layers:
+                for name, _ in part.module.named_parameters():
+                    self.disk_name(f"{part.name}.{name}")
+        except UnsupportedModelError as error:
+            return str(error)
+        return ""
 
     def _on_disk(self, name: str) -> list[str]:
         """Return the names on disk of the parts of a parameter of the model as transformers builds it."""

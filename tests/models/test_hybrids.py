@@ -21,6 +21,8 @@ from tests.support.hf_families import (
 )
 from tests.support.hf_folders import twin_of
 from tests.support.ranks import Pool
+from titan.checks.rules import check_to_run
+from titan.config.errors import ConfigError
 from titan.config.model import resolve_model
 from titan.models.transformers import build_model
 from titan.parallel import initialize, materialize
@@ -121,3 +123,15 @@ def test_other_hybrids_on_layouts(kind: str, pool: Pool) -> None:
     layouts = {name: axes for name, axes in LAYOUTS.items() if name != "EP"}
     row = row_of(pool, kind, layouts)
     assert all(float(row[name]) < 1e-5 for name in layouts), row
+
+
+def test_a_convolution_that_is_three_on_disk_is_refused_before_a_run() -> None:
+    name, folder = (
+        "OlmoHybridForCausalLM",
+        {"checkpoint": {"enable": True, "last_save_in_hf": True}},
+    )
+    job = job_of(name, {}, overrides_of(name), more=folder)
+    with pytest.raises(
+        ConfigError, match=r"checkpoint.last_save_in_hf: .*conv1d.weight is 3 tensors on disk"
+    ):
+        check_to_run(job, world_size=1)

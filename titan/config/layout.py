@@ -241,7 +241,7 @@ def _check_plug_in(config: JobConfig, model: Any, world_size: int) -> Iterator[R
     pp, tp = parallel.pipeline_parallel_degree, parallel.tensor_parallel_degree
     refused = dict(getattr(model, "refuses", ()))
     for name, reason in refused.items():
-        sections = ("parallelism", "data", "debug")
+        sections = ("parallelism", "data", "debug", "checkpoint")
         section = next(s for s in sections if name in type(getattr(config, s)).model_fields)
         value = getattr(getattr(config, section), name)
         if value is True or value > 1:
