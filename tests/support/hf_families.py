@@ -87,6 +87,8 @@ SMALL: dict[str, Any] = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 16,
+    "linear_num_heads": 4,
+    "linear_head_dim": 16,
     "mamba_n_heads": 8,
     "mamba_d_head": 16,
     "mamba_d_state": 16,
