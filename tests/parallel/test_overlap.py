@@ -92,7 +92,7 @@ def train(paired: bool, recomputes: bool) -> tuple[list[Any], list[Tensor]]:
     model = Model(recomputes=recomputes)
     assert ep is not None
     apply_ep(model, mesh=ep, moe_type=Block)
-    own = {p for block in model.layers for p in block.experts.parameters()}
+    own = {p for m in model.modules() if isinstance(m, Experts) for p in m.parameters()}
     for unit in (*model.layers, model):
         fully_shard(unit, mesh=mesh["dp_shard"], ignored_params=own)
     overlap = Overlap(model)
