@@ -28,7 +28,7 @@ _LAYER = "titan_layer"
 
 
 def prepare_recurrences(model: nn.Module) -> None:
-    """Give each layer of transformers with a linear recurrence titan's linear attention, as its child `recurrence`."""
+    """Add titan's linear attention to each layer with a linear recurrence, as its child `recurrence`."""
     for module in list(model.modules()):
         code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
         called = {*code.co_names} if code is not None else set()
@@ -52,7 +52,7 @@ def _name_layer(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[A
 
 
 def _replace(file: Any, name: str) -> None:
-    """Let a function of a file of transformers call titan's where it is given the layer."""
+    """Replace a function in a module of transformers by one that calls titan's if it gets the layer."""
     theirs, ours = getattr(file, name), _OURS[name]
     if hasattr(theirs, _LAYER):
         return

@@ -187,7 +187,7 @@ def test_an_old_torch_is_said_to_share_a_group(
     [[warning], none] = warnings
     assert none == []
     assert f"{tmp_path / 'job.toml'}:2: parallelism.fsdp_separate_reduce_scatter: " in warning
-    assert "torch 2.11.0+cu130 has no group of its own" in warning
+    assert "torch 2.11.0+cu130 has no separate group" in warning
 
 
 def test_fp32_is_warned_of_on_accelerators(tmp_path: Path) -> None:

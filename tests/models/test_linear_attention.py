@@ -6,6 +6,7 @@ Errors are the largest difference over the largest value of the same tensor: out
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
@@ -104,14 +105,14 @@ def _transposed(given: list[Tensor | None]) -> list[Tensor]:
 
 @pytest.mark.parametrize("form", ["chunk", "recurrent"])
 def test_equals_transformers_gated_delta_rule(form: str) -> None:
-    module = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    module = import_module("transformers.models.qwen3_next.modeling_qwen3_next")
     theirs = getattr(module, f"torch_{form}_gated_delta_rule")
     given = inputs(KINDS["gated delta"], 130, batch=2)
     _equals(lambda *x: _back(theirs(*_transposed([*x]), output_final_state=True)), given)
 
 
 def test_equals_transformers_kimi_delta_attention() -> None:
-    module = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
+    module = import_module("transformers.models.kimi_linear.modeling_kimi_linear")
     given = inputs(KINDS["kda"], 130, batch=2, groups=4)
     options = {"initial_state": None, "output_final_state": True}
     for theirs in (module.chunk_kimi_delta_attention, module.recurrent_kimi_delta_attention):
@@ -119,7 +120,7 @@ def test_equals_transformers_kimi_delta_attention() -> None:
 
 
 def test_equals_transformers_mamba2() -> None:
-    module = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
+    module = import_module("transformers.models.mamba2.modeling_mamba2")
     C, B, x, gates, _ = inputs(KINDS["ssd"], 130, batch=2)
     assert x is not None and gates is not None
     A = torch.linspace(-0.2, -2, x.shape[1]).double()
@@ -147,7 +148,7 @@ def _equals(theirs: Any, given: list[Tensor | None], mine: Any = linear_attentio
 
 
 def _module_error(fault: str = "") -> float:
-    """Of the module with documents, against a sequence for each document."""
+    """Compare the module with documents to a separate sequence for each document."""
     q, k, v, gates, betas = (x for x in inputs(KINDS["gated delta"], 60) if x is not None)
     ids = torch.tensor([[0] * 7 + [1] * 40 + [2] + [3] * 12])
     module = LinearAttention(chunk=16)

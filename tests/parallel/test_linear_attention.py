@@ -125,7 +125,7 @@ def _error(
     change: str = "",
     fault: str = "",
 ) -> float:
-    """Of this rank. `shared`: the documents come as the mask of one forward pass. `change`: "recomputed" or "compiled"."""
+    """Return the results of this rank. `shared`: the documents come as the mask of one forward pass. `change`: "recomputed" or "compiled"."""
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
     split = {"rank": mesh.get_local_rank(), "size": world, "balanced": balanced}

@@ -1,4 +1,4 @@
-"""Turns of two micro-batches: who runs when, by time stamps on gloo, in a trainer of one's own, and what is refused."""
+"""Turns of two micro-batches: the order by time stamps on gloo, in a plain training loop, and what is refused."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Stamps(TorchDispatchMode):
 
 
 def train(paired: bool, recomputes: bool) -> tuple[list[Any], list[Tensor]]:
-    """Run two micro-batches on one of two ranks, by a trainer of one's own with torch's FSDP2."""
+    """Run two micro-batches on one of two ranks, in a plain training loop with torch's FSDP2."""
     torch.manual_seed(0)
     mesh = build_mesh("cpu", dp_shard=2)
     ep = submesh(build_sparse_mesh(mesh, ep=2), "ep")

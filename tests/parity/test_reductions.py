@@ -1,4 +1,4 @@
-"""How FSDP reduces gradients changes no number: once a step in place of each micro-batch, or in a group of its own."""
+"""How FSDP reduces gradients changes no number: once a step in place of each micro-batch, or in a separate group."""
 
 from __future__ import annotations
 

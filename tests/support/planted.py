@@ -133,7 +133,7 @@ def lost_row() -> None:
 
 
 def row_sent_twice() -> None:
-    """Give the second of two micro-batches one row twice, in place of another."""
+    """Duplicate a row that the second of two micro-batches receives, in place of another."""
     _receive(lambda rows: torch.cat([rows[:-1], rows[-2:-1]]))
 
 
@@ -147,7 +147,7 @@ def _receive(change: Callable[[Tensor], Tensor]) -> None:
 
 
 def mixed_gradients() -> None:
-    """Let two micro-batches add to one gradient of a unit."""
+    """Add the gradients of two micro-batches to one of a unit."""
     overlap._Unit._keep_apart = lambda *_: None  # pyright: ignore
 
 

@@ -190,7 +190,7 @@ def advise(config: JobConfig, *, device: str | None = None) -> list[str]:
     torch = tuple(map(int, version("torch").split(".")[:2]))
     if config.parallelism.fsdp_separate_reduce_scatter and torch < (2, 13):
         warnings[separate] = (
-            f"torch {version('torch')} has no group of its own for reduce-scatters: they share "
+            f"torch {version('torch')} has no separate group for reduce-scatters: they share "
             "that of all-gathers, with the same numbers; torch 2.13 has one"
         )
     on_cpu = (device or device_of(config)) == "cpu"

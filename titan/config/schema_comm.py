@@ -32,7 +32,7 @@ class NcclGroupSection(Section):
 
 
 class NcclSection(Section):
-    """Options of NCCL by axis of the mesh. An axis with options has communicators of its own, even if it spans all ranks."""
+    """Options of NCCL by axis of the mesh. An axis with options has separate communicators, even if it spans all ranks."""
 
     pp: NcclGroupSection = NcclGroupSection()
     dp_replicate: NcclGroupSection = NcclGroupSection()

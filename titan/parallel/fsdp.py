@@ -310,7 +310,7 @@ def sum_gradients(model: nn.Module, *, alone: Container[nn.Module] = ()) -> None
 
 
 def separate_reduce_scatter(parts: Iterable[nn.Module]) -> bool:
-    """Give FSDP's reduce-scatters their own process group, since NCCL runs one collective of a group at a time.
+    """Make FSDP reduce-scatter in a separate process group, since NCCL runs one collective of a group at a time.
 
     All units of all parts that are sharded over the same ranks share a group. Older torch than 2.13 cannot, and changes nothing.
 

@@ -48,7 +48,7 @@ class SequenceBorders:
         return 2 if self.part is not None and self.part.balanced else 1
 
     def split(self, x: Tensor, *, dim: int) -> Tensor:
-        """Make each piece a sequence of its own: (B, ..., S, ...) -> (B * P, ..., S / P, ...)."""
+        """Return each piece as a separate sequence: (B, ..., S, ...) -> (B * P, ..., S / P, ...)."""
         return x.unflatten(dim, (self.num_pieces, -1)).movedim(dim, 1).flatten(0, 1)
 
     def join(self, x: Tensor, *, dim: int) -> Tensor:

@@ -45,7 +45,7 @@ class _Pair:
         self.done, self.failed = [False, False], False
 
     def hand_over(self, own: int) -> None:
-        """Let the other micro-batch run until it hands over or ends."""
+        """Run the other micro-batch until it hands over or ends."""
         if not self.done[1 - own]:
             self.may_run[1 - own].release()
             self.may_run[own].acquire()
