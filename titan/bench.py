@@ -79,6 +79,9 @@ def _capture(work: Work, calls: int) -> Work | None:
                 work()
         return graph.replay
     except RuntimeError:
+        # A recording that fails leaves the generator in the state of one, in which it draws nothing more.
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(generator.clone_state())
         return None
 
 

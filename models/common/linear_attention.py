@@ -32,6 +32,8 @@ from torch import Tensor, nn
 from titan.parallel.documents import DocumentMask
 from titan.parallel.linear_attention import SequenceBorders, pass_through
 
+from .linear_attention_kernels import attend_with_kernel, has_kernel
+
 
 class LinearAttention(nn.Module):
     """Linear attention over grouped heads, optionally only within documents.
@@ -103,7 +105,7 @@ def linear_attention(
     starts_BS: Tensor | None = None,
     state: Tensor | Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute linear attention, in fp32 at least.
+    """Compute linear attention, in fp32 at least, or by a kernel (linear_attention_kernels.py).
 
     Args:
         q_BGSK: Queries.
@@ -122,6 +124,10 @@ def linear_attention(
         The output, (B, H, S, V), in the values' dtype, and the state after the last position, (B, H, K, V), in fp32 at least.
     """
     (length, v_size), k_size = v_BHSV.shape[2:], k_BGSK.shape[-1]
+    scale = k_size**-0.5 if scale is None else scale
+    if has_kernel(q_BGSK, v_BHSV, gates, betas_BHS):
+        given = (q_BGSK, k_BGSK, v_BHSV, gates, betas_BHS)
+        return attend_with_kernel(*given, scale=scale, starts_BS=starts_BS, state=state)
     precise = torch.promote_types(v_BHSV.dtype, torch.float32)
 
     def in_chunks(x: Tensor) -> Tensor:
@@ -130,7 +136,7 @@ def linear_attention(
 
     copies = v_BHSV.shape[1] // k_BGSK.shape[1]
     q, k = (in_chunks(x).repeat_interleave(copies, dim=1) for x in (q_BGSK, k_BGSK))
-    q = q * (k_size**-0.5 if scale is None else scale)
+    q = q * scale
     new = in_chunks(v_BHSV)
     gates = torch.zeros_like(v_BHSV[..., 0]) if gates is None else gates
     g = gates if gates.ndim == 4 else gates[..., None]

@@ -135,7 +135,7 @@ def _mamba(
     dt_BSH = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt_BSH = (F.softplus(dt_BSH) if dt_softplus else dt_BSH).clamp(*dt_limit).float()
     x_BSHV = hidden_states.float()
-    values, gates = x_BSHV * dt_BSH[..., None], A.float() * dt_BSH
+    values, gates = (x_BSHV * dt_BSH[..., None]).to(hidden_states.dtype), A.float() * dt_BSH
     tensors = [x.transpose(1, 2) for x in (C.float(), B.float(), values, gates)]
     attention.record_recurrence(
         layer,

@@ -182,11 +182,12 @@ machine() {
 print("torch", torch.__version__, "CUDA", torch.version.cuda, "cuDNN", torch.backends.cudnn.version(), "Python", sys.version)'
 }
 
+# profile ROW: where the time of a step of this row's compiled run goes.
 profile() {
-  local job=$FOLDER/runs/speed-1B/compile-0-titan
-  "$PYTHON" -m titan.cli train "$job/job.toml" "$job/titan.toml" --job.dump_folder="$FOLDER/runs/profile" \
+  local job=$FOLDER/runs/$1/compile-0-titan run=$FOLDER/runs/profile-$1
+  "$PYTHON" -m titan.cli train "$job/job.toml" "$job/titan.toml" --job.dump_folder="$run" \
     --profiling.enable_profiling --profiling.profile_freq=10 --training.steps=$PROFILED --metrics.log_freq=1 &&
-    "$PYTHON" -m titan.cli profile "$FOLDER/runs/profile"
+    "$PYTHON" -m titan.cli profile "$run"
 }
 
 # Predict every job that steps.py ran, with the measured profile, and set the run beside it.
@@ -235,13 +236,18 @@ part machine 5 60 bash -c machine
 # The first call: what only a GPU can tell.
 steps speed-1B $SMALL compile,eager titan,bare 1 300
 part calibrate 60 180 "$PYTHON" -m titan.cli sim --calibrate "$FOLDER/profile.toml" ${HARDWARE:+--hardware "$HARDWARE"}
-if [ -f "$FOLDER/speed-1B.done" ]; then part profile 45 150 bash -c profile; else echo "profile: comes after speed-1B"; INCOMPLETE=1; fi
+profiled() {
+  if [ -f "$FOLDER/$1.done" ]; then part "profile-$1" 45 150 bash -c "profile $1"; else echo "profile-$1: comes after $1"; INCOMPLETE=1; fi
+}
+profiled speed-1B
 steps speed-experts $EXPERTS eager,compile titan 1 150
+profiled speed-experts
 # Then whether it computes what a CPU computes.
 for file in "${TESTS[@]}"; do
   part "tests-$(basename "$file" .py)" 30 200 "$PYTHON" -m pytest -q -p no:cacheprovider -m "not slow" "$file"
 done
 # The rest.
+[ -n "${TINY:-}" ] || part linear 30 150 "$PYTHON" scripts/bench/linear_attention.py
 steps float8-1B $SMALL compile+float8 titan,bare 1 300
 steps speed-8B $BLOCKS compile,compile+float8 titan,bare 1 400
 steps peers-1B $SMALL compile,eager torchtitan 1 300

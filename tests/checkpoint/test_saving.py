@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import random
 import re
+import struct
 import time
+import zipfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -16,6 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.jobs import SMALL, with_changes
@@ -327,6 +332,20 @@ def test_buffers_are_kept_and_the_copy_is_of_its_own_step() -> None:
     assert fresh()["x"].eq(-1).all()
 
 
+def test_a_shard_moves_to_the_shared_allocation() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        weight = distribute_tensor(torch.ones(8, 4), init_device_mesh("cpu", (1,)), [Shard(0)])
+        memory = torch.empty(512, dtype=torch.uint8)
+        local = staging_module._local(weight)  # pyright: ignore[reportPrivateUsage]
+        staging_module.share_memory([local], lambda _: memory)
+        with torch.no_grad():
+            weight.fill_(5)
+        assert memory.view(torch.float32)[:32].eq(5).all()
+    finally:
+        dist.destroy_process_group()
+
+
 def test_pinned_buffers_share_a_few_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Place six tensors in three allocations, and find none of them overwritten."""
     monkeypatch.setattr(staging_module, "_ALLOCATION", 4096)
@@ -564,3 +583,31 @@ def test_generate_finds_the_checkpoints_of_a_run(
     for where in (tmp_path / "logs", tmp_path / "elsewhere" / "step-7", tmp_path / "no"):
         assert titan(["generate", "--checkpoint", str(where)]) == 2
         assert capsys.readouterr().err.startswith(f"{where} holds no checkpoint; name a run")
+
+
+class StrictZipFile(zipfile.ZipFile):
+    """It refuses an archive whose positions are not those of its file, as zipfile does since CPython's fix of CVE-2025-8291.
+
+    Python 3.10.19, 3.11.14, 3.12.12, 3.13.8, 3.14.0 and the system's Python of Debian and Ubuntu have the fix.
+    """
+
+    def __init__(self, file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> None:
+        length = file.seek(0, 2)
+        file.seek(length - 42)  # locator, 20 bytes, and the end's record, 22 bytes
+        signature, _, place, _ = struct.unpack("<4sIQI", file.read(20))
+        assert signature == b"PK\x06\x07"
+        file.seek(place)
+        if file.read(4) != b"PK\x06\x06":
+            raise zipfile.BadZipFile("Corrupt zip64 end of central directory locator")
+        super().__init__(file, mode, *args, **kwargs)
+
+
+def test_archives_are_read_at_their_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Some tensors are read at once, and of larger ones only the end."""
+    manager = CheckpointManager(CheckpointSection(), run_dir=tmp_path)
+    state = {f"model.{size}": torch.randn(size) for size in (1, 1000, 20_000, 400_000)}
+    path = manager.save(1, state, metadata={}, wait=True)
+    monkeypatch.setattr(zipfile, "ZipFile", StrictZipFile)
+    found = {name: torch.zeros_like(value) for name, value in state.items()}
+    load(path, found)
+    assert all(found[name].equal(value) for name, value in state.items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from math import isfinite
 from pathlib import Path
 from typing import Any
 from unittest.mock import create_autospec
@@ -216,7 +217,8 @@ def test_preflight(tmp_path: Path) -> None:
     assert result.returncode in (0, 1), result.stderr
     found = json.loads(report.read_text())
     [facts] = found["ranks"]
-    assert found["dry_run"] is not None and not found["dry_run"]["problems"]
+    assert found["dry_run"] is not None and all(map(isfinite, found["dry_run"]["losses"]))
+    assert not any("loss" in problem for problem in found["problems"])
     assert facts["rates"] and all(rate > 0 for rate in facts["rates"].values())
     if DEVICE.type == "cuda":
         assert facts["device"] == torch.cuda.get_device_name()

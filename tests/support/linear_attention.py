@@ -80,16 +80,16 @@ def step_by_step(
 def with_gradients(call: Any, given: list[Tensor | None], **options: Any) -> list[Tensor]:
     """Output, last state and the gradients of all inputs, for fixed gradients of the two."""
     leaves = [x if x is None else x.clone().requires_grad_() for x in given]
-    if isinstance(options.get("state"), Tensor):
-        options["state"] = options["state"].clone().requires_grad_()
+    state = options.get("state")
+    if isinstance(state, Tensor):
+        state = options["state"] = state.clone().requires_grad_()
     out, last = call(*leaves, **options)
     for number, x in enumerate((out, last)):
         generator = torch.Generator().manual_seed(number)
         weights = torch.randn(x.shape, generator=generator, dtype=torch.float64)
         (x * weights.to(x.dtype)).sum().backward(retain_graph=not number)
-    grads = [
-        x.grad for x in (*leaves, options.get("state")) if x is not None and x.grad is not None
-    ]
+    wanted = [x for x in (*leaves, state) if isinstance(x, Tensor)]
+    grads = [x.grad for x in wanted if x.grad is not None]
     return [out.detach(), last.detach(), *grads]
 
 

@@ -127,5 +127,7 @@ def _copy(state: StateDict, copies: StateDict, *, non_blocking: bool) -> None:
         _local(copies[name]).copy_(_local(value), non_blocking=non_blocking)
 
 
+@torch.no_grad()
 def _local(value: Tensor) -> Tensor:
+    # With gradients enabled, `to_local` returns a view, whose memory can be replaced without a change of the tensor's.
     return value.to_local() if isinstance(value, DTensor) else value

@@ -85,6 +85,21 @@ class _Folder(FileSystem):
         """Do nothing: create_stream has already used the final name."""
 
 
+class _End(io.BytesIO):
+    """The end of a file, where positions are those in the whole file: zipfile refuses an archive whose positions are others."""
+
+    def __init__(self, data: bytes, *, before: int) -> None:
+        super().__init__(data)
+        self.before = before
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        shift = self.before if whence == os.SEEK_SET else 0
+        return super().seek(offset - shift, whence) + self.before
+
+    def tell(self) -> int:
+        return super().tell() + self.before
+
+
 class CheckpointWriter(dcp.FileSystemWriter):
     """Writer of tensors into a new folder. It collects the manifest's entries of the files that this rank writes."""
 
@@ -157,9 +172,9 @@ class CheckpointReader(dcp.FileSystemReader):
         if sinfo.length <= _BUFFER_BYTES:  # one read, in place of torch's twenty or so
             part = io.BytesIO(part.read(sinfo.length))
         # A zip's list of entries is at its end. Read only the end, not the tensor.
-        part.seek(max(sinfo.length - _DIRECTORY_BYTES, 0))
+        part.seek(before := max(sinfo.length - _DIRECTORY_BYTES, 0))
         try:
-            with zipfile.ZipFile(io.BytesIO(part.read(_DIRECTORY_BYTES))) as archive:
+            with zipfile.ZipFile(_End(part.read(_DIRECTORY_BYTES), before=before)) as archive:
                 entries = archive.infolist()
         except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
             raise CheckpointError(f"{sinfo.relative_path}: no tensor of torch: {error}") from error

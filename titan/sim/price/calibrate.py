@@ -21,6 +21,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,8 @@ def _share(value: float) -> float:
 
 # ---- on a device -------------------------------------------------------------------------------
 
+_BEYOND_CACHES = 2**28  # bytes, several times the L2 cache of an H100 or B200
+
 
 def make_work(kernel: Kernel, device: torch.device) -> Callable[[], Any]:
     """Return a function that runs a described kernel on a device."""
@@ -215,9 +218,21 @@ def make_work(kernel: Kernel, device: torch.device) -> Callable[[], Any]:
         return torch.randn(shape, device=device, dtype=torch.float32).to(dtype)
 
     if kernel.kind == "pointwise":
-        x = torch.zeros(max(1, kernel.write_bytes // 4), device=device)
-        y = torch.empty_like(x)
-        return lambda: torch.add(x, 1.0, out=y)
+        # Each call has other tensors, as far as 64 of them reach, so that caches do not serve them.
+        size = max(1, kernel.write_bytes // 4)
+        copies = min(64, -(-_BEYOND_CACHES // (8 * size)))
+        pairs = cycle(
+            [
+                (torch.zeros(size, device=device), torch.empty(size, device=device))
+                for _ in range(copies)
+            ]
+        )
+
+        def add() -> None:
+            x, y = next(pairs)
+            torch.add(x, 1.0, out=y)
+
+        return add
     if kernel.kind == "matmul":
         (m, k), (_, n) = kernel.shapes
         # Column-major, as a linear layer's transposed weight is, and as _scaled_mm demands.
@@ -387,9 +402,16 @@ def table(base: Profile, measured: Profile, figures: Figures) -> str:
         if key in ("attention_forward_tflops", "attention_backward_tflops"):
             one = one[measured.attention_kernel]
         if isinstance(one, dict):
-            rows += [(f"{key} {k}", f"{one[k]:.4g}", f"{other[k]:.4g}" if k in other else "-") for k in one]  # fmt: skip
+            rows += [(f"{key} {k}", _cell(one[k]), _cell(other[k]) if k in other else "-") for k in one]  # fmt: skip
         elif isinstance(one, tuple):
             rows += [(f"{key} at {size:,.0f}", f"{value:.4g}", "") for size, value in one]
         else:
-            rows.append((key, f"{one:.4g}", f"{other:.4g}"))
+            rows.append((key, _cell(one), _cell(other)))
     return "\n".join(columns(rows, left=(0,)))
+
+
+def _cell(value: float | tuple[tuple[float, float], ...]) -> str:
+    """Return a figure, or the points of a curve."""
+    if isinstance(value, tuple):
+        return " ".join(f"{y:.4g}@{x:.3g}" for x, y in value)
+    return f"{value:.4g}"
