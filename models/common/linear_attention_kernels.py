@@ -8,9 +8,11 @@ B batch, S positions, H value heads, G query/key heads, K size of a key, V size 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan.parallel.linear_attention import pass_through
+from titan.parallel.torch_compat import compute_capability
 
 _MOST_CHANNELS = 256  # of a key, which the kernels take
 
@@ -40,8 +43,29 @@ def has_kernel(q: Tensor, v: Tensor, gates: Tensor | None, betas: Tensor | None)
 
 @cache
 def is_installed() -> bool:
-    """Return whether the package is there."""
-    return find_spec("fla") is not None
+    """Return whether the package is there, and warn once if it would refuse this GPU."""
+    if find_spec("fla") is None:
+        return False
+    # Its backward pass is wrong on Hopper with these versions of Triton, and it raises an error there (its issue 640).
+    is_refused = (
+        compute_capability("cuda")[0] == 9
+        and (3, 4) <= (triton := _version("triton")) < (3, 7, 1)
+        and find_spec("tilelang") is None
+    )
+    if is_refused:
+        warnings.warn(
+            f"linear attention runs in plain torch: on this GPU, flash-linear-attention needs triton 3.7.1 or newer, as in torch 2.13 "
+            f"(this is {'.'.join(map(str, triton))}), or the package tilelang",
+            stacklevel=2,
+        )
+    return not is_refused
+
+
+def _version(package: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in version(package).split(".")[:3] if part.isdecimal())
+    except PackageNotFoundError:
+        return ()
 
 
 def attend_with_kernel(
