@@ -66,14 +66,14 @@ def table() -> str:
         r"Width 64[^\n]*one rank.*?\| titan \|[^|]*\|[^|]*\|[^|]*\(([\d.]+)\).*?"
         r"\| TorchTitan \|[^|]*\|[^|]*\|[^|]*\(([\d.]+)\).*?\| HF Trainer \|[^|]*\|[^|]*\|[^|]*\(([\d.]+)\)"
     )
-    h200 = search(r"\| compiled \| (4) \| ([\d,]+) \| ([\d.]+%) \|")
+    h100 = search(r"\| 1B, compiled \| ([\d,]+) \| ([\d.]+%) \| ([\d,]+) \|[^|]*\| ([\d,]+) \|")
     count = re.search(r"Over (\d+) report rows", page(ACCURACY))
     assert count
     lines = [
         (
-            "Llama 1B on one H200, compiled, sequences of 8,192 tokens",
-            f"{h200[2]} tokens/s, {h200[3]} MFU; by an earlier version, on torch 2.11",
-            "One H200",
+            "Llama 1B on one H100, compiled, sequences of 8,192 tokens",
+            f"{h100[1]} tokens/s, {h100[2]} MFU; a bare loop {h100[3]}; predicted {h100[4]}",
+            "One H100",
         ),
         ("Same loss as TorchTitan over 1,000 steps", f"to {loss}", "The same loss as TorchTitan"),
         ("Same numbers in every layout", parity(), "Every layout computes the same numbers"),

@@ -23,6 +23,8 @@ from torch import Tensor
 from titan.parallel.linear_attention import pass_through
 from titan.parallel.torch_compat import compute_capability
 
+DEVICES = {"cuda"}
+"""Types of devices that the kernels run on."""
 _MOST_CHANNELS = 256  # of a key, which the kernels take
 
 
@@ -32,7 +34,7 @@ def has_kernel(q: Tensor, v: Tensor, gates: Tensor | None, betas: Tensor | None)
     There is none in fp32, for gates of channels without the delta rule, and where torch is to be deterministic.
     """
     return (
-        v.device.type == "cuda"
+        v.device.type in DEVICES
         and v.dtype in (torch.bfloat16, torch.float16)
         and q.shape[-1] <= _MOST_CHANNELS
         and (betas is not None or (gates is not None and gates.ndim == 3))

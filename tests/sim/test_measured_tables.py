@@ -152,3 +152,27 @@ def test_another_version_of_the_package_is_told(
     monkeypatch.setitem(library.SOURCES, "a100", library.SOURCES["a100"]._replace(nccl="9.9"))
     with pytest.warns(UserWarning, match="has no tables of a100 as titan reads them"):
         assert library.library_tables("a100") is None
+
+
+@pytest.mark.parametrize(("card", "kind"), [("h100", "gdn"), ("b200", "gdn"), ("h100", "kda")])
+def test_linear_attention(card: str, kind: str) -> None:
+    """Within 6% of the times that TensorRT-LLM and SGLang measured; without a table, by bytes, within 45% for many heads and tokens."""
+    runner, version = ("trtllm", "1.3.0rc20") if kind == "gdn" else ("sglang", "0.5.16")
+    folder = "linear_attention" if kind == "gdn" else "kda"
+    cost, by_bytes = sized(card), Cost(load_profile(CARDS[card]))
+    by_bytes.tables = None
+    measured = 0
+    for row in rows(card, folder, runner, version, f"{kind}_perf.parquet"):
+        heads, tokens = row["num_v_heads"], row["seq_len"]
+        if not row["kernel_source"].startswith("chunk") or row["batch_size"] > 1 or tokens < 2048:
+            continue
+        shapes = [(1, tokens, row["num_k_heads"], 128), (1, tokens, heads, 128)]
+        gates = (1, tokens, heads, 128) if kind == "kda" else (1, tokens, heads)
+        kernel = Kernel("titan::linear_attention", "recurrence", (*shapes, gates, gates[:3]))
+        if (
+            heads >= 32 and card == "h100"
+        ):  # B200 has a table, and its kernels do not follow its bandwidth
+            assert by_bytes.kernel_s(kernel) == pytest.approx(row["latency"] * 1e-3, rel=0.45)
+        assert cost.kernel_s(kernel) == pytest.approx(row["latency"] * 1e-3, rel=0.06, abs=2e-5)
+        measured += 1
+    assert measured > 10

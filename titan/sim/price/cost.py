@@ -2,6 +2,7 @@
 
     matmul      a roofline, times the measured ratio of products of that shape (measured.py) at the level that the card sustains
     grouped     as one product of all groups' rows, each group rounded up to whole tiles
+    recurrence  measured times of linear attention, or the bytes that its kernels move
     attention   FLOPs that the mask leaves, at a rate by length, less with fewer heads than fill the device
     all others  bytes at the bandwidth that kernels of that size reach; less if a fused kernel transposes, and no more than
                 PyTorch's own kernels reach if none is fused
@@ -21,7 +22,7 @@ from titan.sim.price.library import tables
 from titan.sim.price.measured import SPAN_S, Tables
 from titan.sim.price.network import Dispatch, TransferPrice, price_transfer
 from titan.sim.price.profiles import Profile, on_curve
-from titan.sim.record.trace import Group, Kernel, Transfer
+from titan.sim.record.trace import RECURRENCE_CHUNK, Group, Kernel, Transfer
 
 _QUERY_BLOCK = 128
 """Queries that one thread block of FlashAttention-2 handles."""
@@ -32,6 +33,14 @@ _GROUPED_FILL_K = 192
 profile (classes of TTS-eager-minimal-b16), where the rates of plain products would give 610."""
 _MANY_HEADS = 256
 """Heads over a batch that fill a device, at the lengths whose rates a profile's curves have."""
+
+_RECURRENCE_SHARE = 0.65
+"""Rate of flash-linear-attention's kernels over that of a copy: 2.4 ns for a position of a head of 128 channels on H100 (gated delta rule),
+where TensorRT-LLM measured 1.8 to 2.6."""
+_RECURRENCE_BACKWARD = 3.0
+"""Time of its backward pass over its forward pass: 2.6 to 3.6 in Helion's benchmarks of H100 and B200."""
+_RECURRENCE_CHUNK_S = 2e-6
+"""Time of a step along the chunks, which bounds few heads of long sequences: 8 heads on H100, as SGLang measured."""
 
 
 class Cost:
@@ -106,6 +115,8 @@ class Cost:
         busy = self._memory_s(kernel)
         if kernel.kind in ("attention", "attention_backward"):
             busy = max(busy, self._attention_s(kernel))
+        if kernel.kind == "recurrence":
+            busy = self._recurrence_s(kernel)
         return least + busy
 
     def _memory_s(self, kernel: Kernel) -> float:
@@ -174,6 +185,23 @@ class Cost:
             rate *= profile.peak_tflops["float32"] / profile.peak_tflops["bfloat16"]
         return flops / (rate * self._filled(batch * heads, head_dims // 2, length))
 
+    def _recurrence_s(self, kernel: Kernel) -> float:
+        """Return the seconds of linear attention: those of its kind that were measured, else the bytes that its kernels move."""
+        (batch, length, _, k_size), (_, _, heads, v_size), gates, *betas = kernel.shapes
+        # The backward pass computes the forward pass again.
+        passes = 1 + _RECURRENCE_BACKWARD if kernel.name.endswith("backward") else 1
+        kind = "kda" if len(gates) == 4 else "gdn"
+        numbers = _recurrence_numbers(k_size, v_size, len(gates) == 4, bool(betas))
+        measured_s = self.tables and self.tables.recurrence_s(kind, batch * heads, length)
+        if measured_s:
+            return (
+                passes * measured_s * numbers / _recurrence_numbers(128, 128, kind == "kda", True)
+            )
+        moved = 2 * batch * length * heads * numbers
+        rate = on_curve(self.profile.memory_share, moved) * self.profile.memory_tb_per_s * 1e12
+        chunks_s = length / RECURRENCE_CHUNK * _RECURRENCE_CHUNK_S
+        return passes * max(moved / (rate * _RECURRENCE_SHARE), chunks_s)
+
     def _filled(self, heads: int, width: int, length: int) -> float:
         """Return the rate of attention with these heads, as a share of the rate with many heads of 128 channels."""
         if self.tables is None:
@@ -182,6 +210,18 @@ class Cost:
         many = self.tables.attention_tflops(128, _MANY_HEADS, length)
         # More than that, few heads of long sequences only run cooler in a burst.
         return min(1.0, self.tables.attention_tflops(width, heads, length) / many)
+
+
+def _recurrence_numbers(k_size: int, v_size: int, by_channel: bool, delta: bool) -> float:
+    """Return the 16-bit numbers that the kernels of linear attention read and write for a position of a head.
+
+    The pass along the chunks and the output read queries, keys and values and exchange the states. The delta rule makes corrected keys and
+    values before, from a matrix for each chunk. Gates of channels are in 32 bits, and read by each of four kernels.
+    """
+    numbers = 3 * k_size + 3 * v_size + 2 * k_size * v_size / RECURRENCE_CHUNK
+    if delta:
+        numbers += 4 * k_size + 3 * v_size + 2 * RECURRENCE_CHUNK
+    return numbers + (8 * k_size if by_channel else 0)
 
 
 def routing_exponent(config: JobConfig, model: Any) -> float:

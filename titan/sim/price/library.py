@@ -130,6 +130,7 @@ def read(card: str) -> dict[str, Any]:
         "large_share": shares,
         "collectives": _collectives(folder / "comm" / "nccl" / source.nccl),
         "attention": _attention(folder / "attention" / "vllm" / source.vllm),
+        "recurrence": _recurrence(folder, source),
         "products": products,
         "uneven": _uneven(folder / "moe" / "trtllm" / source.trtllm),
     }
@@ -270,6 +271,37 @@ def _attention(folder: Path) -> dict[str, Any]:
         for dim in dims
     ]  # fmt: skip
     return {"head_dim": dims, "heads": heads, "length": lengths, "tflops": rates}
+
+
+def _recurrence(folder: Path, source: CardSource) -> dict[str, Any]:
+    """Return the microseconds of linear attention's forward pass, by kind, heads in the batch and length.
+
+    They are those of flash-linear-attention's kernels, which TensorRT-LLM and SGLang run. Of Mamba 2, only the convolution was measured.
+    """
+    found: dict[str, dict[int, dict[int, list[float]]]] = {}
+    files = {
+        "gdn": [folder / "linear_attention" / "trtllm" / source.trtllm / "gdn_perf.parquet"],
+        "kda": sorted(folder.glob("kda/sglang/*/kda_perf.parquet"))[-1:],
+    }
+    columns = ("kernel_source", "batch_size", "seq_len", "num_v_heads", "head_v_dim", "latency")
+    for kind, file in ((kind, file) for kind, of_kind in files.items() for file in of_kind):
+        if not file.exists():
+            continue
+        by_heads = found[kind] = defaultdict(lambda: defaultdict(list))
+        for kernel, batch, length, heads, size, ms in _rows(file, *columns):
+            if kernel.startswith("chunk_") and size == 128 and length >= 128 and ms > 0:
+                by_heads[batch * heads][length].append(ms * 1e3)
+    tables = {}
+    for kind, by_heads in found.items():
+        # Only numbers of heads that were measured at all lengths: long sequences had small batches.
+        lengths = sorted({length for line in by_heads.values() for length in line})
+        us = {
+            str(heads): [float(f"{median(line[length]):.4g}") for length in lengths]
+            for heads, line in sorted(by_heads.items())
+            if {*lengths} <= line.keys()
+        }
+        tables[kind] = {"bytes": lengths, "us": us}
+    return tables
 
 
 def _with_defaults(file: Path, columns: tuple[str, ...]) -> Iterator[tuple[Any, ...]]:

@@ -8,6 +8,7 @@ a card sustains (`Profile.matmul_share`).
     products      time over that of a roofline, by rows, columns and the length of the sum
     collectives   microseconds by kind, number of ranks and bytes
     attention     TFLOP/s of causal attention by head dimension, number of heads in the batch and length
+    recurrence    microseconds of linear attention by kind, number of heads in the batch and length
 
 Between the sizes of a table, values are interpolated by the logarithms; beyond its ends, the nearest one holds. Imports no torch.
 """
@@ -95,6 +96,7 @@ class Tables:
             dtype: [_letters(part) for part in parts] for dtype, parts in raw["products"].items()
         }
         self._attention = _nested(raw["attention"])
+        self._recurrence = {kind: _by_ranks(rows) for kind, rows in raw["recurrence"].items()}
         self._uneven: list[tuple[int, float]] = raw["uneven"]
         self.large_share: dict[str, float] = raw["large_share"]
 
@@ -177,9 +179,25 @@ class Tables:
         assert rate is not None
         return exp(rate)
 
+    def recurrence_s(self, kind: str, heads: int, length: int) -> float | None:
+        """Return the seconds of linear attention in the forward pass, with 128 channels, or None if its kind was not measured.
+
+        Args:
+            kind: "gdn" or "kda".
+            heads: Heads of values over the batch. More than were measured take longer in proportion, as does a longer sequence.
+            length: Tokens of a sequence.
+        """
+        grid = self._recurrence.get(kind)
+        if grid is None:
+            return None
+        most = [axis[-1] for axis in grid.axes]
+        us = grid.at((heads, length))
+        assert us is not None
+        return exp(us) * 1e-6 * max(1.0, heads / most[0]) * max(1.0, length / most[1])
+
 
 def _by_ranks(rows: dict[str, Any]) -> Grid:
-    """Return the grid (ranks, bytes) of the logarithm of a collective's microseconds."""
+    """Return the grid (ranks, bytes) of the logarithm of a collective's microseconds, or that of linear attention, (heads, tokens)."""
     values = {
         (int(ranks), size): log(us)
         for ranks, line in rows["us"].items()

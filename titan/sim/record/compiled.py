@@ -47,9 +47,10 @@ _SETTINGS: dict[str, Any] = {
 }
 
 
-# How Dynamo names a compiled module, or the one in torch's wrapper for activation checkpointing, in older torch and newer.
+# How Dynamo names a compiled module, or the one in torch's wrapper for activation checkpointing, in older torch and newer. A layer of
+# transformers with linear attention passes itself as an argument.
 _ITSELF = re.compile(
-    r"^(?:L\['self'\]|L\['function'\]\.__self__)(\._checkpoint_wrapped_module|\.__dict__\['_modules'\]\['_checkpoint_wrapped_module'\])?\.?"
+    r"^(?:L\['self'\]|L\['function'\]\.__self__|L\['kwargs'\]\['titan_layer'\])(\._checkpoint_wrapped_module|\.__dict__\['_modules'\]\['_checkpoint_wrapped_module'\])?\.?"
 )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan.config.layout import Layout
+from titan.models.common import linear_attention_kernels as kernels
 from titan.parallel import build_mesh, offload
 from titan.sim.record import device, torch_compat
 
@@ -83,6 +84,9 @@ def _replace_generic_names() -> None:
     # Its default is CUDA's generators, and pipelines of torch 2.12 leave it at that.
     torch.random.fork_rng = partial(torch.random.fork_rng, device_type=device.NAME)
     Tensor.pin_memory = lambda tensor, *_, **__: tensor  # pyright: ignore
+    # Linear attention of GPUs is a kernel.
+    kernels.DEVICES.add(device.NAME)
+    kernels.is_installed = lambda: True  # pyright: ignore
     # Only titan.parallel.offload calls it (FSDP2 waits for events instead). Not modelled: memory that is copied to the
     # host is freed when the copy ends, a block later than here.
     Tensor.record_stream = lambda *_: None  # pyright: ignore

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from titan.sim.record.trace import Host, Kernel, KernelKind, list_launches
+from titan.sim.record.trace import RECURRENCE_CHUNK, Host, Kernel, KernelKind, list_launches
 
 _aten = torch.ops.aten
 
@@ -37,7 +37,7 @@ _FREE_NAMESPACES = {"prim", "profiler", "sym"}
 # Kernels of one operation, where it is not one: FlashAttention's backward prepares, computes and converts; a sorted gather
 # of an embedding's gradient; CUTLASS's grouped matmul is set up on the device; a radix sort of 64 bits passes 8 times.
 _LAUNCHES = {"_scaled_dot_product_flash_attention_backward": 3, "_varlen_attn_backward": 3, "embedding_dense_backward": 4, "_foreach_norm": 2, "_fused_rms_norm_backward": 2,
-             "_grouped_mm": 2, "sort": 10}  # fmt: skip
+             "_grouped_mm": 2, "sort": 10, "linear_attention": 6, "linear_attention_backward": 18}  # fmt: skip
 
 
 @dataclass
@@ -88,6 +88,8 @@ def _kind(name: str) -> KernelKind:
         return "matmul"
     if any(part in name for part in ("scaled_dot_product", "flash_attention", "varlen_attn")):
         return "attention_backward" if name.endswith("backward") else "attention"
+    if name.startswith("linear_attention"):
+        return "recurrence"
     if name in _GATHERS:
         return "gather"
     if name in _COPIES:
@@ -225,6 +227,10 @@ def _shapes(
     elif kind in ("attention", "attention_backward"):
         # Backward takes the incoming gradient first, then q, k, v.
         operands = inputs[1:4] if kind == "attention_backward" else inputs[:3]
+    elif kind == "recurrence":
+        # The backward pass takes the gradients of the output and the last state first. Strengths are (B, S, H), the first state (B, H, K, V).
+        q, _, v, gates, *rest = inputs[2:] if name.endswith("backward") else inputs
+        operands = [q, v, gates, *rest[: rest[0].ndim == 3]]
     else:
         operands = inputs[:2] or outputs[:1]
     return tuple(tuple(t.shape) for t in operands)
@@ -283,6 +289,8 @@ def workspace_bytes(op: Operator, args: Any) -> list[int]:
         q, k = (x.transpose(0, 1)[None] for x in args[1:3])
     elif op.name == "aten::_scaled_dot_product_flash_attention_backward":
         q, k = args[1:3]
+    elif op.kind == "recurrence":
+        return _recurrence_workspace(op, args)
     else:
         return []
     (batch, heads, length, size), (_, groups, keys, _) = q.shape, k.shape
@@ -292,6 +300,16 @@ def workspace_bytes(op: Operator, args: Any) -> list[int]:
     if groups != heads:
         sizes += 2 * [batch * keys * heads * size * args[1].dtype.itemsize]
     return sizes
+
+
+def _recurrence_workspace(op: Operator, args: Any) -> list[int]:
+    """Return the sizes of the buffers of linear attention: the states, corrected keys and values, and the same again for gradients."""
+    backward = op.func._opname.endswith("backward")
+    q, _, v = args[2:5] if backward else args[:3]
+    (batch, length, heads, v_size), k_size = v.shape, q.shape[-1]
+    states = batch * -(-length // RECURRENCE_CHUNK) * heads * k_size * v_size
+    rows = batch * length * heads * (k_size + 2 * v_size)
+    return (1 + backward) * [v.dtype.itemsize * states, v.dtype.itemsize * rows]
 
 
 def _logsumexp(x: Tensor, dims: list[int], keepdim: bool = False) -> Tensor:

@@ -21,6 +21,7 @@ KernelKind = Literal[
     "matmul",  # aten.mm, bmm, _scaled_mm: shapes are those of the operands
     "attention",  # shapes of q, k, v: (B, H, S, K)
     "attention_backward",
+    "recurrence",  # linear attention, forward or backward: shapes of q, v, gates and, with the delta rule, strengths, (B, S, H, ...)
     "pointwise",  # element by element, reductions, fused kernels: priced by bytes
     "gather",  # embedding and its backward, index
     "optimizer",  # fused or foreach updates and norms over many tensors
@@ -45,6 +46,8 @@ TURNS = ("first", "second")
 Category = Literal["parameters", "gradients", "optimizer", "activations", "unsharded", "temporary"]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 
+RECURRENCE_CHUNK = 64
+"""Positions that flash-linear-attention's kernels compute at once, with a state for each chunk in memory."""
 COMPUTE_STREAM = 0
 """The device's default stream; other streams are numbered as they are made."""
 HOST = -1

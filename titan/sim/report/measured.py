@@ -23,6 +23,7 @@ _PART: dict[KernelKind, str] = {
     "matmul": "matmul",
     "attention": "attention",
     "attention_backward": "attention",
+    "recurrence": "attention",
     "copy": "copies",
     "host_copy": "copies",
 }
