@@ -124,10 +124,10 @@ def linear_attention(
         The output, (B, H, S, V), in the values' dtype, and the state after the last position, (B, H, K, V), in fp32 at least.
     """
     (length, v_size), k_size = v_BHSV.shape[2:], k_BGSK.shape[-1]
-    scale = k_size**-0.5 if scale is None else scale
+    factor = k_size**-0.5 if scale is None else scale
     if has_kernel(q_BGSK, v_BHSV, gates, betas_BHS):
         given = (q_BGSK, k_BGSK, v_BHSV, gates, betas_BHS)
-        return attend_with_kernel(*given, scale=scale, starts_BS=starts_BS, state=state)
+        return attend_with_kernel(*given, scale=factor, starts_BS=starts_BS, state=state)
     precise = torch.promote_types(v_BHSV.dtype, torch.float32)
 
     def in_chunks(x: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ def linear_attention(
 
     copies = v_BHSV.shape[1] // k_BGSK.shape[1]
     q, k = (in_chunks(x).repeat_interleave(copies, dim=1) for x in (q_BGSK, k_BGSK))
-    q = q * scale
+    q = q * factor
     new = in_chunks(v_BHSV)
     gates = torch.zeros_like(v_BHSV[..., 0]) if gates is None else gates
     g = gates if gates.ndim == 4 else gates[..., None]

@@ -9,7 +9,7 @@ B batch, S positions, H value heads, G query/key heads, K size of a key, V size 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -126,9 +126,8 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Return the output, (B, S, H, V), and the states after each sequence, (B, H, K, V). Heads come after positions."""
     documents = _Documents(starts)
-    out, last = _call(
-        *documents.flat(q, k, v, gates, betas), documents.enter(first), documents, scale
-    )
+    given = [*documents.flat(q, k, v, gates, betas), documents.enter(first)]
+    out, last = _call(given, documents, scale)
     return out.view_as(v), documents.leave(last)
 
 
@@ -152,10 +151,10 @@ def _attend_backward(
 ) -> list[Tensor]:
     """Return the gradients of q, k, v, gates, betas if there are any, and first."""
     documents = _Documents(starts)
-    given = *documents.flat(q, k, v, gates, betas), documents.enter(first)
+    given = [*documents.flat(q, k, v, gates, betas), documents.enter(first)]
     leaves = [None if x is None else x.detach().requires_grad_() for x in given]
     with torch.enable_grad():
-        outs = _call(*leaves, documents, scale)
+        outs = _call(leaves, documents, scale)
     [grad_out] = documents.flat(grad_out.contiguous())
     *grads, grad_first = torch.autograd.grad(
         outs, [x for x in leaves if x is not None], [grad_out, documents.of_last(grad_last)]
@@ -201,11 +200,11 @@ class _Documents:
         numbers_BS = starts.flatten().cumsum(0).view_as(starts) - 1
         self.first_B, self.last_B = numbers_BS[:, 0], numbers_BS[:, -1]
 
-    def flat(self, *tensors: Tensor | None) -> list[Any]:
+    def flat(self, *tensors: Tensor | None) -> tuple[Any, ...]:
         """Return the sequences of a batch as one: (B, S, ...) -> (1, B * S, ...)."""
         if self.cu_seqlens is None:
-            return [*tensors]
-        return [None if x is None else x.flatten(0, 1)[None] for x in tensors]
+            return tensors
+        return tuple(None if x is None else x.flatten(0, 1)[None] for x in tensors)
 
     def enter(self, first_B: Tensor) -> Tensor:
         """Return the state before each document: (B, ...) -> (N, ...). Only the first ones of sequences have one."""
@@ -230,16 +229,16 @@ class _Documents:
         return x_N
 
 
-def _call(
-    q: Any, k: Any, v: Any, gates: Any, betas: Any, first: Any, documents: _Documents, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Call the kernel for these gates and strengths."""
+def _call(tensors: Sequence[Any], documents: _Documents, scale: float) -> tuple[Tensor, Tensor]:
+    """Call the kernel for these gates and strengths, with q, k, v, gates, strengths or None, and the state before each document."""
+    q, k, v, gates, betas, first = tensors
+    more = {} if betas is None else {"beta": betas}
     if betas is None:
-        folder, name, more = "simple_gla", "chunk_simple_gla", {}
+        folder, name = "simple_gla", "chunk_simple_gla"
     elif gates.ndim == 4:
-        folder, name, more = "kda", "chunk_kda", {"beta": betas}
+        folder, name = "kda", "chunk_kda"
     else:
-        folder, name, more = "gated_delta_rule", "chunk_gated_delta_rule", {"beta": betas}
+        folder, name = "gated_delta_rule", "chunk_gated_delta_rule"
     kernel = getattr(import_module(f"fla.ops.{folder}"), name)
     return kernel(
         *(q, k, v),

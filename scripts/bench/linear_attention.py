@@ -63,7 +63,7 @@ def theirs(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, betas: Tensor | None)
     q, k = (x.repeat_interleave(copies, dim=1).transpose(1, 2) for x in (q, k))
     other = [x if x is None else x.transpose(1, 2) for x in (v, gates, betas)]
     first = torch.zeros(1, v.shape[1], q.shape[-1], v.shape[-1], device=DEVICE)
-    return kernels._call(q, k, *other, first, kernels._Documents(None), q.shape[-1] ** -0.5)
+    return kernels._call([q, k, *other, first], kernels._Documents(None), q.shape[-1] ** -0.5)
 
 
 def step(call: Callable[..., Any], given: list[Tensor | None]) -> None:

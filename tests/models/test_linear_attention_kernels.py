@@ -58,7 +58,7 @@ class StandIn(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         def differentiate() -> list[Any]:
             leaves = [x if x is None else x.detach().requires_grad_() for x in ctx.saved_tensors]
-            outs = by_documents(*leaves, ctx.cu_seqlens, ctx.scale)
+            outs = by_documents(*leaves, ctx.cu_seqlens, ctx.scale)  # pyright: ignore
             given = [x for x in leaves if x is not None]
             found = iter(torch.autograd.grad(outs, given, grads))
             return [None if x is None else next(found) for x in leaves]
