@@ -1,0 +1,149 @@
+"""Command `titan scaling RUN... | RUNS.csv`, which fits the law of law.py."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from titan.config.options import command_parser, positive, whole
+from titan.observe.sinks import require
+from titan.untrusted import InputError, read_json
+
+from . import runs as reading
+from .law import CONSTANTS, LEVEL, Fit, Law, Run, fit
+
+SUMMARY = "Fit L(N, D) = E + A / N^a + B / D^b to finished runs. docs/scaling.md"
+FORMAT = 1
+_FAR = 10.0  # times the FLOPs of the largest run, from which a prediction is called far outside
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code.
+
+    Raises:
+        InputError: A mistake of the user, which titan.cli reports.
+    """
+    usage = "RUN... | RUNS.csv [--leave-out K] [--predict N,D] [--out law.json] [--plot FILE.png]"
+    parser = command_parser("scaling", usage, summary=SUMMARY)
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="run folders, folders of them, or a CSV file with params, tokens, loss")  # fmt: skip
+    add("--leave-out", type=whole, default=0, metavar="K", help="fit without the K runs of most FLOPs, and predict them")  # fmt: skip
+    add("--predict", type=_size, action="append", default=[], metavar="N,D", help="predict a run, such as 8e9,1e12; may be repeated")  # fmt: skip
+    add("--total", action="store_true", help="count all parameters of a model with experts, not those of a token")  # fmt: skip
+    add("--draws", type=positive, default=400, metavar="K", help="draws of the bootstrap; default: 400")  # fmt: skip
+    add("--seed", type=whole, default=0, help="seed of the draws; default: 0")
+    add("--out", type=Path, metavar="FILE.json", help="write the law, for `titan budget`")
+    add("--plot", type=Path, metavar="FILE.png", help="draw losses over FLOPs, and what the law leaves")  # fmt: skip
+    options = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    require("scipy", extra="scaling", asked_by="titan scaling")
+    if options.plot:
+        require("matplotlib", extra="plot", asked_by="--plot")
+    runs, shared = reading.read(options.runs, total=options.total)
+    kept, left = (runs[:-options.leave_out], runs[-options.leave_out :]) if options.leave_out else (runs, [])  # fmt: skip
+    if len(kept) < reading.LEAST:
+        raise InputError(f"titan scaling: --leave-out {options.leave_out} leaves {len(kept)} runs; the law needs at least {reading.LEAST}")  # fmt: skip
+    found = fit(kept, draws=options.draws, seed=options.seed)
+    print("\n".join(_report(found, kept)))
+    for run in [*left, *(Run("", *size, 0.0) for size in options.predict)]:
+        print(prediction(found, run, largest=kept[-1].flops))
+    if options.out:
+        about = {"shared": shared, "params": "total" if options.total else "active", "seed": options.seed}  # fmt: skip
+        _write(options.out, _as_json(found, kept, left) | about)
+        print(f"wrote {options.out}")
+    if options.plot:
+        from .picture import draw
+
+        draw(found, kept, left, options.plot)
+        print(f"wrote {options.plot}")
+    return 0
+
+
+def _size(text: str) -> tuple[float, float]:
+    """Parse parameters and tokens of a run, such as 8e9,1e12."""
+    try:
+        params, tokens = map(float, text.split(","))
+    except ValueError:
+        params = tokens = 0.0
+    if not 0 < params < 1e18 or not 0 < tokens < 1e18:
+        raise argparse.ArgumentTypeError(
+            f"expected parameters and tokens, such as 8e9,1e12, got {text[:40]!r}"
+        )
+    return params, tokens
+
+
+def _report(found: Fit, runs: list[Run]) -> list[str]:
+    """Return the lines about the fit."""
+    lines = [f"{len(runs)} runs of {runs[0].flops:.2g} to {runs[-1].flops:.2g} FLOPs (6 N D)"]
+    for constant in CONSTANTS:
+        low, high = found.interval(constant)
+        lines.append(
+            f"  {constant}  {getattr(found.law, constant):.4g}  ({low:.4g} to {high:.4g}, {LEVEL:.0%})"
+        )
+    worst = max(zip(found.errors, runs, strict=True), key=lambda pair: abs(pair[0]))
+    lines.append(f"  the law is off by at most {worst[0]:+.2%}, in {worst[1].name}")
+    return lines
+
+
+def prediction(found: Fit, run: Run, *, largest: float) -> str:
+    """Return the line about a run that the law was not fitted to.
+
+    Args:
+        found: The law.
+        run: Its loss is 0 if it is not known.
+        largest: FLOPs of the largest run that the law was fitted to.
+    """
+    loss, low, high = found.predict(run.params, run.tokens)
+    text = f"N {run.params:.3g}, D {run.tokens:.3g}: loss {loss:.4f} ({low:.4f} to {high:.4f}, {LEVEL:.0%})"
+    if run.loss:
+        where = "inside" if low <= run.loss <= high else "OUTSIDE"
+        text += f"; measured {run.loss:.4f} in {run.name}: {run.loss / loss - 1:+.2%}, {where}"
+    if (times := run.flops / largest) > _FAR:
+        text += f"; {times:.0f} times the largest run: the interval is {high - low:.2f} nats wide"
+    return text
+
+
+def _as_json(found: Fit, runs: list[Run], left: list[Run]) -> dict[str, Any]:
+    """Return all that is needed to use the law, and to fit it again."""
+    return {
+        "format": FORMAT,
+        "law": found.law._asdict(),
+        "intervals": {constant: found.interval(constant) for constant in CONSTANTS},
+        "level": LEVEL,
+        "runs": [run._asdict() for run in runs],
+        "left_out": [run._asdict() for run in left],
+        "errors": found.errors,
+        "draws": [list(law) for law in found.draws],
+        "versions": {name: version(name) for name in ("titan-pretrain", "numpy", "scipy")},
+    }
+
+
+def _write(file: Path, content: dict[str, Any]) -> None:
+    try:
+        file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"titan scaling: --out {file}: {error.strerror}") from None
+
+
+def load_law(file: Path) -> tuple[Fit, dict[str, Any]]:
+    """Return the law of a file of `titan scaling --out`, and the file's other content.
+
+    Raises:
+        InputError: The file is wrong.
+    """
+    content: Any = read_json(file, dict)
+    try:
+        if content["format"] != FORMAT:
+            raise ValueError(f"format {content['format']}, and this titan reads {FORMAT}")
+        law = Law(**{name: float(content["law"][name]) for name in CONSTANTS})
+        draws = [Law(*map(float, constants)) for constants in content["draws"]]
+        errors = [float(error) for error in content["errors"]]
+        if not draws or not errors:
+            raise ValueError("no draws")
+        content["runs"] = [Run(**run) for run in content["runs"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{file}: no law of titan scaling: {error}") from None
+    return Fit(law, draws, errors), content

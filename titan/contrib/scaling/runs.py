@@ -1,0 +1,143 @@
+"""Runs that a law is fitted to, from run folders or a CSV file."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from titan.config.load import load_config
+from titan.config.model import model_config
+from titan.config.schema import JobConfig
+from titan.observe.rows import number, read_rows, runs_near
+from titan.untrusted import InputError, printable, read_text
+
+from .law import CONSTANTS, Run
+
+LEAST = len(CONSTANTS) + 1
+_LAST = 0.05  # share of a run whose mean loss is its final loss, where it has no validation
+_COLUMNS = {
+    "params": ("params", "n", "parameters"),
+    "tokens": ("tokens", "d"),
+    "loss": ("loss", "l"),
+    "name": ("name", "run", "id"),
+}
+
+
+def read(paths: Sequence[Path], *, total: bool = False) -> tuple[list[Run], dict[str, Any]]:
+    """Read runs, sorted by their FLOPs, and what all of them were trained on.
+
+    Args:
+        paths: Run folders, folders of run folders, or one CSV file.
+        total: Count all parameters of a model with experts, and not those of a token.
+
+    Raises:
+        InputError: A file is wrong, runs differ in text or tokenizer, or they are too few.
+    """
+    if len(paths) == 1 and paths[0].suffix == ".csv":
+        runs, shared = _of_csv(paths[0]), {}
+    else:
+        found = [_of_folder(folder, total=total) for path in paths for folder in _folders(path)]
+        shared = _shared([about for _, about in found])
+        runs = [run for run, _ in found]
+    for field in ("params", "tokens"):
+        if len({getattr(run, field) for run in runs}) < 3:
+            raise InputError(
+                f"titan scaling: {len(runs)} runs have fewer than three different numbers of {field}: the law needs three of each"
+            )
+    if len(runs) < LEAST:
+        raise InputError(f"titan scaling: {len(runs)} runs: the law needs at least {LEAST}")
+    return sorted(runs, key=lambda run: run.flops), shared
+
+
+def _folders(path: Path) -> list[Path]:
+    """Return a run folder, or those in a folder of them."""
+    if (path / "metrics.jsonl").is_file():
+        return [path]
+    if inside := sorted(file.parent for file in path.glob("*/metrics.jsonl")):
+        return inside
+    hint = runs_near(path, ["metrics.jsonl"])
+    raise InputError(f"titan scaling: {path}: no run, and no folder of runs{hint}")
+
+
+def _of_folder(folder: Path, *, total: bool) -> tuple[Run, dict[str, Any]]:
+    """Return a run, and the settings that all runs must share."""
+    config = load_config(folder / "config.toml")
+    sizes: Any = model_config(config.model)
+    rows = [row for row in read_rows(folder / "metrics.jsonl") if number(row.get("tokens"))]
+    if not rows or rows[-1]["step"] < config.training.steps:
+        done = rows[-1]["step"] if rows else 0
+        raise InputError(
+            f"titan scaling: {folder}: step {done} of {config.training.steps}: only finished runs have a final loss"
+        )
+    params = sizes.num_params
+    if not total:  # only models with experts have others
+        params = getattr(sizes, "num_active_params", params)
+    run = Run(folder.name, float(params), float(rows[-1]["tokens"]), _final_loss(rows, folder))
+    return run, _trained_on(config)
+
+
+def _final_loss(rows: list[dict[str, Any]], folder: Path) -> float:
+    """Return the last validation's loss, or the mean of the last training losses."""
+    validations = [row["validation_loss"] for row in rows if number(row.get("validation_loss"))]
+    if validations:
+        return float(validations[-1])
+    last = rows[-max(1, round(_LAST * len(rows))) :]
+    losses = [row["loss_mean"] for row in last if number(row.get("loss_mean"))]
+    if not losses:
+        raise InputError(f"titan scaling: {folder}: its last rows have no loss: did it diverge?")
+    return sum(losses) / len(losses)
+
+
+def _trained_on(config: JobConfig) -> dict[str, Any]:
+    return {
+        "training.dataset": config.training.dataset,
+        "training.dataset_path": str(config.training.dataset_path or ""),
+        "tokenizer.name": config.tokenizer.name,
+        "tokenizer.path": str(config.tokenizer.path or config.model.hf_assets_path or ""),
+    }
+
+
+def _shared(settings: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the settings of all runs, which must agree: losses on other text or tokens do not compare."""
+    for key in settings[0] if settings else ():
+        values = list(dict.fromkeys(each[key] for each in settings))
+        if len(values) > 1:
+            raise InputError(
+                f"titan scaling: runs differ in {key}: {', '.join(map(repr, values[:3]))}: their losses do not compare"
+            )
+    return settings[0] if settings else {}
+
+
+def _of_csv(file: Path) -> list[Run]:
+    """Return the runs of a CSV file with columns params (or N), tokens (or D), loss, and perhaps name."""
+    lines = read_text(file).splitlines()
+    reader = csv.DictReader(lines)
+    given = {str(name).strip().lower(): name for name in reader.fieldnames or ()}
+    names = {
+        field: next((given[name] for name in known if name in given), None)
+        for field, known in _COLUMNS.items()
+    }
+    if missing := [field for field in ("params", "tokens", "loss") if names[field] is None]:
+        raise InputError(
+            f"titan scaling: {file}: no column {missing[0]} ({' or '.join(_COLUMNS[missing[0]])}); it has {', '.join(given) or 'none'}"
+        )
+    runs = []
+    for row in reader:
+        values = []
+        for field in ("params", "tokens", "loss"):
+            text = str(row[names[field]]).strip()
+            try:
+                value = float(text)
+            except ValueError:
+                value = math.nan
+            if not 0 < value < math.inf:
+                raise InputError(
+                    f"titan scaling: {file}:{reader.line_num}: {field} is {printable(text)}, not a number above zero"
+                )
+            values.append(value)
+        name = row.get(names["name"]) if names["name"] else None
+        runs.append(Run(str(name or f"line {reader.line_num}"), *values))
+    return runs
