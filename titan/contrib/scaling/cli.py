@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         raise InputError(f"titan scaling: --leave-out {options.leave_out} leaves {len(kept)} runs; the law needs at least {reading.LEAST}")  # fmt: skip
     found = fit(kept, draws=options.draws, seed=options.seed)
     print("\n".join(_report(found, kept)))
-    for run in [*left, *(Run("", *size, 0.0) for size in options.predict)]:
+    for run in [*left, *(Run("", n, d, 0.0) for n, d in options.predict)]:
         print(prediction(found, run, largest=kept[-1].flops))
     if options.out:
         about = {"shared": shared, "params": "total" if options.total else "active", "seed": options.seed}  # fmt: skip

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -177,7 +177,6 @@ def _minimize(
         e, a, b = np.exp(terms - np.logaddexp.reduce(terms))
         return np.stack([e * ones, a, b, -a * log_params, -b * log_tokens], axis=1)
 
-    found = least_squares(
-        errors, start, jacobian, loss="huber", f_scale=HUBER, x_scale="jac", xtol=1e-9, max_nfev=300
-    )  # fmt: skip
+    options: dict[str, Any] = {"jac": jacobian, "loss": "huber", "f_scale": HUBER}
+    found = least_squares(errors, start, x_scale="jac", xtol=1e-9, max_nfev=300, **options)
     return found.x, float(found.cost)
