@@ -26,6 +26,7 @@ MAX_ROWS = 4000
 _MAX_LINE_BYTES = 2**20
 _BLOCK_BYTES = 2**18
 _CHECK_BYTES = 64  # compared to notice that a file of the same inode was rewritten
+_LAST = 0.05  # share of a run's rows whose mean loss is its final loss
 _RECENT = 500  # rows that a page can fetch one by one between two polls
 
 
@@ -48,6 +49,16 @@ def read_rows(path: Path) -> list[Row]:
     """Read all rows of a metrics.jsonl. A torn last row is left out."""
     with open_regular(path, within=path.parent) as file:
         return [row for line in file if (row := parse(line))]
+
+
+def final_loss(rows: list[Row]) -> float | None:
+    """Return a run's last validation loss, or the mean of its last training losses; None if there is none."""
+    validations = [x for row in rows if (x := number(row.get("validation_loss"))) is not None]
+    if validations:
+        return validations[-1]
+    last = rows[-max(1, round(_LAST * len(rows))) :]
+    losses = [x for row in last if (x := number(row.get("loss_mean"))) is not None]
+    return sum(losses) / len(losses) if losses else None
 
 
 def with_groups(paths: Iterable[Path]) -> list[Path]:

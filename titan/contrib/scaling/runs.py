@@ -11,13 +11,12 @@ from typing import Any
 from titan.config.load import load_config
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
-from titan.observe.rows import number, read_rows, runs_near
+from titan.observe.rows import final_loss, number, read_rows, runs_near
 from titan.untrusted import InputError, printable, read_text
 
 from .law import CONSTANTS, Run
 
 LEAST = len(CONSTANTS) + 1
-_LAST = 0.05  # share of a run whose mean loss is its final loss, where it has no validation
 _COLUMNS = {
     "params": ("params", "n", "parameters"),
     "tokens": ("tokens", "d"),
@@ -75,20 +74,9 @@ def _of_folder(folder: Path, *, total: bool) -> tuple[Run, dict[str, Any]]:
     params = sizes.num_params
     if not total:  # only models with experts have others
         params = getattr(sizes, "num_active_params", params)
-    run = Run(folder.name, float(params), float(rows[-1]["tokens"]), _final_loss(rows, folder))
-    return run, _trained_on(config)
-
-
-def _final_loss(rows: list[dict[str, Any]], folder: Path) -> float:
-    """Return the last validation's loss, or the mean of the last training losses."""
-    validations = [row["validation_loss"] for row in rows if number(row.get("validation_loss"))]
-    if validations:
-        return float(validations[-1])
-    last = rows[-max(1, round(_LAST * len(rows))) :]
-    losses = [row["loss_mean"] for row in last if number(row.get("loss_mean"))]
-    if not losses:
+    if not (loss := final_loss(rows)):
         raise InputError(f"titan scaling: {folder}: its last rows have no loss: did it diverge?")
-    return sum(losses) / len(losses)
+    return Run(folder.name, float(params), float(rows[-1]["tokens"]), loss), _trained_on(config)
 
 
 def _trained_on(config: JobConfig) -> dict[str, Any]:

@@ -1,0 +1,181 @@
+"""Execution of a sweep's runs: several at a time on this machine, as a Slurm array, or as tasks of a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from titan.config.options import is_quiet
+from titan.hardware import count_accelerators
+from titan.health.run_lock import RunLock, RunLocked
+from titan.untrusted import InputError
+
+from .grid import Trial
+
+STOPPED = 75  # a run that saved when it was asked to stop
+Say = Callable[[str], None]
+
+
+def command(trial: Trial, processes: int, *more: str) -> list[str]:
+    """Return the command of a run."""
+    words = [sys.executable, "-m", "titan.cli", "train", str(trial.job), *more]
+    return [*words, "--nproc", str(processes)]
+
+
+def run_here(
+    trials: Sequence[Trial], *, at_a_time: int, processes: int, more: Sequence[str] = (), say: Say
+) -> int:
+    """Run trials on this machine, and return 75 if a signal stopped them, otherwise 0.
+
+    Args:
+        trials: Runs that are not done.
+        at_a_time: Number of runs that train together. Each has its share of the accelerators, or of the cores.
+        processes: Processes of each run.
+        more: Further overrides of the jobs.
+        say: Prints a line.
+    """
+    shares = _shares(at_a_time, processes)
+    waiting, free = list(trials), list(range(at_a_time))
+    running: dict[int, tuple[subprocess.Popen[bytes], Trial]] = {}
+    stopped = False
+
+    def stop(number: int, _: object) -> None:
+        nonlocal stopped
+        stopped = True
+        for process, _ in running.values():
+            process.send_signal(number)
+
+    handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        while running or (waiting and not stopped):
+            while free and not stopped and (ready := [t for t in waiting if not _goes_on(t)]):
+                trial, place = ready[0], free.pop(0)
+                waiting.remove(trial)
+                say(f"{trial.name}: begins ({len(waiting)} wait)")
+                running[place] = (
+                    _start(command(trial, processes, *more), trial, shares[place]),
+                    trial,
+                )
+            for place, (process, trial) in list(running.items()):
+                if (code := process.poll()) is not None:
+                    del running[place]
+                    free.append(place)
+                    say(f"{trial.name}: ended with exit code {code}")
+            time.sleep(0.2)
+    finally:
+        for process, _ in running.values():
+            process.terminate()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return STOPPED if stopped else 0
+
+
+def _goes_on(trial: Trial) -> bool:
+    """Return whether a run that an earlier command began is still alive."""
+    try:
+        RunLock(trial.run).require_free()
+    except RunLocked:
+        return True
+    return False
+
+
+def _start(words: list[str], trial: Trial, share: dict[str, str]) -> subprocess.Popen[bytes]:
+    trial.run.mkdir(parents=True, exist_ok=True)
+    with (trial.folder / "jobs" / f"{trial.name}.log").open("ab") as log:
+        # In a session of its own a run gets a signal once, from here.
+        return subprocess.Popen(
+            words, stdout=log, stderr=log, env=os.environ | share, start_new_session=True
+        )
+
+
+def _shares(at_a_time: int, processes: int) -> list[dict[str, str]]:
+    """Return the environment of each run that trains at the same time.
+
+    Raises:
+        InputError: There are accelerators, and too few.
+    """
+    devices = count_accelerators()
+    if not devices:
+        threads = max(1, (os.cpu_count() or 1) // (at_a_time * processes))
+        return [{"OMP_NUM_THREADS": str(threads)}] * at_a_time
+    if at_a_time * processes > devices:
+        raise InputError(
+            f"titan sweep: {at_a_time} runs of {processes} processes need {at_a_time * processes} accelerators, and there are {devices}: "
+            "use fewer --jobs"
+        )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(devices)))).split(",")
+    return [
+        {"CUDA_VISIBLE_DEVICES": ",".join(visible[n * processes : (n + 1) * processes])}
+        for n in range(at_a_time)
+    ]
+
+
+def write_array(
+    folder: Path, count: int, *, at_a_time: int, processes: int, options: Sequence[str]
+) -> Path:
+    """Write the script of a Slurm array with a task for each run, and return it.
+
+    Args:
+        folder: Folder of the sweep, which all nodes see.
+        count: Number of runs.
+        at_a_time: Number of tasks that run together.
+        processes: Processes of each run.
+        options: Further options of sbatch, such as --time=1:00:00.
+    """
+    for option in options:
+        if not option.startswith("--") or any(mark in option for mark in "\n\r'\"`$\\ "):
+            raise InputError(f"titan sweep: {option!r}: not an option of sbatch, such as --time=1:00:00")  # fmt: skip
+    begin = [
+        f"--job-name=titan-sweep --array=0-{count - 1}%{at_a_time} --nodes=1 --ntasks=1 --requeue --open-mode=append",
+        f"--output={folder}/jobs/slurm-%a.log",
+        *options,
+    ]
+    words = [sys.executable, "-m", "titan.cli", "sweep", "--folder", str(folder)]
+    words += ["--nproc", str(processes), "--only"]
+    script = folder / "sweep.sbatch"
+    lines = ["#!/bin/bash", *(f"#SBATCH {line}" for line in begin), "set -u"]
+    lines += [f'exec {shlex.join(words)} "$SLURM_ARRAY_TASK_ID"']
+    script.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return script
+
+
+def run_on_ray(
+    trials: Sequence[Trial], address: str, *, processes: int, more: Sequence[str], say: Say
+) -> None:
+    """Run trials as tasks of a Ray cluster, whose nodes see the folder of the sweep. A task whose node is lost begins elsewhere.
+
+    Args:
+        trials: Runs that are not done.
+        address: Address of the cluster, or "auto".
+        processes: Processes of each run, with a GPU for each if the cluster has GPUs, otherwise a core.
+        more: Further overrides of the jobs.
+        say: Prints a line.
+    """
+    import ray
+
+    ray.init(address=address, log_to_driver=not is_quiet())
+    resource = "num_gpus" if ray.cluster_resources().get("GPU") else "num_cpus"
+
+    def train(words: list[str], log: str) -> int:
+        with Path(log).open("ab") as file:
+            return subprocess.run(words, stdout=file, stderr=file).returncode
+
+    options: dict[str, Any] = {resource: processes, "max_retries": 3}
+    remote: Any = ray.remote(**options)(train)
+    try:
+        tasks: dict[Any, Trial] = {}
+        for trial in trials:
+            log = trial.folder / "jobs" / f"{trial.name}.log"
+            tasks[remote.remote(command(trial, processes, *more), str(log))] = trial
+        while tasks:
+            [done, *_], _ = ray.wait(list(tasks))
+            say(f"{tasks.pop(done).name}: ended with exit code {ray.get(done)}")
+    finally:
+        ray.shutdown()

@@ -1,0 +1,204 @@
+"""Sweeps: the runs, a killed sweep, halving, verdicts, and mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan.cli import main as titan
+from titan.config.load import load_config
+from titan.contrib.sweep import grid, results
+from titan.contrib.sweep.execute import write_array
+from titan.contrib.sweep.results import Group
+from titan.untrusted import InputError
+
+JOB = """
+[model]
+flavor = "tiny"
+overrides = { dim = 32, n_layers = 1, vocab_size = 512 }
+[training]
+seq_len = 32
+local_batch_size = 2
+steps = 12
+[lr_scheduler]
+warmup_steps = 2
+[metrics]
+log_freq = 2
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    file = tmp_path / "job.toml"
+    file.write_text(JOB)
+    return file
+
+
+def rows_of(folder: Path) -> dict[str, dict[str, Any]]:
+    lines = (folder / "results.jsonl").read_text().splitlines()
+    return {row["name"]: row for row in map(json.loads, lines)}
+
+
+def test_runs_with_a_run_that_diverges(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "sweep"
+    words = ["sweep", str(job), "--set=optimizer.lr=1e-4,3e-2,1e8", f"--folder={folder}"]
+    assert titan([*words, "--seeds=2", "--jobs=2", f"--plot={tmp_path / 'p.png'}"]) == 0
+    said = capsys.readouterr().out
+    assert "optimizer.lr=3e-2 is better than optimizer.lr=1e-4 by " in said and " ± " in said
+    assert "| optimizer.lr=1e8 | - | - | 2 diverged |" in said
+    rows = rows_of(folder)
+    assert [*rows][:2] == ["lr=1e-4,seed=0", "lr=1e-4,seed=1"] and len(rows) == 6
+    # The row has what the run logged.
+    of_run = json.loads((folder / "lr=3e-2,seed=1/metrics.jsonl").read_text().splitlines()[-1])
+    assert rows["lr=3e-2,seed=1"]["loss"] == of_run["loss_mean"]
+    assert rows["lr=3e-2,seed=1"]["tokens"] == 12 * 2 * 32
+    config = load_config(folder / "jobs/lr=3e-2,seed=1.toml")
+    assert config.optimizer.lr == 3e-2 and config.debug.seed == 1
+    # Nothing is trained twice.
+    assert titan([*words, "--seeds=2"]) == 0
+    said = capsys.readouterr().out
+    assert "6 of 6 runs are done" in said and "begins" not in said
+
+
+@pytest.mark.slow
+def test_a_killed_sweep_goes_on(job: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    words = [sys.executable, "-m", "titan.cli", "sweep", str(job), f"--folder={folder}"]
+    words += ["--set=optimizer.lr=1e-3,2e-3,3e-3", "--training.steps=60"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    first, second = folder / "lr=1e-3", folder / "lr=2e-3"
+    end = time.monotonic() + 120
+    while not (second / "metrics.jsonl").is_file():
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.1)
+    written = (first / "metrics.jsonl").stat().st_mtime_ns
+    process.kill()
+    process.communicate()
+    # The run that it had begun goes on alone. The next command waits for it.
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "1 of 3 runs are done" in done.stdout and "lr=1e-3: begins" not in done.stdout
+    assert (first / "metrics.jsonl").stat().st_mtime_ns == written
+    assert {row["state"] for row in rows_of(folder).values()} == {"done"}
+
+
+@pytest.mark.slow
+def test_halving_trains_the_best_half_on(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "sweep"
+    words = ["sweep", str(job), "--set=optimizer.lr=1e-5,1e-4,1e-3,3e-2", f"--folder={folder}"]
+    assert titan([*words, "--halving=2", "--jobs=2"]) == 0
+    said = capsys.readouterr().out
+    assert "3 steps: 0 of 4" in said and "6 steps: 0 of 2" in said and "12 steps: 0 of 1" in said
+    rows = rows_of(folder)
+    assert {name: row["step"] for name, row in rows.items()} == {
+        **{"lr=1e-5": 3, "lr=1e-4": 3, "lr=1e-3": 6},
+        "lr=3e-2": 12,
+    }
+    # It was trained on, and on one schedule: its steps are those of a run without pauses.
+    lines = (folder / "lr=3e-2/metrics.jsonl").read_text().splitlines()
+    last = json.loads(lines[-1])
+    assert titan(["train", str(job), "--optimizer.lr=3e-2", f"--job.dump_folder={tmp_path / 'whole'}"]) == 0  # fmt: skip
+    whole = json.loads((tmp_path / "whole/metrics.jsonl").read_text().splitlines()[-1])
+    assert (last["loss"], last["lr"]) == (whole["loss"], whole["lr"])
+
+
+def groups(*losses: list[float]) -> list[Group]:
+    return [Group(f"lr={n}", each, ["done"] * len(each)) for n, each in enumerate(losses)]
+
+
+def test_verdicts_know_noise() -> None:
+    """The interval is Student's with the variance that all settings share: two seeds each, two degrees of freedom."""
+    clear = groups([2.00, 2.02], [2.10, 2.12])
+    gap, width = results.difference(clear[0], clear[1], clear)
+    assert gap == pytest.approx(0.1) and width == pytest.approx(2.920 * 2e-4**0.5)
+    assert results.verdict(clear) == "lr=0 is better than lr=1 by 0.1000 ± 0.0413 nats"
+    assert "do not differ: 0.0100 ± 0.0" in results.verdict(groups([2.00, 2.02], [2.01, 2.03]))
+    assert "--seeds 2 measures it" in results.verdict(groups([2.0], [2.1]))
+    assert results.verdict(groups([], [])) == "no settings have finished all their runs"
+
+
+def test_intervals_hold_the_truth() -> None:
+    """Of 2,000 drawn sweeps whose settings do not differ, a tenth seem to."""
+    import numpy as np
+
+    generator, wrong = np.random.default_rng(0), 0
+    for _ in range(2000):
+        drawn = groups(*generator.normal(size=(2, 3)).tolist())
+        gap, width = results.difference(drawn[0], drawn[1], drawn)
+        assert width is not None
+        wrong += abs(gap) > width
+    assert 0.08 < wrong / 2000 < 0.12
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--set=lr=1"], "lr=1: expected a key and its values"),
+        (["--set=optimizer.lr"], "expected a key and its values, such as optimizer.lr=1e-3,3e-3"),
+        (["--set=optimizer.lr=1e-3,1e-3"], "a value of optimizer.lr is there twice"),
+        (["--set=optimizer.lr=1e-3,x"], "optimizer.lr"),
+        (["--set=debug.seed=1,2"], "seeds are --seeds N"),
+        (["--set=optimizer.lrr=1,2"], "optimizer.lr"),
+        (["--halving=2", "--checkpoint.enable=false"], "set checkpoint.enable = true"),
+        (["--seeds=2000"], "more than 1000 runs"),
+    ],
+)
+def test_mistakes_are_lines(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], expected: str
+) -> None:
+    assert titan(["sweep", str(job), f"--folder={tmp_path / 's'}", *words]) == 2
+    said = capsys.readouterr().err
+    assert expected in said and len(said.splitlines()) == 1 + said.endswith("1 problem\n")
+    assert not (tmp_path / "s").exists()
+
+
+def test_another_job_needs_another_folder(job: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    config = load_config(job)
+    trial = grid.Trial("a", folder, {}, 0, 12)
+    grid.write([(trial, config)], folder)
+    trial.run.mkdir()
+    grid.write([(trial, config)], folder)
+    other = load_config(job, overrides=["training.steps=13"])
+    with pytest.raises(InputError, match="use another --folder"):
+        grid.write([(trial, other)], folder)
+
+
+def test_values_with_commas_and_names() -> None:
+    given = ["model.overrides.dim=32,64", 'training.dataset="a,b",c', "data.x=[1, 2],[3]"]
+    settings = grid.parse_settings(given)
+    assert settings["training.dataset"] == ['"a,b"', "c"] and settings["data.x"] == [
+        "[1, 2]",
+        "[3]",
+    ]
+    assert len(grid.combinations(settings, 2)) == 16
+    name = grid.name_of({"optimizer.lr": "1e-3", "a.dim": "8", "b.dim": "9"}, 1, seeds=2)
+    assert name == "lr=1e-3,a.dim=8,b.dim=9,seed=1"
+
+
+def test_a_task_of_the_array_runs_its_run(job: Path, tmp_path: Path) -> None:
+    """The script, run by a shell as Slurm would, with the number of a task."""
+    folder = tmp_path / "sweep"
+    words = ["sweep", str(job), "--set=optimizer.lr=1e-3,2e-3", f"--folder={folder}", "--slurm"]
+    assert titan([*words, "--jobs=3", "--", "--time=1:00:00"]) == 0
+    script = (folder / "sweep.sbatch").read_text()
+    assert "--array=0-1%3 " in script and "#SBATCH --time=1:00:00" in script
+    environment = os.environ | {"SLURM_ARRAY_TASK_ID": "1"}
+    subprocess.run(["bash", folder / "sweep.sbatch"], env=environment, check=True)
+    assert not (folder / "lr=1e-3").exists()
+    assert json.loads((folder / "lr=2e-3/status.json").read_text())["state"] == "done"
+    assert titan(["sweep", f"--folder={folder}", "--report"]) == 1
+    assert rows_of(folder)["lr=1e-3"]["state"] == "waiting"
+    with pytest.raises(InputError, match="not an option of sbatch"):
+        write_array(folder, 1, at_a_time=1, processes=1, options=["--time=1 --wrap=x"])
