@@ -31,8 +31,7 @@ from torch import Tensor, nn
 
 from titan.parallel.documents import DocumentMask
 from titan.parallel.linear_attention import SequenceBorders, pass_through
-
-from .linear_attention_kernels import attend_with_kernel, has_kernel
+from titan.parallel.linear_attention_kernels import attend_with_kernel, has_kernel
 
 
 class LinearAttention(nn.Module):

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan import bench
-from titan.models.common import linear_attention_kernels as kernels
 from titan.models.common.linear_attention import linear_attention
+from titan.parallel import linear_attention_kernels as kernels
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.support.linear_attention import KINDS, inputs
 from titan.models.common.linear_attention import LinearAttention, linear_attention
-from titan.models.common.linear_attention_kernels import has_kernel
+from titan.parallel.linear_attention_kernels import has_kernel
 
 pytestmark = [
     pytest.mark.gpu,

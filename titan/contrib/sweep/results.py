@@ -21,7 +21,7 @@ _STUDENT = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 8: 1.860
 
 
 @dataclass(frozen=True)
-class Group:
+class Setting:
     """Runs of the same settings with different seeds.
 
     Attributes:
@@ -78,13 +78,13 @@ def text_of(settings: dict[str, str]) -> str:
     return " ".join(f"{key}={value}" for key, value in settings.items()) or "the job"
 
 
-def groups_of(rows: Sequence[dict[str, Any]]) -> list[Group]:
+def groups_of(rows: Sequence[dict[str, Any]]) -> list[Setting]:
     """Return the groups of runs, the best first."""
     found: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         found.setdefault(text_of(row["settings"]), []).append(row)
     groups = [
-        Group(
+        Setting(
             text,
             [row["loss"] for row in of_group if row["loss"] is not None and row["state"] == "done"],
             [row["state"] for row in of_group],
@@ -94,7 +94,9 @@ def groups_of(rows: Sequence[dict[str, Any]]) -> list[Group]:
     return sorted(groups, key=lambda group: group.loss)
 
 
-def difference(best: Group, other: Group, groups: Sequence[Group]) -> tuple[float, float | None]:
+def difference(
+    best: Setting, other: Setting, groups: Sequence[Setting]
+) -> tuple[float, float | None]:
     """Return how much larger a group's loss is than the best one's, and the half width of the 90% interval.
 
     All groups share one variance between seeds. None: no group has two seeds, so that the noise is unknown.
@@ -109,7 +111,7 @@ def difference(best: Group, other: Group, groups: Sequence[Group]) -> tuple[floa
     return gap, quantile * math.sqrt(shared * (1 / len(best.losses) + 1 / len(other.losses)))
 
 
-def table(groups: Sequence[Group]) -> list[str]:
+def table(groups: Sequence[Setting]) -> list[str]:
     """Return the table's lines: settings, mean loss, and what it is over the best."""
     lines = ["| settings | loss | over the best | runs |", "|---|--:|--:|---|"]
     for group in groups:
@@ -125,7 +127,7 @@ def table(groups: Sequence[Group]) -> list[str]:
     return lines
 
 
-def verdict(groups: Sequence[Group]) -> str:
+def verdict(groups: Sequence[Setting]) -> str:
     """Return a sentence about the best settings and the next best."""
     finite = [group for group in groups if math.isfinite(group.loss)]
     if not finite:

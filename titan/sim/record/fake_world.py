@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan.config.layout import Layout
-from titan.models.common import linear_attention_kernels as kernels
 from titan.parallel import build_mesh, offload
+from titan.parallel import linear_attention_kernels as kernels
 from titan.sim.record import device, torch_compat
 
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

@@ -16,7 +16,7 @@ from titan.cli import main as titan
 from titan.config.load import load_config
 from titan.contrib.sweep import grid, results
 from titan.contrib.sweep.execute import write_array
-from titan.contrib.sweep.results import Group
+from titan.contrib.sweep.results import Setting
 from titan.untrusted import InputError
 
 JOB = """
@@ -113,8 +113,8 @@ def test_halving_trains_the_best_half_on(
     assert (last["loss"], last["lr"]) == (whole["loss"], whole["lr"])
 
 
-def groups(*losses: list[float]) -> list[Group]:
-    return [Group(f"lr={n}", each, ["done"] * len(each)) for n, each in enumerate(losses)]
+def groups(*losses: list[float]) -> list[Setting]:
+    return [Setting(f"lr={n}", each, ["done"] * len(each)) for n, each in enumerate(losses)]
 
 
 def test_verdicts_know_noise() -> None:

@@ -8,11 +8,12 @@ B batch, S positions, H value heads, G query/key heads, K size of a key, V size 
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan.parallel.linear_attention import pass_through
-from titan.parallel.torch_compat import compute_capability
+from .linear_attention import pass_through
+from .torch_compat import compute_capability
 
 DEVICES = {"cuda"}
 """Types of devices that the kernels run on."""
@@ -51,7 +52,7 @@ def is_installed() -> bool:
     # Its backward pass is wrong on Hopper with these versions of Triton, and it raises an error there (its issue 640).
     is_refused = (
         compute_capability("cuda")[0] == 9
-        and (3, 4) <= (triton := _version("triton")) < (3, 7, 1)
+        and (3, 4) <= (triton := tuple(map(int, re.findall(r"\d+", version("triton"))))) < (3, 7, 1)
         and find_spec("tilelang") is None
     )
     if is_refused:
@@ -61,13 +62,6 @@ def is_installed() -> bool:
             stacklevel=2,
         )
     return not is_refused
-
-
-def _version(package: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in version(package).split(".")[:3] if part.isdecimal())
-    except PackageNotFoundError:
-        return ()
 
 
 def attend_with_kernel(
@@ -81,7 +75,22 @@ def attend_with_kernel(
     starts_BS: Tensor | None,
     state: Tensor | Callable[[Tensor, Tensor], Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `linear_attention` by a kernel, with the same arguments and results."""
+    """Compute linear attention by a kernel, as models/common/linear_attention.py does in plain torch.
+
+    Args:
+        q_BGSK: Queries.
+        k_BGSK: Keys.
+        v_BHSV: Values, in 16 bits.
+        gates: Logarithms of what remains of the state, (B, H, S) or (B, H, S, K). None: all remains.
+        betas_BHS: Strengths of the delta rule. None: no delta rule.
+        scale: Factor of the output.
+        starts_BS: Whether a document starts at a position, bool. None: no documents.
+        state: State before the first position, (B, H, K, V), or a function that returns it for the state after the last position and the
+            linear map of the sequence. None: zeros.
+
+    Returns:
+        The output, (B, H, S, V), and the state after the last position, (B, H, K, V), in fp32.
+    """
     v_size, (batch, k_size) = v_BHSV.shape[-1], (len(q_BGSK), q_BGSK.shape[-1])
     heads, dtype = v_BHSV.shape[1], v_BHSV.dtype
     if betas_BHS is None:
