@@ -32,7 +32,7 @@ def test_steps_tokens_and_settings_of_each_phase() -> None:
         {"from_tokens": 5_000, "seq_len": 64, "weights": [1.0, 0.0]},
         {"from_step": 50, "local_batch_size": 4},
     )
-    first, ramp, long, last = phases_of(config, dp=2)
+    first, ramp, long, last = phases_of(config, world_size=2)
     # 10 steps of 4 x 32 tokens; then 8 x 32 a step, so that 5,000 are reached after 15 more.
     assert [(p.first_step, p.last_step) for p in (first, ramp)] == [(1, 10), (11, 25)]
     assert [(p.first_step, p.last_step) for p in (long, last)] == [(26, 49), (50, 100)]
@@ -45,8 +45,8 @@ def test_steps_tokens_and_settings_of_each_phase() -> None:
     assert [p.tokens for p in (first, last)] == [10 * 4 * 32, 51 * 8 * 64]
     assert longest_sequence(config) == 64 and not last.config.phase
     # A job without phases is one; more ranks reach a number of tokens sooner.
-    assert [p.steps for p in phases_of(phased(), dp=1)] == [100]
-    assert phases_of(phased({"from_tokens": 1280, "seq_len": 64}), dp=4)[1].first_step == 6
+    assert [p.steps for p in phases_of(phased(), world_size=1)] == [100]
+    assert phases_of(phased({"from_tokens": 1280, "seq_len": 64}), world_size=4)[1].first_step == 6
 
 
 def test_phases_survive_a_round_trip_and_a_change_is_news(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_phases_survive_a_round_trip_and_a_change_is_news(tmp_path: Path) -> Non
 
 
 def rates(config: JobConfig, *steps: int) -> list[float]:
-    of = {"section": config.lr_scheduler, "total_steps": 100, "phases": phases_of(config, dp=1)}
+    of = {"section": config.lr_scheduler, "total_steps": 100, "phases": phases_of(config, world_size=1)}
     return [learning_rate_factor(step, **of) for step in steps]
 
 

@@ -30,21 +30,13 @@ from .errors import (
     violations_of,
 )
 from .model import check_split, is_plug_in, model_title, resolve_model
-from .phases import later_jobs, phases_of
+from .phases import AXES, mesh_degrees, of_each_phase, phases_of
 from .schema import JobConfig
 
 # Modes of torch.compile that replay CUDA graphs.
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 # Values that are tried for a fix, on either side of the wrong value. More would take seconds.
 _MAX_TRIED = 4096
-# Axes and the keys of their degrees, outermost first.
-AXES = {
-    "pp": "parallelism.pipeline_parallel_degree",
-    "dp_replicate": "parallelism.data_parallel_replicate_degree",
-    "dp_shard": "parallelism.data_parallel_shard_degree",
-    "cp": "parallelism.context_parallel_degree",
-    "tp": "parallelism.tensor_parallel_degree",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +72,7 @@ def resolve_layout(config: JobConfig, world_size: int) -> Layout:
     """
     if problems := check_layout(config, world_size=world_size):
         raise ConfigError(problems)
-    # A dp_shard of -1 stands for all ranks that the other axes leave.
-    degrees = _degrees(config) | {"dp_shard": _shard_degree(config, world_size)}
+    degrees = {axis: n for axis, n in mesh_degrees(config, world_size).items() if axis in AXES}
     batch, dp = config.training, degrees["dp_replicate"] * degrees["dp_shard"]
     dp *= replica_groups(config)
     accumulation = max(1, batch.global_batch_size // (batch.local_batch_size * dp))
@@ -107,7 +98,11 @@ def replica_group(config: JobConfig) -> int:
 
 
 def check_layout(config: JobConfig, *, world_size: int) -> list[Problem]:
-    """Return all problems of the config with `world_size` ranks."""
+    """Return all problems of the config with `world_size` ranks, in any of its phases."""
+    return of_each_phase(config, lambda job: _check_layout(job, world_size))
+
+
+def _check_layout(config: JobConfig, world_size: int) -> list[Problem]:
     try:
         model = resolve_model(config.model)[0]
     except UnknownValue:
@@ -130,24 +125,17 @@ def check_layout(config: JobConfig, *, world_size: int) -> list[Problem]:
     violations += check(_check_matrices, _check_experts, _check_units, _check_graphs)
     # Check this only for a correct layout, since it builds the model.
     violations = violations or check(_check_plug_in)
-    problems = [config.source_map.problem(key, message) for key, message in violations]
-    for job in later_jobs(config):
-        problems += check_layout(job, world_size=world_size)
-    return [*dict.fromkeys(problems)]
-
-
-def _degrees(config: JobConfig) -> dict[str, int]:
-    return {axis: getattr(config.parallelism, key.rpartition(".")[2]) for axis, key in AXES.items()}
+    return [config.source_map.problem(key, message) for key, message in violations]
 
 
 def _shard_degree(config: JobConfig, world_size: int) -> int:
-    degrees = _degrees(config)
-    shard = degrees.pop("dp_shard")
-    return world_size // prod(degrees.values()) if shard == -1 else shard
+    return mesh_degrees(config, world_size)["dp_shard"]
 
 
 def _check_world(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:
-    degrees = _degrees(config)
+    degrees = {
+        axis: getattr(config.parallelism, key.rpartition(".")[2]) for axis, key in AXES.items()
+    }
     fixed = {axis: degree for axis, degree in degrees.items() if degree != -1}
     product = prod(fixed.values())
     is_open = len(fixed) < len(degrees)  # dp_shard = -1 takes the ranks that the others leave
@@ -218,8 +206,7 @@ def _check_phases(config: JobConfig, model: Any, world_size: int) -> Iterator[Ru
     The step at which a number of tokens is reached depends on the ranks. Only the first mistake is reported, since it shifts
     all later phases.
     """
-    dp = config.parallelism.data_parallel_replicate_degree * _shard_degree(config, world_size)
-    for before, phase in pairwise(phases_of(config, dp=dp)):
+    for before, phase in pairwise(phases_of(config, world_size=world_size)):
         key, steps = f"phase[{before.number - 1}]", config.training.steps
         if phase.first_step <= before.first_step:
             name = f"phase[{before.number - 2}]" if before.number > 1 else "the job's own settings"

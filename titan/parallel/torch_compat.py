@@ -6,8 +6,10 @@ middle of a run.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,6 +53,7 @@ __all__ = [
     "enable_loss_parallel",
     "enable_symmetric_memory",
     "enclose_calls",
+    "forget_mesh",
     "gloo_options",
     "keep_random_state_in_graphs",
     "limit_gloo",
@@ -274,6 +277,31 @@ def set_timeout(timeout: timedelta, *, but_not_of: dist.ProcessGroup | None = No
     for group in dist.distributed_c10d._world.pg_map:
         if group is not but_not_of:
             _set_pg_timeout(timeout, group)
+
+
+def forget_mesh() -> None:
+    """End all process groups but the default one, with everything that torch keeps of their meshes and compiled programs.
+
+    torch caches shardings by the shape and the names of a mesh: a mesh of the same shape would get the groups of the ended one.
+    """
+    world = dist.distributed_c10d._world
+    for group in [group for group in world.pg_map if group is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
+    gc.collect()
+    for thing in gc.get_objects():
+        owner = getattr(thing, "__module__", None) if isinstance(thing, _CACHE) else None
+        if isinstance(owner, str) and owner.startswith("torch.distributed"):
+            thing.cache_clear()
+    # The same in C++, from torch 2.10 on.
+    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+
+
+_CACHE = type(cache(int))
 
 
 def limit_gloo(*, loopback: bool) -> None:
