@@ -61,7 +61,11 @@ def test_phases_survive_a_round_trip_and_a_change_is_news(tmp_path: Path) -> Non
 
 
 def rates(config: JobConfig, *steps: int) -> list[float]:
-    of = {"section": config.lr_scheduler, "total_steps": 100, "phases": phases_of(config, world_size=1)}
+    of = {
+        "section": config.lr_scheduler,
+        "total_steps": 100,
+        "phases": phases_of(config, world_size=1),
+    }
     return [learning_rate_factor(step, **of) for step in steps]
 
 
