@@ -284,24 +284,38 @@ def forget_mesh() -> None:
 
     torch caches shardings by the shape and the names of a mesh: a mesh of the same shape would get the groups of the ended one.
     """
-    world = dist.distributed_c10d._world
-    for group in [group for group in world.pg_map if group is not dist.group.WORLD]:
-        dist.destroy_process_group(group)
-    gc.collect()
+    for group in [*dist.distributed_c10d._world.pg_map]:
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
     for thing in gc.get_objects():
-        # By its type: `isinstance` would ask objects that stand for others.
-        if type(thing) is _CACHE and str(thing.__module__).startswith("torch.distributed"):
+        # By its type: `isinstance` would ask objects that stand for others. The thread of an overlap has caches of its own.
+        owners = ("torch.distributed", "titan.parallel.overlap")
+        if type(thing) is type(_with_random_state) and str(thing.__module__).startswith(owners):
             thing.cache_clear()
-    # The same in C++, from torch 2.10 on.
-    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    # From torch 2.10 on each thread caches in C++, too: this one, and that of an accelerator's backward passes.
+    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)
+    clear()
+    _InBackward.apply(torch.zeros(1, device=device, requires_grad=True), clear).backward()  # pyright: ignore
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
     gc.collect()
-    if torch.accelerator.is_available():
+    if device.type != "cpu":
         torch.accelerator.empty_cache()
 
 
-_CACHE = type(cache(int))
+class _InBackward(torch.autograd.Function):
+    """Calls a function in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[], None]) -> Tensor:
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.function()
+        return gradients[0], None
 
 
 def limit_gloo(*, loopback: bool) -> None:
