@@ -272,7 +272,6 @@ def _is_datasheet(hardware: str) -> bool:
 def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[str, Any]:
     """Return the answer of `titan check` as data. A profile of the simulator replaces the job's hardware."""
     from titan.checks.extension import check_extensions
-    from titan.config.layout import resolve_layout
     from titan.config.model import model_config, model_title
     from titan.config.phases import phases_of
     from titan.hardware import MARGIN, by_name
@@ -280,10 +279,7 @@ def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[s
 
     model, training = model_config(config.model), config.training
     phases = phases_of(config, world_size=layout.world_size)
-    memory = [
-        estimate_memory(phase.config, model, resolve_layout(phase.config, layout.world_size))
-        for phase in phases
-    ]
+    memory = [estimate_memory(phase.config, model, phase.layout) for phase in phases]
     memory_gib = max(memory, key=lambda gib: gib["total"])  # the phase that needs the most memory
     named = config.hardware.name != "auto"
     hardware = profile or (by_name(config.hardware.name) if named else None)

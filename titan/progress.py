@@ -120,10 +120,8 @@ class RunProgress:
     @property
     def sequences_per_step(self) -> int:
         """Return the sequences of a step over all ranks and replica groups."""
-        if len(self.phases) > 1:
-            return self.phase.sequences  # also of a phase in another layout
-        batch = self.phase.config.training.local_batch_size
-        return batch * self.layout.dp * self.job.accumulation(self.phase) * self.num_groups
+        batch, layout = self.phase.config.training.local_batch_size, self.phase.layout
+        return batch * layout.dp * layout.accumulation * self.num_groups
 
     @property
     def tokens_per_step(self) -> int:
@@ -138,7 +136,7 @@ class RunProgress:
         self.phase, training = phase, phase.config.training
         self.loader.change(
             batch=training.local_batch_size,
-            accumulation=self.job.accumulation(phase),
+            accumulation=phase.layout.accumulation,
             seq_len=training.seq_len,
             weights=[source.weight for source in phase.config.data.sources],
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 from titan.config.layout import Layout, stage_split
 from titan.config.model import family
-from titan.config.phases import Phase, longest_sequence, mesh_degrees, phases_of
+from titan.config.phases import Phase, longest_sequence, mesh_of, phases_of
 from titan.config.quantize import grouped_section, quantize_section
 from titan.config.schema import (
     Float8Section,
@@ -80,8 +80,8 @@ class ResolvedJob:
     @cached_property
     def own_phases(self) -> tuple[Phase, ...]:
         """Return the phases that this layout trains."""
-        degrees = mesh_degrees(self.config, self.layout.world_size)
-        return tuple(phase for phase in self.phases if phase.degrees == degrees)
+        mesh = mesh_of(self.config, self.layout)
+        return tuple(phase for phase in self.phases if phase.mesh == mesh)
 
     @cached_property
     def splits(self) -> dict[int, StageSplit]:
@@ -93,12 +93,6 @@ class ResolvedJob:
     def longest_sequence(self) -> int:
         """Return the length in tokens of the longest sequence of training and validation."""
         return max(longest_sequence(self.config), self.config.validation.seq_len or 0)
-
-    def accumulation(self, phase: Phase) -> int:
-        """Return the number of micro-batches in a step of a phase."""
-        if len(self.phases) == 1:
-            return self.layout.accumulation
-        return max(1, phase.sequences // (phase.config.training.local_batch_size * self.layout.dp))
 
 
 def resolve_job(

@@ -175,7 +175,6 @@ def _run(config: JobConfig, stop: StopRequest, monitor: Monitor) -> int:
     # Import these after everything that needs no torch.
     from titan.checkpoint import SaveFailed
     from titan.health.recovery import NonFiniteError, SpikeError
-    from titan.hook import Begin
     from titan.hooks import standard_hooks
     from titan.parallel.compile import BackendError
     from titan.parallel.float8 import Float8Error
@@ -183,7 +182,7 @@ def _run(config: JobConfig, stop: StopRequest, monitor: Monitor) -> int:
     from titan.parallel.replicas import ReplicaError
     from titan.parallel.sac_save_list import SaveListError
     from titan.parallel.torch_compat import forget_mesh
-    from titan.trainer import Trainer
+    from titan.trainer import Begin, Trainer
 
     trainer, failed = None, True
     try:

@@ -34,16 +34,18 @@ def check_borders(config: JobConfig, world_size: int) -> Iterator[RuleViolation]
             sources = resolve_sources(training.dataset, dataset_path=training.dataset_path)
     is_stream = any(getattr(source, "streaming", False) for source in sources)
     for before, phase in pairwise(phases_of(config, world_size=world_size)):
-        if before.degrees == phase.degrees or phase.section is None:
+        if before.mesh == phase.mesh or phase.section is None:
             continue
-        own = [*phase.section.model_dump(include=DEGREES, exclude_none=True)]
-        key = f"phase[{before.number - 1}].{own[0]}"
+        key = next(iter(phase.section.model_dump(include=DEGREES, exclude_none=True)))
+        key = f"phase[{before.number - 1}].{key}"
         if not checkpoint.enable or checkpoint.load_only:
             fix = "set checkpoint.enable = true and load_only = false, or remove it"
             yield key, f"changes the layout, and a checkpoint carries the run over; {fix}"
-        ranks = [p.degrees["dp_replicate"] * p.degrees["dp_shard"] for p in (before, phase)]
-        if is_stream and ranks[0] != ranks[1]:
-            reason = f"{ranks[1]} data-parallel ranks cannot go on with a stream that {ranks[0]} have read in parts"
+        old, new = before.layout.dp, phase.layout.dp
+        if is_stream and old != new:
+            reason = (
+                f"{new} data-parallel ranks cannot go on with a stream that {old} read in parts"
+            )
             yield key, f"{reason}; keep their number, or set streaming = false in [[data.sources]]"
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 
 from titan.checks.environment import check_environment
@@ -119,7 +120,7 @@ def _problems(
         problems += wrong or [
             config.source_map.problem(key, message)
             for rule in (_check_axes, check_borders)
-            for key, message in violations_of(lambda c, r=rule: r(c, world_size), config)
+            for key, message in violations_of(lambda c, r=rule, n=world_size: r(c, n), config)
         ]
     if here:
         from titan.checks.machine import check_machine  # reads tokenizers and the folders of data
@@ -130,15 +131,14 @@ def _problems(
 
 def _check_axes(config: JobConfig, world_size: int) -> Iterator[RuleViolation]:
     """Check that each axis with options of NCCL has ranks that communicate, in one phase at least."""
-    ranks, num_experts = (
-        Counter[str](),
-        getattr(resolve_model(config.model)[0], "num_experts", 0),
-    )
-    for degrees in (phase.degrees for phase in phases_of(config, world_size=world_size)):
-        ep, efsdp = degrees["ep"], 1
-        if num_experts and (ep > 1 or degrees["tp"] > 1):
-            efsdp = degrees["dp_shard"] * degrees["cp"] * degrees["tp"] // ep
-        ranks |= Counter(degrees | {"efsdp": efsdp})  # the most of any phase
+    num_experts = getattr(resolve_model(config.model)[0], "num_experts", 0)
+    ranks = Counter[str]()  # the most of any phase
+    for phase in phases_of(config, world_size=world_size):
+        layout, ep = phase.layout, phase.config.parallelism.expert_parallel_degree
+        own = asdict(layout) | {"ep": ep, "efsdp": 1}
+        if num_experts and (ep > 1 or layout.tp > 1):
+            own["efsdp"] = layout.dp_shard * layout.cp * layout.tp // ep
+        ranks |= Counter(own)
     for axis in config.comm.nccl.options():
         if ranks[axis] == 1 < world_size:  # a choice for many ranks runs on one
             fix = f"remove the table, or change {AXES.get(axis, 'parallelism.expert_parallel_degree')}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -30,38 +29,13 @@ from .errors import (
     violations_of,
 )
 from .model import check_split, is_plug_in, model_title, resolve_model
-from .phases import AXES, mesh_degrees, of_each_phase, phases_of
+from .phases import AXES, Layout, degrees_of, layout_of, of_each_phase, phases_of, replica_groups
 from .schema import JobConfig
 
 # Modes of torch.compile that replay CUDA graphs.
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 # Values that are tried for a fix, on either side of the wrong value. More would take seconds.
 _MAX_TRIED = 4096
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Degrees of the mesh axes, and the number of forward passes in an optimizer step (`accumulation`)."""
-
-    pp: int
-    dp_replicate: int
-    dp_shard: int
-    cp: int
-    tp: int
-    accumulation: int
-
-    @property
-    def dp(self) -> int:
-        """Return the number of ranks that read different samples."""
-        return self.dp_replicate * self.dp_shard
-
-    @property
-    def world_size(self) -> int:
-        """Return the number of ranks."""
-        return self.pp * self.dp * self.cp * self.tp
-
-    def __str__(self) -> str:
-        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in AXES)
 
 
 def resolve_layout(config: JobConfig, world_size: int) -> Layout:
@@ -72,19 +46,7 @@ def resolve_layout(config: JobConfig, world_size: int) -> Layout:
     """
     if problems := check_layout(config, world_size=world_size):
         raise ConfigError(problems)
-    degrees = {axis: n for axis, n in mesh_degrees(config, world_size).items() if axis in AXES}
-    batch, dp = config.training, degrees["dp_replicate"] * degrees["dp_shard"]
-    dp *= replica_groups(config)
-    accumulation = max(1, batch.global_batch_size // (batch.local_batch_size * dp))
-    return Layout(**degrees, accumulation=accumulation)
-
-
-def replica_groups(config: JobConfig) -> int:
-    """Return the number of replica groups, copies of the job's layout that train together.
-
-    It is 1 unless a package adds keys to [fault_tolerance].
-    """
-    return getattr(config.fault_tolerance, "num_groups", 1)
+    return layout_of(config, world_size)
 
 
 def is_replica_group(config: JobConfig) -> bool:
@@ -128,14 +90,8 @@ def _check_layout(config: JobConfig, world_size: int) -> list[Problem]:
     return [config.source_map.problem(key, message) for key, message in violations]
 
 
-def _shard_degree(config: JobConfig, world_size: int) -> int:
-    return mesh_degrees(config, world_size)["dp_shard"]
-
-
 def _check_world(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:
-    degrees = {
-        axis: getattr(config.parallelism, key.rpartition(".")[2]) for axis, key in AXES.items()
-    }
+    degrees = degrees_of(config)
     fixed = {axis: degree for axis, degree in degrees.items() if degree != -1}
     product = prod(fixed.values())
     is_open = len(fixed) < len(degrees)  # dp_shard = -1 takes the ranks that the others leave
@@ -165,8 +121,7 @@ def _check_world(config: JobConfig, model: Any, world_size: int) -> Iterator[Rul
 
 def _check_batch(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:
     training = config.training
-    dp = config.parallelism.data_parallel_replicate_degree * _shard_degree(config, world_size)
-    dp *= replica_groups(config)
+    dp = layout_of(config, world_size).dp * replica_groups(config)
     # -1 stands for one forward pass, which always fits.
     per_pass, size = training.local_batch_size * dp, training.global_batch_size
     unit = f"local_batch_size {training.local_batch_size} x {dp} data-parallel ranks = {per_pass}"
@@ -285,7 +240,7 @@ def _check_experts(config: JobConfig, model: Any, world_size: int) -> Iterator[R
     if experts % ep:
         fix = either(neighbours(ep, divisors(experts)))
         yield key, f"{ep} does not divide the model's {experts} experts; use {fix}"
-    shard = _shard_degree(config, world_size)
+    shard = layout_of(config, world_size).dp_shard
     lent = shard * parallel.context_parallel_degree * parallel.tensor_parallel_degree
     if shard > 0 and lent % ep:
         axes = f"dp_shard {shard} x cp {parallel.context_parallel_degree} x tp {parallel.tensor_parallel_degree}"
@@ -295,7 +250,7 @@ def _check_experts(config: JobConfig, model: Any, world_size: int) -> Iterator[R
 
 def _check_units(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:
     parallel = config.parallelism
-    shards = _shard_degree(config, world_size) * parallel.context_parallel_degree
+    shards = layout_of(config, world_size).dp_shard * parallel.context_parallel_degree
     blocks = getattr(model, "n_layers", 0) // parallel.pipeline_parallel_degree
     is_ddp = shards == 1 < parallel.data_parallel_replicate_degree
     # Tensor-parallel ranks shard experts even if nothing else is sharded.

@@ -24,10 +24,67 @@ AXES = {
     "cp": "parallelism.context_parallel_degree",
     "tp": "parallelism.tensor_parallel_degree",
 }
-_EP = "parallelism.expert_parallel_degree"
 _TRAINING = {"global_batch_size", "local_batch_size", "seq_len"}
-DEGREES = {key.rpartition(".")[2] for key in (*AXES.values(), _EP)}
-_SHOWN = {"from_step", "from_tokens", *_TRAINING, *DEGREES}  # in the text of every phase
+DEGREES = {*(key.rpartition(".")[2] for key in AXES.values()), "expert_parallel_degree"}
+_SHOWN = {"from_step", "from_tokens", *_TRAINING}  # in the text of every phase
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Degrees of the mesh axes, and the number of forward passes in an optimizer step (`accumulation`)."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    accumulation: int
+
+    @property
+    def dp(self) -> int:
+        """Return the number of ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return self.pp * self.dp * self.cp * self.tp
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in AXES)
+
+
+def replica_groups(config: JobConfig) -> int:
+    """Return the number of replica groups, copies of the job's layout that train together.
+
+    It is 1 unless a package adds keys to [fault_tolerance].
+    """
+    return getattr(config.fault_tolerance, "num_groups", 1)
+
+
+def degrees_of(config: JobConfig) -> dict[str, int]:
+    """Return the degree of each axis, as the job has it."""
+    return {axis: getattr(config.parallelism, key.rpartition(".")[2]) for axis, key in AXES.items()}
+
+
+def layout_of(config: JobConfig, world_size: int) -> Layout:
+    """Return the layout of a job's first phase, without a check."""
+    degrees, training = degrees_of(config), config.training
+    if degrees["dp_shard"] == -1:  # stands for all ranks that the other axes leave
+        degrees["dp_shard"] = world_size // -prod(degrees.values())
+    dp = degrees["dp_replicate"] * degrees["dp_shard"] * replica_groups(config)
+    accumulation = training.global_batch_size // max(1, training.local_batch_size * dp)
+    return Layout(**degrees, accumulation=max(1, accumulation))
+
+
+def mesh_of(config: JobConfig, layout: Layout) -> str:
+    """Describe a job's mesh: its axes longer than 1, and EP."""
+    ranks, ep = (
+        ((axis, getattr(layout, axis)) for axis in AXES),
+        config.parallelism.expert_parallel_degree,
+    )
+    mesh = " x ".join(f"{axis} {n}" for axis, n in ranks if n > 1) or "one rank"
+    return mesh + f", ep {ep}" * (ep > 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +95,7 @@ class Phase:
         number: 1, 2, ...
         first_step: number of the first step in the run, counted from 1.
         sequences: sequences of a step, over all ranks.
-        degrees: ranks along each axis of the mesh, and "ep".
+        layout: layout of the ranks.
         section: the table that begins the phase, or None for the first phase.
         config: the job with the settings of this phase. Its `training.steps` counts the steps of the phase.
     """
@@ -46,7 +103,7 @@ class Phase:
     number: int
     first_step: int
     sequences: int
-    degrees: dict[str, int]
+    layout: Layout
     section: PhaseSection | None
     config: JobConfig
 
@@ -61,9 +118,9 @@ class Phase:
         return self.first_step + self.steps - 1
 
     @property
-    def changes_layout(self) -> bool:
-        """Return whether the phase sets a degree of parallelism."""
-        return bool(self.section and self.section.model_dump(include=DEGREES, exclude_none=True))
+    def mesh(self) -> str:
+        """Describe the mesh. Phases with equal texts have the same."""
+        return mesh_of(self.config, self.layout)
 
     @property
     def tokens_per_step(self) -> int:
@@ -84,11 +141,9 @@ class Phase:
         steps = f"steps {self.first_step:,} to {self.last_step:,}"
         size = f"{self.sequences:,} sequences of {self.config.training.seq_len:,} tokens in a step"
         own = self.section.model_dump(exclude_none=True, exclude=_SHOWN) if self.section else {}
-        more = "".join(f", {key} = {format_value(value)}" for key, value in own.items())
-        if self.changes_layout:
-            mesh = " x ".join(f"{axis} {n}" for axis, n in self.degrees.items() if n > 1)
-            more = f", on {mesh or 'one rank'}{more}"
-        return f"phase {self.number}, {steps}: {size}{more}"
+        mesh = f", on {self.mesh}" * any(own.pop(key, None) for key in DEGREES)
+        more = (f", {key} = {format_value(value)}" for key, value in own.items())
+        return f"phase {self.number}, {steps}: {size}{mesh}{''.join(more)}"
 
 
 def jobs_of(config: JobConfig) -> list[JobConfig]:
@@ -135,16 +190,6 @@ def of_each_phase(
     return [*found.values()]
 
 
-def mesh_degrees(config: JobConfig, world_size: int) -> dict[str, int]:
-    """Return the ranks along each axis of the mesh, and "ep". A dp_shard of -1 takes the ranks that the other axes leave."""
-    keys = AXES | {"ep": _EP}
-    degrees = {axis: getattr(config.parallelism, k.rpartition(".")[2]) for axis, k in keys.items()}
-    if degrees["dp_shard"] == -1:
-        fixed = prod(degrees[axis] for axis in AXES if axis != "dp_shard")
-        degrees["dp_shard"] = world_size // fixed
-    return degrees
-
-
 def phases_of(config: JobConfig, *, world_size: int) -> list[Phase]:
     """Return the phases of a job on `world_size` ranks. A job without `[[phase]]` has one phase."""
     phases: list[Phase] = []
@@ -158,13 +203,13 @@ def phases_of(config: JobConfig, *, world_size: int) -> list[Phase]:
                 missing = section.from_tokens - sum(phase.tokens for phase in phases[:-1])
                 first_step = before.first_step - (-missing // before.tokens_per_step)
             phases[-1] = _ending(before, first_step)
-        size, degrees = training.global_batch_size, mesh_degrees(job, world_size)
-        dp = max(1, degrees["dp_replicate"] * degrees["dp_shard"])  # 0 of degrees that do not fit
+        size, layout = training.global_batch_size, layout_of(job, world_size)
+        dp = max(1, layout.dp)  # 0 if the degrees do not fit
         phase = Phase(
             number=len(phases) + 1,
             first_step=first_step,
             sequences=training.local_batch_size * dp if size == -1 else size,
-            degrees=degrees,
+            layout=layout,
             section=section,
             config=job,
         )

@@ -9,9 +9,9 @@ from typing import Any
 
 from rich.text import Text
 
-from titan.config.layout import AXES, Layout, is_replica_group, replica_groups, resolve_layout
+from titan.config.layout import Layout, is_replica_group, replica_groups
 from titan.config.model import model_title, num_blocks, num_frozen
-from titan.config.phases import phase_at, phases_of
+from titan.config.phases import mesh_of, phase_at, phases_of
 from titan.config.schema import JobConfig
 from titan.config.task import reads_text
 from titan.hardware import MARGIN, Hardware
@@ -90,11 +90,7 @@ def startup_page(
         in_all = tokens_seen + steps * groups
     frozen = num_frozen(config.model, model_config)
     # Show the phase that needs the most memory.
-    layouts = (resolve_layout(phase.config, layout.world_size) for phase in phases)
-    memory = (
-        estimate_memory(phase.config, model_config, own)
-        for phase, own in zip(phases, layouts, strict=True)
-    )
+    memory = (estimate_memory(phase.config, model_config, phase.layout) for phase in phases)
     most = max(memory, key=lambda gib: gib["total"])
     return StartupPage(
         title=f"titan: {config.model.name} {model_title(config.model)}, {_parameters(model_config)}",
@@ -170,10 +166,8 @@ def _experts(config: JobConfig, model: Any, layout: Layout, ranks_per_node: int)
 def _layout(config: JobConfig, layout: Layout) -> str:
     """Describe the ranks, the axes of the mesh that are longer than 1, and the kind of data parallelism."""
     parts = [_count(layout.world_size, "ranks")]
-    degrees = {axis: getattr(layout, axis) for axis in AXES}
-    # Leave out axes of length 1.
-    if mesh := " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1):
-        parts.append(f"mesh {mesh}")
+    if layout.world_size > 1:
+        parts.append(f"mesh {mesh_of(config, layout)}")
     # FSDP shards over context-parallel ranks, too.
     if layout.dp_shard * layout.cp > 1:
         name = "HSDP" if layout.dp_replicate > 1 else "FSDP2"

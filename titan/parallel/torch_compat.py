@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -296,26 +295,13 @@ def forget_mesh() -> None:
     # From torch 2.10 on each thread caches in C++, too: this one, and that of an accelerator's backward passes.
     clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)
     clear()
-    _InBackward.apply(torch.zeros(1, device=device, requires_grad=True), clear).backward()  # pyright: ignore
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
+    number = torch.zeros((), device=device, requires_grad=True)
+    number.register_hook(lambda _: clear())
+    number.backward()
+    torch.compiler.reset()
     gc.collect()
     if device.type != "cpu":
         torch.accelerator.empty_cache()
-
-
-class _InBackward(torch.autograd.Function):
-    """Calls a function in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, function: Callable[[], None]) -> Tensor:
-        ctx.function = function
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.function()
-        return gradients[0], None
 
 
 def limit_gloo(*, loopback: bool) -> None:

@@ -44,7 +44,7 @@ def phase_rows(parts: Sequence[tuple[Phase, Simulation]]) -> list[Facts]:
                 "tokens": phase.tokens,
                 "sequences_per_step": phase.sequences,
                 "seq_len": phase.config.training.seq_len,
-                "layout": str(simulation.layout),
+                "mesh": phase.mesh,
                 "seconds": phase.steps * found["step_time_s"],
                 "needed_gib": found["memory"]["needed_gib"],
             }
@@ -68,8 +68,8 @@ def phase_lines(rows: Sequence[Facts]) -> Iterator[str]:
     most = f"{max(row['needed_gib'] for row in rows):.1f}"
     table.append(["all", f"{steps:,}", *[""] * 5, most, duration(seconds), ""])
     yield from ("", *(f"  {line}" for line in columns(table, left=(0, 9))))
-    if len({row["layout"] for row in rows}) > 1:
-        yield from (f"  phase {n}: {row['layout']}" for n, row in enumerate(rows, 1))
+    if len({row["mesh"] for row in rows}) > 1:
+        yield from (f"  phase {n}: {row['mesh']}" for n, row in enumerate(rows, 1))
     yield "  the rest of this page is about phase 1"
 
 

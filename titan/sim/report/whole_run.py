@@ -20,6 +20,7 @@ from titan.checkpoint.interval import (
     young_interval_s,
 )
 from titan.config.model import model_config
+from titan.config.phases import mesh_of
 from titan.config.schema import EvaluationSection, JobConfig
 from titan.data import DataError
 from titan.data.examples import read_task
@@ -181,14 +182,10 @@ def _evaluation_tokens(simulation: Simulation, section: EvaluationSection) -> in
 
 def whole_run(simulations: Sequence[Simulation]) -> Facts:
     """Return the cost of consecutive phases: the sums, and `phases` with each."""
-    layouts = [
-        (str(one.layout), one.config.parallelism.expert_parallel_degree) for one in simulations
-    ]
+    meshes = [mesh_of(simulation.config, simulation.layout) for simulation in simulations]
     phases = [
-        phase_facts(simulation, changes_layout=layout != before)
-        for simulation, layout, before in zip(
-            simulations, layouts, [layouts[0], *layouts], strict=False
-        )
+        phase_facts(simulation, changes_layout=meshes[n] != meshes[max(0, n - 1)])
+        for n, simulation in enumerate(simulations)
     ]
     sums = ("days", "gpu_hours", "energy_mwh", "cost", "failures", "steps", "tokens")
     trained = sum(phase["days_by_part"]["training"] for phase in phases)
