@@ -176,7 +176,6 @@ class RunState(Protocol):
     saved_step: int | None  # the last that a checkpoint holds
     phases: tuple[Phase, ...]
     phase: Phase  # of the newest step
-    begin: Begin
     is_stopping: bool
     is_writer: bool  # this replica group writes the checkpoints; False for all groups but one
     tokens_seen: int

@@ -30,7 +30,7 @@ from titan.config.layout import AXES, is_replica_group
 from titan.config.phases import phase_at, phases_of
 from titan.config.quantize import eight_bit_sections
 from titan.config.render import to_toml
-from titan.config.schema import JobConfig
+from titan.config.schema import JobConfig, Section
 from titan.data.tokenizer_files import keep_tokenizer
 from titan.hardware import by_name, recognise
 from titan.health import flight_recorder
@@ -91,7 +91,11 @@ class Trainer(RunProgress):
         config = config.on_device(self.device.type)
         phases = phases_of(config, world_size=self.world_size)
         first = phase_at(phases, begin.step + 1).config
-        self.config = config = config.in_layout(first.parallelism)
+        sections: dict[str, Section] = {"parallelism": first.parallelism}
+        if begin.events:  # the whole state crosses a border, whatever a start of the run loads
+            loads = {"load_step": begin.step, "exclude_from_loading": []}
+            sections["checkpoint"] = config.checkpoint.model_copy(update=loads)
+        self.config = config = config.with_sections(sections)
         if begin.device is None:
             connected()
         seed_all(config.debug)

@@ -254,18 +254,15 @@ class CheckpointManager:
 
     # ---- resuming ------------------------------------------------------------------------------
 
-    def step_to_resume(self, step: int | None = None) -> Location | None:
+    def step_to_resume(self) -> Location | None:
         """Return the verified folder to resume from, or None for a fresh start.
 
-        Args:
-            step: the step to resume from; None: `load_step`.
-
         Raises:
-            CheckpointError: the step is missing or damaged, or there are steps and no step is whole.
+            CheckpointError: `load_step` is missing or damaged, or there are steps and no step is whole.
         """
         if not self.section.enable:
             return None
-        steps, wanted = self.steps(), self.section.load_step if step is None else step
+        steps, wanted = self.steps(), self.section.load_step
         if wanted == -1:
             return self._newest_whole(steps)
         if wanted not in steps:

@@ -396,12 +396,12 @@ class JobConfig(Section):
 
     @property
     def whole(self) -> JobConfig:
-        """Return the job as it was written. The trainer's job has the layout of a later phase in place of the first one."""
+        """Return the job as it was written, also from the job of a part of the run (`with_sections`)."""
         return self._whole or self
 
-    def in_layout(self, parallelism: ParallelismSection) -> JobConfig:
-        """Return the job with another layout, of one of its phases."""
-        job = self.model_copy(update={"parallelism": parallelism})
+    def with_sections(self, sections: dict[str, Section]) -> JobConfig:
+        """Return the job with other sections, for a part of the run."""
+        job = self.model_copy(update=sections)
         job._whole = self.whole
         return job
 

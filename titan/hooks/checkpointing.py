@@ -107,8 +107,8 @@ class Checkpointing(Hook):
             # Cleared before the save: the clock restarts with it.
             self.is_due_by_time = False
             trainer = self.trainer
-            is_last = trainer.step == trainer.last_step or trainer.is_at_border
-            self._save(final=is_last or trainer.is_stopping)
+            final = trainer.is_stopping or trainer.is_at_border or trainer.step == trainer.last_step
+            self._save(final=final)
 
     def add_state(self, state: Callable[[], checkpoints.StateDict]) -> None:
         """Add the tensors of another hook to each save and load."""
@@ -229,10 +229,7 @@ class Checkpointing(Hook):
         if tokenizer and (why := other_tokenizer(trainer.config, tokenizer, self.manager.folder)):
             raise CheckpointError(why)
         _ = section.enable and self.text  # reads the files now, not at the first save
-        # Over a border between layouts the whole state goes on, whatever a start of the run loads.
-        border = trainer.begin.step if trainer.begin.events else None
-        exclude = set() if border else set(section.exclude_from_loading)
-        path, model_only = self.manager.step_to_resume(border), False
+        path, model_only = self.manager.step_to_resume(), False
         if path is None and section.enable and section.initial_load_in_hf:
             assert self.export is not None, "built in the constructor"
             path = Path(section.initial_load_path or trainer.config.model.hf_assets_path)
@@ -251,10 +248,10 @@ class Checkpointing(Hook):
                 path,
                 is_strict=not section.initial_load_changes,
                 model_only=model_only,
-                exclude=exclude,
+                exclude=set(section.exclude_from_loading),
             )
         elif path is not None:
-            self._load(path, exclude=exclude)
+            self._load(path, exclude=set(section.exclude_from_loading))
         self.resumed_from = path
 
     def load_newest(self) -> Location | None:
@@ -326,9 +323,7 @@ class Checkpointing(Hook):
         self.changes = changed_settings(saved, trainer.config, sequences=sequences)
         weights = changed_model(metadata, trainer.config, of_training=True)
         self.changes += [f"{key}: {old} -> {new}" for key, (old, new) in weights.items()]
-        self.jump = rate_jump(
-            saved, trainer.config, step=trainer.step, world_size=trainer.layout.world_size
-        )
+        self.jump = rate_jump(saved, trainer.config, step=trainer.step, ranks=trainer.world_size)
         # Hooks that did not exist when the step was saved get an empty state.
         for hook in trainer.hooks:
             if hook.state_key:
