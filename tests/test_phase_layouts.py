@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import weakref
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.support.jobs import SMALL, with_changes
 from tests.support.jobs import job as any_job
 from tests.support.layouts import BOUND
 from tests.support.ranks import Pool
-from tests.support.runs import logged_rows, saved_tensors
+from tests.support.runs import Run, logged_rows, saved_tensors
 from tests.support.trainers import PoolTrainer, Trainer
 from titan.checkpoint.saved import step_to_continue
 from titan.checks.rules import check_to_run
@@ -166,3 +167,49 @@ def test_lost_in_each_phase_and_stopped_at_a_border(
         assert len(seen) == 1 + (lost_at == 5)  # the second start crosses a border
     found = errors(tmp_path, whole)
     assert max(found.values()) < BOUND, found
+
+
+TABLES = """
+[training]
+steps = 45
+local_batch_size = 1
+global_batch_size = 8
+[optimizer]
+eps = 1e-6
+[checkpoint]
+interval = 4
+[[phase]]
+from_step = 16
+seq_len = 64
+LAYOUT 1
+[[phase]]
+from_step = 31
+min_lr_factor = 0.1
+LAYOUT 2
+"""
+
+
+def test_killed_in_each_phase(tmp_path: Path) -> None:
+    """Processes of torchrun that get SIGKILL: each start begins in its phase's layout, and the others follow in its processes."""
+    degrees = (
+        "context_parallel_degree = 2",
+        "context_parallel_degree = 1\ntensor_parallel_degree = 2",
+    )
+    alone, phases = tmp_path / "alone.toml", tmp_path / "phases.toml"
+    alone.write_text(TABLES.replace("LAYOUT 1", "").replace("LAYOUT 2", ""))
+    phases.write_text(TABLES.replace("LAYOUT 1", degrees[0]).replace("LAYOUT 2", degrees[1]))
+    assert Run(tmp_path / "whole", str(alone)).end() == 0
+    start = partial(Run, tmp_path / "killed", str(phases), "--nproc=4")
+    for step in (9, 24, 38):
+        run = start()
+        run.wait_until_training(step=step)
+        run.kill()
+    assert start().end() == 0
+    found = errors(tmp_path / "killed", tmp_path / "whole", last=45)
+    assert max(found.values()) < BOUND, found
+    said = (tmp_path / "messages.txt").read_text()
+    meshes = [
+        line.split("mesh ")[1].split(";")[0] for line in said.splitlines() if "; mesh " in line
+    ]
+    first, second, third = "dp_shard 4", "dp_shard 2 x cp 2", "dp_shard 2 x tp 2"
+    assert meshes == [first, first, second, second, third, third]
