@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import weakref
 from dataclasses import replace
 from functools import partial
@@ -167,6 +168,59 @@ def test_lost_in_each_phase_and_stopped_at_a_border(
         assert len(seen) == 1 + (lost_at == 5)  # the second start crosses a border
     found = errors(tmp_path, whole)
     assert max(found.values()) < BOUND, found
+
+
+TWO = {"local_batch_size": 2}
+REPLICATE, PP, EP = (
+    f"{n}_degree" for n in ("data_parallel_replicate", "pipeline_parallel", "expert_parallel")
+)
+MOE = {"name": "qwen3", "flavor": "tiny_moe", "overrides": {"n_layers": 2}}
+ROUTES = {
+    # The groups of the first mesh are gone when one of the same shape and names comes again.
+    "the same mesh again": ({TP: 2}, {TP: 1, **TWO}, {TP: 2}, {}),
+    "stages and replicas": ({}, {PP: 2, **TWO}, {PP: 1, REPLICATE: 2}, {}),
+    "experts": ({EP: 4}, {EP: 2, TP: 2, **TWO}, {EP: 1, TP: 1, CP: 2}, {"model": MOE}),
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_other_routes(route: str, pool: Pool, tmp_path: Path) -> None:
+    first, *later, changes = ROUTES[route]
+    phases = [{"from_step": step, **phase} for step, phase in zip((4, 7), later, strict=True)]
+    whole = alone(tmp_path / "whole", *phases, **changes)
+    [(seen, held), *_] = pool.run(
+        4, train, job(tmp_path / "run", *phases, parallelism=first, **changes)
+    )
+    assert [step for step, _ in seen] == [1, 4, 7] and held == 0
+    found = errors(tmp_path / "run", whole)
+    assert max(found.values()) < BOUND, found
+
+
+def test_other_starts(pool: Pool, whole: Path, tmp_path: Path) -> None:
+    """A branch of another run at a border; and from a step before the newest, which is damaged, with other phases."""
+    start = {
+        "initial_load_path": str(whole / "checkpoint/step-6"),
+        "initial_load_model_only": False,
+    }
+    branch, damaged = tmp_path / "branch", tmp_path / "damaged"
+    assert pool.run(4, train, job(branch, checkpoint=start)) == 4 * [(COURSE[2:], 0)]
+    shutil.copytree(whole, damaged)
+    for step in (8, 9):
+        shutil.rmtree(damaged / f"checkpoint/step-{step}")
+    largest = max((damaged / "checkpoint/step-6").iterdir(), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-100])
+    swapped = job(damaged, LONG | {CP: 1, TP: 2}, SPLIT | {CP: 2, TP: 1})
+    (_, long), (_, split) = COURSE[1:]
+    # The launcher took the newest step for whole.
+    assert pool.run(4, train, swapped) == 4 * [([(4, long), (4, split), (7, long)], 0)]
+    for folder in (branch, damaged):
+        rows = [row for row in numbers(whole) if folder == damaged or row[0] > 6]
+        assert [row[:2] for row in numbers(folder)] == [
+            pytest.approx(row[:2], rel=BOUND) for row in rows
+        ]
+        last = Path("checkpoint/step-9")
+        ours, theirs = saved_tensors(folder / last), saved_tensors(whole / last)
+        assert max(_error(ours[name], theirs[name]) for name in theirs) < BOUND
 
 
 TABLES = """

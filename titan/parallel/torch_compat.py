@@ -299,7 +299,8 @@ def forget_mesh() -> None:
     number.register_hook(lambda _: clear())
     number.backward()
     torch.compiler.reset()
-    gc.collect()
+    for _ in range(2):  # what C++ held of a model is garbage once the first has freed its owner
+        gc.collect()
     if device.type != "cpu":
         torch.accelerator.empty_cache()
 
