@@ -141,8 +141,8 @@ class Phase:
         steps = f"steps {self.first_step:,} to {self.last_step:,}"
         size = f"{self.sequences:,} sequences of {self.config.training.seq_len:,} tokens in a step"
         own = self.section.model_dump(exclude_none=True, exclude=_SHOWN) if self.section else {}
-        mesh = f", on {self.mesh}" * any([own.pop(key, None) for key in DEGREES])
-        more = (f", {key} = {format_value(value)}" for key, value in own.items())
+        mesh = f", on {self.mesh}" * bool(DEGREES & own.keys())
+        more = (f", {k} = {format_value(own[k])}" for k in own if k not in DEGREES)
         return f"phase {self.number}, {steps}: {size}{mesh}{''.join(more)}"
 
 

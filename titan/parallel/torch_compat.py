@@ -286,11 +286,13 @@ def forget_mesh() -> None:
     for group in [*dist.distributed_c10d._world.pg_map]:
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-    for thing in gc.get_objects():
-        # By its type: `isinstance` would ask objects that stand for others. The thread of an overlap has caches of its own.
-        owners = ("torch.distributed", "titan.parallel.overlap")
-        if type(thing) is type(_with_random_state) and str(thing.__module__).startswith(owners):
-            thing.cache_clear()
+    # The thread of an overlap has caches of its own.
+    owners = ("torch.distributed", "titan.parallel.overlap")
+    # By its type: `isinstance` would ask objects that stand for others. A loop would keep its last object alive.
+    found = [thing for thing in gc.get_objects() if type(thing) is type(_with_random_state)]
+    for cached in found:
+        if str(cached.__module__).startswith(owners):
+            cached.cache_clear()
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     # From torch 2.10 on each thread caches in C++, too: this one, and that of an accelerator's backward passes.
     clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)
@@ -299,8 +301,7 @@ def forget_mesh() -> None:
     number.register_hook(lambda _: clear())
     number.backward()
     torch.compiler.reset()
-    for _ in range(2):  # what C++ held of a model is garbage once the first has freed its owner
-        gc.collect()
+    gc.collect()
     if device.type != "cpu":
         torch.accelerator.empty_cache()
 
