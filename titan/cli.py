@@ -278,8 +278,8 @@ def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[s
     from titan.observe.estimate import estimate_memory
 
     model, training = model_config(config.model), config.training
-    phases = phases_of(config, dp=layout.dp)
-    memory = [estimate_memory(phase.config, model, layout) for phase in phases]
+    phases = phases_of(config, world_size=layout.world_size)
+    memory = [estimate_memory(phase.config, model, phase.layout) for phase in phases]
     memory_gib = max(memory, key=lambda gib: gib["total"])  # the phase that needs the most memory
     named = config.hardware.name != "auto"
     hardware = profile or (by_name(config.hardware.name) if named else None)

@@ -50,6 +50,21 @@ from titan.train_step import StepReport, TrainStep
 _Hook = TypeVar("_Hook", bound="Hook")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Begin:
+    """Where a trainer begins.
+
+    Attributes:
+        step: the last step before it, as far as the launcher can tell. The phase of the next step decides the layout.
+        device: device of a trainer before it in this process, whose process group is still open; None: there was none.
+        events: log of that trainer, which has saved `step`; None: resume as the job says.
+    """
+
+    step: int = 0
+    device: torch.device | None = None
+    events: EventLog | None = None
+
+
 @dataclass
 class StepResult:
     """The numbers of one step.
@@ -175,6 +190,11 @@ class RunState(Protocol):
     @property
     def sequences_per_step(self) -> int:
         """Return the sequences of a step over all ranks and replica groups."""
+        ...
+
+    @property
+    def is_at_border(self) -> bool:
+        """Return whether the next step has another layout."""
         ...
 
     @property

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from titan.config.layout import Layout
-from titan.config.phases import Phase
+from titan.config.phases import Phase, phase_at
 from titan.config.schema import JobConfig
 from titan.data.base import ShardSpec
 from titan.data.loader import Loader
@@ -57,6 +57,12 @@ class RunProgress:
     def hook(self, kind: type[_Hook]) -> _Hook | None:
         """Return the first hook of a class, or None."""
         return next((hook for hook in self.hooks if isinstance(hook, kind)), None)
+
+    @property
+    def is_at_border(self) -> bool:
+        """Return whether the next step has another layout."""
+        is_over = self.step >= self.last_step
+        return not is_over and phase_at(self.phases, self.step + 1) not in self.job.own_phases
 
     @property
     def logs_this_step(self) -> bool:
@@ -114,8 +120,8 @@ class RunProgress:
     @property
     def sequences_per_step(self) -> int:
         """Return the sequences of a step over all ranks and replica groups."""
-        batch = self.phase.config.training.local_batch_size
-        return batch * self.layout.dp * self.job.accumulation(self.phase) * self.num_groups
+        batch, layout = self.phase.config.training.local_batch_size, self.phase.layout
+        return batch * layout.dp * layout.accumulation * self.num_groups
 
     @property
     def tokens_per_step(self) -> int:
@@ -124,14 +130,13 @@ class RunProgress:
 
     def _enter_phase(self, step: int) -> None:
         """Continue with the batch, the sequences and the data of the phase of a step. The learning rate follows the step by itself."""
-        # Steps past the end belong to the last phase.
-        phase = [phase for phase in self.phases if phase.first_step <= max(step, 1)][-1]
+        phase = phase_at(self.phases, step)
         if phase is getattr(self, "phase", None):
             return
         self.phase, training = phase, phase.config.training
         self.loader.change(
             batch=training.local_batch_size,
-            accumulation=self.job.accumulation(phase),
+            accumulation=phase.layout.accumulation,
             seq_len=training.seq_len,
             weights=[source.weight for source in phase.config.data.sources],
         )

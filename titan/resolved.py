@@ -13,7 +13,7 @@ from typing import Any
 
 from titan.config.layout import Layout, stage_split
 from titan.config.model import family
-from titan.config.phases import Phase, longest_sequence, phases_of
+from titan.config.phases import Phase, longest_sequence, mesh_of, phases_of
 from titan.config.quantize import grouped_section, quantize_section
 from titan.config.schema import (
     Float8Section,
@@ -78,21 +78,21 @@ class ResolvedJob:
     techniques: Techniques
 
     @cached_property
-    def splits(self) -> tuple[StageSplit, ...]:
-        """Return the pipeline stages and the schedule of each phase."""
+    def own_phases(self) -> tuple[Phase, ...]:
+        """Return the phases that this layout trains."""
+        mesh = mesh_of(self.config, self.layout)
+        return tuple(phase for phase in self.phases if phase.mesh == mesh)
+
+    @cached_property
+    def splits(self) -> dict[int, StageSplit]:
+        """Return the pipeline stages and the schedule of each phase that this layout trains, by its number."""
         num_layers = self.sizes.n_layers
-        return tuple(stage_split(phase.config, num_layers=num_layers) for phase in self.phases)
+        return {p.number: stage_split(p.config, num_layers=num_layers) for p in self.own_phases}
 
     @cached_property
     def longest_sequence(self) -> int:
         """Return the length in tokens of the longest sequence of training and validation."""
         return max(longest_sequence(self.config), self.config.validation.seq_len or 0)
-
-    def accumulation(self, phase: Phase) -> int:
-        """Return the number of micro-batches in a step of a phase."""
-        if phase.number == 1:
-            return self.layout.accumulation
-        return max(1, phase.sequences // (phase.config.training.local_batch_size * self.layout.dp))
 
 
 def resolve_job(
@@ -113,7 +113,7 @@ def resolve_job(
         family=family(config.model.name),
         sizes=task.sizes,
         layout=layout,
-        phases=tuple(phases_of(config, dp=layout.dp)),
+        phases=tuple(phases_of(config, world_size=layout.world_size)),
         task=task,
         techniques=_techniques(config, layout, task),
     )

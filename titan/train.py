@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from titan.checkpoint.saved import require_startable
+from titan.checkpoint.saved import require_startable, step_to_continue
 from titan.checks.environment import check_environment
 from titan.checks.rules import load_to_run
 from titan.config.errors import ConfigError
@@ -181,13 +181,18 @@ def _run(config: JobConfig, stop: StopRequest, monitor: Monitor) -> int:
     from titan.parallel.replay import BitsError
     from titan.parallel.replicas import ReplicaError
     from titan.parallel.sac_save_list import SaveListError
-    from titan.trainer import Trainer
+    from titan.parallel.torch_compat import forget_mesh
+    from titan.trainer import Begin, Trainer
 
     trainer, failed = None, True
     try:
         hooks = partial(standard_hooks, monitor=monitor)
-        trainer = Trainer(config, hooks=hooks, stop=stop, connected=monitor.connect)
-        code = trainer.run()
+        build = partial(Trainer, config, hooks=hooks, stop=stop, connected=monitor.connect)
+        trainer = build(begin=Begin(step=step_to_continue(config)))
+        while (code := trainer.run()) is None:
+            begin, trainer = trainer.leave(), None  # frees the model
+            forget_mesh()
+            trainer = build(begin=begin)
         failed = False
         return code
     # The user's mistakes: their messages are written for people.

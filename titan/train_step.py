@@ -285,8 +285,8 @@ class TrainStep:
             self.shape = new
             # Else the next programs would be for any shape, since torch has seen two: slower than those of a run that begins here.
             torch.compiler.reset()
-        if self.pipeline is not None:
-            self.pipeline.change(self.job.splits[phase.number - 1].schedule)
+        if self.pipeline is not None and phase.number in self.job.splits:
+            self.pipeline.change(self.job.splits[phase.number].schedule)
 
     def _clip(self) -> Tensor:
         """Clip the gradients by their global norm and return the norm. Updates in the backward pass have used the gradients up."""
@@ -378,7 +378,7 @@ def build_train_step(job: ResolvedJob, *, device: torch.device, mesh: DeviceMesh
     schedule = None
     pp = submesh(mesh, "pp")
     if pp is not None:
-        schedule, stages = split_model(job.splits[0], model, pp=pp)
+        schedule, stages = split_model(next(iter(job.splits.values())), model, pp=pp)
     # Layout first, then memory for this rank's shards alone, then weights.
     for stage in stages.values():
         parallelize(stage, job=job, mesh=mesh, sparse_mesh=sparse_mesh)

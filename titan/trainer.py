@@ -3,7 +3,7 @@
     set-up   process group, mesh, data, program (model, parallelism, optimizer), hooks
     start    hooks resume from a checkpoint; console, clock and event log open; hooks start
     loop     next batch -> train_step -> hooks; a step may begin a phase (titan/config/phases.py)
-    end      status.json records how the run ended
+    end      status.json records how the run ended, or another trainer goes on in the layout of the next phase
 
 The host reads the numbers of one step while the device works on the next. On a CPU that would gain nothing, so there it
 reads them at once.
@@ -27,14 +27,15 @@ from torch import Tensor
 from titan.async_scalars import AsyncScalars, to_device
 from titan.checks.rules import resolve_layout
 from titan.config.layout import AXES, is_replica_group
+from titan.config.phases import phase_at, phases_of
 from titan.config.quantize import eight_bit_sections
 from titan.config.render import to_toml
-from titan.config.schema import JobConfig
+from titan.config.schema import JobConfig, Section
 from titan.data.tokenizer_files import keep_tokenizer
 from titan.hardware import by_name, recognise
 from titan.health import flight_recorder
 from titan.health.signals import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, StopRequest
-from titan.hook import Hook, StepResult
+from titan.hook import Begin, Hook, StepResult
 from titan.observe.clock import StepTimer
 from titan.observe.console import Console
 from titan.observe.run_log import EventLog
@@ -66,6 +67,7 @@ class Trainer(RunProgress):
         hooks: Callable[[Trainer], Iterable[Hook]] = lambda _: (),
         stop: StopRequest | None = None,
         connected: Callable[[], None] = lambda: None,
+        begin: Begin = Begin(),  # noqa: B008 (frozen)
     ) -> None:
         """Set the run up. `run` trains.
 
@@ -74,9 +76,10 @@ class Trainer(RunProgress):
             hooks: returns the hooks of this trainer in their order; titan.hooks.standard_hooks returns those of `titan train`.
             stop: asked after each step whether to stop.
             connected: called once the process group exists.
+            begin: step and process of the beginning. It decides the layout of a job whose phases have several.
         """
         super().__init__()
-        self.config = config
+        self.config, self.begin = config, begin
         self.stop_request = stop or StopRequest()
         self.rank = int(os.environ.get("RANK", 0))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -85,15 +88,24 @@ class Trainer(RunProgress):
         if self.rank == 0:
             write_status(self.run_dir, state="running")
         self.device = self._init_distributed()
-        self.config = config = config.on_device(self.device.type)
-        connected()
+        config = config.on_device(self.device.type)
+        phases = phases_of(config, world_size=self.world_size)
+        first = phase_at(phases, begin.step + 1).config
+        sections: dict[str, Section] = {"parallelism": first.parallelism}
+        if begin.events:  # the whole state crosses a border, whatever a start of the run loads
+            loads = {"load_step": begin.step, "exclude_from_loading": []}
+            sections["checkpoint"] = config.checkpoint.model_copy(update=loads)
+        self.config = config = config.with_sections(sections)
+        if begin.device is None:
+            connected()
         seed_all(config.debug)
         # The order is the user's: cheap checks first, then what reads files, then the model.
+        self.layout = resolve_layout(first, self.world_size)
         self._build_mesh()
         self._build_data()  # before the model, since it fails more often, and sooner
         try_loss(self.task, self.mesh, self.device)
         self.train_step = build_train_step(self.job, device=self.device, mesh=self.mesh)
-        self._enter_phase(1)
+        self._enter_phase(begin.step + 1)
         # Groups of a mesh start with torch's limits. All of them exist now, and none has communicated yet.
         set_timeout(timedelta(seconds=config.comm.init_timeout_seconds))
         self.last_step = config.training.steps
@@ -102,8 +114,12 @@ class Trainer(RunProgress):
 
     # ---- the loop ------------------------------------------------------------------------------
 
-    def run(self) -> int:
-        """Train to the last step, or until a signal asks to stop. Return the exit code."""
+    def run(self) -> int | None:
+        """Train to the last step, or until a signal asks to stop.
+
+        Returns:
+            The exit code; None if the next step has another layout, and `leave` says where its trainer begins.
+        """
         if not self.is_started:
             self.start()
         gc.disable()  # ranks that collect at different times wait for each other; see train_one_step
@@ -111,7 +127,7 @@ class Trainer(RunProgress):
         try:
             if carveout:
                 set_sm_carveout(carveout)
-            while self.step < self.last_step and not self.is_stopping:
+            while self.step < self.last_step and not (self.is_stopping or self.is_at_border):
                 self.train_one_step()
         except Exception as error:
             for hook in self.hooks:
@@ -121,7 +137,16 @@ class Trainer(RunProgress):
             gc.enable()
             if carveout:
                 set_sm_carveout(0)
-        return self._end()
+        return None if self.is_at_border and not self.is_stopping else self._end()
+
+    def leave(self) -> Begin:
+        """End this trainer at a border. Return where that of the next layout begins, in the same process."""
+        events = None
+        if self.is_started:
+            events = self.events
+            events.set_up(self.timer.total_s)
+        self._end_parts()
+        return Begin(step=self.step, device=self.device, events=events)
 
     def train_one_step(self) -> None:
         """Train one step. The order of the calls is that of the collectives."""
@@ -192,7 +217,7 @@ class Trainer(RunProgress):
     # ---- set-up --------------------------------------------------------------------------------
 
     def _init_distributed(self) -> torch.device:
-        return connect(self.config)
+        return self.begin.device or connect(self.config)
 
     def _build_mesh(self) -> None:
         # FP8 units are asked for before a model is built.
@@ -200,7 +225,6 @@ class Trainer(RunProgress):
             if not section.emulate:
                 require_hardware(recipe, self.device)
         prefer_backend(self.config.model.attention_backend, self.device.type)
-        self.layout = resolve_layout(self.config, self.world_size)
         degrees = {axis: getattr(self.layout, axis) for axis in AXES}
         nccl = self.config.comm.nccl.options()
         self.mesh = build_mesh(self.device.type, **degrees, nccl=nccl)
@@ -224,6 +248,8 @@ class Trainer(RunProgress):
         # Before the console opens: the page at the top says where the run resumes.
         for hook in self.hooks:
             hook.resume()
+        if self.is_at_border:
+            return  # the step that was loaded has another layout than the launcher thought
         config = self.config
         self.first_step = self.step + 1
         is_cpu = self.device.type == "cpu"
@@ -231,7 +257,7 @@ class Trainer(RunProgress):
         name = config.hardware.name
         self.hardware = recognise(device_name) if name == "auto" else by_name(name)
         self.console = Console(config.metrics, rank=self.rank, total_steps=self.last_step)
-        self.events = EventLog(
+        self.events = self.begin.events or EventLog(
             self.run_dir,
             rank=self.rank,
             step=self.step,
@@ -308,17 +334,21 @@ class Trainer(RunProgress):
 
         Ending the group waits for collectives that the other ranks of a failed run may never join.
         """
-        for hook in self.hooks:
-            hook.close()
         if hasattr(self, "console"):  # set-up and resume may have failed
             self.events.end("failed", step=self.step)
+        self._end_parts()
+        # Last: closing hooks may still communicate.
+        if dist.is_initialized() and not failed:
+            dist.destroy_process_group()
+
+    def _end_parts(self) -> None:
+        for hook in self.hooks:
+            hook.close()
+        if hasattr(self, "console"):
             self.console.close()
         self.loader.close()
         _LOG.removeHandler(self.rank_log)
         self.rank_log.close()
-        # Last: closing hooks may still communicate.
-        if dist.is_initialized() and not failed:
-            dist.destroy_process_group()
 
 
 def _why_unsaved(config: JobConfig, first_step: int) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.jobs import job
+from tests.support.jobs import ROOT, job
 from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
 from titan.config.load import load_config
@@ -32,7 +32,7 @@ def test_steps_tokens_and_settings_of_each_phase() -> None:
         {"from_tokens": 5_000, "seq_len": 64, "weights": [1.0, 0.0]},
         {"from_step": 50, "local_batch_size": 4},
     )
-    first, ramp, long, last = phases_of(config, dp=2)
+    first, ramp, long, last = phases_of(config, world_size=2)
     # 10 steps of 4 x 32 tokens; then 8 x 32 a step, so that 5,000 are reached after 15 more.
     assert [(p.first_step, p.last_step) for p in (first, ramp)] == [(1, 10), (11, 25)]
     assert [(p.first_step, p.last_step) for p in (long, last)] == [(26, 49), (50, 100)]
@@ -45,8 +45,8 @@ def test_steps_tokens_and_settings_of_each_phase() -> None:
     assert [p.tokens for p in (first, last)] == [10 * 4 * 32, 51 * 8 * 64]
     assert longest_sequence(config) == 64 and not last.config.phase
     # A job without phases is one; more ranks reach a number of tokens sooner.
-    assert [p.steps for p in phases_of(phased(), dp=1)] == [100]
-    assert phases_of(phased({"from_tokens": 1280, "seq_len": 64}), dp=4)[1].first_step == 6
+    assert [p.steps for p in phases_of(phased(), world_size=1)] == [100]
+    assert phases_of(phased({"from_tokens": 1280, "seq_len": 64}), world_size=4)[1].first_step == 6
 
 
 def test_phases_survive_a_round_trip_and_a_change_is_news(tmp_path: Path) -> None:
@@ -61,7 +61,11 @@ def test_phases_survive_a_round_trip_and_a_change_is_news(tmp_path: Path) -> Non
 
 
 def rates(config: JobConfig, *steps: int) -> list[float]:
-    of = {"section": config.lr_scheduler, "total_steps": 100, "phases": phases_of(config, dp=1)}
+    of = {
+        "section": config.lr_scheduler,
+        "total_steps": 100,
+        "phases": phases_of(config, world_size=1),
+    }
     return [learning_rate_factor(step, **of) for step in steps]
 
 
@@ -93,6 +97,95 @@ def test_an_annealing_phase_goes_on_from_the_rate_and_ends_at_its_floor() -> Non
     assert rates(phased({"from_step": 30, "seq_len": 64}), 29, 30, 99) == rates(
         phased(), 29, 30, 99
     )
+
+
+def test_the_page_gives_a_long_stage_its_own_layout(tmp_path: Path) -> None:
+    section = (ROOT / "docs/optimizers.md").read_text().partition("### A layout for each phase")[2]
+    overlay = tmp_path / "long_stage.toml"
+    overlay.write_text(section.partition("```toml")[2].partition("```")[0])
+    config = load_config(ROOT / "train_configs/fineweb_edu_1b.toml", overlays=[overlay])
+    check_to_run(config, world_size=8)
+    phases = phases_of(config, world_size=8)
+    assert [phase.mesh for phase in phases] == ["dp_shard 8", "dp_shard 8", "dp_shard 2 x cp 4"]
+    assert {phase.tokens_per_step for phase in phases} == {524_288}
+    assert [phase.layout.accumulation for phase in phases] == [2, 2, 8]
+
+
+WRONG = [
+    # A key of the phase has its line; a key that it takes over from the job names the phase.
+    (
+        {"tensor_parallel_degree": 8},
+        {},
+        "phase[0].tensor_parallel_degree: 4 ranks / (tp 8) is not whole",
+    ),
+    ({"tensor_parallel_degree": 3}, {}, "3 does not divide the model's 4 heads"),
+    (
+        {"context_parallel_degree": 2},
+        {"parallelism": {"data_parallel_shard_degree": 4}},
+        "parallelism.data_parallel_shard_degree: in phase 2, pp 1 x dp_replicate 1 x dp_shard 4 x cp 2",
+    ),
+    (
+        {"pipeline_parallel_degree": 2},
+        {"model": {"name": "qwen3", "flavor": "tiny_moe"}, "parallelism": {"expert_overlap": True}},
+        "parallelism.expert_overlap: in phase 2, a pipeline has its own order",
+    ),
+    (
+        {"context_parallel_degree": 2},
+        {"checkpoint": {"enable": False}},
+        "set checkpoint.enable = true",
+    ),
+    (
+        {"context_parallel_degree": 2},
+        {"checkpoint": {"load_only": True}},
+        "set checkpoint.enable = true",
+    ),
+    (
+        {"context_parallel_degree": 2},
+        {"data": {"sources": [{"type": "huggingface", "path": "a/b"}]}},
+        "2 data-parallel ranks cannot go on with a stream that 4 read in parts",
+    ),
+    (
+        {"context_parallel_degree": 2},
+        {"data": {"sources": []}, "training": BATCH | {"dataset": "c4"}},
+        "2 data-parallel ranks cannot go on with a stream that 4 read in parts",
+    ),
+    (
+        {"context_parallel_degree": 2},
+        {"fault_tolerance": {"enable": True}},
+        "replica groups train one phase",
+    ),
+]
+
+
+@pytest.mark.parametrize(("phase", "sections", "message"), WRONG)
+def test_a_layout_that_cannot_be_is_refused(
+    phase: dict[str, Any], sections: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    config = phased({"from_step": 5, **phase}, **sections)
+    file = tmp_path / "job.toml"
+    file.write_text(to_toml(config).replace("from_step = 5\n", "from_step = 5  # here\n"))
+    with pytest.raises(ConfigError) as error:
+        check_to_run(load_config(file), world_size=4)
+    [problem] = [str(p) for p in error.value.problems if message in str(p)]
+    lines = file.read_text().splitlines()
+    place = lines[int(problem.split(":")[1]) - 1]
+    assert place.partition(" =")[0] in problem or place == "[[phase]]", (place, problem)
+
+
+def test_what_is_equal_in_the_ranks_is_no_change_of_layout() -> None:
+    """So a written 4 in place of -1 needs no checkpoint. An option of an axis is of use if one phase has the axis."""
+    one, same = (
+        {"data": {"sources": []}},
+        {"data_parallel_shard_degree": 4, "context_parallel_degree": 1},
+    )
+    config = phased({"from_step": 5, **same}, checkpoint={"enable": False}, **one)
+    assert [p.mesh for p in phases_of(config, world_size=4)] == ["dp_shard 4"] * 2
+    check_to_run(config, world_size=4)
+    split, options = (
+        {"from_step": 5, "tensor_parallel_degree": 2},
+        {"nccl": {"tp": {"min_ctas": 4}}},
+    )
+    check_to_run(phased(split, comm=options, **one), world_size=4)
 
 
 def test_rules_hold_in_each_phase() -> None:

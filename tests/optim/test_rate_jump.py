@@ -27,7 +27,7 @@ def starter(steps: int = 100, *, phase: Any = (), **changes: Any) -> JobConfig:
 
 
 def jump(before: JobConfig, now: JobConfig, step: int = 100) -> str:
-    return rate_jump(to_toml(before), now, step=step, dp=1)
+    return rate_jump(to_toml(before), now, step=step, ranks=1)
 
 
 def test_more_steps_stretch_the_schedule_and_both_rates_are_said() -> None:
@@ -76,8 +76,8 @@ def test_another_peak_is_said_without_advice() -> None:
     line = jump(starter(), starter(optimizer={"lr": 3e-2}), 30)
     assert re.fullmatch(r"learning rate 2\.\d\de-03 -> 2\.\d\de-02 from step 30 to 31", line)
     # A config that nobody can read says nothing.
-    assert rate_jump("", starter(), step=3, dp=1) == ""
-    assert rate_jump("[model]\nname = 3", starter(), step=3, dp=1) == ""
+    assert rate_jump("", starter(), step=3, ranks=1) == ""
+    assert rate_jump("[model]\nname = 3", starter(), step=3, ranks=1) == ""
 
 
 def test_a_run_says_it_once_and_the_rates_are_those_of_its_metrics(

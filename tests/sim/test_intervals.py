@@ -200,7 +200,7 @@ def test_phases_have_an_interval_of_the_whole(simulation: Simulation) -> None:
     from titan.config.phases import phases_of
     from titan.sim.report.phases import combine_phases
 
-    [phase] = phases_of(simulation.config, dp=simulation.layout.dp)
+    [phase] = phases_of(simulation.config, world_size=simulation.layout.world_size)
     one = facts(simulation)
     slow = one | {"step_time_s": 3 * one["step_time_s"]}
     found = combine_phases([(phase, one), (phase, slow)])

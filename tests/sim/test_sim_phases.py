@@ -100,3 +100,27 @@ def test_a_phase_that_does_not_fit_is_the_verdict(
     assert main(["sim", str(path), *WHERE, "--loss.chunk_tokens=0"]) == 1
     page = capsys.readouterr().out
     assert page.count("DOES NOT FIT") == 1 and "fits: " in page  # the page is of the first phase
+
+
+def test_a_change_of_layout_is_priced(jobs: tuple[str, str], tmp_path: Path) -> None:
+    """The phase costs what a job of its layout costs, and the border a save that training waits for and a restart."""
+    file, job = tmp_path / "facts.json", tmp_path / "job.toml"
+    long = (
+        "[[phase]]\nfrom_step = 501\nseq_len = 2048\nlocal_batch_size = 1\nglobal_batch_size = 8\n"
+    )
+    job.write_text(Path(jobs[1]).read_text() + f"{long}context_parallel_degree = 2\n")
+    times = ["--simulator.run.restart_seconds=600", "--run", "--json", str(file)]
+    assert main(["sim", str(job), *WHERE, *times]) == 0
+    facts = json.loads(file.read_text())
+    alone = ["--training.steps=500", *LONG, "--parallelism.context_parallel_degree=2"]
+    assert main(["sim", jobs[1], *WHERE, *times, *alone]) == 0
+    other = json.loads(file.read_text())
+    phase, cost, [job_cost] = facts["phases"][1], facts["run"]["phases"][1], other["run"]["phases"]
+    assert phase["mesh"] == "cp 2" and cost["layout"] == other["layout"]
+    assert phase["step_time_s"] == other["step_time_s"]
+    assert phase["needed_gib"] == other["memory"]["needed_gib"]
+    save = cost["checkpoint"]
+    border_s = save["blocked_s"] + save["beside_s"] + 600
+    assert 86_400 * (cost["days"] - job_cost["days"]) == pytest.approx(border_s)
+    assert 86_400 * cost["days_by_part"].pop("change of layout") == pytest.approx(border_s)
+    assert cost["days_by_part"] == job_cost["days_by_part"]

@@ -95,7 +95,9 @@ def test_phases_are_spread_over_the_steps() -> None:
     config = JobConfig.model_validate(config.model_dump() | {"phase": phases})
     small = changed(config, small_keys(config, tp=1))
     assert not check(small)
-    found = [(p.steps, p.sequences, p.config.training.seq_len) for p in phases_of(small, dp=1)]
+    found = [
+        (p.steps, p.sequences, p.config.training.seq_len) for p in phases_of(small, world_size=1)
+    ]
     assert found == [(3, 8, 64), (3, 16, 64), (4, 16, 128)]
 
 

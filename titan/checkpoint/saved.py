@@ -83,6 +83,13 @@ def require_same_model(path: Location, config: JobConfig, *, but: Collection[str
     raise CheckpointError(str(problem), kind="checkpoint_differs")
 
 
+def step_to_continue(config: JobConfig) -> int:
+    """Return the step that a run continues after, or 0. Only local folders are read, so the trainer may find another."""
+    section, saved = config.checkpoint, require_startable(config)
+    is_own = list_steps(Path(config.job.dump_folder) / section.folder)
+    return saved.get("step", 0) if is_own or not section.initial_load_model_only else 0
+
+
 def require_startable(config: JobConfig) -> dict[str, Any]:
     """Return the titan.json of the step that a run would continue from, or begin with.
 

@@ -6,11 +6,15 @@ titan/config/layout.py checks their order, which depends on the ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import pairwise
 
 from titan.config.errors import RuleViolation
-from titan.config.phases import longest_sequence
+from titan.config.phases import DEGREES, longest_sequence, phases_of
 from titan.config.schema import JobConfig
 from titan.config.task import reads_text
+from titan.data import DataError
+from titan.data.sources import resolve_sources
 
 
 def has_conversations(config: JobConfig) -> bool:
@@ -20,6 +24,29 @@ def has_conversations(config: JobConfig) -> bool:
     """
     named = any(getattr(source, "messages_key", "") for source in config.data.sources)
     return named or config.training.dataset == "conversations"
+
+
+def check_borders(config: JobConfig, world_size: int) -> Iterator[RuleViolation]:
+    """Check each change of the layout, over which a checkpoint carries the run."""
+    checkpoint, sources, training = config.checkpoint, config.data.sources, config.training
+    if not sources and reads_text(config):
+        with suppress(DataError):  # another rule reports it
+            sources = resolve_sources(training.dataset, dataset_path=training.dataset_path)
+    is_stream = any(getattr(source, "streaming", False) for source in sources)
+    for before, phase in pairwise(phases_of(config, world_size=world_size)):
+        if before.mesh == phase.mesh or phase.section is None:
+            continue
+        key = next(iter(phase.section.model_dump(include=DEGREES, exclude_none=True)))
+        key = f"phase[{before.number - 1}].{key}"
+        if not checkpoint.enable or checkpoint.load_only:
+            fix = "set checkpoint.enable = true and load_only = false, or remove it"
+            yield key, f"changes the layout, and a checkpoint carries the run over; {fix}"
+        old, new = before.layout.dp, phase.layout.dp
+        if is_stream and old != new:
+            reason = (
+                f"{new} data-parallel ranks cannot go on with a stream that {old} read in parts"
+            )
+            yield key, f"{reason}; keep their number, or set streaming = false in [[data.sources]]"
 
 
 def check_phases(config: JobConfig) -> Iterator[RuleViolation]:

@@ -16,17 +16,19 @@ config, `load_to_run` for a command line.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 
 from titan.checks.environment import check_environment
+from titan.checks.phase_rules import check_borders
 from titan.checks.section_rules import RULES
 from titan.config.errors import ConfigError, Problem, RuleViolation, violations_of
 from titan.config.layout import AXES, Layout, check_layout, resolve_layout
 from titan.config.load import load_from_argv, print_warnings
 from titan.config.model import resolve_model
-from titan.config.phases import later_jobs
+from titan.config.phases import of_each_phase, phases_of
 from titan.config.plug_ins import load_plug_in, plug_ins
 from titan.config.schema import JobConfig
 from titan.hardware import count_accelerators
@@ -116,8 +118,9 @@ def _problems(
     if world_size is not None:
         wrong = check_layout(config, world_size=world_size)
         problems += wrong or [
-            config.source_map.problem(f"comm.{key}", message)
-            for key, message in violations_of(lambda c: _check_axes(c, world_size), config)
+            config.source_map.problem(key, message)
+            for rule in (_check_axes, check_borders)
+            for key, message in violations_of(lambda c, r=rule, n=world_size: r(c, n), config)
         ]
     if here:
         from titan.checks.machine import check_machine  # reads tokenizers and the folders of data
@@ -127,19 +130,22 @@ def _problems(
 
 
 def _check_axes(config: JobConfig, world_size: int) -> Iterator[RuleViolation]:
-    """Check that each axis with options of NCCL has ranks that communicate."""
-    layout, ep = resolve_layout(config, world_size), config.parallelism.expert_parallel_degree
-    ranks = asdict(layout) | {"ep": ep, "efsdp": 1}
+    """Check that each axis with options of NCCL has ranks that communicate, in one phase at least."""
     num_experts = getattr(resolve_model(config.model)[0], "num_experts", 0)
-    if num_experts and (ep > 1 or layout.tp > 1):
-        ranks["efsdp"] = layout.dp_shard * layout.cp * layout.tp // ep
+    ranks = Counter[str]()  # the most of any phase
+    for phase in phases_of(config, world_size=world_size):
+        layout, ep = phase.layout, phase.config.parallelism.expert_parallel_degree
+        own = asdict(layout) | {"ep": ep, "efsdp": 1}
+        if num_experts and (ep > 1 or layout.tp > 1):
+            own["efsdp"] = layout.dp_shard * layout.cp * layout.tp // ep
+        ranks |= Counter(own)
     for axis in config.comm.nccl.options():
         if ranks[axis] == 1 < world_size:  # a choice for many ranks runs on one
             fix = f"remove the table, or change {AXES.get(axis, 'parallelism.expert_parallel_degree')}"
             reason = "the axis has one rank, which sends nothing"
             if axis not in AXES and not num_experts:
                 reason, fix = "the model has no experts", "remove the table"
-            yield f"nccl.{axis}", f"{reason}; {fix}"
+            yield f"comm.nccl.{axis}", f"{reason}; {fix}"
 
 
 def check(config: JobConfig) -> list[Problem]:
@@ -149,13 +155,14 @@ def check(config: JobConfig) -> list[Problem]:
         for entry in plug_ins("titan.rules")
         if (section := entry.name.partition(".")[0]) != MACHINE
     ]
-    problems = [
-        job.source_map.problem(key if "." in key or "[" in key else f"{section}.{key}", message)
-        for job in [config, *later_jobs(config)]
-        for section, rule in [*RULES, *added]
-        for key, message in violations_of(rule, job)
-    ]
-    return [*dict.fromkeys(problems)]  # most rules find the same in each phase
+    return of_each_phase(
+        config,
+        lambda job: (
+            job.source_map.problem(key if "." in key or "[" in key else f"{section}.{key}", message)
+            for section, rule in [*RULES, *added]
+            for key, message in violations_of(rule, job)
+        ),
+    )
 
 
 def advise(config: JobConfig, *, device: str | None = None) -> list[str]:

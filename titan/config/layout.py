@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -30,46 +29,13 @@ from .errors import (
     violations_of,
 )
 from .model import check_split, is_plug_in, model_title, resolve_model
-from .phases import later_jobs, phases_of
+from .phases import AXES, Layout, degrees_of, layout_of, of_each_phase, phases_of, replica_groups
 from .schema import JobConfig
 
 # Modes of torch.compile that replay CUDA graphs.
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 # Values that are tried for a fix, on either side of the wrong value. More would take seconds.
 _MAX_TRIED = 4096
-# Axes and the keys of their degrees, outermost first.
-AXES = {
-    "pp": "parallelism.pipeline_parallel_degree",
-    "dp_replicate": "parallelism.data_parallel_replicate_degree",
-    "dp_shard": "parallelism.data_parallel_shard_degree",
-    "cp": "parallelism.context_parallel_degree",
-    "tp": "parallelism.tensor_parallel_degree",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Degrees of the mesh axes, and the number of forward passes in an optimizer step (`accumulation`)."""
-
-    pp: int
-    dp_replicate: int
-    dp_shard: int
-    cp: int
-    tp: int
-    accumulation: int
-
-    @property
-    def dp(self) -> int:
-        """Return the number of ranks that read different samples."""
-        return self.dp_replicate * self.dp_shard
-
-    @property
-    def world_size(self) -> int:
-        """Return the number of ranks."""
-        return self.pp * self.dp * self.cp * self.tp
-
-    def __str__(self) -> str:
-        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in AXES)
 
 
 def resolve_layout(config: JobConfig, world_size: int) -> Layout:
@@ -80,20 +46,7 @@ def resolve_layout(config: JobConfig, world_size: int) -> Layout:
     """
     if problems := check_layout(config, world_size=world_size):
         raise ConfigError(problems)
-    # A dp_shard of -1 stands for all ranks that the other axes leave.
-    degrees = _degrees(config) | {"dp_shard": _shard_degree(config, world_size)}
-    batch, dp = config.training, degrees["dp_replicate"] * degrees["dp_shard"]
-    dp *= replica_groups(config)
-    accumulation = max(1, batch.global_batch_size // (batch.local_batch_size * dp))
-    return Layout(**degrees, accumulation=accumulation)
-
-
-def replica_groups(config: JobConfig) -> int:
-    """Return the number of replica groups, copies of the job's layout that train together.
-
-    It is 1 unless a package adds keys to [fault_tolerance].
-    """
-    return getattr(config.fault_tolerance, "num_groups", 1)
+    return layout_of(config, world_size)
 
 
 def is_replica_group(config: JobConfig) -> bool:
@@ -107,7 +60,11 @@ def replica_group(config: JobConfig) -> int:
 
 
 def check_layout(config: JobConfig, *, world_size: int) -> list[Problem]:
-    """Return all problems of the config with `world_size` ranks."""
+    """Return all problems of the config with `world_size` ranks, in any of its phases."""
+    return of_each_phase(config, lambda job: _check_layout(job, world_size))
+
+
+def _check_layout(config: JobConfig, world_size: int) -> list[Problem]:
     try:
         model = resolve_model(config.model)[0]
     except UnknownValue:
@@ -130,24 +87,11 @@ def check_layout(config: JobConfig, *, world_size: int) -> list[Problem]:
     violations += check(_check_matrices, _check_experts, _check_units, _check_graphs)
     # Check this only for a correct layout, since it builds the model.
     violations = violations or check(_check_plug_in)
-    problems = [config.source_map.problem(key, message) for key, message in violations]
-    for job in later_jobs(config):
-        problems += check_layout(job, world_size=world_size)
-    return [*dict.fromkeys(problems)]
-
-
-def _degrees(config: JobConfig) -> dict[str, int]:
-    return {axis: getattr(config.parallelism, key.rpartition(".")[2]) for axis, key in AXES.items()}
-
-
-def _shard_degree(config: JobConfig, world_size: int) -> int:
-    degrees = _degrees(config)
-    shard = degrees.pop("dp_shard")
-    return world_size // prod(degrees.values()) if shard == -1 else shard
+    return [config.source_map.problem(key, message) for key, message in violations]
 
 
 def _check_world(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:
-    degrees = _degrees(config)
+    degrees = degrees_of(config)
     fixed = {axis: degree for axis, degree in degrees.items() if degree != -1}
     product = prod(fixed.values())
     is_open = len(fixed) < len(degrees)  # dp_shard = -1 takes the ranks that the others leave
@@ -177,8 +121,7 @@ def _check_world(config: JobConfig, model: Any, world_size: int) -> Iterator[Rul
 
 def _check_batch(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:
     training = config.training
-    dp = config.parallelism.data_parallel_replicate_degree * _shard_degree(config, world_size)
-    dp *= replica_groups(config)
+    dp = layout_of(config, world_size).dp * replica_groups(config)
     # -1 stands for one forward pass, which always fits.
     per_pass, size = training.local_batch_size * dp, training.global_batch_size
     unit = f"local_batch_size {training.local_batch_size} x {dp} data-parallel ranks = {per_pass}"
@@ -218,8 +161,7 @@ def _check_phases(config: JobConfig, model: Any, world_size: int) -> Iterator[Ru
     The step at which a number of tokens is reached depends on the ranks. Only the first mistake is reported, since it shifts
     all later phases.
     """
-    dp = config.parallelism.data_parallel_replicate_degree * _shard_degree(config, world_size)
-    for before, phase in pairwise(phases_of(config, dp=dp)):
+    for before, phase in pairwise(phases_of(config, world_size=world_size)):
         key, steps = f"phase[{before.number - 1}]", config.training.steps
         if phase.first_step <= before.first_step:
             name = f"phase[{before.number - 2}]" if before.number > 1 else "the job's own settings"
@@ -298,7 +240,7 @@ def _check_experts(config: JobConfig, model: Any, world_size: int) -> Iterator[R
     if experts % ep:
         fix = either(neighbours(ep, divisors(experts)))
         yield key, f"{ep} does not divide the model's {experts} experts; use {fix}"
-    shard = _shard_degree(config, world_size)
+    shard = layout_of(config, world_size).dp_shard
     lent = shard * parallel.context_parallel_degree * parallel.tensor_parallel_degree
     if shard > 0 and lent % ep:
         axes = f"dp_shard {shard} x cp {parallel.context_parallel_degree} x tp {parallel.tensor_parallel_degree}"
@@ -308,7 +250,7 @@ def _check_experts(config: JobConfig, model: Any, world_size: int) -> Iterator[R
 
 def _check_units(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:
     parallel = config.parallelism
-    shards = _shard_degree(config, world_size) * parallel.context_parallel_degree
+    shards = layout_of(config, world_size).dp_shard * parallel.context_parallel_degree
     blocks = getattr(model, "n_layers", 0) // parallel.pipeline_parallel_degree
     is_ddp = shards == 1 < parallel.data_parallel_replicate_degree
     # Tensor-parallel ranks shard experts even if nothing else is sharded.

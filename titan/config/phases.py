@@ -6,16 +6,85 @@ the phase before. The job of a phase has no phases itself, so every rule, estima
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
-from .errors import UnknownValue
+from .errors import Problem, UnknownValue
 from .schema import JobConfig
 from .schema_course import PhaseSection
 from .toml import format_value
 
+# Axes of the mesh and the keys of their degrees, outermost first.
+AXES = {
+    "pp": "parallelism.pipeline_parallel_degree",
+    "dp_replicate": "parallelism.data_parallel_replicate_degree",
+    "dp_shard": "parallelism.data_parallel_shard_degree",
+    "cp": "parallelism.context_parallel_degree",
+    "tp": "parallelism.tensor_parallel_degree",
+}
 _TRAINING = {"global_batch_size", "local_batch_size", "seq_len"}
+DEGREES = {*(key.rpartition(".")[2] for key in AXES.values()), "expert_parallel_degree"}
 _SHOWN = {"from_step", "from_tokens", *_TRAINING}  # in the text of every phase
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Degrees of the mesh axes, and the number of forward passes in an optimizer step (`accumulation`)."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    accumulation: int
+
+    @property
+    def dp(self) -> int:
+        """Return the number of ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return self.pp * self.dp * self.cp * self.tp
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in AXES)
+
+
+def replica_groups(config: JobConfig) -> int:
+    """Return the number of replica groups, copies of the job's layout that train together.
+
+    It is 1 unless a package adds keys to [fault_tolerance].
+    """
+    return getattr(config.fault_tolerance, "num_groups", 1)
+
+
+def degrees_of(config: JobConfig) -> dict[str, int]:
+    """Return the degree of each axis, as the job has it."""
+    return {axis: getattr(config.parallelism, key.rpartition(".")[2]) for axis, key in AXES.items()}
+
+
+def layout_of(config: JobConfig, world_size: int) -> Layout:
+    """Return the layout of a job's first phase, without a check."""
+    degrees, training = degrees_of(config), config.training
+    if degrees["dp_shard"] == -1:  # stands for all ranks that the other axes leave
+        degrees["dp_shard"] = world_size // -prod(degrees.values())
+    dp = degrees["dp_replicate"] * degrees["dp_shard"] * replica_groups(config)
+    accumulation = training.global_batch_size // max(1, training.local_batch_size * dp)
+    return Layout(**degrees, accumulation=max(1, accumulation))
+
+
+def mesh_of(config: JobConfig, layout: Layout) -> str:
+    """Describe a job's mesh: its axes longer than 1, and EP."""
+    ranks, ep = (
+        ((axis, getattr(layout, axis)) for axis in AXES),
+        config.parallelism.expert_parallel_degree,
+    )
+    mesh = " x ".join(f"{axis} {n}" for axis, n in ranks if n > 1) or "one rank"
+    return mesh + f", ep {ep}" * (ep > 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +95,7 @@ class Phase:
         number: 1, 2, ...
         first_step: number of the first step in the run, counted from 1.
         sequences: sequences of a step, over all ranks.
+        layout: layout of the ranks.
         section: the table that begins the phase, or None for the first phase.
         config: the job with the settings of this phase. Its `training.steps` counts the steps of the phase.
     """
@@ -33,6 +103,7 @@ class Phase:
     number: int
     first_step: int
     sequences: int
+    layout: Layout
     section: PhaseSection | None
     config: JobConfig
 
@@ -45,6 +116,11 @@ class Phase:
     def last_step(self) -> int:
         """Return the number of the last step."""
         return self.first_step + self.steps - 1
+
+    @property
+    def mesh(self) -> str:
+        """Describe the mesh. Phases with equal texts have the same."""
+        return mesh_of(self.config, self.layout)
 
     @property
     def tokens_per_step(self) -> int:
@@ -65,42 +141,57 @@ class Phase:
         steps = f"steps {self.first_step:,} to {self.last_step:,}"
         size = f"{self.sequences:,} sequences of {self.config.training.seq_len:,} tokens in a step"
         own = self.section.model_dump(exclude_none=True, exclude=_SHOWN) if self.section else {}
-        more = (f", {key} = {format_value(value)}" for key, value in own.items())
-        return f"phase {self.number}, {steps}: {size}{''.join(more)}"
+        mesh = f", on {self.mesh}" * bool(DEGREES & own.keys())
+        more = (f", {k} = {format_value(own[k])}" for k in own if k not in DEGREES)
+        return f"phase {self.number}, {steps}: {size}{mesh}{''.join(more)}"
 
 
 def jobs_of(config: JobConfig) -> list[JobConfig]:
     """Return the job of each phase, with the steps of the whole run, and with the source lines of the phase's own keys."""
+    config = config.whole
     jobs = [job := config.model_copy(update={"phase": []})]
     lines = dict(config.source_map.locations)
     for number, section in enumerate(config.phase):
         changes = section.model_dump(include=_TRAINING, exclude_none=True)
         updates: dict[str, Any] = {"training": job.training.model_copy(update=changes)}
+        if degrees := section.model_dump(include=DEGREES, exclude_none=True):
+            updates["parallelism"] = job.parallelism.model_copy(update=degrees)
         if section.weights is not None:
             pairs = zip(job.data.sources, section.weights, strict=False)  # a rule compares them
             sources = [source.model_copy(update={"weight": weight}) for source, weight in pairs]
             updates["data"] = job.data.model_copy(update={"sources": sources})
-        for key in changes:
-            if place := lines.get(f"phase[{number}].{key}"):
-                lines[f"training.{key}"] = place
+        for name, keys in (("training", changes), ("parallelism", degrees)):
+            for key in keys:
+                if place := lines.get(f"phase[{number}].{key}"):
+                    lines[f"{name}.{key}"] = place
         jobs.append(job := job.model_copy(update=updates))
         job._source_map = replace(config.source_map, locations=dict(lines))
     return jobs
 
 
-def later_jobs(config: JobConfig) -> list[JobConfig]:
-    """Return the jobs of all phases but the first, or [] if a setting that they need is unknown.
+def of_each_phase(
+    config: JobConfig, problems_of: Callable[[JobConfig], Iterable[Problem]]
+) -> list[Problem]:
+    """Return the problems of a job and of the jobs of its later phases, each once.
 
-    A check of the job itself covers the first phase.
+    A problem of a later phase has that phase's line, or names the phase.
     """
+    found = {problem: problem for problem in problems_of(config)}
     try:
-        return jobs_of(config)[1:]
+        later = jobs_of(config)[1:]
     except UnknownValue:
-        return []
+        later = []
+    for number, job in enumerate(later, 2):
+        for problem in problems_of(job):
+            own = problem.key.startswith("phase[")
+            message = problem.message if own else f"in phase {number}, {problem.message}"
+            # Most rules find the same in each phase.
+            found.setdefault(problem, replace(problem, message=message))
+    return [*found.values()]
 
 
-def phases_of(config: JobConfig, *, dp: int) -> list[Phase]:
-    """Return the phases of a job on `dp` data-parallel ranks. A job without `[[phase]]` has one phase."""
+def phases_of(config: JobConfig, *, world_size: int) -> list[Phase]:
+    """Return the phases of a job on `world_size` ranks. A job without `[[phase]]` has one phase."""
     phases: list[Phase] = []
     for section, job in zip([None, *config.phase], jobs_of(config), strict=True):
         training, first_step = job.training, 1
@@ -112,16 +203,23 @@ def phases_of(config: JobConfig, *, dp: int) -> list[Phase]:
                 missing = section.from_tokens - sum(phase.tokens for phase in phases[:-1])
                 first_step = before.first_step - (-missing // before.tokens_per_step)
             phases[-1] = _ending(before, first_step)
-        size = training.global_batch_size
+        size, layout = training.global_batch_size, layout_of(job, world_size)
+        dp = max(1, layout.dp)  # 0 if the degrees do not fit
         phase = Phase(
             number=len(phases) + 1,
             first_step=first_step,
             sequences=training.local_batch_size * dp if size == -1 else size,
+            layout=layout,
             section=section,
             config=job,
         )
         phases.append(_ending(phase, training.steps + 1))
     return phases
+
+
+def phase_at(phases: Sequence[Phase], step: int) -> Phase:
+    """Return the phase of a step. Steps before the first belong to the first phase, those past the end to the last."""
+    return [phase for phase in phases if phase.first_step <= max(step, 1)][-1]
 
 
 def _ending(phase: Phase, end: int) -> Phase:

@@ -18,6 +18,7 @@ def to_toml(config: JobConfig, *, comments: bool = False) -> str:
         config: the config. Values that are None are left out.
         comments: add the help of each key as a comment.
     """
+    config = config.whole
     lines = ["# A resolved titan config: every value, defaults included."]
     for name in JobConfig.model_fields:
         section = getattr(config, name)

@@ -387,11 +387,23 @@ class JobConfig(Section):
     debug: DebugSection = DebugSection()
 
     _source_map: SourceMap = PrivateAttr(default_factory=SourceMap)
+    _whole: JobConfig | None = PrivateAttr(default=None)
 
     @property
     def source_map(self) -> SourceMap:
         """Return the place where each key was written, for later problems. It is not part of the config's value."""
         return self._source_map
+
+    @property
+    def whole(self) -> JobConfig:
+        """Return the job as it was written, also from the job of a part of the run (`with_sections`)."""
+        return self._whole or self
+
+    def with_sections(self, sections: dict[str, Section]) -> JobConfig:
+        """Return the job with other sections, for a part of the run."""
+        job = self.model_copy(update=sections)
+        job._whole = self.whole
+        return job
 
     def on_device(self, kind: str) -> JobConfig:
         """Return the job as a kind of device ("cuda", "cpu") runs it: with a precision in place of "auto".

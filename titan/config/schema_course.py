@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .base import LIMIT, NonNegative, Positive, Section, StrList
+from .base import LIMIT, NonNegative, Positive, PositiveOrAuto, Section, StrList
 
 
 class EvaluationSection(Section):
@@ -38,6 +38,19 @@ class PhaseSection(Section):
     """As training.local_batch_size."""
     seq_len: Positive | None = None
     """As training.seq_len. It must divide the longest length of the job, or be that length."""
+    data_parallel_replicate_degree: Positive | None = None
+    """As parallelism.data_parallel_replicate_degree. Any degree may change: between two layouts the run
+    saves, builds its program again in the same processes, and loads."""
+    data_parallel_shard_degree: PositiveOrAuto | None = None
+    """As parallelism.data_parallel_shard_degree."""
+    context_parallel_degree: Positive | None = None
+    """As parallelism.context_parallel_degree, for example 8 for a phase of long sequences."""
+    tensor_parallel_degree: Positive | None = None
+    """As parallelism.tensor_parallel_degree."""
+    pipeline_parallel_degree: Positive | None = None
+    """As parallelism.pipeline_parallel_degree. Schedule and stages are those of [parallelism]."""
+    expert_parallel_degree: Positive | None = None
+    """As parallelism.expert_parallel_degree."""
     weights: list[Annotated[float, Field(ge=0, le=1e12)]] | None = None
     """Weights of data.sources, in their order. A weight of 0 leaves a source out in this phase."""
     lr_factor: Annotated[float | None, Field(ge=0)] = None

@@ -144,6 +144,7 @@ def name_axes(mesh: Any) -> None:
     torch names the groups of a mesh, except groups that existed before it.
     """
     if installed is not None:
+        installed.axes.clear()  # of the layout before
         for axis in mesh.mesh_dim_names:
             installed.axes.setdefault(mesh.get_group(axis).group_name, axis)
 

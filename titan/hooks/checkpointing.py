@@ -106,9 +106,9 @@ class Checkpointing(Hook):
         if self.needs_results():
             # Cleared before the save: the clock restarts with it.
             self.is_due_by_time = False
-            self._save(
-                final=self.trainer.step == self.trainer.last_step or self.trainer.is_stopping
-            )
+            trainer = self.trainer
+            final = trainer.is_stopping or trainer.is_at_border or trainer.step == trainer.last_step
+            self._save(final=final)
 
     def add_state(self, state: Callable[[], checkpoints.StateDict]) -> None:
         """Add the tensors of another hook to each save and load."""
@@ -323,7 +323,7 @@ class Checkpointing(Hook):
         self.changes = changed_settings(saved, trainer.config, sequences=sequences)
         weights = changed_model(metadata, trainer.config, of_training=True)
         self.changes += [f"{key}: {old} -> {new}" for key, (old, new) in weights.items()]
-        self.jump = rate_jump(saved, trainer.config, step=trainer.step, dp=trainer.layout.dp)
+        self.jump = rate_jump(saved, trainer.config, step=trainer.step, ranks=trainer.world_size)
         # Hooks that did not exist when the step was saved get an empty state.
         for hook in trainer.hooks:
             if hook.state_key:

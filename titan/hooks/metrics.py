@@ -45,7 +45,7 @@ class Metrics(Hook):
             section=trainer.config.metrics,
             rank=trainer.rank,
             resume_step=trainer.step,
-            job_config=trainer.config.model_dump(),
+            job_config=trainer.config.whole.model_dump(),
         )
 
     def rewound(self) -> None:

@@ -107,10 +107,10 @@ class StepRecovery(Hook):
         failed_at = trainer.step
         checkpointing = trainer.hook(Checkpointing)
         path = checkpointing.load_newest() if checkpointing is not None else None
-        if path is None:
-            raise NonFiniteError(
-                f"step {failed_at}: {reason}, and there is no checkpoint to rewind to"
-            )
+        if path is None or trainer.is_at_border:
+            of = " of this layout" if path else ""
+            text = f"step {failed_at}: {reason}, and there is no checkpoint{of} to rewind to"
+            raise NonFiniteError(text)
         # Skip the samples of the steps that led here, at most the samples since the checkpoint.
         end = first_sample + trainer.sequences_per_step
         most = trainer.config.fault_tolerance.rewind_steps * trainer.sequences_per_step

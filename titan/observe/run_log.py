@@ -86,6 +86,15 @@ class EventLog:
             self._continue(run_dir, step=step)
         self.write("resume" if self.restarts else "start", step=step, **facts)
 
+    def set_up(self, spent: Mapping[str, float]) -> None:
+        """Begin to set up again, in another layout. The next step timer counts from zero.
+
+        Args:
+            spent: as in `share`.
+        """
+        self._account(spent)
+        self._part, self._spent = "setup", {}
+
     def begin_steps(self) -> None:
         """Begin the first step of this start; `warm` ends it."""
         self._account({})

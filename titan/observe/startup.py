@@ -9,9 +9,9 @@ from typing import Any
 
 from rich.text import Text
 
-from titan.config.layout import AXES, Layout, is_replica_group, replica_groups
+from titan.config.layout import Layout, is_replica_group, replica_groups
 from titan.config.model import model_title, num_blocks, num_frozen
-from titan.config.phases import phases_of
+from titan.config.phases import mesh_of, phase_at, phases_of
 from titan.config.schema import JobConfig
 from titan.config.task import reads_text
 from titan.hardware import MARGIN, Hardware
@@ -76,20 +76,21 @@ def startup_page(
         tokens_seen: tokens trained on up to resume_step.
         ranks_per_node: ranks of a node; 0: unknown.
     """
-    training = config.training
+    phases = phases_of(config, world_size=layout.world_size)
+    now = phase_at(phases, resume_step + 1).config
+    training = now.training
     resumed = f", resumed after step {resume_step:,}" if resume_step else ""
     groups = replica_groups(config)
     sequences = training.local_batch_size * layout.dp * layout.accumulation * groups
     tokens = sequences * training.seq_len
     # A resumed run may have another batch size, so the tokens before it are counted, not computed.
-    phases = phases_of(config, dp=layout.dp)
-    in_all = tokens_seen + max(0, training.steps - resume_step) * tokens
+    in_all = tokens_seen + max(0, config.training.steps - resume_step) * tokens
     if len(phases) > 1:
         steps = sum(p.steps_after(resume_step) * p.tokens_per_step for p in phases)
         in_all = tokens_seen + steps * groups
     frozen = num_frozen(config.model, model_config)
     # Show the phase that needs the most memory.
-    memory = (estimate_memory(phase.config, model_config, layout) for phase in phases)
+    memory = (estimate_memory(phase.config, model_config, phase.layout) for phase in phases)
     most = max(memory, key=lambda gib: gib["total"])
     return StartupPage(
         title=f"titan: {config.model.name} {model_title(config.model)}, {_parameters(model_config)}",
@@ -103,8 +104,8 @@ def startup_page(
             **({"groups": _groups(groups)} if is_replica_group(config) else {}),
             "precision": f"{training.compute_dtype} compute, "
             f"{training.mixed_precision_reduce} gradient reduction, {_states(config)}",
-            f"{_units(config)[1]} per step": f"{_factors(config, layout)} = {tokens:,}",
-            "steps": f"{training.steps:,}{resumed}; {in_all:,} {_units(config)[1]} in all",
+            f"{_units(config)[1]} per step": f"{_factors(now, layout)} = {tokens:,}",
+            "steps": f"{config.training.steps:,}{resumed}; {in_all:,} {_units(config)[1]} in all",
             **{f"phase {p.number}": str(p).partition(", ")[2] for p in phases[1:]},
             "schedule": _schedule(config),
             "memory": _memory(most, hardware),
@@ -165,10 +166,8 @@ def _experts(config: JobConfig, model: Any, layout: Layout, ranks_per_node: int)
 def _layout(config: JobConfig, layout: Layout) -> str:
     """Describe the ranks, the axes of the mesh that are longer than 1, and the kind of data parallelism."""
     parts = [_count(layout.world_size, "ranks")]
-    degrees = {axis: getattr(layout, axis) for axis in AXES}
-    # Leave out axes of length 1.
-    if mesh := " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1):
-        parts.append(f"mesh {mesh}")
+    if layout.world_size > 1:
+        parts.append(f"mesh {mesh_of(config, layout)}")
     # FSDP shards over context-parallel ranks, too.
     if layout.dp_shard * layout.cp > 1:
         name = "HSDP" if layout.dp_replicate > 1 else "FSDP2"

@@ -90,14 +90,14 @@ def _shape(kind: str, progress: float) -> float:
     }[kind]
 
 
-def rate_jump(saved: str, config: JobConfig, *, step: int, dp: int) -> str:
+def rate_jump(saved: str, config: JobConfig, *, step: int, ranks: int) -> str:
     """Return a warning if a changed job makes the rate jump after a step, to less than half or more than twice.
 
     Args:
         saved: Config of the checkpoint, as TOML.
         config: The job that continues.
         step: Step of the checkpoint.
-        dp: Data-parallel ranks.
+        ranks: Number of ranks.
 
     Returns:
         The warning, or "" if the saved job would make the same jump, or if a phase that begins there sets the rate.
@@ -105,12 +105,12 @@ def rate_jump(saved: str, config: JobConfig, *, step: int, dp: int) -> str:
     try:
         sections = tomllib.loads(saved)
         before = JobConfig.model_validate(sections)
-        (old, usual), (_, new) = (_rates(job, step, dp=dp) for job in (before, config))
+        (old, usual), (_, new) = (_rates(job, step, ranks) for job in (before, config))
     except (ValueError, AttributeError):
         return ""  # of another titan, or an optimizer without one rate
     if not sections:  # of a titan that wrote none
         return ""
-    is_planned = any(p.first_step == step + 1 and p.section and p.section.sets_rate for p in phases_of(config, dp=dp))  # fmt: skip
+    is_planned = any(p.first_step == step + 1 and p.section and p.section.sets_rate for p in phases_of(config, world_size=ranks))  # fmt: skip
     if is_planned or math.isclose(new, usual, rel_tol=1e-6) or old / 2 <= new <= 2 * old:
         return ""
     text = f"learning rate {old:.2e} -> {new:.2e} from step {step:,} to {step + 1:,}"
@@ -124,7 +124,7 @@ def rate_jump(saved: str, config: JobConfig, *, step: int, dp: int) -> str:
     )
 
 
-def _rates(job: JobConfig, step: int, *, dp: int) -> list[float]:
+def _rates(job: JobConfig, step: int, ranks: int) -> list[float]:
     """Return the learning rates of a step and of the next step."""
-    how = {"section": job.lr_scheduler, "total_steps": job.training.steps, "phases": phases_of(job, dp=dp)}  # fmt: skip
+    how = {"section": job.lr_scheduler, "total_steps": job.training.steps, "phases": phases_of(job, world_size=ranks)}  # fmt: skip
     return [job.optimizer.lr * learning_rate_factor(n, **how) for n in (step, step + 1)]

@@ -6,6 +6,7 @@ middle of a run.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import warnings
@@ -51,6 +52,7 @@ __all__ = [
     "enable_loss_parallel",
     "enable_symmetric_memory",
     "enclose_calls",
+    "forget_mesh",
     "gloo_options",
     "keep_random_state_in_graphs",
     "limit_gloo",
@@ -274,6 +276,34 @@ def set_timeout(timeout: timedelta, *, but_not_of: dist.ProcessGroup | None = No
     for group in dist.distributed_c10d._world.pg_map:
         if group is not but_not_of:
             _set_pg_timeout(timeout, group)
+
+
+def forget_mesh() -> None:
+    """End all process groups but the default one, with everything that torch keeps of their meshes and compiled programs.
+
+    torch caches shardings by the shape and the names of a mesh: a mesh of the same shape would get the groups of the ended one.
+    """
+    for group in [*dist.distributed_c10d._world.pg_map]:
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    # The thread of an overlap has caches of its own.
+    owners = ("torch.distributed", "titan.parallel.overlap")
+    # By its type: `isinstance` would ask objects that stand for others. A loop would keep its last object alive.
+    found = [thing for thing in gc.get_objects() if type(thing) is type(_with_random_state)]
+    for cached in found:
+        if str(cached.__module__).startswith(owners):
+            cached.cache_clear()
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    # From torch 2.10 on each thread caches in C++, too: this one, and that of an accelerator's backward passes.
+    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)
+    clear()
+    number = torch.zeros((), device=device, requires_grad=True)
+    number.register_hook(lambda _: clear())
+    number.backward()
+    torch.compiler.reset()
+    gc.collect()
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
 
 
 def limit_gloo(*, loopback: bool) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from titan.checks.rules import resolve_layout
 from titan.config.phases import Phase, phases_of
 from titan.config.schema import JobConfig
 from titan.sim.report.imbalance import simulate_with_limit
@@ -26,10 +25,9 @@ def simulate_phases(
         world_size: Number of ranks.
         how: Other options of `simulate`.
     """
-    dp = resolve_layout(config, world_size).dp
     return [
         (phase, simulate_with_limit(phase.config, world_size=world_size, **how))
-        for phase in phases_of(config, dp=dp)
+        for phase in phases_of(config, world_size=world_size)
     ]
 
 
@@ -46,6 +44,7 @@ def phase_rows(parts: Sequence[tuple[Phase, Simulation]]) -> list[Facts]:
                 "tokens": phase.tokens,
                 "sequences_per_step": phase.sequences,
                 "seq_len": phase.config.training.seq_len,
+                "mesh": phase.mesh,
                 "seconds": phase.steps * found["step_time_s"],
                 "needed_gib": found["memory"]["needed_gib"],
             }
@@ -69,6 +68,8 @@ def phase_lines(rows: Sequence[Facts]) -> Iterator[str]:
     most = f"{max(row['needed_gib'] for row in rows):.1f}"
     table.append(["all", f"{steps:,}", *[""] * 5, most, duration(seconds), ""])
     yield from ("", *(f"  {line}" for line in columns(table, left=(0, 9))))
+    if len({row["mesh"] for row in rows}) > 1:
+        yield from (f"  phase {n}: {row['mesh']}" for n, row in enumerate(rows, 1))
     yield "  the rest of this page is about phase 1"
 
 

@@ -20,6 +20,7 @@ from titan.checkpoint.interval import (
     young_interval_s,
 )
 from titan.config.model import model_config
+from titan.config.phases import mesh_of
 from titan.config.schema import EvaluationSection, JobConfig
 from titan.data import DataError
 from titan.data.examples import read_task
@@ -71,8 +72,13 @@ def save_times_s(simulation: Simulation, size: float, *, nodes: int) -> tuple[fl
     return start_s + late_s, copy_s - late_s + write_s
 
 
-def phase_facts(simulation: Simulation) -> Facts:
-    """Return the cost of one phase from its first step to its last. docs/simulator.md defines every field."""
+def phase_facts(simulation: Simulation, *, changes_layout: bool = False) -> Facts:
+    """Return the cost of one phase from its first step to its last. docs/simulator.md defines every field.
+
+    Args:
+        simulation: A step of the phase.
+        changes_layout: The phase begins with a save in the foreground and a new start, in another layout.
+    """
     config, step_s = simulation.config, simulation.timeline.step_s
     run, steps, ranks = config.simulator.run, config.training.steps, simulation.layout.world_size
     nodes = ceil(ranks / simulation.profile.gpus_per_node)
@@ -94,6 +100,9 @@ def phase_facts(simulation: Simulation) -> Facts:
     best_s = max(daly_interval_s(blocked_s, mtbf_s), beside_s, step_s)
     parts_s = {"training": trained_s, "validation": validation_s, "waiting for saves": saved_s}
     parts_s["restarts and lost work"] = wall_s - sum(parts_s.values())
+    if changes_layout:
+        parts_s["change of layout"] = border_s = blocked_s + beside_s + run.restart_seconds
+        wall_s += border_s
     gpu_hours = wall_s / _HOUR_S * ranks
     away = run.repair_hours * _HOUR_S / mtbf_s
     return {
@@ -173,7 +182,11 @@ def _evaluation_tokens(simulation: Simulation, section: EvaluationSection) -> in
 
 def whole_run(simulations: Sequence[Simulation]) -> Facts:
     """Return the cost of consecutive phases: the sums, and `phases` with each."""
-    phases = [phase_facts(simulation) for simulation in simulations]
+    meshes = [mesh_of(simulation.config, simulation.layout) for simulation in simulations]
+    phases = [
+        phase_facts(simulation, changes_layout=meshes[n] != meshes[max(0, n - 1)])
+        for n, simulation in enumerate(simulations)
+    ]
     sums = ("days", "gpu_hours", "energy_mwh", "cost", "failures", "steps", "tokens")
     trained = sum(phase["days_by_part"]["training"] for phase in phases)
     total: Facts = {name: sum(phase[name] for phase in phases) for name in sums}

@@ -120,7 +120,7 @@ def simulate_variants(
             keys = {key: value for key, value in chosen.items() if key != WORLD_SIZE}
             config = load_from_argv([*job, *(f"--{key}={value}" for key, value in keys.items())])
             ranks = int(chosen.get(WORLD_SIZE, world_size))
-            layout = check_to_run(config, world_size=ranks)
+            check_to_run(config, world_size=ranks)
         except ConfigError as error:
             # One reason is enough for a table that counts them.
             for variant in of_settings:
@@ -128,7 +128,7 @@ def simulate_variants(
             continue
         for variant, profile in zip(of_settings, profiles, strict=True):
             variant.problem = not_simulated(config, profile)
-            for phase in () if variant.problem else phases_of(config, dp=layout.dp):
+            for phase in () if variant.problem else phases_of(config, world_size=ranks):
                 of_phase = resolve_layout(phase.config, ranks)
                 request = TraceRequest(phase.config.on_device(profile.device_kind), of_phase)
                 # Variants that differ in hardware or replicas alone share a key, and so a trace.

@@ -25,7 +25,7 @@ from titan.config.model import (
     parameter_counts,
     replace_fields,
 )
-from titan.config.phases import longest_sequence, sequence_lengths
+from titan.config.phases import DEGREES, longest_sequence, sequence_lengths
 from titan.config.quantize import FLOAT8
 from titan.config.schema import JobConfig
 from titan.config.task import task_options
@@ -192,7 +192,7 @@ def _small_phases(config: JobConfig) -> dict[str, Any]:
             batch = BATCH << (phase.global_batch_size > base)
         length = phase.seq_len and small[phase.seq_len]
         first = {"from_step": 1 + place * steps // number, "from_tokens": None, "weights": None}
-        first |= {"local_batch_size": None, "seq_len": length}
+        first |= {"local_batch_size": None, "seq_len": length} | dict.fromkeys(DEGREES)
         first["global_batch_size"] = batch
         phases.append({**phase.model_dump(), **first})
     keys = {"phase": phases, "training.steps": steps}

@@ -89,7 +89,7 @@ def _batches(train_step: TrainStep) -> Iterator[list[TensorBatch]]:
             train_step.change(phase)
         for step in range(phase.first_step, phase.last_step + 1):
             yield micro_batches(
-                _random_batch(phase, step), train_step.mesh, job.accumulation(phase)
+                _random_batch(phase, step), train_step.mesh, phase.layout.accumulation
             )
 
 

@@ -216,7 +216,7 @@ def _is_start(saved: Location) -> bool:
 def _job(config: JobConfig, original: _Record, base: Location | None, step: int) -> JobConfig:
     """Return the job of a recomputation from a checkpoint, or from the start."""
     layout = resolve_layout(config, original.facts.world_size)
-    begin = phases_of(config, dp=layout.dp)[1:]
+    begin = phases_of(config, world_size=layout.world_size)[1:]
     training, schedule = config.training, config.lr_scheduler
     batch = layout.dp * layout.accumulation * training.local_batch_size
     changes: dict[str, Any] = dict.fromkeys(_OFF, False) | {
