@@ -123,8 +123,11 @@ def _changed(config: Any, overrides: dict[str, Any], *, derives: bool) -> Any:
     """
     changes = {_their_name(key, config): value for key, value in overrides.items()}
     content = _merged(config.to_dict(), changes, config)
+    if derives:
+        stale = _derived(config) - changes.keys()
+        content = {k: v for k, v in content.items() if k not in stale}
     number: Any = content.get(config.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
-    if number != config.num_hidden_layers:
+    if number is not None and number != config.num_hidden_layers:
         by_layer = {k: v for k, v in content.items() if _is_by_layer(v, config.num_hidden_layers)}
         # Without a value for a layer, the class fills them in again.
         content |= {k: v[:number] if number <= len(v) else None for k, v in by_layer.items()}
@@ -139,6 +142,15 @@ def _changed(config: Any, overrides: dict[str, Any], *, derives: bool) -> Any:
             why = why if derives else "the folder's own code gets no other values"
             raise WrongKeyError((f"model.overrides.{key}", why))
     return config
+
+
+def _derived(config: Any) -> set[str]:
+    """Return the fields that a config class computes from its declared fields, as config.json has them."""
+    fields = config.to_dict()
+    declared = getattr(type(config), "__dataclass_fields__", fields)
+    own = {k: v for k, v in fields.items() if k in declared}
+    again = _checked(lambda: type(config).from_dict(own)).to_dict()
+    return {k for k, v in fields.items() if k not in own and again.get(k) == v}
 
 
 def _require_own_class(transformers: Any, content: dict[str, Any]) -> None:
