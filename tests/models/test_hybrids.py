@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from tests.support.hf_families import (
     PROOFS,
@@ -20,10 +22,12 @@ from tests.support.hf_families import (
     overrides_of,
     row_of,
     std_of,
+    whole_weights,
 )
-from tests.support.hf_folders import twin_of
+from tests.support.hf_folders import save_twin, twin_of
 from tests.support.linear_attention import plant
 from tests.support.ranks import Pool
+from tests.support.trainers import PoolTrainer
 from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
 from titan.config.model import resolve_model
@@ -191,6 +195,41 @@ def test_qwen3_next_by_inductor(pool: Pool) -> None:
 def test_qwen3_next_resumes_and_exports(pool: Pool) -> None:
     row = row_of(pool, "qwen3_next", PROOFS)
     assert float(row["resumed"]) < 1e-5 and row["exported"] == "equal", row
+
+
+def begin(folder: Path) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """Return what a run says of the folder that it begins with, and its weights."""
+    keys = {
+        "job": {"dump_folder": str(folder.parent / "run")},
+        "training": {"dataset": "synthetic", "seq_len": 32, "steps": 1},
+        "checkpoint": {
+            "enable": True,
+            "initial_load_in_hf": True,
+            "initial_load_path": str(folder),
+        },
+    }
+    trainer = PoolTrainer(job_of("", {"cp": 2}, {}, source=folder, more=keys))
+    weights = whole_weights(trainer.train_step)
+    trainer.close()
+    return trainer.checkpointing.notes, weights
+
+
+def test_modules_of_multi_token_prediction_in_a_folder_are_left_out_and_named(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """As in the hub's folders of Qwen3-Next, of which transformers reads no tensor mtp.*."""
+    folder = tmp_path / "source"
+    name = "Qwen3NextForCausalLM"
+    save_twin(name, overrides_of(name) | {"vocab_size": 300}, folder)
+    tensors = load_file(folder / "model.safetensors")
+    more = {f"mtp.{name}": torch.ones(2, 2) for name in ("fc.weight", "layers.0.mlp.gate.weight")}
+    save_file(tensors | more, folder / "model.safetensors", metadata={"format": "pt"})
+    for notes, weights in pool.run(2, begin, folder):
+        assert notes == [f"left out mtp* of {folder}: the model's output does not depend on it"]
+        assert torch.equal(weights["output.weight"], tensors["lm_head.weight"])
+        assert torch.equal(
+            weights["layers.0.linear_attn.A_log"], tensors["model.layers.0.linear_attn.A_log"]
+        )
 
 
 OTHERS = (

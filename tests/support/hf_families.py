@@ -594,7 +594,7 @@ def run_rank(
                 row[name] = f"refused: {reason}"
                 continue
             try:
-                for draw in range(DRAWS):
+                for draw in range(1 if plant else DRAWS):
                     if name == "resumed":
                         found = resume(architecture, fields, sizes, draw=draw, folder=folder)
                         whole = truth(draw, False)
