@@ -33,6 +33,8 @@ from titan.config.errors import ConfigError
 from titan.config.model import resolve_model
 from titan.models.transformers import build_model
 from titan.parallel import initialize, materialize
+from titan.sim.price.profiles import load_profile
+from titan.sim.simulate import simulate
 
 _CONTIGUOUS = {"parallelism": {"context_parallel_load_balancer": "none"}}
 _COMPILED = {"compile": {"enable": True, "backend": "aot_eager"}}
@@ -230,6 +232,16 @@ def test_modules_of_multi_token_prediction_in_a_folder_are_left_out_and_named(
         assert torch.equal(
             weights["layers.0.linear_attn.A_log"], tensors["model.layers.0.linear_attn.A_log"]
         )
+
+
+@pytest.mark.slow
+def test_the_simulator_spreads_tokens_over_experts_in_float32() -> None:
+    name = "Qwen3NextForCausalLM"
+    more = {"training": {"mixed_precision_param": "float32"}}
+    config = job_of(name, {"dp_shard": 2}, overrides_of(name), more=more).on_device("cuda")
+    profile = load_profile("h100-sxm")
+    found = simulate(config, world_size=2, profile=profile, processes=1, use_cache=False)
+    assert found.runs and found.timeline.step_s > 0
 
 
 OTHERS = (
