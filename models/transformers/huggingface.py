@@ -34,7 +34,8 @@ def hf_buffer(name: str, sizes: TransformersConfig) -> str:
 
 def hf_config(sizes: TransformersConfig) -> dict[str, Any]:
     """Return the config.json of a model."""
-    return json.loads(sizes.source.hf)
+    # As transformers writes numbers that JSON does not have.
+    return json.loads(sizes.source.hf, parse_constant=lambda word: {"__float__": word})
 
 
 def hf_unused(hf: dict[str, Any], sizes: TransformersConfig) -> Iterator[str]:

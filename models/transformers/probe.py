@@ -6,6 +6,7 @@ not allow it is refused before a run.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -83,6 +84,14 @@ def run_once(model: Any) -> list[Part]:
         if not is_again:
             part.is_late = part.is_late or id(model.layers["0"]) in parts
         part.input = given
+        if re.fullmatch(r"layers\.\d+", name) and given is not None:
+            hidden = [
+                x
+                for x in (*args, *kwargs.values())
+                if isinstance(x, Tensor) and x.shape == given.shape
+            ]
+            if len(hidden) > 1:
+                model.__dict__["reads_twice"] = name
 
     def after(name: str, module: nn.Module, _: Any, __: Any, output: Any) -> None:
         parts[id(module)].output = output

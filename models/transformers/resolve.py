@@ -235,7 +235,7 @@ def _checked(build: Any) -> Any:
 def _config_json(path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"), object_hook=_as_float)
     except FileNotFoundError:
         raise UnsupportedModelError(f"there is no {file}") from None
     except (OSError, ValueError) as error:
@@ -243,6 +243,11 @@ def _config_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UnsupportedModelError(f"{file} is not a table of fields")
     return content
+
+
+def _as_float(table: dict[str, Any]) -> Any:
+    """Return the number of transformers' {"__float__": "Infinity"}, and any other table as it is."""
+    return float(str(table["__float__"])) if table.keys() == {"__float__"} else table
 
 
 def _import() -> Any:
@@ -276,6 +281,7 @@ def resolve_config(content: dict[str, Any]) -> TransformersConfig:
         UnsupportedModelError: titan cannot run the model.
     """
     transformers = _import()
+    content = json.loads(json.dumps(content), object_hook=_as_float)
     kind = str(content.get("model_type", ""))
     if kind not in transformers.CONFIG_MAPPING:
         raise UnsupportedModelError(

@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from tests.support.hf_families import (
     PROOFS,
     VOCABULARY,
+    families,
     is_equal,
     job_of,
     num_ranks,
@@ -56,6 +59,7 @@ CROSSED: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "CP 2, ring": ({"cp": 2}, _RING),
     "CP 2, Ulysses": ({"cp": 2}, _ULYSSES),
     "CP 2, recomputed": ({"cp": 2}, _RECOMPUTED),
+    "CP 2, op AC": ({"cp": 2}, {"activation_checkpoint": {"mode": "selective"}}),
     "CP 2, documents": ({"cp": 2}, {}),
     "CP 2, ring, contiguous, documents": (
         {"cp": 2},
@@ -194,8 +198,10 @@ def test_qwen3_next_by_inductor(pool: Pool) -> None:
 
 
 @pytest.mark.slow
-def test_qwen3_next_resumes_and_exports(pool: Pool) -> None:
-    row = row_of(pool, "qwen3_next", PROOFS)
+@pytest.mark.parametrize("kind", ["qwen3_next", "granitemoehybrid"])
+def test_resumes_and_exports(kind: str, pool: Pool) -> None:
+    """The config.json of Granite has an infinite number, which JSON has not."""
+    row = row_of(pool, kind, PROOFS)
     assert float(row["resumed"]) < 1e-5 and row["exported"] == "equal", row
 
 
@@ -259,6 +265,49 @@ OTHERS = (
 @pytest.mark.parametrize("kind", OTHERS)
 def test_other_hybrids_on_layouts(kind: str, pool: Pool) -> None:
     check(pool, kind, ("TP+SP", "CP 2", "CP 2, documents", "PP 2", "TP x CP, documents"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("mamba2", "it has no attention at all, and titan reads its heads from there"),
+        ("nemotron_h", "layers.1 (NemotronHBlock) has neither attention through transformers' interface nor a recurrence that titan has"),
+        ("jamba", "layers.0 (JambaMambaDecoderLayer) has neither attention through transformers' interface nor a recurrence that titan has"),
+        ("zamba2", "layers.1.shared_transformer.self_attn.q_proj.weight and layers.3.shared_transformer.self_attn.q_proj.weight are one parameter, and titan gives each block its own"),
+        ("zaya", "ZayaModel itself has input_hidden_states_scale"),
+    ],
+)  # fmt: skip
+def test_a_hybrid_that_titan_cannot_run_is_refused_with_the_reason(kind: str, reason: str) -> None:
+    name = families()[kind]
+    fields = overrides_of(name) | {"tie_word_embeddings": kind == "zamba2"}
+    problems = resolve_model(job_of(name, {}, fields).model)[1]
+    assert problems == [("model.architecture", reason)]
+
+
+def test_a_convolution_beside_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the code of a folder: attention is split over ranks, and the convolution would stop at their borders."""
+    forward = LlamaMLP.forward
+
+    def shifted(self: Any, x_BSD: torch.Tensor) -> torch.Tensor:
+        kernel = x_BSD.new_ones(x_BSD.shape[-1], 1, 2)
+        before = F.pad(x_BSD.transpose(1, 2), (1, 0))
+        return forward(self, F.conv1d(before, kernel, groups=x_BSD.shape[-1]).transpose(1, 2))
+
+    monkeypatch.setattr(LlamaMLP, "forward", shifted)
+    fields = overrides_of("LlamaForCausalLM") | {"intermediate_size": 88}  # not built before
+    [(_, reason)] = resolve_model(job_of("LlamaForCausalLM", {}, fields).model)[1]
+    assert reason.startswith("a convolution follows layers.0.mlp,")
+
+
+def test_sizes_that_a_config_class_computes_follow_the_overrides() -> None:
+    """Bailing takes as many heads for linear attention as for attention, and keeps both numbers."""
+    fields = overrides_of("BailingHybridForCausalLM") | dict.fromkeys(
+        ("num_attention_heads", "num_key_value_heads", "first_k_dense_replace"), 2
+    )
+    del fields["linear_num_heads"]
+    sizes, _ = resolve_model(job_of("BailingHybridForCausalLM", {}, fields).model)
+    twin = transformers.BailingHybridForCausalLM(transformers.BailingHybridConfig(**fields))
+    assert sizes.num_params == sum(p.numel() for p in twin.parameters())
 
 
 def test_a_convolution_that_is_three_on_disk_is_refused_before_a_run() -> None:

@@ -246,7 +246,9 @@ def test_greedy_text_is_transformers(kind: str, pool: Pool) -> None:
             assert found == expected
 
 
-@pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "kind", ["gemma3_text", "qwen3_moe", pytest.param("qwen3_next", marks=pytest.mark.slow)]
+)
 def test_evaluation_is_transformers_cross_entropy(kind: str, tmp_path: Path) -> None:
     """`titan evaluate` on a folder that transformers saved. A target of n bytes costs n times the cross entropy."""
     architecture = families()[kind]
