@@ -279,9 +279,16 @@ def test_other_hybrids_on_layouts(kind: str, pool: Pool) -> None:
 )  # fmt: skip
 def test_a_hybrid_that_titan_cannot_run_is_refused_with_the_reason(kind: str, reason: str) -> None:
     name = families()[kind]
-    fields = overrides_of(name) | {"tie_word_embeddings": kind == "zamba2"}
-    problems = resolve_model(job_of(name, {}, fields).model)[1]
+    problems = resolve_model(job_of(name, {}, overrides_of(name)).model)[1]
     assert problems == [("model.architecture", reason)]
+
+
+def test_stages_of_a_model_whose_blocks_read_two_hidden_states_are_refused() -> None:
+    """Zamba 2 gives the embeddings to later blocks, too, and a later stage would take what it receives for them."""
+    fields = overrides_of("Zamba2ForCausalLM") | {"tie_word_embeddings": False}
+    sizes, _ = resolve_model(job_of("Zamba2ForCausalLM", {}, fields).model)
+    reason = dict(sizes.refuses)["pipeline_parallel_degree"]
+    assert reason == "layers.3 reads two hidden states, and a stage sends one"
 
 
 def test_a_convolution_beside_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,6 +136,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "zamba2": {
         "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
         **{"mamba_d_state": 16, "adapter_rank": 8, "n_mamba_heads": 8, "head_dim": None},
+        "tie_word_embeddings": True,  # so that its blocks share theirs
     },
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }
