@@ -313,7 +313,8 @@ def test_sizes_that_a_config_class_computes_follow_the_overrides() -> None:
     )
     del fields["linear_num_heads"]
     sizes, _ = resolve_model(job_of("BailingHybridForCausalLM", {}, fields).model)
-    twin = transformers.BailingHybridForCausalLM(transformers.BailingHybridConfig(**fields))
+    kind: Any = transformers.BailingHybridConfig
+    twin = transformers.BailingHybridForCausalLM(kind(**fields))
     assert sizes.num_params == sum(p.numel() for p in twin.parameters())
 
 
