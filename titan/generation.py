@@ -4,6 +4,8 @@ The inner attention of each block is replaced from outside by one that caches ke
 (titan.models.common.attention.CachedAttention), so each new token costs one position. Shorter prompts are padded on their left. A
 document mask keeps the padding out, and positions begin after it, so that each prompt gets the tokens that it would get alone.
 
+A linear recurrence has no such cache here: the whole text goes through the model for each new token.
+
 B prompts, S sequence, V vocabulary
 """
 
@@ -92,30 +94,30 @@ class Generator:
             torch.Generator(device=device).manual_seed(self.seed + row)
             for row in range(len(prompts))
         ]
-        length = max(map(len, prompts), default=0)
-        length += -length % ranks
-        tokens_BS = torch.zeros(len(prompts), length, dtype=torch.int64, device=device)
-        ids_BS = torch.zeros_like(tokens_BS)  # 0 for padding, 1 for the text
-        for row, prompt in enumerate(prompts):
-            tokens_BS[row, length - len(prompt) :] = torch.tensor(prompt, device=device)
-            ids_BS[row, length - len(prompt) :] = 1
-        positions_BS = (ids_BS.cumsum(1) - 1).clamp(min=0)
+        texts = [[*prompt] for prompt in prompts]
+        tokens_BS, ids_BS, positions_BS = _padded(texts, ranks=ranks, device=device)
         inputs = inputs_of(tokens_BS.masked_fill(ids_BS == 0, -1)) if inputs_of else {}
         is_padded, has_ended = not ids_BS.all(), [False] * len(prompts)
+        recurs = any(hasattr(module, "borders") for module in self.model.modules())
         # The model is left as it was, even if the caller stops half-way.
-        undo = cache_attention(self.model)
+        undo = cache_attention(self.model) if not recurs else lambda: None
         try:
             for _ in range(self.max_new_tokens):
                 logits_BSV = self.model(
                     tokens_BS, positions_BS, ids_BS if is_padded else None, **inputs
                 )
-                inputs = {}
+                inputs = inputs if recurs else {}
                 chosen = self._choose(logits_BSV[:, -1].float(), generators)
                 found = chosen.tolist()
                 has_ended = [end or t in self.stop for end, t in zip(has_ended, found, strict=True)]
                 if all(has_ended):
                     return
                 yield [None if end else t for end, t in zip(has_ended, found, strict=True)]
+                if recurs:
+                    texts = [[*text, token] for text, token in zip(texts, found, strict=True)]
+                    tokens_BS, ids_BS, positions_BS = _padded(texts, ranks=ranks, device=device)
+                    is_padded = not ids_BS.all()
+                    continue
                 # The cache has the positions before, so only the new token goes through the model, once for each rank.
                 tokens_BS = chosen[:, None].expand(-1, ranks)
                 positions_BS = (positions_BS[:, -1:] + 1).expand(-1, ranks)
@@ -143,6 +145,20 @@ class Generator:
             torch.multinomial(p_V, 1, generator=g) for p_V, g in zip(p_BV, generators, strict=True)
         ]
         return order_BV.gather(-1, torch.stack(drawn))[:, 0]
+
+
+def _padded(
+    texts: Sequence[Sequence[int]], *, ranks: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens, document ids (0 for padding, 1 for the text) and positions of texts with padding on their left, (B, S) each."""
+    length = max(map(len, texts), default=0)
+    length += -length % ranks
+    tokens_BS = torch.zeros(len(texts), length, dtype=torch.int64, device=device)
+    ids_BS = torch.zeros_like(tokens_BS)
+    for row, text in enumerate(texts):
+        tokens_BS[row, length - len(text) :] = torch.tensor(text, device=device)
+        ids_BS[row, length - len(text) :] = 1
+    return tokens_BS, ids_BS, (ids_BS.cumsum(1) - 1).clamp(min=0)
 
 
 def streamed(

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titan.parallel.token_order import host_counts
 from titan.parallel.traits import BlockTraits
 
+from ..common import moe
 from ..common.dispatch import count, dispatch, in_chunks, run_experts
-from ..common.moe import grouped_mm
 from .attention import is_probing
 from .errors import UnsupportedModelError
 
@@ -166,7 +165,7 @@ def _grouped(module: Any, tokens_RD: Tensor, counts_e: Tensor, *weights: Tensor)
     ends_e = counts_e.cumsum(0, dtype=torch.int32)
 
     def multiply(rows: Tensor, matrices: Tensor) -> Tensor:
-        return grouped_mm(rows, matrices, ends_e)
+        return moe.grouped_mm(rows, matrices, ends_e)
 
     return _products(module, multiply, tokens_RD, ends_e, weights)
 
@@ -174,7 +173,8 @@ def _grouped(module: Any, tokens_RD: Tensor, counts_e: Tensor, *weights: Tensor)
 def _one_by_one(module: Any, tokens_RD: Tensor, counts_e: Tensor, *weights: Tensor) -> Tensor:
     """Return the result of `_grouped` expert by expert, in any precision."""
     rows = len(tokens_RD)
-    sizes = host_counts(counts_e, num_tokens=rows) if rows else [0] * len(counts_e)
+    # By that name, the simulator replaces the counts, which it does not have.
+    sizes = moe.host_counts(counts_e, num_tokens=rows) if rows else [0] * len(counts_e)
 
     def multiply(rows: Tensor, matrices: Tensor) -> Tensor:
         parts = zip(rows.split(sizes), matrices.unbind(), strict=True)

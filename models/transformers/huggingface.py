@@ -6,7 +6,8 @@ Names depend on the model (disk.py).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -33,7 +34,23 @@ def hf_buffer(name: str, sizes: TransformersConfig) -> str:
 
 def hf_config(sizes: TransformersConfig) -> dict[str, Any]:
     """Return the config.json of a model."""
-    return json.loads(sizes.source.hf)
+    # As transformers writes numbers that JSON does not have.
+    return json.loads(sizes.source.hf, parse_constant=lambda word: {"__float__": word})
+
+
+def hf_unused(hf: dict[str, Any], sizes: TransformersConfig) -> Iterator[str]:
+    """Yield the prefixes of tensor names that transformers reads nothing from, such as those of multi-token prediction.
+
+    Args:
+        hf: content of config.json.
+        sizes: the model's sizes.
+    """
+    model = _model(sizes)
+    names = [model.hf_name(name) for name, _ in model.named_parameters()]
+    for pattern in model.hf._keys_to_ignore_on_load_unexpected or ():
+        prefix = re.sub(r"^\(\^\|\\\.\)|^\^|\.\*$", "", pattern).replace("\\.", ".")
+        if re.fullmatch(r"[\w.]+", prefix) and not any(n.startswith(prefix) for n in names):
+            yield prefix
 
 
 def read_config(hf: dict[str, Any]) -> TransformersConfig:

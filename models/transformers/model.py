@@ -83,6 +83,9 @@ class TransformersModel(nn.Module):
         self._modules = whole
         if shared:
             refuses["pipeline_parallel_degree"] = f"{shared} is called before and after its blocks"
+        if name := self.__dict__.get("reads_twice"):
+            why = f"{name} reads two hidden states, and a stage sends one"
+            refuses["pipeline_parallel_degree"] = why
         plan, reason = derive_plan(self, probe, dict(source.plan))
         self.tensor_plan = plan
         reason = reason or fails_in_parts(self, plan)
@@ -146,6 +149,13 @@ class TransformersModel(nn.Module):
         if "output" not in self._modules:
             raise UnsupportedModelError("its output layer is inside of another module")
         self.layers.update({str(n): block for n, block in enumerate(blocks)})
+        owners: dict[int, str] = {}
+        for name, parameter in self.layers.named_parameters(remove_duplicate=False):
+            other = owners.setdefault(id(parameter), name)
+            if other.split(".")[0] != name.split(".")[0]:
+                raise UnsupportedModelError(
+                    f"layers.{other} and layers.{name} are one parameter, and titan gives each block its own"
+                )
         self.hf_names["layers."] = f"{place}."
         self.on_all_stages = tuple(
             name

@@ -6,6 +6,7 @@ not allow it is refused before a run.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -24,22 +25,28 @@ from .plan import Part
 _PROBE_LENGTH = 8
 
 
-class Draws(TorchDispatchMode):
-    """Watch for random numbers, which layouts would draw in other orders. Dropout modules have generators of titan's.
+class Watch(TorchDispatchMode):
+    """Watch for operations that layouts would compute in another way.
+
+    These are random numbers, which are drawn in other orders, but for those of dropout modules, which have generators of titan's; and
+    convolutions over tokens, which would stop at the borders of ranks and cross those of documents, but for titan's own.
 
     Attributes:
         where: name of the module that draws, or "".
+        convolves: name of the module that was called last before a convolution, or "".
     """
 
     def __init__(self, parts: dict[int, Part]) -> None:
         super().__init__()
-        self.parts, self.where = parts, ""
+        self.parts, self.where, self.convolves = parts, "", ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags and not self.where:
             last = [*self.parts.values()][-1]
             if not isinstance(last.module, nn.modules.dropout._DropoutNd):
                 self.where = last.name
+        if func is torch.ops.aten.convolution.default:
+            self.convolves = self.convolves or [*self.parts.values()][-1].name
         return func(*args, **(kwargs or {}))
 
 
@@ -77,6 +84,14 @@ def run_once(model: Any) -> list[Part]:
         if not is_again:
             part.is_late = part.is_late or id(model.layers["0"]) in parts
         part.input = given
+        if re.fullmatch(r"layers\.\d+", name) and given is not None:
+            hidden = [
+                x
+                for x in (*args, *kwargs.values())
+                if isinstance(x, Tensor) and x.shape == given.shape
+            ]
+            if len(hidden) > 1:
+                model.__dict__["reads_twice"] = name
 
     def after(name: str, module: nn.Module, _: Any, __: Any, output: Any) -> None:
         parts[id(module)].output = output
@@ -92,7 +107,7 @@ def run_once(model: Any) -> list[Part]:
     model.hf.config._attn_implementation = attention.PROBE
     try:
         tokens = torch.zeros(1, _PROBE_LENGTH, dtype=torch.int64, device="meta")
-        with _on_meta(model), attention.recording() as record, Draws(parts) as draws:
+        with _on_meta(model), attention.recording() as record, Watch(parts) as seen:
             model(tokens, document_ids_BS=tokens)
         is_again.append(True)
         # Once more as in a run, in which transformers makes no masks.
@@ -108,8 +123,8 @@ def run_once(model: Any) -> list[Part]:
     finally:
         for handle in handles:
             handle.remove()
-    if draws.where:
-        raise UnsupportedModelError(f"{draws.where} draws random numbers in training")
+    if seen.where:
+        raise UnsupportedModelError(f"{seen.where} draws random numbers in training")
     for part in parts.values():
         part.attention = record.calls.get(id(part.module))
         part.recurrence = record.recurrences.get(id(part.module))
@@ -119,8 +134,12 @@ def run_once(model: Any) -> list[Part]:
         mixers = {*record.calls, *record.recurrences}
         if not any(id(module) in mixers for module in block.modules()):
             raise UnsupportedModelError(
-                f"layers.{name} ({type(block).__name__}) mixes tokens without transformers' interface for attention"
+                f"layers.{name} ({type(block).__name__}) has neither attention through transformers' interface nor a recurrence that titan has"
             )
+    if seen.convolves:
+        raise UnsupportedModelError(
+            f"a convolution follows {seen.convolves}, and titan cannot split it over ranks and documents"
+        )
     return [*parts.values()]
 
 

@@ -123,8 +123,11 @@ def _changed(config: Any, overrides: dict[str, Any], *, derives: bool) -> Any:
     """
     changes = {_their_name(key, config): value for key, value in overrides.items()}
     content = _merged(config.to_dict(), changes, config)
+    if derives:
+        stale = _derived(config) - changes.keys()
+        content = {k: v for k, v in content.items() if k not in stale}
     number: Any = content.get(config.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
-    if number != config.num_hidden_layers:
+    if number is not None and number != config.num_hidden_layers:
         by_layer = {k: v for k, v in content.items() if _is_by_layer(v, config.num_hidden_layers)}
         # Without a value for a layer, the class fills them in again.
         content |= {k: v[:number] if number <= len(v) else None for k, v in by_layer.items()}
@@ -139,6 +142,15 @@ def _changed(config: Any, overrides: dict[str, Any], *, derives: bool) -> Any:
             why = why if derives else "the folder's own code gets no other values"
             raise WrongKeyError((f"model.overrides.{key}", why))
     return config
+
+
+def _derived(config: Any) -> set[str]:
+    """Return the fields that a config class computes from its declared fields, as config.json has them."""
+    fields = config.to_dict()
+    declared = getattr(type(config), "__dataclass_fields__", fields)
+    own = {k: v for k, v in fields.items() if k in declared}
+    again = _checked(lambda: type(config).from_dict(own)).to_dict()
+    return {k for k, v in fields.items() if k not in own and again.get(k) == v}
 
 
 def _require_own_class(transformers: Any, content: dict[str, Any]) -> None:
@@ -223,7 +235,7 @@ def _checked(build: Any) -> Any:
 def _config_json(path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"), object_hook=_as_float)
     except FileNotFoundError:
         raise UnsupportedModelError(f"there is no {file}") from None
     except (OSError, ValueError) as error:
@@ -231,6 +243,11 @@ def _config_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UnsupportedModelError(f"{file} is not a table of fields")
     return content
+
+
+def _as_float(table: dict[str, Any]) -> Any:
+    """Return the number of transformers' {"__float__": "Infinity"}, and any other table as it is."""
+    return float(str(table["__float__"])) if table.keys() == {"__float__"} else table
 
 
 def _import() -> Any:
@@ -264,6 +281,7 @@ def resolve_config(content: dict[str, Any]) -> TransformersConfig:
         UnsupportedModelError: titan cannot run the model.
     """
     transformers = _import()
+    content = json.loads(json.dumps(content), object_hook=_as_float)
     kind = str(content.get("model_type", ""))
     if kind not in transformers.CONFIG_MAPPING:
         raise UnsupportedModelError(

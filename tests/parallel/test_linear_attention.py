@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.support.linear_attention import KINDS, Kind, inputs, largest_error
+from tests.support.linear_attention import KINDS, Kind, inputs, largest_error, plant
 from tests.support.ranks import Pool
 from titan.models.common import linear_attention as module
 from titan.models.common.attention import InnerAttention
@@ -24,7 +24,6 @@ from titan.models.common.short_convolution import ShortConvolution
 from titan.parallel.activation import apply_ac
 from titan.parallel.context import apply_cp, mask_over_ranks, sequence_part, shard_sequence
 from titan.parallel.documents import share_document_mask
-from titan.parallel.linear_attention import SequenceBorders
 
 HEADS, GROUPS, KEY, VALUE, WIDTH = 4, 2, 8, 6, 16
 
@@ -92,28 +91,6 @@ def _documents(documents: str, length: int) -> Tensor | None:
     return starts.long().cumsum(1)
 
 
-def _plant(fault: str, patch: pytest.MonkeyPatch) -> None:
-    starts_of, compute = SequenceBorders.starts, module.linear_attention
-
-    def leaking(borders: SequenceBorders, ids: Any) -> Tensor | None:
-        """Forget that a document may begin where a piece begins."""
-        starts = starts_of(borders, ids)
-        assert starts is not None
-        starts = borders.split(starts, dim=1).clone()
-        starts[:, 0] = False
-        return borders.join(starts, dim=1)
-
-    if fault == "a state that is not passed":
-        patch.setattr(SequenceBorders, "states_before", lambda _, added, linear: added * 0)
-    elif fault == "tokens that are not passed":
-        patch.setattr(SequenceBorders, "before", lambda _, last: last * 0)
-    elif fault == "a state that leaks over a document":
-        patch.setattr(SequenceBorders, "starts", leaking)
-    elif fault == "a gate applied twice":
-        twice = lambda q, k, v, g, *rest, **options: compute(q, k, v, g * 2, *rest, **options)  # noqa: E731
-        patch.setattr(module, "linear_attention", twice)
-
-
 def _error(
     name: str,
     *,
@@ -146,7 +123,7 @@ def _error(
         net.compile(backend="aot_eager", fullgraph=True)
     local = [None if y is None else shard_sequence(y, dim=1, **split) for y in (x, targets, ids)]
     with pytest.MonkeyPatch.context() as patch:
-        _plant(fault, patch)
+        plant(fault, patch)
         mine = _results(net, local[0], local[1], x.numel(), local[2])  # pyright: ignore
     for partial_sum in mine[1:]:
         dist.all_reduce(partial_sum)

@@ -97,6 +97,10 @@ BESIDE = {
     "float8, Muon, frozen parameters or the host",
     "conversations": "the technique 'answers' is their batch in every triple. tests/test_phases.py blends, stops and resumes runs on "
     "them with positions that restart at each document (data.reset_positions), on one process and PP x FSDP2. No triple has such positions",
+    "linear attention": "tests/models/test_hybrids.py crosses Qwen3-Next and Granite's hybrid with FSDP2, TP, CP of 2 and 4 by all-gather, "
+    "ring and Ulysses, contiguous parts, 1F1B, Interleaved1F1B, EP, documents with positions that restart, compile, full and op AC, up to "
+    "three at a time. Nothing crosses it with DDP, HSDP, ZeRO-2, InterleavedZeroBubble, the overlap of experts, float8, MTP, Muon, "
+    "frozen parameters or the host; accumulation only through pipelines",
     "average of the weights": "tests/optim/test_average.py crosses it with FSDP2, DDP, HSDP, TP, CP and 1F1B, one at a time. Nothing "
     "crosses it with experts, compile, float8, Muon, frozen parameters or weights on the host",
 }

@@ -1,12 +1,16 @@
-"""Linear attention one position after the other, as its papers write it, and inputs for it."""
+"""Linear attention one position after the other, as its papers write it, inputs for it, and faults of titan's."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from titan.models.common import linear_attention as module
+from titan.parallel.linear_attention import SequenceBorders
 
 
 class Kind(NamedTuple):
@@ -103,3 +107,27 @@ def largest_error(mine: list[Tensor], theirs: list[Tensor]) -> float:
     ]
     assert all(torch.isfinite(x).all() for x in mine)
     return max(errors).item()
+
+
+def plant(fault: str, patch: pytest.MonkeyPatch) -> None:
+    """Plant a fault of linear attention in this process."""
+    starts_of, compute = SequenceBorders.starts, module.linear_attention
+
+    def leaking(borders: SequenceBorders, ids: Any) -> Tensor | None:
+        """Forget that a document may begin where a piece begins."""
+        starts = starts_of(borders, ids)
+        if starts is None:
+            return None
+        starts = borders.split(starts, dim=1).clone()
+        starts[:, 0] = False
+        return borders.join(starts, dim=1)
+
+    if fault == "a state that is not passed":
+        patch.setattr(SequenceBorders, "states_before", lambda _, added, linear: added * 0)
+    elif fault == "tokens that are not passed":
+        patch.setattr(SequenceBorders, "before", lambda _, last: last * 0)
+    elif fault == "a state that leaks over a document":
+        patch.setattr(SequenceBorders, "starts", leaking)
+    elif fault == "a gate applied twice":
+        twice = lambda q, k, v, g, *rest, **options: compute(q, k, v, g * 2, *rest, **options)  # noqa: E731
+        patch.setattr(module, "linear_attention", twice)

@@ -43,7 +43,8 @@ class Checkpointing(Hook):
         self.export = _describe_export(trainer.config, trainer.tokenizer)
         self.resumed_from: Location | None = None
         self.changes: list[str] = []  # settings that differ from the checkpoint's
-        self.text_changes: list[str] = []  # differences of tokenizer, template and data
+        # Differences of tokenizer, template and data; tensors of a folder that the model lacks.
+        self.notes: list[str] = []
         self.jump = ""  # description of a jump of the learning rate
         self.is_due_by_time = False
         self._more: Callable[[], checkpoints.StateDict] = dict  # another hook's tensors
@@ -64,7 +65,7 @@ class Checkpointing(Hook):
             trainer.console.message(f"starting from {self.resumed_from}")
         if self.changes:
             trainer.console.message(f"changed since it was saved: {'; '.join(self.changes)}")
-        for text in self.text_changes:
+        for text in self.notes:
             trainer.console.message(text, always=True)
         if self.jump and trainer.step < trainer.last_step:
             trainer.console.message(self.jump, always=True)
@@ -235,8 +236,7 @@ class Checkpointing(Hook):
             path = Path(section.initial_load_path or trainer.config.model.hf_assets_path)
             state = checkpoints.model_state(trainer.train_step.model_parts)
             model, group = self.export.model, self.manager.group
-            for text in huggingface.load(path, state, model=model, group=group):
-                trainer.console.message(text)
+            self.notes = huggingface.load(path, state, model=model, group=group)
             if trainer.train_step.average is not None:
                 trainer.train_step.average.restart()
         elif path is None and section.enable and section.initial_load_path:
@@ -317,7 +317,7 @@ class Checkpointing(Hook):
         trainer = self.trainer
         trainer.advance(metadata["step"], tokens=metadata["tokens"])
         if self.text:
-            self.text_changes = text_changes(metadata.get("text") or {}, self.text)
+            self.notes = text_changes(metadata.get("text") or {}, self.text)
         saved = metadata.get("config") or ""
         sequences = (metadata.get("sequences_per_step"), trainer.sequences_per_step)
         self.changes = changed_settings(saved, trainer.config, sequences=sequences)

@@ -30,8 +30,9 @@ B batch, S tokens of a sequence, D model, H query heads, G key/value heads, K he
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from inspect import signature
+from types import FunctionType
 from typing import Any
 
 import torch.nn.functional as F
@@ -40,6 +41,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
     Partial,
+    Placement,
     Replicate,
     Shard,
     distribute_module,
@@ -344,18 +346,22 @@ class LocalWeights(ParallelStyle):
                 split = distribute_tensor(whole, device_mesh, [self.placement], src_data_rank=None)
                 part.register_parameter(name, nn.Parameter(split))
             if names:
-                read_as(part, names, self._read)
+                read_as(part, names, _as_local(self.placement, self.grad_placement))
         if self.inside:
             module.register_forward_pre_hook(take_local, with_kwargs=True)
         return module
 
-    def _read(self, weight: Tensor) -> Tensor:
+
+@cache
+def _as_local(placement: Placement, grad_placement: Placement) -> Callable[[Tensor], Tensor]:
+    def read(weight: Tensor) -> Tensor:
         if not isinstance(weight, DTensor):
             return weight
         # Without a redistribution, the gradient would stay a partial sum.
-        return weight.redistribute(placements=(self.placement,)).to_local(
-            grad_placements=(self.grad_placement,)
-        )
+        whole = weight.redistribute(placements=(placement,))
+        return whole.to_local(grad_placements=(grad_placement,))
+
+    return read
 
 
 def read_as(module: nn.Module, names: Iterable[str], convert: Callable[[Any], Any]) -> None:
@@ -365,6 +371,15 @@ def read_as(module: nn.Module, names: Iterable[str], convert: Callable[[Any], An
         module: the module. It gets a class of its own, with properties, as in torch's parametrizations.
         names: names of parameters or buffers.
         convert: maps the stored tensor to what the forward pass reads.
+    """
+    module.__class__ = _reading(type(module), tuple(names), convert)
+
+
+@cache
+def _reading(kind: Any, names: tuple[str, ...], convert: Callable[[Any], Any]) -> type:
+    """Return the class of modules of a kind that convert what they read, one for all that are alike.
+
+    torch.compile has programs for each class, and compiles only 8 versions of a function's code. So the classes' functions do not share theirs.
     """
 
     def reader(name: str) -> property:
@@ -382,9 +397,9 @@ def read_as(module: nn.Module, names: Iterable[str], convert: Callable[[Any], An
         finally:
             self.is_in_forward = False
 
-    kind: Any = type(module)
-    added = {**{name: reader(name) for name in names}, "forward": forward, "is_in_forward": False}
-    module.__class__ = type(kind.__name__, (kind,), added)
+    own = FunctionType(forward.__code__.replace(), globals(), "forward", None, forward.__closure__)
+    added = {**{name: reader(name) for name in names}, "forward": own, "is_in_forward": False}
+    return type(kind.__name__, (kind,), added)
 
 
 class CutSequence(SequenceParallel):
