@@ -66,10 +66,9 @@ def main(argv: list[str] | None = None) -> int:
         return subprocess.run(["sbatch", str(script)]).returncode if options.submit else 0
     if not options.report:
         for rung, steps in _rungs(trials, options.halving):
-            todo = [trial for trial in rung if not trial.has_reached(steps)]
-            print(
-                f"{steps} steps: {len(rung) - len(todo)} of {len(rung)} runs are done", flush=True
-            )
+            todo = [trial for trial in rung if not trial.has_reached(min(steps, trial.steps))]
+            done = f"{len(rung) - len(todo)} of {len(rung)} runs are done"
+            print(f"{steps} steps: {done}" if options.halving else done, flush=True)
             more = [f"--training.steps={steps}"] if options.halving else []
             if options.ray:
                 require("ray", extra="ray", asked_by="--ray")

@@ -113,6 +113,18 @@ def test_halving_trains_the_best_half_on(
     assert (last["loss"], last["lr"]) == (whole["loss"], whole["lr"])
 
 
+@pytest.mark.slow
+def test_lengths_are_swept_and_not_repeated(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["sweep", str(job), "--set=training.steps=4,8", f"--folder={tmp_path / 's'}"]
+    assert titan([*words, "--jobs=2"]) == 0
+    assert {row["step"] for row in rows_of(tmp_path / "s").values()} == {4, 8}
+    capsys.readouterr()
+    assert titan(words) == 0
+    assert "2 of 2 runs are done" in capsys.readouterr().out
+
+
 def groups(*losses: list[float]) -> list[Setting]:
     return [Setting(f"lr={n}", each, ["done"] * len(each)) for n, each in enumerate(losses)]
 
