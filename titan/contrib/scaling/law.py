@@ -24,6 +24,7 @@ HUBER = 1e-3  # Hoffmann et al., of the logarithm of the loss
 LEVEL = 0.9  # of intervals
 CONSTANTS = ("E", "A", "B", "a", "b")
 _KEPT_STARTS = 12
+_LEAST_SHARE, _MOST_EXPONENT = 0.01, 3.0  # of the smallest loss that E is; of either exponent
 _WIDER = (
     1.1  # without it, an interval of 90% holds Hoffmann's constants in 87 of 100 simulated fits
 )
@@ -177,6 +178,14 @@ def _minimize(
         e, a, b = np.exp(terms - np.logaddexp.reduce(terms))
         return np.stack([e * ones, a, b, -a * log_params, -b * log_tokens], axis=1)
 
-    options: dict[str, Any] = {"jac": jacobian, "loss": "huber", "f_scale": HUBER}
-    found = least_squares(errors, start, x_scale="jac", xtol=1e-9, max_nfev=300, **options)
+    # Without a bound, an E that goes to zero would leave its logarithm without a gradient, and the search without steps.
+    least, infinity = float(log_loss.min()), np.inf
+    bounds = (
+        [least + np.log(_LEAST_SHARE), -infinity, -infinity, 0.0, 0.0],
+        [least, infinity, infinity, _MOST_EXPONENT, _MOST_EXPONENT],
+    )
+    inside = np.clip(start, np.array(bounds[0]) + 1e-3, np.array(bounds[1]) - 1e-3)
+    inside[0] = max(inside[0], least + np.log(0.1))
+    options: dict[str, Any] = {"jac": jacobian, "loss": "huber", "f_scale": HUBER, "bounds": bounds}
+    found = least_squares(errors, inside, x_scale="jac", xtol=1e-9, max_nfev=300, **options)
     return found.x, float(found.cost)

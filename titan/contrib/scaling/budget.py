@@ -1,0 +1,216 @@
+"""Command `titan budget JOB.toml --law law.json --hardware H --gpus N --days D`: what sizes of a model could reach in that time.
+
+The formula of the planner chooses each size's layout, and the simulator prices its whole run, failures included. The law says which loss
+to expect of that many tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from argparse import ArgumentTypeError, Namespace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from titan.config import model as models
+from titan.config.load import load_from_argv
+from titan.config.options import JOB, command_parser, positive
+from titan.config.render import to_toml
+from titan.observe.sinks import require
+from titan.sim.price.profiles import load_profile
+from titan.sim.report.text import columns, mistake
+from titan.sim.search.auto import resolve
+from titan.untrusted import InputError, read_json
+
+from .cli import load_law
+from .law import LEVEL, Fit, Run
+
+SUMMARY = "What sizes of a model would reach on these GPUs in this time, by a law and the simulator. docs/scaling.md"  # fmt: skip
+_EXPERTS = "qwen3:30B-A3B"  # the alternative with experts
+_STEPS = 10_000  # of the run that is simulated; others are in proportion
+
+
+@dataclass(frozen=True)
+class Size:
+    """A size of a model, priced.
+
+    Attributes:
+        name: Family and flavor.
+        job: Its job on the command line, layout included.
+        params: Parameters that a token meets.
+        figures: What `titan sim --run --json` says of it.
+    """
+
+    name: str
+    job: list[str]
+    params: float
+    figures: dict[str, Any]
+
+    @property
+    def tokens_a_day(self) -> float:
+        """Return the tokens of a day, with failures, saves and validations."""
+        return self.figures["run"]["tokens"] / self.figures["run"]["days"]
+
+    def at(self, days: float) -> dict[str, float]:
+        """Return tokens, energy, money and failures of so many days."""
+        run = self.figures["run"]
+        share = days / run["days"]
+        parts = ("tokens", "energy_mwh", "cost", "failures", "gpu_hours")
+        return {"days": days} | {part: run[part] * share for part in parts}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code.
+
+    Raises:
+        ConfigError, InputError: A mistake of the user, which titan.cli reports.
+    """
+    usage = f"{JOB} --law law.json --hardware H --gpus N (--days D | --loss L) [--sizes FLAVOR,...] [--out DIR] [--plot FILE.png]"
+    parser = command_parser("budget", usage, summary=SUMMARY)
+    add = parser.add_argument
+    add("--law", type=Path, required=True, metavar="FILE.json", help="of `titan scaling --out`")
+    add("--hardware", required=True, metavar="H", help="GPU, as for `titan sim`")
+    add("--gpus", type=positive, required=True, metavar="N")
+    aim = parser.add_mutually_exclusive_group(required=True)
+    aim.add_argument("--days", type=_above_zero, metavar="D", help="time of the run")
+    aim.add_argument("--loss", type=_above_zero, metavar="L", help="find the cheapest way to this loss")  # fmt: skip
+    add("--sizes", metavar="FLAVOR,...", help=f"flavors of the job's family, or FAMILY:FLAVOR; default: all from 0.1 billion parameters, and {_EXPERTS}")  # fmt: skip
+    add("--out", type=Path, metavar="DIR", help="write the best as a job, and two alternatives")
+    add("--plot", type=Path, metavar="FILE.png", help="draw the expected losses over the sizes")
+    options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    if options.plot:
+        require("matplotlib", extra="plot", asked_by="--plot")
+    found, content = load_law(options.law)
+    sizes = _priced(job, options)
+    rows = [(size, size.at(_days(size, found, options))) for size in sizes]
+    ranked = sorted(rows, key=lambda row: _rank(row, found, options))
+    if _rank(ranked[0], found, options) == float("inf"):
+        raise InputError(f"titan budget: no size can reach a loss of {options.loss}, by the law in {options.law}")  # fmt: skip
+    ranked = [row for row in ranked if _rank(row, found, options) < float("inf")]
+    largest = max(run.flops for run in content["runs"])
+    print("\n".join(_table(ranked, found, largest)))
+    if options.out:
+        _write_jobs(ranked, options.out)
+    if options.plot:
+        _draw(ranked, found, options.plot)
+        print(f"wrote {options.plot}")
+    return 0
+
+
+def _above_zero(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise ArgumentTypeError(f"expected a number above zero, got {text[:40]!r}")
+    return value
+
+
+def _priced(job: list[str], options: Namespace) -> list[Size]:
+    """Return the sizes, each simulated in a process, as many at a time as there are cores."""
+    config = load_from_argv(job, warn=False)
+    profile = load_profile(options.hardware)
+    names = options.sizes.split(",") if options.sizes else [*_flavors(config.model.name), _EXPERTS]
+    with TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+
+        def price(name: str) -> Size:
+            family, _, flavor = name.rpartition(":")
+            words = [*job, f"--model.flavor={flavor}", *([f"--model.name={family}"] if family else [])]  # fmt: skip
+            words += [f"--training.steps={_STEPS}", "--parallelism.layout=auto"]
+            words, _ = resolve(words, world_size=options.gpus, profile=lambda _: profile, simulate=False)  # fmt: skip
+            file = Path(folder, f"{flavor}-{family}.json")
+            command = [sys.executable, "-m", "titan.cli", "sim", *words, "--run", f"--json={file}"]
+            command += [f"--world-size={options.gpus}", f"--hardware={options.hardware}"]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if not file.exists():
+                raise InputError(f"titan budget: {name}: {(done.stderr.strip() or done.stdout.strip()).splitlines()[-1]}")  # fmt: skip
+            sizes: Any = models.model_config(load_from_argv(words, warn=False).model)
+            params = getattr(sizes, "num_active_params", sizes.num_params)
+            name = f"{family or config.model.name} {flavor}"
+            return Size(name, words, float(params), read_json(file, dict))
+
+        return list(pool.map(price, names))
+
+
+def _flavors(family: str) -> list[str]:
+    """Return the flavors of a family that are large enough for a budget."""
+    sizes = models.family(family).FLAVORS
+    found = [name for name, size in sizes.items() if getattr(size, "num_params", 0) > 1e8]
+    if not found:
+        raise mistake("--sizes", f"{family} has no flavors of 0.1 billion parameters or more: name some")  # fmt: skip
+    return found
+
+
+def _days(size: Size, found: Fit, options: Namespace) -> float:
+    """Return the days of a size's run: those given, or until the loss, infinite if it cannot be reached."""
+    if options.days:
+        return options.days
+    law = found.law
+    left = options.loss - law.E - law.A / size.params**law.a
+    return (law.B / left) ** (1 / law.b) / size.tokens_a_day if left > 0 else float("inf")
+
+
+def _rank(row: tuple[Size, dict[str, float]], found: Fit, options: Namespace) -> float:
+    """Return what is to be least: the loss, or the GPU hours to it."""
+    size, reached = row
+    fits = size.figures["fits"] or size.figures["tight"]
+    if not fits or reached["days"] == float("inf"):
+        return float("inf")
+    return float(found.law.loss(size.params, reached["tokens"])) if options.days else reached["gpu_hours"]  # fmt: skip
+
+
+def _table(ranked: list[tuple[Size, dict[str, float]]], found: Fit, largest: float) -> list[str]:
+    """Return the table's lines, and what to beware of."""
+    head = ("size", "layout", "tokens/s/GPU", "days", "tokens", "tokens/param", f"loss ({LEVEL:.0%})", "MWh", "cost", "failures")  # fmt: skip
+    rows, farthest = [head], 0.0
+    for size, reached in ranked:
+        loss, low, high = found.predict(size.params, reached["tokens"])
+        farthest = max(farthest, Run("", size.params, reached["tokens"], loss).flops / largest)
+        rows.append((
+            size.name, size.figures["layout"].replace("pp 1 x ", "").replace("dp_replicate 1 x ", ""),
+            f"{size.figures['tokens_per_s_per_gpu']:,.0f}", f"{reached['days']:.3g}", f"{reached['tokens']:.3g}",
+            f"{reached['tokens'] / size.params:.3g}", f"{loss:.4f} ({low:.4f} to {high:.4f})",
+            f"{reached['energy_mwh']:.3g}", f"{reached['cost']:,.0f}" if reached["cost"] else "-", f"{reached['failures']:.2g}",
+        ))  # fmt: skip
+    lines = columns(rows, left=(0, 1))
+    if farthest > 10:
+        lines.append(f"up to {farthest:,.0f} times the FLOPs of the law's largest run: train larger ones before you trust this")  # fmt: skip
+    return lines
+
+
+def _write_jobs(ranked: list[tuple[Size, dict[str, float]]], folder: Path) -> None:
+    """Write the best size as a job, the best of the smaller ones, which trains longer, and the best of the other kind of model."""
+    best = ranked[0][0]
+    has_experts = [size for size, _ in ranked if ("num_experts" in _model(size)) != ("num_experts" in _model(best))]  # fmt: skip
+    smaller = [size for size, _ in ranked if size.params < best.params and size not in has_experts]
+    chosen = {"best": [best], "smaller": smaller, "other": has_experts}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, (size, *_) in ((name, sizes) for name, sizes in chosen.items() if sizes):
+        days = next(reached for each, reached in ranked if each is size)
+        steps = max(1, round(days["tokens"] / size.figures["tokens_per_step"]))
+        config = load_from_argv([*size.job, f"--training.steps={steps}", "--parallelism.layout=fixed"], warn=False)  # fmt: skip
+        file = folder / f"{name}.toml"
+        file.write_text(to_toml(config), encoding="utf-8")
+        print(f"wrote {file}: {size.name}, {steps:,} steps")
+
+
+def _model(size: Size) -> dict[str, Any]:
+    return vars(models.model_config(load_from_argv(size.job, warn=False).model))
+
+
+def _draw(ranked: list[tuple[Size, dict[str, float]]], found: Fit, file: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for size, reached in ranked:
+        loss, low, high = found.predict(size.params, reached["tokens"])
+        axes.errorbar(size.params, loss, [[loss - low], [high - loss]], fmt="o", capsize=3)
+        axes.annotate(f" {size.name}", (size.params, loss))
+    axes.set(xscale="log", xlabel="parameters that a token meets", ylabel="expected loss")
+    figure.savefig(file, dpi=110)
