@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan.commands import command_names, load_command, summary_of
-from titan.config.options import JOB, add_quiet, command_parser, positive, whole
+from titan.config.options import JOB, add_new_layout, add_quiet, command_parser, positive, whole
 from titan.config.plug_ins import load_plug_ins
 
 if TYPE_CHECKING:
@@ -94,7 +94,9 @@ def train(argv: list[str]) -> int:
     """Run `titan train`: this process alone, or as the launcher of several."""
     extensions = [extension() for extension in load_plug_ins("titan.extensions", of="train")]
     more = "".join(f" {extension.usage}" for extension in extensions)
-    parser = _parser("train", f"{JOB} [--nproc N] [--max-restarts R]{more} [--quiet]")
+    parser = _parser(
+        "train", f"{JOB} [--nproc N] [--max-restarts R] [--new-layout]{more} [--quiet]"
+    )
     parser.add_argument(
         "--nproc",
         type=positive,
@@ -107,6 +109,7 @@ def train(argv: list[str]) -> int:
         metavar="R",
         help="times to go on from the newest checkpoint after a process has failed; default: 0",
     )
+    add_new_layout(parser)
     for extension in extensions:
         extension.add_options(parser)
     add_quiet(parser)
@@ -117,6 +120,14 @@ def train(argv: list[str]) -> int:
         from titan.health.launch import launch
 
         known = [f"--{name.replace('_', '-')}" for name in vars(options)]
+        num_processes = options.nproc or max(1, count_accelerators())
+        auto = import_module("titan.sim.search.auto")
+        job, choice = auto.resolve(
+            job,
+            world_size=num_processes,
+            profile=lambda config: auto.profile_here(config, num_processes),
+            keep=not options.new_layout,
+        )
 
         def load(num_processes: int) -> JobConfig:
             # Rank 0 warns.
@@ -126,13 +137,15 @@ def train(argv: list[str]) -> int:
         for extension in extensions:
             if (code := extension.launch(options, job, load)) is not None:
                 return code
-        num_processes = options.nproc or max(1, count_accelerators())
         config = load(num_processes)
-        # One process without restarts needs no launcher.
-        if num_processes > 1 or options.max_restarts:
+        if num_processes > 1 or options.max_restarts or choice:
             code = import_module("titan.train").before_start(config)
             if code is not None:
                 return code
+        if choice:
+            choice.write(config)
+        # One process without restarts needs no launcher.
+        if num_processes > 1 or options.max_restarts:
             return launch(
                 job,
                 num_processes=num_processes,
@@ -186,6 +199,7 @@ def check(argv: list[str]) -> int:
         # With --hardware the question is about another machine, which has the files, or will have.
         here = options.hardware is None
         how = {"here": here, "device": profile.device_kind if profile else None}
+        job = _with_layout(job, world_size=options.world_size, hardware=options.hardware)
         config, layout = _load_to_run(job, world_size=options.world_size, options=names, **how)
     except ConfigError as error:
         if not options.json:
@@ -258,6 +272,19 @@ def _load_to_run(argv: Sequence[str], **how: Any) -> tuple[JobConfig, Layout]:
     return load_to_run(argv, **how)
 
 
+def _with_layout(job: Sequence[str], *, world_size: int, hardware: str | None) -> list[str]:
+    """Return a job with the layout of its run folder, or by formula, if it leaves the choice to titan."""
+    auto = import_module("titan.sim.search.auto")
+
+    def profile(config: JobConfig) -> Profile:
+        if hardware:
+            return _profiles().load_profile(hardware)
+        return auto.profile_here(config, world_size)
+
+    how: dict[str, Any] = {"keep": not hardware, "simulate": False}
+    return auto.resolve(job, world_size=world_size, profile=profile, **how)[0]
+
+
 def _profiles() -> Any:
     return import_module("titan.sim.price.profiles")
 
@@ -290,6 +317,7 @@ def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[s
     return {
         "world_size": layout.world_size,
         "layout": asdict(layout),
+        "layout_reason": config.parallelism.layout_reason,
         "model": {
             "name": config.model.name,
             "flavor": model_title(config.model),
@@ -351,6 +379,7 @@ def _page(facts: dict[str, Any], judged: dict[str, Any]) -> str:
             *first,
             f"model    {model['name']} {model['flavor']}, {model['parameters']:,} parameters{active}",
             f"layout   {facts['world_size']} ranks = {axes}",
+            *([f"chosen   {facts['layout_reason']}"] if facts["layout_reason"] else []),
             f"step     {batch} = {facts['tokens_per_step']:,} tokens",
             *phases,
             f"memory   GiB on the fullest rank, in {facts['precision']}, by formula ({holds})",

@@ -249,10 +249,10 @@ def test_a_trace_depends_on_titans_own_source_alone(
 ) -> None:
     """In a checkout, titan's path includes the repository, with its tests and environments."""
     (tmp_path / "other.py").touch()
-    before = trace_cache._source()
+    before = trace_cache.source_hash()
     monkeypatch.setattr(titan, "__path__", [*titan.__path__, str(tmp_path)])
-    trace_cache._source.cache_clear()
-    assert trace_cache._source() == before
+    trace_cache.source_hash.cache_clear()
+    assert trace_cache.source_hash() == before
 
 
 def test_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

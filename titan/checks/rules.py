@@ -16,6 +16,7 @@ config, `load_to_run` for a command line.
 from __future__ import annotations
 
 import os
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -75,6 +76,8 @@ def load_to_run(
         problems, config, warnings = problems + error.problems, error.partial, []
     if config is not None:
         problems += _problems(config, world_size, here=here, device=device)
+        if here and not problems and config.parallelism.layout == "auto":
+            problems.append(config.source_map.problem("parallelism.layout", _command(argv)))
     if warn or problems:
         print_warnings(warnings)
     # If one of them is None, there is a problem.
@@ -89,6 +92,16 @@ def load_to_run(
     if device is not None:
         config = config.on_device(device)
     return config, resolve_layout(config, world_size)
+
+
+def _command(argv: Sequence[str]) -> str:
+    """Return the message for ranks whose layout is still to be chosen, with the command that chooses it."""
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    command = f"titan train {shlex.join(argv)} --nproc {ranks}"
+    if ranks > per_node:
+        command = f"titan slurm {shlex.join(argv)} --nodes {ranks // per_node} --hardware H"
+    return f'"auto" is chosen before the ranks start, which torchrun cannot do; run `{command}`'
 
 
 def device_of(config: JobConfig) -> str:

@@ -260,7 +260,7 @@ def check_split(
 
 def check_fields(overrides: dict[str, Any], flavor: Any, *, prefix: str) -> Iterator[RuleViolation]:
     """Check values for the fields of a dataclass: names, types and ranges."""
-    types = get_type_hints(type(flavor))
+    types = get_type_hints(type(flavor)) if overrides else {}  # it is slow, and a search asks often
     # Fields that the class computes cannot be set.
     fields = {f.name: f for f in dataclasses.fields(flavor) if f.init}
     for name, value in overrides.items():

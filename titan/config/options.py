@@ -47,6 +47,12 @@ def positive(text: str) -> int:
     return whole(text, least=1)
 
 
+def add_new_layout(parser: argparse.ArgumentParser) -> None:
+    """Add `--new-layout` to a command that starts a run."""
+    help_text = 'with parallelism.layout = "auto": choose again, rather than keep the layout of the run folder'
+    parser.add_argument("--new-layout", action="store_true", help=help_text)
+
+
 def add_quiet(parser: argparse.ArgumentParser) -> None:
     """Add `-q`, `--quiet` to a command that reports its progress. `is_quiet` then returns True."""
     help_text = "print only warnings, errors and the result"

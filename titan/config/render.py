@@ -20,8 +20,12 @@ def to_toml(config: JobConfig, *, comments: bool = False) -> str:
     """
     config = config.whole
     lines = ["# A resolved titan config: every value, defaults included."]
+    is_open = config.parallelism.layout == "auto"
     for name in JobConfig.model_fields:
         section = getattr(config, name)
+        # A key that is written is held. So a layout that is to be chosen has only the keys that the job sets.
+        if is_open and name in ("parallelism", "activation_checkpoint"):
+            section = {key: getattr(section, key) for key in section.model_fields_set}
         tables, header = (section, "[[{}]]") if isinstance(section, list) else ([section], "[{}]")
         for table in tables:
             lines += _table((name,), table, comments=comments, header=header)

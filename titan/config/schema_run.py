@@ -86,6 +86,11 @@ class MetricsSection(Section):
 class ParallelismSection(Section):
     """Degrees of the mesh axes: world size = pp x dp_replicate x dp_shard x cp x tp. docs/parallelism.md says when to use which."""
 
+    layout: Literal["fixed", "auto"] = "fixed"
+    """"fixed": the degrees below. "auto": `titan train`, `titan slurm` and `titan sim` choose the fastest that fit for the
+    number of ranks, and hold the keys that the job sets here. docs/simulator.md says what may change."""
+    layout_reason: str = ""
+    """Why titan chose this layout, for the start-up page. titan writes it for a job with layout = "auto"."""
     data_parallel_replicate_degree: Positive = 1
     """Replicas of the model (DDP). With a shard degree above 1, each replica is sharded (HSDP)."""
     data_parallel_shard_degree: PositiveOrAuto = -1

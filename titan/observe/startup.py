@@ -101,6 +101,7 @@ def startup_page(
             **_experts(config, model_config, layout, ranks_per_node),
             "data": data,
             "layout": _layout(config, layout),
+            **({"chosen": reason} if (reason := config.parallelism.layout_reason) else {}),
             **({"groups": _groups(groups)} if is_replica_group(config) else {}),
             "precision": f"{training.compute_dtype} compute, "
             f"{training.mixed_precision_reduce} gradient reduction, {_states(config)}",

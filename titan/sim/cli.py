@@ -27,6 +27,7 @@ from titan.sim.report.text import (
     require_writable,
     say,
 )
+from titan.sim.search.auto import resolve
 
 if TYPE_CHECKING:
     from .simulate import Facts, StepSimulation
@@ -133,7 +134,7 @@ def _simulate(options: argparse.Namespace, job: list[str]) -> int:
         raise mistake("--measured", f"{run} has no metrics.jsonl, as the folder of a run has")
     config, *later = (
         load_to_run(
-            [*job, *overlay],
+            resolve([*job, *overlay], world_size=size, profile=lambda _: profile)[0],
             world_size=size,
             options=known_options(_parser()),
             device=profile.device_kind,

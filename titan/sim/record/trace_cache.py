@@ -105,7 +105,7 @@ class TraceRequest:
         for name in ("data_parallel_replicate_degree", "data_parallel_shard_degree"):
             shape["parallelism"].pop(name)
         # The source too: any change of titan's code may change a rank's step.
-        text = json.dumps([shape, self.of_host, _source()], sort_keys=True)
+        text = json.dumps([shape, self.of_host, source_hash()], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -388,7 +388,7 @@ def _renamed(trace: Trace, pattern: re.Pattern[str], name: Callable[..., str]) -
 
 
 @cache
-def _source() -> str:
+def source_hash() -> str:
     """Return a hash of the source of titan and its models, and of torch's version."""
     digest = hashlib.blake2b(version("torch").encode(), digest_size=16)
     # In a checkout, titan.__path__ also has the repository's root, with environments and tests.

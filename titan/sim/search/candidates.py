@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from math import gcd, prod
@@ -39,6 +39,9 @@ _HIDDEN = 0.7  # of the computation, that FSDP's transfers hide behind
 _MARGIN = 1.1  # of the memory, that a candidate may seem to need: the estimate is one
 _LONG = 16384  # tokens, from which on sequences may be worth splitting
 _MOST_STAGES = 16
+_RESHARD = "parallelism.fsdp_reshard_after_forward"
+_SCHEDULE = "parallelism.pipeline_parallel_schedule"
+_MICROBATCH = "parallelism.pipeline_parallel_microbatch_size"
 _HOPELESS = 1.5  # times the best time by the formula: a kind is not explored for its own sake
 _TRIES = 8  # points of a kind that are checked against the rules, before the kind counts as refused
 _SCHEDULES = {
@@ -63,6 +66,7 @@ class Search:
         model: Sizes of the model.
         seen: Points that were chosen.
         also: Combinations of additional techniques.
+        held: Keys of the job that no candidate changes.
     """
 
     def __init__(
@@ -74,12 +78,14 @@ class Search:
         world_size: int,
         also: Sequence[str] = (),
         global_batch: int = 0,
+        held: Collection[str] = (),
     ) -> None:
         self.job, self.config, self.profile = job, config.on_device(profile.device_kind), profile
         self.world_size = world_size
-        self.global_batch = global_batch or _global_batch(config, world_size)
+        self.global_batch = global_batch or sequences_of(config, world_size)
         self.model = model_config(config.model)
         self.seen: set[Point] = set()
+        self.held, self._legal = held, dict[Point, bool]()
         # Every combination of the requested techniques, without those that one of them contains.
         combinations = (
             tuple(itertools.compress(also, taken))
@@ -93,7 +99,11 @@ class Search:
     @cached_property
     def points(self) -> list[Point]:
         """All points that divide evenly and may fit, the most promising first."""
-        return sorted(filter(self._may_fit, self._combinations()), key=self.seconds)
+        own = self.config.training.local_batch_size
+        # Where transfers are hidden, the formula is the same for each local batch and each stage of ZeRO. Then the job's own batch is
+        # first, and large ones next, and ZeRO-2, which transfers less.
+        points = filter(self._may_fit, self._combinations())
+        return sorted(points, key=lambda p: (self.seconds(p), p.batch != own, -p.batch, p.zero))
 
     def own(self) -> Point | None:
         """Return the job as it is, or None if it cannot run or has a setting that is not searched."""
@@ -101,11 +111,9 @@ class Search:
             layout = resolve_layout(self.config, self.world_size)
         except ConfigError:
             return None
-        training = self.config.training
-        parallel, ac = self.config.parallelism, self.config.activation_checkpoint
-        recompute = ac.mode if ac.selective_ac_option == "op" else ac.selective_ac_option
-        recompute = recompute if ac.mode == "selective" else ac.mode
-        if recompute not in _RECOMPUTE or ac.op_keep_by_block:
+        training, parallel = self.config.training, self.config.parallelism
+        recompute = _recompute(self.config)
+        if recompute not in _RECOMPUTE or self.config.activation_checkpoint.op_keep_by_block:
             return None
         point = Point(
             **{axis.removeprefix("dp_"): getattr(layout, axis) for axis in AXES},
@@ -127,37 +135,24 @@ class Search:
         model, length = self.model, longest_sequence(self.config)
         # A rank's heads are whole, and TP stays within a node.
         tps = [n for n in _powers(self.profile.gpus_per_node) if model.n_kv_heads % n == 0]
+        tps = self.values(AXES["tp"], tps)
         # Short sequences gain nothing from being split, except where the job itself does.
         cps = [n for n in _powers(self.world_size) if n == 1 or length // n >= _LONG // 2]
-        cps = [*{*cps, self.config.parallelism.context_parallel_degree}]
+        cps = self.values(AXES["cp"], {*cps, self.config.parallelism.context_parallel_degree})
         # Powers of two cover the sensible degrees, and keep the number of points in the thousands.
-        pps = _powers(min(_MOST_STAGES, model.n_layers))
+        pps = self.values(AXES["pp"], _powers(min(_MOST_STAGES, model.n_layers)))
         for tp, cp, pp in itertools.product(tps, cps, pps):
             dp, rest = divmod(self.world_size, tp * cp * pp)
             if dp and not rest and self.global_batch % dp == 0:
-                for replicate in (n for n in _powers(dp) if dp % n == 0):
-                    yield from self._batches(replicate, dp // replicate, tp, cp, pp)
+                for replicate in self.values(AXES["dp_replicate"], _powers(dp)):
+                    shard, rest = divmod(dp, replicate)
+                    if not rest and shard in self.values(AXES["dp_shard"], [shard]):
+                        yield from _batches(self, replicate, shard, tp, cp, pp)
 
-    def _batches(self, replicate: int, shard: int, tp: int, cp: int, pp: int) -> Iterator[Point]:
-        """Yield the points of one layout."""
-        per_rank = self.global_batch // (replicate * shard)
-        layout = Point(replicate=replicate, shard=shard, tp=tp, cp=cp, pp=pp, batch=per_rank)
-        # Expert parallelism borrows the ranks of these axes.
-        lent, experts = shard * cp * tp, getattr(self.model, "num_experts", 0)
-        eps = [n for n in _powers(lent) if lent % n == 0 and experts % n == 0] if experts else [0]
-        for recompute, ep, zero, more in itertools.product(_RECOMPUTE, eps, (3, 2), self.also):
-            plain = replace(layout, recompute=recompute, ep=ep, zero=zero, also=more)
-            if zero == 3 and shard * cp == 1 < replicate:  # DDP gathers nothing
-                continue
-            if pp == 1:
-                # Without a pipeline, accumulation makes up for a smaller batch.
-                yield from (replace(plain, batch=batch) for batch in divisors(per_rank))
-                continue
-            # A pipeline needs a microbatch for each rank, and layers for each stage.
-            for schedule, counts in _SCHEDULES.items():
-                for stages, size in itertools.product(counts, divisors(per_rank)):
-                    if per_rank // size >= pp and stages * pp <= self.model.n_layers:
-                        yield replace(plain, microbatch=size, schedule=schedule, stages=stages)
+    def values(self, key: str, values: Iterable[Any]) -> list[Any]:
+        """Return the values of a key to try: of a key that is held, the job's alone."""
+        section, _, name = key.partition(".")
+        return [getattr(getattr(self.config, section), name)] if key in self.held else [*values]
 
     def kind(self, point: Point) -> Kind:
         """Return the axes in use, innermost first, each with whether it crosses nodes."""
@@ -336,17 +331,75 @@ class Search:
 
     def settings(self, point: Point) -> dict[str, str]:
         """Return a point as overrides of the job."""
-        return point.settings(self.global_batch, num_layers=self.model.n_layers)
+        found = point.settings(self.global_batch, num_layers=self.model.n_layers)
+        if self.config.parallelism.layout != "fixed":
+            found["parallelism.layout"] = "fixed"
+        return {key: value for key, value in found.items() if key not in self.held}
 
     def legal(self, point: Point) -> bool:
         """Return whether the job's own rules allow this point."""
-        settings = self.settings(point)
-        try:
-            config = load_from_argv([*self.job, *(f"--{k}={v}" for k, v in settings.items())])
-            check_to_run(config, world_size=self.world_size)
-        except ConfigError:
-            return False
-        return True
+        if point not in self._legal:  # several rounds ask
+            words = [f"--{key}={value}" for key, value in self.settings(point).items()]
+            self._legal[point] = _runs([*self.job, *words], self.world_size)
+        return self._legal[point]
+
+
+def _runs(job: Sequence[str], world_size: int) -> bool:
+    """Return whether a job's rules allow it to run."""
+    try:
+        check_to_run(load_from_argv(job, warn=False), world_size=world_size)
+    except ConfigError:
+        return False
+    return True
+
+
+def _batches(
+    search: Search, replicate: int, shard: int, tp: int, cp: int, pp: int
+) -> Iterator[Point]:
+    """Yield the points of one layout."""
+    per_rank = search.global_batch // (replicate * shard)
+    layout = Point(replicate=replicate, shard=shard, tp=tp, cp=cp, pp=pp, batch=per_rank)
+    # Expert parallelism borrows the ranks of these axes.
+    lent, experts = shard * cp * tp, getattr(search.model, "num_experts", 0)
+    eps = search.values("parallelism.expert_parallel_degree", _powers(lent))
+    eps = [n for n in eps if lent % n == 0 and experts % n == 0] if experts else [0]
+    kept = search.values(_RESHARD, ())
+    zeros = [zero for zero in (3, 2) if RESHARD[zero] in kept or not kept]
+    for recompute, ep, zero, more in itertools.product(
+        _modes(search.config, search.held), eps, zeros, search.also
+    ):
+        plain = replace(layout, recompute=recompute, ep=ep, zero=zero, also=more)
+        if zero == 3 and shard * cp == 1 < replicate:  # DDP gathers nothing
+            continue
+        if pp == 1:
+            # Without a pipeline, accumulation makes up for a smaller batch.
+            yield from (replace(plain, batch=batch) for batch in divisors(per_rank))
+            continue
+        # A pipeline needs a microbatch for each rank, and layers for each stage.
+        sizes = search.values(_MICROBATCH, divisors(per_rank))
+        for schedule in search.values(_SCHEDULE, _SCHEDULES):
+            counts = _SCHEDULES.get(schedule) or (stages_per_rank(schedule),)
+            for stages, size in itertools.product(counts, sizes):
+                if (
+                    per_rank % size == 0
+                    and per_rank // size >= pp
+                    and stages * pp <= search.model.n_layers
+                ):
+                    yield replace(plain, microbatch=size, schedule=schedule, stages=stages)
+
+
+def _recompute(config: JobConfig) -> str:
+    """Return the job's own recomputation, as a point has it: its mode, or a number, of which one block recomputes."""
+    ac = config.activation_checkpoint
+    option = str(ac.selective_ac_option)
+    return option if ac.mode == "selective" and option != "op" else ac.mode
+
+
+def _modes(config: JobConfig, held: Collection[str]) -> Iterable[str]:
+    """Return the modes of recomputation to try. If the job holds its own, it is the mode that the formula takes for it."""
+    own = _recompute(config)
+    is_held = "activation_checkpoint.mode" in held
+    return [own if own in _RECOMPUTE else "selective"] if is_held else _RECOMPUTE
 
 
 @lru_cache
@@ -372,7 +425,7 @@ def _powers(most: int) -> list[int]:
     return [1 << n for n in range(max(1, most).bit_length()) if 1 << n <= most]
 
 
-def _global_batch(config: JobConfig, world_size: int) -> int:
+def sequences_of(config: JobConfig, world_size: int) -> int:
     """Return the sequences of a step: from the job, or from its layout, or from plain data parallelism."""
     training = config.training
     if training.global_batch_size > 0:

@@ -19,9 +19,11 @@ from pathlib import Path
 from titan.checks.rules import load_to_run
 from titan.config.errors import COMMAND_LINE, ConfigError, Problem
 from titan.config.load import parse_args
-from titan.config.options import JOB, command_parser, positive, whole
+from titan.config.options import JOB, add_new_layout, command_parser, positive, whole
 from titan.config.plug_ins import load_plug_ins
 from titan.config.schema import JobConfig
+from titan.sim.price.profiles import Profile, load_profile
+from titan.sim.search import auto
 
 SUMMARY = "Check a job, write its script for sbatch, and submit it on request. docs/cluster.md"
 TEMPLATE = Path(__file__).with_name("train.sbatch")
@@ -78,6 +80,8 @@ def _parse(
     add("--ranks-per-node", type=positive, metavar="R", help="default: one per GPU, or one on CPUs")
     help_ = "restarts after a crash; default: 3 on several nodes, 0 on one"
     add("--max-restarts", type=whole, metavar="R", help=help_)
+    add("--hardware", metavar="H", help='of the cluster, for parallelism.layout = "auto"')
+    add_new_layout(parser)
     add("--preflight", action="store_true", help="run it first, and leave out nodes that it names")
     add("--spare-nodes", type=whole, default=0, metavar="S", help="for those left out; default: 0")
     help_ = "for sbatch, such as --sbatch=--qos=high; also all words after --"
@@ -117,6 +121,17 @@ def main(argv: list[str] | None = None) -> int:
     # Check everything that `titan check` checks. In a container the files may have other places.
     here = not options.container
     size = options.nodes * ranks
+
+    def profile(config: JobConfig) -> Profile:
+        name = "cpu" if device == "cpu" else options.hardware or config.hardware.name
+        if name == "auto":
+            fault = (
+                'parallelism.layout = "auto" needs the hardware of the cluster, such as h100-sxm'
+            )
+            raise ConfigError([Problem(COMMAND_LINE, 0, "--hardware", fault)])
+        return auto.on_nodes(load_profile(name), ranks)
+
+    job, choice = auto.resolve(job, world_size=size, profile=profile, keep=not options.new_layout)
     config, _ = load_to_run(job, world_size=size, options=known, here=here, device=device)
     # Nothing is written before everything is checked.
     folder = run_folder(config)
@@ -131,6 +146,8 @@ def main(argv: list[str] | None = None) -> int:
         for copy, content in copies.items():
             copy.write_bytes(content)
         path.write_text(text, encoding="utf-8")
+        if choice:
+            choice.write(config)
     except OSError as error:
         print(f"titan slurm: {error}", file=sys.stderr)
         return 2

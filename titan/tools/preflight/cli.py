@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,6 +23,7 @@ from titan.config.layout import Layout
 from titan.config.model import model_config
 from titan.config.options import JOB, command_parser, positive
 from titan.config.schema import JobConfig
+from titan.sim.search.auto import profile_here, resolve
 from titan.untrusted import InputError
 
 _MOST = 30  # printed problems
@@ -50,6 +52,9 @@ def main(argv: list[str] | None = None) -> int:
     # torchrun sets it for each rank. Without it, this process is the launcher or the only rank.
     is_rank = "RANK" in os.environ
     num_processes = None if is_rank else options.nproc or max(1, count_accelerators())
+    if num_processes is not None:
+        here = partial(profile_here, ranks=num_processes)
+        job, _ = resolve(job, world_size=num_processes, profile=here, keep=True)
     config, layout = load_to_run(job, world_size=num_processes, options=OPTIONS, here=True)
     if num_processes is not None and num_processes > 1:
         # Ranks parse the same command line, without --nproc, which is for the launcher.
