@@ -13,6 +13,7 @@ from titan.checks.rules import check_to_run, load_to_run
 from titan.config.errors import ConfigError
 from titan.config.layout import resolve_layout
 from titan.config.load import load_config, load_from_argv
+from titan.config.phases import phases_of
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
 from titan.config.toml import tomllib
@@ -210,6 +211,12 @@ def test_large_models_are_not_simulated(job: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_phases_hold_in_the_layout(job: Path) -> None:
+    phase = "[[phase]]\nfrom_step = 2\nseq_len = 128\ncontext_parallel_degree = 2\n"
+    job.write_text(JOB.format(run="run") + phase)
+    config = load_from_argv([str(job), *choose([str(job)], 4).overrides])
+    check_to_run(config, world_size=4)
+    first, second = phases_of(config, world_size=4)
+    assert [p.config.parallelism.context_parallel_degree for p in (first, second)] == [1, 2]
     job.write_text(JOB.format(run="run") + "[[phase]]\nfrom_step = 2\nseq_len = 128\n")
     choice = choose([str(job)], 4)
     check_to_run(load_from_argv([str(job), *choice.overrides]), world_size=4)

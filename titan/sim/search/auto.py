@@ -230,13 +230,16 @@ def _kept(
         choice = ChosenLayout({_REASON: ""} | settings, "", f"{world_size} ranks")
         kept = load_from_argv([*job, *choice.overrides], warn=False)
         degrees = [getattr(kept.parallelism, key.partition(".")[2]) for key in AXES.values()]
+        ranks = (
+            world_size if -1 in degrees else prod(degrees)
+        )  # -1: the shards follow from the ranks
         own, sequences = kept.training.global_batch_size, sequences_of(config, world_size)
-        if prod(degrees) == world_size and own == sequences:
+        if ranks == world_size and own == sequences:
             check_to_run(kept, world_size=world_size)
             return choice, f"kept from {file}"
         why = f"has a global batch of {own} sequences, and the job {sequences}"
-        if prod(degrees) != world_size:
-            why = f"is for {prod(degrees)} ranks, and there are {world_size}"
+        if ranks != world_size:
+            why = f"is for {ranks} ranks, and there are {world_size}"
     except ConfigError as error:
         why = f"does not suit the job: {error.problems[0].message}"
     return None, f"chosen again, since {file} {why}"

@@ -332,6 +332,8 @@ class Search:
     def settings(self, point: Point) -> dict[str, str]:
         """Return a point as overrides of the job."""
         found = point.settings(self.global_batch, num_layers=self.model.n_layers)
+        if self.config.phase:  # in a phase with other degrees, the shards follow from them
+            found[AXES["dp_shard"]] = "-1"
         if self.config.parallelism.layout != "fixed":
             found["parallelism.layout"] = "fixed"
         return {key: value for key, value in found.items() if key not in self.held}
