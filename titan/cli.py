@@ -90,6 +90,17 @@ def _parser(name: str, arguments: str = JOB) -> argparse.ArgumentParser:
     return command_parser(name, arguments, summary=summary_of(name))
 
 
+def _leaves_layout_open(job: Sequence[str]) -> bool:
+    """Return whether a job has `parallelism.layout = "auto"`. Mistakes in it are reported later."""
+    from titan.config.errors import ConfigError
+    from titan.config.load import load_from_argv
+
+    try:
+        return load_from_argv(job, warn=False).parallelism.layout == "auto"
+    except ConfigError:
+        return False
+
+
 def train(argv: list[str]) -> int:
     """Run `titan train`: this process alone, or as the launcher of several."""
     extensions = [extension() for extension in load_plug_ins("titan.extensions", of="train")]
@@ -121,13 +132,15 @@ def train(argv: list[str]) -> int:
 
         known = [f"--{name.replace('_', '-')}" for name in vars(options)]
         num_processes = options.nproc or max(1, count_accelerators())
-        auto = import_module("titan.sim.search.auto")
-        job, choice = auto.resolve(
-            job,
-            world_size=num_processes,
-            profile=lambda config: auto.profile_here(config, num_processes),
-            keep=not options.new_layout,
-        )
+        choice = None
+        if _leaves_layout_open(job):  # other jobs import no simulator
+            auto = import_module("titan.sim.search.auto")
+            job, choice = auto.resolve(
+                job,
+                world_size=num_processes,
+                profile=lambda config: auto.profile_here(config, num_processes),
+                keep=not options.new_layout,
+            )
 
         def load(num_processes: int) -> JobConfig:
             # Rank 0 warns.
@@ -274,6 +287,8 @@ def _load_to_run(argv: Sequence[str], **how: Any) -> tuple[JobConfig, Layout]:
 
 def _with_layout(job: Sequence[str], *, world_size: int, hardware: str | None) -> list[str]:
     """Return a job with the layout of its run folder, or by formula, if it leaves the choice to titan."""
+    if not _leaves_layout_open(job):
+        return [*job]
     auto = import_module("titan.sim.search.auto")
 
     def profile(config: JobConfig) -> Profile:

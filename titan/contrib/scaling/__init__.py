@@ -1,4 +1,4 @@
-"""A scaling law fitted to runs: `titan scaling`."""
+"""A scaling law fitted to runs, and what it says of a budget: `titan scaling` and `titan budget`."""
 
 from __future__ import annotations
 
@@ -8,5 +8,12 @@ from collections.abc import Sequence
 def main(argv: Sequence[str]) -> int:
     """Fit the loss over model size and tokens to runs, with intervals, and predict larger runs."""
     from .cli import main
+
+    return main([*argv])
+
+
+def budget(argv: Sequence[str]) -> int:
+    """Say what sizes of a model would reach on some GPUs in some time, by a law and the simulator."""
+    from .budget import main
 
     return main([*argv])

@@ -167,7 +167,8 @@ def _rank(row: tuple[Size, dict[str, float]], found: Fit, options: Namespace) ->
 def _table(ranked: list[tuple[Size, dict[str, float]]], found: Fit, largest: float) -> list[str]:
     """Return the table's lines, and what to beware of."""
     head = ("size", "layout", "tokens/s/GPU", "days", "tokens", "tokens/param", f"loss ({LEVEL:.0%})", "MWh", "cost", "failures")  # fmt: skip
-    rows, farthest = [head], 0.0
+    rows: list[tuple[str, ...]] = [head]
+    farthest = 0.0
     for size, reached in ranked:
         loss, low, high = found.predict(size.params, reached["tokens"])
         farthest = max(farthest, Run("", size.params, reached["tokens"], loss).flops / largest)

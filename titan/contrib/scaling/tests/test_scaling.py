@@ -152,3 +152,36 @@ def test_a_law_of_another_kind_is_refused(tmp_path: Path, text: str) -> None:
     file.write_text(text)
     with pytest.raises(InputError, match="no law of titan scaling"):
         load_law(file)
+
+
+@pytest.mark.slow
+def test_a_budget_has_the_simulators_speed_and_jobs_that_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    law, job = tmp_path / "law.json", tmp_path / "job.toml"
+    assert titan(["scaling", str(write_csv(tmp_path / "r.csv", synthetic(3))), f"--out={law}", "--draws=40"]) == 0  # fmt: skip
+    job.write_text('[tokenizer]\nname = "bytes"\n[training]\ndataset = "synthetic"\nseq_len = 2048\nglobal_batch_size = 64\n')  # fmt: skip
+    words = ["budget", str(job), f"--law={law}", "--hardware=h100-sxm", "--gpus=8"]
+    words += ["--sizes=1B,3B"]
+    capsys.readouterr()
+    assert titan([*words, "--days=3", f"--out={tmp_path}", f"--plot={tmp_path / 'b.png'}"]) == 0
+    said = capsys.readouterr().out
+    best, file = tmp_path / "best.toml", tmp_path / "sim.json"
+    on = ["--world-size=8", "--hardware=h100-sxm"]
+    assert titan(["check", str(best), *on]) == 0
+    assert titan(["sim", str(best), *on, "--run", f"--json={file}"]) == 0
+    simulated = json.loads(file.read_text())
+    assert f"{simulated['tokens_per_s_per_gpu']:,.0f}" in said
+    # Its run takes the days that were given, and has the loss of the law.
+    assert simulated["run"]["days"] == pytest.approx(3, rel=0.01)
+    flavor = "3B" if "wrote" in said and "best.toml: llama3 3B" in said else "1B"
+    from titan.models.llama3 import FLAVORS
+
+    expected = load_law(law)[0].law.loss(FLAVORS[flavor].num_params, simulated["run"]["tokens"])
+    assert f" {float(expected):.3f}" in said
+    capsys.readouterr()
+    assert titan([*words, "--loss=3"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("llama3")]
+    assert len(rows) == 2 and all(" 3.0000 (" in row for row in rows)
+    assert titan([*words, "--loss=1.2"]) == 2
+    assert "no size can reach a loss of 1.2" in capsys.readouterr().err
