@@ -12,7 +12,7 @@ def main(argv: Sequence[str]) -> int:
     return main([*argv])
 
 
-def budget(argv: Sequence[str]) -> int:
+def price_sizes(argv: Sequence[str]) -> int:
     """Say what sizes of a model would reach on some GPUs in some time, by a law and the simulator."""
     from .budget import main
 
