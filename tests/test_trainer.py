@@ -31,7 +31,7 @@ BASE = with_changes(
 job = partial(any_job, base=BASE)
 
 
-def run(config: JobConfig, *, stop: StopRequest | None = None) -> int:
+def run(config: JobConfig, *, stop: StopRequest | None = None) -> int | None:
     trainer = Trainer(config, stop=stop)
     try:
         return trainer.run()

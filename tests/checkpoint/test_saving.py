@@ -63,7 +63,7 @@ BASE = with_changes(
 job = partial(any_job, base=BASE)
 
 
-def run(config: JobConfig) -> int:
+def run(config: JobConfig) -> int | None:
     trainer = Trainer(config)
     try:
         return trainer.run()
