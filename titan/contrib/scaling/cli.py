@@ -44,8 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         require("matplotlib", extra="plot", asked_by="--plot")
     runs, shared = reading.read(options.runs, total=options.total)
     kept, left = (runs[:-options.leave_out], runs[-options.leave_out :]) if options.leave_out else (runs, [])  # fmt: skip
-    if len(kept) < reading.LEAST:
-        raise InputError(f"titan scaling: --leave-out {options.leave_out} leaves {len(kept)} runs; the law needs at least {reading.LEAST}")  # fmt: skip
+    reading.require_enough(kept, left_out=len(left))
     found = fit(kept, draws=options.draws, seed=options.seed)
     print("\n".join(_report(found, kept)))
     for run in [*left, *(Run("", n, d, 0.0) for n, d in options.predict)]:
@@ -85,6 +84,8 @@ def _report(found: Fit, runs: list[Run]) -> list[str]:
         )
     worst = max(zip(found.errors, runs, strict=True), key=lambda pair: abs(pair[0]))
     lines.append(f"  the law is off by at most {worst[0]:+.2%}, in {worst[1].name}")
+    if reading.is_line(runs):
+        lines.append("  tokens grow with parameters in all runs, so the law cannot tell A / N^a from B / D^b, and intervals are too narrow: add runs with other tokens per parameter")  # fmt: skip
     return lines
 
 

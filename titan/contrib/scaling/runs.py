@@ -6,6 +6,7 @@ import csv
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import correlation
 from typing import Any
 
 from titan.config.load import load_config
@@ -17,6 +18,7 @@ from titan.untrusted import InputError, printable, read_text
 from .law import CONSTANTS, Run
 
 LEAST = len(CONSTANTS) + 1
+_LINE = 0.998  # correlation of the logarithms of parameters and tokens
 _COLUMNS = {
     "params": ("params", "n", "parameters"),
     "tokens": ("tokens", "d"),
@@ -33,22 +35,32 @@ def read(paths: Sequence[Path], *, total: bool = False) -> tuple[list[Run], dict
         total: Count all parameters of a model with experts, and not those of a token.
 
     Raises:
-        InputError: A file is wrong, runs differ in text or tokenizer, or they are too few.
+        InputError: A file is wrong, or runs differ in text or tokenizer.
     """
     if len(paths) == 1 and paths[0].suffix == ".csv":
         runs, shared = _of_csv(paths[0]), {}
     else:
-        found = [_of_folder(folder, total=total) for path in paths for folder in _folders(path)]
+        folders = {folder.resolve() for path in paths for folder in _folders(path)}
+        found = [_of_folder(folder, total=total) for folder in sorted(folders)]
         shared = _shared([about for _, about in found])
         runs = [run for run, _ in found]
+    return sorted(runs, key=lambda run: run.flops), shared
+
+
+def require_enough(runs: Sequence[Run], *, left_out: int = 0) -> None:
+    """Raise InputError if a law cannot be fitted to runs."""
+    count = f"titan scaling: {len(runs)} runs" + f" after --leave-out {left_out}" * bool(left_out)
     for field in ("params", "tokens"):
         if len({getattr(run, field) for run in runs}) < 3:
-            raise InputError(
-                f"titan scaling: {len(runs)} runs have fewer than three different numbers of {field}: the law needs three of each"
-            )
+            raise InputError(f"{count} have fewer than three different numbers of {field}: the law needs three of each")  # fmt: skip
     if len(runs) < LEAST:
-        raise InputError(f"titan scaling: {len(runs)} runs: the law needs at least {LEAST}")
-    return sorted(runs, key=lambda run: run.flops), shared
+        raise InputError(f"{count}: the law needs at least {LEAST}")
+
+
+def is_line(runs: Sequence[Run]) -> bool:
+    """Return whether tokens go with parameters so closely that the law's two terms cannot be told apart."""
+    logs = ([math.log(getattr(run, field)) for run in runs] for field in ("params", "tokens"))
+    return abs(correlation(*logs)) > _LINE
 
 
 def _folders(path: Path) -> list[Path]:
@@ -66,10 +78,12 @@ def _of_folder(folder: Path, *, total: bool) -> tuple[Run, dict[str, Any]]:
     config = load_config(folder / "config.toml")
     sizes: Any = model_config(config.model)
     rows = [row for row in read_rows(folder / "metrics.jsonl") if number(row.get("tokens"))]
-    if not rows or rows[-1]["step"] < config.training.steps:
+    # `titan sweep --halving` stops runs early on the schedule of a whole run.
+    steps = max(config.training.steps, config.lr_scheduler.total_steps or 0)
+    if not rows or rows[-1]["step"] < steps:
         done = rows[-1]["step"] if rows else 0
         raise InputError(
-            f"titan scaling: {folder}: step {done} of {config.training.steps}: only finished runs have a final loss"
+            f"titan scaling: {folder}: step {done} of {steps}: only finished runs have a final loss"
         )
     params = sizes.num_params
     if not total:  # only models with experts have others
@@ -83,6 +97,7 @@ def _trained_on(config: JobConfig) -> dict[str, Any]:
     return {
         "training.dataset": config.training.dataset,
         "training.dataset_path": str(config.training.dataset_path or ""),
+        "data.sources": [source.model_dump(mode="json") for source in config.data.sources],
         "tokenizer.name": config.tokenizer.name,
         "tokenizer.path": str(config.tokenizer.path or config.model.hf_assets_path or ""),
     }
@@ -91,11 +106,10 @@ def _trained_on(config: JobConfig) -> dict[str, Any]:
 def _shared(settings: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the settings of all runs, which must agree: losses on other text or tokens do not compare."""
     for key in settings[0] if settings else ():
-        values = list(dict.fromkeys(each[key] for each in settings))
+        values = list(dict.fromkeys(str(each[key]) for each in settings))
         if len(values) > 1:
-            raise InputError(
-                f"titan scaling: runs differ in {key}: {', '.join(map(repr, values[:3]))}: their losses do not compare"
-            )
+            shown = ", ".join(repr(value)[:80] for value in values[:3])
+            raise InputError(f"titan scaling: runs differ in {key}: {shown}: their losses do not compare")  # fmt: skip
     return settings[0] if settings else {}
 
 
@@ -104,6 +118,10 @@ def _of_csv(file: Path) -> list[Run]:
     lines = read_text(file).splitlines()
     reader = csv.DictReader(lines)
     given = {str(name).strip().lower(): name for name in reader.fieldnames or ()}
+    for known in _COLUMNS.values():
+        several = [name for name in reader.fieldnames or () if name.strip().lower() in known]
+        if len(several) > 1:
+            raise InputError(f"titan scaling: {file}: columns {' and '.join(several)} mean the same: remove one")  # fmt: skip
     names = {
         field: next((given[name] for name in known if name in given), None)
         for field, known in _COLUMNS.items()
@@ -121,9 +139,10 @@ def _of_csv(file: Path) -> list[Run]:
                 value = float(text)
             except ValueError:
                 value = math.nan
-            if not 0 < value < math.inf:
+            if not (0 if field == "loss" else 1) <= value < 1e18 or not value:
+                rule = "above zero" if field == "loss" else "from 1 to 1e18"
                 raise InputError(
-                    f"titan scaling: {file}:{reader.line_num}: {field} is {printable(text)}, not a number above zero"
+                    f"titan scaling: {file}:{reader.line_num}: {field} is {printable(text)}, not a number {rule}"
                 )
             values.append(value)
         name = row.get(names["name"]) if names["name"] else None

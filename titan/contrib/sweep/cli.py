@@ -17,6 +17,7 @@ from titan.untrusted import InputError
 from . import execute, grid, results
 from .grid import Trial
 
+_STEPS = "training.steps"
 SUMMARY = "Train a job with several values of its keys, and say which is better. docs/scaling.md"
 
 
@@ -44,13 +45,15 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     cut = words.index("--") if "--" in words else len(words)
     options, job = parser.parse_known_args(words[:cut])
+    reads = options.report or options.only is not None
+    if reads and (job or options.set):
+        parser.error(f"--report and --only take the runs of the folder: remove {[*job, *options.set][0]}")  # fmt: skip
+    if options.halving and (options.halving < 2 or options.slurm):
+        parser.error("--halving: must be 2 or more, and without --slurm, whose tasks all train to their ends")  # fmt: skip
     if options.plot:
         require("matplotlib", extra="plot", asked_by="--plot")
     folder = options.folder.absolute()
-    if options.report or options.only is not None:
-        trials = grid.read(folder)
-    else:
-        trials = _prepare(job, options, folder)
+    trials = grid.read(folder) if reads else _prepare(job, options, folder)
     code, how = 0, {"processes": options.nproc, "say": lambda line: print(line, flush=True)}
     if options.only is not None:
         if options.only >= len(trials):
@@ -69,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
             todo = [trial for trial in rung if not trial.has_reached(min(steps, trial.steps))]
             done = f"{len(rung) - len(todo)} of {len(rung)} runs are done"
             print(f"{steps} steps: {done}" if options.halving else done, flush=True)
-            more = [f"--training.steps={steps}"] if options.halving else []
+            more = [f"--{_STEPS}={steps}"] if options.halving else []
             if options.ray:
                 require("ray", extra="ray", asked_by="--ray")
                 execute.run_on_ray(todo, options.ray, more=more, **how)
@@ -93,6 +96,8 @@ def main(argv: list[str] | None = None) -> int:
 def _prepare(job: list[str], options: Namespace, folder: Path) -> list[Trial]:
     """Check the job of each run, write them, and return the runs."""
     settings = grid.parse_settings(options.set)
+    if options.halving and _STEPS in settings:
+        raise InputError(f"titan sweep: --halving compares runs after equal steps: remove --set {_STEPS}")  # fmt: skip
     trials: list[tuple[Trial, JobConfig]] = []
     for values, seed in grid.combinations(settings, options.seeds):
         name = grid.name_of(values, seed, seeds=options.seeds)
@@ -106,9 +111,16 @@ def _prepare(job: list[str], options: Namespace, folder: Path) -> list[Trial]:
                 words.append(f"--lr_scheduler.total_steps={config.training.steps}")
                 config, _ = load_to_run(words, world_size=options.nproc, warn=False)
         trials.append((Trial(name, folder, values, seed, config.training.steps), config))
-    names = [trial.name for trial, _ in trials]
-    if len({*names}) < len(names):
-        raise InputError("titan sweep: two runs would have the same name; give shorter values")
+    first: dict[str, Trial] = {}
+    for trial, config in trials:
+        keys = config.model_dump()
+        keys["job"].pop("dump_folder")
+        for same in (trial.name, str(keys)):
+            if same in first:
+                texts = (results.text_of(each.settings) for each in (first[same], trial))
+                why = "the same name" if same == trial.name else "the same job"
+                raise InputError(f"titan sweep: two runs have {why}: {' and '.join(texts)}; remove one, or use another value")  # fmt: skip
+            first[same] = trial
     grid.write(trials, folder)
     return [trial for trial, _ in trials]
 

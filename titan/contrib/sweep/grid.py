@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
@@ -17,8 +18,13 @@ from titan.sim.report.text import mistake
 from titan.untrusted import InputError, read_json
 
 INDEX = "sweep.json"
-_SEED = "debug.seed"
+_SEED, _RUN = "debug.seed", "job.dump_folder"
 _MOST = 1000  # runs of a sweep
+# Commas within quotes, and within brackets and braces (two levels), belong to a value.
+_VALUE = re.compile(
+    r"""(?:[^,\[\]{}"']|\[(?:[^][]|\[[^]]*\])*\]|\{(?:[^{}]|\{[^}]*\})*\}|"[^"]*"|'[^']*')+"""
+)
+_LONGEST = 150  # bytes of a name
 
 
 @dataclass(frozen=True)
@@ -61,17 +67,19 @@ def parse_settings(texts: Sequence[str]) -> dict[str, list[str]]:
     """Return the values of each key of options such as "optimizer.lr=1e-3,3e-3".
 
     Raises:
-        ConfigError: An option has no key, or a value twice.
+        ConfigError: An option has no key, a value that cannot be read, or a value twice.
     """
     settings: dict[str, list[str]] = {}
     for text in texts:
         key, equals, values = text.partition("=")
-        # Commas within brackets, braces and quotes belong to a value.
-        found = re.findall(r"""(?:[^,\[{"']|\[[^]]*\]|\{[^}]*\}|"[^"]*"|'[^']*')+""", values)
+        found = _VALUE.findall(values)
         if not equals or not found or not re.fullmatch(r"[\w-]+(\.[\w-]+)+", key):
             raise mistake("--set", f"{text}: expected a key and its values, such as optimizer.lr=1e-3,3e-3")  # fmt: skip
-        if key == _SEED:
-            raise mistake("--set", f"{text}: seeds are --seeds N")
+        if ",".join(found) != values:
+            raise mistake("--set", f"{text}: a value is empty, or a bracket, brace or quote has no partner; quote such a value")  # fmt: skip
+        if key in (_SEED, _RUN):
+            use = "seeds are --seeds N" if key == _SEED else "each run has its own; use --folder"
+            raise mistake("--set", f"{text}: {use}")
         settings.setdefault(key, []).extend(value.strip() for value in found)
         if len({*settings[key]}) < len(settings[key]):
             raise mistake("--set", f"{text}: a value of {key} is there twice")
@@ -96,26 +104,38 @@ def name_of(settings: dict[str, str], seed: int, *, seeds: int) -> str:
     keys = [s if short.count(s) == 1 else key for s, key in zip(short, settings, strict=True)]
     parts = [f"{key}={value}" for key, value in zip(keys, settings.values(), strict=True)]
     parts += [f"seed={seed}"] if seeds > 1 or not parts else []
-    return re.sub(r"[^\w.=,+-]", "_", ",".join(parts))[:150]
+    whole = ",".join(parts)
+    name = re.sub(r"[^\w.=,+-]", "_", whole).encode()
+    if len(name) <= _LONGEST:
+        return name.decode()
+    return f"{name[:_LONGEST].decode(errors='ignore')}-{crc32(whole.encode()):08x}"
 
 
 def arguments(settings: dict[str, str], seed: int, run: Path) -> list[str]:
     """Return the overrides of a run."""
     overrides = [f"--{key}={value}" for key, value in settings.items()]
-    return [*overrides, f"--{_SEED}={seed}", f"--job.dump_folder={run}"]
+    return [*overrides, f"--{_SEED}={seed}", f"--{_RUN}={run}"]
 
 
 def write(trials: Sequence[tuple[Trial, JobConfig]], folder: Path) -> None:
     """Write the job of each run, and the list of runs.
 
     Raises:
-        InputError: A run's folder has another job.
+        InputError: A run's folder has another job, or the folder has runs that are not among these.
     """
+    before = [old.name for old in read(folder)] if (folder / INDEX).is_file() else []
+    if lost := {*before} - {trial.name for trial, _ in trials}:
+        raise InputError(f"titan sweep: {folder} is the folder of a sweep with {min(lost)}: use another --folder, or give its values, too")  # fmt: skip
+    # The tasks of a Slurm array that waits keep their numbers.
+    trials = sorted(trials, key=lambda pair: [*before, pair[0].name].index(pair[0].name))
     texts = {trial.job: to_toml(config) for trial, config in trials}
     for (trial, _), (file, text) in zip(trials, texts.items(), strict=True):
         if file.is_file() and trial.run.is_dir() and file.read_text(encoding="utf-8") != text:
             raise InputError(f"titan sweep: {trial.run} is a run of another job than today's {trial.name}: use another --folder")  # fmt: skip
-    (folder / "jobs").mkdir(parents=True, exist_ok=True)
+    try:
+        (folder / "jobs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"titan sweep: --folder {folder}: {error.strerror}") from None
     for file, text in texts.items():
         file.write_text(text, encoding="utf-8")
     rows = [

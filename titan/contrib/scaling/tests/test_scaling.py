@@ -78,10 +78,10 @@ def folder(path: Path, *, width: int, tokens: int, loss: float, **changes: Any) 
     """Write a run's folder, as far as the command reads it."""
     path.mkdir(parents=True)
     overrides = f"overrides = {{ dim = {width}, n_layers = 2, vocab_size = 512 }}"
-    training = {"steps": 10, "dataset": "stdlib"} | changes
     lines = ["[model]", 'name = "llama3"', 'flavor = "tiny"', overrides]
+    more, training = changes.pop("more", ""), {"steps": 10, "dataset": "stdlib"} | changes
     lines += ["[training]", *(f"{key} = {json.dumps(value)}" for key, value in training.items())]
-    (path / "config.toml").write_text("\n".join(lines) + "\n")
+    (path / "config.toml").write_text("\n".join([*lines, more]) + "\n")
     rows = [
         {"step": step, "loss": loss + 1, "loss_mean": loss + 1, "tokens": tokens * step // 10}
         for step in range(1, 10)
@@ -112,6 +112,8 @@ def test_run_folders_have_their_parameters_tokens_and_validation_losses(tmp_path
     ("change", "expected"),
     [
         ({"dataset": "synthetic"}, "runs differ in training.dataset: 'stdlib', 'synthetic'"),
+        ({"more": "[lr_scheduler]\ntotal_steps = 30"}, "step 10 of 30: only finished runs"),
+        ({"more": "[[data.sources]]\ntype = 'text'\npath = 'a'"}, "runs differ in data.sources: "),
         ({"steps": 20}, "step 10 of 20: only finished runs have a final loss"),
     ],
 )
@@ -130,8 +132,12 @@ def test_folders_that_do_not_compare(tmp_path: Path, change: dict[str, Any], exp
         ("N,D\n1,2\n", "no column loss (loss or l); it has n, d"),
         ("", "no column params (params or n or parameters); it has none"),
         ("N,D,loss\n1e8,1e9,nan\n", "runs.csv:2: loss is nan, not a number above zero"),
-        ("N,D,loss\n1e8,-1,3\n", "runs.csv:2: tokens is -1, not a number above zero"),
+        ("N,D,loss\n1e8,-1,3\n", "runs.csv:2: tokens is -1, not a number from 1 to 1e18"),
         ("N,D,loss\n1e8,1e9,3\n1e8,1e9\n", "runs.csv:3: loss is None, not a number above zero"),
+        ("N,D,loss\n1e-300,1e9,3\n", "runs.csv:2: params is 1e-300, not a number from 1 to 1e18"),
+        ("N,D,loss\n1e8,1e209,3\n", "runs.csv:2: tokens is 1e209, not a number from 1 to 1e18"),
+        ("params,N,D,loss\n1e9,1e8,1e9,3\n", "columns params and N mean the same: remove one"),
+        ("N,D,loss,Loss\n1e9,1e8,1e9,3\n", "columns loss and Loss mean the same: remove one"),
         ("N,D,loss\n" + "1e8,1e9,3\n" * 9, "9 runs have fewer than three different numbers of params"),
         ("N,D,loss\n1e8,1e9,3\n2e8,2e9,3\n3e8,3e9,3\n", "3 runs: the law needs at least 6"),
     ],
@@ -185,3 +191,35 @@ def test_a_budget_has_the_simulators_speed_and_jobs_that_run(
     assert len(rows) == 2 and all(" 3.0000 (" in row for row in rows)
     assert titan([*words, "--loss=1.2"]) == 2
     assert "no size can reach a loss of 1.2" in capsys.readouterr().err
+
+
+def test_runs_on_a_line_of_tokens_and_parameters_are_called_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A ladder of 20 tokens a parameter: another law, whose terms are exchanged, has the same losses there, and others elsewhere."""
+    e, a, b, alpha, beta = HOFFMANN
+    other = Law(e, b / 20**beta, a * 20**alpha, beta, alpha)
+    sizes = np.geomspace(1e7, 1e9, 7)
+    losses = HOFFMANN.loss(sizes, 20 * sizes)
+    assert other.loss(sizes, 20 * sizes) == pytest.approx(losses, rel=1e-12)
+    assert abs(float(other.loss(1e8, 1e12) / HOFFMANN.loss(1e8, 1e12)) - 1) > 0.05
+    line = [Run(f"{n:.0e}", n, 20 * n, loss) for n, loss in zip(sizes, losses, strict=True)]
+    for runs, is_said in ((line, True), (synthetic(0, sizes=3, lengths=3), False)):
+        assert titan(["scaling", str(write_csv(tmp_path / "runs.csv", runs)), "--draws=2"]) == 0
+        assert ("the law cannot tell A / N^a from B / D^b" in capsys.readouterr().out) == is_said
+
+
+def test_runs_that_are_left_out_do_not_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [run for run in synthetic(0, noise=0) if run.params < 1e8 or run.tokens > 4e11]
+    file = write_csv(tmp_path / "runs.csv", runs)
+    assert titan(["scaling", str(file), "--leave-out=5"]) == 2
+    assert "6 runs after --leave-out 5 have fewer than three" in capsys.readouterr().err
+
+
+def test_a_run_that_is_named_twice_counts_once(tmp_path: Path) -> None:
+    from titan.contrib.scaling.runs import read
+
+    runs = [folder(tmp_path / f"{n}", width=64, tokens=n, loss=3.0) for n in (100, 200)]
+    assert len(read([tmp_path, *runs])[0]) == 2

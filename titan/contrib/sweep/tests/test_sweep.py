@@ -164,6 +164,22 @@ def test_intervals_hold_the_truth() -> None:
         (["--set=optimizer.lrr=1,2"], "optimizer.lr"),
         (["--halving=2", "--checkpoint.enable=false"], "set checkpoint.enable = true"),
         (["--seeds=2000"], "more than 1000 runs"),
+        (["--set=optimizer.lr=1e-3,[2e-3"], "or a bracket, brace or quote has no partner"),
+        (["--set=job.description=it's,b"], "or a bracket, brace or quote has no partner"),
+        (["--set=optimizer.lr=1e-3,,2e-3"], "a value is empty"),
+        (["--set=job.dump_folder=a,b"], "each run has its own; use --folder"),
+        (
+            ["--set=optimizer.lr=1e-3,0.001"],
+            "two runs have the same job: optimizer.lr=1e-3 and optimizer.lr=0.001",
+        ),
+        (
+            ["--set=job.description=a b,a_b"],
+            "two runs have the same name: job.description=a b and job.description=a_b",
+        ),
+        (
+            ["--set=training.steps=6,12", "--halving=2"],
+            "after equal steps: remove --set training.steps",
+        ),
     ],
 )
 def test_mistakes_are_lines(
@@ -173,6 +189,39 @@ def test_mistakes_are_lines(
     said = capsys.readouterr().err
     assert expected in said and len(said.splitlines()) == 1 + said.endswith("1 problem\n")
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--halving=1"], "--halving: must be 2 or more"),
+        (["--halving=2", "--slurm"], "--halving: must be 2 or more, and without --slurm"),
+        (["--report"], "--report and --only take the runs of the folder: remove "),
+    ],
+)
+def test_options_that_do_not_go_together(
+    job: Path, capsys: pytest.CaptureFixture[str], words: list[str], expected: str
+) -> None:
+    assert titan(["sweep", str(job), "--set=optimizer.lr=1e-3,2e-3", *words]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_a_folder_keeps_the_runs_of_its_sweep(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tasks of a Slurm array that waits would take another sweep's runs, and a report would lose some."""
+    words = ["sweep", str(job), "--slurm", f"--folder={tmp_path / 's'}"]
+    assert titan([*words, "--set=optimizer.lr=1e-3,2e-3"]) == 0
+    kept = (tmp_path / "s/sweep.json").read_text()
+    assert titan([*words, "--set=optimizer.lr=2e-3,3e-3"]) == 2
+    assert "is the folder of a sweep with lr=1e-3: use another --folder" in capsys.readouterr().err
+    assert (tmp_path / "s/sweep.json").read_text() == kept
+    assert titan([*words, "--set=optimizer.lr=2e-3,3e-3,1e-3"]) == 0
+    # The tasks of an array that waits have the same runs as before.
+    assert [trial.name for trial in grid.read(tmp_path / "s")] == ["lr=1e-3", "lr=2e-3", "lr=3e-3"]
+    (tmp_path / "file").touch()
+    assert titan(["sweep", str(job), f"--folder={tmp_path / 'file'}"]) == 2
+    assert "file: " in capsys.readouterr().err
 
 
 def test_another_job_needs_another_folder(job: Path, tmp_path: Path) -> None:
@@ -189,6 +238,8 @@ def test_another_job_needs_another_folder(job: Path, tmp_path: Path) -> None:
 
 def test_values_with_commas_and_names() -> None:
     given = ["model.overrides.dim=32,64", 'training.dataset="a,b",c', "data.x=[1, 2],[3]"]
+    nested = grid.parse_settings(['a.b=[[1, 2], [3]],{c = {d = 1, e = 2}, f = [3, 4]},"it\'s"'])
+    assert nested["a.b"] == ["[[1, 2], [3]]", "{c = {d = 1, e = 2}, f = [3, 4]}", '"it\'s"']
     settings = grid.parse_settings(given)
     assert settings["training.dataset"] == ['"a,b"', "c"] and settings["data.x"] == [
         "[1, 2]",
@@ -197,6 +248,9 @@ def test_values_with_commas_and_names() -> None:
     assert len(grid.combinations(settings, 2)) == 16
     name = grid.name_of({"optimizer.lr": "1e-3", "a.dim": "8", "b.dim": "9"}, 1, seeds=2)
     assert name == "lr=1e-3,a.dim=8,b.dim=9,seed=1"
+    # A name fits a file system, and a long value does not hide the seed behind it.
+    long = {grid.name_of({"a.b": "\u00e9" * 200}, seed, seeds=2) for seed in (0, 1)}
+    assert len(long) == 2 and max(len(name.encode()) for name in long) < 200
 
 
 def test_a_task_of_the_array_runs_its_run(job: Path, tmp_path: Path) -> None:
