@@ -106,6 +106,8 @@ def _prepare(job: list[str], options: Namespace, folder: Path) -> list[Trial]:
         if options.halving:
             if not config.checkpoint.enable:
                 raise InputError("titan sweep: --halving goes on from checkpoints: set checkpoint.enable = true")  # fmt: skip
+            if config.phase:
+                raise InputError("titan sweep: --halving stops runs before their phases begin: remove it, or [[phase]]")  # fmt: skip
             if config.lr_scheduler.total_steps is None:
                 # A run that is stopped early is on the schedule of the whole run.
                 words.append(f"--lr_scheduler.total_steps={config.training.steps}")

@@ -29,6 +29,11 @@ def command(trial: Trial, processes: int, *more: str) -> list[str]:
     return [*words, "--nproc", str(processes)]
 
 
+def ended(trial: Trial, code: int) -> str:
+    """Return the line about a run that has ended."""
+    return f"{trial.name}: ended with exit code {code}" + f"; see {trial.log}" * (code not in (0, STOPPED))  # fmt: skip
+
+
 def run_here(
     trials: Sequence[Trial], *, at_a_time: int, processes: int, more: Sequence[str] = (), say: Say
 ) -> int:
@@ -67,7 +72,7 @@ def run_here(
                 if (code := process.poll()) is not None:
                     del running[place]
                     free.append(place)
-                    say(f"{trial.name}: ended with exit code {code}")
+                    say(ended(trial, code))
             time.sleep(0.2)
     finally:
         for process, _ in running.values():
@@ -88,7 +93,7 @@ def _goes_on(trial: Trial) -> bool:
 
 def _start(words: list[str], trial: Trial, share: dict[str, str]) -> subprocess.Popen[bytes]:
     trial.run.mkdir(parents=True, exist_ok=True)
-    with (trial.folder / "jobs" / f"{trial.name}.log").open("ab") as log:
+    with trial.log.open("ab") as log:
         # In a session of its own a run gets a signal once, from here.
         return subprocess.Popen(
             words, stdout=log, stderr=log, env=os.environ | share, start_new_session=True
@@ -172,10 +177,9 @@ def run_on_ray(
     try:
         tasks: dict[Any, Trial] = {}
         for trial in trials:
-            log = trial.folder / "jobs" / f"{trial.name}.log"
-            tasks[remote.remote(command(trial, processes, *more), str(log))] = trial
+            tasks[remote.remote(command(trial, processes, *more), str(trial.log))] = trial
         while tasks:
             [done, *_], _ = ray.wait(list(tasks))
-            say(f"{tasks.pop(done).name}: ended with exit code {ray.get(done)}")
+            say(ended(tasks.pop(done), ray.get(done)))
     finally:
         ray.shutdown()

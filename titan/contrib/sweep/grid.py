@@ -51,6 +51,11 @@ class Trial:
         return self.folder / "jobs" / f"{self.name}.toml"
 
     @property
+    def log(self) -> Path:
+        """Return the file of what the run prints."""
+        return self.folder / "jobs" / f"{self.name}.log"
+
+    @property
     def run(self) -> Path:
         """Return the run's folder."""
         return self.folder / self.name

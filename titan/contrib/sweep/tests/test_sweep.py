@@ -224,6 +224,26 @@ def test_a_folder_keeps_the_runs_of_its_sweep(
     assert "file: " in capsys.readouterr().err
 
 
+def test_halving_would_stop_before_a_phase(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.write_text(JOB + "[[phase]]\nfrom_step = 4\nseq_len = 16\n")
+    assert titan(["sweep", str(job), f"--folder={tmp_path / 's'}", "--halving=2"]) == 2
+    assert "remove it, or [[phase]]" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_names_its_log(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "s"
+    assert titan(["sweep", str(job), f"--folder={folder}", "--slurm"]) == 0
+    (folder / "jobs/seed=0.toml").write_text("[model]\nflavor = 1\n")
+    capsys.readouterr()
+    assert titan(["sweep", f"--folder={folder}", "--only=0"]) == 1
+    assert f"exit code 2; see {folder}/jobs/seed=0.log" in capsys.readouterr().out
+    assert "model.flavor" in (folder / "jobs/seed=0.log").read_text()
+
+
 def test_another_job_needs_another_folder(job: Path, tmp_path: Path) -> None:
     folder = tmp_path / "s"
     config = load_config(job)
