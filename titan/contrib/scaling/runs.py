@@ -18,7 +18,6 @@ from titan.untrusted import InputError, printable, read_text
 from .law import CONSTANTS, Run
 
 LEAST = len(CONSTANTS) + 1
-_LINE = 0.998  # correlation of the logarithms of parameters and tokens
 _COLUMNS = {
     "params": ("params", "n", "parameters"),
     "tokens": ("tokens", "d"),
@@ -60,7 +59,7 @@ def require_enough(runs: Sequence[Run], *, left_out: int = 0) -> None:
 def is_line(runs: Sequence[Run]) -> bool:
     """Return whether tokens go with parameters so closely that the law's two terms cannot be told apart."""
     logs = ([math.log(getattr(run, field)) for run in runs] for field in ("params", "tokens"))
-    return abs(correlation(*logs)) > _LINE
+    return abs(correlation(*logs)) > 0.998  # from a fifth of spread on, intervals hold the truth
 
 
 def _folders(path: Path) -> list[Path]:
@@ -108,8 +107,8 @@ def _shared(settings: list[dict[str, Any]]) -> dict[str, Any]:
     for key in settings[0] if settings else ():
         values = list(dict.fromkeys(str(each[key]) for each in settings))
         if len(values) > 1:
-            shown = ", ".join(repr(value)[:80] for value in values[:3])
-            raise InputError(f"titan scaling: runs differ in {key}: {shown}: their losses do not compare")  # fmt: skip
+            shown = ", ".join(map(repr, values[:3]))
+            raise InputError(f"titan scaling: runs differ in {key}: {shown:.300}: their losses do not compare")  # fmt: skip
     return settings[0] if settings else {}
 
 
@@ -141,9 +140,7 @@ def _of_csv(file: Path) -> list[Run]:
                 value = math.nan
             if not (0 if field == "loss" else 1) <= value < 1e18 or not value:
                 rule = "above zero" if field == "loss" else "from 1 to 1e18"
-                raise InputError(
-                    f"titan scaling: {file}:{reader.line_num}: {field} is {printable(text)}, not a number {rule}"
-                )
+                raise InputError(f"titan scaling: {file}:{reader.line_num}: {field} is {printable(text)}, not a number {rule}")  # fmt: skip
             values.append(value)
         name = row.get(names["name"]) if names["name"] else None
         runs.append(Run(str(name or f"line {reader.line_num}"), *values))

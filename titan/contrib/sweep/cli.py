@@ -17,7 +17,6 @@ from titan.untrusted import InputError
 from . import execute, grid, results
 from .grid import Trial
 
-_STEPS = "training.steps"
 SUMMARY = "Train a job with several values of its keys, and say which is better. docs/scaling.md"
 
 
@@ -72,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
             todo = [trial for trial in rung if not trial.has_reached(min(steps, trial.steps))]
             done = f"{len(rung) - len(todo)} of {len(rung)} runs are done"
             print(f"{steps} steps: {done}" if options.halving else done, flush=True)
-            more = [f"--{_STEPS}={steps}"] if options.halving else []
+            more = [f"--training.steps={steps}"] if options.halving else []
             if options.ray:
                 require("ray", extra="ray", asked_by="--ray")
                 execute.run_on_ray(todo, options.ray, more=more, **how)
@@ -96,8 +95,8 @@ def main(argv: list[str] | None = None) -> int:
 def _prepare(job: list[str], options: Namespace, folder: Path) -> list[Trial]:
     """Check the job of each run, write them, and return the runs."""
     settings = grid.parse_settings(options.set)
-    if options.halving and _STEPS in settings:
-        raise InputError(f"titan sweep: --halving compares runs after equal steps: remove --set {_STEPS}")  # fmt: skip
+    if options.halving and "training.steps" in settings:
+        raise InputError("titan sweep: --halving compares runs after equal steps: remove --set training.steps")  # fmt: skip
     trials: list[tuple[Trial, JobConfig]] = []
     for values, seed in grid.combinations(settings, options.seeds):
         name = grid.name_of(values, seed, seeds=options.seeds)
@@ -115,14 +114,11 @@ def _prepare(job: list[str], options: Namespace, folder: Path) -> list[Trial]:
         trials.append((Trial(name, folder, values, seed, config.training.steps), config))
     first: dict[str, Trial] = {}
     for trial, config in trials:
-        keys = config.model_dump()
-        keys["job"].pop("dump_folder")
-        for same in (trial.name, str(keys)):
-            if same in first:
-                texts = (results.text_of(each.settings) for each in (first[same], trial))
-                why = "the same name" if same == trial.name else "the same job"
-                raise InputError(f"titan sweep: two runs have {why}: {' and '.join(texts)}; remove one, or use another value")  # fmt: skip
-            first[same] = trial
+        job_of_run = str(config.model_dump() | {"job": config.job.description})
+        for what, same in (("name", trial.name), ("job", job_of_run)):
+            if (other := first.setdefault(same, trial)) is not trial:
+                texts = " and ".join(results.text_of(each.settings) for each in (other, trial))
+                raise InputError(f"titan sweep: two runs have the same {what}: {texts}; remove one, or use another value")  # fmt: skip
     grid.write(trials, folder)
     return [trial for trial, _ in trials]
 

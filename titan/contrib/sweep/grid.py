@@ -18,13 +18,11 @@ from titan.sim.report.text import mistake
 from titan.untrusted import InputError, read_json
 
 INDEX = "sweep.json"
-_SEED, _RUN = "debug.seed", "job.dump_folder"
+_SEED = "debug.seed"
+_OURS = {_SEED: "seeds are --seeds N", "job.dump_folder": "each run has its own; use --folder"}
 _MOST = 1000  # runs of a sweep
 # Commas within quotes, and within brackets and braces (two levels), belong to a value.
-_VALUE = re.compile(
-    r"""(?:[^,\[\]{}"']|\[(?:[^][]|\[[^]]*\])*\]|\{(?:[^{}]|\{[^}]*\})*\}|"[^"]*"|'[^']*')+"""
-)
-_LONGEST = 150  # bytes of a name
+_VALUE = re.compile(r"""(?:[^,\[\]{}"']|\[(?:[^][]|\[[^]]*\])*\]|\{(?:[^{}]|\{[^}]*\})*\}|"[^"]*"|'[^']*')+""")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -82,9 +80,8 @@ def parse_settings(texts: Sequence[str]) -> dict[str, list[str]]:
             raise mistake("--set", f"{text}: expected a key and its values, such as optimizer.lr=1e-3,3e-3")  # fmt: skip
         if ",".join(found) != values:
             raise mistake("--set", f"{text}: a value is empty, or a bracket, brace or quote has no partner; quote such a value")  # fmt: skip
-        if key in (_SEED, _RUN):
-            use = "seeds are --seeds N" if key == _SEED else "each run has its own; use --folder"
-            raise mistake("--set", f"{text}: {use}")
+        if key in _OURS:
+            raise mistake("--set", f"{text}: {_OURS[key]}")
         settings.setdefault(key, []).extend(value.strip() for value in found)
         if len({*settings[key]}) < len(settings[key]):
             raise mistake("--set", f"{text}: a value of {key} is there twice")
@@ -111,15 +108,15 @@ def name_of(settings: dict[str, str], seed: int, *, seeds: int) -> str:
     parts += [f"seed={seed}"] if seeds > 1 or not parts else []
     whole = ",".join(parts)
     name = re.sub(r"[^\w.=,+-]", "_", whole).encode()
-    if len(name) <= _LONGEST:
-        return name.decode()
-    return f"{name[:_LONGEST].decode(errors='ignore')}-{crc32(whole.encode()):08x}"
+    # The whole is too long for a file's name, and may differ at its end only.
+    long = f"{name[:150].decode(errors='ignore')}-{crc32(whole.encode()):08x}"
+    return long if len(name) > 150 else name.decode()
 
 
 def arguments(settings: dict[str, str], seed: int, run: Path) -> list[str]:
     """Return the overrides of a run."""
     overrides = [f"--{key}={value}" for key, value in settings.items()]
-    return [*overrides, f"--{_SEED}={seed}", f"--{_RUN}={run}"]
+    return [*overrides, f"--{_SEED}={seed}", f"--job.dump_folder={run}"]
 
 
 def write(trials: Sequence[tuple[Trial, JobConfig]], folder: Path) -> None:
