@@ -59,7 +59,7 @@ def require_enough(runs: Sequence[Run], *, left_out: int = 0) -> None:
 def is_line(runs: Sequence[Run]) -> bool:
     """Return whether tokens go with parameters so closely that the law's two terms cannot be told apart."""
     logs = ([math.log(getattr(run, field)) for run in runs] for field in ("params", "tokens"))
-    return abs(correlation(*logs)) > 0.998  # from a fifth of spread on, intervals hold the truth
+    return abs(correlation(*logs)) > 0.998  # below, intervals hold the truth in simulated fits
 
 
 def _folders(path: Path) -> list[Path]:
