@@ -45,7 +45,7 @@ Run = Callable[[str, Iterable[Any]], Iterator[Any]]
 """Calls a method of `Parts` with each item, in any processes. Yields the results in any order."""
 
 
-class Plan(BaseModel):
+class UnitPlan(BaseModel):
     """Contents of plan.json.
 
     Attributes:
@@ -69,7 +69,7 @@ class Parts:
     shard_tokens: int
 
     def __post_init__(self) -> None:
-        self.plan = Plan(key=self.spec.key(self.documents, shard_tokens=self.shard_tokens))
+        self.plan = UnitPlan(key=self.spec.key(self.documents, shard_tokens=self.shard_tokens))
 
     def divide(self) -> None:
         """Divide the work, unless an earlier command has divided it.
@@ -98,7 +98,7 @@ class Parts:
                 raise DataError(
                     f"no {file} on this host; all hosts must share the disk of --output"
                 )
-            plan = read_json(file, Plan, limit=2**28, values=10**7)
+            plan = read_json(file, UnitPlan, limit=2**28, values=10**7)
             writer.require_key(plan.key, self.plan.key, self.folder)
             self.plan = plan
             self.documents.try_first()
