@@ -106,7 +106,7 @@ def root_of(folder: Path) -> Path:
 
 
 class Unpacked(io.RawIOBase):
-    """Stream of the bytes of a file, unpacked if it is a .gz file.
+    """Stream of the bytes of a file, unpacked if it is a .gz or .zst file.
 
     It raises InputError when a file unpacks to more than text does. Text and traces shrink 3 to 20
     times, and deflate's limit is 1032. A ratio between the two comes from a file that was made to
@@ -117,8 +117,17 @@ class Unpacked(io.RawIOBase):
 
     def __init__(self, path: Path) -> None:
         self._path, self._packed, self._num_bytes = path, open_regular(path), 0
-        is_packed = path.suffix.lower() == ".gz"
-        self._content: Any = gzip.GzipFile(fileobj=self._packed) if is_packed else self._packed
+        self._content: Any = self._packed
+        if (ending := path.suffix.lower()) == ".gz":
+            self._content = gzip.GzipFile(fileobj=self._packed)
+        elif ending == ".zst":
+            try:
+                import pyarrow
+            except ImportError as error:
+                raise InputError(
+                    f"{path}: .zst needs pyarrow: pip install 'titan-pretrain[huggingface]'"
+                ) from error
+            self._content = pyarrow.CompressedInputStream(self._packed, "zstd")
 
     @property
     def position(self) -> int:

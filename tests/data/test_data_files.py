@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import os
 from pathlib import Path
 
+import pyarrow
 import pytest
 
 from titan.config import schema as s
@@ -14,7 +16,7 @@ from titan.data import DataError, reading
 from titan.data.examples import read_task
 from titan.data.files import find_files, walk
 from titan.data.sources import open_documents, source_of_path
-from titan.untrusted import read_json, read_lines
+from titan.untrusted import InputError, read_json, read_lines
 
 # Characters that `str.splitlines` takes for ends of lines, and no format of lines does.
 NO_LINE_ENDS = "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
@@ -38,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
     (other / "back").symlink_to(root)
     (root / "zz.txt").symlink_to(other / "far.txt")
     (root / "D.TXT.GZ").write_bytes(gzip.compress(b"packed"))
-    for name in ("p.pdf", "q.zst", "r.zst", "s.csv", "noending"):
+    for name in ("p.pdf", "q.bz2", "r.bz2", "s.csv", "noending"):
         (root / name).write_bytes(b"\xff")
     return root
 
@@ -48,7 +50,7 @@ def test_a_folder_gives_its_visible_files_of_any_case_and_behind_links(folder: P
     texts = ["".join(reading.pieces_of(document)) for document in documents.read()]
     assert sorted(texts) == sorted(["a.txt", "B.TXT", "sub/c.Md", "far", "far", "packed"])
     assert documents.name == (
-        "text (6 files, left out: 2 *.zst, 1 without ending, 1 *.pdf and 1 more kinds)"
+        "text (6 files, left out: 2 *.bz2, 1 without ending, 1 *.pdf and 1 more kinds)"
     )
 
 
@@ -57,17 +59,49 @@ def test_links_in_a_circle_end(folder: Path) -> None:
     assert len(names) == len(set(names)) == 11 and "link/far.txt" in names
 
 
-@pytest.mark.parametrize("name", ["A.JSONL", "c.ndjson", "d.Json", "e.jsonl.gz", "F.NDJSON.GZ"])
+def packed(content: bytes, name: str) -> bytes:
+    """Return the content as a file of this name has it; Arrow packs Zstandard."""
+    if name.lower().endswith(".zst"):
+        sink = pyarrow.BufferOutputStream()
+        with pyarrow.CompressedOutputStream(sink, "zstd") as file:
+            file.write(content)
+        return sink.getvalue().to_pybytes()
+    return gzip.compress(content) if name.lower().endswith(".gz") else content
+
+
+def test_zstandard_in_frames_and_damaged(tmp_path: Path) -> None:
+    """Several frames are one file, as `zstd` and datatrove append them. A cut file is refused, not taken for a short one."""
+    lines = [json.dumps({"text": f"{n} " + os.urandom(9).hex()}) + "\n" for n in range(4000)]
+    whole, half = "".join(lines).encode(), "".join(lines[:2000]).encode()
+    frames = packed(half, ".zst") + packed(whole[len(half) :], ".zst")
+    (file := tmp_path / "a.jsonl.zst").write_bytes(frames)
+    section = source_of_path(str(file), text_key="text")
+    assert read(section) == [json.loads(line)["text"] for line in lines]
+    for content, message in [
+        (frames[: len(frames) // 2], "cannot be read"),
+        (b"no frame", "cannot be read"),
+        (packed(bytes(3 * 10**7), ".zst"), "no text does"),
+    ]:
+        file.write_bytes(content)
+        with pytest.raises(InputError, match=message):
+            read(section)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["A.JSONL", "c.ndjson", "d.Json", "e.jsonl.gz", "F.NDJSON.GZ", "g.jsonl.zst", "H.Json.ZST"],
+)
 def test_json_lines_are_known_by_each_ending(tmp_path: Path, name: str) -> None:
     content = b'{"text": "the quick"}\n'
-    packed = name.lower().endswith(".gz")
-    (tmp_path / name).write_bytes(gzip.compress(content) if packed else content)
+    (tmp_path / name).write_bytes(packed(content, name))
     for path in (tmp_path, tmp_path / name, tmp_path / ("*" + Path(name).suffix)):
         section = source_of_path(str(path), text_key="text")
         assert isinstance(section, s.JsonlSource) and read(section) == ["the quick"]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.zst", "b.TXT.BZ2", "c.xz", "d.zip", "e.arrow", "f.pdf"])
+@pytest.mark.parametrize(
+    "name", ["a.tar.zst", "b.TXT.BZ2", "c.xz", "d.zip", "e.arrow", "f.pdf", "g.tar.gz"]
+)
 def test_a_file_that_nothing_reads_is_refused_by_its_name(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"x")
     for path in (tmp_path / name, tmp_path / "*"):

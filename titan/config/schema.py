@@ -236,15 +236,15 @@ class TextSource(DocumentOptions):
 
     type: Literal["text"] = "text"
     path: str
-    """File, folder (searched for *.txt and *.md, also .gz) or glob."""
+    """File, folder (searched for *.txt and *.md, also .gz and .zst) or glob."""
 
 
 class JsonlSource(DocumentOptions):
-    """Local JSON Lines (also .gz), one document in each line."""
+    """Local JSON Lines (also .gz and .zst), one document in each line."""
 
     type: Literal["jsonl"] = "jsonl"
     path: str
-    """File, folder (searched for *.jsonl, *.ndjson and *.json, also .gz) or glob."""
+    """File, folder (searched for *.jsonl, *.ndjson and *.json, also .gz and .zst) or glob."""
     text_key: str = "text"
     """Field that holds the text."""
     messages_key: str = ""
@@ -257,7 +257,7 @@ class CsvSource(DocumentOptions):
 
     type: Literal["csv"] = "csv"
     path: str
-    """File, folder (searched for *.csv and *.tsv, also .gz) or glob. The first row names the columns."""
+    """File, folder (searched for *.csv and *.tsv, also .gz and .zst) or glob. The first row names the columns."""
     text_key: str = "text"
     """Column that holds the text."""
 

@@ -1,7 +1,7 @@
 """Files that a path means, and the format that each file name ending stands for.
 
-Every reader of data, prompts, tasks and captions asks here. Endings are compared in lower case, and `.gz` belongs to the ending
-before it: "A.JSONL.GZ" ends in ".jsonl.gz". Hidden files and folders of a folder are left out, as a glob leaves them out, and each
+Every reader of data, prompts, tasks and captions asks here. Endings are compared in lower case, and `.gz` or `.zst` belongs to
+the ending before it: "A.JSONL.GZ" ends in ".jsonl.gz". Hidden files and folders of a folder are left out, as a glob leaves them out, and each
 linked folder is entered once.
 """
 
@@ -19,26 +19,32 @@ TEXT = (".txt", ".md")
 JSONL = (".jsonl", ".ndjson", ".json")
 CSV = (".csv", ".tsv")
 PARQUET = (".parquet",)
-# Formats that are also read with .gz. Parquet has its own compression.
+# Formats that are also read with .gz and .zst. Parquet has its own compression.
+PACKED = (".gz", ".zst")
 _PACKABLE = (*TEXT, *JSONL, *CSV)
 # Formats that people have, and that nothing here reads.
 _UNREAD = {
-    *(".zst", ".bz2", ".xz", ".lz4", ".zip", ".7z", ".tar", ".tgz", ".arrow"),
+    *(".bz2", ".xz", ".lz4", ".zip", ".7z", ".tar", ".tgz", ".arrow"),
     ".pdf",
     ".docx",
 }
 
 
 def ending_of(file: Path) -> str:
-    """Return the ending of a file name in lower case, together with the ending before `.gz`: ".jsonl.gz"."""
+    """Return the ending of a file name in lower case, together with the ending before `.gz` or `.zst`: ".jsonl.gz"."""
     name = file.with_name(file.name.lower())
-    before = Path(name.stem).suffix if name.suffix == ".gz" else ""
+    before = Path(name.stem).suffix if name.suffix in PACKED else ""
     return before + name.suffix
+
+
+def format_of(file: Path) -> str:
+    """Return the ending of a file name in lower case, without `.gz` or `.zst`: ".jsonl"."""
+    return ending_of(file).removesuffix(PACKED[0]).removesuffix(PACKED[1])
 
 
 def is_jsonl(file: Path) -> bool:
     """Return whether the name of a file says that each of its lines is JSON."""
-    return ending_of(file).removesuffix(".gz") in JSONL
+    return format_of(file) in JSONL
 
 
 def walk(folder: Path) -> Iterator[Path]:
@@ -62,7 +68,7 @@ def find_files(path: str, *, endings: Collection[str]) -> tuple[list[Path], str]
 
     Args:
         path: a file of any name, a folder, or a glob.
-        endings: endings of the files to take from a folder. Packed files (.gz) are taken too.
+        endings: endings of the files to take from a folder. Packed files (.gz, .zst) are taken too.
 
     Returns:
         The files, and a remark about files of the folder that are left out.
@@ -76,7 +82,10 @@ def find_files(path: str, *, endings: Collection[str]) -> tuple[list[Path], str]
     if "://" in path:
         raise DataError(f"'{path}' is an address; copy the data to a disk of this machine first")
     if where.is_dir():
-        taken = {*endings, *(f"{end}.gz" for end in endings if end in _PACKABLE)}
+        taken = {
+            *endings,
+            *(end + packed for end in endings if end in _PACKABLE for packed in PACKED),
+        }
         found, others = [], Counter()
         for file in walk(where):
             ending = ending_of(file)
@@ -98,9 +107,9 @@ def find_files(path: str, *, endings: Collection[str]) -> tuple[list[Path], str]
             f"'{path}' is no file or folder, and as a glob matches nothing (working folder: {Path.cwd()})"
         )
     for file in files:
-        if file.suffix.lower() in _UNREAD:
+        if {file.suffix.lower(), format_of(file)} & _UNREAD:
             raise DataError(
-                f"{file}: *{file.suffix} is not read; unpack it or convert it to text, JSON Lines, CSV or Parquet (*.gz is read)"
+                f"{file}: *{file.suffix} is not read; unpack it or convert it to text, JSON Lines, CSV or Parquet (*.gz and *.zst are read)"
             )
     return files, ""
 

@@ -236,7 +236,7 @@ def read_row(line: bytes, *, where: str) -> Any:
             f"{where}: a line of more than {_MAX_LINE_BYTES >> 20} MiB; give a text of that length a .txt file"
         )
     if len(line) > _LARGE_LINE_BYTES:
-        # "[]" has two bytes and becomes an object of 56. So a long line may consist of text, but not of structure.
+        # "[]" has two bytes and becomes an object of 56, so most of a long line must be text.
         plain = line.replace(b"\\\\", b"").replace(b'\\"', b"")
         if len(re.sub(rb'"[^"]*"?', b"", plain)) > _MAX_STRUCTURE_BYTES:
             raise DataError(f"{where}: a long line, and not for its text; is it JSON Lines?")
@@ -391,13 +391,7 @@ def read_parquet(
 
     Reading begins at the row group of `meter`.
     """
-    parquet = require("pyarrow.parquet", purpose=f"reading {file}")
-    try:
-        # Without checksums, a corrupt page would give other text and no error.
-        table = parquet.ParquetFile(file, page_checksum_verification=True)
-    except Exception as error:
-        raise DataError(f"{file}: not a Parquet file: {error}") from error
-    with table:
+    with open_parquet(file) as table:
         names = table.schema_arrow.names
         if key not in names:
             listed = ", ".join(name[:40] for name in names[:20])
@@ -425,6 +419,16 @@ def read_parquet(
             meter.here = size * (number + 1) // table.num_row_groups
 
 
+def open_parquet(file: Path) -> Any:
+    """Open a Parquet file."""
+    parquet = require("pyarrow.parquet", purpose=f"reading {file}")
+    try:
+        # Without checksums, a corrupt page would give other text and no error.
+        return parquet.ParquetFile(file, page_checksum_verification=True)
+    except Exception as error:
+        raise DataError(f"{file}: not a Parquet file: {error}") from error
+
+
 def rows_at_a_time(group: Any, key: str) -> int:
     """Return how many rows of a column to read at once, so that they take a few megabytes."""
     columns = [group.column(n) for n in range(group.num_columns)]
@@ -443,6 +447,4 @@ def next_batch(batches: Iterator[Any], *, where: str) -> list[Any] | None:
         batch = next(batches, None)
         return None if batch is None else batch.column(0).to_pylist()
     except Exception as error:  # pyarrow raises many kinds of errors for corrupt pages
-        raise DataError(
-            f"{where}: cannot be read ({error}); replace the file or leave it out"
-        ) from error
+        raise _unreadable(where, error) from error

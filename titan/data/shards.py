@@ -109,8 +109,8 @@ def unfinished_name(path: Path) -> Path:
     return path.with_name(f"{path.name}.part")
 
 
-def write_index(file: Path, index: Index) -> None:
-    """Write an index so that a reader sees the old content or the new content, even after a crash."""
+def write_index(file: Path, index: BaseModel) -> None:
+    """Write an index (or a plan of parts.py) so that a reader sees the old content or the new content, even after a crash."""
     temporary = temporary_name(file)
     with temporary.open("w", encoding="utf-8") as opened:
         left_out = {"open", "place"} if file.name == INDEX else None

@@ -33,6 +33,7 @@ from titan.data.reading import (
     Reader,
     conversation,
     field,
+    open_parquet,
     pieces_of,
     read_csv,
     read_files,
@@ -73,6 +74,9 @@ class Documents:
     position: Callable[[], int] = lambda: 0
     """Returns the number of these bytes that have been read."""
     place: Callable[[], tuple[int, ...]] = lambda: ()
+    places: Callable[[int], Iterator[tuple[tuple[int, ...], int]]] | None = None
+    """Returns the places from which reading can begin, in order, each with its bytes. A Parquet file of more bytes than the
+    argument has a place for each row group, and another file has one. None: reading can only begin at the start."""
     try_first: Callable[[], None] = lambda: None
     """Reads the first documents of the first files. Raises DataError if they are not of the expected kind."""
 
@@ -158,6 +162,14 @@ def _from_files(
         for file in found[:_TRIED_FILES]:
             deque(islice(read_files([file], read, Meter(), **options), _TRIED_DOCUMENTS), 0)
 
+    def places(least: int) -> Iterator[tuple[tuple[int, ...], int]]:
+        for number, (file, (_, stat)) in enumerate(zip(found, stats, strict=True)):
+            groups = 1
+            if stat.st_size > least and files.ending_of(file) in files.PARQUET:
+                with open_parquet(file) as table:
+                    groups = max(1, table.num_row_groups)
+            yield from (((number, group), stat.st_size // groups) for group in range(groups))
+
     return Documents(
         name=f"{kind} ({len(found):,} file{'s' * (len(found) != 1)}{left_out})",
         identity=[kind, options, [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]],
@@ -165,6 +177,7 @@ def _from_files(
         num_bytes=sum(stat.st_size for _, stat in stats),
         position=lambda: meter.num_bytes,
         place=lambda: (meter.file, meter.group),
+        places=places,
         try_first=try_first,
     )
 
@@ -330,7 +343,7 @@ _KINDS: dict[str, type[_FileSource]] = {
 
 
 def _kind_of(file: Path) -> type[_FileSource]:
-    return _KINDS.get(files.ending_of(file).removesuffix(".gz"), s.TextSource)
+    return _KINDS.get(files.format_of(file), s.TextSource)
 
 
 def source_of_path(path: str, *, text_key: str, messages_key: str = "") -> s.Section:
@@ -376,6 +389,19 @@ def open_all(sections: Sequence[s.Section]) -> Documents:
             yield from part.read(*place)
             place = ()
 
+    def places(least: int) -> Iterator[tuple[tuple[int, ...], int]]:
+        for number, part in enumerate(parts):
+            if part.places is None:
+                raise DataError(
+                    f"{part.name} is read as one stream, which hosts cannot share: download its files (hf download), and name "
+                    "them as --input, or prepare without --engine"
+                )
+            yield from (((number, *place), size) for place, size in part.places(least))
+
+    def try_first() -> None:
+        for part in parts:
+            part.try_first()
+
     return Documents(
         name=", ".join(part.name for part in parts),
         identity=[part.identity for part in parts],
@@ -383,4 +409,6 @@ def open_all(sections: Sequence[s.Section]) -> Documents:
         num_bytes=sum(sizes) if len(sizes) == len(parts) else None,
         position=lambda: sum(p.num_bytes or 0 for p in parts[:here]) + parts[here].position(),
         place=lambda: (here, *parts[here].place()),
+        places=places,
+        try_first=try_first,
     )

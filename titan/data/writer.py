@@ -211,7 +211,7 @@ def write_shards(
         DataError: the folder has shards of other text or options, a document is unusable, or a worker died.
     """
     # Refuse a folder of other text or options.
-    index = _open_index(folder, key=spec.key(documents, shard_tokens=shard_tokens), spec=spec)
+    index = open_index(folder, key=spec.key(documents, shard_tokens=shard_tokens), spec=spec)
     if (folder / INDEX).is_file():
         return index
     logger.info("tokenizing %s into %s", documents.name, folder)
@@ -225,7 +225,7 @@ def write_shards(
     done = {split: writer.done for split, writer in writers.items()}
     progress = Progress()
     places = deque([index.place or [0]])
-    chunks = _chunks(documents, spec, done, progress, places)
+    chunks = read_chunks(documents, spec, done, progress, places)
     # Results come in the order of the documents, not in the order in which workers finish.
     for chunk, encoded in _encode_all(chunks, spec, workers=workers):
         for piece, one in zip(chunk, encoded, strict=True):
@@ -247,16 +247,12 @@ def write_shards(
     return index
 
 
-def _open_index(folder: Path, *, key: str, spec: TokenizationSpec) -> Index:
+def open_index(folder: Path, *, key: str, spec: TokenizationSpec) -> Index:
     """Return the index of a complete folder, of an interrupted run, or an empty index."""
     for file in (folder / INDEX, folder / PROGRESS):
         if file.is_file():
             index = read_index(file)
-            if index.key != key:
-                raise DataError(
-                    f"'{folder}' holds shards of other text, another tokenizer or other options; "
-                    "choose another folder or delete this one"
-                )
+            require_key(index.key, key, folder)
             size = np.dtype(index.dtype).itemsize
             for shard in index.open.values():
                 path = unfinished_name(folder / shard.file)
@@ -277,7 +273,16 @@ def _open_index(folder: Path, *, key: str, spec: TokenizationSpec) -> Index:
     )
 
 
-def _chunks(
+def require_key(found: str, key: str, folder: Path) -> None:
+    """Check that a folder has been written from the same text, with the same options."""
+    if found != key:
+        raise DataError(
+            f"'{folder}' holds shards of other text, another tokenizer or other options; "
+            "choose another folder or delete this one"
+        )
+
+
+def read_chunks(
     documents: Documents,
     spec: TokenizationSpec,
     done: dict[str, ReadPosition],

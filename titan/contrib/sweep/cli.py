@@ -73,7 +73,6 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{steps} steps: {done}" if options.halving else done, flush=True)
             more = [f"--training.steps={steps}"] if options.halving else []
             if options.ray:
-                require("ray", extra="ray", asked_by="--ray")
                 execute.run_on_ray(todo, options.ray, more=more, **how)
             elif todo:
                 code = execute.run_here(todo, at_a_time=options.jobs, more=more, **how)

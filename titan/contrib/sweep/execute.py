@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from titan.config.options import is_quiet
 from titan.hardware import count_accelerators
 from titan.health.run_lock import RunLock, RunLocked
+from titan.tools.prepare_hosts import connect
 from titan.untrusted import InputError
 
 from .grid import Trial
@@ -163,9 +163,7 @@ def run_on_ray(
         more: Further overrides of the jobs.
         say: Prints a line.
     """
-    import ray
-
-    ray.init(address=address, log_to_driver=not is_quiet())
+    ray = connect(address, asked_by="--ray")
     resource = "num_gpus" if ray.cluster_resources().get("GPU") else "num_cpus"
 
     def train(words: list[str], log: str) -> int:

@@ -15,7 +15,7 @@ import pytest
 from titan.cli import main as titan
 from titan.config.load import load_config
 from titan.contrib.sweep import grid, results
-from titan.contrib.sweep.execute import write_array
+from titan.contrib.sweep.execute import run_on_ray, write_array
 from titan.contrib.sweep.results import Setting
 from titan.untrusted import InputError
 
@@ -288,3 +288,8 @@ def test_a_task_of_the_array_runs_its_run(job: Path, tmp_path: Path) -> None:
     assert rows_of(folder)["lr=1e-3"]["state"] == "waiting"
     with pytest.raises(InputError, match="not an option of sbatch"):
         write_array(folder, 1, at_a_time=1, processes=1, options=["--time=1 --wrap=x"])
+
+
+def test_no_cluster_at_the_address() -> None:
+    with pytest.raises(InputError, match=r"--ray: no Ray cluster answers at '127\.0\.0\.1:1'"):
+        run_on_ray([], "127.0.0.1:1", processes=1, more=[], say=print)
