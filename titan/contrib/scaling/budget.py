@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from titan.config import model as models
+from titan.config.errors import ConfigError
 from titan.config.load import load_from_argv
 from titan.config.options import JOB, command_parser, positive
 from titan.config.render import to_toml
@@ -134,7 +135,18 @@ def _priced(job: list[str], options: Namespace) -> list[Size]:
             name = f"{family or config.model.name} {flavor}"
             return Size(name, words, float(params), read_json(file, dict))
 
-        return list(pool.map(price, names))
+        def priced(name: str) -> Size | None:
+            try:
+                return price(name)
+            except (ConfigError, InputError) as error:
+                if options.sizes:
+                    raise
+                print(f"titan budget: {name} is left out: {str(error).splitlines()[0]}", file=sys.stderr)  # fmt: skip
+                return None
+
+        if found := [size for size in pool.map(priced, names) if size]:
+            return found
+        raise InputError("titan budget: no size can be priced on these GPUs")
 
 
 def _flavors(family: str) -> list[str]:
