@@ -55,7 +55,8 @@ COMPILED = {
     ids=["qwen3"],
 )
 def test_recomputed_and_compiled(kind: str, layouts: Any, more: Any, pool: Pool) -> None:
-    row = row_of(pool, kind, layouts, more=dict.fromkeys(layouts, more))
+    keys: dict[str, Any] = dict.fromkeys(layouts, more)
+    row = row_of(pool, kind, layouts, more=keys)
     assert {name: row[name][:7] for name in layouts} == {name: row[name] for name in layouts}, row
     assert all(float(row[name]) < BOUND for name in layouts)
 
