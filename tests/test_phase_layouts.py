@@ -128,7 +128,7 @@ def _error(mine: Tensor, other: Tensor) -> float:
 
 
 def test_three_layouts_equal_one_process(pool: Pool, whole: Path, tmp_path: Path) -> None:
-    """What a start of the job leaves out goes over a border all the same, and no model stays in memory."""
+    """Three layouts equal one process. A border loads also what a start of the job leaves out, and no old model stays in memory."""
     config = job(tmp_path, checkpoint={"exclude_from_loading": ["optimizer"]})
     assert pool.run(4, train, config) == 4 * [(COURSE, 0)]
     found = errors(tmp_path, whole)

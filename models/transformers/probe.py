@@ -28,8 +28,8 @@ _PROBE_LENGTH = 8
 class Watch(TorchDispatchMode):
     """Watch for operations that layouts would compute in another way.
 
-    These are random numbers, which are drawn in other orders, but for those of dropout modules, which have generators of titan's; and
-    convolutions over tokens, which would stop at the borders of ranks and cross those of documents, but for titan's own.
+    These are random numbers, which ranks draw in other orders (dropout modules are an exception: titan gives them generators), and
+    convolutions over tokens, which would stop at the borders of ranks and cross those of documents (titan's own do not).
 
     Attributes:
         where: name of the module that draws, or "".

@@ -260,7 +260,7 @@ def documents() -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _kda_in_steps() -> Iterator[None]:
-    """Let Kimi Delta Attention of transformers compute step by step.
+    """Replace the chunks of Kimi Delta Attention in transformers by its step-by-step function.
 
     Its chunks lose a digit: a gradient differs by 1e-5 from that of steps in fp64, and titan's by 7e-7.
     """

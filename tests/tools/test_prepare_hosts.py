@@ -146,7 +146,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
 
     assert "needs --engine ray" in line("--address", "x:1")
     assert "needs --engine slurm" in line("--share", "1", "2")
-    # A task on a host that does not see the folder must not begin anew.
+    # A task on a host that does not see the folder must not begin again.
     assert "plan.json on this host; all hosts must share the disk" in line(*slurm, "--share", "1", "2")  # fmt: skip
     assert not (tmp_path / "out").exists()
     with pytest.raises(SystemExit, match="2"):

@@ -286,7 +286,7 @@ def forget_mesh() -> None:
     for group in [*dist.distributed_c10d._world.pg_map]:
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-    # The thread of an overlap has caches of its own.
+    # The thread of an overlap has separate caches.
     owners = ("torch.distributed", "titan.parallel.overlap")
     # By its type: `isinstance` would ask objects that stand for others. A loop would keep its last object alive.
     found = [thing for thing in gc.get_objects() if type(thing) is type(_with_random_state)]

@@ -13,7 +13,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def price_sizes(argv: Sequence[str]) -> int:
-    """Say what sizes of a model would reach on some GPUs in some time, by a law and the simulator."""
+    """Compare sizes of a model by the loss that each would reach on some GPUs in some time."""
     from .budget import main
 
     return main([*argv])

@@ -57,7 +57,7 @@ def require_enough(runs: Sequence[Run], *, left_out: int = 0) -> None:
 
 
 def is_line(runs: Sequence[Run]) -> bool:
-    """Return whether tokens go with parameters so closely that the law's two terms cannot be told apart."""
+    """Return whether tokens grow with parameters so evenly that the law's two terms cannot be told apart."""
     logs = ([math.log(getattr(run, field)) for run in runs] for field in ("params", "tokens"))
     return abs(correlation(*logs)) > 0.998  # below, intervals hold the truth in simulated fits
 

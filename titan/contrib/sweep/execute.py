@@ -94,7 +94,7 @@ def _goes_on(trial: Trial) -> bool:
 def _start(words: list[str], trial: Trial, share: dict[str, str]) -> subprocess.Popen[bytes]:
     trial.run.mkdir(parents=True, exist_ok=True)
     with trial.log.open("ab") as log:
-        # In a session of its own a run gets a signal once, from here.
+        # In a separate session, a run gets each signal once, from here.
         return subprocess.Popen(
             words, stdout=log, stderr=log, env=os.environ | share, start_new_session=True
         )
