@@ -186,6 +186,13 @@ def test_the_choice_is_the_planners(job: Path) -> None:
     assert chosen.fits and chosen.speed >= 0.95 * best.speed
 
 
+def test_small_models_get_data_parallelism(job: Path) -> None:
+    """The formula prefers a pipeline, whose short microbatches keep the host busy."""
+    argv, profile = [str(job), "--training.global_batch_size=16"], load_profile("h100-sxm")
+    assert Search(argv, load_from_argv(argv), profile, world_size=2).points[0].pp == 2
+    assert choose(argv, 2, "h100-sxm").settings["parallelism.pipeline_parallel_degree"] == "1"
+
+
 def test_a_choice_is_made_once(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Search] = []
     formula = lambda search: made.append(search) or auto._by_formula(search, "as a test asks")  # noqa: E731

@@ -160,9 +160,10 @@ def _by_simulation(search: Search) -> ChosenLayout | str:
     trials = Trials(search.job, search.world_size, search.profile, what="layouts simulated")
     tried: dict[Point, Variant] = {}
     ranked: list[Point] = []
-    # Two by formula, then neighbours of the faster one. If neither fits, the next two by formula.
+    # Data parallelism alone and the first by formula, then neighbours of the faster one. If neither fits, the next two by formula.
     while len(tried) < _SIMULATED or (not ranked and len(tried) < _MOST):
-        points = search.neighbours(ranked[:1], 2) or search.first(2)
+        points = search.neighbours(ranked[:1], 2)
+        points = points or (search.first(2) if tried else search.data_parallel(1) + search.first(1))
         if not points:
             break
         tried |= zip(points, trials(map(search.settings, points)), strict=True)
