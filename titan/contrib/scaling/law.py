@@ -186,6 +186,10 @@ def _minimize(
     )
     inside = np.clip(start, np.array(bounds[0]) + 1e-3, np.array(bounds[1]) - 1e-3)
     inside[0] = max(inside[0], least + np.log(0.1))
-    options: dict[str, Any] = {"jac": jacobian, "loss": "huber", "f_scale": HUBER, "bounds": bounds}
-    found = least_squares(errors, inside, x_scale="jac", xtol=1e-9, max_nfev=300, **options)
+    options: dict[str, Any] = {"jac": jacobian, "loss": "huber", "bounds": bounds, "x_scale": "jac"}
+    # From wide scales to the Huber loss's: with its narrow one alone, steps far from the minimum are so short that they seem to have arrived.
+    for scale in (1000 * HUBER, 30 * HUBER, 5 * HUBER, HUBER):
+        options |= {"f_scale": scale, "xtol": 1e-9, "ftol": 1e-10, "max_nfev": 300}
+        found = least_squares(errors, inside, **options)
+        inside = np.clip(found.x, np.array(bounds[0]) + 1e-9, np.array(bounds[1]) - 1e-9)
     return found.x, float(found.cost)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,32 @@ def test_a_law_of_another_kind_is_refused(tmp_path: Path, text: str) -> None:
     file.write_text(text)
     with pytest.raises(InputError, match="no law of titan scaling"):
         load_law(file)
+
+
+@pytest.mark.parametrize(("seed", "left_out"), [(1, 4), (1, 2), (2, 2), (0, 0)])
+def test_the_fit_is_the_minimum(seed: int, left_out: int) -> None:
+    """Few runs with noise: SciPy's Nelder-Mead, from the truth and from the fit, finds no smaller Huber loss."""
+    from scipy.optimize import minimize
+
+    noise = np.random.default_rng(seed)
+    pairs = sorted(product(np.geomspace(1e6, 6.4e7, 4), np.geomspace(5e6, 3e8, 3)), key=np.prod)
+    kept = pairs[: len(pairs) - left_out]
+    errors = np.exp(0.004 * noise.standard_normal(len(kept)))
+    runs = [Run("", n, d, float(HOFFMANN.loss(n, d) * e)) for (n, d), e in zip(kept, errors, strict=True)]  # fmt: skip
+    params, tokens, losses = np.array([run[1:] for run in runs]).T
+
+    def huber(theta: Any) -> float:
+        e, a, b, alpha, beta = theta
+        expected = np.exp(e) + np.exp(a - alpha * np.log(params)) + np.exp(b - beta * np.log(tokens))  # fmt: skip
+        size = np.abs(np.log(losses / expected))
+        return 1e6 * float(np.where(size < 1e-3, size**2 / 2, 1e-3 * (size - 0.5e-3)).sum())
+
+    found = fit(runs, draws=30)
+    fitted, truth = ([*np.log(law[:3]), *law[3:]] for law in (found.law, HOFFMANN))
+    for start in (fitted, truth):
+        options = {"maxiter": 20_000, "maxfev": 20_000, "xatol": 1e-9, "fatol": 1e-9}
+        assert huber(fitted) <= 1.001 * minimize(huber, start, method="Nelder-Mead", options=options).fun  # fmt: skip
+    assert len({round(law.a, 4) for law in found.draws}) > 20
 
 
 @pytest.mark.slow
