@@ -127,9 +127,18 @@ def test_a_resumed_run_keeps_its_layout(
         assert f"chosen again, since {file}" in said and why in said, said
         ranks = int(words[1])
         assert check_to_run(load_from_argv(started[-1]), world_size=ranks).world_size == ranks
-    file.write_text("[parallelism\n")
-    degrees("--nproc", "2")
-    assert "not valid TOML" in capsys.readouterr().err
+    for text, why in {
+        "[parallelism\n": "not valid TOML",
+        kept + "[optimizer]\nlr = 0.5\n": "has optimizer.lr, which is no key of a layout",
+    }.items():
+        file.write_text(text)
+        degrees("--nproc", "2")
+        assert why in capsys.readouterr().err
+    assert load_from_argv(started[-1]).optimizer.lr != 0.5
+    file.unlink()
+    file.mkdir()
+    assert cli.main(["train", str(job), "--nproc", "2"]) == 2
+    assert "is a folder: remove it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

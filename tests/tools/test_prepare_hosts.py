@@ -82,6 +82,7 @@ def test_shares_give_the_bytes_of_one_process(
     assert content_of(tmp_path / "shares") == content_of(tmp_path / "one")
     # A task that comes late finds the folder complete, and so does the command.
     assert prepare(tmp_path / "shares", corpus, "--engine", "slurm", "--share", "3", "3") == 0
+    assert prepare(tmp_path / "shares", corpus, "--engine", "slurm", "--share", "4", "3") == 2
     assert prepare(tmp_path / "shares", corpus, "--engine", "ray") == 0
 
 

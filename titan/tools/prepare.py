@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from titan.config.options import add_quiet
+from titan.config.options import add_quiet, positive
 from titan.data import DataError
 from titan.data.cache import display, exclusive, usable_cores
 from titan.data.chat import ChatTemplate
@@ -48,24 +48,18 @@ def _parser() -> argparse.ArgumentParser:
     add("--chat-template", default="", metavar="FILE", help=help_)
     add("--tokenizer", required=True, metavar="PATH", help='file, folder, or "bytes"')
     add("--output", required=True, metavar="DIR", type=Path, help="folder to write, or continue")
-    add("--workers", type=_positive, help="processes; default: cores, here or of the Ray cluster")
+    add("--workers", type=positive, help="processes; default: cores, here or of the Ray cluster")
     help_ = "use many hosts: run on a Ray cluster, or write the script of a Slurm array"
     add("--engine", choices=("ray", "slurm"), help=help_)
     add("--address", metavar="HOST:PORT", help="address of the Ray cluster; default: auto")
     help_ = "do the I-th of N shares, as a task of the array does"
-    add("--share", nargs=2, type=_positive, metavar=("I", "N"), help=help_)
-    add("--shard-tokens", type=_positive, default=2**27, help="tokens a shard; default: 2^27")
+    add("--share", nargs=2, type=positive, metavar=("I", "N"), help=help_)
+    add("--shard-tokens", type=positive, default=2**27, help="tokens a shard; default: 2^27")
     add("--validation-fraction", type=_fraction, default=0.0, help="share of documents held out")
     add("--no-bos", action="store_true", help="no begin token before a document")
     add("--no-eos", action="store_true", help="no end token after a document")
     add_quiet(parser)
     return parser
-
-
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{value} is below 1")
-    return value
 
 
 def _fraction(text: str) -> float:
@@ -112,6 +106,8 @@ def _prepare(arguments: argparse.Namespace, words: list[str]) -> str:
     engine, share = arguments.engine, arguments.share
     if arguments.address and engine != "ray":
         raise DataError("--address is that of a Ray cluster: it needs --engine ray")
+    if share and share[0] > share[1]:
+        raise DataError(f"--share {share[0]} {share[1]}: shares are numbered from 1 to {share[1]}")
     if share and engine != "slurm":
         raise DataError("--share is for a task of a Slurm array: it needs --engine slurm")
     tokenizer = tokenizer_named(arguments.tokenizer, chat_template=arguments.chat_template)

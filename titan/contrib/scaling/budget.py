@@ -23,8 +23,8 @@ from titan.config.options import JOB, command_parser, positive
 from titan.config.render import to_toml
 from titan.observe.sinks import require
 from titan.sim.price.profiles import load_profile
-from titan.sim.report.text import columns, mistake
-from titan.sim.search.auto import resolve
+from titan.sim.report.text import check_target, columns, mistake, require_writable
+from titan.sim.search.auto import choose
 from titan.untrusted import InputError, read_json
 
 from .cli import load_law
@@ -86,14 +86,18 @@ def main(argv: list[str] | None = None) -> int:
     if options.plot:
         require("matplotlib", extra="plot", asked_by="--plot")
     found, content = load_law(options.law)
+    require_writable(options, "plot")
+    if options.out:
+        check_target("--out", options.out, is_folder=True)
+    if options.loss and not (found.law.B and found.law.b):
+        raise InputError(f"titan budget: by the law in {options.law}, more tokens change nothing: --loss needs another law")  # fmt: skip
     sizes = _priced(job, options)
     rows = [(size, size.at(_days(size, found, options))) for size in sizes]
     ranked = sorted(rows, key=lambda row: _rank(row, found, options))
     if _rank(ranked[0], found, options) == float("inf"):
         raise InputError(f"titan budget: no size can reach a loss of {options.loss}, by the law in {options.law}")  # fmt: skip
     ranked = [row for row in ranked if _rank(row, found, options) < float("inf")]
-    largest = max(run.flops for run in content["runs"])
-    print("\n".join(_table(ranked, found, largest)))
+    print("\n".join(_table(ranked, found, content["runs"])))
     if options.out:
         _write_jobs(ranked, options.out)
     if options.plot:
@@ -107,23 +111,36 @@ def _above_zero(text: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value < 1e6:
-        raise ArgumentTypeError(f"expected a number above zero, got {text[:40]!r}")
+    if not 1e-3 <= value <= 1e4:
+        raise ArgumentTypeError(f"expected a number from 0.001 to 10,000, got {text[:40]!r}")
     return value
 
 
 def _priced(job: list[str], options: Namespace) -> list[Size]:
     """Return the sizes, each simulated in a process, as many at a time as there are cores."""
     config = load_from_argv(job, warn=False)
+    if config.phase:
+        raise InputError("titan budget: the time decides a run's length, so a job with [[phase]] has no budget: remove its phases")  # fmt: skip
     profile = load_profile(options.hardware)
-    names = options.sizes.split(",") if options.sizes else [*_flavors(config.model.name), _EXPERTS]
+    names = [*_flavors(config.model.name), _EXPERTS]
+    if options.sizes is not None:
+        names = list(dict.fromkeys(name.strip() for name in options.sizes.split(",")))
+    if "" in names:
+        raise mistake("--sizes", "expected flavors with commas between them, such as 1B,8B")
+    changes = {"training.steps": _STEPS, "parallelism.layout": "auto"}
+    # The simulator records each microbatch of zero-bubble schedules, which takes minutes.
+    if "pipeline_parallel_schedule" not in config.parallelism.model_fields_set:
+        changes["parallelism.pipeline_parallel_schedule"] = "Interleaved1F1B"
     with TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
 
         def price(name: str) -> Size:
             family, _, flavor = name.rpartition(":")
-            words = [*job, f"--model.flavor={flavor}", *([f"--model.name={family}"] if family else [])]  # fmt: skip
-            words += [f"--training.steps={_STEPS}", "--parallelism.layout=auto"]
-            words, _ = resolve(words, world_size=options.gpus, profile=lambda _: profile, simulate=False)  # fmt: skip
+            changed = (
+                changes | {"model.flavor": flavor} | ({"model.name": family} if family else {})
+            )
+            words = [*job, *(f"--{key}={value}" for key, value in changed.items())]
+            own = load_from_argv(words, warn=False)
+            words += choose(words, own, profile, world_size=options.gpus, simulate=False).overrides
             file = Path(folder, f"{flavor}-{family}.json")
             command = [sys.executable, "-m", "titan.cli", "sim", *words, "--run", f"--json={file}"]
             command += [f"--world-size={options.gpus}", f"--hardware={options.hardware}"]
@@ -132,8 +149,11 @@ def _priced(job: list[str], options: Namespace) -> list[Size]:
                 raise InputError(f"titan budget: {name}: {(done.stderr.strip() or done.stdout.strip()).splitlines()[-1]}")  # fmt: skip
             sizes: Any = models.model_config(load_from_argv(words, warn=False).model)
             params = getattr(sizes, "num_active_params", sizes.num_params)
+            figures = read_json(file, dict)
+            if not (figures["fits"] or figures["tight"]):
+                raise InputError(f"its layout {figures['layout']}, the first by formula, needs {figures['memory']['needed_gib']:.1f} GiB by simulation")  # fmt: skip
             name = f"{family or config.model.name} {flavor}"
-            return Size(name, words, float(params), read_json(file, dict))
+            return Size(name, words, float(params), figures)
 
         def priced(name: str) -> Size | None:
             try:
@@ -164,23 +184,26 @@ def _days(size: Size, found: Fit, options: Namespace) -> float:
         return options.days
     law = found.law
     left = options.loss - law.E - law.A / size.params**law.a
-    return (law.B / left) ** (1 / law.b) / size.tokens_a_day if left > 0 else float("inf")
+    try:
+        return (law.B / left) ** (1 / law.b) / size.tokens_a_day if left > 0 else float("inf")
+    except OverflowError:
+        return float("inf")
 
 
 def _rank(row: tuple[Size, dict[str, float]], found: Fit, options: Namespace) -> float:
     """Return what is to be least: the loss, or the GPU hours to it."""
     size, reached = row
-    fits = size.figures["fits"] or size.figures["tight"]
-    if not fits or reached["days"] == float("inf"):
+    if reached["days"] == float("inf"):
         return float("inf")
     return float(found.law.loss(size.params, reached["tokens"])) if options.days else reached["gpu_hours"]  # fmt: skip
 
 
-def _table(ranked: list[tuple[Size, dict[str, float]]], found: Fit, largest: float) -> list[str]:
+def _table(ranked: list[tuple[Size, dict[str, float]]], found: Fit, runs: list[Run]) -> list[str]:
     """Return the table's lines, and what to beware of."""
     head = ("size", "layout", "tokens/s/GPU", "days", "tokens", "tokens/param", f"loss ({LEVEL:.0%})", "MWh", "cost", "failures")  # fmt: skip
     rows: list[tuple[str, ...]] = [head]
-    farthest = 0.0
+    farthest, largest = 0.0, max(run.flops for run in runs)
+    fewest = min(run.tokens for run in runs)
     for size, reached in ranked:
         loss, low, high = found.predict(size.params, reached["tokens"])
         farthest = max(farthest, Run("", size.params, reached["tokens"], loss).flops / largest)
@@ -193,6 +216,8 @@ def _table(ranked: list[tuple[Size, dict[str, float]]], found: Fit, largest: flo
     lines = columns(rows, left=(0, 1))
     if farthest > 10:
         lines.append(f"up to {farthest:,.0f} times the FLOPs of the law's largest run: train larger ones before you trust this")  # fmt: skip
+    if few := [size.name for size, reached in ranked if reached["tokens"] < fewest / 10]:
+        lines.append(f"{', '.join(few)}: far fewer tokens than any of the law's runs had: do not trust their losses")  # fmt: skip
     return lines
 
 
@@ -202,11 +227,15 @@ def _write_jobs(ranked: list[tuple[Size, dict[str, float]]], folder: Path) -> No
     has_experts = [size for size, _ in ranked if ("num_experts" in _model(size)) != ("num_experts" in _model(best))]  # fmt: skip
     smaller = [size for size, _ in ranked if size.params < best.params and size not in has_experts]
     chosen = {"best": [best], "smaller": smaller, "other": has_experts}
-    folder.mkdir(parents=True, exist_ok=True)
     for name, (size, *_) in ((name, sizes) for name, sizes in chosen.items() if sizes):
         days = next(reached for each, reached in ranked if each is size)
-        steps = max(1, round(days["tokens"] / size.figures["tokens_per_step"]))
-        config = load_from_argv([*size.job, f"--training.steps={steps}", "--parallelism.layout=fixed"], warn=False)  # fmt: skip
+        steps = min(2**31 - 1, max(1, round(days["tokens"] / size.figures["tokens_per_step"])))
+        changed = [f"--training.steps={steps}", "--parallelism.layout=fixed"]
+        own = load_from_argv(size.job, warn=False)
+        changed.append(f"--job.dump_folder={own.job.dump_folder}-{size.name.replace(' ', '-')}")
+        if own.lr_scheduler.total_steps is not None:
+            changed.append(f"--lr_scheduler.total_steps={steps}")
+        config = load_from_argv([*size.job, *changed], warn=False)
         file = folder / f"{name}.toml"
         file.write_text(to_toml(config), encoding="utf-8")
         print(f"wrote {file}: {size.name}, {steps:,} steps")
@@ -226,4 +255,7 @@ def _draw(ranked: list[tuple[Size, dict[str, float]]], found: Fit, file: Path) -
         axes.errorbar(size.params, loss, [[loss - low], [high - loss]], fmt="o", capsize=3)
         axes.annotate(f" {size.name}", (size.params, loss))
     axes.set(xscale="log", xlabel="parameters that a token meets", ylabel="expected loss")
-    figure.savefig(file, dpi=110)
+    try:
+        figure.savefig(file, dpi=110)
+    except (OSError, ValueError) as error:
+        raise InputError(f"titan budget: --plot {file}: {error}") from None

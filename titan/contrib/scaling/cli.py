@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from titan.config.options import command_parser, positive, whole
 from titan.observe.sinks import require
+from titan.sim.report.text import require_writable
 from titan.untrusted import InputError, read_json
 
 from . import runs as reading
@@ -18,6 +21,7 @@ from .law import CONSTANTS, LEVEL, Fit, Law, Run, fit
 
 SUMMARY = "Fit L(N, D) = E + A / N^a + B / D^b to finished runs. docs/scaling.md"
 FORMAT = 1
+_POOR = 0.05  # of a loss: where the law is off by more, it is not the runs' law
 _FAR = 10.0  # times the FLOPs of the largest run, from which a prediction is called far outside
 
 
@@ -42,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     require("scipy", extra="scaling", asked_by="titan scaling")
     if options.plot:
         require("matplotlib", extra="plot", asked_by="--plot")
+    require_writable(options, "out", "plot")
     runs, shared = reading.read(options.runs, total=options.total)
     kept, left = (runs[:-options.leave_out], runs[-options.leave_out :]) if options.leave_out else (runs, [])  # fmt: skip
     reading.require_enough(kept, left_out=len(left))
@@ -84,6 +89,10 @@ def _report(found: Fit, runs: list[Run]) -> list[str]:
         )
     worst = max(zip(found.errors, runs, strict=True), key=lambda pair: abs(pair[0]))
     lines.append(f"  the law is off by at most {worst[0]:+.2%}, in {worst[1].name}")
+    if abs(worst[0]) > _POOR:
+        lines.append("  that is more than runs differ by seeds: these losses do not follow the law, so do not extrapolate with it")  # fmt: skip
+    if (again := len(runs) - len({run[1:] for run in runs})) > 0:
+        lines.append(f"  {again} runs equal another one in N, D and loss: copies make intervals too narrow")  # fmt: skip
     if reading.is_line(runs):
         lines.append("  tokens grow with parameters in all runs, so the law cannot tell A / N^a from B / D^b, and intervals are too narrow: add runs with other tokens per parameter")  # fmt: skip
     return lines
@@ -145,6 +154,11 @@ def load_law(file: Path) -> tuple[Fit, dict[str, Any]]:
         if not draws or not errors:
             raise ValueError("no draws")
         content["runs"] = [Run(**run) for run in content["runs"]]
+        largest = max(run.flops for run in content["runs"])
+        if not all(math.isfinite(each) for each in (largest, *errors, *law, *chain(*draws))):
+            raise ValueError("a number that is not finite")
+        if any(min(constants) < 0 or not constants.E for constants in (law, *draws)):
+            raise ValueError("a constant below zero")
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{file}: no law of titan scaling: {error}") from None
     return Fit(law, draws, errors), content

@@ -36,7 +36,7 @@ def read(paths: Sequence[Path], *, total: bool = False) -> tuple[list[Run], dict
     Raises:
         InputError: A file is wrong, or runs differ in text or tokenizer.
     """
-    if len(paths) == 1 and paths[0].suffix == ".csv":
+    if len(paths) == 1 and paths[0].suffix.lower() == ".csv":
         runs, shared = _of_csv(paths[0]), {}
     else:
         folders = {folder.resolve() for path in paths for folder in _folders(path)}
@@ -69,6 +69,8 @@ def _folders(path: Path) -> list[Path]:
     if inside := sorted(file.parent for file in path.glob("*/metrics.jsonl")):
         return inside
     hint = runs_near(path, ["metrics.jsonl"])
+    if path.is_file():
+        raise InputError(f"titan scaling: {path}: expected run folders, or one file that ends in .csv")  # fmt: skip
     raise InputError(f"titan scaling: {path}: no run, and no folder of runs{hint}")
 
 
@@ -114,8 +116,12 @@ def _shared(settings: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _of_csv(file: Path) -> list[Run]:
     """Return the runs of a CSV file with columns params (or N), tokens (or D), loss, and perhaps name."""
-    lines = read_text(file).splitlines()
-    reader = csv.DictReader(lines)
+    lines = read_text(file).removeprefix("\ufeff").splitlines()
+    # Fields end at the separator that the header has most of.
+    separator = max(",;\t", key=lines[0].count) if lines else ","
+    if max(map(len, lines), default=0) > csv.field_size_limit():
+        raise InputError(f"titan scaling: {file}: has a line of more than {csv.field_size_limit():,} characters")  # fmt: skip
+    reader = csv.DictReader(lines, delimiter=separator)
     given = {str(name).strip().lower(): name for name in reader.fieldnames or ()}
     for known in _COLUMNS.values():
         several = [name for name in reader.fieldnames or () if name.strip().lower() in known]
@@ -131,6 +137,8 @@ def _of_csv(file: Path) -> list[Run]:
         )
     runs = []
     for row in reader:
+        if None in row or None in row.values():
+            raise InputError(f"titan scaling: {file}:{reader.line_num}: has more or fewer fields than the header, which are separated by {separator!r}")  # fmt: skip
         values = []
         for field in ("params", "tokens", "loss"):
             text = str(row[names[field]]).strip()

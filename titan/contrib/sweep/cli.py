@@ -12,6 +12,7 @@ from titan.checks.rules import load_to_run
 from titan.config.options import JOB, command_parser, positive, whole
 from titan.config.schema import JobConfig
 from titan.observe.sinks import require
+from titan.sim.report.text import require_writable
 from titan.untrusted import InputError
 
 from . import execute, grid, results
@@ -51,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--halving: must be 2 or more, and without --slurm, whose tasks all train to their ends")  # fmt: skip
     if options.plot:
         require("matplotlib", extra="plot", asked_by="--plot")
+    require_writable(options, "plot")
     folder = options.folder.absolute()
     trials = grid.read(folder) if reads else _prepare(job, options, folder)
     code, how = 0, {"processes": options.nproc, "say": lambda line: print(line, flush=True)}

@@ -14,7 +14,7 @@ from typing import Any
 
 from titan.hardware import count_accelerators
 from titan.health.run_lock import RunLock, RunLocked
-from titan.tools.prepare_hosts import connect
+from titan.tools.prepare_hosts import checked_for_sbatch, connect
 from titan.untrusted import InputError
 
 from .grid import Trial
@@ -139,7 +139,7 @@ def write_array(
             raise InputError(f"titan sweep: {option!r}: not an option of sbatch, such as --time=1:00:00")  # fmt: skip
     begin = [
         f"--job-name=titan-sweep --array=0-{count - 1}%{at_a_time} --nodes=1 --ntasks=1 --requeue --open-mode=append",
-        f"--output={folder}/jobs/slurm-%a.log",
+        f"--output={checked_for_sbatch(folder)}/jobs/slurm-%a.log",
         *options,
     ]
     words = [sys.executable, "-m", "titan.cli", "sweep", "--folder", str(folder)]

@@ -44,6 +44,7 @@ _MOST_PARAMS = 75e9  # of a model that is simulated: larger ones take minutes
 _OPEN = (-1, "default")  # values in [parallelism] that leave a key to titan
 _LAYOUT, _REASON = "parallelism.layout", "parallelism.layout_reason"
 _CHECKPOINTING = ("activation_checkpoint.mode", "activation_checkpoint.selective_ac_option")
+_BATCHES = ("training.local_batch_size", "training.global_batch_size")
 # Sections that change no rank's step.
 _OTHERS = {"job", "metrics", "checkpoint", "profiling", "tokenizer", "evaluation", "lr_scheduler"}
 
@@ -112,6 +113,8 @@ def resolve(
         raise _mistake(
             config, '"auto" needs training.global_batch_size: a phase sets local_batch_size'
         )
+    if (file := Path(config.job.dump_folder) / FILE).is_dir():
+        raise _mistake(config, f"{file}, where the choice is kept, is a folder: remove it")
     kept, news = _kept(job, config, world_size) if keep else (None, "chosen")
     choice = kept or choose(job, config, profile(config), world_size=world_size, simulate=simulate)
     if not is_quiet():
@@ -228,6 +231,9 @@ def _kept(
             for key, value in (table.items() if isinstance(table, dict) else ())
             if f"{section}.{key}" not in held
         }
+        own_keys = [key for key in settings if not key.startswith("parallelism.")]
+        if other := {*own_keys} - {*_CHECKPOINTING, *_BATCHES}:
+            raise _mistake(config, f"has {min(other)}, which is no key of a layout")
         choice = ChosenLayout({_REASON: ""} | settings, "", f"{world_size} ranks")
         kept = load_from_argv([*job, *choice.overrides], warn=False)
         degrees = [getattr(kept.parallelism, key.partition(".")[2]) for key in AXES.values()]

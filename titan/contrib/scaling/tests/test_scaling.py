@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from titan.cli import main as titan
+from titan.contrib.scaling import budget
+from titan.contrib.scaling import runs as reading
 from titan.contrib.scaling.cli import load_law
 from titan.contrib.scaling.law import CONSTANTS, Law, Run, fit
 from titan.untrusted import InputError
@@ -134,7 +136,10 @@ def test_folders_that_do_not_compare(tmp_path: Path, change: dict[str, Any], exp
         ("", "no column params (params or n or parameters); it has none"),
         ("N,D,loss\n1e8,1e9,nan\n", "runs.csv:2: loss is nan, not a number above zero"),
         ("N,D,loss\n1e8,-1,3\n", "runs.csv:2: tokens is -1, not a number from 1 to 1e18"),
-        ("N,D,loss\n1e8,1e9,3\n1e8,1e9\n", "runs.csv:3: loss is None, not a number above zero"),
+        ("N,D,loss\n1e8,1e9,3\n1e8,1e9\n", "runs.csv:3: has more or fewer fields than the header"),
+        ("N,D,loss\n1e8,1e9,3,14\n", "runs.csv:2: has more or fewer fields than the header"),
+        ("N;D;loss\n1e8;1e9;3,14\n", "runs.csv:2: loss is 3,14, not a number above zero"),
+        ("N,D,loss\n1e8,1e9," + "3" * 200_000 + "\n", "has a line of more than 131,072 characters"),
         ("N,D,loss\n1e-300,1e9,3\n", "runs.csv:2: params is 1e-300, not a number from 1 to 1e18"),
         ("N,D,loss\n1e8,1e209,3\n", "runs.csv:2: tokens is 1e209, not a number from 1 to 1e18"),
         ("params,N,D,loss\n1e9,1e8,1e9,3\n", "columns params and N mean the same: remove one"),
@@ -185,6 +190,74 @@ def test_the_fit_is_the_minimum(seed: int, left_out: int) -> None:
         options = {"maxiter": 20_000, "maxfev": 20_000, "xatol": 1e-9, "fatol": 1e-9}
         assert huber(fitted) <= 1.001 * minimize(huber, start, method="Nelder-Mead", options=options).fun  # fmt: skip
     assert len({round(law.a, 4) for law in found.draws}) > 20
+
+
+@pytest.mark.parametrize(("separator", "begin"), [(";", ""), ("\t", ""), (",", "\ufeff")])
+def test_other_separators_give_the_same_law(tmp_path: Path, separator: str, begin: str) -> None:
+    plain = write_csv(tmp_path / "a.csv", synthetic(0))
+    other = tmp_path / "b.CSV"
+    other.write_text(begin + plain.read_text().replace(",", separator))
+    assert reading.read([other]) == reading.read([plain])
+
+
+def test_losses_of_another_law_and_copies_are_called_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = synthetic(0, sizes=3, lengths=3)
+    wrong = [run._replace(loss=9 - run.loss) for run in runs]
+    for rows, expected in (
+        (runs, None),
+        (wrong, "these losses do not follow the law"),
+        ([*runs, *runs[:2]], "2 runs equal another one"),
+    ):
+        assert titan(["scaling", str(write_csv(tmp_path / "r.csv", rows)), "--draws=2"]) == 0
+        said = capsys.readouterr().out
+        for text in ("do not follow the law", "equal another one"):
+            assert (text in said) == (expected is not None and text in expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--days=1", "--sizes="], "--sizes: expected flavors with commas between them"),
+        (["--days=1", "--sizes=1B,,3B"], "--sizes: expected flavors"),
+        (["--days=1e9"], "argument --days: expected a number from 0.001 to 10,000"),
+        (["--days=1", "--plot=none/x.png"], "--plot: there is no folder none"),
+        (["--days=1", "--out=job.toml"], "--out: cannot write job.toml: File exists"),
+        (["--loss=3", "flat"], "more tokens change nothing"),
+        (["--days=1", "phase"], "a job with [[phase]] has no budget"),
+        (["--days=1", "negative"], "law.json: no law of titan scaling: a constant below zero"),
+        (["--days=1", "infinite"], "a number that is not finite"),
+        (["--days=1", "empty"], "law.json: no law of titan scaling"),
+    ],
+)
+def test_budgets_that_are_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    expected: str,
+) -> None:
+    """Before anything is priced."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(budget, "ThreadPoolExecutor", None)
+    assert titan(["scaling", str(write_csv(Path("r.csv"), synthetic(0))), "--out=law.json", "--draws=2"]) == 0  # fmt: skip
+    law = json.loads(Path("law.json").read_text())
+    kind = words[-1]
+    job = '[tokenizer]\nname = "bytes"\n[training]\ndataset = "synthetic"\n'
+    Path("job.toml").write_text(job + "[[phase]]\nfrom_step = 2\nlr_factor = 0.5\n" * (kind == "phase"))  # fmt: skip
+    change = {"flat": {"b": 0.0}, "negative": {"a": -1.0}, "infinite": {"E": float("inf")}}
+    law["law"] |= change.get(kind, {})
+    if kind == "empty":
+        law["runs"] = []
+    Path("law.json").write_text(json.dumps(law))
+    capsys.readouterr()
+    words = [word for word in words if word.startswith("--")]
+    try:
+        code = titan(["budget", "job.toml", "--law=law.json", "--hardware=h100-sxm", "--gpus=8", *words])  # fmt: skip
+    except SystemExit as end:
+        code = int(end.code or 0)
+    assert code == 2 and expected in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -140,6 +140,17 @@ def test_verdicts_know_noise() -> None:
     assert results.verdict(groups([], [])) == "no settings have finished all their runs"
 
 
+@pytest.mark.parametrize("key", ["tokenizer.name", "training.dataset", "data.mix"])
+def test_losses_on_other_text_have_no_verdict(key: str) -> None:
+    several = [Setting(f"optimizer.lr=1 {key}={name}", [2.0], ["done"]) for name in "ab"]
+    assert "do not compare" in results.verdict(several)
+
+
+def test_a_folder_that_sbatch_cannot_name(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="sbatch cannot write logs there"):
+        write_array(tmp_path / "a folder", 2, at_a_time=1, processes=1, options=[])
+
+
 def test_intervals_hold_the_truth() -> None:
     """Intervals of 90% are wrong in a tenth of 2,000 drawn sweeps whose settings do not differ."""
     import numpy as np
