@@ -86,6 +86,16 @@ def test_shares_give_the_bytes_of_one_process(
     assert prepare(tmp_path / "shares", corpus, "--engine", "ray") == 0
 
 
+def test_one_process_finishes_what_tasks_began(tmp_path: Path) -> None:
+    (corpus := tmp_path / "corpus").mkdir()
+    jsonl(corpus)
+    assert prepare(tmp_path / "one", corpus) == 0
+    assert prepare(tmp_path / "both", corpus, "--engine", "slurm") == 0
+    assert prepare(tmp_path / "both", corpus) == 0
+    assert content_of(tmp_path / "both") == content_of(tmp_path / "one")
+    assert not (tmp_path / "both" / "parts").exists()
+
+
 def test_conversations(tmp_path: Path) -> None:
     """Kinds of ids, from the template; and what one process left on the way is taken over."""
     template = tmp_path / "chat.jinja"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
@@ -131,6 +132,7 @@ def _prepare(arguments: argparse.Namespace, words: list[str]) -> str:
         with exclusive(folder), display(documents, title=f"preparing {folder}") as report:
             workers = arguments.workers or usable_cores()
             index = write_shards(documents, folder=folder, workers=workers, report=report, **how)
+        shutil.rmtree(folder / "parts", ignore_errors=True)  # of --engine, which began the folder
     if not index.splits["train"]:
         raise DataError(f"{documents.name} holds no documents to train on")
     return _summary(folder, index)
