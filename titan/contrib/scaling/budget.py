@@ -22,7 +22,7 @@ from titan.config.load import load_from_argv
 from titan.config.options import JOB, command_parser, positive
 from titan.config.render import to_toml
 from titan.observe.sinks import require
-from titan.sim.price.profiles import load_profile
+from titan.sim.price.profiles import Profile, load_profile
 from titan.sim.report.text import check_target, columns, mistake, require_writable
 from titan.sim.search.auto import choose
 from titan.untrusted import InputError, read_json
@@ -32,6 +32,8 @@ from .law import LEVEL, Fit, Run
 
 SUMMARY = "What sizes of a model would reach on these GPUs in this time, by a law and the simulator. docs/scaling.md"  # fmt: skip
 _EXPERTS = "qwen3:30B-A3B"  # the alternative with experts
+# Shares of the memory that the formula may use, until a layout fits by simulation. All of it, if there is none with less.
+_SHARES = (0.9, 0.75, 0.6, 1)
 _STEPS = 10_000  # of the run that is simulated; others are in proportion
 
 
@@ -91,12 +93,11 @@ def main(argv: list[str] | None = None) -> int:
         check_target("--out", options.out, is_folder=True)
     if options.loss and not (found.law.B and found.law.b):
         raise InputError(f"titan budget: by the law in {options.law}, more tokens change nothing: --loss needs another law")  # fmt: skip
-    sizes = _priced(job, options)
-    rows = [(size, size.at(_days(size, found, options))) for size in sizes]
-    ranked = sorted(rows, key=lambda row: _rank(row, found, options))
-    if _rank(ranked[0], found, options) == float("inf"):
+    rows = [(size, size.at(_days(size, found, options))) for size in _priced(job, options)]
+    ranked = [row for row in rows if _rank(row, found, options) < float("inf")]
+    if not ranked:
         raise InputError(f"titan budget: no size can reach a loss of {options.loss}, by the law in {options.law}")  # fmt: skip
-    ranked = [row for row in ranked if _rank(row, found, options) < float("inf")]
+    ranked.sort(key=lambda row: _rank(row, found, options))
     print("\n".join(_table(ranked, found, content["runs"])))
     if options.out:
         _write_jobs(ranked, options.out)
@@ -131,42 +132,58 @@ def _priced(job: list[str], options: Namespace) -> list[Size]:
     # The simulator records each microbatch of zero-bubble schedules, which takes minutes.
     if "pipeline_parallel_schedule" not in config.parallelism.model_fields_set:
         changes["parallelism.pipeline_parallel_schedule"] = "Interleaved1F1B"
+    jobs = {name: _of_size(name, job, changes) for name in names}
+    # A mistake is reported before the first simulation. Large models take longest, so they are first.
+    jobs = dict(sorted(jobs.items(), key=lambda each: -_model(each[1]).num_params))
     with TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
 
-        def price(name: str) -> Size:
-            family, _, flavor = name.rpartition(":")
-            changed = (
-                changes | {"model.flavor": flavor} | ({"model.name": family} if family else {})
-            )
-            words = [*job, *(f"--{key}={value}" for key, value in changed.items())]
-            own = load_from_argv(words, warn=False)
-            words += choose(words, own, profile, world_size=options.gpus, simulate=False).overrides
-            file = Path(folder, f"{flavor}-{family}.json")
-            command = [sys.executable, "-m", "titan.cli", "sim", *words, "--run", f"--json={file}"]
-            command += [f"--world-size={options.gpus}", f"--hardware={options.hardware}"]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if not file.exists():
-                raise InputError(f"titan budget: {name}: {(done.stderr.strip() or done.stdout.strip()).splitlines()[-1]}")  # fmt: skip
-            sizes: Any = models.model_config(load_from_argv(words, warn=False).model)
-            params = getattr(sizes, "num_active_params", sizes.num_params)
-            figures = read_json(file, dict)
-            if not (figures["fits"] or figures["tight"]):
-                raise InputError(f"its layout {figures['layout']}, the first by formula, needs {figures['memory']['needed_gib']:.1f} GiB by simulation")  # fmt: skip
-            name = f"{family or config.model.name} {flavor}"
-            return Size(name, words, float(params), figures)
-
-        def priced(name: str) -> Size | None:
+        def price(name: str) -> Size | None:
             try:
-                return price(name)
+                file = Path(folder, f"{name.replace(':', '-')}.json")
+                return _simulated(jobs[name], file, profile, options)
             except (ConfigError, InputError) as error:
-                if options.sizes:
-                    raise
                 print(f"titan budget: {name} is left out: {str(error).splitlines()[0]}", file=sys.stderr)  # fmt: skip
                 return None
 
-        if found := [size for size in pool.map(priced, names) if size]:
+        if found := [size for size in pool.map(price, jobs) if size]:
             return found
         raise InputError("titan budget: no size can be priced on these GPUs")
+
+
+def _of_size(name: str, job: list[str], changes: dict[str, Any]) -> list[str]:
+    """Return a job of a size: `FLAVOR` of the job's own family, or `FAMILY:FLAVOR`."""
+    family, _, flavor = name.rpartition(":")
+    changed = changes | {"model.flavor": flavor} | ({"model.name": family} if family else {})
+    return [*job, *(f"--{key}={value}" for key, value in changed.items())]
+
+
+def _simulated(job: list[str], file: Path, profile: Profile, options: Namespace) -> Size:
+    """Return a size, priced in the first layout by formula that fits by simulation, too."""
+    config, reason = load_from_argv(job, warn=False), ""
+    for share in _SHARES:
+        if share == 1 and reason:
+            raise InputError(reason)
+        less = profile.model_copy(update={"memory_gib": profile.memory_gib * share})
+        try:
+            chosen = choose(job, config, less, world_size=options.gpus, simulate=False)
+        except ConfigError:
+            if share == 1:
+                raise
+            continue
+        words = [*job, *chosen.overrides]
+        command = [sys.executable, "-m", "titan.cli", "sim", *words, "--run", f"--json={file}"]
+        command += [f"--world-size={options.gpus}", f"--hardware={options.hardware}"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if not file.exists():
+            raise InputError((done.stderr.strip() or done.stdout.strip()).splitlines()[-1])
+        figures = read_json(file, dict)
+        if figures["fits"] or figures["tight"]:
+            sizes = _model(job)
+            params = float(getattr(sizes, "num_active_params", sizes.num_params))
+            return Size(f"{config.model.name} {config.model.flavor}", words, params, figures)
+        reason = f"its layout {figures['layout']}, by formula, needs {figures['memory']['needed_gib']:.1f} GiB by simulation"  # fmt: skip
+        file.unlink()
+    raise InputError(reason)
 
 
 def _flavors(family: str) -> list[str]:
@@ -224,7 +241,8 @@ def _table(ranked: list[tuple[Size, dict[str, float]]], found: Fit, runs: list[R
 def _write_jobs(ranked: list[tuple[Size, dict[str, float]]], folder: Path) -> None:
     """Write the best size as a job, the best of the smaller ones, which trains longer, and the best of the other kind of model."""
     best = ranked[0][0]
-    has_experts = [size for size, _ in ranked if ("num_experts" in _model(size)) != ("num_experts" in _model(best))]  # fmt: skip
+    kind = "num_experts" in vars(_model(best.job))
+    has_experts = [s for s, _ in ranked if ("num_experts" in vars(_model(s.job))) != kind]
     smaller = [size for size, _ in ranked if size.params < best.params and size not in has_experts]
     chosen = {"best": [best], "smaller": smaller, "other": has_experts}
     for name, (size, *_) in ((name, sizes) for name, sizes in chosen.items() if sizes):
@@ -241,8 +259,8 @@ def _write_jobs(ranked: list[tuple[Size, dict[str, float]]], folder: Path) -> No
         print(f"wrote {file}: {size.name}, {steps:,} steps")
 
 
-def _model(size: Size) -> dict[str, Any]:
-    return vars(models.model_config(load_from_argv(size.job, warn=False).model))
+def _model(job: list[str]) -> Any:
+    return models.model_config(load_from_argv(job, warn=False).model)
 
 
 def _draw(ranked: list[tuple[Size, dict[str, float]]], found: Fit, file: Path) -> None:
@@ -255,7 +273,4 @@ def _draw(ranked: list[tuple[Size, dict[str, float]]], found: Fit, file: Path) -
         axes.errorbar(size.params, loss, [[loss - low], [high - loss]], fmt="o", capsize=3)
         axes.annotate(f" {size.name}", (size.params, loss))
     axes.set(xscale="log", xlabel="parameters that a token meets", ylabel="expected loss")
-    try:
-        figure.savefig(file, dpi=110)
-    except (OSError, ValueError) as error:
-        raise InputError(f"titan budget: --plot {file}: {error}") from None
+    figure.savefig(file, dpi=110, format="png")

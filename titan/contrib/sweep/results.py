@@ -188,10 +188,7 @@ def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
     axes.set(xlabel=axis, ylabel="final loss, nats per token")
     if any(lines):
         axes.legend()
-    try:
-        figure.savefig(file, dpi=110)
-    except (OSError, ValueError) as error:
-        raise InputError(f"titan sweep: --plot {file}: {error}") from None
+    figure.savefig(file, dpi=110, format="png")
 
 
 def _is_number(text: str) -> bool:

@@ -15,7 +15,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Literal, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 KernelKind = Literal[
     "matmul",  # aten.mm, bmm, _scaled_mm: shapes are those of the operands
@@ -139,8 +139,19 @@ class Group:
     ranks: tuple[int, ...]
 
 
+class _Event:
+    """Event. A pickle holds its values without their names, since traces have millions of events."""
+
+    __slots__ = ()
+    __match_args__: ClassVar[tuple[str, ...]] = ()
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        """Return the class and the values of all fields."""
+        return type(self), tuple([getattr(self, name) for name in self.__match_args__])
+
+
 @dataclass(slots=True)
-class Launch:
+class Launch(_Event):
     """Launch of a kernel.
 
     Attributes:
@@ -155,7 +166,7 @@ class Launch:
 
 
 @dataclass(slots=True)
-class Transfer:
+class Transfer(_Event):
     """Collective, or one side of a send and receive.
 
     Attributes:
@@ -185,7 +196,7 @@ class Transfer:
 
 
 @dataclass(slots=True)
-class AwaitWork:
+class AwaitWork(_Event):
     """Wait of a stream for the transfers of a work. If `host` is set, the host waits, too."""
 
     stream: int
@@ -194,7 +205,7 @@ class AwaitWork:
 
 
 @dataclass(slots=True)
-class RecordEvent:
+class RecordEvent(_Event):
     """Recording of an event on a stream."""
 
     stream: int
@@ -202,7 +213,7 @@ class RecordEvent:
 
 
 @dataclass(slots=True)
-class AwaitEvent:
+class AwaitEvent(_Event):
     """Wait of a stream for an event. With stream -1, the host waits."""
 
     stream: int
@@ -210,7 +221,7 @@ class AwaitEvent:
 
 
 @dataclass(slots=True)
-class AwaitStream:
+class AwaitStream(_Event):
     """Wait of a stream for all work that another stream has been given so far."""
 
     stream: int
@@ -218,7 +229,7 @@ class AwaitStream:
 
 
 @dataclass(slots=True)
-class Synchronize:
+class Synchronize(_Event):
     """Wait of the host for a stream, or for all streams with -1, because a value is read or the device is synchronised."""
 
     stream: int
@@ -226,7 +237,7 @@ class Synchronize:
 
 
 @dataclass(slots=True)
-class Allocate:
+class Allocate(_Event):
     """Allocation of device memory.
 
     Attributes:
@@ -245,7 +256,7 @@ class Allocate:
 
 
 @dataclass(slots=True)
-class Free:
+class Free(_Event):
     """End of a block of device memory."""
 
     block: int

@@ -147,8 +147,9 @@ def _record(plans: Sequence[_Plan], processes: int) -> list[_Plan]:
 
     Return plans in place of those whose blocks are not all alike.
     """
-    # Few plans leave processes idle: then the ranks of a plan are dealt out to several.
-    parts = -(-processes // max(1, len(plans)))  # of each plan, each in a separate process
+    # Few plans leave processes idle: then the ranks of a plan are dealt out to several. The host's pace takes few seconds.
+    # `parts`: of each plan, each in a separate process
+    parts = -(-processes // max(1, sum(not plan.request.of_host for plan in plans)))
     waiting = [(plan, job) for plan in plans for job in plan.jobs(parts)]
     others = []
     for number, result in trace_jobs([job for _, job in waiting], processes, shared=True):
