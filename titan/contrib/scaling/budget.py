@@ -79,8 +79,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--hardware", required=True, metavar="H", help="GPU, as for `titan sim`")
     add("--gpus", type=positive, required=True, metavar="N")
     aim = parser.add_mutually_exclusive_group(required=True)
-    aim.add_argument("--days", type=_above_zero, metavar="D", help="time of the run")
-    aim.add_argument("--loss", type=_above_zero, metavar="L", help="find the cheapest way to this loss")  # fmt: skip
+    aim.add_argument("--days", type=_in_range, metavar="D", help="time of the run")
+    aim.add_argument("--loss", type=_in_range, metavar="L", help="find the cheapest way to this loss")  # fmt: skip
     add("--sizes", metavar="FLAVOR,...", help=f"flavors of the job's family, or FAMILY:FLAVOR; default: all from 0.1 billion parameters, and {_EXPERTS}")  # fmt: skip
     add("--out", type=Path, metavar="DIR", help="write the best as a job, and two alternatives")
     add("--plot", type=Path, metavar="FILE.png", help="draw the expected losses over the sizes")
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _above_zero(text: str) -> float:
+def _in_range(text: str) -> float:
     try:
         value = float(text)
     except ValueError:

@@ -56,7 +56,8 @@ def main(argv: list[str] | None = None) -> int:
         print(prediction(found, run, largest=kept[-1].flops))
     if options.out:
         about = {"shared": shared, "params": "total" if options.total else "active", "seed": options.seed}  # fmt: skip
-        _write(options.out, _as_json(found, kept, left) | about)
+        text = json.dumps(_as_json(found, kept, left) | about, indent=1)
+        options.out.write_text(text + "\n", encoding="utf-8")
         print(f"wrote {options.out}")
     if options.plot:
         from .picture import draw
@@ -129,13 +130,6 @@ def _as_json(found: Fit, runs: list[Run], left: list[Run]) -> dict[str, Any]:
         "draws": [list(law) for law in found.draws],
         "versions": {name: version(name) for name in ("titan-pretrain", "numpy", "scipy")},
     }
-
-
-def _write(file: Path, content: dict[str, Any]) -> None:
-    try:
-        file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"titan scaling: --out {file}: {error.strerror}") from None
 
 
 def load_law(file: Path) -> tuple[Fit, dict[str, Any]]:

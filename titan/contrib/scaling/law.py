@@ -25,9 +25,8 @@ LEVEL = 0.9  # of intervals
 CONSTANTS = ("E", "A", "B", "a", "b")
 _KEPT_STARTS = 12
 _LEAST_SHARE, _MOST_EXPONENT = 0.01, 3.0  # of the smallest loss that E is; of either exponent
-_WIDER = (
-    1.1  # without it, an interval of 90% holds Hoffmann's constants in 87 of 100 simulated fits
-)
+# Without it, an interval of 90% holds Hoffmann's constants in 87 of 100 simulated fits.
+_WIDER = 1.1
 
 
 class Run(NamedTuple):

@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{steps} steps: {done}" if options.halving else done, flush=True)
             more = [f"--training.steps={steps}"] if options.halving else []
             if options.ray:
-                execute.run_on_ray(todo, options.ray, more=more, **how)
+                code = execute.run_on_ray(todo, options.ray, more=more, **how)
             elif todo:
                 code = execute.run_here(todo, at_a_time=options.jobs, more=more, **how)
             if code:

@@ -64,10 +64,8 @@ def run_here(
                 trial, place = ready[0], free.pop(0)
                 waiting.remove(trial)
                 say(f"{trial.name}: begins ({len(waiting)} wait)")
-                running[place] = (
-                    _start(command(trial, processes, *more), trial, shares[place]),
-                    trial,
-                )
+                process = _start(command(trial, processes, *more), trial, shares[place])
+                running[place] = process, trial
             for place, (process, trial) in list(running.items()):
                 if (code := process.poll()) is not None:
                     del running[place]
@@ -153,8 +151,10 @@ def write_array(
 
 def run_on_ray(
     trials: Sequence[Trial], address: str, *, processes: int, more: Sequence[str], say: Say
-) -> None:
+) -> int:
     """Run trials as tasks of a Ray cluster, whose nodes see the folder of the sweep. A task whose node is lost begins elsewhere.
+
+    Return an exit code: 0, or that of a command which Ctrl-C has stopped.
 
     Args:
         trials: Runs that are not done.
@@ -168,7 +168,13 @@ def run_on_ray(
 
     def train(words: list[str], log: str) -> int:
         with Path(log).open("ab") as file:
-            return subprocess.run(words, stdout=file, stderr=file).returncode
+            process = subprocess.Popen(words, stdout=file, stderr=file)
+        try:
+            while process.poll() is None:
+                time.sleep(0.2)
+        except KeyboardInterrupt:  # by ray.cancel
+            process.terminate()
+        return process.wait()
 
     options: dict[str, Any] = {resource: processes, "max_retries": 3}
     remote: Any = ray.remote(**options)(train)
@@ -179,5 +185,12 @@ def run_on_ray(
         while tasks:
             [done, *_], _ = ray.wait(list(tasks))
             say(ended(tasks.pop(done), ray.get(done)))
+    except KeyboardInterrupt:
+        say("stopping: runs save a checkpoint, and the same command goes on from there")
+        for task in tasks:
+            ray.cancel(task)
+        ray.wait([*tasks], num_returns=len(tasks), timeout=120)
+        return STOPPED
     finally:
         ray.shutdown()
+    return 0

@@ -18,12 +18,8 @@ from .grid import Trial
 
 # 95% quantiles of Student's distribution by degrees of freedom: a two-sided interval of 90%.
 _STUDENT = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 8: 1.860, 10: 1.812, 15: 1.753, 30: 1.697, 100: 1.660}  # fmt: skip
-_OTHER_TEXT = (
-    "tokenizer.",
-    "data.",
-    "training.dataset",
-    "model.hf_assets_path",
-)  # keys of what a loss is measured on
+# Keys of what a loss is measured on.
+_OTHER_TEXT = ("tokenizer.", "data.", "training.dataset", "model.hf_assets_path")
 
 
 @dataclass(frozen=True)
@@ -138,8 +134,10 @@ def verdict(groups: Sequence[Setting]) -> str:
     finite = [group for group in groups if math.isfinite(group.loss)]
     if not finite:
         return "no settings have finished all their runs"
-    if other := next((key for key in _OTHER_TEXT if f" {key}" in f" {groups[0].settings}"), None):
-        return f"runs differ in {other}*: losses on other text or tokens do not compare"
+    for key in _OTHER_TEXT:
+        words = [[w for w in group.settings.split() if w.startswith(key)] for group in finite]
+        if any(of_group != words[0] for of_group in words):
+            return f"runs differ in {key}*: losses on other text or tokens do not compare"
     if len(finite) == 1:
         return f"{finite[0].settings} alone has finished, with loss {finite[0].loss:.4f}"
     best, second = finite[:2]

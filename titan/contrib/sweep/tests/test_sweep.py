@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -301,6 +302,49 @@ def test_a_task_of_the_array_runs_its_run(job: Path, tmp_path: Path) -> None:
         write_array(folder, 1, at_a_time=1, processes=1, options=["--time=1 --wrap=x"])
 
 
+def test_losses_on_other_text_do_not_compare() -> None:
+    """A key of the text counts only if its values differ."""
+    groups = [
+        Setting(f"training.dataset={data} optimizer.lr={lr}", [loss], ["done"])
+        for data, lr, loss in (("a", "1", 2.0), ("a", "2", 3.0), ("b", "2", 4.0))
+    ]
+    assert results.verdict(groups[:2]).startswith(
+        "training.dataset=a optimizer.lr=1 is 1.0000 nats below"
+    )
+    assert results.verdict(groups).startswith("runs differ in training.dataset")
+
+
 def test_no_cluster_at_the_address() -> None:
     with pytest.raises(InputError, match=r"--ray: no Ray cluster answers at '127\.0\.0\.1:1'"):
         run_on_ray([], "127.0.0.1:1", processes=1, more=[], say=print)
+
+
+@pytest.mark.slow
+def test_a_sweep_on_two_nodes_of_ray_stops_and_goes_on(job: Path, tmp_path: Path) -> None:
+    """Ctrl-C stops the tasks, whose runs save, and the same command finishes them."""
+    cluster_utils = pytest.importorskip("ray.cluster_utils")
+    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    cluster.add_node(num_cpus=1)
+    folder = tmp_path / "sweep"
+    words = [sys.executable, "-m", "titan.cli", "sweep", str(job), f"--folder={folder}"]
+    words += ["--training.steps=600", "--set=optimizer.lr=1e-3,3e-3", f"--ray={cluster.address}"]
+    try:
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        deadline = time.monotonic() + 240
+        while len([*folder.glob("lr=*/metrics.jsonl")]) < 2:
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=240)
+        assert process.returncode == 75 and "stopping: runs save a checkpoint" in said
+        stopped = {name: row["step"] for name, row in rows_of(folder).items()}
+        assert len(stopped) == 2 and all(0 < step < 600 for step in stopped.values())
+        again = subprocess.run(words, capture_output=True, text=True, timeout=400)
+        assert again.returncode == 0 and "optimizer.lr=3e-3" in again.stdout
+    finally:
+        cluster.shutdown()
+    for name, step in stopped.items():
+        events = map(json.loads, (folder / name / "events.jsonl").read_text().splitlines())
+        starts = [event["step"] for event in events if event["event"] in ("start", "resume")]
+        assert len(starts) == 2 and starts[0] == 0 and starts[1] >= step
+        assert rows_of(folder)[name]["step"] == 600
