@@ -1,6 +1,6 @@
 """Layout that titan chooses for a job with `parallelism.layout = "auto"`, before its ranks start.
 
-The planner's formula ranks all layouts (candidates.py), and the simulator compares four of them. Models above 75 billion
+The planner's formula ranks all layouts (candidates.py), and the simulator compares four or five of them. Models above 75 billion
 parameters, and ranks on CPUs, get the first by formula. A choice is kept in two places: in the user's cache, by job, hardware, ranks
 and versions, and as layout.toml in the run folder, so that a resumed run keeps its layout.
 """
@@ -39,7 +39,7 @@ from titan.sim.search.variants import Trials, Variant
 from titan.untrusted import InputError, read_json
 
 FILE = "layout.toml"
-_SIMULATED, _MOST = 4, 12  # layouts that are simulated; until one fits
+_SIMULATED, _MOST = 4, 12  # layouts that are simulated, at least; until one fits
 _MOST_PARAMS = 75e9  # of a model that is simulated: larger ones take minutes
 _OPEN = (-1, "default")  # values in [parallelism] that leave a key to titan
 _LAYOUT, _REASON = "parallelism.layout", "parallelism.layout_reason"
@@ -135,7 +135,7 @@ def choose(
     with suppress(InputError):
         return read_json(file, ChosenLayout)
     search = Search(job, config, profile, world_size=world_size, held=held)
-    found: ChosenLayout | str = "`titan train` compares four by simulation"
+    found: ChosenLayout | str = "`titan train` compares some by simulation"
     if profile.is_cpu:
         found = "ranks on CPUs are not simulated"
     elif search.model.num_params > _MOST_PARAMS:
@@ -159,14 +159,15 @@ def _held(config: JobConfig) -> set[str]:
 
 
 def _by_simulation(search: Search) -> ChosenLayout | str:
-    """Return the fastest of four layouts, or the reason why the simulator has none."""
+    """Return the fastest of four or five layouts, or the reason why the simulator has none."""
     trials = Trials(search.job, search.world_size, search.profile, what="layouts simulated")
     tried: dict[Point, Variant] = {}
     ranked: list[Point] = []
-    # Data parallelism alone and the first by formula, then neighbours of the faster one. If neither fits, the next two by formula.
+    # Data parallelism alone, with experts also beside expert parallelism, and the first by formula. Then neighbours of the fastest. If none
+    # fits, the next two by formula.
     while len(tried) < _SIMULATED or (not ranked and len(tried) < _MOST):
         points = search.neighbours(ranked[:1], 2)
-        points = points or (search.first(2) if tried else search.data_parallel(1) + search.first(1))
+        points = points or (search.first(2) if tried else search.data_parallel() + search.first(1))
         if not points:
             break
         tried |= zip(points, trials(map(search.settings, points)), strict=True)
@@ -178,7 +179,6 @@ def _by_simulation(search: Search) -> ChosenLayout | str:
     if not ranked:
         raise _nothing_fits(search)
     best, *others = ranked
-    facts = tried[best].facts
     text = (
         f"fastest of {len(tried)} layouts in simulation, of {len(search.points):,} that may fit by formula: "
         f"{tried[best].speed:,.0f} tokens/s/GPU, {tried[best].needed_gib:.1f} GiB"
@@ -186,7 +186,7 @@ def _by_simulation(search: Search) -> ChosenLayout | str:
     if not others:
         return _choice(search, best, text, "")
     second = tried[others[0]]
-    text += f"; against the runner-up: {reason(facts, second.facts)}"
+    text += f"; against the runner-up: {reason(tried[best].facts, second.facts)}"
     slower = 1 - second.speed / tried[best].speed
     return _choice(search, best, text, f"{_describe(others[0])}, {slower:.0%} slower")
 

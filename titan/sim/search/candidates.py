@@ -322,10 +322,11 @@ class Search:
         near = (p for centre in centres for p in self.points if distance(p, centre) == 1)
         return list(itertools.islice(filter(self._is_new, near), count))
 
-    def data_parallel(self, count: int) -> list[Point]:
-        """Choose up to `count` new points with data parallelism alone. The formula ignores the host, which they cost least."""
-        alone = (p for p in self.points if p.pp == p.cp == p.tp == 1 and p.ep < 2)
-        return list(itertools.islice(filter(self._is_new, alone), count))
+    def data_parallel(self) -> list[Point]:
+        """Choose the best new point with data parallelism alone, and with expert parallelism beside it. The formula ignores the host, which they cost least."""
+        alone = [p for p in self.points if p.pp == p.cp == p.tp == 1]
+        kinds = ([p for p in alone if (p.ep > 1) == is_spread] for is_spread in (False, True))
+        return [*filter(None, (next(filter(self._is_new, points), None) for points in kinds))]
 
     def _is_new(self, point: Point) -> bool:
         """Return whether a point is legal and was not chosen before, and note that it is chosen."""
