@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from subprocess import CompletedProcess
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -200,6 +202,41 @@ def test_small_models_get_data_parallelism(job: Path) -> None:
     argv, profile = [str(job), "--training.global_batch_size=16"], load_profile("h100-sxm")
     assert Search(argv, load_from_argv(argv), profile, world_size=2).points[0].pp == 2
     assert choose(argv, 2, "h100-sxm").settings["parallelism.pipeline_parallel_degree"] == "1"
+
+
+def test_experts_and_data_parallelism_that_does_not_fit(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The formula prefers a pipeline. Data parallelism is simulated with and without expert parallelism, and again with less memory."""
+    seen: list[dict[str, str]] = []
+
+    def simulate(settings: Iterable[dict[str, str]]) -> list[SimpleNamespace]:
+        found = []
+        for one in settings:
+            seen.append(one)
+            pp = one["parallelism.pipeline_parallel_degree"]
+            fits = pp != "1" or one["activation_checkpoint.mode"] != "none"
+            found.append(
+                SimpleNamespace(
+                    fits=fits,
+                    speed=3 - int(pp),
+                    needed_gib=50.0 if fits else 90.0,
+                    problem="",
+                    facts={},
+                )
+            )
+        return found
+
+    monkeypatch.setattr(auto, "Trials", lambda *_, **__: simulate)
+    monkeypatch.setattr(auto, "reason", lambda *_: "")
+    words = ["--model.name=olmoe", "--model.flavor=1B-7B", "--training.seq_len=4096", "--training.global_batch_size=32"]  # fmt: skip
+    choice = choose([str(job), *words], 8, "h100-sxm")
+    degrees = [(one["parallelism.pipeline_parallel_degree"], int(one["parallelism.expert_parallel_degree"]) > 1) for one in seen[:4]]  # fmt: skip
+    assert degrees[:3] == [("1", False), ("1", True), (degrees[2][0], False)]
+    assert int(degrees[2][0]) > 1 and degrees[3][0] == "1"
+    assert [one["activation_checkpoint.mode"] for one in seen[:2]] == ["none", "none"]
+    assert seen[3]["activation_checkpoint.mode"] != "none" and len(seen) == 7
+    assert choice.settings["parallelism.pipeline_parallel_degree"] == "1"
 
 
 def test_a_choice_is_made_once(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from titan.sim.report.text import require_writable
 from titan.untrusted import InputError, read_json
 
 from . import runs as reading
-from .law import CONSTANTS, LEVEL, Fit, Law, Run, fit
+from .law import CONSTANTS, LEAST_SHARE, LEVEL, Fit, Law, Run, fit
 
 SUMMARY = "Fit L(N, D) = E + A / N^a + B / D^b to finished runs. docs/scaling.md"
 FORMAT = 1
@@ -83,17 +83,17 @@ def _size(text: str) -> tuple[float, float]:
 def _report(found: Fit, runs: list[Run]) -> list[str]:
     """Return the lines about the fit."""
     lines = [f"{len(runs)} runs of {runs[0].flops:.2g} to {runs[-1].flops:.2g} FLOPs (6 N D)"]
-    for constant in CONSTANTS:
-        low, high = found.interval(constant)
-        lines.append(
-            f"  {constant}  {getattr(found.law, constant):.4g}  ({low:.4g} to {high:.4g}, {LEVEL:.0%})"
-        )
+    for name, value in found.law._asdict().items():
+        low, high = found.interval(name)
+        lines.append(f"  {name}  {value:.4g}  ({low:.4g} to {high:.4g}, {LEVEL:.0%})")
     worst = max(zip(found.errors, runs, strict=True), key=lambda pair: abs(pair[0]))
     lines.append(f"  the law is off by at most {worst[0]:+.2%}, in {worst[1].name}")
     if abs(worst[0]) > _POOR:
         lines.append("  that is more than runs differ by seeds: these losses do not follow the law, so do not extrapolate with it")  # fmt: skip
     if (again := len(runs) - len({run[1:] for run in runs})) > 0:
         lines.append(f"  {again} runs equal another one in N, D and loss: copies make intervals too narrow")  # fmt: skip
+    if 1.01 * LEAST_SHARE * min(run.loss for run in runs) > found.law.E:
+        lines.append("  E is as small as it may be: these runs do not show where the loss stops falling, so predictions may be far too low")  # fmt: skip
     if reading.is_line(runs):
         lines.append("  tokens grow with parameters in all runs, so the law cannot tell A / N^a from B / D^b, and intervals are too narrow: add runs with other tokens per parameter")  # fmt: skip
     return lines

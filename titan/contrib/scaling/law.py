@@ -24,7 +24,7 @@ HUBER = 1e-3  # Hoffmann et al., of the logarithm of the loss
 LEVEL = 0.9  # of intervals
 CONSTANTS = ("E", "A", "B", "a", "b")
 _KEPT_STARTS = 12
-_LEAST_SHARE, _MOST_EXPONENT = 0.01, 3.0  # of the smallest loss that E is; of either exponent
+LEAST_SHARE, _MOST_EXPONENT = 0.01, 3.0  # of the smallest loss that E is; of either exponent
 # Without it, an interval of 90% holds Hoffmann's constants in 87 of 100 simulated fits.
 _WIDER = 1.1
 
@@ -180,7 +180,7 @@ def _minimize(
     # Without a bound, an E that goes to zero would leave its logarithm without a gradient, and the search without steps.
     least, infinity = float(log_loss.min()), np.inf
     bounds = (
-        [least + np.log(_LEAST_SHARE), -infinity, -infinity, 0.0, 0.0],
+        [least + np.log(LEAST_SHARE), -infinity, -infinity, 0.0, 0.0],
         [least, infinity, infinity, _MOST_EXPONENT, _MOST_EXPONENT],
     )
     inside = np.clip(start, np.array(bounds[0]) + 1e-3, np.array(bounds[1]) - 1e-3)

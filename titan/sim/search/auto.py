@@ -1,6 +1,6 @@
 """Layout that titan chooses for a job with `parallelism.layout = "auto"`, before its ranks start.
 
-The planner's formula ranks all layouts (candidates.py), and the simulator compares four or five of them. Models above 75 billion
+The planner's formula ranks all layouts (candidates.py), and the simulator compares four to seven of them. Models above 75 billion
 parameters, and ranks on CPUs, get the first by formula. A choice is kept in two places: in the user's cache, by job, hardware, ranks
 and versions, and as layout.toml in the run folder, so that a resumed run keeps its layout.
 """
@@ -39,7 +39,7 @@ from titan.sim.search.variants import Trials, Variant
 from titan.untrusted import InputError, read_json
 
 FILE = "layout.toml"
-_SIMULATED, _MOST = 4, 12  # layouts that are simulated, at least; until one fits
+_MOST = 12  # layouts that are simulated until one fits
 _MOST_PARAMS = 75e9  # of a model that is simulated: larger ones take minutes
 _OPEN = (-1, "default")  # values in [parallelism] that leave a key to titan
 _LAYOUT, _REASON = "parallelism.layout", "parallelism.layout_reason"
@@ -159,19 +159,24 @@ def _held(config: JobConfig) -> set[str]:
 
 
 def _by_simulation(search: Search) -> ChosenLayout | str:
-    """Return the fastest of four or five layouts, or the reason why the simulator has none."""
+    """Return the fastest of four to seven layouts, or the reason why the simulator has none."""
     trials = Trials(search.job, search.world_size, search.profile, what="layouts simulated")
-    tried: dict[Point, Variant] = {}
-    ranked: list[Point] = []
-    # Data parallelism alone, with experts also beside expert parallelism, and the first by formula. Then neighbours of the fastest. If none
-    # fits, the next two by formula.
-    while len(tried) < _SIMULATED or (not ranked and len(tried) < _MOST):
-        points = search.neighbours(ranked[:1], 2)
-        points = points or (search.first(2) if tried else search.data_parallel() + search.first(1))
-        if not points:
-            break
-        tried |= zip(points, trials(map(search.settings, points)), strict=True)
-        ranked = sorted((p for p in tried if tried[p].fits), key=lambda p: -tried[p].speed)
+    tried, ranked = dict[Point, Variant](), list[Point]()
+
+    def simulate(points: list[Point]) -> None:
+        tried.update(zip(points, trials(map(search.settings, points)), strict=True))
+        ranked[:] = sorted((p for p in tried if tried[p].fits), key=lambda p: -tried[p].speed)
+
+    # The formula does not know the host, which data parallelism alone costs least.
+    alone = [p for spread in (False, True) for p in search.data_parallel(spreads_experts=spread)]
+    simulate(alone + search.first(1))
+    for lost in (point for point in alone if not tried[point].fits):
+        missed = tried[lost].needed_gib - search.estimated_gib(lost)
+        most = search.profile.usable_gib - missed
+        simulate(search.data_parallel(spreads_experts=lost.ep > 1, below_gib=most))
+    simulate(search.neighbours(ranked[:1], 2))
+    while not ranked and len(tried) < _MOST and (points := search.first(2)):
+        simulate(points)
     say("")
     problems = [variant.problem for variant in tried.values() if variant.problem]
     if tried and len(problems) == len(tried):
@@ -237,9 +242,8 @@ def _kept(
         choice = ChosenLayout({_REASON: ""} | settings, "", f"{world_size} ranks")
         kept = load_from_argv([*job, *choice.overrides], warn=False)
         degrees = [getattr(kept.parallelism, key.partition(".")[2]) for key in AXES.values()]
-        ranks = (
-            world_size if -1 in degrees else prod(degrees)
-        )  # -1: the shards follow from the ranks
+        # -1: the shards follow from the ranks.
+        ranks = world_size if -1 in degrees else prod(degrees)
         own, sequences = kept.training.global_batch_size, sequences_of(config, world_size)
         if ranks == world_size and own == sequences:
             check_to_run(kept, world_size=world_size)

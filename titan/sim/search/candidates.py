@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from math import gcd, prod
+from math import gcd, inf, prod
 from operator import attrgetter
 from typing import Any
 
@@ -322,11 +322,11 @@ class Search:
         near = (p for centre in centres for p in self.points if distance(p, centre) == 1)
         return list(itertools.islice(filter(self._is_new, near), count))
 
-    def data_parallel(self) -> list[Point]:
-        """Choose the best new point with data parallelism alone, and with expert parallelism beside it. The formula ignores the host, which they cost least."""
-        alone = [p for p in self.points if p.pp == p.cp == p.tp == 1]
-        kinds = ([p for p in alone if (p.ep > 1) == is_spread] for is_spread in (False, True))
-        return [*filter(None, (next(filter(self._is_new, points), None) for points in kinds))]
+    def data_parallel(self, *, spreads_experts: bool, below_gib: float = inf) -> list[Point]:
+        """Choose the best new point with data parallelism alone, or beside expert parallelism, whose memory by formula is below a limit."""
+        alone = (p for p in self.points if p.pp == p.cp == p.tp == 1 and (p.ep > 1) == spreads_experts)  # fmt: skip
+        found = (p for p in alone if self.estimated_gib(p) < below_gib and self._is_new(p))
+        return list(itertools.islice(found, 1))
 
     def _is_new(self, point: Point) -> bool:
         """Return whether a point is legal and was not chosen before, and note that it is chosen."""

@@ -209,11 +209,12 @@ def test_losses_of_another_law_and_copies_are_called_so(
     for rows, expected in (
         (runs, None),
         (wrong, "these losses do not follow the law"),
+        ([run._replace(loss=run.loss - HOFFMANN.E) for run in runs], "E is as small as it may be"),
         ([*runs, *runs[:2]], "2 runs equal another one"),
     ):
         assert titan(["scaling", str(write_csv(tmp_path / "r.csv", rows)), "--draws=2"]) == 0
         said = capsys.readouterr().out
-        for text in ("do not follow the law", "equal another one"):
+        for text in ("do not follow the law", "equal another one", "E is as small as it may be"):
             assert (text in said) == (expected is not None and text in expected)
 
 
