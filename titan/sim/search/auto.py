@@ -171,8 +171,8 @@ def _by_simulation(search: Search) -> ChosenLayout | str:
     alone = [p for spread in (False, True) for p in search.data_parallel(spreads_experts=spread)]
     simulate(alone + search.first(1))
     for lost in (point for point in alone if not tried[point].fits):
-        missed = tried[lost].needed_gib - search.estimated_gib(lost)
-        most = search.profile.usable_gib - missed
+        # As far as the formula was off here.
+        most = search.profile.usable_gib - tried[lost].needed_gib + search.estimated_gib(lost)
         simulate(search.data_parallel(spreads_experts=lost.ep > 1, below_gib=most))
     simulate(search.neighbours(ranked[:1], 2))
     while not ranked and len(tried) < _MOST and (points := search.first(2)):
@@ -198,8 +198,7 @@ def _by_simulation(search: Search) -> ChosenLayout | str:
 
 def _by_formula(search: Search, why: str) -> ChosenLayout:
     """Return the fastest layout by formula, and the reason why it was not simulated."""
-    first = search.first(2)
-    if not first:
+    if not (first := search.first(2)):
         raise _nothing_fits(search)
     best, second = first[0], first[-1]
     text = f"fastest by formula of {len(search.points):,} layouts that may fit; {why}"
