@@ -178,10 +178,8 @@ def run_on_ray(
 
     options: dict[str, Any] = {resource: processes, "max_retries": 3}
     remote: Any = ray.remote(**options)(train)
+    tasks = {remote.remote(command(t, processes, *more), str(t.log)): t for t in trials}
     try:
-        tasks: dict[Any, Trial] = {}
-        for trial in trials:
-            tasks[remote.remote(command(trial, processes, *more), str(trial.log))] = trial
         while tasks:
             [done, *_], _ = ray.wait(list(tasks))
             say(ended(tasks.pop(done), ray.get(done)))
@@ -189,7 +187,8 @@ def run_on_ray(
         say("stopping: runs save a checkpoint, and the same command goes on from there")
         for task in tasks:
             ray.cancel(task)
-        ray.wait([*tasks], num_returns=len(tasks), timeout=120)
+        for task in tasks:
+            ray.wait([task], timeout=120)
         return STOPPED
     finally:
         ray.shutdown()

@@ -322,8 +322,9 @@ def test_no_cluster_at_the_address() -> None:
 @pytest.mark.slow
 def test_a_sweep_on_two_nodes_of_ray_stops_and_goes_on(job: Path, tmp_path: Path) -> None:
     """Ctrl-C stops the tasks, whose runs save, and the same command finishes them."""
-    cluster_utils = pytest.importorskip("ray.cluster_utils")
-    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     cluster.add_node(num_cpus=1)
     folder = tmp_path / "sweep"
     words = [sys.executable, "-m", "titan.cli", "sweep", str(job), f"--folder={folder}"]
