@@ -25,7 +25,7 @@ cd "$(dirname "$0")/../.."
 FOLDER=${1:-outputs/gpu}
 PYTHON=${PYTHON:-python3}
 LIMIT_S=${LIMIT_S:-540}
-SMALL=1B BLOCKS=8B-blocks EXPERTS=30B-A3B-blocks SIZE=() CURVE=(--flavor debugmodel --batch 8 --seq-len 2048 --dtype bfloat16)
+SMALL=1B BLOCKS=8B-blocks EXPERTS=30B-A3B-blocks HYBRID=80B-A3B-blocks SIZE=() CURVE=(--flavor debugmodel --batch 8 --seq-len 2048 --dtype bfloat16)
 # Tests that compile come last: they take longest.
 SAVES=(--dim 2048) PROFILED=12 TESTS=($(grep -L compile tests/gpu/test_*.py) $(grep -l compile tests/gpu/test_*.py))
 if [ -n "${TINY:-}" ]; then
@@ -43,6 +43,7 @@ unpack() {
   done
   # Clones of several owners are no reason to stop for git.
   export PYTHONPATH=$PWD:$FOLDER/site${PYTHONPATH:+:$PYTHONPATH} TORCHINDUCTOR_CACHE_DIR=$FOLDER/inductor
+  export TRITON_CACHE_DIR=$FOLDER/inductor/triton # inductor's own choice, and the settings of linear attention's kernels
 }
 
 # A new archive takes the place of the old one when it is whole: the machine may go at any time.
@@ -247,11 +248,12 @@ for file in "${TESTS[@]}"; do
   part "tests-$(basename "$file" .py)" 30 200 "$PYTHON" -m pytest -q -p no:cacheprovider -m "not slow" "$file"
 done
 # The rest.
-[ -n "${TINY:-}" ] || part linear 30 150 "$PYTHON" scripts/bench/linear_attention.py
+[ -n "${TINY:-}" ] || part linear 60 400 "$PYTHON" scripts/bench/linear_attention.py
 steps float8-1B $SMALL compile+float8 titan,bare 1 300
 steps speed-8B $BLOCKS compile,compile+float8 titan,bare 1 400
 steps peers-1B $SMALL compile,eager torchtitan 1 300
 steps peers-8B $BLOCKS compile,compile+sac torchtitan,titan 1 400
+steps hybrid $HYBRID eager,compile titan 1 400
 steps more-experts $EXPERTS compile+sac,compile+ac titan 1 300
 steps more-1B $SMALL ac,compile+ac,compile+sac,documents,compile+documents,muon,compile+cudnn,compile+flash titan 1 500
 steps more-8B $BLOCKS eager,ac,compile+ac,muon titan 1 400

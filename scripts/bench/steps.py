@@ -66,6 +66,7 @@ class Model:
     overrides: dict[str, int] = field(default_factory=dict)
     family: str = "llama3"  # the only one that TorchTitan and the bare loop know
     small_batch: int | None = None
+    architecture: str = ""  # a class of transformers, in place of a flavor
 
     def batch_on(self, memory_gib: float) -> int:
         """Return the sequences a step on a card; 0 GiB: no card."""
@@ -73,8 +74,11 @@ class Model:
 
     @property
     def section(self) -> dict[str, Any]:
-        overrides = {**self.overrides, "tied_embeddings": False}
-        return {"name": self.family, "flavor": self.flavor, "overrides": overrides}
+        if self.architecture:
+            which, tied = {"architecture": self.architecture}, "tie_word_embeddings"
+        else:
+            which, tied = {"flavor": self.flavor}, "tied_embeddings"
+        return {"name": self.family, **which, "overrides": {**self.overrides, tied: False}}
 
     @property
     def sizes(self) -> Any:
@@ -89,6 +93,14 @@ MODELS = {
     # 30B-A3B's blocks with 16 of its 128 experts, of which a token meets 8: grouped products as wide and deep as there.
     "30B-A3B-blocks": Model(
         "30B-A3B", 2, {"n_layers": 16, "num_experts": 16}, family="qwen3", small_batch=1
+    ),
+    # Two of Qwen3-Next 80B-A3B's twelve periods of three layers with linear attention and one with softmax attention
+    "80B-A3B-blocks": Model(
+        "80B-A3B",
+        1,
+        {"num_hidden_layers": 8, "num_experts": 32},
+        family="transformers",
+        architecture="Qwen3NextForCausalLM",
     ),
     "tiny": Model("tiny", 2),
     "tiny-experts": Model("tiny_moe", 2, {"n_layers": 2}, family="qwen3"),

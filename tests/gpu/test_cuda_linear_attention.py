@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -19,6 +20,21 @@ pytestmark = [
 NAMES = [name for name in KINDS if name != "gated linear"]  # which has no kernel
 # Products are in bf16, which has 8 bits: 2 ** -8 is 0.004. A position that a fault reads, or does not, costs 0.1 and more.
 TOLERANCE = 0.02
+MOST_SETTINGS = 2
+
+
+@pytest.fixture(autouse=True)
+def few_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Try few block sizes of each kernel: all of them take minutes to compile, and the numbers are the same."""
+    if not torch.cuda.is_available():  # tests/test_gpu_on_a_cpu.py
+        return
+    autotuner = import_module("triton.runtime.autotuner").Autotuner
+    those_of_shape = autotuner.prune_configs
+
+    def some(self: Any, kwargs: Any) -> list[Any]:
+        return those_of_shape(self, kwargs)[:: max(1, len(self.configs) // MOST_SETTINGS)]
+
+    monkeypatch.setattr(autotuner, "prune_configs", some)
 
 
 def of_16_bits(name: str, length: int, **sizes: Any) -> list[Tensor | None]:
@@ -32,17 +48,16 @@ def with_gradients(call: Any, given: list[Tensor | None], **options: Any) -> dic
     leaves = [x if x is None else x.clone().requires_grad_() for x in given]
     out, last = call(*leaves, **options)
     generator = torch.Generator("cuda").manual_seed(0)
-    for x in (out, last):
-        weights = torch.randn(x.shape, generator=generator, device="cuda").to(x.dtype)
-        if x.requires_grad:
-            (x * weights).sum().backward(retain_graph=True)
+    outs = [x for x in (out, last) if x.requires_grad]
+    grads = [torch.randn(x.shape, generator=generator, device="cuda").to(x.dtype) for x in outs]
+    torch.autograd.backward(outs, grads)
     names = ("q", "k", "v", "gates", "betas")
-    grads = {
+    of_inputs = {
         f"gradient of {name}": x.grad
         for name, x in zip(names, leaves, strict=True)
         if x is not None and x.grad is not None
     }
-    return {"output": out.detach(), "last state": last.detach(), **grads}
+    return {"output": out.detach(), "last state": last.detach(), **of_inputs}
 
 
 def check(given: list[Tensor | None], **options: Any) -> None:

@@ -78,7 +78,7 @@ def test_more_parameters_launch_hardly_more() -> None:
     counts = []
     for copies in (2, 12):
         named = parameters(dtype, copies=copies, device="cuda")
-        options = section.model_validate({"implementation": "for-loop", **settings})
+        options = section.model_validate({"implementation": "foreach", **settings})
         optimizer = build_optimizer(options, named.items())
         for step in range(2):
             set_gradients(named, step)

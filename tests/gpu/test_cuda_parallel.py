@@ -147,7 +147,7 @@ def test_windows_and_sinks_equal_the_cpu(window: int, has_sinks: bool, dtype: to
     inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
     results = []
     for device, precision in (("cpu", torch.float32), ("cuda", dtype)):
-        leaves = [x.to(device, precision).requires_grad_() for x in inputs]
+        leaves = [x.detach().to(device, precision).requires_grad_() for x in inputs]
         out = InnerAttention(window=window)(*leaves[:3], None, *leaves[3:])
         out.float().square().mean().backward()
         results.append([out, *(x.grad for x in leaves)])

@@ -40,6 +40,10 @@ LISTED = [
     ("the kernel exists on GPUs only", "test_document_masks", "aten::_flash_attention_forward"),
     ("the kernel exists on GPUs only", "test_document_masks", "does not support backward on CPU"),
     ("the kernel exists on GPUs only", "test_attention_kernels", "No viable backend"),
+    *(
+        ("the kernel exists on GPUs only", name, "has_kernel")
+        for name in ("test_a_kernel", "test_documents_and", "test_the_map")
+    ),
     ("products into fp32 exist on GPUs only", "test_the_loss_multiplies", "± 0.0028"),
     ("products into fp32 exist on GPUs only", "test_the_router_multiplies", "'IntoFp32' in"),
     ("no CUDA graphs, no float8", "test_compile_modes", "mode"),
