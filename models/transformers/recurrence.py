@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -104,7 +105,7 @@ def _delta_rule(
     normed = [x.float() for x in (query, key)]
     if use_qk_l2norm_in_kernel:
         normed = [x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in normed]
-    tensors = [x.transpose(1, 2) for x in (*normed, value, g, beta)]
+    tensors = [x.transpose(1, 2) for x in (*normed, value, _ContiguousGradient.apply(g), beta)]
     # Each position corrects, writes and reads a state of H x K x V numbers.
     attention.record_recurrence(
         layer,
@@ -113,6 +114,22 @@ def _delta_rule(
     )
     out_BHSV = layer.recurrence(*tensors, document_ids_BS)
     return out_BHSV.transpose(1, 2).to(query.dtype).contiguous(), None
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """The same tensor, with a contiguous gradient.
+
+    The gates come from softplus. Its backward pass returns the strides of its input when traced, and those of the gradient when run
+    (torch 2.11 to 2.13), so that a later view fails in a program of aot_eager.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].contiguous()
 
 
 def _mamba(

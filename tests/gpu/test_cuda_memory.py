@@ -66,7 +66,8 @@ def test_modes_keep_the_numbers_and_save_memory(group: None) -> None:
         assert losses == pytest.approx(plain[0], rel=1e-4), name
         # Attention's backward adds atomically.
         assert norms == pytest.approx(plain[1], rel=3e-3), name
-    assert plain[2] > peaks["every 2nd"] > peaks["op"] > peaks["full"] > peaks["full, offload"]
+    # With "full", memory peaks in the first block's backward pass, when no other block's input is left to offload.
+    assert plain[2] > peaks["every 2nd"] > peaks["op"] > peaks["full"] >= peaks["full, offload"]
     assert plain[2] > peaks["offload"]
 
 

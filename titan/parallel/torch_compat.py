@@ -293,7 +293,7 @@ def forget_mesh() -> None:
     for cached in found:
         if str(cached.__module__).startswith(owners):
             cached.cache_clear()
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     # From torch 2.10 on each thread caches in C++, too: this one, and that of an accelerator's backward passes.
     clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)
     clear()
