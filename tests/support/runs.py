@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +115,12 @@ class Run:
         return int(Path(f"/proc/{self.rank(0)}/stat").read_text().rpartition(")")[2].split()[1])
 
     def kill(self) -> None:
-        """What is left of it."""
-        for pid in self.processes():
-            os.kill(pid, signal.SIGKILL)
+        """Kill what is left of it, and wait for its end."""
+        while alive := self.processes():  # a rank may end after its launcher
+            for pid in alive:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
         self.process.wait()
 
 
