@@ -34,11 +34,13 @@ class Probe:
     Attributes:
         calls: what each attention module was called with, by its identity.
         recurrences: operations of the forward pass for one token, of each layer with a linear recurrence, by its identity.
+        reach: number of tokens before a token that a convolution needs.
         without_documents: names of classes of such layers that the documents of the model's call do not reach.
     """
 
     calls: dict[int, AttentionCall] = field(default_factory=dict)
     recurrences: dict[int, int] = field(default_factory=dict)
+    reach: int = 0
     without_documents: list[str] = field(default_factory=list)
 
 
@@ -73,15 +75,19 @@ def is_probing() -> bool:
     return _probe is not None
 
 
-def record_recurrence(layer: nn.Module, *, takes_documents: bool, flops: int = 0) -> None:
+def record_recurrence(
+    layer: nn.Module, *, takes_documents: bool, flops: int = 0, reach: int = 0
+) -> None:
     """Record one call of a part of linear attention, if a model is being run for the record.
 
     Args:
         layer: the layer that calls it.
         takes_documents: whether the documents of the model's call arrive here.
         flops: operations for one token.
+        reach: number of tokens before a token that a convolution needs.
     """
     if _probe is not None:
+        _probe.reach = max(_probe.reach, reach)
         _probe.recurrences[id(layer)] = _probe.recurrences.get(id(layer), 0) + flops
         _probe.without_documents += [] if takes_documents else [type(layer).__name__]
 

@@ -76,6 +76,7 @@ class TransformersConfig(MoEConfig):
         experts_of_blocks: number of parameters of each block's routed experts.
         matmul_params: number of parameters in matmuls that act on one token, with the output layer.
         recurrent_flops: operations of all linear recurrences for one token, forward.
+        reach: tokens before a token that a short convolution needs.
         windows: window of each block, 0 for none, 1 for a block without attention.
         refuses: techniques that the model cannot have, each with the reason.
         table_positions: positions that the model has in a table. 0: any number.
@@ -90,6 +91,7 @@ class TransformersConfig(MoEConfig):
     matmul_params: int
     windows: tuple[int, ...]
     recurrent_flops: int = 0
+    reach: int = 0
     refuses: tuple[tuple[str, str], ...] = ()
     table_positions: int = 0
 

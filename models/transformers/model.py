@@ -343,6 +343,7 @@ def _sizes(
         recurrent_flops=recurrent,
         windows=tuple(windows.get(n, 0) for n in range(len(model.layers))),
         table_positions=_table_positions(model),
+        reach=model.__dict__.get("reach", 0),
         refuses=tuple(refuses.items()),
     )
 

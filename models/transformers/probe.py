@@ -128,8 +128,7 @@ def run_once(model: Any) -> list[Part]:
     for part in parts.values():
         part.attention = record.calls.get(id(part.module))
         part.recurrence = record.recurrences.get(id(part.module))
-    if record.without_documents:
-        model.__dict__["without_documents"] = record.without_documents
+    model.__dict__.update(without_documents=record.without_documents, reach=record.reach)
     for name, block in model.layers.items():
         mixers = {*record.calls, *record.recurrences}
         if not any(id(module) in mixers for module in block.modules()):

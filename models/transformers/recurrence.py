@@ -16,7 +16,6 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -81,7 +80,9 @@ def _convolve(
     # A parameter of a module that is not called itself: on tensor-parallel ranks, it is replicated.
     weight_DW, bias_D = (x.to_local() if isinstance(x, DTensor) else x for x in (weight, bias))
     assert weight_DW is not None
-    attention.record_recurrence(layer, takes_documents=document_ids_BS is not None)
+    attention.record_recurrence(
+        layer, takes_documents=document_ids_BS is not None, reach=weight_DW.shape[-1] - 1
+    )
     x_BSD, borders = hidden_BDS.transpose(1, 2).to(weight_DW.dtype), layer.recurrence.borders
     out_BSD = short_convolution(x_BSD, weight_DW, bias_D, borders, document_ids_BS=document_ids_BS)
     if activation is not None:
@@ -105,7 +106,9 @@ def _delta_rule(
     normed = [x.float() for x in (query, key)]
     if use_qk_l2norm_in_kernel:
         normed = [x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in normed]
-    tensors = [x.transpose(1, 2) for x in (*normed, value, _ContiguousGradient.apply(g), beta)]
+    # The gradient of g[None][0] is contiguous. Softplus, from which the gates come, returns the strides of its input when it is traced, and
+    # those of the gradient when it runs (torch 2.11 to 2.13), so that a later view failed in programs of aot_eager.
+    tensors = [x.transpose(1, 2) for x in (*normed, value, g[None][0], beta)]
     # Each position corrects, writes and reads a state of H x K x V numbers.
     attention.record_recurrence(
         layer,
@@ -114,22 +117,6 @@ def _delta_rule(
     )
     out_BHSV = layer.recurrence(*tensors, document_ids_BS)
     return out_BHSV.transpose(1, 2).to(query.dtype).contiguous(), None
-
-
-class _ContiguousGradient(torch.autograd.Function):
-    """The same tensor, with a contiguous gradient.
-
-    The gates come from softplus. Its backward pass returns the strides of its input when traced, and those of the gradient when run
-    (torch 2.11 to 2.13), so that a later view fails in a program of aot_eager.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0].contiguous()
 
 
 def _mamba(

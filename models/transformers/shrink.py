@@ -45,6 +45,16 @@ def shrink(sizes: TransformersConfig) -> dict[str, Any]:
     for key, value in _OTHERS.items():
         if _is_number(content.get(key)):
             overrides[key] = min(value, content[key])
+    for key, value in content.items():
+        if isinstance(value, list) and len(value) == content.get("num_hidden_layers"):
+            overrides[key] = value[: wanted["n_layers"]]  # such as layer_types
+    if _is_number(content.get("mamba_n_heads")):  # whose state is as wide as its input
+        width = int(content.get("mamba_expand") or 2) * overrides["hidden_size"]
+        mamba = {"mamba_n_heads": width // _HEAD_DIM, "mamba_d_head": _HEAD_DIM}
+        mamba |= {"mamba_d_state": 16, "mamba_n_groups": min(2, content.get("mamba_n_groups", 1))}
+        overrides |= {
+            key: n for key, n in {**mamba, "mamba_d_ssm": width}.items() if key in content
+        }
     if "qk_rope_head_dim" in overrides and "head_dim" in overrides:
         # Of the rotated channels in some config classes, of all in others.
         is_rotated = content["head_dim"] == content["qk_rope_head_dim"]

@@ -35,6 +35,7 @@ from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
 from titan.config.model import resolve_model
 from titan.models.transformers import build_model
+from titan.models.transformers.shrink import shrink
 from titan.parallel import initialize, materialize
 from titan.sim.price.profiles import load_profile
 from titan.sim.simulate import simulate
@@ -324,3 +325,39 @@ def test_a_convolution_that_is_three_on_disk_is_refused_before_a_run() -> None:
         ConfigError, match=r"checkpoint.last_save_in_hf: .*conv1d.weight is 3 tensors on disk"
     ):
         check_to_run(job, world_size=1)
+
+
+@pytest.mark.parametrize(("method", "pieces"), [("allgather", 4), ("ulysses", 2)])
+def test_a_convolution_needs_pieces_that_are_long_enough(method: str, pieces: int) -> None:
+    """Each needs the two tokens before it, all from the piece before."""
+    name, needed = "Lfm2ForCausalLM", 2 * pieces
+
+    def job(seq_len: int) -> Any:
+        keys = {"parallelism": {"context_parallel_rotate_method": method}}
+        more = {**keys, "training": {"seq_len": seq_len}}
+        return job_of(name, {"cp": 2}, overrides_of(name), more=more)
+
+    with pytest.raises(ConfigError, match=rf"set training.seq_len = {needed} or more"):
+        check_to_run(job(needed - pieces), world_size=2)
+    check_to_run(job(needed), world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("BambaForCausalLM", {"attn_layer_indices": [1], "mamba_expand": 3, "mamba_n_heads": 192}),
+        ("GraniteMoeHybridForCausalLM", {"layer_types": ["mamba", "attention"] * 6}),
+    ],
+)
+def test_the_small_model_of_a_hybrid_has_its_kinds_of_layers(
+    name: str, fields: dict[str, Any]
+) -> None:
+    """The simulator measures the host, and `titan certify` proves the job, on a model of small values."""
+    section = job_of(name, {}, {"num_hidden_layers": 12, **fields}).model
+    sizes, problems = resolve_model(section)
+    assert not problems
+    overrides = {**section.overrides, **shrink(sizes)["model.overrides"]}
+    small, problems = resolve_model(section.model_copy(update={"overrides": overrides}))
+    assert not problems
+    assert {*small.windows} == {*sizes.windows} == {0, 1}
+    assert small.num_params < sizes.num_params

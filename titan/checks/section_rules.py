@@ -239,6 +239,10 @@ def _context(config: JobConfig) -> Iterator[RuleViolation]:
     if parallel.context_parallel_load_balancer == "ptrr":
         yield "context_parallel_load_balancer", '"ptrr" is for block masks; use "headtail"'
     model = resolve_model(config.model)[0]
+    pieces = cp * (2 if parallel.splits_from_both_ends else 1)
+    if config.training.seq_len < pieces * (reach := getattr(model, "reach", 0)):
+        what = f"each of {pieces} pieces of a sequence needs {reach} tokens for short convolutions"
+        yield "context_parallel_degree", f"{what}; set training.seq_len = {pieces * reach} or more"
     heads, rest = divmod(getattr(model, "n_heads", 0), parallel.tensor_parallel_degree)
     uneven = not rest and heads % cp  # layout.py reports a remainder
     # Each rank gets whole heads of the whole sequence.

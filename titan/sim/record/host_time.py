@@ -49,7 +49,7 @@ def tiny(config: JobConfig, layout: Layout) -> tuple[JobConfig, Layout]:
             overrides[name] = 0  # few of many
     overrides |= {"n_heads": _HEADS, "n_layers": min(sizes.n_layers, _BLOCKS)}
     if (shrink := getattr(family(config.model.name), "shrink", None)) is not None:
-        overrides = shrink(sizes)["model.overrides"]
+        overrides = dict(config.model.overrides) | shrink(sizes)["model.overrides"]
     small = {axis: min(most, getattr(layout, axis)) for axis, most in _DEGREES.items()}
     ep, lent = parallel.expert_parallel_degree, layout.dp_shard * layout.cp * layout.tp
     if 1 < ep < lent and small["dp_shard"] * small["cp"] * small["tp"] == 2:

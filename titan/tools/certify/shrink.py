@@ -71,6 +71,7 @@ def small_keys(config: JobConfig, *, tp: int) -> dict[str, Any]:
     keys["training.global_batch_size"] = BATCH
     if own is not None:
         keys |= own(sizes)
+        keys["model.overrides"] = dict(section.overrides) | keys["model.overrides"]
     else:
         # MXFP8 scales blocks of 32 values, and torch._scaled_mm wants multiples of 16.
         unit = UNIT * (1 + any(name.endswith(".mx") for name in section.converters))
