@@ -104,6 +104,19 @@ MODELS = {
     ),
     "tiny": Model("tiny", 2),
     "tiny-experts": Model("tiny_moe", 2, {"n_layers": 2}, family="qwen3"),
+    "tiny-hybrid": Model(
+        "tiny",
+        2,
+        {
+            **{"num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 512, "head_dim": 16},
+            **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4},
+            **{"num_experts_per_tok": 2, "moe_intermediate_size": 32},
+            **{"shared_expert_intermediate_size": 32, "linear_num_key_heads": 2},
+            **{"linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+        },
+        family="transformers",
+        architecture="Qwen3NextForCausalLM",
+    ),
     "debugmodel": Model("debugmodel", 4),
 }
 KERNELS = {"cudnn", "flash", "fa3"}

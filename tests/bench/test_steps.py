@@ -88,6 +88,7 @@ def measured_by_gpu_sh() -> list[tuple[str, str, str]]:
     """Return model, variant and contestants of each row that gpu.sh measures."""
     text = GPU.read_text()
     names = {"SMALL": "1B", "BLOCKS": "8B-blocks", "EXPERTS": "30B-A3B-blocks"}
+    names["HYBRID"] = "80B-A3B-blocks"
     rows = re.findall(r"^steps \S+ \$(\w+) (\S+) (\S+) \d", text, re.M)
     assert {f"{name}={names[name]}" for name, *_ in rows} <= set(text.split())
     return [
