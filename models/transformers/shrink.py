@@ -49,7 +49,7 @@ def shrink(sizes: TransformersConfig) -> dict[str, Any]:
         if isinstance(value, list) and len(value) == content.get("num_hidden_layers"):
             overrides[key] = value[: wanted["n_layers"]]  # such as layer_types
     if _is_number(content.get("mamba_n_heads")):  # whose state is as wide as its input
-        width = int(content.get("mamba_expand") or 2) * overrides["hidden_size"]
+        width = int((content.get("mamba_expand") or 2) * overrides["hidden_size"])
         mamba = {"mamba_n_heads": width // _HEAD_DIM, "mamba_d_head": _HEAD_DIM}
         mamba |= {"mamba_d_state": 16, "mamba_n_groups": min(2, content.get("mamba_n_groups", 1))}
         overrides |= {

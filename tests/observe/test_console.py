@@ -12,6 +12,7 @@ import pytest
 from tests.support.metrics import Clock, step_row
 from titan.config.layout import Layout
 from titan.config.model import model_config
+from titan.config.phases import phases_of
 from titan.config.schema import (
     JobConfig,
     LRSchedulerSection,
@@ -188,6 +189,28 @@ def test_startup_page_of_one_cpu_rank_and_of_hsdp_with_tp() -> None:
     )
     assert "x 8 data-parallel ranks x 2 accumulation" in many.lines["tokens per step"]
     assert "(does not fit)" in page_of("405B", hardware="h100-sxm").lines["memory"]
+
+
+def test_the_reason_of_a_layout_stands_beside_that_layout_only() -> None:
+    """A phase with degrees of its own was not chosen."""
+    first = {"training": {"steps": 9}, "parallelism": {"layout_reason": "fastest"}}
+    config = JobConfig.model_validate(
+        {**first, "phase": [{"from_step": 5, "context_parallel_degree": 2}]}
+    )
+    phases = phases_of(config, world_size=2)
+    pages = [
+        startup_page(
+            config,
+            FLAVORS["debugmodel"],
+            phase.layout,
+            run_dir=Path("outputs/x"),
+            device_name="CPU",
+            hardware=None,
+            resume_step=step,
+        )
+        for phase, step in zip(phases, (0, 4), strict=True)
+    ]
+    assert [page.lines.get("chosen") for page in pages] == ["fastest", None]
 
 
 @pytest.mark.parametrize(
