@@ -1,16 +1,13 @@
-"""Limits of the source: lengths, budgets of folders, and one meaning for each public type."""
+"""Limits of the source: lengths, and one meaning for each public type. tests/budgets.toml limits the mass."""
 
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 
-from tests.support.lanes import tomllib
-from tests.test_imports import ROOT, SOURCES
+from tests.test_imports import SOURCES
 
 MAX_FUNCTION, MAX_CLASS, MAX_FILE = 75, 300, 450
 # What is longer today. Delete a row when it is not needed any more: the test fails for it then.
@@ -77,67 +74,6 @@ def test_nothing_decides_by_a_sentence() -> None:
                 if asks and any(_has_words(part) for arg in node.args for part in ast.walk(arg)):
                     found.add(module)
     assert found == {*READS_WORDS}
-
-
-# ---- budgets -------------------------------------------------------------------------------------
-
-_NO_CODE = {
-    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
-    *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
-}
-
-
-def code_lines(text: str) -> int:
-    """Return the number of lines with code: no blanks, comments or docstrings."""
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in _NO_CODE:
-            lines |= {*range(token.start[0], token.end[0] + 1)}
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            first = node.body[0] if node.body else None
-            if isinstance(first, ast.Expr) and ast.get_docstring(node, clean=False) is not None:
-                lines -= {*range(first.lineno, (first.end_lineno or 0) + 1)}
-    return len(lines)
-
-
-def _sizes() -> Counter[str]:
-    """Return the code lines of each row of the table."""
-    sizes: Counter[str] = Counter()
-    for top in ("titan", "models", "tests"):
-        for path in (ROOT / top).rglob("*.py"):
-            parts = path.relative_to(ROOT).parts
-            # The tests of titan/contrib lie in its folders.
-            folder = "tests" if "tests" in parts else "/".join(parts[: 2 if top == "titan" else 1])
-            size = code_lines(path.read_text(encoding="utf-8"))
-            sizes[folder] += size
-            if folder not in ("tests", "titan/sim", "titan/tools", "titan/contrib"):
-                sizes["core"] += size
-    return sizes
-
-
-def _words() -> int:
-    """Return the words of the pages, without the generated ones and the log."""
-    generated = {ROOT / "docs" / name for name in ("config.md", "log.md", "zoo.md")}
-    pages = {*ROOT.glob("docs/**/*.md")} - generated
-    return sum(len(page.read_text(encoding="utf-8").split()) for page in pages)
-
-
-def test_no_folder_grows_beyond_its_budget() -> None:
-    table = tomllib.loads((ROOT / "tests/budgets.toml").read_text(encoding="utf-8"))
-    sizes = _sizes()
-    sizes["docs"] = _words()
-    over = [
-        f"{row}: {sizes[row]} of {most}; name what this replaces, or raise the budget in tests/budgets.toml with a reason"
-        for row, most in (table["code"] | table["words"]).items()
-        if not 0 < sizes[row] <= most
-    ]
-    assert not over, "\n".join(over)
-
-
-def test_code_lines_are_counted() -> None:
-    text = '"""A module.\n\nIts text."""\n\nx = 1  # one\n\n# none\ndef f():\n    """Two."""\n    return """\n    a"""\n'
-    assert code_lines(text) == 4
 
 
 # Rooms whose functions other people call.
