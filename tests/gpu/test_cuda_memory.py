@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -27,8 +29,21 @@ def group():
     dist.destroy_process_group()
 
 
-def run(**sections: Any) -> tuple[list[float], list[float], int]:
-    """Losses and norms of three steps, and the bytes allocated at the peak of the last."""
+# The input of a block: 4 x 2,048 tokens of width 1,024 in bf16. What offloading leaves on the device by mistake is a multiple.
+BLOCK_INPUT_BYTES = 4 * 2048 * 1024 * 2
+
+
+@dataclass(frozen=True)
+class Run:
+    """Losses and norms of three steps, and bytes allocated in the last one: at its peak, and after its forward pass."""
+
+    losses: list[float]
+    norms: list[float]
+    peak_bytes: int
+    after_forward_bytes: int
+
+
+def run(**sections: Any) -> Run:
     config = JobConfig.model_validate(
         {
             "model": {"flavor": "tiny", "overrides": SIZES},
@@ -38,8 +53,18 @@ def run(**sections: Any) -> tuple[list[float], list[float], int]:
             **sections,
         }
     )
+    # A step, its model and its hooks refer to each other, so that an earlier run lives on until Python looks for cycles. Its weights
+    # and moments would count here: 1.1 GiB, more than a mode saves.
+    gc.collect()
     torch.manual_seed(0)
     train_step = build_step(config, build_mesh("cuda"), device=torch.device("cuda:0"))
+    after_forward: list[int] = []
+
+    def look(event: str) -> None:
+        if event == "forward":
+            after_forward.append(torch.accelerator.memory_allocated())
+
+    train_step.call_on_event(look)
     losses, norms = [], []
     for step in range(1, 4):
         torch.accelerator.reset_peak_memory_stats()
@@ -49,12 +74,12 @@ def run(**sections: Any) -> tuple[list[float], list[float], int]:
         report = train_step.train([batch], step=step)
         losses.append(report.loss.item())
         norms.append(report.grad_norm.item())
-    return losses, norms, torch.accelerator.max_memory_allocated()
+    return Run(losses, norms, torch.accelerator.max_memory_allocated(), after_forward[-1])
 
 
 def test_modes_keep_the_numbers_and_save_memory(group: None) -> None:
-    peaks = {}
     plain = run()
+    runs = {"none": plain}
     for name, section in {
         "every 2nd": {"mode": "selective", "selective_ac_option": 2},
         "op": {"mode": "selective"},
@@ -62,13 +87,20 @@ def test_modes_keep_the_numbers_and_save_memory(group: None) -> None:
         "offload": {"cpu_offload": True},
         "full, offload": {"mode": "full", "cpu_offload": True},
     }.items():
-        losses, norms, peaks[name] = run(activation_checkpoint=section)
-        assert losses == pytest.approx(plain[0], rel=1e-4), name
+        runs[name] = found = run(activation_checkpoint=section)
+        assert found.losses == pytest.approx(plain.losses, rel=1e-4), name
         # Attention's backward adds atomically.
-        assert norms == pytest.approx(plain[1], rel=3e-3), name
-    # With "full", memory peaks in the first block's backward pass, when no other block's input is left to offload.
-    assert plain[2] > peaks["every 2nd"] > peaks["op"] > peaks["full"] >= peaks["full, offload"]
-    assert plain[2] > peaks["offload"]
+        assert found.norms == pytest.approx(plain.norms, rel=3e-3), name
+    # `titan sim` says, in MiB: none 3,880, every 2nd 3,038, op 2,635, full 2,003, offload 2,327, full with offload 2,003.
+    peaks = {name: found.peak_bytes for name, found in runs.items()}
+    assert peaks["none"] > peaks["every 2nd"] > peaks["op"] > peaks["full"], peaks
+    assert peaks["none"] > peaks["offload"], peaks
+    # With "full", memory peaks in the first block's backward pass, when no other block's input is left to offload. The two are equal
+    # but for the allocator, whose large blocks may have up to 1 MiB more than was asked for.
+    assert abs(peaks["full, offload"] - peaks["full"]) < BLOCK_INPUT_BYTES, peaks
+    # After the forward pass, all blocks but the last have offloaded their input.
+    saved_bytes = runs["full"].after_forward_bytes - runs["full, offload"].after_forward_bytes
+    assert abs(saved_bytes - 7 * BLOCK_INPUT_BYTES) < BLOCK_INPUT_BYTES, runs
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
@@ -82,13 +114,12 @@ def test_float8_products_equal_emulated_ones(group: None, recipe: str) -> None:
             quantize={"linear": {"float8": {"recipe_name": recipe, "emulate": emulate}}},
             compile={"enable": True, "components": ["model"]},
         )
-    assert runs[False][0] == pytest.approx(runs[True][0], rel=1e-3)
-    assert runs[False][1] == pytest.approx(runs[True][1], rel=2e-2)
+    assert runs[False].losses == pytest.approx(runs[True].losses, rel=1e-3)
+    assert runs[False].norms == pytest.approx(runs[True].norms, rel=2e-2)
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune-no-cudagraphs"])
 def test_compile_modes(group: None, mode: str) -> None:
     bf16 = {"dtype": "bfloat16", "steps": 3, "local_batch_size": 4, "seq_len": 2048}
-    losses, _, _ = run(training=bf16, compile={"enable": True, "mode": mode})
-    eager, _, _ = run(training=bf16)
-    assert losses == pytest.approx(eager, rel=1e-2)
+    compiled = run(training=bf16, compile={"enable": True, "mode": mode})
+    assert compiled.losses == pytest.approx(run(training=bf16).losses, rel=1e-2)
