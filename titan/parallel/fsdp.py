@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor, Shard
 from .alike import require_alike_modules, require_alike_parameters
 from .fsdp_compat import compare_units, parameter_groups, reduce_unused
 from .init_weights import canonical_name
+from .one_rank import stay_on_rank
 from .selective import outside_selection
 from .torch_compat import replicate
 
@@ -296,7 +297,8 @@ def sum_gradients(model: nn.Module, *, alone: Container[nn.Module] = ()) -> None
 
     Args:
         model: model after FSDP or DDP.
-        alone: units of one rank. They get no factor: torch would divide their gradients by 1, into a copy.
+        alone: units of one rank. They get no factor, since torch would divide their gradients by 1, into a copy; and they copy
+            nothing to themselves (one_rank.py).
     """
     units: list[tuple[str, Any]] = [
         (canonical_name(name), m) for name, m in model.named_modules() if isinstance(m, FSDPModule)
@@ -306,6 +308,8 @@ def sum_gradients(model: nn.Module, *, alone: Container[nn.Module] = ()) -> None
             module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         reduce_unused(module)
+        if module in alone:
+            stay_on_rank(module)
     compare_units(model, units)
 
 
