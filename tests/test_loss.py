@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,6 +26,7 @@ from titan.loss import (
     cross_entropy_sum,
     defer_lm_head,
 )
+from titan.loss_kernels import _fused_statistics
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 7, 24, 100])
@@ -335,3 +339,59 @@ def test_mistakes_that_would_compute_another_loss() -> None:
         cross_entropy_sum(torch.randn(8, 5), torch.tensor([3]), chunk_tokens=8)
     with pytest.raises(ValueError, match="build it with bias=False"):
         defer_lm_head(torch.nn.Linear(4, 5))
+
+
+class AskedFor:
+    """The settings of Inductor's passes, which notes the names that are read."""
+
+    def __init__(self, config: Any) -> None:
+        self.config, self.names = config, set()
+
+    def __getattr__(self, name: str) -> Any:
+        self.names.add(name)
+        return getattr(self.config, name)
+
+
+def logsumexp(logits_CV: torch.Tensor) -> torch.Tensor:
+    return torch.logsumexp(logits_CV.float(), dim=-1)
+
+
+def test_inductor_reads_the_logits_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It finds its online softmax in our statistics, and asks whether the device has the kernel. In torch's logsumexp it finds none."""
+    passes = importlib.import_module("torch._inductor.fx_passes.post_grad")
+    logits, column = torch.randn(8, 33), torch.randint(33, (8,))
+    for function, finds in (
+        (partial(_fused_statistics, column_C=column), True),
+        (logsumexp, False),
+    ):
+        asked = AskedFor(inductor_config)
+        monkeypatch.setattr(passes, "config", asked)
+        with inductor_config.patch(force_disable_caches=True):
+            found = torch.compile(function, fullgraph=True)(logits)
+        assert ("online_softmax" in asked.names) == finds
+        lse = found[0] if finds else found
+        torch.testing.assert_close(lse, torch.logsumexp(logits, dim=-1))
+
+
+def test_no_pass_of_the_weight_gradient_but_its_matmuls() -> None:
+    """Neither zeros before the first chunk, nor an addition to them: at C of N tokens, N/C matmuls and N/C - 1 additions."""
+    weight, x = torch.randn(50, 8, requires_grad=True), torch.randn(12, 8, requires_grad=True)
+    with Names() as names:
+        loss = cross_entropy_sum(x, torch.randint(50, (12,)), chunk_tokens=4, weight=weight)
+    of_weight = [name for name, shape in names.found if shape == weight.shape]
+    assert sorted(of_weight) == ["add_"] * 2 + ["mm"] * 3
+    loss.backward()
+
+
+class Names(TorchDispatchMode):
+    """Operations that write a tensor, with its shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, torch.Size]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func.is_view:
+            self.found.append((func.overloadpacket.__name__, result.shape))
+        return result

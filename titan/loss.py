@@ -84,9 +84,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         sums = [torch.zeros((), dtype=torch.float32, device=device) for _ in settings.scales]
         differentiate = any(ctx.needs_input_grad)
         d_input_ND = torch.empty_like(input_ND) if differentiate else None
-        d_weight_VD = None
-        if weight_VD is not None and ctx.needs_input_grad[1]:  # a sum over chunks: in fp32
-            d_weight_VD = torch.zeros(weight_VD.shape, dtype=torch.float32, device=input_ND.device)
+        # A sum over chunks, in fp32. The first chunk writes it.
+        d_weight_VD: Tensor | None = None
+        wants_weight = weight_VD is not None and ctx.needs_input_grad[1]
         # Logits in fp32 from the matmul itself, where the device can: exact to the inputs, and no cast of them.
         into_fp32: Any = (
             {"out_dtype": torch.float32}
@@ -121,23 +121,25 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 _scale(d_input_CD.copy_(d_logits_CV), scale)
                 continue
             if settings.logits_fn is not None:
-                wanted = [input_CD] if d_weight_VD is None else [input_CD, weight_VD]
+                wanted = [input_CD, weight_VD] if wants_weight else [input_CD]
                 d_input, *d_weight = torch.autograd.grad(logits_CV, wanted, d_logits_CV)
                 _scale(d_input_CD.copy_(d_input), scale)
-                if d_weight_VD is not None:
-                    d_weight_VD.add_(d_weight[0], alpha=scale)
+                if wants_weight:
+                    d_weight_VD = _add(d_weight_VD, d_weight[0], scale)
                 continue
             # Into the view: no second buffer of this size.
             torch.mm(d_logits_CV, weight_VD, out=d_input_CD)
             _scale(d_input_CD, scale)
-            if d_weight_VD is None:
+            if not wants_weight:
                 continue
-            if into_fp32:
+            if d_weight_VD is None or not into_fp32:
+                d_weight = torch.mm(d_logits_CV.T, input_CD, **into_fp32)
+                d_weight_VD = _add(d_weight_VD, d_weight, scale)
+            else:
                 scaled = into_fp32 if scale == 1 else into_fp32 | {"alpha": scale}
                 torch.addmm(d_weight_VD, d_logits_CV.T, input_CD, out=d_weight_VD, **scaled)
-            else:
-                d_weight_VD.add_(d_logits_CV.T @ input_CD, alpha=scale)
         ctx.weight_dtype = None if weight_VD is None else weight_VD.dtype
+        ctx.scaled = settings.kernels.scaled
         if weight_VD is None:
             ctx.gradient = d_input_ND
         else:  # autograd frees them after the backward pass, though a pipeline schedule keeps its losses to the end of the step
@@ -155,8 +157,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             return d_logits_NV.mul_(grad_output), None, None, None
         d_input_ND, d_weight_VD = ctx.saved_tensors
         if d_weight_VD is not None:
-            out = torch.empty_like(d_weight_VD, dtype=ctx.weight_dtype)
-            d_weight_VD = torch.mul(d_weight_VD, grad_output, out=out)
+            d_weight_VD = ctx.scaled(d_weight_VD, grad_output, ctx.weight_dtype)
         # A schedule that splits the backward pass comes here twice: for the input, and for the weight.
         return d_input_ND * grad_output, d_weight_VD, None, None
 
@@ -164,6 +165,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _scale(gradient: Tensor, scale: float) -> None:
     if scale != 1:
         gradient.mul_(scale)
+
+
+def _add(total: Tensor | None, gradient: Tensor, scale: float) -> Tensor:
+    """Add the gradient of a chunk, times its scale, to the sum in fp32, which the first chunk, of scale 1, begins."""
+    return gradient.float() if total is None else total.add_(gradient, alpha=scale)
 
 
 def _one_chunk(

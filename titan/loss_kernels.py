@@ -39,9 +39,18 @@ def _gradient(
     return torch.exp(log_p_CV, out=p_CV).scatter_(1, column_C[:, None], target_C1.to(dtype))
 
 
+def _scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.mul(tensor, factor, out=torch.empty_like(tensor, dtype=dtype))
+
+
 def _fused_statistics(logits_CV: Tensor, column_C: Tensor) -> tuple[Tensor, Tensor]:
     target_C = logits_CV.gather(1, column_C[:, None])[:, 0].float()
-    return torch.logsumexp(logits_CV.float(), dim=-1), target_C
+    # Inductor finds the online softmax (arXiv:1805.02867) in these operations, and reads the logits once. torch.logsumexp also replaces
+    # infinite maxima, which hides the pattern: the logits would be read twice.
+    logits_CV = logits_CV.float()
+    max_C1 = logits_CV.amax(dim=-1, keepdim=True)
+    sum_C1 = (logits_CV - max_C1).exp().sum(dim=-1, keepdim=True)
+    return (max_C1 + sum_C1.log())[:, 0], target_C
 
 
 def _fused_gradient(
@@ -58,16 +67,31 @@ def _fused_gradient(
     return ((logits_CV - whole_lse_C[:, None]).exp() - is_target_CV.float()).to(dtype)
 
 
+def _fused_scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    return (tensor * factor).to(dtype)
+
+
 @dataclass(frozen=True)
 class Kernels:
-    """The two elementwise parts, which a compiler may fuse."""
+    """The elementwise parts, which a compiler may fuse.
+
+    Attributes:
+        statistics: maps logits and target columns to the statistics of each token.
+        gradient: maps them to the gradient in the logits.
+        scaled: multiplies a tensor by a scalar tensor, into a dtype.
+    """
 
     statistics: Callable[..., tuple[Tensor, Tensor, Tensor]] = _statistics
     gradient: Callable[..., Tensor] = _gradient
+    scaled: Callable[[Tensor, Tensor, torch.dtype], Tensor] = _scaled
 
     @staticmethod
     def compiled(backend: str) -> Kernels:
-        """Return both parts through torch.compile: two passes over the logits. Compilation happens at the first call."""
+        """Return the parts through torch.compile: two passes over the logits. Compilation happens at the first call."""
         compiled = partial(torch.compile, backend=backend, fullgraph=True)
         statistics = compiled(_fused_statistics)
-        return Kernels(lambda *args: (*statistics(*args), args[0]), compiled(_fused_gradient))
+        return Kernels(
+            statistics=lambda *args: (*statistics(*args), args[0]),
+            gradient=compiled(_fused_gradient),
+            scaled=compiled(_fused_scaled),
+        )
