@@ -366,7 +366,7 @@ def overlap_of(model: nn.Module, section: ParallelismSection) -> Overlap | None:
 
 def compile_log_of(section: CompileSection, num_blocks: int) -> CompileLog | None:
     """Return the log of the compilations of a model with so many blocks, or None if nothing is compiled."""
-    names = {"model": f"{num_blocks} blocks", "loss": "the loss"}
+    names = {"model": f"{num_blocks} blocks", "loss": "the loss", "optimizer": "the update"}
     what = [names[component] for component in section.components]
     return CompileLog(" and ".join(what)) if section.enable and what else None
 

@@ -34,6 +34,7 @@ from titan.config.schema import JobConfig
 from titan.optim.average import WeightAverage
 from titan.optim.clipping import clip_gradients
 from titan.optim.expert_bias import ExpertBiasBalancer
+from titan.optim.fused_adam import FusedAdam
 from titan.optim.in_backward import OptimizerInBackward
 from titan.optim.optimizers import build_optimizer
 from titan.optim.schedule import learning_rate_factor
@@ -298,6 +299,7 @@ class TrainStep:
                 self.parameters,
                 max_norm=self.config.training.max_norm,
                 stages=self.groups.stages,
+                optimizer=self.optimizer if isinstance(self.optimizer, FusedAdam) else None,
             )
 
     def _forward_backward(
@@ -408,6 +410,7 @@ def build_train_step(job: ResolvedJob, *, device: torch.device, mesh: DeviceMesh
         config.optimizer,
         [named for part in model_parts for named in part.named_parameters()],
         seed=config.debug.seed,
+        backend=config.compile.backend_of("optimizer"),
     )
     early = getattr(config.optimizer, "early_step_in_backward", False)
     return TrainStep(

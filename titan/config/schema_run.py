@@ -261,8 +261,9 @@ class CompileSection(Section):
 
     enable: bool = False
     """Compile. The first step takes longer, up to minutes; the following ones are faster."""
-    components: list[Literal["model", "loss"]] = ["model", "loss"]
-    """What to compile. "model": each block. "loss": the elementwise part of the loss."""
+    components: list[Literal["model", "loss", "optimizer"]] = ["model", "loss", "optimizer"]
+    """What to compile. "model": each block. "loss": the elementwise part of the loss. "optimizer": the update of
+    AdamW and Adam with implementation "fused", which then clips in the same pass."""
     backend: str = "inductor"
     """Compiler backend. Others than "inductor", such as "aot_eager", are for debugging."""
     mode: Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"] = (
@@ -274,6 +275,10 @@ class CompileSection(Section):
     cache_folder: str = ""
     """Folder for compiled programs. Empty: TORCHINDUCTOR_CACHE_DIR, else titan/compile in the
     user's cache folder, or on several nodes titan-compile-UID in each node's temporary folder (TMPDIR)."""
+
+    def backend_of(self, component: str) -> str:
+        """Return the backend that compiles a component, or an empty text if it is not compiled."""
+        return self.backend if self.enable and component in self.components else ""
 
 
 class Float8Section(Section):

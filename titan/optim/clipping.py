@@ -15,12 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from .fused_adam import FusedAdam
+
 _SMALL = 2**16  # elements
 
 
 @torch.no_grad()
 def clip_gradients(
-    parameters: Iterable[Tensor], *, max_norm: float, stages: dist.ProcessGroup | None = None
+    parameters: Iterable[Tensor],
+    *,
+    max_norm: float,
+    stages: dist.ProcessGroup | None = None,
+    optimizer: FusedAdam | None = None,
 ) -> Tensor:
     """Scale all gradients in place so that their global L2 norm is at most `max_norm`.
 
@@ -31,6 +37,7 @@ def clip_gradients(
         parameters: Parameters, some of which may have no gradient.
         max_norm: Largest norm. 0 scales nothing.
         stages: Pipeline ranks, which have different parameters. A rank without gradients (frozen) adds 0.
+        optimizer: Optimizer that scales the gradients in its next step. They stay as they are until then.
 
     Returns:
         The norm before scaling: an fp32 scalar on the gradients' device, the same on every rank of their meshes. Nothing is
@@ -56,9 +63,12 @@ def clip_gradients(
     if stages is not None:
         dist.all_reduce(square, group=stages)
     norm = square.sqrt()
+    # 1e-6 as in torch, against a division by 0. A clamp in place of an `if` keeps the decision on the device.
+    if optimizer is not None:
+        optimizer.divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm else None
+        return norm
     if not max_norm:
         return norm
-    # 1e-6 as in torch, against a division by 0. A clamp in place of an `if` keeps the decision on the device.
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for grads in locals_by_axes.values():
         torch._foreach_mul_(grads, scale)

@@ -1,6 +1,6 @@
 """Construction of the optimizer from its section. Matrices are decayed, norms and biases only with `decay_norms`.
 
-    AdamW, Adam   torch's fused kernel if weights and moments share a precision, otherwise adam.py
+    AdamW, Adam   fused_adam.py, or another implementation of torch, if weights and moments share a precision; otherwise adam.py
     AdamW8bit     adam.py, moments in 8 bits
     Muon          muon.py for the matrices of the blocks, AdamW for the rest
 
@@ -28,6 +28,7 @@ from titan.parallel.float8 import plain
 from titan.parallel.init_weights import canonical_name
 
 from .adam import SmallAdam
+from .fused_adam import FusedAdam
 from .muon import Muon
 from .rounding import RoundingSeeds
 
@@ -67,6 +68,7 @@ def build_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     *,
     seed: int = 0,
+    backend: str = "",
 ) -> torch.optim.Optimizer:
     """Build the optimizer of a section.
 
@@ -74,16 +76,17 @@ def build_optimizer(
         section: [optimizer]. A third party's section has a method `build(parameters) -> torch.optim.Optimizer`, which is called.
         named_parameters: Parameters of the model, or of this rank's stages, with their names.
         seed: Seed of stochastic rounding.
+        backend: Backend of torch.compile for the update of AdamW and Adam. Empty: torch's own fused kernel.
     """
     named = {canonical_name(name): p for name, p in named_parameters if p.requires_grad}
     build: Any = getattr(section, "build", None)
     if build is not None:
         optimizer = build(list(named.values()))
     elif isinstance(section, MuonSection):
-        optimizer = _muon(section, named, seed=seed)
+        optimizer = _muon(section, named, seed=seed, backend=backend)
     else:
         assert isinstance(section, AdamOptions)
-        optimizer = _adam(section, named, lr=section.lr, seed=seed)
+        optimizer = _adam(section, named, lr=section.lr, seed=seed, backend=backend)
     # torch's schedulers keep the peak under this name.
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
@@ -109,16 +112,16 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> bool:
     # amsgrad has a third moment, which is not created here.
     is_torchs = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
     is_torchs = is_torchs and not optimizer.defaults["amsgrad"]
-    if not (is_torchs or isinstance(optimizer, SmallAdam)):
+    if not (is_torchs or isinstance(optimizer, (FusedAdam, SmallAdam))):
         return False
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if optimizer.state[parameter]:
                 continue
-            if isinstance(optimizer, SmallAdam):
+            if isinstance(optimizer, (FusedAdam, SmallAdam)):
                 optimizer.init_state(parameter)
                 continue
-            # torch's fused kernels read the step on the device, the others on the host.
+            # Fused kernels read the step on the device, the others on the host.
             device = parameter.device if group["fused"] else "cpu"
             optimizer.state[parameter] = {
                 "step": torch.tensor(0.0, device=device),
@@ -129,9 +132,9 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _adam(
-    section: AdamOptions, named: Mapping[str, nn.Parameter], *, lr: float, seed: int
+    section: AdamOptions, named: Mapping[str, nn.Parameter], *, lr: float, seed: int, backend: str
 ) -> torch.optim.Optimizer:
-    """Build Adam or AdamW: torch's, or `SmallAdam`."""
+    """Build Adam or AdamW: `FusedAdam`, torch's, or `SmallAdam`."""
     groups = parameter_groups(
         named.values(),
         weight_decay=section.weight_decay,
@@ -148,11 +151,10 @@ def _adam(
     state_dtype = _state_dtype(section)
     # torch's kernels keep moments in the weights' precision, and round to nearest.
     if not section.stochastic_rounding and (state_dtype is None or weight_dtypes == {state_dtype}):
+        if section.implementation == "fused":
+            return FusedAdam(groups, decoupled=decoupled, backend=backend, **options)
         return (torch.optim.AdamW if decoupled else torch.optim.Adam)(
-            groups,
-            fused=section.implementation == "fused",
-            foreach=section.implementation == "foreach",
-            **options,
+            groups, foreach=section.implementation == "foreach", **options
         )
     return SmallAdam(
         groups,
@@ -165,13 +167,13 @@ def _adam(
 
 
 def _muon(
-    section: MuonSection, named: Mapping[str, nn.Parameter], *, seed: int
+    section: MuonSection, named: Mapping[str, nn.Parameter], *, seed: int, backend: str
 ) -> torch.optim.Optimizer:
     """Build Muon. Blocks are the children of `layers`, a name that every model family shares."""
     in_blocks = {k: p for k, p in named.items() if k.startswith("layers.") and is_matrix(k, p)}
     rest = {name: p for name, p in named.items() if name not in in_blocks}
     adam_lr = section.lr if section.adam_lr is None else section.adam_lr
-    others = _adam(section, rest, lr=adam_lr, seed=seed)
+    others = _adam(section, rest, lr=adam_lr, seed=seed, backend=backend)
     if not in_blocks:  # a pipeline stage of the embedding alone
         return others
     return Muon(

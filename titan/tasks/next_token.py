@@ -131,8 +131,7 @@ class NextToken(Task):
         self, mesh: DeviceMesh, *, output: nn.Module | None, float8: Sequence[Conversion]
     ) -> LossFunction:
         config = self.config
-        compiles = config.compile.enable and "loss" in config.compile.components
-        backend = config.compile.backend if compiles else ""
+        backend = config.compile.backend_of("loss")
         logits_fn = None
         if output is not None and any(c.name == "output" and not c.kept for c in float8):
             logits_fn = logits_fn_of(output, backend=backend)

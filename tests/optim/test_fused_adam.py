@@ -1,0 +1,144 @@
+"""The update that clips, against torch's clipping and its Adam and AdamW in fp64; in layouts; and in bytes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.layouts import BOUND, Layout, differences, fsdp, pp, tp, train
+from tests.support.ranks import Pool
+from titan.config.schema import AdamSection, AdamWSection
+from titan.optim import fused_adam
+from titan.optim.clipping import clip_gradients
+from titan.optim.fused_adam import FusedAdam
+from titan.optim.optimizers import build_optimizer, parameter_groups
+
+SECTIONS = {"AdamW": AdamWSection, "Adam": AdamSection}
+BACKENDS = ["", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+
+
+class Sizes(nn.Module):
+    """Parameters of two sizes that are compiled for, one of neither, and vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = {"one": (4, 1024), "more": (7, 1024), "odd": (3, 100), "norm": (1024,)}
+        for name, shape in shapes.items():
+            setattr(self, name, nn.Parameter(torch.randn(shape)))
+
+
+def largest_error(ours: nn.Module, exact: nn.Module) -> float:
+    """Return the largest difference of a weight, relative to how far weights have moved: about 1."""
+    pairs = zip(ours.parameters(), exact.parameters(), strict=True)
+    return max((mine.double() - other).abs().max().item() for mine, other in pairs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", SECTIONS)
+def test_200_steps_equal_torchs_in_fp64(
+    name: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No further from exact than torch's own fused kernel after a multiplication, or the last bits of fp32."""
+    monkeypatch.setattr(fused_adam, "_LARGE", 2048)
+    torch.manual_seed(0)
+    model = Sizes()
+    torchs, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    section = SECTIONS[name](lr=0.01, weight_decay=0.1, beta2=0.99)
+    ours = build_optimizer(section, model.named_parameters(), backend=backend)
+    assert isinstance(ours, FusedAdam)
+    kind = getattr(torch.optim, name)
+    others = [
+        kind(parameter_groups(of.parameters(), weight_decay=0.1), lr=0.01, betas=(0.9, 0.99), fused=fused)
+        for of, fused in ((torchs, True), (exact, False))
+    ]  # fmt: skip
+    for step in range(200):
+        # Large and small gradients: some steps are clipped and some are not.
+        scale = 10.0 ** (step % 5 - 4)
+        for of in (model, torchs, exact):
+            generator = torch.Generator().manual_seed(step)
+            for p in of.parameters():
+                p.grad = (scale * torch.randn(p.shape, generator=generator)).to(p.dtype)
+        norm = clip_gradients(model.parameters(), max_norm=1.0, optimizer=ours)
+        for of in (torchs, exact):
+            expected = torch.nn.utils.clip_grad_norm_(of.parameters(), 1.0)
+        torch.testing.assert_close(norm.double(), expected)
+        for optimizer in (ours, *others):
+            optimizer.step()
+    assert largest_error(model, exact) < max(2 * largest_error(torchs, exact), 2e-6)
+    # The same state, under the same names: checkpoints are exchangeable.
+    mine, theirs = ours.state_dict(), others[0].state_dict()
+    for number, state in theirs["state"].items():
+        assert mine["state"][number].keys() == state.keys()
+        for key, value in state.items():
+            found = mine["state"][number][key]
+            assert (found.dtype, found.shape) == (value.dtype, value.shape)
+            torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-7)
+    assert {*mine["param_groups"][0]} - {"initial_lr"} == {*theirs["param_groups"][0]}
+
+
+@pytest.mark.parametrize("backend", ["", "aot_eager"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_norm_that_is_no_number_spoils_all_weights(
+    backend: str, bad: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a multiplication of gradients by the factor would: nothing finite hides it."""
+    monkeypatch.setattr(fused_adam, "_LARGE", 2048)
+    model = Sizes()
+    optimizer = build_optimizer(AdamWSection(), model.named_parameters(), backend=backend)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    model.odd.grad[0, 0] = bad
+    norm = clip_gradients(model.parameters(), max_norm=1.0, optimizer=optimizer)  # pyright: ignore
+    assert not torch.isfinite(norm)
+    optimizer.step()
+    assert model.odd[0, 0].isnan()
+    assert model.one.isnan().all() == (bad != bad)
+
+
+def test_without_a_largest_norm_nothing_is_divided() -> None:
+    model = Sizes()
+    optimizer = build_optimizer(AdamWSection(), model.named_parameters())
+    assert isinstance(optimizer, FusedAdam)
+    for max_norm, divides in ((1.0, True), (0.0, False)):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        clip_gradients(model.parameters(), max_norm=max_norm, optimizer=optimizer)
+        assert (optimizer.divisor is not None) == divides
+
+
+COMPILED: Any = {"compiled": "aot_eager", "overrides": (("dim", 256), ("ffn_dim", 512))}
+LAYOUTS = [
+    Layout("FSDP2", fsdp(2), **COMPILED),
+    Layout("TP+SP", tp(2), **COMPILED),
+    Layout("PP", pp(2), accumulation=2, **COMPILED),
+    Layout("FSDP2, parameters on the host", fsdp(2), offload=True, **COMPILED),
+]
+
+
+def train_compiled(layout: Layout) -> tuple[dict[str, Any], int]:
+    """Run on each rank: as `train`, with compiled updates of small parameters too. And how many there were."""
+    calls = []
+    real = fused_adam._compiled
+
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        return real(*args)
+
+    with patch.object(fused_adam, "_LARGE", 1024), patch.object(fused_adam, "_compiled", counted):
+        found = train(layout, steps=3)
+    return found, len(calls)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=[layout.name for layout in LAYOUTS])
+def test_layouts_with_compiled_updates_equal_one_process(layout: Layout, pool: Pool) -> None:
+    [(alone, count)] = pool.run(1, train_compiled, Layout("one process", **COMPILED))
+    assert count
+    results = pool.run(layout.ranks, train_compiled, layout)
+    assert all(calls for _, calls in results)
+    found = differences([result for result, _ in results], alone)
+    assert max(found.values()) < BOUND, found
