@@ -33,6 +33,7 @@ SWAPPED = {
     "(4, 2049)": "(4, 65)",
     "torch.accelerator.reset_peak_memory_stats()": "None",
     "torch.accelerator.max_memory_allocated()": "0",
+    "torch.accelerator.memory_allocated()": "0",
     r"pytest\.mark\.skipif\(.*(torch\.cuda|torch\.accelerator).*\n": "\n",
 }
 # Why a test cannot end on a CPU, how its name begins, and the error with which it ends there.
