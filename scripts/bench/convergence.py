@@ -151,6 +151,14 @@ def differences(ours: list[float], theirs: list[float]) -> list[float]:
     return [abs(a - b) / b for a, b in zip(ours, theirs, strict=True)]
 
 
+def can_draw() -> bool:
+    """Return whether matplotlib is installed, and say so if it is not."""
+    found = find_spec("matplotlib") is not None
+    if not found:
+        print("no picture: matplotlib is not installed", file=sys.stderr)
+    return found
+
+
 def draw(ours: list[float], theirs: list[float], picture: Path) -> None:
     import matplotlib
 
@@ -266,7 +274,7 @@ def run_layout(args: argparse.Namespace, name: str) -> list[float]:
 
 
 def compare_layouts(args: argparse.Namespace) -> None:
-    """Train in all layouts, draw them, and print their figures."""
+    """Train in all layouts, print their figures, and draw them."""
     write_jobs(args)
     runs = {ONE: contestant(args, "titan")}
     for name in LAYOUTS:
@@ -275,21 +283,21 @@ def compare_layouts(args: argparse.Namespace) -> None:
     runs[RESUMED] = runs[SHARDED][: args.steps // 2] + runs[RESUMED]
     if find_spec("torchtitan"):
         runs["TorchTitan 0.2.2"] = contestant(args, "torchtitan")
-    draw_layouts(runs, args.picture or PICTURES / "layouts_loss.png")
     at = sorted({min(100, args.steps), args.steps // 2, args.steps})
     head = [*(f"loss at step {step:,}" for step in at), "largest difference"]
     print(f"| | {' | '.join(head)} |\n|---" + "|--:" * len(head) + "|")
     for name, values in runs.items():
         most = max(differences(values, runs[ONE]))
         cells = [*(f"{values[step - 1]:.5f}" for step in at), f"{most:.1e}" if most else "-"]
-        print(f"| {name} | {' | '.join(cells)} |")
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+    if can_draw():
+        draw_layouts(runs, args.picture or PICTURES / "layouts_loss.png")
 
 
 def compare(args: argparse.Namespace) -> None:
-    """Train in titan and in TorchTitan, draw both, and print their figures."""
+    """Train in titan and in TorchTitan, print their figures, and draw both."""
     write_jobs(args)
     ours, theirs = (contestant(args, name) for name in ("titan", "torchtitan"))
-    draw(ours, theirs, args.picture or PICTURES / "torchtitan_loss.png")
     apart = differences(ours, theirs)
     print("| step | titan | TorchTitan | apart |\n|--:|--:|--:|--:|")
     for step in sorted({1, 10, 100, args.steps // 2, args.steps}):
@@ -297,7 +305,9 @@ def compare(args: argparse.Namespace) -> None:
             break
         print(f"| {step} | {ours[step - 1]:.5f} | {theirs[step - 1]:.5f} | {apart[step - 1]:.1e} |")
     means = [statistics.fmean(of_run[-100:]) for of_run in (ours, theirs)]
-    print(f"mean of the last 100: {means[0]:.5f} and {means[1]:.5f}")
+    print(f"mean of the last 100: {means[0]:.5f} and {means[1]:.5f}", flush=True)
+    if can_draw():
+        draw(ours, theirs, args.picture or PICTURES / "torchtitan_loss.png")
 
 
 def main() -> None:

@@ -96,7 +96,12 @@ register_train_spec(
     "llama3",
     replace(
         get_train_spec(),
-        model_args={name: arguments(model.sizes) for name, model in MODELS.items()},
+        # Other families are titan's alone; the sizes of some need a transformers that is newer than TorchTitan's.
+        model_args={
+            name: arguments(model.sizes)
+            for name, model in MODELS.items()
+            if model.family == "llama3"
+        },
         build_tokenizer_fn=None,
         build_dataloader_fn=build_dataloader,
         build_metrics_processor_fn=build_metrics,
