@@ -221,15 +221,17 @@ def set_compile_cache(folder: str) -> None:
     Its default is in /tmp, which a restart may find empty. So a single node uses the user's cache
     folder, usually in $HOME. On several nodes that folder is on a network disk, which all ranks
     would write at once: there each node has a folder in its temporary folder, if no other user can
-    write into it.
+    write into it. So does a user who cannot write into a cache folder.
     """
+    from titan.checks.machine import why_unwritable
     from titan.data import default_cache_folder
 
     if not folder and "TORCHINDUCTOR_CACHE_DIR" in os.environ:
         return
     path = Path(folder) if folder else default_cache_folder() / "compile"
     ranks = os.environ.get("WORLD_SIZE", "1")
-    if not folder and os.environ.get("LOCAL_WORLD_SIZE", ranks) != ranks:
+    is_cluster = os.environ.get("LOCAL_WORLD_SIZE", ranks) != ranks
+    if not folder and (is_cluster or why_unwritable(path)):
         local = Path(tempfile.gettempdir()) / f"titan-compile-{os.getuid()}"
         with suppress(OSError):
             local.mkdir(mode=0o700, exist_ok=True)

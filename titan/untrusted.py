@@ -138,7 +138,16 @@ class Unpacked(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        count = self._content.readinto(buffer)
+        try:
+            count = self._content.readinto(buffer)
+        except OSError as error:
+            # zstd's own bound on the memory of a reader, which --long=28 and more exceed.
+            if self._path.suffix.lower() == ".zst" and "memory" in str(error):
+                raise InputError(
+                    f"{self._path}: was packed with a longer window than readers allow (zstd --long); pack it again: "
+                    f"zstd -d --long=31 {self._path}, then zstd without --long"
+                ) from error
+            raise
         self._num_bytes += count
         # Small files may shrink by any factor, since they cannot fill anything.
         if self._num_bytes > max(self.RATIO_FROM_BYTES, self.MAX_RATIO * self.position):

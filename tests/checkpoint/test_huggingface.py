@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,32 @@ def test_our_logits_are_theirs(name: str, sources) -> None:
     huggingface.load(source, state, model=HFModel.of(name, sizes), group=CheckpointGroup())
     with torch.no_grad():
         torch.testing.assert_close(ours(TOKENS), logits(source), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("newest", ["whole", "shards"])
+def test_a_folder_saved_in_both_forms_is_read_as_transformers_reads_it(
+    newest: str, sources, tmp_path: Path
+) -> None:
+    models = [
+        transformers.LlamaForCausalLM.from_pretrained(sources["llama3", False]) for _ in range(2)
+    ]
+    with torch.no_grad():
+        for weight in models[1].parameters():
+            weight.mul_(1.5)
+    sizes = ["60KB", "1GB"] if newest == "whole" else ["1GB", "60KB"]
+    for model, size in zip(models, sizes, strict=True):
+        model.save_pretrained(tmp_path, max_shard_size=size)
+    # transformers removes the shards of the other form, but not its index. A copy may have all of them.
+    for both in (False, True):
+        if both:
+            models[0].save_pretrained(tmp_path / "a", max_shard_size=sizes[0])
+            for file in (tmp_path / "a").glob("*.safetensors"):
+                shutil.copy(file, tmp_path)
+        folder = open_folder(tmp_path)
+        theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
+        for name in ("model.norm.weight", "model.layers.0.mlp.up_proj.weight"):
+            with safetensors.safe_open(folder.files[name], "pt") as stored:
+                assert stored.get_tensor(name).equal(theirs[name])
 
 
 # ---- training --------------------------------------------------------------------------------------

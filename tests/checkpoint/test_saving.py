@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.jobs import SMALL, with_changes
 from tests.support.jobs import job as any_job
+from tests.support.metrics import read_json_lines
 from tests.support.trainers import Trainer
 from titan.checkpoint import staging as staging_module
 from titan.checkpoint.commit import remove_step
@@ -46,6 +47,7 @@ from titan.cli import main as titan
 from titan.config.load import load_config
 from titan.config.schema import CheckpointSection, JobConfig
 from titan.health.signals import StopRequest
+from titan.observe.metrics import MetricsLog
 from titan.optim.average import averaged
 from titan.tools import verify
 from titan.tools.saved_model import find_checkpoint
@@ -138,6 +140,44 @@ def test_resumed_equals_uninterrupted_bit_for_bit(way: str, tmp_path: Path) -> N
     sync = stored(tmp_path / "sync" / "checkpoint" / "step-2")
     whole = stored(tmp_path / "whole" / "checkpoint" / "step-2")
     assert all(torch.equal(sync[n], whole[n]) for n in sync if not n.startswith("rng."))
+
+
+@pytest.mark.parametrize("log_freq", [1, 2])
+def test_the_row_of_a_step_survives_a_kill_after_its_save(
+    log_freq: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    changes: dict[str, Any] = {
+        "metrics": {"log_freq": log_freq, "enable_tensorboard": True},
+        "validation": {"enable": True, "freq": 2, "steps": 1},
+        "data": {"validation_fraction": 0.5},
+    }
+    run(job(tmp_path / "whole", **changes))
+
+    class Killed(BaseException):
+        pass
+
+    def write(log: MetricsLog, row: dict[str, Any], of: Any = MetricsLog.write) -> None:
+        if row["step"] == 4:
+            raise Killed
+        of(log, row)
+
+    monkeypatch.setattr(MetricsLog, "write", write)
+    trainer = Trainer(job(tmp_path / "parts", **changes))
+    with pytest.raises(Killed):
+        trainer.run()
+    trainer.close()
+    assert 4 not in [step for step, *_ in numbers(tmp_path / "parts")]
+    monkeypatch.undo()
+    run(job(tmp_path / "parts", **changes))
+    assert numbers(tmp_path / "parts") == numbers(tmp_path / "whole")
+    whole, parts = (
+        next(row for row in read_json_lines(tmp_path / name / "metrics.jsonl") if row["step"] == 4)
+        for name in ("whole", "parts")
+    )
+    assert parts.keys() == whole.keys() and parts["validation_loss"] == whole["validation_loss"]
+    events = reader.EventAccumulator(str(tmp_path / "parts/tensorboard"))
+    assert 4 in [event.step for event in events.Reload().Scalars("loss/train")]
 
 
 def test_every_generator_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -477,6 +517,19 @@ def test_a_remote_step_is_committed_by_its_manifest(url: str, tmp_path: Path) ->
     assert manager.steps() == [2, 3]
     remove_step(f"{url}/step-2")
     assert manager.steps() == [3] and "step-2" not in files.listdir(url)
+
+
+def test_an_old_step_that_is_a_link_to_another_disk_loses_its_link(tmp_path: Path) -> None:
+    manager = CheckpointManager(CheckpointSection(keep_latest_k=2), run_dir=tmp_path / "run")
+    manager.save(1, {"model.x": torch.ones(5)}, metadata={})
+    folder, elsewhere = tmp_path / "run/checkpoint", tmp_path / "disk"
+    elsewhere.mkdir()
+    (folder / "step-1").rename(elsewhere / "step-1")
+    (folder / "step-1").symlink_to(elsewhere / "step-1")
+    for step in (2, 3):
+        manager.save(step, {"model.x": torch.ones(5)}, metadata={})
+    assert manager.steps() == [2, 3] and [p.name for p in folder.glob(".*")] == []
+    assert (elsewhere / "step-1/manifest.json").is_file()
 
 
 def test_a_damaged_remote_step_is_set_aside(

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pwd
+import re
 import signal
 import time
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
+from tests.support.jobs import job
+from titan.checks.machine import check_machine
 from titan.config import schema as s
 from titan.data import cache as cache_module
 from titan.data.cache import cached_shards, default_cache_folder, exclusive
@@ -140,3 +145,27 @@ def test_the_default_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert default_cache_folder() == tmp_path / "titan"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert default_cache_folder() == Path.home() / ".cache" / "titan"
+
+
+def test_a_user_without_a_home_is_told_before_the_cache_is_needed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def no_home(user_id: int) -> NoReturn:
+        raise KeyError(user_id)
+
+    (tmp_path / "x.txt").write_text("some text")
+    (tmp_path / "file").touch()
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", no_home)
+    assert default_cache_folder() == Path("/.cache/titan")
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+
+    def problems(**changes: Any) -> list[str]:
+        return [str(p) for p in check_machine(job(tmp_path, **changes)) if "folder" in p.key]
+
+    text = {"dataset": "text", "dataset_path": str(tmp_path / "x.txt")}
+    [problem] = problems(training=text)
+    assert re.search(r"data\.cache_folder: cannot be written \(.*file is a file", problem)
+    assert not problems(training=text, data={"cache_folder": str(tmp_path / "cache")})
+    assert not problems(training={"dataset": "synthetic"})

@@ -6,6 +6,9 @@ import csv
 import gzip
 import json
 import os
+import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pyarrow
@@ -67,6 +70,23 @@ def packed(content: bytes, name: str) -> bytes:
             file.write(content)
         return sink.getvalue().to_pybytes()
     return gzip.compress(content) if name.lower().endswith(".gz") else content
+
+
+def test_zstandard_of_a_long_window_says_how_to_pack_it_again(tmp_path: Path) -> None:
+    if not (zstd := shutil.which("zstd")):
+        pytest.skip("needs the command zstd")
+    file = tmp_path / "a.txt.zst"
+    # From a pipe, of which zstd does not know the length.
+    command = [zstd, "-q", "--long=31", "-1", "-o", str(file)]
+    subprocess.run(command, input=b"a few words\n" * 9, check=True)
+    with pytest.raises(InputError, match=re.escape(f"zstd -d --long=31 {file}")):
+        read(s.TextSource(path=str(file)))
+
+
+def test_csv_of_another_separator_names_it(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("id|text\n1|one, two\n")
+    with pytest.raises(DataError, match=r"a\.csv:1: .*separated by '\|'.*commas, semicolons"):
+        read(s.CsvSource(path=str(tmp_path / "a.csv")))
 
 
 def test_zstandard_in_frames_and_damaged(tmp_path: Path) -> None:

@@ -270,3 +270,19 @@ def test_utilization_of_experts_in_float8() -> None:
     assert flops["float8"] == 6 * sizes.n_layers * sizes.top_k * 3 * sizes.dim * sizes.expert_dim
     total = sizes.flops_per_token(config.training.seq_len)
     assert sum(flops.values()) == total
+
+
+def test_a_row_that_a_crash_lost_is_written_from_its_checkpoint(tmp_path: Path) -> None:
+    lost = step_row(4) | {"unix_s": time.time() - 100}
+    log_steps(tmp_path, range(1, 4))
+    log_steps(tmp_path, range(5, 7), resume_step=4, resume_row=lost)
+    found = rows(tmp_path)
+    assert [row["step"] for row in found] == [1, 2, 3, 4, 5, 6]
+    assert found[3]["unix_s"] == lost["unix_s"]
+    # A row that is there, another step's row, and another run's folder.
+    log_steps(tmp_path, range(7, 8), resume_step=6, resume_row=step_row(6, loss=0.0))
+    log_steps(tmp_path, range(9, 10), resume_step=8, resume_row=step_row(7))
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 5, 6, 7, 9]
+    assert rows(tmp_path)[5]["loss"] != 0.0
+    log_steps(tmp_path / "new", range(5, 6), resume_step=4, resume_row=lost)
+    assert [row["step"] for row in rows(tmp_path / "new")] == [5]

@@ -241,6 +241,18 @@ def test_the_cache_s_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert os.environ[variable] == str(tmp_path / "programs")
 
 
+def test_a_user_without_a_home_has_a_folder_of_programs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    variable = "TORCHINDUCTOR_CACHE_DIR"
+    monkeypatch.setenv(variable, "")
+    monkeypatch.delenv(variable)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("titan.checks.machine.why_unwritable", lambda folder: "no permission")
+    set_compile_cache("")
+    assert os.environ[variable] == str(tmp_path / f"titan-compile-{os.getuid()}")
+
+
 def test_the_cache_of_several_nodes_is_on_each_node(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

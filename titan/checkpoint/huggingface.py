@@ -82,20 +82,19 @@ def open_folder(path: Path) -> HFFolder:
     if not (path / CONFIG).exists():
         raise CheckpointError(f"{path / CONFIG}: missing; it says which model a folder holds")
     config = read_json(path / CONFIG, dict[str, Any], limit=2**20, within=root_of(path))
-    # A folder has several files with an index, or one file.
-    index, single = _file_names(path)
-    if is_there(path / index):
-        files = read_json(path / index, dict[str, Any], within=root_of(path)).get("weight_map")
+    listing = _listing(path)
+    if listing.name.endswith(INDEX) and is_there(listing):
+        files = read_json(listing, dict[str, Any], within=root_of(path)).get("weight_map")
         if not isinstance(files, dict) or not all(map(_is_weights_name, files.values())):
             raise CheckpointError(
-                f"{path / index}: its weight_map does not name safetensors files of this folder"
+                f"{listing}: its weight_map does not name safetensors files of this folder"
             )
         for name in sorted(set(files.values())):
             if not (path / name).is_file():
-                raise CheckpointError(f"{path / name}: missing, but {index} names it")
+                raise CheckpointError(f"{path / name}: missing, but {listing.name} names it")
         return HFFolder(path, config, {tensor: path / name for tensor, name in files.items()})
-    if (path / single).is_file():
-        return HFFolder(path, config, dict.fromkeys(_headers(path / single), path / single))
+    if listing.is_file():
+        return HFFolder(path, config, dict.fromkeys(_headers(listing), listing))
     pickles = [p.name for p in sorted(path.iterdir()) if p.suffix in (".bin", ".pth", ".pt")]
     reason = f"neither {INDEX} nor {SINGLE} is here"
     if pickles:
@@ -104,10 +103,13 @@ def open_folder(path: Path) -> HFFolder:
     raise CheckpointError(f"{path}: {reason}")
 
 
-def _file_names(path: Path) -> tuple[str, str]:
-    """Return the names of index and single file: those of diffusers if either exists, otherwise those of transformers."""
-    theirs = OF_DIFFUSERS + INDEX, OF_DIFFUSERS + SINGLE
-    return theirs if any(is_there(path / name) for name in theirs) else (INDEX, SINGLE)
+def _listing(path: Path) -> Path:
+    """Return the file that names a folder's tensors: the single file of weights, or the index of several files.
+
+    A folder that was saved twice may have both. Then diffusers takes the index, and transformers the single file.
+    """
+    names = (OF_DIFFUSERS + INDEX, OF_DIFFUSERS + SINGLE, SINGLE, INDEX)
+    return next((path / name for name in names if is_there(path / name)), path / SINGLE)
 
 
 def read_sizes(folder: HFFolder, *, mtp: bool = False, of: str = "") -> tuple[str, Any]:
@@ -342,8 +344,7 @@ def tensor_problems(folder: HFFolder, model: HFModel) -> Iterator[str]:
     wanted: dict[str, Form] = {}
     for name, tensor in model.on_disk.items():
         wanted |= stored_as(name, list(tensor.shape), folder.files)
-    index, single = _file_names(folder.path)
-    source = folder.path / (index if (folder.path / index).is_file() else single)
+    source = _listing(folder.path)
     for name in wanted.keys() - folder.files.keys():
         yield f"{source}: tensor {name} is missing"
     tied = {model.hf_name("output.weight")} if model.sizes.tied_embeddings else set()
@@ -364,7 +365,7 @@ def tensor_problems(folder: HFFolder, model: HFModel) -> Iterator[str]:
         headers = _headers(file)
         for name in (n for n in wanted if folder.files.get(n) == file):
             if name not in headers:
-                yield f"{file}: tensor {name} is missing, but {index} says it is here"
+                yield f"{file}: tensor {name} is missing, but {source.name} says it is here"
                 continue
             shape, dtype = headers[name]
             expected, dtypes = wanted[name]

@@ -97,9 +97,9 @@ class LocalStorage:
         Path(folder).mkdir(parents=True, exist_ok=True)
 
     def remove(self, location: Location) -> None:
-        """Remove a file, or a folder with all its contents."""
+        """Remove a file, a folder with all its contents, or a link without what it leads to."""
         path = Path(location)
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
     def rename(self, old: Location, new: Location) -> None:
         """Rename atomically. The new name is durable when this returns."""

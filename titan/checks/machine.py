@@ -28,7 +28,7 @@ from titan.config.plug_ins import load_plug_ins
 from titan.config.quantize import eight_bit_sections
 from titan.config.schema import JobConfig
 from titan.config.task import check_task, reads_text, task_options
-from titan.data import DataError
+from titan.data import DataError, default_cache_folder
 from titan.data.examples import read_task
 from titan.data.reading import Conversation
 from titan.data.sources import open_documents
@@ -68,21 +68,30 @@ def check_machine(config: JobConfig, *, device: str | None = None) -> list[Probl
 
 def _check_folders(config: JobConfig) -> Iterator[RuleViolation]:
     checkpoint = config.checkpoint
-    folders = {
-        "job.dump_folder": config.job.dump_folder,
-        "data.cache_folder": os.path.expanduser(config.data.cache_folder),  # noqa: PTH111 (no error for ~nobody)
-    }
+    cache = os.path.expanduser(config.data.cache_folder)  # noqa: PTH111 (no error for ~nobody)
+    sources = sources_of(config, "training") if reads_text(config) else ()
+    if not cache and any(_is_cached(source) for _, source in sources):
+        cache = str(default_cache_folder())
+    folders = {"job.dump_folder": config.job.dump_folder, "data.cache_folder": cache}
     if config.compile.enable:
         folders["compile.cache_folder"] = config.compile.cache_folder
     # A relative folder is below the run folder.
     if checkpoint.enable and not checkpoint.load_only and Path(checkpoint.folder).is_absolute():
         folders["checkpoint.folder"] = checkpoint.folder
     for key, folder in folders.items():
-        if folder and (reason := _why_unwritable(Path(folder))):
-            yield key, f"cannot be written: {reason}"
+        if folder and (reason := why_unwritable(Path(folder))):
+            where = "" if key != "data.cache_folder" or config.data.cache_folder else f" ({folder})"
+            fix = "; name a folder that can" if where else ""
+            yield key, f"cannot be written{where}: {reason}{fix}"
 
 
-def _why_unwritable(folder: Path) -> str:
+def _is_cached(source: s.Section) -> bool:
+    """Return whether the tokens of a source are written to the cache."""
+    kept = s.ShardsSource | s.SyntheticSource
+    return not isinstance(source, kept) and not getattr(source, "streaming", False)
+
+
+def why_unwritable(folder: Path) -> str:
     """Return the reason why no file can be created below a folder; empty if it can.
 
     The folder may not exist yet.

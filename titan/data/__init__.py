@@ -69,4 +69,7 @@ def require(module: str, *, purpose: str, extra: str = "huggingface") -> ModuleT
 
 def default_cache_folder() -> Path:
     """Return the folder titan/ in the user's cache folder (XDG base directory specification)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan"
+    home = os.path.expanduser("~")  # noqa: PTH111 (no error without a home)
+    # Docker has "/" as the home of a user without one.
+    home = Path("/" if home == "~" else home)
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "titan"

@@ -274,6 +274,10 @@ def read_csv(file: Path, meter: Meter, key: str) -> Iterator[str]:
             raise DataError(
                 f"{file}:1: two columns have one name; the first row must name them: {', '.join(header)[:200]}"
             )
+        if len(header) == 1 and "|" in header[0]:
+            raise DataError(
+                f"{file}:1: its values seem to be separated by '|'; separate them by commas, semicolons or tabs"
+            )
         for row in rows:
             where = f"{file}:{rows.line_num}"
             if row and len(row) != len(header):

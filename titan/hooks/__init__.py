@@ -53,17 +53,17 @@ def standard_hooks(trainer: RunContext, *, monitor: Monitor | None = None) -> li
         Compilation(trainer),
         Validation(trainer),
         Evaluation(trainer),
-        Checkpointing(trainer),
         LayerNormsLog(trainer),
         ExpertLoads(trainer),
         *([Recording(trainer)] if trainer.config.debug.record_steps else []),
         *([MTPMetrics(trainer)] if getattr(trainer.sizes, "num_mtp_modules", 0) else []),
         *([TWIN.load()(trainer)] if trainer.config.simulator.twin else []),
-        Metrics(trainer),  # last, so that its row has the columns of all other hooks
+        # Last, since a checkpoint has the step's row, and a row has the columns of all other hooks.
+        Checkpointing(trainer),
+        Metrics(trainer),
     ]
-    # Sorted by name, since every rank must call hooks in the same order. Before Metrics, so that
-    # their columns reach its row.
+    # Sorted by name, since every rank must call hooks in the same order.
     for entry in plug_ins("titan.hooks"):
         if hook := entry.load()(trainer):
-            hooks.insert(0 if hook.is_first else -1, hook)
+            hooks.insert(0 if hook.is_first else -2, hook)
     return hooks

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from statistics import fmean
+from typing import Any
 
 from titan.config.phases import Phase
 from titan.hook import Hook, RunContext, StepResult
@@ -16,7 +18,7 @@ from titan.hooks.validation import Validation
 from titan.observe.columns import empty_row
 from titan.observe.flops import flops_by_dtype, model_tflops, utilization
 from titan.observe.memory import peak_memory
-from titan.observe.metrics import MetricsLog
+from titan.observe.metrics import MetricsLog, finite
 from titan.observe.rows import Row
 
 _STATUS_S = 2.0  # seconds between writes of status.json: a rename may wait for the disk, as long as some steps of a small model
@@ -25,26 +27,34 @@ _STATUS_S = 2.0  # seconds between writes of status.json: a rename may wait for 
 class Metrics(Hook):
     """Rows of metrics, with the columns of all hooks.
 
+    The row of a step is in the checkpoint of the step. A run that is killed after the save and before the row continues with that row.
+
     Attributes:
         log: sinks of this rank; None before `start`.
         losses: finite losses since the last row.
+        row: the newest row.
     """
+
+    state_key = "metrics"
 
     def __init__(self, trainer: RunContext) -> None:
         self.trainer = trainer
         self.log: MetricsLog | None = None
         self.losses: list[float] = []
+        self.row: Row = {}
         self.status_s = -math.inf  # time of the last write
 
     def start(self) -> None:
         trainer = self.trainer
         self.since_step, self.since_tokens = trainer.step, trainer.tokens_seen
         self.losses.clear()
+        self.saved_s = 0.0  # seconds of saves in the rows of this start
         self.log = MetricsLog(
             trainer.run_dir,
             section=trainer.config.metrics,
             rank=trainer.rank,
             resume_step=trainer.step,
+            resume_row=self.row,
             job_config=trainer.config.whole.model_dump(),
         )
 
@@ -64,15 +74,13 @@ class Metrics(Hook):
     def step_end(self) -> None:
         trainer = self.trainer
         trainer.console.advance(trainer.step)
-        validation, evaluation = trainer.hook(Validation), trainer.hook(Evaluation)
-        if not (
-            trainer.logs_this_step
-            or (validation is not None and validation.row)
-            or (evaluation is not None and evaluation.row)
-        ):
+        if not self._make_row():
             return
         assert self.log is not None
-        row = self._row()
+        validation, row = trainer.hook(Validation), self.row
+        # With the save of this step, which came after its row was made.
+        saved_s = trainer.timer.total_s["checkpoint"]
+        row["checkpoint_s"], self.saved_s = saved_s - self.saved_s, saved_s
         self.log.write(row)
         trainer.console.step(row)
         if "validation_loss" in row:
@@ -86,6 +94,31 @@ class Metrics(Hook):
     def close(self) -> None:
         if self.log is not None:
             self.log.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        has_row = self.log is not None and self._make_row()
+        return {"row": finite(self.row) | {"unix_s": round(time.time(), 3)}} if has_row else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        row = state.get("row")
+        self.row = row if isinstance(row, dict) else {}
+
+    def _make_row(self) -> bool:
+        """Make the row of this step, unless it exists. Return whether the step has a row."""
+        trainer = self.trainer
+        if self.row.get("step") == trainer.step:
+            return True
+        validation, evaluation = trainer.hook(Validation), trainer.hook(Evaluation)
+        # A step whose numbers have not reached the host is not over.
+        result: StepResult | None = getattr(trainer, "result", None)
+        has_row = (result is not None and result.step == trainer.step) and (
+            trainer.logs_this_step
+            or (validation is not None and bool(validation.row))
+            or (evaluation is not None and bool(evaluation.row))
+        )
+        if has_row:
+            self.row = self._row()
+        return has_row
 
     def _row(self) -> Row:
         """Return the row of this step, with the columns of all hooks."""
@@ -136,7 +169,7 @@ class Metrics(Hook):
             ),
             "mfu_convention": trainer.config.metrics.mfu_convention,
             "validation_s": window.paused_s.get("validation", 0.0),
-            "checkpoint_s": window.paused_s.get("checkpoint", 0.0),
+            "checkpoint_s": trainer.timer.total_s["checkpoint"] - self.saved_s,
         }
         for hook in trainer.hooks:
             row |= hook.columns(window, result)

@@ -30,11 +30,18 @@ _SAMPLES = "samples.json"
 
 
 class JsonlSink:
-    """File of rows. Each row is one write, so a crash can tear only the last line."""
+    """File of rows. Each row is one write, so a crash can tear only the last line.
+
+    Attributes:
+        lacks_row: whether an earlier start wrote no row of the step that the run continues from.
+    """
 
     def __init__(self, path: Path, *, resume_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        last = (cut_after(path, step=resume_step) if path.exists() else None) or {}
+        # In a new folder, no row was lost.
+        existed = path.exists()
+        last = (cut_after(path, step=resume_step) if existed else None) or {}
+        self.lacks_row = existed and last.get("step") != resume_step
         unix_s, time_s = number(last.get("unix_s")), number(last.get("time_s"))
         # time_s counts from the first start, over every pause and crash since.
         self._started_unix_s = time.time()
@@ -43,7 +50,7 @@ class JsonlSink:
         self._file = path.open("ab", buffering=0)
 
     def write(self, row: Row) -> None:
-        row = row | {"time_s": round(time.time() - self._started_unix_s, 3)}
+        row = row | {"time_s": round(max(row["unix_s"] - self._started_unix_s, 0.0), 3)}
         line = (json.dumps(row, allow_nan=False) + "\n").encode()
         before = os.fstat(self._file.fileno()).st_size
         # Without a buffer, a write on a full disk can be short without an error.
@@ -70,6 +77,7 @@ class MetricsLog:
         section: MetricsSection,
         rank: int = 0,
         resume_step: int = 0,
+        resume_row: Row | None = None,
         job_config: dict[str, Any] | None = None,
     ) -> None:
         """Open the sinks.
@@ -79,6 +87,7 @@ class MetricsLog:
             section: config section [metrics].
             rank: this rank.
             resume_step: step that the run continues from, 0 for a fresh run.
+            resume_row: row of that step in its checkpoint. It is written if a crash prevented that.
             job_config: config for Weights & Biases.
 
         Raises:
@@ -106,13 +115,15 @@ class MetricsLog:
         if section.enable_wandb and rank == 0:
             options = {"section": section, "resume_step": resume_step, "job_config": job_config}
             self._open("Weights & Biases", lambda: WandbSink(run_dir, **options))
+        rows = self._sinks.get(name)
+        is_lost = isinstance(rows, JsonlSink) and rows.lacks_row
+        if is_lost and resume_row and resume_row.get("step") == resume_step:
+            self.write(resume_row)
 
     def write(self, row: Row) -> None:
         """Write a row to all sinks."""
         # All sinks get the same time.
-        values = row | {"unix_s": round(time.time(), 3)}
-        # JSON has no NaN or infinity. Every reader takes null for "no number".
-        values = {key: None if _is_non_finite(v) else v for key, v in values.items()}
+        values = {"unix_s": round(time.time(), 3)} | finite(row)
         for name, sink in self._sinks.items():
             self._guard(name, lambda sink=sink: sink.write(values))
 
@@ -190,6 +201,11 @@ class MetricsLog:
                 self._failed.add(name)
                 reason = f"{type(error).__name__}: {error}"
                 _LOG.warning(f"metrics: {name} cannot be written ({reason}); training goes on")
+
+
+def finite(row: Row) -> Row:
+    """Return a row with null for NaN and infinity, which JSON does not have. Every reader takes null for "no number"."""
+    return {key: None if _is_non_finite(value) else value for key, value in row.items()}
 
 
 def _is_non_finite(value: Any) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from lm_eval import simple_evaluate, tasks  # pyright: ignore[reportAttributeAccessIssue] # takes this folder for it
@@ -89,9 +90,11 @@ class TitanLM(LM):
 
             As in the harness, new tokens are decoded without their prompt, and an empty "until" text ends an answer after a token.
             """
-            whole = self.scorer.tokenizer.decode(tokens)
+            end = self._end_at_special(tokens, stops[n])
+            whole = self.scorer.tokenizer.decode(tokens[:end])
             ends = [at for stop in stops[n] if stop and (at := whole.find(stop)) >= 0]
-            return whole[: min(ends, default=None)], bool(ends) or "" in stops[n]
+            is_over = bool(ends) or end is not None or "" in stops[n]
+            return whole[: min(ends, default=None)], is_over
 
         new = self.scorer.continue_greedily(
             prompts,
@@ -100,6 +103,25 @@ class TitanLM(LM):
             is_over=lambda n, tokens: len(tokens) >= limits[n] or text(n, tokens)[1],
         )
         return [text(n, tokens)[0] for n, tokens in enumerate(new)]
+
+    def _end_at_special(self, tokens: list[int], stops: Sequence[str]) -> int | None:
+        """Return the number of tokens up to the first "until" text with a special token, such as "</s>", or None.
+
+        Decoded text has no special tokens, so these texts are looked for where special tokens keep their text.
+        """
+        tokenizer = self.scorer.tokenizer
+        names = {number: name for name, number in tokenizer.special_ids.items()}
+        wanted = [stop for stop in stops if any(name in stop for name in names.values())]
+        first = next((n for n, token in enumerate(tokens) if token in names), len(tokens))
+        for end in range(first + 1, len(tokens) + 1) if wanted else ():
+            runs = groupby(tokens[:end], key=names.__contains__)
+            written = "".join(
+                "".join(map(names.__getitem__, run)) if special else tokenizer.decode([*run])
+                for special, run in runs
+            )
+            if any(stop in written for stop in wanted):
+                return end
+        return None
 
 
 def check_names(names: Sequence[str], *, include_path: str | None) -> None:
