@@ -44,9 +44,13 @@ def build_model(config: JobConfig, device: torch.device) -> nn.Module:
     with device:
         model = family(config.model.name).build_model(model_config(config.model))
     if config.model.converters:
-        from torchao.float8 import convert_to_float8_training
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        convert_to_float8_training(model, module_filter_fn=lambda _, name: name != "output")
+        convert_to_float8_training(
+            model,
+            module_filter_fn=lambda _, name: name != "output",
+            config=Float8LinearConfig(emulate=config.quantize.linear.float8.emulate),
+        )
     mode = config.activation_checkpoint.mode
     if mode != "none":
         settings = {}

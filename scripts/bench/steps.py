@@ -8,13 +8,15 @@ tokens of 258 kinds, bf16 compute with fp32 weights, fused AdamW, clipping; loss
 clock is read. The first steps are not counted; a run's figure is the median of its windows, a row's the median of its runs.
 
     titan         `python -m titan.train` on the job file
+    before        the same with titan of an earlier commit: BEFORE names a folder with its titan/ and models/
     torchtitan    `python -m torchtitan.train` on the same job file, its step untouched; torchtitan_spec.py says what is put in
     bare          bare_loop.py, what one would write without a framework
 
-A variant is made of parts: eager, or compile, and with it ac (full) or sac (selective), and float8 (tensorwise); for titan
-alone also documents (masks), muon, and the kernels of attention, cudnn, flash and fa3. OUT.json gathers the runs
+A variant is made of parts: eager, or compile, and with it ac (full) or sac (selective), float8 (tensorwise), and accumulate4 (four
+micro-batches a step, not for bare); for titan alone also documents (masks), muon, chunk8192 (tokens that the loss takes at once) and
+the kernels of attention, cudnn, flash, fa3 and fa4. OUT.json gathers the runs
 of several calls and those in it are not repeated, so that a long table can be measured in short calls; no run
-is begun that would probably not end within --limit-s.
+is begun that would probably not end within --limit-s. The exit code is 1 if a row failed, also in an earlier call: --retry repeats it.
 
 The last column sets titan's rows beside expected.json, which the simulator made before any of them ran:
 
@@ -119,21 +121,29 @@ MODELS = {
     ),
     "debugmodel": Model("debugmodel", 4),
 }
-KERNELS = {"cudnn", "flash", "fa3"}
+KERNELS = {"cudnn", "flash", "fa3", "fa4"}
 PARTS: dict[str, dict[str, dict[str, Any]]] = {
     "eager": {},
     "compile": {"compile": {"enable": True}},
     "ac": {"activation_checkpoint": {"mode": "full"}},
     "sac": {"activation_checkpoint": {"mode": "selective"}},
     "float8": {"model": {"converters": ["quantize.linear.float8"]}},
+    "accumulate4": {},  # training.global_batch_size: write_job knows the batch
     # titan's alone
+    "chunk8192": {"loss": {"chunk_tokens": 8192}},
     # Random tokens mark no documents: text of the Python library, as bytes.
     "documents": {"training": {"dataset": "stdlib"}, "data": {"document_mask": True}},
     "muon": {"optimizer": {"name": "Muon"}},
     **{name: {"model": {"attention_backend": name}} for name in sorted(KERNELS)},
 }
+# Parts that only some contestants know.
+OWN = {
+    **{part: {"titan", "before"} for part in ("chunk8192", "documents", "muon", *sorted(KERNELS))},
+    "accumulate4": {"titan", "before", "torchtitan"},
+}
 COMMANDS = {
     "titan": ["-m", "titan.train", "job.toml", "titan.toml"],
+    "before": ["-m", "titan.train", "job.toml", "titan.toml"],
     "torchtitan": [
         *("-m", "torchtitan.train", "--job.config_file=job.toml"),
         "--experimental.custom_import=torchtitan_spec",
@@ -142,8 +152,13 @@ COMMANDS = {
 }
 
 
-def write_job(folder: Path, args: argparse.Namespace, variant: str) -> None:
-    """job.toml, which titan and TorchTitan read alike, and titan.toml, titan's own words for the model and the tokens."""
+def write_job(
+    folder: Path, args: argparse.Namespace, variant: str, *, emulate: bool = False
+) -> None:
+    """job.toml, which titan and TorchTitan read alike, and titan.toml, titan's own words for the model and the tokens.
+
+    emulate: float8 by torch's own operations, for a machine without a GPU.
+    """
     sections: dict[str, dict[str, Any]] = {
         "job": {"dump_folder": "."},
         "model": {
@@ -169,9 +184,14 @@ def write_job(folder: Path, args: argparse.Namespace, variant: str) -> None:
         "metrics": {"log_freq": math.gcd(args.warm_up, args.steps)},
         "checkpoint": {"enable": False},
     }
-    for part in variant.split("+"):
+    parts = variant.split("+")
+    for part in parts:
         for section, keys in PARTS[part].items():
             sections[section] = sections.get(section, {}) | keys
+    if "accumulate4" in parts:
+        sections["training"]["global_batch_size"] = 4 * args.batch
+    if "float8" in parts and emulate:
+        sections["quantize.linear.float8"]["emulate"] = True
     own = {"model": MODELS[args.model].section, "tokenizer": {"name": "bytes"}}
     for name, content in (("job.toml", sections), ("titan.toml", own)):
         lines = []
@@ -191,10 +211,14 @@ def run(
     folder: Path, args: argparse.Namespace, contestant: str, *, limit_s: float
 ) -> dict[str, Any]:
     """Run a contestant's process on the job in `folder`; its figures, or what it failed with."""
+    search = [str(HERE), os.environ.get("PYTHONPATH", "")]
+    if contestant == "before":
+        # In front of an installed titan, and of the one that this script belongs to. titan finds models/ beside itself.
+        search.insert(0, str(Path(os.environ["BEFORE"]).resolve()))
     environment = {
         **os.environ,
         "TORCHINDUCTOR_CACHE_DIR": str(args.cache.resolve()),
-        "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join(search),
         **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
         **{"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())},
     }
@@ -321,8 +345,9 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def measure(args: argparse.Namespace, results: dict[str, Any], folder: Path) -> None:
-    """Add the runs that are missing to `results`, writing the file after each."""
+def measure(args: argparse.Namespace, results: dict[str, Any], folder: Path) -> bool:
+    """Add the runs that are missing to `results`, writing the file after each. Return whether none of them failed, now or earlier."""
+    passed = True
     end = time.monotonic() + args.limit_s
     expected_s: dict[tuple[str, str], float] = {}
     for variant, number, contestant in product(args.variants, range(args.rounds), args.against):
@@ -334,26 +359,29 @@ def measure(args: argparse.Namespace, results: dict[str, Any], folder: Path) -> 
         if args.retry and known and "error" in known[0]:
             results["runs"].remove(known.pop())
         if known:
+            passed = passed and "error" not in known[0]
             continue
         name = f"{variant}, round {number + 1}, {contestant}"
         left_s = end - time.monotonic()
         if left_s < expected_s.get((variant, contestant), 30):
             print(f"{name}, and what follows: no time left; run the same command again")
-            return
+            return passed
         where = folder / f"{variant}-{number}-{contestant}"
         shutil.rmtree(where, ignore_errors=True)  # of a call that was stopped
         where.mkdir(parents=True)
-        write_job(where, args, variant)
+        write_job(where, args, variant, emulate=results["machine"]["device"] == "CPU")
         try:
             figures = run(where, args, contestant, limit_s=left_s)
         except subprocess.TimeoutExpired:
             print(f"{name}: stopped after {left_s:.0f} s (--limit-s); run the same command again")
-            return
+            return passed
         expected_s[variant, contestant] = 1.1 * figures["wall_s"]
+        passed = passed and "error" not in figures
         results["runs"].append(key | figures)
         args.json.write_text(json.dumps(results, indent=1) + "\n")
         said = figures.get("error") or f"{figures['tokens_per_s']:,.0f} tokens/s"
         print(f"{name}: {said} ({figures['wall_s']:.0f} s)", flush=True)
+    return passed
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -393,8 +421,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         args.against = ["titan"]
     elif not args.json:
         parser.error("--json is missing")
-    if MODELS[args.model].family != "llama3" and args.against != ["titan"]:
+    if MODELS[args.model].family != "llama3" and not {"titan", "before"}.issuperset(args.against):
         parser.error(f"{args.model} is for titan alone: --against titan")
+    for variant, contestant in product(args.variants, args.against):
+        for part in variant.split("+"):
+            if contestant not in OWN.get(part, COMMANDS):
+                parser.error(f"{part} is for {', '.join(sorted(OWN[part]))}, not for {contestant}")
     if min(args.warm_up, args.steps) < 1:
         parser.error("--warm-up and --steps must be at least 1: the first step compiles")
     return args
@@ -410,6 +442,11 @@ def main(argv: list[str] | None = None) -> None:
             "torchtitan is not installed and is left out; the top of this script says what it needs"
         )
         args.against.remove("torchtitan")
+    if "before" in args.against and not os.environ.get("BEFORE"):
+        print(
+            "before is left out: BEFORE names no folder with titan/ and models/ of an earlier commit"
+        )
+        args.against.remove("before")
     results: dict[str, Any] = {"machine": machine(), "runs": []}
     if args.json.exists():
         before = json.loads(args.json.read_text())
@@ -419,8 +456,10 @@ def main(argv: list[str] | None = None) -> None:
             )
         results = before
     with tempfile.TemporaryDirectory() as folder:
-        measure(args, results, args.keep.resolve() if args.keep else Path(folder))
+        passed = measure(args, results, args.keep.resolve() if args.keep else Path(folder))
     print(f"\n{results['machine']}\n\n{table(results)}")
+    if not passed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import re
 import runpy
 import shutil
 import subprocess
+import sys
 import sysconfig
 import venv
 from importlib.util import find_spec
@@ -61,6 +62,39 @@ def test_torchtitan_trains(tmp_path: Path) -> None:
     assert "error" not in run and 7 < run["loss"] < 9 and len(run["windows"]) == 2
 
 
+def test_before_is_the_titan_of_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of these two stand-ins for an earlier commit, one trains and one fails."""
+    row = {
+        "step": 2,
+        "tokens_per_s": 8.0,
+        "memory_gib": 1.0,
+        "memory_active_gib": None,
+        "loss": 7.0,
+    }
+    works = f"open('metrics.jsonl', 'w').write({json.dumps(json.dumps(row))})"
+    for name, program in (("works", works), ("fails", "raise SystemExit('no such key')")):
+        (tmp_path / name / "titan").mkdir(parents=True)
+        (tmp_path / name / "titan/__init__.py").touch()
+        (tmp_path / name / "titan/train.py").write_text(program)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BEFORE", "works")
+    (run,) = runs(tmp_path / "works.json", "before", "--steps", "2")
+    assert run["contestant"] == "before" and run["tokens_per_s"] == 8.0
+    monkeypatch.setenv("BEFORE", "fails")
+    for _ in range(2):  # a failure of an earlier call is one, too
+        with pytest.raises(SystemExit, match="1"):
+            runs(tmp_path / "fails.json", "before", "--steps", "2")
+        assert "| before | no such key |" in capsys.readouterr().out
+    monkeypatch.setenv("BEFORE", "works")
+    (run,) = runs(tmp_path / "fails.json", "before", "--steps", "2", "--retry")
+    assert "error" not in run
+    monkeypatch.delenv("BEFORE")
+    assert not STEPS["main"]([*TINY, "--against", "before", "--json", str(tmp_path / "o")])
+    assert "before is left out: BEFORE names no folder" in capsys.readouterr().out
+
+
 def test_no_time_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     STEPS["main"]([*TINY, "--against", "bare", "--json", str(tmp_path / "o"), "--limit-s", "1"])
     assert "no time left" in capsys.readouterr().out
@@ -84,13 +118,59 @@ def test_the_job_of_a_variant(tmp_path: Path) -> None:
     assert not config.compile.enable and config.activation_checkpoint.mode == "none"
 
 
+def test_accumulation_and_chunks(tmp_path: Path) -> None:
+    args = arguments("--model", "8B-blocks", "--batch", "1", "--against", "titan")
+    STEPS["write_job"](tmp_path, args, "compile+accumulate4+chunk8192")
+    config = load_config(tmp_path / "job.toml", overlays=[tmp_path / "titan.toml"])
+    assert config.training.global_batch_size == 4 and config.training.local_batch_size == 1
+    assert config.loss.chunk_tokens == 8192
+
+
+def test_torchtitan_gets_models_of_llama3_alone(tmp_path: Path) -> None:
+    """Sizes of others need a newer transformers than a machine may have. TorchTitan is a stand-in here."""
+    names = {
+        "torchtitan.components.dataloader": "BaseDataLoader",
+        "torchtitan.components.metrics": "BaseLogger MetricsProcessor build_metrics_processor",
+        "torchtitan.models.llama3": "get_train_spec",
+        "torchtitan.models.llama3.model.args": "RoPEScalingArgs TransformerModelArgs",
+        "torchtitan.protocols.train_spec": "register_train_spec",
+    }
+    program = f"""
+import dataclasses, sys, types
+for name, content in {names}.items():
+    parts = name.split(".")
+    for n in range(len(parts)):
+        module = sys.modules.setdefault(".".join(parts[: n + 1]), types.ModuleType(name))
+    for key in content.split():
+        setattr(module, key, type(key, (), {{"__init__": lambda self, **sizes: None}}))
+fields = ["model_args", "build_tokenizer_fn", "build_dataloader_fn", "build_metrics_processor_fn"]
+Spec = dataclasses.make_dataclass("Spec", fields)
+sys.modules["torchtitan.models.llama3"].get_train_spec = lambda: Spec(*[None] * 4)
+said = lambda name, spec: print(name, *spec.model_args)
+sys.modules["torchtitan.protocols.train_spec"].register_train_spec = said
+import torchtitan_spec
+"""
+    old = tmp_path / "transformers-5.17.0.dist-info"
+    old.mkdir()
+    (old / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 5.17.0\n")
+    paths = [str(tmp_path), str(ROOT / "scripts/bench"), str(ROOT)]
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == ["llama3", "1B", "3B", "8B-blocks", "tiny", "debugmodel"], done
+
+
 def measured_by_gpu_sh() -> list[tuple[str, str, str]]:
     """Return model, variant and contestants of each row that gpu.sh measures."""
     text = GPU.read_text()
     names = {"SMALL": "1B", "BLOCKS": "8B-blocks", "EXPERTS": "30B-A3B-blocks"}
     names["HYBRID"] = "80B-A3B-blocks"
-    rows = re.findall(r"^steps \S+ \$(\w+) (\S+) (\S+) \d", text, re.M)
+    rows = re.findall(r"\bsteps \S+ \$(\w+) (\S+) (\S+) \d", text)
     assert {f"{name}={names[name]}" for name, *_ in rows} <= set(text.split())
+    assert len(rows) == len(re.findall(r"\bsteps [a-z0-9]+-?\S* \$", text)) > 15
     return [
         (names[m], variant, against)
         for m, variants, against in rows
@@ -134,7 +214,7 @@ def test_gpu_sh_runs_in_a_clone_that_is_not_installed(tmp_path: Path) -> None:
         "PYTHON": str(python),
         "SAVE_TO": str(tmp_path / "saved"),
     }
-    only = "machine tests speed-1B profile calibrate speed-experts predict"
+    only = "machine tests pair-1B profile-pair-1B calibrate speed-experts predict"
 
     def run(folder: str, **more: str) -> str:
         command = ["bash", clone / "scripts/bench/gpu.sh", tmp_path / folder]
@@ -147,7 +227,7 @@ def test_gpu_sh_runs_in_a_clone_that_is_not_installed(tmp_path: Path) -> None:
     assert said.count("exit code 0") == len(only.split()) and "complete: " in said, said
     runs = json.loads((tmp_path / "first/steps.json").read_text())["runs"]
     assert [(run["model"], run["variant"]) for run in runs] == [
-        *[("tiny", "compile")] * 2,
+        ("tiny", "compile"),
         ("tiny-experts", "eager"),
         ("tiny-experts", "compile"),
     ]
@@ -212,6 +292,10 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         arguments("--variants", "compile+sacc")
     assert "'sacc': use eager, compile, ac, sac, float8" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        arguments("--variants", "compile+accumulate4")
+    said = capsys.readouterr().err
+    assert "accumulate4 is for before, titan, torchtitan, not for bare" in said
     with pytest.raises(SystemExit):
         arguments("--warm-up", "0")
     other = tmp_path / "out.json"
