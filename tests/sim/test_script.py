@@ -114,6 +114,117 @@ def test_a_model_of_transformers_as_it_comes(pool: Pool, tmp_path: Path) -> None
     assert bytes_of(traces[0]) == sizes
 
 
+AUTOCAST = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+def build(device, compiled=0):
+    model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.LayerNorm(64), nn.Linear(64, 16, bias=False)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    x, labels = torch.zeros(8, 32, device=device), torch.zeros(8, dtype=torch.int64, device=device)
+
+    def loss_of(x, labels):
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            logits = model(x)
+            return F.cross_entropy(logits, labels) + 0.5 * logits.softmax(-1).sum()
+
+    loss_of = torch.compile(loss_of) if compiled else loss_of
+
+    def step():
+        loss_of(x, labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, model, optimizer, 8
+"""
+
+
+@pytest.mark.parametrize("compiled", [0, 1])
+def test_a_bare_loop_with_autocast(compiled: int, tmp_path: Path) -> None:
+    """Products in bf16, norms and the loss in fp32, gradients in the dtype of their weights."""
+    script = tmp_path / "autocast_loop.py"
+    script.write_text(AUTOCAST)
+    simulation = titan.sim.simulate_step(
+        f"{script}:build", world_size=1, profile="h100-sxm", compiled=compiled
+    )
+    [trace] = simulation.traces.values()
+    kernels = [e.kernel for e in launches(trace, "forward", "backward")]
+    products = [k for k in kernels if k.kind == "matmul"]
+    # Forward and in the weights, and in the input of the second; results in bf16, too.
+    assert [k.dtype for k in products] == 5 * ["bfloat16"]
+    assert sum(k.write_bytes for k in products) == 2 * (8 * 64 + 8 * 16 + 32 * 64 + 64 * 16 + 8 * 64)  # fmt: skip
+    [update] = [e.kernel for e in launches(trace, "optimizer")][-1:]
+    assert update.dtype == "float32"
+    if not compiled:
+        by_name = {k.name: k for k in kernels}
+        assert by_name["aten::native_layer_norm"].dtype == "float32"
+        # torch's cross entropy asks for log-probabilities in the dtype of its input; the loss itself is in fp32.
+        assert by_name["aten::_log_softmax"].dtype == "bfloat16"
+        assert by_name["aten::nll_loss_forward"].dtype == "float32"
+        assert by_name["aten::_softmax"].write_bytes == 4 * 8 * 16
+        casts = [k for k in kernels if k.name == "aten::_to_copy"]
+        # Of the input, two weights and two layers' results forward; of gradients back.
+        assert sum(k.read_bytes for k in casts if k.dtype == "float32") >= 4 * (8 * 32 + 32 * 64 + 64 * 16 + 8 * 64)  # fmt: skip
+
+
+FUSED = """
+import torch
+from torch import nn
+
+def softened(x):
+    return x.logsumexp(-1) + x.sum(-1)
+
+def by_hand(x):
+    largest = x.amax(-1, keepdim=True)
+    return (largest + (x - largest).exp().sum(-1, keepdim=True).log())[:, 0] + x.sum(-1)
+
+def scaled(x):
+    return 2 * x, x.sum(-1)
+
+def build(device, of="scaled", rows=1, columns=1):
+    model = nn.Linear(1, 1, device=device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = torch.compile(globals()[of])
+
+    def step():
+        with torch.no_grad():
+            compiled(torch.empty(rows, columns, device=device))
+        model(torch.zeros(1, 1, device=device)).sum().backward()
+        optimizer.step()
+
+    return step, model, optimizer
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "read", "written"),
+    [
+        # 1.25e9 elements: Inductor counts at most 1e9 of a fused kernel.
+        ({"of": "scaled", "rows": 2**16, "columns": 19_073}, 1, 1),
+        # A row of a vocabulary in fp32 exceeds the cache, and is read once for the maximum and once for the sum.
+        ({"of": "softened", "rows": 1024, "columns": 128_256}, 2, 0),
+        # Written out, Inductor finds the softmax in one pass.
+        ({"of": "by_hand", "rows": 1024, "columns": 128_256}, 1, 0),
+        # Short rows are still in the cache.
+        ({"of": "softened", "rows": 2**16, "columns": 4096}, 1, 0),
+    ],
+)  # fmt: skip
+def test_bytes_of_fused_kernels(
+    settings: dict[str, Any], read: int, written: int, tmp_path: Path
+) -> None:
+    script = tmp_path / "fused_bytes.py"
+    script.write_text(FUSED)
+    simulation = titan.sim.simulate_step(
+        f"{script}:build", world_size=1, profile="h100-sxm", **settings
+    )
+    [trace] = simulation.traces.values()
+    fused = [e.kernel for e in launches(trace, "forward") if e.kernel.host == "compiled"]
+    size = 4 * settings["rows"] * settings["columns"]
+    assert sum(k.read_bytes for k in fused) == pytest.approx(read * size, rel=0.01)
+    assert sum(k.write_bytes for k in fused) == pytest.approx(written * size, rel=0.01, abs=0.01 * size)  # fmt: skip
+
+
 def launches(trace: Trace, *phases: str) -> list[Any]:
     return [e for e in trace.step if isinstance(e, Launch) and e.scope.phase in phases]
 

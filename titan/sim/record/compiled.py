@@ -190,17 +190,20 @@ class _Scheduling(inductor.TritonScheduling):
         first = next(iter(node.read_writes.reads or node.read_writes.writes))
         kernels = graph.wrapper_code.kernels
         name = f"kernel_{len(kernels)}"
+        # Dynamic shapes: lengths are symbols, so the launcher has to measure its arguments.
+        for_any_size = any(not length.is_number for length in kernel.numels.values())
+        read_bytes, write_bytes = (
+            0 if for_any_size else kernel.moved_bytes(node, reads=reads) for reads in (True, False)
+        )
         described = Kernel(
             f"fused: {fused}",
             "pointwise",
             dtype=str(graph.get_dtype(first.name))[6:],
-            read_bytes=int(node.get_read_buffer_sizes()),
-            write_bytes=int(node.get_write_buffer_sizes()),
+            read_bytes=read_bytes,
+            write_bytes=write_bytes,
             host="compiled",
             transposes=kernel.transposes,
         )
-        # Dynamic shapes: lengths are symbols, so the launcher has to measure its arguments.
-        for_any_size = any(not length.is_number for length in kernel.numels.values())
         kernels[name] = _Fused(described, inductor.pointers(kernel) if for_any_size else ())
         return name
 

@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 from titan.parallel import documents
 from titan.parallel.block_attention import AttentionSpec
-from titan.sim.record import torch_compat
+from titan.sim.record import autocast, torch_compat
 from titan.sim.record.trace import COMPUTE_STREAM, AwaitEvent, AwaitStream, RecordEvent, Synchronize
 
 NAME = "sim"
@@ -203,8 +203,10 @@ def register() -> torch.device:
     """Register the device with torch, and return it. Only the first call in a process counts."""
     if not _library:
         torch_compat.register_backend(NAME, _module)
-        _library.append(torch.library.Library("aten", "IMPL"))
-        _declare(_library[0])
+        kernels, fallbacks = (torch.library.Library(name, "IMPL") for name in ("aten", "_"))
+        _library.extend([kernels, fallbacks])
+        _declare(kernels)
+        autocast.declare(kernels, fallbacks, NAME)
     return torch.device(NAME, 0)
 
 

@@ -8,8 +8,10 @@ of torch.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -30,6 +32,10 @@ TritonScheduling: Any = find(_triton, "TritonScheduling")
 TritonKernel: Any = find(_triton, "TritonKernel")
 
 
+_CACHED_BYTES = 50_000_000 // 132
+"""Largest row that is still in the cache when a kernel reads it again: an H100 has 50 MB of L2, and each of its 132 SMs reads a row."""
+
+
 class SilentKernel(TritonKernel):
     """Triton kernel that keeps its arguments, its reads and its writes, and writes no source."""
 
@@ -38,11 +44,44 @@ class SilentKernel(TritonKernel):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.indices: set[Any] = set()
+        self.num_loops = 0
+        self.loops_of: defaultdict[str, set[int]] = defaultdict(set)
 
     def load(self, name: str, index: Any) -> Any:
-        """Note an index that is read."""
+        """Note an index that is read, and the loop in which it is read."""
         self.indices.add(index)
+        if self.inside_reduction:
+            self.loops_of[name].add(self.num_loops)
         return super().load(name, index)
+
+    def codegen_body(self) -> None:
+        """Note the end of a loop over the rows: what the next loop loads, it loads again."""
+        super().codegen_body()
+        self.num_loops += 1
+
+    def moved_bytes(self, node: Any, *, reads: bool) -> int:
+        """Return the bytes that the kernel reads, or those that it writes.
+
+        Inductor's own count takes each buffer once, and no more than 1e9 elements of it. A softmax over a vocabulary whose rows exceed the
+        cache reads them once in each of its loops.
+
+        Args:
+            node: The scheduler's node of the kernel, of known sizes.
+            reads: Whether to count reads.
+        """
+        buffers = node.get_read_write_buffer_accesses(include_reads=reads, include_writes=not reads)
+        places = node.read_writes.reads if reads else node.read_writes.writes
+        accesses = Counter(place.name for place in places)
+        points = prod(self.numels.values())
+        row = prod(tree.numel for tree in self.range_trees if tree.is_reduction)
+        moved = 0
+        for name in buffers:
+            size = V.graph.get_dtype(name).itemsize
+            passes = len(self.loops_of[name]) if reads and row * size > _CACHED_BYTES else 1
+            touched, whole = points * accesses[name], V.graph.get_numel(name)
+            # A buffer may have any size where the kernel's is known.
+            moved += size * (min(touched, whole) if whole.is_number else touched) * max(passes, 1)
+        return int(moved)
 
     def store(self, name: str, index: Any, value: Any, mode: Any = None) -> None:
         """Note an index that is written."""
@@ -143,6 +182,9 @@ def register_device(name: str, scheduling: type, wrapper: type) -> None:
     # Its matmul with an fp32 result asks for devices by their names. It is torch's matmul in either case.
     matmul, lowering = torch.ops.aten.mm.dtype, "torch._inductor.lowering"
     find(lowering, "lowerings")[matmul] = find(lowering, "fallback_handler")(matmul)
+    # It looks for softmax in one pass over its rows where it finds a device of that name.
+    check, passes = "prepare_softmax_extra_check", "torch._inductor.fx_passes.post_grad"
+    replace(passes, check, lambda _: lambda match: _settings.online_softmax)
     folder = "UniformValueConstantFolder._deduce_value"
     replace("torch._inductor.fx_passes.joint_graph", folder, _deduce_on_host)
     # Patterns of graphs are traced on a device, which does not matter and has to be there.
