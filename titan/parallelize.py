@@ -367,8 +367,9 @@ def overlap_of(model: nn.Module, section: ParallelismSection) -> Overlap | None:
 def compile_log_of(section: CompileSection, num_blocks: int) -> CompileLog | None:
     """Return the log of the compilations of a model with so many blocks, or None if nothing is compiled."""
     names = {"model": f"{num_blocks} blocks", "loss": "the loss", "optimizer": "the update"}
-    what = [names[component] for component in section.components]
-    return CompileLog(" and ".join(what)) if section.enable and what else None
+    *what, last = [names[component] for component in section.components] or [""]
+    text = f"{', '.join(what)} and {last}" if what else last
+    return CompileLog(text) if section.enable and last else None
 
 
 def convert_to_float8(model: nn.Module, job: ResolvedJob) -> list[Conversion]:

@@ -139,7 +139,7 @@ class CompileLog:
     """Record of this process's compilations since the construction.
 
     Attributes:
-        what: the compiled things, in words ("8 blocks and the loss").
+        what: the compiled things, in words ("8 blocks, the loss and the update").
         events: the compilations so far.
     """
 
