@@ -39,7 +39,7 @@ others=$(printf '%s\n' tests/gpu/test_*.py | grep -vx -e $FIRST -e $LAST)
 # Tests that compile take longest.
 TESTS=($FIRST $(grep -L compile $others) $(grep -l compile $others) $LAST)
 if [ -n "${TINY:-}" ]; then
-  SMALL=tiny BLOCKS=tiny EXPERTS=tiny-experts HYBRID=tiny-hybrid HARDWARE=cpu CURVE=(--steps 3) SAVES=(--dim 64) KERNELS=(--tiny)
+  SMALL=tiny BLOCKS=tiny-blocks EXPERTS=tiny-experts HYBRID=tiny-hybrid HARDWARE=cpu CURVE=(--steps 3) SAVES=(--dim 64) KERNELS=(--tiny)
   SIZE=(--seq-len 64 --warm-up 1 --steps 1) LONG=("${SIZE[@]}")
   TESTS=(tests/models/test_llama3.py)
 fi

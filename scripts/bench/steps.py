@@ -105,6 +105,7 @@ MODELS = {
         architecture="Qwen3NextForCausalLM",
     ),
     "tiny": Model("tiny", 2),
+    "tiny-blocks": Model("tiny", 2, {"n_layers": 2}),
     "tiny-experts": Model("tiny_moe", 2, {"n_layers": 2}, family="qwen3"),
     "tiny-hybrid": Model(
         "tiny",

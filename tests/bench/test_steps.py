@@ -160,7 +160,8 @@ import torchtitan_spec
         capture_output=True,
         text=True,
     )
-    assert done.stdout.split() == ["llama3", "1B", "3B", "8B-blocks", "tiny", "debugmodel"], done
+    names = ["1B", "3B", "8B-blocks", "tiny", "tiny-blocks", "debugmodel"]
+    assert done.stdout.split() == ["llama3", *names], done
 
 
 def measured_by_gpu_sh() -> list[tuple[str, str, str]]:
