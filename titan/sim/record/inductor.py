@@ -80,7 +80,8 @@ class SilentKernel(TritonKernel):
             passes = len(self.loops_of[name]) if reads and row * size > _CACHED_BYTES else 1
             touched, whole = points * accesses[name], V.graph.get_numel(name)
             # A buffer may have any size where the kernel's is known.
-            moved += size * (min(touched, whole) if whole.is_number else touched) * max(passes, 1)
+            is_known = isinstance(whole, int) or whole.is_number
+            moved += size * (min(touched, whole) if is_known else touched) * max(passes, 1)
         return int(moved)
 
     def store(self, name: str, index: Any, value: Any, mode: Any = None) -> None:
