@@ -129,6 +129,7 @@ class Cost:
         rate = on_curve(profile.memory_share, moved) * profile.memory_tb_per_s
         if kernel.host != "compiled" and profile.eager_tb_per_s:
             rate = min(rate, profile.eager_tb_per_s)
+        rate = min(rate, profile.kernel_tb_per_s.get(kernel.name, rate))
         # A kernel that reads rows and writes columns cannot coalesce both.
         if kernel.transposes:
             rate *= profile.transpose_share
@@ -142,6 +143,7 @@ class Cost:
         share = profile.matmul_share.get(dtype, profile.matmul_share["bfloat16"])
         flops, rows = 2.0 * batch * m * n * k, batch * m
         if kernel.name == "aten::_grouped_mm" and profile.grouped_rows:
+            share *= profile.matmul_share.get("grouped", 1.0)
             # A group takes whole tiles, of which its rows may fill a part.
             rows = batch * ceil(m / profile.grouped_rows) * profile.grouped_rows
             flops *= rows / (batch * m) * (1 + _GROUPED_FILL_K / k)
@@ -161,9 +163,9 @@ class Cost:
         (batch, heads, queries, width), (_, _, keys, _) = kernel.shapes[:2]
         # FLOPs per query, key and channel: two matmuls forward, five backward, where the
         # scores are computed again. Each matmul costs two.
-        curves, factor = profile.attention_forward_tflops, 4.0
+        curves, factor, suffix = profile.attention_forward_tflops, 4.0, ""
         if kernel.kind == "attention_backward":
-            curves, factor = profile.attention_backward_tflops, 10.0
+            curves, factor, suffix = profile.attention_backward_tflops, 10.0, "_backward"
         # Queries and keys share a size, values may have another one (multi-head latent attention).
         head_dims = width + kernel.shapes[min(2, len(kernel.shapes) - 1)][3]
         flops = factor / 2 * batch * heads * head_dims * attended(queries, keys, kernel.causal)
@@ -183,7 +185,13 @@ class Cost:
         # the ratio of the peaks.
         if not is_short:
             rate *= profile.peak_tflops["float32"] / profile.peak_tflops["bfloat16"]
-        return flops / (rate * self._filled(batch * heads, head_dims // 2, length))
+        # The curves are those of head dim 128. Without a measured share, the tables compare another one with it.
+        head_dim, known_dim = head_dims // 2, 128
+        shares = profile.attention_head_dim_share.get(chosen + suffix)
+        if shares:
+            rate *= on_curve(shares, head_dim)
+            known_dim = min(head_dim, 128)
+        return flops / (rate * self._filled(batch * heads, head_dim, known_dim, length))
 
     def _recurrence_s(self, kernel: Kernel) -> float:
         """Return the seconds of linear attention: those of its kind that were measured, else the bytes that its kernels move."""
@@ -202,12 +210,12 @@ class Cost:
         chunks_s = length / RECURRENCE_CHUNK * _RECURRENCE_CHUNK_S
         return passes * max(moved / (rate * _RECURRENCE_SHARE), chunks_s)
 
-    def _filled(self, heads: int, width: int, length: int) -> float:
-        """Return the rate of attention with these heads, as a share of the rate with many heads of 128 channels."""
+    def _filled(self, heads: int, width: int, many_width: int, length: int) -> float:
+        """Return the rate of attention with these heads, as a share of the rate with many heads of `many_width` channels."""
         if self.tables is None:
             # Blocks differ in length under a mask and are dealt out as SMs become free: only too few of them leave some idle.
             return min(1.0, heads * ceil(length / _QUERY_BLOCK) / self.profile.num_sms)
-        many = self.tables.attention_tflops(128, _MANY_HEADS, length)
+        many = self.tables.attention_tflops(many_width, _MANY_HEADS, length)
         # More than that, few heads of long sequences only run cooler in a burst.
         return min(1.0, self.tables.attention_tflops(width, heads, length) / many)
 

@@ -32,7 +32,7 @@ from titan.sim.price.measured import BUS
 _FOLDER = Path(__file__).parents[1] / "hardware"
 _SELF = {"name", "note", "assumes", "kin", "unsupported"}
 """Entries about the profile itself. They are not taken over from a base."""
-_DTYPES = sorted({"float64"}.union(*(row.peak_flops for row in HARDWARE)))
+_DTYPES = sorted({"float64", "grouped"}.union(*(row.peak_flops for row in HARDWARE)))
 _NOT_FIGURES = {"device", "is_cpu", "margin", "measured", "sources", *_SELF}
 
 
@@ -115,8 +115,8 @@ class Profile(BaseModel):
     memory_tb_per_s: Rate
 
     matmul_share: Annotated[dict[str, Share], AfterValidator(_known_dtypes)]
-    """Achievable share of the peak, by dtype; a missing dtype has bfloat16's."""
-    """Share of the peak that large products sustain. With `measured`, it is the one figure that the tables lack."""
+    """Share of the peak that large products sustain, by dtype; a missing dtype has bfloat16's. With `measured`, it is the one figure that
+    the tables lack. "grouped" is the rate of torch's grouped products over that of others."""
     measured: str = ""
     """Card whose measured tables say how products, collectives and attention compare by shape (measured.py). Empty: none does."""
     num_sms: int = Field(ge=1)
@@ -130,10 +130,15 @@ class Profile(BaseModel):
     """Rates by kernel and sequence length, of the FLOPs that a causal mask leaves. A plain list is for `attention_kernel`."""
     attention_causal_share: dict[str, Curve]
     """Rate of causal attention over that without a mask, by kernel and sequence length."""
+    attention_head_dim_share: dict[str, Curve] = {}
+    """Rate over that of head dim 128, by kernel and head dim. "KERNEL_backward" is for backward passes. Between the points it is interpolated,
+    beyond them the nearest holds. Kernels without a curve follow the card's measured tables."""
     memory_share: Annotated[tuple[tuple[Rate, Share], ...], AfterValidator(_increasing)]
     """Achievable share of the memory bandwidth, by bytes that a kernel moves."""
     eager_tb_per_s: Amount
     """Most bandwidth that PyTorch's own kernels reach, which have fewer loads in flight than fused ones. 0: as fused ones."""
+    kernel_tb_per_s: dict[str, Rate] = {}
+    """Most bandwidth that single kernels of PyTorch reach, by name."""
     transpose_share: Share
     """Part of this share that a transposing fused kernel reaches: it reads along one dimension and writes along another, like
     float8's casts."""
