@@ -35,7 +35,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from .offload import Offloader
-from .random_numbers import require_restored
+from .random_numbers import require_no_draws, require_restored
 from .sac_save_list import GROUPS, Rule, SaveListError, parse_rule
 from .selective import Decision, selective_checkpoint_contexts
 from .torch_compat import (
@@ -90,6 +90,8 @@ def apply_ac(
     for place, (name, block) in enumerate(list(parent.named_children()), 1):
         if place % every == 0 and (blocks is None or int(name) in blocks):
             settings: dict[str, Any] = {}
+            if not preserve_rng_state:
+                require_no_draws(block, f"{container}.{name}")
             of_block = contexts(block)
             if of_block is not None:
                 settings = {"context_fn": of_block}

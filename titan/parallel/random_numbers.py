@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch._guards import detect_fake_mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.modules.dropout import _DropoutNd
 
 from .init_weights import canonical_name
+
+_OTHERS = "module '{}' draws random numbers, and the recomputation would draw others: set preserve_rng_state=True"
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
@@ -51,9 +54,33 @@ def require_restored(model: nn.Module, *, preserve_rng_state: bool) -> None:
         ValueError: a module, which the message names, draws random numbers that are not restored.
     """
     if not preserve_rng_state and (names := drawing_modules(model)):
-        raise ValueError(
-            f"module '{names[0]}' draws random numbers, and the recomputation would draw others: set preserve_rng_state=True"
-        )
+        raise ValueError(_OTHERS.format(names[0]))
+
+
+def require_no_draws(block: nn.Module, name: str) -> None:
+    """Register hooks that raise ValueError if the first forward pass of a block draws random numbers on a CPU, in a module or not.
+
+    On other devices, kernels of attention may count as drawing some.
+
+    Args:
+        block: block that will be recomputed without the random numbers of the forward pass.
+        name: name of the block.
+    """
+    before: list[torch.Tensor] = []
+
+    def begin(*_: object) -> None:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not detect_fake_mode():
+            before.append(torch.default_generator.get_state())
+
+    def end(*_: object) -> None:
+        if not before:
+            return
+        for handle in handles:
+            handle.remove()
+        if not torch.equal(before.pop(), torch.default_generator.get_state()):
+            raise ValueError(_OTHERS.format(name))
+
+    handles = [block.register_forward_pre_hook(begin), block.register_forward_hook(end)]
 
 
 def require_own_part(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -31,6 +31,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from .torch_compat import draws
+
 
 class _Outside(threading.local):
     """Whether this thread runs a function that is no part of the checkpointed block around it."""
@@ -156,6 +158,9 @@ def selective_checkpoint_contexts(
                 decision[0] = "keep"
                 return dispatch(func, types, args, kwargs)
             decision[0] = decide(name, recomputes)
+            if draws(func, args, kwargs):
+                # A recomputation that left it out would give its random numbers to the next operation that draws.
+                decision[0] = "recompute"
             # torch neither counts nor keeps a result that goes to the host.
             if decision[0] == "host":
                 if recomputes:

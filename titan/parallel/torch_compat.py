@@ -10,10 +10,11 @@ import gc
 import os
 import signal
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ __all__ = [
     "compile_events",
     "compute_capability",
     "compute_local_shape_and_global_offset",
+    "draws",
     "dump_memory_history",
     "enable_loss_parallel",
     "enable_symmetric_memory",
@@ -156,7 +158,9 @@ def _with_random_state() -> Any:
     return functionalize_rng_ops
 
 
-def _without_random_state(joint: Any, forward: Any, backward: Any, *_: Any) -> tuple[Any, Any]:
+def _without_random_state(joint: Any, forward: Any, backward: Any, *rest: Any) -> tuple[Any, Any]:
+    if any(map(_node_draws, joint.graph.nodes)):  # a call of F.dropout, which no module shows
+        return _with_random_state()(joint, forward, backward, *rest)
     return forward, backward
 
 
@@ -178,8 +182,53 @@ def set_memory_budget(share: float) -> None:
     if hasattr(config, "unsafe_treat_script_objects_as_zero_size"):
         config.unsafe_treat_script_objects_as_zero_size = share < 1
     if share < 1:
+        _keep_random_numbers()
         _count_grouped_heads("sdpa_flop_count", 1)
         _count_grouped_heads("sdpa_backward_flop_count", 2)
+
+
+def _keep_random_numbers() -> None:
+    """Make graphs with a memory budget keep the random numbers that they draw, such as the mask of dropout.
+
+    torch recomputes them without the state of the generator, so that the backward pass has others (pytorch#190758, #190717).
+    """
+    from torch._functorch import partitioners
+
+    choose: Any = partitioners.choose_saved_values_set
+    if hasattr(choose, "original"):
+        return
+
+    def choose_with_random_numbers(joint: Any, info: Any, memory_budget: float = 1) -> list[Any]:
+        saved = choose(joint, info, memory_budget=memory_budget)
+        if memory_budget == 1:
+            return saved
+        drawing = filter(_node_draws, info.required_fw_nodes)
+        drawn = [value for node in drawing for value in _tensors_of(node)]
+        return [*dict.fromkeys([*saved, *drawn])]
+
+    choose_with_random_numbers.original = choose  # pyright: ignore
+    partitioners.choose_saved_values_set = choose_with_random_numbers
+
+
+def _node_draws(node: Any) -> bool:
+    return node.op == "call_function" and draws(node.target, node.args, node.kwargs)
+
+
+def _tensors_of(node: Any) -> list[Any]:
+    """Return the values of a node of a graph that are tensors: itself, or the entries of a tuple that are in use."""
+    is_tuple = isinstance(node.meta.get("val"), tuple | list)
+    return [user for user in node.users if user.target is getitem] if is_tuple else [node]
+
+
+def draws(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call of an operation draws random numbers. Attention without dropout does not, though torch marks it."""
+    if torch.Tag.nondeterministic_seeded not in getattr(operation, "tags", ()):
+        return False
+    names = [argument.name for argument in operation._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    place = names.index("dropout_p")
+    return bool(kwargs.get("dropout_p", args[place] if place < len(args) else 0.0))
 
 
 def set_sm_carveout(number: int) -> None:
