@@ -6,13 +6,11 @@ slurm` check it, and `titan check` unless --hardware names another machine. The 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +28,15 @@ from titan.config.schema import JobConfig
 from titan.config.task import check_task, reads_text, task_options
 from titan.data import DataError, default_cache_folder
 from titan.data.examples import read_task
-from titan.data.reading import Conversation
 from titan.data.sources import open_documents
 from titan.data.special_tokens import SpecialTokens
 from titan.data.tokenizer import Tokenizer, open_tokenizer
 from titan.data.tokenizer_base import LOSSY
+from titan.data.unread import unread_line
 from titan.hardware import count_accelerators
 from titan.untrusted import InputError
+
+_TRIED_ROWS = 100  # rows of a source that `titan check` reads
 
 
 def check_machine(config: JobConfig, *, device: str | None = None) -> list[Problem]:
@@ -172,36 +172,36 @@ def _check_source(
             yield key, f"'{source.path}' does not exist"
         return
     try:
-        if isinstance(source, s.ShardsSource) and tokenizer is not None:
-            from titan.data.samples import SampleOptions, build_samples  # imports numpy
-
-            section = config.validation if split == "validation" else config.training
-            options = SampleOptions(
-                tokenizer=tokenizer,
-                data=config.data.model_copy(update={"packing": "cut"}),  # "cut" plans no rows
-                seq_len=section.seq_len or config.training.seq_len,
-                split=split,
-                seed=0,
-                num_lengths=len(sequence_lengths(config)) if split == "train" else 1,
-            )
-            build_samples([source], options=options)
-        elif isinstance(source, s.TextSource | s.JsonlSource | s.CsvSource | s.ParquetSource):
+        if isinstance(source, s.TextSource | s.JsonlSource | s.CsvSource | s.ParquetSource):
             open_documents(source).try_first()
-            if tokenizer is not None and getattr(source, "messages_key", ""):
-                _try_template(source, tokenizer)
+        has_chats = bool(getattr(source, "messages_key", ""))
+        if tokenizer is not None and (has_chats or isinstance(source, s.ShardsSource)):
+            _try_rows(config, tokenizer, source, split=split, count=3)
     except (OSError, ValueError) as error:  # DataError too
         paste = error.paste if isinstance(error, DataError) else ()
         yield key, _first_line(error), paste
 
 
-def _try_template(source: s.Section, tokenizer: Tokenizer) -> None:
-    """Raise DataError if the tokenizer has no chat template, or its template refuses the first conversations."""
-    from titan.data.chat import ChatTemplate  # imports jinja2
+def _try_rows(
+    config: JobConfig, tokenizer: Tokenizer, source: s.Section, *, split: str = "train", count: int
+) -> list[str]:
+    """Read the first rows of a source, or open its shards, as a run does. Return a line about keys that nothing reads."""
+    from titan.data.samples import SampleOptions, build_samples, spec_of  # imports numpy
+    from titan.data.writer import unread_of
 
-    template = ChatTemplate.of(tokenizer)
-    for document in islice(open_documents(source).read(), 3):
-        if isinstance(document, Conversation):
-            template.encode(json.loads("".join(document.read())), where=document.where)
+    section = config.validation if split == "validation" else config.training
+    options = SampleOptions(
+        tokenizer=tokenizer,
+        data=config.data.model_copy(update={"packing": "cut"}),  # "cut" plans no rows
+        seq_len=section.seq_len or config.training.seq_len,
+        split=split,
+        seed=0,
+        num_lengths=len(sequence_lengths(config)) if split == "train" else 1,
+    )
+    if isinstance(source, s.ShardsSource):
+        return [*build_samples([source], options=options).unread]
+    line = unread_line(unread_of(open_documents(source), spec_of(source, options), count=count))
+    return [line] if line else []
 
 
 def _first_line(error: Exception) -> str:
@@ -298,7 +298,18 @@ def advise_text(config: JobConfig) -> list[str]:
         )
     if tokenizer and not tokenizer.keeps_bytes:
         warnings["tokenizer.path"] = LOSSY
-    return [str(config.source_map.problem(*warning)) for warning in warnings.items()]
+    unread = tokenizer.unread if tokenizer else ()
+    return [*(str(config.source_map.problem(*warning)) for warning in warnings.items()), *unread]
+
+
+def advise_rows(config: JobConfig) -> list[str]:
+    """Return a line for each source with keys that nothing reads: of prepared rows, or of the first rows."""
+    tokenizer, lines = _try_tokenizer(config), []
+    for key, source in sources_of(config, "training") if tokenizer else ():
+        if isinstance(source, s.ShardsSource | s.JsonlSource | s.CsvSource | s.ParquetSource):
+            found = _try_rows(config, tokenizer, source, count=_TRIED_ROWS)
+            lines += [f"{key}: {line}" for line in found]
+    return lines
 
 
 # ---- torch and other packages ------------------------------------------------------------------

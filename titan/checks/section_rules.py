@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from titan.checks.choice_rules import check_choices
 from titan.checks.evaluation_rules import check_evaluation
 from titan.checks.expert_rules import check_experts
 from titan.checks.phase_rules import check_phases, has_conversations
@@ -409,6 +410,7 @@ def _nccl(config: JobConfig) -> Iterator[RuleViolation]:
 # Section and rule. Problems on one line of a file are reported in this order.
 RULES: tuple[tuple[str, Callable[[JobConfig], Iterator[RuleViolation]]], ...] = (
     ("", _text),
+    ("", check_choices),
     ("model", lambda config: iter(resolve_model(config.model)[1])),
     ("task", check_task),
     ("loss", _loss),

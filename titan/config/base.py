@@ -6,6 +6,7 @@ including the one that is being imported.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -45,6 +46,25 @@ PositiveList = Annotated[list[Positive], BeforeValidator(_numbers)]
 PositiveOrAuto = Annotated[int, Field(ge=-1, le=LIMIT), AfterValidator(_not_zero)]
 NonNegativeOrAuto = Annotated[int, Field(ge=-1, le=LIMIT)]
 DType = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class ReadWith:
+    """What another key of the section must be for a key to be read, as metadata of the key's type.
+
+    A value other than the default is refused elsewhere, since nothing would read it (titan/checks/choice_rules.py). Keys that a
+    switch named `enable` turns on do not need it: they wait there.
+
+    Attributes:
+        key: the other key.
+        choices: its values with which the key is read. Empty: all but "", 0, false, "off" and nothing.
+    """
+
+    key: str
+    choices: tuple[str, ...] = ()
+
+    def holds(self, value: Any) -> bool:
+        return value in self.choices if self.choices else bool(value) and value != "off"
 
 
 class Section(BaseModel):

@@ -6,7 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .base import LIMIT, NonNegative, Positive, Section
+from .base import LIMIT, NonNegative, Positive, ReadWith, Section
+
+_SPIKE = ReadWith("on_spike")
 
 
 class FaultToleranceSection(Section):
@@ -23,12 +25,12 @@ class FaultToleranceSection(Section):
     """What to do when the loss is more than spike_threshold robust deviations above recent losses.
     "off" does not check, "warn" logs it, and the others act as in on_nonfinite. If this is not
     "off", or on_nonfinite is not "stop", the host waits for each step before it updates."""
-    spike_threshold: Annotated[float, Field(gt=0)] = 10.0
+    spike_threshold: Annotated[float, Field(gt=0), _SPIKE] = 10.0
     """Robust z-score above which a loss is a spike: distance from the median, divided by 1.4826 x
     the median absolute deviation."""
-    spike_window: Annotated[int, Field(ge=8, le=LIMIT)] = 128
+    spike_window: Annotated[int, Field(ge=8, le=LIMIT), _SPIKE] = 128
     """Number of recent losses that a loss is compared with."""
-    spike_min_steps: Annotated[int, Field(ge=8, le=LIMIT)] = 32
+    spike_min_steps: Annotated[int, Field(ge=8, le=LIMIT), _SPIKE] = 32
     """Number of losses needed before one can be a spike. The loss of the first steps falls fast."""
     max_skips: Positive = 10
     """Steps skipped in a row after which the run ends."""
@@ -42,7 +44,7 @@ class FaultToleranceSection(Section):
     replay_every: NonNegative = 0
     """Steps from one replay to the next. A replay computes the first micro-batch of a step twice on each
     device and compares outputs and gradients bit for bit; the step is not changed. 0: never."""
-    on_replay_mismatch: Literal["warn", "stop"] = "stop"
+    on_replay_mismatch: Annotated[Literal["warn", "stop"], ReadWith("replay_every")] = "stop"
     """Action when bits differ. "stop" ends the run and names rank, host and module. "warn" logs
     the same and trains on."""
     step_timeout_seconds: NonNegative = 0

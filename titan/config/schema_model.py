@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from .base import Section, StrList
+from .base import ReadWith, Section, StrList
+
+_OF_TRANSFORMERS = ReadWith("name", ("transformers",))
 
 
 class ModelSection(Section):
@@ -16,13 +18,13 @@ class ModelSection(Section):
     """A named size of the family, such as "8B"."""
     overrides: dict[str, int | float | bool | str | list[Any] | dict[str, Any]] = {}
     """Fields of the flavor's config to change, such as {n_layers = 4}."""
-    hf_path: str = ""
+    hf_path: Annotated[str, _OF_TRANSFORMERS] = ""
     """For name = "transformers": a folder of Hugging Face, or a config.json, that says which model it is."""
-    architecture: str = ""
+    architecture: Annotated[str, _OF_TRANSFORMERS] = ""
     """For name = "transformers", in place of hf_path: a class, such as "Qwen3ForCausalLM". `overrides` are fields of its config."""
-    plan: dict[str, str] = {}
+    plan: Annotated[dict[str, str], _OF_TRANSFORMERS] = {}
     """For name = "transformers": tensor-parallel styles of modules by pattern (docs/parallelism.md), before the derived ones."""
-    trust_remote_code: bool = False
+    trust_remote_code: Annotated[bool, _OF_TRANSFORMERS] = False
     """For name = "transformers": run the Python code in the folder of hf_path."""
     hf_assets_path: str = ""
     """Folder with the tokenizer (tokenizer.json or tokenizer.model) and, for conversion from and to

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from .base import Section
+from .base import ReadWith, Section
 
 
 class WholeRunSection(Section):
@@ -41,7 +41,7 @@ class SimulatorSection(Section):
     twin: bool = False
     """Simulate the job beside the run, and write predicted and measured times of each logged step.
     If the run drifts, name the part responsible. docs/simulator.md has the details."""
-    twin_hardware: str = "auto"
+    twin_hardware: Annotated[str, ReadWith("twin")] = "auto"
     """Profile for the twin: a name or a file of titan sim. "auto": the device's profile; on a CPU "cpu",
     whose times are scaled to the first steps."""
     attention_kernel: Literal["auto", "flash2", "cudnn", "flash3", "efficient"] = "auto"

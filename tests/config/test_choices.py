@@ -1,0 +1,81 @@
+"""Keys that belong to one choice of another key are refused with the others, in every section."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import pytest
+
+from tests.support.jobs import job
+from titan.checks.rules import check
+from titan.config.base import ReadWith, Section
+from titan.config.schema import JobConfig
+
+# A value of each such key that is not its default.
+OTHER: dict[str, Any] = {
+    "model.hf_path": "x",
+    "model.architecture": "Phi3ForCausalLM",
+    "model.plan": {"*": "colwise"},
+    "model.trust_remote_code": True,
+    "activation_checkpoint.selective_ac_option": "2",
+    "activation_checkpoint.op_keep": ["attention"],
+    "activation_checkpoint.memory_budget": 0.25,
+    "checkpoint.initial_load_model_only": False,
+    "fault_tolerance.spike_threshold": 5.0,
+    "fault_tolerance.spike_window": 64,
+    "fault_tolerance.spike_min_steps": 16,
+    "fault_tolerance.on_replay_mismatch": "warn",
+    "simulator.twin_hardware": "cpu",
+    "tokenizer.pattern": "x",
+    "tokenizer.special_tokens": ["<x>"],
+}
+
+
+def declared(section: type[Section], path: str = "") -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        if any(isinstance(data, ReadWith) for data in field.metadata):
+            yield path + name
+        for part in (field.annotation, *get_args(field.annotation)):
+            if isinstance(part, type) and issubclass(part, Section):
+                yield from declared(part, f"{path}{name}.")
+
+
+def test_every_declared_key_is_tried() -> None:
+    assert {*declared(JobConfig)} == OTHER.keys()
+
+
+def test_a_key_whose_text_names_a_choice_is_declared() -> None:
+    """A docstring that begins with For name = "..." is a promise that the key is refused elsewhere."""
+    silent = []
+
+    def visit(section: type[Section], path: str) -> None:
+        for name, field in section.model_fields.items():
+            is_declared = any(isinstance(data, ReadWith) for data in field.metadata)
+            if (field.description or "").startswith(("For name = ", "For mode ")):
+                silent.extend([] if is_declared else [path + name])
+            for part in (field.annotation, *get_args(field.annotation)):
+                if isinstance(part, type) and issubclass(part, Section):
+                    visit(part, f"{path}{name}.")
+
+    visit(JobConfig, "")
+    assert silent == []
+
+
+@pytest.mark.parametrize("key", OTHER)
+def test_it_is_refused_where_nothing_reads_it(key: str) -> None:
+    section, _, name = key.rpartition(".")
+    problems = check(job(**{section: {name: OTHER[key]}}))
+    assert [p.key for p in problems] == [key]
+    assert "nothing reads it with" in problems[0].message
+
+
+def test_it_is_taken_where_it_is_read() -> None:
+    selective = {"mode": "selective", "op_keep": ["attention"]}
+    faults = {
+        "on_spike": "warn",
+        "spike_window": 64,
+        "replay_every": 5,
+        "on_replay_mismatch": "warn",
+    }
+    assert check(job(activation_checkpoint=selective, fault_tolerance=faults)) == []
