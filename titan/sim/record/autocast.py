@@ -30,8 +30,6 @@ _LOWER = [
     "mv",
     "bmm",
     "addmm",
-    "addmv",
-    "addbmm",
     "baddbmm",
     "einsum",
     "conv1d",
@@ -42,7 +40,6 @@ _LOWER = [
 """Operators whose inputs are cast to the dtype of the region."""
 _FP32 = [
     "exp",
-    "expm1",
     "log",
     "log2",
     "log1p",
@@ -56,15 +53,11 @@ _FP32 = [
     "rms_norm",
     "group_norm",
     "nll_loss",
-    "nll_loss2d",
     "kl_div",
     "mse_loss",
     "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
     "binary_cross_entropy_with_logits",
     "logsumexp",
-    "cosine_similarity",
 ]
 """Operators whose inputs are cast to fp32."""
 _FP32_RESULT = [
@@ -72,9 +65,7 @@ _FP32_RESULT = [
     "log_softmax.int",
     "sum",
     "sum.dim_IntList",
-    "prod",
     "cumsum",
-    "cumprod",
 ]
 """Operators that are told to compute a result in fp32."""
 
