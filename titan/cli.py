@@ -214,6 +214,9 @@ def check(argv: list[str]) -> int:
         how = {"here": here, "device": profile.device_kind if profile else None}
         job = _with_layout(job, world_size=options.world_size, hardware=options.hardware)
         config, layout = _load_to_run(job, world_size=options.world_size, options=names, **how)
+        if here:
+            lines = import_module("titan.checks.machine").advise_rows(config)
+            import_module("titan.config.load").print_warnings(lines)
     except ConfigError as error:
         if not options.json:
             raise

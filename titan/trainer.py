@@ -284,6 +284,9 @@ class Trainer(RunProgress):
                 ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", 0)),
             )
         )
+        samples = [loader.samples for loader in (self.loader, self.validation_loader) if loader]
+        for line in dict.fromkeys(line for part in samples for line in part.unread):
+            self.console.message(line, always=True)
         if quantize := self.job.techniques.quantize:
             recipe = quantize.recipe_name or "tensorwise"
             compiled, emulated = self.job.techniques.compiles_blocks, quantize.emulate

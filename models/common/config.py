@@ -144,5 +144,9 @@ class LlamaConfig:
             keys = min(self.window_of(layer) or seq_len, seq_len)
             # The first queries see fewer keys than the window has: keys^2 / 2 pairs less in a sequence.
             pairs = 2 * seq_len * keys - (keys * keys if causal else 0)
-            flops += 6 * self.n_heads * self.head_dim * pairs // seq_len
+            flops += 6 * self.attention_width(layer) * pairs // seq_len
         return flops
+
+    def attention_width(self, layer: int) -> int:
+        """Return the number of channels of the queries of a layer."""
+        return self.n_heads * self.head_dim

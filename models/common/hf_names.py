@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from .config import LlamaConfig, RopeScaling
@@ -38,7 +40,7 @@ MOE_BLOCK = {
     "moe.experts.w2": "mlp.experts.{}.down_proj",
     "moe.experts.w3": "mlp.experts.{}.up_proj",
 }
-# Our field, theirs, and transformers' default for a missing key; ... if the key is required.
+# Our field, theirs, and the value that null stands for; ... if null is an error.
 Field = tuple[str, str, Any]
 FIELDS: tuple[Field, ...] = (
     ("dim", "hidden_size", ...),
@@ -46,7 +48,7 @@ FIELDS: tuple[Field, ...] = (
     ("n_heads", "num_attention_heads", ...),
     ("ffn_dim", "intermediate_size", ...),
     ("vocab_size", "vocab_size", ...),
-    ("norm_eps", "rms_norm_eps", 1e-6),
+    ("norm_eps", "rms_norm_eps", ...),
     ("tied_embeddings", "tie_word_embeddings", False),
 )
 MTP: Field = ("num_mtp_modules", "num_nextn_predict_layers", 0)
@@ -125,39 +127,37 @@ def read_sizes(
     hf: dict[str, Any],
     kind: type[_Config],
     *,
-    n_kv_heads: Any,
-    head_dim: Any,
+    of: str,
     fields: Iterable[Field] = (),
     only: Mapping[str, Any] = {},
     quantized: tuple[str, Any] = FP8,
-    theta: float = 10_000.0,
 ) -> _Config:
     """Read a family's config dataclass from config.json.
 
     Args:
         hf: Content of config.json.
         kind: The family's config class.
-        n_kv_heads: transformers' default for num_key_value_heads.
-        head_dim: transformers' default for head_dim.
+        of: The model_type, whose class in transformers has values for keys that are left out.
         fields: Fields of the family, in addition to `FIELDS`.
         only: Settings of which this model supports one value: that value.
         quantized: See `require`.
-        theta: See `rope_of`.
 
     Raises:
         ValueError: The file is invalid, or describes a model that the family does not have.
     """
     require(hf, only, quantized=quantized)
-    rope = rope_of(hf, theta=theta)
+    hf = completed(hf, of)
+    rope = rope_of(hf)
+    hf = hf | {"rope_theta": rope["rope_theta"]}
     fields = (
         *FIELDS,
         *fields,
         *([MTP] if hf.get(MTP[1]) else []),
-        ("n_kv_heads", "num_key_value_heads", n_kv_heads),
-        ("head_dim", "head_dim", head_dim),
+        ("n_kv_heads", "num_key_value_heads", hf["num_attention_heads"]),
+        ("head_dim", "head_dim", 0),
         ("rope_theta", "rope_theta", ...),
     )
-    sizes = read_fields({**hf, "rope_theta": rope["rope_theta"]}, kind, fields)
+    sizes = read_fields(hf, kind, fields)
     if sizes["dim"] % sizes["n_heads"] and not sizes["head_dim"]:
         raise ValueError("num_attention_heads does not divide hidden_size, and head_dim is missing")
     heads, kv_heads = sizes["n_heads"], sizes["n_kv_heads"]
@@ -166,6 +166,20 @@ def read_sizes(
             f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}"
         )
     return kind(**sizes, rope_factor=_rope_factor(rope))
+
+
+def completed(hf: dict[str, Any], model_type: str) -> dict[str, Any]:
+    """Return a config.json with the values of transformers' (or diffusers') class for keys that are left out.
+
+    hf_defaults.json has these values.
+    """
+    defaults = json.loads(Path(__file__).with_name("hf_defaults.json").read_text(encoding="utf-8"))
+    return defaults[model_type] | hf
+
+
+def renamed(hf: dict[str, Any], other: str, key: str) -> dict[str, Any]:
+    """Return a config.json with a value under `key` that it has only under transformers' other name of the key."""
+    return hf | {key: hf[other]} if other in hf and key not in hf else hf
 
 
 def require(
@@ -182,7 +196,7 @@ def require(
         ValueError: A setting has a value that titan's model does not support.
     """
     for key, value in {**_ONLY, **only}.items():
-        if hf.get(key, value) != value:
+        if hf.get(key) not in (None, value):
             raise ValueError(f"{key} is {hf[key]!r}; titan's model has {value!r} and nothing else")
     found = hf.get("quantization_config")
     if found and (found.get("quant_method"), found.get("weight_block_size")) != quantized:
@@ -192,7 +206,7 @@ def require(
         raise ValueError(f"quantization_config is {found}; titan reads {form} and no other")
 
 
-def rope_of(hf: dict[str, Any], *, theta: float = 10_000.0) -> dict[str, Any]:
+def rope_of(hf: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of the rotary embedding with rope_type and rope_theta, as transformers 5 reads them.
 
     transformers 4 writes the key `rope_scaling`, which takes precedence over `rope_parameters`, since people add it to a
@@ -200,8 +214,7 @@ def rope_of(hf: dict[str, Any], *, theta: float = 10_000.0) -> dict[str, Any]:
     top-level key takes precedence.
 
     Args:
-        hf: Content of config.json.
-        theta: The family's default.
+        hf: Content of config.json, completed.
 
     Raises:
         ValueError: rope_scaling is not a table.
@@ -212,14 +225,11 @@ def rope_of(hf: dict[str, Any], *, theta: float = 10_000.0) -> dict[str, Any]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     # YaRN's and Llama 3.1's context before it was extended.
     length = rope.get("original_max_position_embeddings", hf.get("max_position_embeddings"))
-    return {
-        "rope_type": kind,
-        **rope,
-        "rope_theta": rope.get(
-            "rope_theta", theta if (above := hf.get("rope_theta")) is None else above
-        ),
+    settings = {
+        "rope_theta": rope.get("rope_theta", hf["rope_theta"]),
         "original_max_position_embeddings": hf.get("original_max_position_embeddings", length),
     }
+    return {"rope_type": kind} | rope | settings
 
 
 def read_fields(hf: dict[str, Any], kind: type, fields: Iterable[Field]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ transformers does.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from ..common import hf_names
@@ -31,15 +32,15 @@ _FIELDS: tuple[hf_names.Field, ...] = (
     *hf_names.FIELDS,
     hf_names.MTP,
     ("q_lora_rank", "q_lora_rank", 0),
-    ("kv_lora_rank", "kv_lora_rank", 512),
-    ("qk_nope_head_dim", "qk_nope_head_dim", 128),
-    ("qk_rope_head_dim", "qk_rope_head_dim", 64),
-    ("v_head_dim", "v_head_dim", 128),
+    ("kv_lora_rank", "kv_lora_rank", ...),
+    ("qk_nope_head_dim", "qk_nope_head_dim", ...),
+    ("qk_rope_head_dim", "qk_rope_head_dim", ...),
+    ("v_head_dim", "v_head_dim", ...),
     ("num_experts", "n_routed_experts", ...),
     ("top_k", "num_experts_per_tok", ...),
     ("expert_dim", "moe_intermediate_size", ...),
     ("num_shared_experts", "n_shared_experts", ...),
-    ("n_dense_layers", "first_k_dense_replace", 0),
+    ("n_dense_layers", "first_k_dense_replace", ...),
     ("normalize_weights", "norm_topk_prob", ...),
     ("route_scale", "routed_scaling_factor", ...),
     ("num_groups", "n_group", 0),
@@ -87,6 +88,12 @@ def hf_copies(config: DeepSeekConfig) -> dict[str, str]:
     return {f"model.layers.{n}.{name}.weight": o for n in numbers for name, o in copied.items()}
 
 
+def hf_unused(hf: dict[str, Any], config: DeepSeekConfig) -> Iterator[str]:
+    """Yield the prefix of the module of multi-token prediction that V3 has by default, if the model has none."""
+    if "num_nextn_predict_layers" not in hf and config.score == "sigmoid":
+        yield f"model.layers.{config.num_blocks}."
+
+
 def hf_config(config: DeepSeekConfig) -> dict[str, Any]:
     """Return the config.json of these sizes."""
     is_v3, has_groups = config.score == "sigmoid", config.num_groups > 0
@@ -123,20 +130,24 @@ def read_config(hf: dict[str, Any]) -> DeepSeekConfig:
     score, normalizes = ("sigmoid", {}) if is_v3 else ("softmax", {"norm_topk_prob": False})
     only = {"scoring_func": score, "moe_layer_freq": 1, "rope_interleave": True, **normalizes}
     hf_names.require(hf, only)
+    for other in ("num_experts", "num_local_experts"):
+        hf = hf_names.renamed(hf, other, "n_routed_experts")
+    hf = hf_names.completed(hf, "deepseek_v3" if is_v3 else "deepseek_v2")
     rope = hf_names.rope_of(hf)
     theta: hf_names.Field = ("rope_theta", "rope_theta", ...)
-    sizes = hf_names.read_fields(
-        {**hf, "rope_theta": rope["rope_theta"]}, DeepSeekConfig, (*_FIELDS, theta)
-    )
+    hf = hf | {"rope_theta": rope["rope_theta"]}
+    sizes = hf_names.read_fields(hf, DeepSeekConfig, (*_FIELDS, theta))
     sizes["rope_factor"] = 0.0
     if (kind := rope["rope_type"]) != "default":
         same = {**_YARN_ONLY, "mscale_all_dim": rope.get("mscale")}
         changed = any(rope.get(key, value) != value for key, value in _YARN_DEFAULTS.items())
+        rope = _YARN_ONLY | rope
         if changed or any(rope.get(key, kind) != value for key, value in same.items()):
             same |= _YARN_DEFAULTS
             raise ValueError(f"rope_scaling is {rope}; titan's model has YaRN with {same}")
         sizes |= hf_names.read_fields(rope, DeepSeekConfig, _YARN)
-    if sizes["num_groups"] <= 1 or hf.get("topk_method") == "greedy":
+    # transformers' V3 has one method, and does not read the key.
+    if sizes["num_groups"] <= 1 or (not is_v3 and hf["topk_method"] == "greedy"):
         sizes |= {"num_groups": 0, "top_groups": 0}
     elif not is_v3:
         sizes["group_top_k"] = 1

@@ -103,6 +103,7 @@ def read_config(hf: dict[str, Any]) -> FluxConfig:
     Raises:
         ValueError: The file does not describe Flux.1.
     """
+    hf = hf_names.completed(hf, "flux")
     if hf.get("patch_size", 1) != 1 or hf.get("out_channels") not in (None, hf.get("in_channels")):
         raise ValueError("patch_size and out_channels are not those of Flux.1")
     # Two keys have no field of ours. They are read under the name of the field that is computed from each.
@@ -110,7 +111,7 @@ def read_config(hf: dict[str, Any]) -> FluxConfig:
     sizes = hf_names.read_fields(hf, FluxConfig, (*_FIELDS, *more))
     sizes["n_layers"] += sizes["n_double"]
     sizes["dim"] *= sizes["n_heads"]
-    axes = tuple(map(int, hf.get("axes_dims_rope", FluxConfig.rope_axes)))
+    axes = tuple(map(int, hf["axes_dims_rope"]))
     if sum(axes) != hf["attention_head_dim"] or any(size < 2 or size % 2 for size in axes):
         raise ValueError(f"axes_dims_rope {axes} are not the even parts of a head")
     return FluxConfig(**sizes, ffn_dim=4 * sizes["dim"], rope_axes=axes)

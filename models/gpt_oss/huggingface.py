@@ -25,20 +25,17 @@ _PARTS = {
     "moe.experts.w3_bias": ("mlp.experts.gate_up_proj_bias", (1, 2)),
 }
 _FIELDS: tuple[hf_names.Field, ...] = (
-    ("num_experts", "num_local_experts", 128),
-    ("top_k", "num_experts_per_tok", 4),
+    ("num_experts", "num_local_experts", ...),
+    ("top_k", "num_experts_per_tok", ...),
     ("expert_dim", "intermediate_size", ...),
-    ("norm_eps", "rms_norm_eps", 1e-5),
-    ("window", "sliding_window", 128),
-    ("swiglu_limit", "swiglu_limit", 7.0),
+    ("window", "sliding_window", ...),
+    ("swiglu_limit", "swiglu_limit", ...),
 )
 _YARN: tuple[hf_names.Field, ...] = (
     ("rope_factor", "factor", ...),
     ("original_context", "original_max_position_embeddings", ...),
 )
 _YARN_ONLY = {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
-# transformers' defaults for keys that config.json lacks.
-_YARN_DEFAULT = {**_YARN_ONLY, "factor": 32.0, "original_max_position_embeddings": 4096}
 _ONLY = {"attention_bias": True, "swiglu_alpha": 1.702}
 
 
@@ -86,21 +83,20 @@ def read_config(hf: dict[str, Any]) -> GptOssConfig:
     Raises:
         ValueError: The file does not describe gpt-oss.
     """
-    if hf.get("rope_parameters") is None:
-        hf = {**hf, "rope_parameters": _YARN_DEFAULT}
-    rope = hf_names.rope_of(hf, theta=150_000.0)
+    hf = hf_names.renamed(hf, "num_experts", "num_local_experts")
+    hf = hf_names.completed({k: v for k, v in hf.items() if v is not None}, "gpt_oss")
+    rope = hf_names.rope_of(hf)
     flat = {"rope_theta": rope["rope_theta"], "rope_parameters": None, "rope_scaling": None}
     config = hf_names.read_sizes(
-        {**hf, **flat},
+        hf | flat,
         GptOssConfig,
-        n_kv_heads=8,
-        head_dim=64,
+        of="gpt_oss",
         fields=_FIELDS,
         only=_ONLY,
         quantized=("mxfp4", None),
     )
     if rope["rope_type"] != "default":
-        same = {"truncate": True, **rope}
+        same = {"truncate": True} | rope
         if rope.get("attention_factor") or any(same.get(k, v) != v for k, v in _YARN_ONLY.items()):
             raise ValueError(f"rope_scaling is {rope}; titan's model has YaRN with {_YARN_ONLY}")
         config = replace(config, **hf_names.read_fields(rope, GptOssConfig, _YARN))

@@ -26,5 +26,4 @@ def read_config(hf: dict[str, Any]) -> LlamaConfig:
     Raises:
         ValueError: The file does not describe Llama 3.
     """
-    heads = hf.get("num_attention_heads")
-    return hf_names.read_sizes(hf, LlamaConfig, n_kv_heads=heads, head_dim=0)
+    return hf_names.read_sizes(hf, LlamaConfig, of="llama")

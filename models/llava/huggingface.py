@@ -40,21 +40,13 @@ _BLOCK = {
     "feed_forward.w2": "mlp.fc2",
 }
 _VISION_FIELDS: tuple[hf_names.Field, ...] = (
-    ("vision_dim", "hidden_size", 1024),
-    ("vision_heads", "num_attention_heads", 16),
-    ("vision_ffn_dim", "intermediate_size", 4096),
-    ("image_size", "image_size", 336),
-    ("patch_size", "patch_size", 14),
-    ("vision_norm_eps", "layer_norm_eps", 1e-5),
+    ("vision_dim", "hidden_size", ...),
+    ("vision_heads", "num_attention_heads", ...),
+    ("vision_ffn_dim", "intermediate_size", ...),
+    ("image_size", "image_size", ...),
+    ("patch_size", "patch_size", ...),
+    ("vision_norm_eps", "layer_norm_eps", ...),
 )
-# transformers' defaults for text_config, which the published folders rely on. Newer folders write every key.
-_TEXT = {
-    "hidden_size": 4096,
-    "intermediate_size": 11_008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "vocab_size": 32_000,
-}
 _ONLY = {
     "projector_hidden_act": "gelu",
     "multimodal_projector_bias": True,
@@ -131,8 +123,7 @@ def read_config(hf: dict[str, Any]) -> LlavaConfig:
     Raises:
         ValueError: The file does not describe LLaVA 1.5.
     """
-    text, vision = ({**hf[name]} for name in ("text_config", "vision_config"))
-    text = {**_TEXT, **text}
+    text, vision = hf.get("text_config") or {}, _vision(hf)
     hf_names.require(hf, _ONLY)
     kind = text.get("model_type", "llama")
     if kind != "llama":
@@ -142,6 +133,7 @@ def read_config(hf: dict[str, Any]) -> LlavaConfig:
             raise ValueError(f"vision_config: {key} is {vision[key]!r}; titan's has {value!r}")
     decoder = llama3.read_config(text)
     sizes = hf_names.read_fields(vision, LlavaConfig, _VISION_FIELDS)
+    hf = hf_names.renamed(hf, "image_token_id", "image_token_index")
     token = hf_names.read_fields(hf, LlavaConfig, (("image_token", "image_token_index", 32_000),))
     fields = {name: getattr(decoder, name) for name in decoder.__dataclass_fields__}
     return LlavaConfig(**{**fields, **sizes, **token}, vision_layers=_layers_read(hf))
@@ -156,16 +148,19 @@ def hf_unused(hf: dict[str, Any], sizes: LlavaConfig) -> Iterator[str]:
     """
     for vision in SPELLINGS[0]:
         yield f"{vision}post_layernorm."
-        for number in range(sizes.vision_layers, hf["vision_config"].get("num_hidden_layers", 24)):
+        for number in range(sizes.vision_layers, _vision(hf)["num_hidden_layers"]):
             yield f"{vision}encoder.layers.{number}."
+
+
+def _vision(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of the encoder, with transformers' defaults."""
+    given = hf.get("vision_config") or hf_names.completed({}, "llava_vision")
+    return hf_names.completed(given, "clip_vision_model")
 
 
 def _layers_read(hf: dict[str, Any]) -> int:
     """Return the number of the encoder's blocks that run before the layer that LLaVA reads."""
-    total, layer = (
-        hf["vision_config"].get("num_hidden_layers", 24),
-        hf.get("vision_feature_layer", -2),
-    )
+    total, layer = _vision(hf)["num_hidden_layers"], hf.get("vision_feature_layer", -2)
     if not isinstance(layer, int) or not isinstance(total, int) or total > 1000:
         raise ValueError(f"vision_feature_layer is {layer!r} of {total!r}; titan reads one layer")
     # Layer 0 is the embedding, so there is one more layer than blocks.

@@ -17,10 +17,9 @@ _BLOCK = {
     "moe.experts.w3": "block_sparse_moe.experts.{}.w3",
 }
 _FIELDS: tuple[hf_names.Field, ...] = (
-    ("num_experts", "num_local_experts", 8),
-    ("top_k", "num_experts_per_tok", 2),
+    ("num_experts", "num_local_experts", ...),
+    ("top_k", "num_experts_per_tok", ...),
     ("expert_dim", "intermediate_size", ...),
-    ("norm_eps", "rms_norm_eps", 1e-5),
 )
 
 
@@ -51,6 +50,5 @@ def read_config(hf: dict[str, Any]) -> MixtralConfig:
         ValueError: The file does not describe Mixtral.
     """
     only = {"sliding_window": None}
-    return hf_names.read_sizes(
-        hf, MixtralConfig, n_kv_heads=8, head_dim=0, fields=_FIELDS, only=only, theta=1_000_000.0
-    )
+    hf = hf_names.renamed(hf, "num_experts", "num_local_experts")
+    return hf_names.read_sizes(hf, MixtralConfig, of="mixtral", fields=_FIELDS, only=only)

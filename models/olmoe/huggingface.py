@@ -16,11 +16,10 @@ _BLOCK = {
     "attention.k_norm": "self_attn.k_norm",
 }
 _FIELDS: tuple[hf_names.Field, ...] = (
-    ("num_experts", "num_experts", 64),
-    ("top_k", "num_experts_per_tok", 8),
+    ("num_experts", "num_experts", ...),
+    ("top_k", "num_experts_per_tok", ...),
     ("expert_dim", "intermediate_size", ...),
     ("normalize_weights", "norm_topk_prob", False),
-    ("norm_eps", "rms_norm_eps", 1e-5),
 )
 
 
@@ -50,7 +49,5 @@ def read_config(hf: dict[str, Any]) -> OlmoeConfig:
     Raises:
         ValueError: The file does not describe OLMoE.
     """
-    heads, only = hf.get("num_attention_heads"), {"clip_qkv": None}
-    return hf_names.read_sizes(
-        hf, OlmoeConfig, n_kv_heads=heads, head_dim=0, fields=_FIELDS, only=only
-    )
+    hf, only = hf_names.renamed(hf, "num_local_experts", "num_experts"), {"clip_qkv": None}
+    return hf_names.read_sizes(hf, OlmoeConfig, of="olmoe", fields=_FIELDS, only=only)

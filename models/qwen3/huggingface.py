@@ -53,8 +53,6 @@ def read_config(hf: dict[str, Any]) -> Qwen3Config:
         ValueError: The file does not describe Qwen3.
     """
     if "moe" not in str(hf.get("model_type") or hf.get("architectures")).lower():
-        return hf_names.read_sizes(hf, Qwen3Config, n_kv_heads=32, head_dim=128)
-    hf = {"num_experts": hf.get("num_local_experts"), **hf}  # as transformers 5 writes it
-    return hf_names.read_sizes(
-        hf, Qwen3Config, n_kv_heads=4, head_dim=0, fields=_EXPERTS, only=_ONLY
-    )
+        return hf_names.read_sizes(hf, Qwen3Config, of="qwen3")
+    hf = hf_names.renamed(hf, "num_local_experts", "num_experts")  # as transformers 5 writes it
+    return hf_names.read_sizes(hf, Qwen3Config, of="qwen3_moe", fields=_EXPERTS, only=_ONLY)

@@ -30,7 +30,9 @@ from titan.config import schema as s
 from titan.data import DataError
 from titan.data.chat import ChatTemplate
 from titan.data.packing import Batch, pack
+from titan.data.rows import Conversation
 from titan.data.samples import SampleOptions, build_samples
+from titan.data.sources import open_documents, source_of_path
 from titan.data.special_tokens import KIND_SHIFT, PREDICTED, START, SpecialTokens, without_kind
 from titan.data.tokenizer import BOS, EOS, Tokenizer, build_tokenizer
 from titan.loss import IGNORED
@@ -428,3 +430,170 @@ def test_no_text_of_a_message_becomes_a_special_token(folder: Path, more: dict[s
     for use in (chat.encode, chat.prompt):
         with pytest.raises(DataError, match=r"message 2 spells the special token <\|im_end\|>"):
             use(messages, where="x")
+
+
+# ---- what rows carry beside roles and texts --------------------------------------------------------------------------
+
+RICH = (
+    "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for d in documents or [] %}[{{ d.title }}]{% endfor %}{% if shout %}!{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.name is defined %} {{ m.name }}{% endif %}\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content or [] %}{{ p.text }}{% endfor %}{% endif %}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+OFFERED = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+ASK, SAY = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+ROWS: dict[str, dict[str, Any]] = {
+    "tools": {"messages": [ASK, SAY], "tools": OFFERED},
+    "tools as JSON text": {"messages": [ASK, SAY], "tools": json.dumps(OFFERED)},
+    "documents": {"messages": [ASK, SAY], "documents": [{"title": "One", "text": "x"}]},
+    "template kwargs": {"messages": [ASK, SAY], "chat_template_kwargs": {"shout": True}},
+    "calls": {"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [CALL]}]},
+    "name": {"messages": [{**ASK, "name": "ann"}, SAY]},
+    "reasoning": {"messages": [ASK, {**SAY, "reasoning": "since"}]},
+    "thinking": {"messages": [ASK, {**SAY, "thinking": "since", "reasoning_content": None}]},
+    "parts": {"messages": [{**ASK, "content": [{"type": "text", "text": t} for t in "ab"]}, SAY]},
+    "nulls": {"messages": [{**ASK, "tool_calls": None}, SAY], "tools": None, "documents": []},
+}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_rows_become_what_transformers_makes_of_them(
+    kind: str, folder: Path, tmp_path: Path
+) -> None:
+    """Together in one file, whose Parquet columns have the fields of all rows."""
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    theirs.chat_template = RICH
+    rows = [
+        row
+        for row in ROWS.values()
+        if kind == "jsonl" or isinstance(row.get("tools", []), list | None)
+    ]
+    # A column has one type.
+    rows = [
+        row for row in rows if kind == "jsonl" or isinstance(row["messages"][0]["content"], str)
+    ]
+    file = tmp_path / f"rows.{kind}"
+    if kind == "jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        arrow = pytest.importorskip("pyarrow")
+        arrow.parquet = pytest.importorskip("pyarrow.parquet")
+        columns = dict.fromkeys(name for row in rows for name in row)
+        table = arrow.Table.from_pylist([{**columns, **row} for row in rows])
+        arrow.parquet.write_table(table, file)
+    section = source_of_path(str(file), text_key="text", messages_key="messages")
+    ours = ChatTemplate.of(opened(folder, RICH))
+    found = []
+    for document in open_documents(section).read():
+        assert isinstance(document, Conversation)
+        found.append(ours.render(json.loads("".join(document.read())), where="here"))
+    for row, text in zip(rows, found, strict=True):
+        tools = row.get("tools")
+        expected = theirs.apply_chat_template(
+            row["messages"],
+            tools=json.loads(tools) if isinstance(tools, str) else tools,
+            documents=row.get("documents"),
+            tokenize=False,
+            **row.get("chat_template_kwargs", {}),
+        )
+        assert text == expected
+
+
+@pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "plain"])
+@pytest.mark.parametrize("field", [{"weight": 0}, {"train": False}, {"weight": 1, "train": False}])
+def test_answers_of_no_weight_are_context(
+    field: dict[str, Any], template: str, folder: Path
+) -> None:
+    chat = [ASK, {**SAY, "content": "bad", **field}, ASK, {**SAY, "content": "good", "weight": 1}]
+    ours = ChatTemplate.of(opened(folder, template))
+    plain = [{k: v for k, v in m.items() if k in ("role", "content")} for m in chat]
+    tokens, before = ours.encode(chat, where="here"), ours.encode(plain, where="here")
+    assert without_kind(tokens).tolist() == without_kind(before).tolist()
+    learnt = ours.tokenizer.decode(without_kind(tokens[tokens >> KIND_SHIFT == PREDICTED]).tolist())
+    assert "good" in learnt and "bad" not in learnt
+    everything = [{**m, "weight": 0} for m in plain]
+    assert not (ours.encode(everything, where="here") >> KIND_SHIFT == PREDICTED).any()
+    with pytest.raises(DataError, match=r'here: an answer has 0\.5 as "weight" or "train"'):
+        ours.encode([ASK, {**SAY, "weight": 0.5}], where="here")
+
+
+def test_parts_that_a_template_does_not_take_are_refused(folder: Path) -> None:
+    parts = [{**ASK, "content": [{"type": "text", "text": "a"}]}, SAY]
+    template = PLAIN.replace("message.content | trim", "message.content | string")
+    with pytest.raises(DataError, match="message 1 is a list of parts"):
+        ChatTemplate.of(opened(folder, template)).encode(parts, where="here")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv", "text in jsonl"])
+def test_keys_that_nothing_reads_are_counted(
+    kind: str, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By prepare, with any number of workers and hosts, by check, and at the start of a run."""
+    has_chats = kind in ("jsonl", "parquet")
+    rows: list[dict[str, Any]] = [
+        {"messages": [{**ASK, "name": "ann"}, SAY], "tools": OFFERED, "source": "web"}
+        if has_chats
+        else {"text": "some words " * 9, "source": "web"}
+        for _ in range(7)
+    ]
+    rows += [
+        {"messages": [ASK, SAY]} if has_chats else {"text": "more words " * 9, "source": "web"}
+    ]
+    file = tmp_path / f"rows.{kind.split()[-1]}"
+    if kind == "parquet":
+        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(arrow.Table.from_pylist(rows), file)
+    elif kind == "csv":
+        lines = [f"{row['text']},{row['source']}" for row in rows]
+        file.write_text("\n".join(["text,source", *lines]))
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    template = tmp_path / "chat.jinja"
+    template.write_text(PLAIN)
+    line = {
+        "jsonl": "not read: name in 7 of 16 messages; source, tools in 7 of 8 rows",
+        "parquet": "not read: name in 7 of 16 messages; source in 8 of 8 rows; tools in 7 of 8 rows",
+    }.get(kind, "not read: source in 8 of 8 rows")
+    words = [
+        "prepare",
+        "--input",
+        str(file),
+        "--tokenizer",
+        str(folder),
+        "--validation-fraction",
+        "0.4",
+    ]
+    words += ["--messages-key", "messages", "--chat-template", str(template)] * has_chats
+    indexes = []
+    for name, more in (
+        ("one", ["--workers", "1"]),
+        ("two", ["--workers", "2"]),
+        ("task", ["--engine", "slurm", "--share", "1", "1"]),
+    ):
+        if name == "task":
+            assert titan([*words, "--output", str(tmp_path / name), "--engine", "slurm"]) == 0
+        assert titan([*words, "--output", str(tmp_path / name), *more]) == 0
+        indexes.append((tmp_path / name / "index.json").read_bytes())
+    assert indexes[0] == indexes[1] == indexes[2]
+    assert capfd.readouterr().out.count(line) == 3
+    source = {"type": kind.split()[-1], "path": str(file)} | (
+        {"messages_key": "messages"} if has_chats else {}
+    )
+    lines = ["[[data.sources]]", *(f"{key} = {json.dumps(value)}" for key, value in source.items())]
+    (tmp_path / "job.toml").write_text("\n".join(lines))
+    job = ["check", str(tmp_path / "job.toml"), f"--tokenizer.path={folder}", "--model.flavor=tiny"]
+    job += ["--data.document_mask=true"] * has_chats
+    job += [f"--tokenizer.chat_template={template}", f"--data.cache_folder={tmp_path / 'cache'}"]
+    assert titan([*job, f"--job.dump_folder={tmp_path / 'run'}"]) == 0
+    assert f"data.sources[0].path: {line}" in capfd.readouterr().err
+    data = s.DataSection(cache_folder=str(tmp_path / "cache"), document_mask=True)
+    options = SampleOptions(
+        tokenizer=opened(folder, PLAIN), data=data, seq_len=16, split="train", seed=0
+    )
+    section = source_of_path(str(file), text_key="text", messages_key="messages" * has_chats)
+    [found] = build_samples([section], options=options).unread
+    assert found.endswith(line)

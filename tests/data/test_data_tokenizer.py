@@ -6,8 +6,10 @@ import base64
 import json
 import pickle
 import re
+import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -296,15 +298,136 @@ def test_a_tokenizer_that_drops_spaces_counts_no_bytes(trained: Path, tmp_path: 
 
 def test_special_tokens_that_only_the_config_names(tmp_path: Path) -> None:
     added = {
-        "7": {"content": "<|end|>", "special": True},
-        "8": {"content": "<x>", "special": False},
+        "3": {"content": "<x>", "special": False},
+        "2": {"content": "<|end|>", "special": True},
     }
-    added |= {"1": {"content": "<taken>", "special": True}, "-1": {"content": "<no>"}, "9": "junk"}
     tokenizer = word_tokenizer(tmp_path, added_tokens_decoder=added, eos_token="<|end|>")
-    assert (tokenizer.eos_id, tokenizer.bos_id, tokenizer.vocab_size) == (7, None, 8)
-    assert tokenizer.special_ids == {"<|end|>": 7}
-    assert tokenizer.token_bytes(7) == b"" and tokenizer.decode([0, 7, 1]) == "a b"
-    assert 7 not in tokenizer.encode("a <|end|> b")
+    assert (tokenizer.eos_id, tokenizer.bos_id, tokenizer.vocab_size) == (2, None, 4)
+    assert tokenizer.special_ids == {"<|end|>": 2}
+    assert tokenizer.token_bytes(2) == b"" and tokenizer.decode([0, 2, 1]) == "a b"
+    assert 2 not in tokenizer.encode("a <|end|> b") and 3 in tokenizer.encode("a <x> b")
+
+
+@pytest.mark.parametrize(
+    ("number", "token", "why"),
+    [
+        ("7", {"content": "<|end|>"}, "gives '<|end|>' the id 7, and it is 2 here"),
+        ("1", {"content": "<taken>"}, "gives '<taken>' the id 1"),
+        ("-1", {"content": "<no>"}, "a token without a text or an id: '-1'"),
+        ("2", "junk", "a token without a text or an id: '2'"),
+    ],
+)
+def test_tokens_beside_that_disagree_are_refused(
+    number: str, token: Any, why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=re.escape(why)):
+        word_tokenizer(tmp_path, added_tokens_decoder={number: token})
+
+
+FLAGS: list[dict[str, Any]] = [
+    {"special": True},
+    {"special": False, "lstrip": True},
+    {"special": True, "rstrip": True},
+    {"special": False, "normalized": True},
+    {"special": True, "lstrip": True, "rstrip": True, "normalized": True},
+]
+
+
+@pytest.mark.parametrize("where", ["added_tokens_decoder", "both", "added_tokens.json", "named"])
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+def test_tokens_beside_have_the_librarys_ids(
+    where: str, flags: dict[str, Any], trained: Path, tmp_path: Path
+) -> None:
+    """The reference is transformers' tokenizer of the same folder."""
+    transformers = pytest.importorskip("transformers")
+    shutil.copy(trained / "tokenizer.json", tmp_path)
+    base = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
+    number = build_tokenizer(TokenizerSection(path=str(tmp_path)), hf_assets_path="").vocab_size
+    tokens = {str(number): {**base, **flags, "content": "<a>"}}
+    tokens[str(number + 1)] = {**base, "special": True, "content": "<|end|>"}
+    if where == "added_tokens.json":
+        table = {token["content"]: int(n) for n, token in tokens.items()}
+        (tmp_path / where).write_text(json.dumps(table))
+    elif where == "named":
+        config["additional_special_tokens"] = ["<a>"]
+    else:
+        config["added_tokens_decoder"] = tokens
+    if where == "both":  # tokenizer.json has them with other flags
+        content = json.loads((tmp_path / "tokenizer.json").read_text())
+        for n, token in tokens.items():
+            content["added_tokens"].append(
+                {**base, "special": True, "id": int(n), "content": token["content"]}
+            )
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours = build_tokenizer(TokenizerSection(path=str(tmp_path)), hf_assets_path="")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert (ours.vocab_size, ours.eos_id) == (len(theirs), theirs.eos_token_id)
+    for text in ("the <a> thing<|end|>", "x  <a>  <|end|>  y", "<a><a>", "plain"):
+        assert ours.encode_rendered(text)[0] == theirs(text, add_special_tokens=False).input_ids
+        theirs.split_special_tokens = True
+        plain = theirs(text.replace("<|end|>", ""), add_special_tokens=False).input_ids
+        theirs.split_special_tokens = False
+        assert ours.encode(text.replace("<|end|>", "")) == plain
+
+
+def resaved(folder: Path, target: Path, **changes: Any) -> Tokenizer:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    for key, value in changes.items():
+        content[key] = {**content[key], **value} if key == "model" else value
+    target.mkdir()
+    (target / "tokenizer.json").write_text(json.dumps(content))
+    shutil.copy(folder / "tokenizer_config.json", target)
+    return build_tokenizer(TokenizerSection(path=str(target)), hf_assets_path="")
+
+
+def test_one_tokenizer_has_one_fingerprint_in_any_file(trained: Path, tmp_path: Path) -> None:
+    ours = build_tokenizer(TokenizerSection(path=str(trained)), hf_assets_path="")
+    merges = json.loads((trained / "tokenizer.json").read_text())["model"]["merges"]
+    same: list[dict[str, Any]] = [
+        {},
+        {"model": {"merges": [" ".join(merge) for merge in merges]}},
+        {"post_processor": None},
+        {
+            "truncation": {
+                "direction": "Right",
+                "max_length": 8,
+                "strategy": "LongestFirst",
+                "stride": 0,
+            }
+        },
+    ]
+    other: list[dict[str, Any]] = [
+        {"model": {"merges": merges[::-1]}},
+        {"normalizer": {"type": "NFKC"}},
+        {"normalizer": {"type": "Lowercase"}},
+    ]
+    for number, changes in enumerate(same):
+        assert (
+            resaved(trained, tmp_path / f"same{number}", **changes).fingerprint == ours.fingerprint
+        )
+    for number, changes in enumerate(other):
+        assert resaved(trained, tmp_path / f"{number}", **changes).fingerprint != ours.fingerprint
+
+
+def test_keys_of_files_beside_that_nothing_reads_are_named(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    templates = [{"name": name, "template": "x"} for name in ("default", "tool_use")]
+    config |= {
+        "split_special_tokens": True,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": templates,
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ends = {"eos_token_id": [1], "suppress_tokens": [3], "temperature": 0.6}
+    (tmp_path / "generation_config.json").write_text(json.dumps(ends))
+    first, second = build_tokenizer(TokenizerSection(path=str(tmp_path)), hf_assets_path="").unread
+    assert first.endswith(
+        "tokenizer_config.json: not read: split_special_tokens, chat_template tool_use"
+    )
+    assert second.endswith("generation_config.json: not read: suppress_tokens, temperature")
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])

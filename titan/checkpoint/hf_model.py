@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from titan.checkpoint import CheckpointError
 from titan.checkpoint.state import model_state
 from titan.config.model import family
 from titan.data import require
+from titan.data.unread import file_line
 
 INDEX = "model.safetensors.index.json"
 OF_DIFFUSERS = "diffusion_pytorch_"  # comes before the names of its files
@@ -181,3 +183,17 @@ def hooks_of(name: str) -> ModuleType | None:
     name = f"{family(name).__name__}.huggingface"
     module = import_module(name) if find_spec(name) else None
     return module if hasattr(module, "read_config") else None
+
+
+def unread_keys(file: Path, config: dict[str, Any], hooks: ModuleType, sizes: Any) -> list[str]:
+    """Return a line about keys of a config.json that no model of titan has, or nothing without such keys."""
+
+    def unknown(config: dict[str, Any], known: dict[str, Any], at: str = "") -> Iterator[str]:
+        for key, value in config.items():
+            if isinstance(value, dict) and isinstance(known.get(key), dict):
+                yield from unknown(value, known[key], f"{at}{key}.")
+            elif value and key not in known:
+                yield at + key
+
+    # An export has all keys that the family reads.
+    return file_line(file, unknown(config, hooks.hf_config(sizes)))

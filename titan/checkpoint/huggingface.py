@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from titan.checkpoint import CheckpointError
 from titan.checkpoint.commit import CheckpointGroup
-from titan.checkpoint.hf_model import INDEX, OF_DIFFUSERS, HFModel, hooks_of
+from titan.checkpoint.hf_model import INDEX, OF_DIFFUSERS, HFModel, hooks_of, unread_keys
 from titan.checkpoint.quantized import (
     Form,
     Where,
@@ -388,9 +388,10 @@ def _are_equal(folder: HFFolder, one: str, other: str) -> bool:
 
 
 def left_out_messages(folder: HFFolder, model: HFModel) -> list[str]:
-    """Return a message for each layer that is left out."""
+    """Return a message for each layer that is left out, and for keys of config.json that nothing read."""
     reasons = left_out(folder, model)
-    return [f"left out {prefix}* of {folder.path}: {why}" for prefix, why in reasons.items()]
+    lines = [f"left out {prefix}* of {folder.path}: {why}" for prefix, why in reasons.items()]
+    return lines + unread_keys(folder.path / CONFIG, folder.config, model.hooks, model.sizes)
 
 
 def left_out(folder: HFFolder, model: HFModel) -> dict[str, str]:

@@ -305,7 +305,9 @@ def advise_text(config: JobConfig) -> list[str]:
 def advise_rows(config: JobConfig) -> list[str]:
     """Return a line for each source with keys that nothing reads: of prepared rows, or of the first rows."""
     tokenizer, lines = _try_tokenizer(config), []
-    for key, source in sources_of(config, "training") if tokenizer else ():
+    if tokenizer is None:
+        return lines
+    for key, source in sources_of(config, "training"):
         if isinstance(source, s.ShardsSource | s.JsonlSource | s.CsvSource | s.ParquetSource):
             found = _try_rows(config, tokenizer, source, count=_TRIED_ROWS)
             lines += [f"{key}: {line}" for line in found]

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -90,6 +90,8 @@ class Samples(ABC):
 
     special_tokens: SpecialTokens = SpecialTokens(None, None)
     """Ids that begin and end a document in these samples."""
+    unread: Sequence[str] = ()
+    """A line for each source with keys of rows or messages that nothing read."""
 
     @property
     def num_samples(self) -> int | None:

@@ -12,29 +12,33 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from titan.data import DataError
+from titan.data.rows import Chat, is_learnt
 from titan.data.special_tokens import CONTEXT, KIND_SHIFT, PREDICTED, START
 from titan.data.tokenizer import Tokenizer
+from titan.data.unread import Counts, count
 from titan.untrusted import printable
 
 if TYPE_CHECKING:
     import numpy as np
     from jinja2.parser import Parser
 
-Messages = list[dict[str, Any]]
 # Marks around answers in the rendered text. Unicode reserves these two code points as noncharacters (section 23.7), and
-# reading.py replaces them in messages.
+# rows.py replaces them in messages.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
+# Names of a message's reasoning. transformers fills the first two from any of them.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class _Marks(Extension):
@@ -61,6 +65,7 @@ class ChatTemplate:
     Attributes:
         source: the text of the template.
         tokenizer: the tokenizer that encodes the rendered text.
+        names: names that the template reads beside the messages, such as "tools".
     """
 
     def __init__(self, source: str, tokenizer: Tokenizer) -> None:
@@ -78,6 +83,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             self._template = environment.from_string(source)
+            self.names = meta.find_undeclared_variables(environment.parse(source))
         except TemplateError as error:
             why = printable(str(error), 200)
             line = getattr(error, "lineno", None)
@@ -104,26 +110,27 @@ class ChatTemplate:
     def __reduce__(self) -> tuple[type, tuple[str, Tokenizer]]:
         return type(self), (self.source, self.tokenizer)  # a compiled template has no pickle
 
-    def prompt(self, messages: Messages, *, where: str) -> list[int]:
+    def prompt(self, chat: Chat, *, where: str) -> list[int]:
         """Return the ids of a conversation up to the beginning of its next answer.
 
         Args:
-            messages: the conversation so far.
+            chat: the conversation so far.
             where: file and line of the conversation, for an error message.
 
         Raises:
             DataError: the template refuses the messages, or a message spells a special token.
         """
-        self._check(messages, where=where)
-        text = self.render(messages, where=where, add_generation_prompt=True)
+        self._check(chat, where=where)
+        text = self.render(chat, where=where, add_generation_prompt=True)
         return self.tokenizer.encode_rendered(_plain(text))[0]
 
-    def encode(self, messages: Messages, *, where: str) -> np.ndarray:
+    def encode(self, chat: Chat, *, where: str, unread: Counts | None = None) -> np.ndarray:
         """Return the ids of a conversation, each with its kind (special_tokens.py): PREDICTED for an answer's tokens.
 
         Args:
-            messages: the whole conversation.
+            chat: the whole conversation.
             where: file and line of the conversation, with which an error message begins.
+            unread: gets the keys of messages that neither the template nor titan reads.
 
         Returns:
             int64[tokens]: id and kind of each token.
@@ -133,10 +140,14 @@ class ChatTemplate:
         """
         import numpy as np
 
-        self._check(messages, where=where)
-        text, answers = self._with_answers(messages, where=where)
+        values = _values(chat)
+        self._check(values, where=where)
+        text, answers = self._with_answers(values, where=where)
+        if unread is not None:
+            keys = (key for message in values["messages"] for key in _unread(message))
+            count(unread, "messages", keys, of=len(values["messages"]))
         ids, spans = self.tokenizer.encode_rendered(text)
-        if not answers or not ids:
+        if answers is None or not ids:
             fix = "write {% generation %} and {% endgeneration %} around answers"
             raise DataError(f"{where}: the chat template writes no answers; {fix}")
         spans_T2, kinds_T = np.array(spans), np.full(len(ids), CONTEXT)
@@ -154,43 +165,81 @@ class ChatTemplate:
         special = {*self.tokenizer.special_ids.values()} if found else set()
         return {*[i for i in self.tokenizer.encode_rendered(after)[0] if i in special][:1]}
 
-    def _with_answers(self, messages: Messages, *, where: str) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text of a conversation, and the (begin, end) of each answer in it, in characters."""
-        text = self.render(messages, where=where)
-        if "endgeneration" in self.source:
-            return _plain(text), _marked(text)
-        answers = []
-        for number, message in enumerate(messages):
-            if message["role"] == "assistant":
-                before = self.render(messages[:number], where=where, add_generation_prompt=True)
-                upto = self.render(messages[: number + 1], where=where)
-                if not (upto.startswith(before) and text.startswith(upto)):
-                    raise DataError(
-                        f"{where}: the chat template writes message {number + 1} in another way than its prompt says, or changes it "
-                        "later; write {% generation %} and {% endgeneration %} around answers in the template"
-                    )
-                answers.append((len(before), len(upto)))
-        return text, answers
+    def unread_beside(self, chat: Chat) -> list[str]:
+        """Return what stands beside the messages and is no name in the template."""
+        return [name for name in _values(chat) if name not in {*self.names, "messages"}]
 
-    def render(self, messages: Messages, *, where: str, add_generation_prompt: bool = False) -> str:
-        values = {"tools": None, "documents": None, **self.tokenizer.token_texts}
+    def _with_answers(
+        self, values: dict[str, Any], *, where: str
+    ) -> tuple[str, list[tuple[int, int]] | None]:
+        """Return the text of a conversation, and the (begin, end) of each answer that is learnt, in characters.
+
+        The answers are None if the template writes none.
+        """
+        messages: list[Any] = values["messages"]
+
+        def render(number: int, **options: bool) -> str:
+            return self.render({**values, "messages": messages[:number]}, where=where, **options)
+
+        text = render(len(messages))
+        learnt = {
+            number: is_learnt(message, where=where)
+            for number, message in enumerate(messages, start=1)
+            if message["role"] == "assistant"
+        }
+        if "endgeneration" in self.source:
+            answers, flags = _marked(text), [*learnt.values()]
+            if not answers or all(flags):
+                return _plain(text), answers or None
+            # How many answers the template has written after each message.
+            written = [len(_marked(render(number))) for number in learnt]
+            kept = [a for n, a in enumerate(answers) if flags[bisect_right(written, n)]]
+            return _plain(text), kept
+        answers = []
+        for number in (number for number, is_one in learnt.items() if is_one):
+            before = render(number - 1, add_generation_prompt=True)
+            upto = render(number)
+            if not (upto.startswith(before) and text.startswith(upto)):
+                raise DataError(
+                    f"{where}: the chat template writes message {number} in another way than its prompt says, or changes it "
+                    "later; write {% generation %} and {% endgeneration %} around answers in the template"
+                )
+            answers.append((len(before), len(upto)))
+        return text, answers if learnt else None
+
+    def render(self, chat: Chat, *, where: str, add_generation_prompt: bool = False) -> str:
+        """Return the text of a conversation, as transformers' `apply_chat_template` writes it."""
+        values = {"tools": None, "documents": None, **self.tokenizer.token_texts, **_values(chat)}
         try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **values
-            )
+            return self._template.render({**values, "add_generation_prompt": add_generation_prompt})
         except Exception as error:  # a template is code, and may raise anything
             why = printable(str(error), 200)
             raise DataError(f"{where}: the chat template refuses the messages: {why}") from error
 
-    def _check(self, messages: Messages, *, where: str) -> None:
-        """Raise DataError for a message whose text spells a special token, which the tokenizer would recognize."""
-        for number, message in enumerate(messages, start=1):
-            texts = [*_texts(message)]
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Return whether the template writes the texts of a content that is a list of parts, not the list itself."""
+        part = {"type": "text", "text": "A part of a text."}
+        found = self.render([{"role": "user", "content": [part]}], where="chat")
+        return part["text"] in found and "'type'" not in found and '"type"' not in found
+
+    def _check(self, chat: Chat, *, where: str) -> None:
+        """Raise DataError for parts that the template does not take, and for a text that spells a special token."""
+        beside = _values(chat)
+        messages = beside.pop("messages")
+        named: dict[str, Any] = {f"message {n}": m for n, m in enumerate(messages, start=1)}
+        for name, value in [*named.items(), *beside.items()]:
+            texts = [*_texts(value)]
             if found := next(
                 (n for n in self.tokenizer.special_ids if any(n in t for t in texts)), ""
             ):
                 raise DataError(
-                    f"{where}: message {number} spells the special token {found}, and would become it; remove or rewrite it"
+                    f"{where}: {name} spells the special token {found}, and would become it; remove or rewrite it"
+                )
+        for name, message in named.items():
+            if isinstance(dict.get(message, "content"), list) and not self._takes_parts:
+                raise DataError(
+                    f"{where}: {name} is a list of parts, which the chat template does not take; join their texts"
                 )
 
 
@@ -202,11 +251,52 @@ def answer_ends(tokenizer: Tokenizer) -> list[int]:
     return [*ends, *sorted(tokenizer.end_ids - ends)]
 
 
+class _Message(dict[str, Any]):
+    """Message that remembers which of its keys a template read."""
+
+    seen: set[object]
+
+    def __getitem__(self, key: str) -> Any:
+        self.seen.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.seen.add(key)
+        return super().get(key, default)
+
+    def items(self) -> Any:
+        self.seen.update(self)
+        return super().items()
+
+
+def _values(chat: Chat) -> dict[str, Any]:
+    """Return what a template gets: the messages, and what stands beside them by its name."""
+    values: dict[str, Any] = {"messages": chat} if isinstance(chat, list) else {**chat}
+    values = values.pop("chat_template_kwargs", {}) | values
+    return values | {"messages": [_message(message) for message in values["messages"]]}
+
+
+def _message(message: dict[str, Any]) -> _Message:
+    if isinstance(message, _Message):
+        return message
+    reasoning = next((message[name] for name in _REASONING if name in message), None)
+    first, second, _ = _REASONING
+    found = _Message({second: reasoning, **message, first: reasoning} if reasoning else message)
+    found.seen = set()
+    return found
+
+
+def _unread(message: _Message) -> Iterator[str]:
+    """Yield the keys of a message that hold something, and that neither a template nor titan read."""
+    seen = message.seen | ({*_REASONING} if message.seen & {*_REASONING} else set())
+    return (key for key in message if key not in seen and dict.get(message, key))
+
+
 def _texts(value: Any) -> Iterator[str]:
     """Yield all texts of a message, at any depth. Keys count too, since a template may write the keys of arguments."""
     if isinstance(value, str):
         yield value
-    for inner in value.items() if isinstance(value, dict) else ():
+    for inner in dict.items(value) if isinstance(value, dict) else ():
         yield from _texts(inner)
     for inner in value if isinstance(value, list | tuple) else ():
         yield from _texts(inner)

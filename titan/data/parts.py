@@ -6,6 +6,7 @@ copies the tokens of any shard together. Until the folder is complete, its subfo
 
     plan.json         the units
     7.train.bin       tokens of unit 7 for the split
+    7.unread          keys of the unit's rows that nothing read
     7.npy             pieces of unit 7. It is written last, so a unit that has it is complete
     train-00000.bin   a complete shard
 
@@ -15,6 +16,7 @@ do the same work. tools/prepare_hosts.py decides who does what.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections import deque
@@ -32,6 +34,7 @@ from titan.data import DataError, writer
 from titan.data.cache import exclusive
 from titan.data.shards import INDEX, PROGRESS, SPLITS, Index, Shard, temporary_name, write_index
 from titan.data.sources import Documents
+from titan.data.unread import Counts, total
 from titan.data.writer import Progress, TokenizationSpec
 from titan.untrusted import read_json
 
@@ -147,7 +150,7 @@ class Parts:
     def write_unit(self, number: int) -> Progress:
         """Tokenize a unit. Return what has been done."""
         begin, *after = (tuple(place) for place in self.plan.places[number : number + 2])
-        documents, progress, pieces = self.documents, Progress(), []
+        documents, progress, pieces, unread = self.documents, Progress(), [], []
 
         def read(*place: int) -> Iterator[Any]:
             # The place of the reader is that of the document that it has just yielded.
@@ -170,6 +173,10 @@ class Parts:
                     split, size = SPLITS.index(piece.split), len(one.tokens)
                     pieces.append((split, *piece.place, piece.last, size, one.num_bytes))
                     progress.tokens += size
+                    unread.append(one.unread)
+            stack.enter_context(_published(self.path(f"{number}.unread"))).write(
+                json.dumps(total(unread)).encode()
+            )
             np.save(table, np.array(pieces, _PIECE))
         progress.num_bytes = self.plan.sizes[number]
         return progress
@@ -182,6 +189,8 @@ class Parts:
             index.splits[split] = [shard for shard, _ in shards]
             for shard in index.splits[split]:
                 self.path(shard.file).replace(self.folder / shard.file)
+        units = range(len(self.plan.sizes))
+        index.unread = total(read_json(self.path(f"{unit}.unread"), Counts) for unit in units)
         write_index(self.folder / INDEX, index)
 
     def _shards(self, split: str) -> Iterator[tuple[Shard, list[tuple[int, int, int]]]]:

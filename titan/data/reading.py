@@ -27,6 +27,17 @@ from typing import Any, BinaryIO
 
 from titan.data import DataError, require
 from titan.data.files import ending_of
+from titan.data.rows import (
+    BESIDE,
+    SET_KEY,
+    LongText,
+    NoText,
+    field,
+    plain_text,
+    row_text,
+    without_nulls,
+)
+from titan.data.rows import conversation as conversation
 from titan.untrusted import Unpacked
 
 # Characters of a piece: small enough to hand to a worker, large enough that few tokens are near a cut.
@@ -39,27 +50,10 @@ _MAX_LINE_BYTES = 2**26  # longest line of JSON Lines
 # A longer line than the first number may have at most the second number of bytes outside of its texts.
 _LARGE_LINE_BYTES, _MAX_STRUCTURE_BYTES = 2**20, 2**20
 _BATCH_BYTES = 2**23  # bytes of Parquet rows read at once
-_SET_KEY = "set text_key; for titan prepare and tokenizer, --text-key"
-_NO_TEXT = {int: "a number", float: "a number", bool: "true or false"}
-_NO_TEXT |= {list: "a list", dict: "an object", bytes: "binary"}
 _UNREADABLE = (OSError, EOFError, zlib.error, UnicodeError, SyntaxError)
 
 
-@dataclass(frozen=True)
-class LongText:
-    """Document that is read in pieces. Each call of `read` starts at the beginning of the document."""
-
-    read: Callable[[], Iterator[str]]
-
-
 Document = str | LongText
-
-
-@dataclass(frozen=True)
-class Conversation(LongText):
-    """List of messages, as one piece of JSON. `where` is its file and line, for an error of the template."""
-
-    where: str
 
 
 def pieces(blocks: Iterable[str]) -> Iterator[str]:
@@ -303,97 +297,12 @@ def _lines(blocks: Iterable[str], file: Path) -> Iterator[str]:
         yield rest
 
 
-class NoText(DataError):
-    """Error about a row that has no text under a key.
-
-    Attributes:
-        message: the error message alone.
-        likely: name of the field that seems to contain the text, or "" if no field does.
-    """
-
-    def __init__(self, message: str, likely: str) -> None:
-        super().__init__(message)
-        self.message, self.likely = message, likely
-
-
-def field(row: Any, key: str, *, where: str) -> str:
-    """Return the text of a row's field.
-
-    Raises:
-        NoText: the row has no such field.
-        DataError: the field is not text.
-    """
-    if not isinstance(row, dict):
-        kind = "an array" if isinstance(row, list) else "one value"
-        raise NoText(
-            f"{where}: no text under '{key}': it is {kind}; JSON Lines has an object in each line, "
-            f'such as {{"{key}": "..."}}',
-            "",
-        )
-    fields: dict[str, Any] = row
-    if key not in fields:
-        names = sorted(fields)
-        listed = ", ".join(name[:40] for name in names[:10]) or "none"
-        more = f" and {len(names) - 10:,} more" if len(names) > 10 else ""
-        # The longest text is likely the document.
-        texts = {name: len(text) for name, text in fields.items() if isinstance(text, str)}
-        raise NoText(
-            f"{where}: no text under '{key}'; its fields are {listed}{more} ({_SET_KEY})",
-            max(texts, key=lambda name: texts[name], default=""),
-        )
-    return _text(fields[key], key, where=where)
-
-
-def messages_of(row: Any, key: str, *, where: str) -> list[dict[str, Any]]:
-    """Return the messages of a row's field. The error names the message that is wrong."""
-    messages = row.get(key) if isinstance(row, dict) else None
-    example = '{"role": "user", "content": "..."}'
-    if not isinstance(messages, list) or not messages:
-        listed = ", ".join(name[:40] for name in row) if isinstance(row, dict) else "none"
-        raise DataError(
-            f"{where}: no list of messages, such as {example}, under '{key}'; its fields are {listed} (set messages_key)"
-        )
-    for number, message in enumerate(messages, start=1):
-        role = message.get("role") if isinstance(message, dict) else None
-        if not isinstance(role, str) or not role:
-            raise DataError(f"{where}: message {number} has no role; write {example}")
-        content = message.get("content")
-        if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
-            raise DataError(f"{where}: message {number} has no text as content; write {example}")
-    # Drop nulls: a Parquet column has every field in each row.
-    return [{k: v for k, v in message.items() if v is not None} for message in messages]
-
-
-def conversation(row: Any, key: str, *, where: str) -> Conversation:
-    """Return the conversation of a row's field. At least one message must be an answer."""
-    messages = messages_of(row, key, where=where)
-    if all(message["role"] != "assistant" for message in messages):
-        raise DataError(f'{where}: no message has the role "assistant", whose text is learnt')
-    text = _text(json.dumps(messages, ensure_ascii=False), key, where=where)
-    # Replace the two characters that chat.py uses as marks around answers.
-    text = re.sub("[\ufdd0\ufdd1]", "\ufffd", text)
-    return Conversation(lambda: iter([text]), where)
-
-
-def _text(text: Any, key: str, *, where: str) -> str:
-    """Return the text of a field, or "" for null."""
-    if text is None:
-        return ""
-    if not isinstance(text, str):
-        kind = _NO_TEXT.get(type(text), type(text).__name__)
-        raise DataError(f"{where}: '{key}' is {kind}, not text ({_SET_KEY})")
-    # JSON can spell half a surrogate pair and UTF-8 cannot, so it becomes U+FFFD.
-    if re.search("[\ud800-\udfff]", text):
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
-
-
 def read_parquet(
     file: Path, meter: Meter, key: str, take: Callable[..., Document] | None = None
 ) -> Iterator[Document]:
     """Yield a document for each row: the text in column `key`, or the result of `take(row, key, where=...)`.
 
-    Reading begins at the row group of `meter`.
+    Reading begins at the row group of `meter`. A row for `take` has the columns of `BESIDE`, too.
     """
     with open_parquet(file) as table:
         names = table.schema_arrow.names
@@ -401,8 +310,10 @@ def read_parquet(
             listed = ", ".join(name[:40] for name in names[:20])
             kinds = zip(names, map(str, table.schema_arrow.types), strict=True)
             likely = next((name for name, kind in kinds if kind in ("string", "large_string")), "")
-            message = f"{file}: no column '{key}'; its columns are {listed} ({_SET_KEY})"
+            message = f"{file}: no column '{key}'; its columns are {listed} ({SET_KEY})"
             raise NoText(message, likely)
+        columns = [key, *(name for name in names if take and name in BESIDE)]
+        others = tuple(name for name in names if name not in columns)
         size, first = file.stat().st_size, meter.group
         rows = count(1 + sum(table.metadata.row_group(n).num_rows for n in range(first)))
         for number in range(first, table.num_row_groups):
@@ -412,14 +323,15 @@ def read_parquet(
             batches = table.iter_batches(
                 batch_size=rows_at_a_time(table.metadata.row_group(number), key),
                 row_groups=[number],
-                columns=[key],
+                columns=columns,
             )
             while (values := next_batch(batches, where=where)) is not None:
                 for value, row in zip(values, rows):  # noqa: B905 (rows has no end)
                     if take is None:
-                        yield _text(value, key, where=where)
+                        yield row_text(plain_text(value[key], key, where=where), others)
                     else:
-                        yield take({key: value}, key, where=f"{file}, row {row}")
+                        fields = without_nulls(value) | dict.fromkeys(others, True)
+                        yield take(fields, key, where=f"{file}, row {row}")
             meter.here = size * (number + 1) // table.num_row_groups
 
 
@@ -446,9 +358,9 @@ def rows_at_a_time(group: Any, key: str) -> int:
 
 
 def next_batch(batches: Iterator[Any], *, where: str) -> list[Any] | None:
-    """Return the texts of the next batch, or None after the last batch."""
+    """Return the rows of the next batch, or None after the last batch."""
     try:
         batch = next(batches, None)
-        return None if batch is None else batch.column(0).to_pylist()
+        return None if batch is None else batch.to_pylist(maps_as_pydicts="strict")
     except Exception as error:  # pyarrow raises many kinds of errors for corrupt pages
         raise _unreadable(where, error) from error

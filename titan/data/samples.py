@@ -28,6 +28,9 @@ from titan.data.sources import TextStream, open_documents
 from titan.data.special_tokens import SpecialTokens
 from titan.data.streams import StreamSamples
 from titan.data.tokenizer import Tokenizer
+from titan.data.tokenizer_base import text_fingerprint
+from titan.data.unread import unread_line
+from titan.data.writer import TokenizationSpec
 
 
 class SyntheticSamples(Source):
@@ -54,6 +57,7 @@ class BlendSamples(Samples):
         self, parts: Sequence[Source], *, weights: list[float], key: int, seq_len: int
     ) -> None:
         self._parts, self._key = parts, key
+        self.unread = [line for part in parts for line in part.unread]
         self.begin(DatasetPhase(first=0, tokens=[0] * len(parts), seq_len=seq_len, weights=weights))
         # Synthetic ids have no marks. All sources of text have the same marks.
         marks = [part.special_tokens for part in parts]
@@ -143,16 +147,19 @@ def _open_source(section: s.Section, number: int, options: SampleOptions) -> Sou
             "validation has no text: set data.validation_fraction (0.01 holds out every hundredth document) "
             "or validation.dataset"
         )
-    spec = options.spec
-    if getattr(section, "messages_key", ""):
-        spec = replace(spec, template=ChatTemplate.of(tokenizer))
+    spec = spec_of(section, options)
     if isinstance(section, s.HuggingFaceSource) and section.streaming:
         if data.packing == "best_fit":
             raise DataError(
                 f"data.packing = 'best_fit' packs finite text, and {section.path} is a stream; set streaming = false"
             )
         key = derive_key(key, "rank", options.rank, options.world)
-        depends_on = (repr(section), tokenizer.fingerprint, str(spec.special_tokens), seq_len)
+        depends_on = (
+            str(spec.special_tokens),
+            seq_len,
+            str(data.validation_fraction),
+            data.shuffle,
+        )
         return StreamSamples(
             TextStream(section, rank=options.rank, world=options.world),
             tokenizer=tokenizer,
@@ -161,7 +168,7 @@ def _open_source(section: s.Section, number: int, options: SampleOptions) -> Sou
             shuffle_buffer=section.shuffle_buffer if data.shuffle else 0,
             seed=key,
             keep=lambda text: spec.split_of(text) == options.split,
-            identity=derive_key(key, *depends_on, str(data.validation_fraction), data.shuffle),
+            identity=derive_key(key, repr(section), tokenizer.fingerprint, *depends_on),
         )
     # All other text is finite: one process tokenizes it, and all processes map its shards.
     documents = open_documents(section)
@@ -170,7 +177,20 @@ def _open_source(section: s.Section, number: int, options: SampleOptions) -> Sou
     return _shard_samples(shards, options, key=key, name=documents.name)
 
 
+def spec_of(section: s.Section, options: SampleOptions) -> TokenizationSpec:
+    """Return the settings by which the documents of a source become tokens."""
+    is_chat = bool(getattr(section, "messages_key", ""))
+    return replace(options.spec, template=ChatTemplate.of(options.tokenizer) if is_chat else None)
+
+
 def _shard_samples(shards: TokenShards, options: SampleOptions, **named: Any) -> ShardSamples:
+    samples = _cut_or_packed(shards, options, **named)
+    line = unread_line(shards.index.unread)
+    samples.unread = [f"{named['name']}: {line}"] if line else []
+    return samples
+
+
+def _cut_or_packed(shards: TokenShards, options: SampleOptions, **named: Any) -> ShardSamples:
     # Conversations are never cut.
     if options.data.packing == "cut" and not shards.index.kinds:
         return ShardSamples(shards, options, **named)
@@ -188,9 +208,11 @@ def _shard_samples(shards: TokenShards, options: SampleOptions, **named: Any) ->
 
 def _check_tokenizer(shards: TokenShards, tokenizer: Tokenizer) -> None:
     index = shards.index
-    if index.fingerprint != tokenizer.fingerprint:
+    marks = {index.bos_id, index.eos_id} <= {tokenizer.bos_id, tokenizer.eos_id, None}
+    expected = text_fingerprint(tokenizer, has_chats=index.kinds)
+    if index.fingerprint not in (expected, tokenizer.file_fingerprint) or not marks:
         raise DataError(
             f"'{shards.folder}' was tokenized with another tokenizer ({index.tokenizer}, {index.vocab_size} ids, "
             f"{index.fingerprint}) than this job's ({tokenizer.kind}, {tokenizer.vocab_size} ids, "
-            f"{tokenizer.fingerprint}); set [tokenizer] to that one or run `titan prepare` again"
+            f"{expected}), or with other begin and end tokens; set [tokenizer] to that one or run `titan prepare` again"
         )

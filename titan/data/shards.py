@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import (
@@ -25,6 +26,7 @@ from pydantic import (
 
 from titan.data import DataError
 from titan.data.special_tokens import SpecialTokens, without_kind
+from titan.data.unread import Counts
 from titan.untrusted import InputError, read_json
 
 FORMAT = "titan-shards-1"
@@ -43,6 +45,7 @@ class Shard(BaseModel):
         bytes: bytes of text that the tokens stand for.
         documents_read: documents of the source, of all splits, that had been read when the file was closed.
         pieces_read: pieces (reading.py) of the next document that had been read by then.
+        unread: keys of its rows that nothing read.
     """
 
     file: Annotated[str, Field(pattern=r"^[a-z]+-[0-9]+\.bin$")]
@@ -51,6 +54,7 @@ class Shard(BaseModel):
     bytes: NonNegativeInt = 0
     documents_read: NonNegativeInt = 0
     pieces_read: NonNegativeInt = 0
+    unread: Counts = {}
 
 
 class Index(BaseModel):
@@ -74,6 +78,8 @@ class Index(BaseModel):
     kinds: bool = False
     """Whether ids have kinds, as the ids of conversations do (special_tokens.py)."""
     splits: dict[str, list[Shard]]
+    unread: Counts = {}
+    """Keys of rows and messages that nothing read, over all shards."""
     open: dict[str, Shard] = {}
     place: list[NonNegativeInt] = []
 
@@ -92,6 +98,23 @@ class Index(BaseModel):
     def total(self, split: str, field: str = "tokens") -> int:
         """Return the sum of a field over the shards of a split."""
         return sum(getattr(shard, field) for shard in self.splits[split])
+
+
+@dataclass
+class Progress:
+    """Work done so far, for the display.
+
+    Attributes:
+        documents: documents read.
+        num_bytes: bytes of the files read, as `Documents.position` counts them.
+        tokens: tokens written.
+    """
+
+    documents: int = 0
+    num_bytes: int = 0
+    tokens: int = 0
+    bytes_before: int = 0
+    """Bytes that earlier runs have read, and that this run skips."""
 
 
 def token_dtype(vocab_size: int, *, kinds: bool = False) -> np.dtype:
@@ -113,7 +136,9 @@ def write_index(file: Path, index: BaseModel) -> None:
     """Write an index (or a plan of parts.py) so that a reader sees the old content or the new content, even after a crash."""
     temporary = temporary_name(file)
     with temporary.open("w", encoding="utf-8") as opened:
-        left_out = {"open", "place"} if file.name == INDEX else None
+        of_shards = {split: {"__all__": {"unread"}} for split in SPLITS}
+        left_out: Any = {"open": True, "place": True, "splits": of_shards}
+        left_out = left_out if file.name == INDEX else None
         opened.write(index.model_dump_json(indent=1, exclude=left_out))
         opened.flush()
         os.fsync(opened.fileno())
@@ -138,6 +163,15 @@ def read_index(file: Path) -> Index:
         return read_json(file, Index, limit=_MAX_INDEX_BYTES, values=_MAX_INDEX_VALUES)
     except InputError as error:
         raise DataError(f"{error}; prepare the folder again with this version of titan") from error
+
+
+def require_key(found: str, key: str, folder: Path) -> None:
+    """Check that a folder has been written from the same text, with the same options."""
+    if found != key:
+        raise DataError(
+            f"'{folder}' holds shards of other text, another tokenizer or other options; "
+            "choose another folder or delete this one"
+        )
 
 
 class TokenShards:

@@ -29,10 +29,7 @@ from titan.data import DataError, files, require
 from titan.data.reading import (
     Document,
     Meter,
-    NoText,
     Reader,
-    conversation,
-    field,
     open_parquet,
     pieces_of,
     read_csv,
@@ -42,6 +39,7 @@ from titan.data.reading import (
     read_python,
     read_text,
 )
+from titan.data.rows import NoText, conversation, field
 
 # Folders without text about the library, or that some Pythons lack: tests, applications, tables of character codes.
 _STDLIB_SKIPPED = {

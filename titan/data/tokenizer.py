@@ -57,7 +57,7 @@ class TiktokenTokenizer(Tokenizer):
         self.bos_id = self.eos_id = None
         self.token_texts, self.begin_ids, self.end_ids = {}, [], set()
         self.name_tokens(**{which: name for which, name in _MARKS.items() if name in specials})
-        self.fingerprint = fingerprint(kind, source, pattern, *specials)
+        self.file_fingerprint = fingerprint(kind, source, pattern, *specials)
         self._encoding = tiktoken.Encoding(
             kind, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special_ids
         )
@@ -101,16 +101,12 @@ class HuggingFaceTokenizer(Tokenizer):
             raise DataError(f"tokenizer {path}: {why}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        beside.add_tokens(self._tokenizer, path)
         self._tokenizer.encode_special_tokens = True  # encode their text like any other
         vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self._names = {token: name for name, token in vocab.items()}
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = {t.content: number for number, t in sorted(added.items()) if t.special}
-        # Some models name special tokens only in a file beside the tokenizer.
-        for token, number in beside.added_beside(path.parent):
-            if token not in vocab and number not in self._names:
-                vocab[token], self._names[number] = number, token
-                self.special_ids[token] = number
         decoder = self._tokenizer.decoder
         # A byte-level tokenizer spells bytes as printable characters, which _BYTE_OF_CHAR undoes.
         self._byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
@@ -134,7 +130,8 @@ class HuggingFaceTokenizer(Tokenizer):
             for which, number in (("bos", self.bos_id), ("eos", self.eos_id))
             if number in self._names
         } | beside.token_texts(path.parent)
-        self.fingerprint = fingerprint(self.kind, content, self.bos_id, self.eos_id)
+        self.file_fingerprint = fingerprint(self.kind, content, self.bos_id, self.eos_id)
+        self.unread = beside.unread_beside(path.parent)
         self.file = path
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -192,8 +189,9 @@ class HuggingFaceTokenizer(Tokenizer):
     def _recognising(self) -> Any:
         """Return a copy of the tokenizer that encodes the text of a special token as that token."""
         twin = type(self._tokenizer).from_str(self._tokenizer.to_str())
-        # Add tokens that are special only by a file beside the tokenizer, or by the job.
-        twin.add_special_tokens([n for n in self.special_ids if twin.token_to_id(n) is not None])
+        # Add tokens that are special only by the job. The others have flags of their own.
+        added = {t.content for t in twin.get_added_tokens_decoder().values() if t.special}
+        twin.add_special_tokens([n for n in self.special_ids if n not in added])
         return twin
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -24,6 +24,14 @@ LOSSY = (
 _SAMPLE = "The cat,  2 cats;\n\tif x == 1:\n    naïve ﬁne Straße 日本語 \U0001f600 don't. "
 
 
+# A text of what patterns of tokenizers cut in their own ways: digits, capitals, white space, marks, scripts.
+_HARD = (
+    "1 22 333 4444 1234567890 3.14 1,000 ½ ² Ⅷ ٣٤ DON'T we'Ve I'M they'll camelCase HTTPServer snake_case a--b ...!? \r\n\n  \t x   "
+    "\n\n\n  e\u0301 é \uff21\uff22 ﬁ ß İ ǆ हिन्दी ไทย עברית العربية 한국어 かな漢字。 \U0001f469\u200d\U0001f467 🇳🇴 \u200b\u00a0\ufeff <|x|> </s> [INST] <0x41> ▁x Ġy "
+)
+_MOST_ASKED, _LAST_ASKED = 8192, 1024  # tokens of the vocabulary
+
+
 class Tokenizer(ABC):
     """Tokenizer of text.
 
@@ -50,8 +58,10 @@ class Tokenizer(ABC):
     """File that the tokenizer was read from, or None for the embedded tokenizer."""
     chat_template: str = ""
     """Jinja text that turns conversations into text (chat.py). Empty if there is none."""
-    fingerprint: str
-    """Hash that changes whenever the same text could become other ids. It is part of every cache key."""
+    unread: Sequence[str] = ()
+    """A line for each file with keys that nothing read."""
+    file_fingerprint: str = ""
+    """Hash of the file and of the begin and end ids, which older versions kept in place of `fingerprint`."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -123,6 +133,18 @@ class Tokenizer(ABC):
         return fingerprint(*texts, self.encode(_SAMPLE))
 
     @cached_property
+    def fingerprint(self) -> str:
+        """Return a hash of the ids that texts become. It is part of every cache key.
+
+        It is equal for one tokenizer in another file format, or in a file that was saved again. So it asks for the ids of a text
+        with all that tokenizers cut or change in their own ways, and of tokens from the whole vocabulary, one after another.
+        """
+        pieces = [self.token_bytes(token) for token in range(self.vocab_size)]
+        known = [piece.decode("utf-8", "ignore") for piece in pieces]
+        chosen = known[:: max(1, len(known) // _MOST_ASKED)] + known[-_LAST_ASKED:]
+        return fingerprint(self.identity, *self.encode(_HARD), *self.encode(" ".join(chosen)))
+
+    @cached_property
     def keeps_bytes(self) -> bool:
         """Return whether the tokens of a text have as many bytes as the text, not counting a space put before it."""
         num_bytes = sum(len(self.token_bytes(token)) for token in self.encode(_SAMPLE))
@@ -135,6 +157,12 @@ class Tokenizer(ABC):
         import numpy as np
 
         return np.array([len(self.token_bytes(t)) for t in range(self.vocab_size)], dtype=np.int64)
+
+
+def text_fingerprint(tokenizer: Tokenizer, *, has_chats: bool) -> str:
+    """Return the hash of the ids that documents become, and in conversations of the special tokens, too."""
+    ids = tokenizer.fingerprint
+    return fingerprint(ids, sorted(tokenizer.special_ids.items())) if has_chats else ids
 
 
 def fingerprint(*parts: object) -> str:

@@ -27,6 +27,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -41,8 +42,10 @@ from titan.data.shards import (
     PROGRESS,
     SPLITS,
     Index,
+    Progress,
     Shard,
     read_index,
+    require_key,
     token_dtype,
     unfinished_name,
     write_index,
@@ -50,6 +53,8 @@ from titan.data.shards import (
 from titan.data.sources import Documents, in_validation
 from titan.data.special_tokens import SpecialTokens
 from titan.data.tokenizer import Tokenizer
+from titan.data.tokenizer_base import text_fingerprint
+from titan.data.unread import Counts, count, total
 
 logger = logging.getLogger(__name__)
 
@@ -84,29 +89,13 @@ class TokenizationSpec:
         parts = [
             FORMAT,
             documents.identity,
-            self.tokenizer.fingerprint,
+            text_fingerprint(self.tokenizer, has_chats=self.template is not None),
             asdict(self.special_tokens),
-            *([self.template.source] if self.template else []),
+            # Since rows have tools and weights, too.
+            *([self.template.source, 2] if self.template else []),
         ]
         text = json.dumps([*parts, self.validation_fraction, shard_tokens], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-@dataclass
-class Progress:
-    """Work done so far, for the display.
-
-    Attributes:
-        documents: documents read.
-        num_bytes: bytes of the files read, as `Documents.position` counts them.
-        tokens: tokens written.
-    """
-
-    documents: int = 0
-    num_bytes: int = 0
-    tokens: int = 0
-    bytes_before: int = 0
-    """Bytes that earlier runs have read, and that this run skips."""
 
 
 class _Piece(NamedTuple):
@@ -118,6 +107,7 @@ class _Piece(NamedTuple):
     text: str
     last: bool
     where: str = ""
+    unread: tuple[str, ...] | None = None  # keys of its row; None if the document is no row
 
     @property
     def place(self) -> ReadPosition:
@@ -129,6 +119,7 @@ class _Encoded(NamedTuple):
 
     tokens: np.ndarray
     num_bytes: int
+    unread: Counts
 
 
 class _SplitWriter:
@@ -163,6 +154,7 @@ class _SplitWriter:
         self._shard.tokens += len(tokens)
         self._shard.documents += piece.last
         self._shard.bytes += encoded.num_bytes
+        self._shard.unread = total([self._shard.unread, encoded.unread])
         return full
 
     def close(self, read: ReadPosition) -> None:
@@ -241,6 +233,7 @@ def write_shards(
         report(progress)
     for writer in writers.values():
         writer.close((progress.documents, 0))
+    index.unread = total(shard.unread for shards in index.splits.values() for shard in shards)
     # Only now is the folder complete.
     write_index(folder / INDEX, index)
     (folder / PROGRESS).unlink(missing_ok=True)
@@ -265,21 +258,12 @@ def open_index(folder: Path, *, key: str, spec: TokenizationSpec) -> Index:
     return Index(
         key=key,
         tokenizer=spec.tokenizer.kind,
-        fingerprint=spec.tokenizer.fingerprint,
+        fingerprint=text_fingerprint(spec.tokenizer, has_chats=spec.template is not None),
         vocab_size=spec.tokenizer.vocab_size,
         kinds=spec.template is not None,
         **asdict(spec.special_tokens),
         splits={split: [] for split in SPLITS},
     )
-
-
-def require_key(found: str, key: str, folder: Path) -> None:
-    """Check that a folder has been written from the same text, with the same options."""
-    if found != key:
-        raise DataError(
-            f"'{folder}' holds shards of other text, another tokenizer or other options; "
-            "choose another folder or delete this one"
-        )
 
 
 def read_chunks(
@@ -320,27 +304,40 @@ def read_chunks(
 def _pieces(document: Document, *, number: int, split: str) -> Iterator[_Piece]:
     texts = pieces_of(document)
     text, index = next(texts, None), 0
+    unread = getattr(document, "unread", None)
     while text is not None:
         # Look one piece ahead: the end token follows the last piece.
         following = next(texts, None)
         where = getattr(document, "where", "")
-        yield _Piece(number, index, split, text, last=following is None, where=where)
-        text, index = following, index + 1
+        yield _Piece(number, index, split, text, following is None, where, unread)
+        text, index, unread = following, index + 1, None
 
 
 def encode_documents(chunk: list[_Piece], spec: TokenizationSpec) -> list[_Encoded]:
     """Encode pieces of documents."""
     encoded = []
     for piece in chunk:
+        unread, keys = Counts(), [*(piece.unread or ())]
         if spec.template is not None:
-            framed: Any = spec.template.encode(json.loads(piece.text), where=piece.where)
+            chat = json.loads(piece.text)
+            keys += spec.template.unread_beside(chat)
+            framed: Any = spec.template.encode(chat, where=piece.where, unread=unread)
         else:
             encode = spec.tokenizer.encode_rest if piece.index else spec.tokenizer.encode
             ids = encode(piece.text)
             framed = spec.special_tokens.wrap(ids, first=piece.index == 0, last=piece.last)
+        if piece.unread is not None:
+            count(unread, "rows", keys)
         # The bytes of text give the compression of a shard.
-        encoded.append(_Encoded(np.array(framed, spec.dtype), len(piece.text.encode())))
+        encoded.append(_Encoded(np.array(framed, spec.dtype), len(piece.text.encode()), unread))
     return encoded
+
+
+def unread_of(documents: Documents, spec: TokenizationSpec, *, count: int) -> Counts:
+    """Return the counts of the first documents, which are encoded as all others."""
+    first = islice(documents.read(), count)
+    pieces = [next(_pieces(document, number=0, split=SPLITS[0])) for document in first]
+    return total(encoded.unread for encoded in encode_documents(pieces, spec))
 
 
 def _encode_all(

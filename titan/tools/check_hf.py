@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.checkpoint import CheckpointError
+from titan.checkpoint.hf_model import hooks_of, unread_keys
 from titan.checkpoint.huggingface import (
     CONFIG,
     INDEX,
@@ -69,12 +70,16 @@ def describe(path: Path) -> dict[str, Any]:
         raise InputError(f"{file}: {reasons}") from error
     if not 0 < sizes.num_params < _MAX_PARAMS:
         raise InputError(f"{file}: means {sizes.num_params:.3g} parameters, which no model has")
-    loads, problems, folder = None, [], str(file.parent)
-    has_tokenizer = bool(tokenizer_files(folder))
+    loads, problems, where = None, [], str(file.parent)
+    hooks: Any = hooks_of(name)
+    unread = unread_keys(file, hf, hooks, sizes)
+    has_tokenizer = bool(tokenizer_files(where))
     if file.name == CONFIG and (is_there(file.parent / INDEX) or is_there(file.parent / SINGLE)):
         problems = _problems(file.parent, name, sizes)
         with suppress(InputError):  # a tokenizer that titan cannot read
-            tokens = tokenizer_named(folder).vocab_size if has_tokenizer else 0
+            tokenizer = tokenizer_named(where if has_tokenizer else "bytes")
+            tokens = tokenizer.vocab_size if has_tokenizer else 0
+            unread += tokenizer.unread
             if tokens > sizes.vocab_size:
                 problems.append(
                     f"its tokenizer has {tokens:,} tokens, and the model {sizes.vocab_size:,}"
@@ -85,9 +90,10 @@ def describe(path: Path) -> dict[str, Any]:
         "parameters": sizes.num_params,
         "active_parameters": getattr(sizes, "num_active_params", sizes.num_params),
         "family": keys,
-        "tokenizer": {"path": folder} if has_tokenizer else {},
+        "tokenizer": {"path": where} if has_tokenizer else {},
         "loads": loads,
         "problems": problems,
+        "unread": unread,
     }
 
 
@@ -134,3 +140,4 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "loads", verdicts[facts["loads"]]
     more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
     yield from [("", line) for line in [*problems[:_SHOWN], *more]]
+    yield from [("note", line) for line in facts["unread"]]

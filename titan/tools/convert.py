@@ -87,8 +87,10 @@ def from_hf(source: Path, output: Path, *, mtp: bool = False) -> list[str]:
     # A run's own writer, so that step 0 is a checkpoint like any other.
     manager = checkpoints.CheckpointManager(CheckpointSection(), run_dir=output)
     metadata = {"format": 1, "step": 0, "tokens": 0, "data": {}, "model_only": True}
+    unread: Sequence[str] = ()
     if assets:  # raises an error for an unusable tokenizer
-        metadata["text"] = {"tokenizer": tokenizer_facts(tokenizer_named(str(source)))}
+        tokenizer = tokenizer_named(str(source))
+        metadata["text"], unread = {"tokenizer": tokenizer_facts(tokenizer)}, tokenizer.unread
     with ExitStack() as stack:
         from safetensors import safe_open
 
@@ -127,6 +129,7 @@ def from_hf(source: Path, output: Path, *, mtp: bool = False) -> list[str]:
     return [
         f"{step}: {name} {keys.get('flavor', source.name)}, {sizes.num_params:,} parameters",
         *left_out_messages(folder, model),
+        *unread,
         f"train it: titan train JOB.toml {output / 'config.toml'}",
     ]
 

@@ -35,7 +35,8 @@ from titan.config.task import predicts_tokens
 from titan.data import DataError
 from titan.data.chat import ChatTemplate, answer_ends
 from titan.data.files import is_jsonl
-from titan.data.reading import messages_of, read_row
+from titan.data.reading import read_row
+from titan.data.rows import Chat, chat_of
 from titan.data.special_tokens import begin_ids, start_ids
 from titan.data.tokenizer import Tokenizer
 from titan.generation import Generator, streamed
@@ -177,9 +178,10 @@ class Answers:
             )
         return _Prompt(ids, {"prompt": text})
 
-    def of_messages(self, messages: list[dict[str, Any]], *, where: str) -> _Prompt:
+    def of_messages(self, chat: Chat, *, where: str) -> _Prompt:
         """Encode a conversation to answer."""
-        return _Prompt(self.template.prompt(messages, where=where), {"messages": messages})
+        given = {"messages": chat} if isinstance(chat, list) else chat
+        return _Prompt(self.template.prompt(chat, where=where), given)
 
     @property
     def stopping(self) -> Generator:
@@ -267,8 +269,8 @@ def read_prompts(file: Path, answers: Answers) -> list[_Prompt]:
                 f'{where}: has no text under "prompt", and no list of messages under "messages"'
             )
         else:
-            messages = messages_of(row, "messages", where=where)
-            prompts.append(answers.of_messages(messages, where=where))
+            chat = chat_of(row, "messages", where=where)
+            prompts.append(answers.of_messages(chat, where=where))
     if not prompts:
         raise DataError(f"{file}: holds no prompts; write one in each line")
     return prompts

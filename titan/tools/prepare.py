@@ -29,6 +29,7 @@ from titan.data.shards import Index
 from titan.data.sources import Documents, open_all, resolve_sources, source_of_path
 from titan.data.special_tokens import SpecialTokens
 from titan.data.tokenizer import tokenizer_named
+from titan.data.unread import unread_line
 from titan.data.writer import TokenizationSpec, write_shards
 from titan.tools.prepare_hosts import on_ray, run_here, write_array
 from titan.untrusted import InputError
@@ -81,7 +82,7 @@ def _open(arguments: argparse.Namespace) -> Documents:
     return open_all([section])
 
 
-def _summary(folder: Path, index: Index) -> str:
+def _summary(folder: Path, index: Index, unread: list[str]) -> str:
     lines = [f"{folder}: {index.tokenizer} tokenizer, {index.vocab_size} ids, {index.dtype}"]
     for split, shards in index.splits.items():
         if shards:
@@ -90,6 +91,7 @@ def _summary(folder: Path, index: Index) -> str:
                 f"  {split}: {tokens:,} tokens, {index.total(split, 'documents'):,} documents, "
                 f"{len(shards)} shards, {num_bytes / tokens:.2f} bytes/token"
             )
+    lines += [f"  {line}" for line in (unread_line(index.unread),) if line] + unread
     lines += [
         "to train on it:",
         "  [training]",
@@ -135,7 +137,7 @@ def _prepare(arguments: argparse.Namespace, words: list[str]) -> str:
         shutil.rmtree(folder / "parts", ignore_errors=True)  # of --engine, which began the folder
     if not index.splits["train"]:
         raise DataError(f"{documents.name} holds no documents to train on")
-    return _summary(folder, index)
+    return _summary(folder, index, [f"  {line}" for line in tokenizer.unread])
 
 
 def _on_hosts(parts: Parts, arguments: argparse.Namespace, words: list[str]) -> Index | str:

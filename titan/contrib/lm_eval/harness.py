@@ -9,7 +9,6 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 from lm_eval import simple_evaluate, tasks  # pyright: ignore[reportAttributeAccessIssue] # takes this folder for it
@@ -111,14 +110,10 @@ class TitanLM(LM):
         """
         tokenizer = self.scorer.tokenizer
         names = {number: name for name, number in tokenizer.special_ids.items()}
-        wanted = [stop for stop in stops if any(name in stop for name in names.values())]
-        first = next((n for n, token in enumerate(tokens) if token in names), len(tokens))
-        for end in range(first + 1, len(tokens) + 1) if wanted else ():
-            runs = groupby(tokens[:end], key=names.__contains__)
-            written = "".join(
-                "".join(map(names.__getitem__, run)) if special else tokenizer.decode([*run])
-                for special, run in runs
-            )
+        wanted = [stop.encode() for stop in stops if any(n in stop for n in names.values())]
+        written = b""
+        for end, token in enumerate(tokens if wanted else (), start=1):
+            written += names[token].encode() if token in names else tokenizer.token_bytes(token)
             if any(stop in written for stop in wanted):
                 return end
         return None
