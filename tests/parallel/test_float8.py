@@ -73,7 +73,10 @@ def job(recipe: str, degrees: dict[str, int], **sections: Any) -> JobConfig:
         "training": {"mixed_precision_param": "float32", "local_batch_size": GLOBAL_BATCH // dp},
         "lr_scheduler": {"warmup_steps": 2},
         "optimizer": {"lr": 1e-3, "eps": 1e-6},
-        "parallelism": {"pipeline_parallel_degree": degrees.get("pp", 1)},
+        "parallelism": {
+            "pipeline_parallel_degree": degrees.get("pp", 1),
+            "tensor_parallel_degree": degrees.get("tp", 1),
+        },
     }
     if recipe:
         data["model"]["converters"] = [f"quantize.linear.{name}"]

@@ -79,7 +79,8 @@ def trace_ranks(
 def on_cpu(*_: Any) -> None:
     """Declare a CPU's kernels in place of an H100's (`prepare` of a recording): torch decomposes more operations there, among
     them RMSNorm, and has one fused attention. Such a recording is compared with a real run on a CPU."""
-    device._library.pop()._destroy()
+    while device._library:
+        device._library.pop()._destroy()
     documents.flex_attention = _flex_attention
     library = torch.library.Library("aten", "IMPL")
     device._library.append(library)
