@@ -502,7 +502,10 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: change_config(f, rope_parameters={"rope_type": "yarn", "factor": 4.0}),
         "rope_scaling is {'rope_type': 'yarn', 'factor': 4.0, 'rope_theta'",
     ),
-    "no size": (lambda f: change_config(f, hidden_size=...), "config.json: hidden_size is missing"),
+    "no size": (
+        lambda f: change_config(f, hidden_size=...),
+        "config.json: means 7.99e+06 parameters",
+    ),
     "odd size": (lambda f: change_config(f, hidden_size="64"), "hidden_size is '64', which"),
     "missing tensor": (
         lambda f: change_tensor(f, NORM, None),

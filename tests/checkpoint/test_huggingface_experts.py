@@ -264,7 +264,10 @@ def test_released_fp8_weights_and_their_extra_layer(
     (source / "config.json").write_text(json.dumps(hf | {"num_nextn_predict_layers": 1}))
     save_file({"model.layers.2.eh_proj.weight": torch.ones(2, 2)}, source / "mtp.safetensors")
     index = json.loads((source / huggingface.INDEX).read_text())
-    index["weight_map"]["model.layers.2.eh_proj.weight"] = "mtp.safetensors"
+    # A folder with an index has no model.safetensors, which would come first.
+    (source / "model.safetensors").rename(source / "model-1.safetensors")
+    files = dict.fromkeys(index["weight_map"], "model-1.safetensors")
+    index["weight_map"] = files | {"model.layers.2.eh_proj.weight": "mtp.safetensors"}
     (source / huggingface.INDEX).write_text(json.dumps(index))
 
     assert convert.main(["from-hf", str(source), str(tmp_path / "there")]) == 0
