@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan.async_scalars import AsyncScalars
-from titan.optim.clipping import local_gradient, local_sum_of_squares
+from titan.optim.clipping import local_gradients, local_sum_of_squares, sharding_groups
 from titan.parallel.init_weights import canonical_name
 
 
@@ -72,20 +72,20 @@ class LayerNorms:
         )
         device = torch.device("cpu")
         for name, parameter in self.parameters:
-            # A frozen parameter, or a parameter that this stage does not use.
-            if parameter.grad is None:
+            if not parameter.requires_grad:
                 continue
-            grad, groups = local_gradient(parameter)
+            # All ranks take part in the all-reduces below, with a gradient or without.
+            of_groups = locals_by_groups[sharding_groups(parameter)]
+            of_groups[0, index[name]] += local_gradients([parameter])
             weight = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            locals_by_groups[groups][0, index[name]].append(grad)
-            locals_by_groups[groups][1, index[name]].append(weight)
-            device = grad.device
+            of_groups[1, index[name]].append(weight)
+            device = weight.device
         total = torch.zeros(2, len(self.names), device=device)
         for groups, tensors in locals_by_groups.items():
             # One row for gradients and one for weights, so that both share an all-reduce.
             squares = torch.zeros_like(total)
             for at, parts in tensors.items():
-                squares[at] = local_sum_of_squares(parts)
+                squares[at] = local_sum_of_squares(parts, device=device)
             for group in groups:
                 dist.all_reduce(squares, group=group)
             total += squares

@@ -1,7 +1,8 @@
 """Gradient clipping by the global norm, for plain tensors and DTensors in any mix.
 
 A gradient's squared norm is the sum over its shards: each rank sums its own shards' squares, and one all-reduce
-for each set of mesh axes over which gradients are sharded adds them up. Replicated gradients count once.
+for each set of mesh axes over which gradients are sharded adds them up. Replicated gradients count once. A missing gradient counts 0,
+as that of experts without tokens on one rank: which all-reduces run depends on the parameters, which are the same on all ranks.
 (torch.nn.utils.clip_grad_norm_ takes gradients of one kind and one mesh only.)
 """
 
@@ -49,12 +50,12 @@ def clip_gradients(
     if max_norm < 0:
         raise ValueError(f"max_norm is {max_norm}: must be positive, or 0 for no clipping")
     parameters = list(parameters)
-    locals_by_axes: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            grad, groups = local_gradient(parameter)
-            locals_by_axes[groups].append(grad)
-    squares = {k: local_sum_of_squares(v) for k, v in locals_by_axes.items()}
+    trained = trained_by_groups(parameters)
+    grads = {groups: local_gradients(of_groups) for groups, of_groups in trained.items()}
+    squares = {
+        groups: local_sum_of_squares(grads[groups], device=of_groups[0].device)
+        for groups, of_groups in trained.items()
+    }
     # A stage without trained parameters takes part in the all-reduce below with a 0.
     if stages is not None and not squares:
         squares[()] = torch.zeros((), device=parameters[0].device)
@@ -70,8 +71,8 @@ def clip_gradients(
     if not max_norm:
         return norm
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for grads in locals_by_axes.values():
-        torch._foreach_mul_(grads, scale)
+    for of_groups in filter(None, grads.values()):
+        torch._foreach_mul_(of_groups, scale)
     return norm
 
 
@@ -81,15 +82,17 @@ def reduce_squares(local_by_groups: dict[tuple[dist.ProcessGroup, ...], Tensor])
     Args:
         local_by_groups: Local sums, by the process groups over which each must be summed.
     """
-    assert local_by_groups, "no parameter has a gradient"
+    assert local_by_groups, "no parameter is trained"
     for groups, square in local_by_groups.items():
         for group in groups:
             dist.all_reduce(square, group=group)
     return torch.stack(list(local_by_groups.values())).sum()
 
 
-def local_sum_of_squares(grads: list[Tensor]) -> Tensor:
-    """Return the sum of squares of this rank's shards, in fp32."""
+def local_sum_of_squares(grads: list[Tensor], *, device: torch.device | None = None) -> Tensor:
+    """Return the sum of squares of this rank's shards, in fp32. Without any, it is 0 on `device`."""
+    if not grads:
+        return torch.zeros((), device=device)
     if grads[0].device.type == "cpu":
         # torch's norm kernel on a CPU adds elements one by one: off by 1e-5 at a million elements. sum() adds pairwise. Small
         # gradients are joined, since in a small model a call costs more than its work.
@@ -100,22 +103,39 @@ def local_sum_of_squares(grads: list[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).square().sum()
 
 
-def local_gradient(parameter: Tensor) -> tuple[Tensor, tuple[dist.ProcessGroup, ...]]:
-    """Return this rank's shard of a gradient, laid out like the parameter, and the groups over which it is sharded."""
+def trained_by_groups(
+    parameters: Iterable[Tensor],
+) -> dict[tuple[dist.ProcessGroup, ...], list[Tensor]]:
+    """Return the trained parameters by the groups over which each is sharded, with a gradient or without."""
+    found: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.requires_grad or parameter.grad is not None:
+            found[sharding_groups(parameter)].append(parameter)
+    return found
+
+
+def sharding_groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """Return one group for each axis that shards a parameter. The sum over all these axes is the sum over its shards."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    mesh, places = parameter.device_mesh, enumerate(parameter.placements)
+    return tuple(mesh.get_group(axis) for axis, place in places if not isinstance(place, Replicate))
+
+
+def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return this rank's shards of the gradients that exist."""
+    return [local_gradient(p) for p in parameters if p.grad is not None]
+
+
+def local_gradient(parameter: Tensor) -> Tensor:
+    """Return this rank's shard of a gradient, laid out like the parameter."""
     grad = parameter.grad
     assert grad is not None
     if not isinstance(grad, DTensor):
-        return grad, ()
+        return grad
     assert isinstance(parameter, DTensor)
     if grad.placements != parameter.placements:
         # Tensor parallelism leaves some gradients as partial sums.
         grad = grad.redistribute(placements=parameter.placements)
         parameter.grad = grad
-    mesh = grad.device_mesh
-    # One group for each axis that shards the gradient. The sum over all these axes is the sum over its shards.
-    groups = tuple(
-        mesh.get_group(axis)
-        for axis, place in enumerate(grad.placements)
-        if not isinstance(place, Replicate)
-    )
-    return grad.to_local(), groups
+    return grad.to_local()

@@ -17,7 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .clipping import local_gradient, local_sum_of_squares, reduce_squares
+from .clipping import (
+    local_gradient,
+    local_sum_of_squares,
+    reduce_squares,
+    sharding_groups,
+    trained_by_groups,
+)
 
 
 class OptimizerInBackward:
@@ -41,8 +47,8 @@ class OptimizerInBackward:
         if not self.active:
             return
         # Recorded before the gradient is freed below.
-        grad, groups = local_gradient(parameter)
-        self._squares[groups].append(local_sum_of_squares([grad]))
+        square = local_sum_of_squares([local_gradient(parameter)])
+        self._squares[sharding_groups(parameter)].append(square)
         # The optimizer sees one group of one parameter for a moment.
         all_groups = self.optimizer.param_groups
         self.optimizer.param_groups = [{**group, "params": [parameter]}]
@@ -55,14 +61,17 @@ class OptimizerInBackward:
     def finish(self) -> Tensor:
         """Return the global gradient norm of the step that ended, as `clip_gradients` does. 0: no gradient was used."""
         # Parameters that the last micro-batch did not reach still have gradients, which are applied now.
+        everything = []
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
+                everything.append(parameter)
                 if parameter.grad is not None:
                     self._update(group, parameter)
         self.active = False  # a backward pass between steps updates nothing
-        if not self._squares:
-            return torch.zeros(())
-        # Squares of parameters with one layout are reduced over the same groups, together.
-        squares = {groups: torch.stack(parts).sum() for groups, parts in self._squares.items()}
+        # Squares of parameters with one layout are reduced over the same groups, together, even if this rank has no gradients.
+        squares = {}
+        for groups, of_groups in trained_by_groups(everything).items():
+            none = torch.zeros((), device=of_groups[0].device)
+            squares[groups] = torch.stack([none, *self._squares[groups]]).sum()
         self._squares.clear()
         return reduce_squares(squares).sqrt()
