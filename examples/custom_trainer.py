@@ -97,7 +97,7 @@ def build(
     if tp > 1:
         heads = dim // 16
         apply_tp(model, mesh=mesh["tp"], plan=PLAN, num_kv_heads=heads, loss_parallel=False)
-    apply_fsdp(model, mesh=mesh["dp_shard"], blocks=model.blocks)
+    apply_fsdp(model, mesh=mesh["dp_shard"], blocks=model.blocks, gradients="sum")
     materialize(model, device=device)
     initialize(model, seed=0, std_of=lambda name: None if "norm" in name else 0.05)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -98,6 +98,7 @@ def build(
         blocks=model.model.layers,
         first=[model.model.embed_tokens],
         last=[model.model.norm, model.lm_head],
+        gradients="sum",
     )
     parallel.materialize(model, device=device, fill_buffers=model._init_weights)
     parallel.initialize(model, seed=0, std_of=lambda name: None if "norm" in name else 0.02)

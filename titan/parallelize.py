@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from titan.config.model import frozen_names
 from titan.config.schema import (
@@ -110,15 +111,18 @@ def parallelize(
         )
         share_document_mask(model, partial(make, form=form))
     _lay_out_experts(model, job, mesh=mesh, sparse_mesh=sparse_mesh)
+    # What follows leaves out pipeline stages that have nothing for it: without experts, without blocks, or with one block.
     if techniques.grouped is not None:
         recipe, section = techniques.grouped
-        apply_grouped_float8(model, recipe=recipe, fqns=section.fqns, emulate=section.emulate)
+        names = [name for name, m in model.named_modules() if hasattr(m, "grouped_dtypes")]
+        if any(part in name for name in names for part in section.fqns):
+            apply_grouped_float8(model, recipe=recipe, fqns=section.fqns, emulate=section.emulate)
     _recompute_and_compile(
         model,
         config.activation_checkpoint,
         config.compile if techniques.compiles_blocks else None,
     )
-    if config.activation_checkpoint.cpu_offload:
+    if config.activation_checkpoint.cpu_offload and len(blocks) > 1:
         apply_offload(model)
     # Ranks that hold the same experts shard them among themselves. They are fewer than those that
     # share the rest of the model.
@@ -156,7 +160,8 @@ def _lay_out_experts(
     """Distribute experts over ranks, and set how mixtures of experts route and compute."""
     config = job.config
     # Before FSDP, which shards the experts that a rank keeps.
-    if sparse_mesh is not None and (ep := submesh(sparse_mesh, "ep")) is not None:
+    has_experts = any(hasattr(module, "dispatcher") for module in model.modules())
+    if sparse_mesh is not None and has_experts and (ep := submesh(sparse_mesh, "ep")) is not None:
         apply_ep(model, mesh=ep, moe_type=nn.Module)
     sequence = submesh(mesh, "cp", "tp", flatten=True)
     for moe in moes_of(model).values():
@@ -201,6 +206,9 @@ def _recompute_and_compile(
 
     def recompute() -> None:
         for container, blocks, keep in kept:
+            names = [name for name, _ in model.get_submodule(container).named_children()]
+            if not any(int(name) in blocks for name in names[every - 1 :: every]):
+                continue
             apply_ac(
                 model,
                 container=container,
@@ -217,10 +225,11 @@ def _recompute_and_compile(
     from_outside = compiler is not None and preserves and not by_op
     if every and not from_outside:
         recompute()
-    if compiler is not None:
+    with_blocks = [name for name in containers if any(model.get_submodule(name).children())]
+    if compiler is not None and with_blocks:
         apply_compile(
             model,
-            container=containers,
+            container=with_blocks,
             backend=compiler.backend,
             mode=compiler.mode,
             memory_budget=section.memory_budget if section.mode == "memory_budget" else 1.0,
@@ -303,6 +312,7 @@ def _apply_data_parallel(
     last = [getattr(model, name) for name in ends.last if not name.startswith("layers.")]
     options = {
         "blocks": list(model.get_submodule("layers").children()),
+        "gradients": "sum",
         "encoders": _encoders(model, ends.embedding),
         "first": list(filter(None, [getattr(model, ends.embedding)])),
         "last": list(filter(None, last)),
@@ -345,7 +355,8 @@ def backward_preparer(job: ResolvedJob) -> Callable[..., None]:
 
     def prepare(model: nn.Module, *, is_last: bool) -> None:
         reduce, all_reduce = is_last or each, is_last or at_once
-        set_gradient_sync(model, reduce, all_reduce=all_reduce, reshard=is_last or not keeps)
+        if isinstance(model, FSDPModule):
+            set_gradient_sync(model, reduce, all_reduce=all_reduce, reshard=is_last or not keeps)
 
     return prepare
 
@@ -379,6 +390,11 @@ def convert_to_float8(model: nn.Module, job: ResolvedJob) -> list[Conversion]:
         Float8Error: the layers, the schedule or the hardware do not fit the recipe.
     """
     techniques, tp = job.techniques, job.layout.tp
+    if techniques.grouped is not None:
+        fqns = techniques.grouped[1].fqns
+        experts = [name for name, m in model.named_modules() if hasattr(m, "grouped_dtypes")]
+        if not any(part in name for name in experts for part in fqns):
+            raise Float8Error(f"no experts have a name with {' or '.join(fqns)}; there are {', '.join(experts) or 'none'}")  # fmt: skip
     section = techniques.quantize
     if section is None:
         return []

@@ -41,7 +41,7 @@ from titan.optim.schedule import learning_rate_factor
 from titan.parallel import Overlap, initialize, materialize, shard_sequence
 from titan.parallel.async_tp import Rewrites, enable_async_tp
 from titan.parallel.compile import CompileLog
-from titan.parallel.float8 import Conversion, precompute_scales
+from titan.parallel.float8 import Conversion, gathers_float8, precompute_scales
 from titan.parallel.fsdp import separate_reduce_scatter
 from titan.parallel.mesh import StepGroups, axis_size, build_sparse_mesh, submesh
 from titan.parallelize import backward_preparer, compile_log_of, moes_of, overlap_of, parallelize
@@ -239,7 +239,7 @@ class TrainStep:
 
     def compute_scales(self) -> None:
         if self.job.techniques.precomputes_scales:
-            for part in self.model_parts:
+            for part in filter(gathers_float8, self.model_parts):
                 precompute_scales(part)
 
     def set_learning_rate(self, step: int) -> float:

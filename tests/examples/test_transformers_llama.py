@@ -96,7 +96,7 @@ def loaded(tp: int) -> torch.Tensor:
     if tp > 1:
         plan = names["PLAN"]
         apply_tp(model, mesh=mesh["tp"], plan=plan, num_kv_heads=2, loss_parallel=False)
-    apply_fsdp(model, mesh=mesh["dp_shard"], blocks=model.model.layers)
+    apply_fsdp(model, mesh=mesh["dp_shard"], blocks=model.model.layers, gradients="sum")
     tokens = torch.arange(32).reshape(2, 16)
     return model(input_ids=tokens, position_ids=torch.arange(16).expand(2, 16)).logits.detach()
 

@@ -115,7 +115,7 @@ def on_ranks(way: str, uses: list[str]) -> list[list[dict[str, Tensor | None]]]:
     for use in uses:
         torch.manual_seed(0)
         model = Model()
-        units = {"blocks": model.blocks.children(), "first": [model.embed], "last": [model.norm, model.head]}  # fmt: skip
+        units: Any = {"gradients": "sum", "blocks": model.blocks.children(), "first": [model.embed], "last": [model.norm, model.head]}  # fmt: skip
         if way == "DDP":
             apply_ddp(model, mesh=build_mesh("cpu", dp_replicate=2)["dp_replicate"], **units)
         elif world == 4:
@@ -154,10 +154,10 @@ def on_one_rank_alone(way: str, skips: Skips) -> None:
     model = Model()
     if way == "DDP":
         mesh = build_mesh("cpu", dp_replicate=2)["dp_replicate"]
-        apply_ddp(model, mesh=mesh, blocks=model.blocks.children())
+        apply_ddp(model, mesh=mesh, blocks=model.blocks.children(), gradients="sum")
     else:
         mesh = build_mesh("cpu", dp_shard=2)["dp_shard"]
-        apply_fsdp(model, mesh=mesh, blocks=model.blocks.children())
+        apply_fsdp(model, mesh=mesh, blocks=model.blocks.children(), gradients="sum")
     model(ids_of(0, 0, 0), *(skips if dist.get_rank() else ())).sum().backward()
 
 
@@ -228,7 +228,7 @@ def shared_losses(row: int, how: str, meta: bool) -> tuple[list[float], int]:
         with torch.device("meta"):
             model = Model()
         share(model)
-    units: Any = {"blocks": model.blocks.children(), "first": [getattr(model, n) for n in first], "last": [getattr(model, n) for n in last]}  # fmt: skip
+    units: Any = {"gradients": "sum", "blocks": model.blocks.children(), "first": [getattr(model, n) for n in first], "last": [getattr(model, n) for n in last]}  # fmt: skip
     if how == "DDP":
         apply_ddp(model, mesh=build_mesh("cpu", dp_replicate=2)["dp_replicate"], **units)
     else:
@@ -294,9 +294,9 @@ def refusals(how: str) -> dict[str, str]:
         model.blocks[0].odd = make()
         try:
             if how == "DDP":
-                apply_ddp(model, mesh=build_mesh("cpu", dp_replicate=2)["dp_replicate"], blocks=model.blocks.children())  # fmt: skip
+                apply_ddp(model, mesh=build_mesh("cpu", dp_replicate=2)["dp_replicate"], blocks=model.blocks.children(), gradients="sum")  # fmt: skip
             else:
-                apply_fsdp(model, mesh=build_mesh("cpu", dp_shard=2)["dp_shard"], blocks=model.blocks.children())  # fmt: skip
+                apply_fsdp(model, mesh=build_mesh("cpu", dp_shard=2)["dp_shard"], blocks=model.blocks.children(), gradients="sum")  # fmt: skip
         except ValueError as error:
             found[name] = str(error)
     return found
@@ -332,7 +332,9 @@ def with_embedding(number: int) -> list[dict[str, Tensor | None]]:
     model: Any = Model()
     model.embed = EMBEDDINGS[number]()
     mesh = build_mesh("cpu", dp_shard=2)["dp_shard"]
-    apply_fsdp(model, mesh=mesh, blocks=model.blocks.children(), first=[model.embed])
+    apply_fsdp(
+        model, mesh=mesh, blocks=model.blocks.children(), first=[model.embed], gradients="sum"
+    )
     return gradients(model, "the first skips a block", range(dist.get_rank(), dist.get_rank() + 1))
 
 

@@ -79,7 +79,7 @@ def _gradients(kind: str, net: type[Net] = Net) -> dict[str, torch.Tensor]:
     mesh = build_mesh("cpu", **degrees)
     with torch.device("meta"):
         model: Any = net()
-    units = {"blocks": model.blocks}
+    units: Any = {"blocks": model.blocks, "gradients": "sum"}
     if net is EndsNet:
         units |= {"first": [model.stem], "last": [model.norm, model.head]}
     if kind == "ddp":
@@ -127,7 +127,9 @@ def _gathered_ahead(gathers_experts: bool, prefetch: int) -> list[tuple[str, set
             block.experts = nn.Linear(3, 3)
     own = {block.experts: mesh["dp_shard" if gathers_experts else "one"] for block in model.blocks}
     units = {"blocks": model.blocks, "first": [model.stem], "last": [model.norm, model.head]}
-    apply_fsdp(model, mesh=mesh["dp_shard"], own_mesh=own, prefetch=prefetch, **units)
+    apply_fsdp(
+        model, gradients="sum", mesh=mesh["dp_shard"], own_mesh=own, prefetch=prefetch, **units
+    )
     names: dict[Any, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
@@ -169,7 +171,7 @@ def _initial_weights(shard: int, replicate: int) -> dict[str, torch.Tensor]:
         model = Net()
     data_mesh = submesh(mesh, "dp_replicate", "dp_shard")
     if data_mesh is not None and shard > 1:
-        apply_fsdp(model, mesh=data_mesh, blocks=model.blocks)
+        apply_fsdp(model, mesh=data_mesh, blocks=model.blocks, gradients="sum")
     materialize(model, device="cpu")
     initialize(model, seed=3, std_of=lambda name: None if "bias" in name else 0.3)
     return {

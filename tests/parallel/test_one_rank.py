@@ -86,7 +86,13 @@ def test_bytes_that_a_step_copies_for_each_parameter(ours: bool, bytes_each: int
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
         options: Any = {"param_dtype": torch.bfloat16, "reshard_after_forward": False}
         with nullcontext() if ours else patch("titan.parallel.fsdp.stay_on_rank"):
-            apply_fsdp(model, mesh=build_mesh("cpu")["dp_shard"], blocks=[*model], **options)
+            apply_fsdp(
+                model,
+                mesh=build_mesh("cpu")["dp_shard"],
+                blocks=[*model],
+                gradients="sum",
+                **options,
+            )
         x = torch.randn(8, 64)
         model(x).sum().backward()  # the first pass allocates
         with Copies() as copies:

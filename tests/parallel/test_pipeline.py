@@ -308,10 +308,12 @@ def _with_fsdp(name: str, kind: str, shapes: tuple[int, ...]) -> dict[str, Tenso
         stage = extract_stage(_meta_model(), plan.modules[number])
         layers: Any = list(stage.layers.values())  # pyright: ignore
         if kind == "ddp":
-            apply_ddp(stage, mesh=mesh[axis], blocks=layers)
+            apply_ddp(stage, mesh=mesh[axis], blocks=layers, gradients="sum")
         else:
             zero3 = kind == "zero3"
-            apply_fsdp(stage, mesh=mesh[axis], blocks=layers, reshard_after_forward=zero3)
+            apply_fsdp(
+                stage, mesh=mesh[axis], blocks=layers, gradients="sum", reshard_after_forward=zero3
+            )
         stages[number] = _weights(stage)
     built = Pipeline(
         stages,

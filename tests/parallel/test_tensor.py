@@ -156,7 +156,7 @@ def _gradients(tp: int, compiled: bool) -> dict[str, torch.Tensor]:
         apply_tp(model, mesh=mesh["tp"], plan=PLAN, num_kv_heads=2, loss_parallel=False)
     if compiled:
         apply_compile(model, container="blocks", backend="aot_eager")
-    apply_fsdp(model, mesh=mesh["dp_shard"], blocks=model.blocks)
+    apply_fsdp(model, mesh=mesh["dp_shard"], blocks=model.blocks, gradients="sum")
     materialize(model, device="cpu")
     initialize(model, seed=0, std_of=lambda name: None if "norm" in name else 0.3)
     tokens = torch.randint(10, (2, 6), generator=torch.Generator().manual_seed(0))

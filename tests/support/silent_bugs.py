@@ -220,7 +220,7 @@ def wrong_way_back() -> None:
 
 
 def halved_by_fsdp() -> None:
-    whole = fsdp.sum_gradients
+    whole = fsdp.reduce_gradients
 
     def halve(model: nn.Module, **options: Any) -> None:
         whole(model, **options)
@@ -228,7 +228,7 @@ def halved_by_fsdp() -> None:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(2.0)
 
-    fsdp.sum_gradients = halve
+    fsdp.reduce_gradients = halve
 
 
 def norm_of_one_stage() -> None:

@@ -42,6 +42,7 @@ from .torch_compat import (
     checkpoint_wrapper,
     traced_module_path,
 )
+from .traits import blocks_in
 
 
 def apply_ac(
@@ -76,7 +77,7 @@ def apply_ac(
 
     Raises:
         SaveListError: torch lacks an operation, or no module of a block matches a pattern.
-        ValueError: a module draws random numbers, and `preserve_rng_state` is False.
+        ValueError: there is no block, or none is chosen; or a module draws random numbers, and `preserve_rng_state` is False.
     """
     if every < 1:
         raise ValueError(f"every is {every}: 1 is each block, 2 every second one")
@@ -86,22 +87,28 @@ def apply_ac(
     selection = _selection(tuple(keep), tuple(keep_modules))
     # One function for all blocks, or torch.compile would compile every block again. A partial, as torch.compile takes no method.
     context_fn = partial(_contexts, selection)
-    parent = model.get_submodule(container)
-    for place, (name, block) in enumerate(list(parent.named_children()), 1):
-        if place % every == 0 and (blocks is None or int(name) in blocks):
-            settings: dict[str, Any] = {}
-            if not preserve_rng_state:
-                require_no_draws(block, f"{container}.{name}")
-            of_block = contexts(block)
-            if of_block is not None:
-                settings = {"context_fn": of_block}
-            if keep or keep_modules or by_op:
-                selection.watch(block)
-                both = context_fn if of_block is None else partial(_contexts, selection, of_block)
-                # Disable early stop when hooks watch modules: they must see module exits, too.
-                settings = {"context_fn": both, "early_stop": not keep_modules}
-            wrapped = checkpoint_wrapper(block, preserve_rng_state=preserve_rng_state, **settings)
-            parent.register_module(name, wrapped)
+    parent, found = blocks_in(model, container)
+    chosen = {
+        name: block
+        for place, (name, block) in enumerate(found.items(), 1)
+        if place % every == 0 and (blocks is None or int(name) in blocks)
+    }
+    if not chosen:
+        raise ValueError(f"no block of {container} ({', '.join(found)}) is chosen by `every` = {every} and `blocks`")  # fmt: skip
+    for name, block in chosen.items():
+        settings: dict[str, Any] = {}
+        if not preserve_rng_state:
+            require_no_draws(block, f"{container}.{name}")
+        of_block = contexts(block)
+        if of_block is not None:
+            settings = {"context_fn": of_block}
+        if keep or keep_modules or by_op:
+            selection.watch(block)
+            both = context_fn if of_block is None else partial(_contexts, selection, of_block)
+            # Disable early stop when hooks watch modules: they must see module exits, too.
+            settings = {"context_fn": both, "early_stop": not keep_modules}
+        wrapped = checkpoint_wrapper(block, preserve_rng_state=preserve_rng_state, **settings)
+        parent.register_module(name, wrapped)
 
 
 def _existing(entry: str) -> Rule:

@@ -27,7 +27,7 @@ from .torch_compat import (
     keep_random_state_in_graphs,
     set_memory_budget,
 )
-from .traits import traits_of
+from .traits import blocks_in, traits_of
 
 CompileMode = Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"]
 
@@ -67,6 +67,7 @@ def apply_compile(
 
     Raises:
         BackendError: torch does not have the backend.
+        ValueError: a container does not exist, or has no block.
     """
     if backend not in torch._dynamo.list_backends(exclude_tags=()):
         known = ", ".join(torch._dynamo.list_backends())
@@ -82,7 +83,7 @@ def apply_compile(
     if len(containers) > 1:
         # torch keeps programs by code object, which all modules share. It would take another container's shape for a varying one.
         settings["dynamic"] = False
-    blocks = [block for name in containers for block in model.get_submodule(name).children()]
+    blocks = [block for name in containers for block in blocks_in(model, name)[1].values()]
     # See `detach_collective`: the fault occurs if an output from outside goes into a compiled block.
     inside = {module for block in blocks for module in block.modules()}
     for module in model.modules():

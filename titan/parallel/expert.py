@@ -45,13 +45,28 @@ def apply_ep(model: nn.Module, *, mesh: DeviceMesh, moe_type: type[nn.Module]) -
         moe_type: class of the modules with `experts` and `dispatcher`.
 
     Raises:
-        ValueError: the number of ranks does not divide the number of experts.
+        ValueError: there is no `moe_type`, or one lacks the attribute `dispatcher`, its experts hold no parameters, or the number of ranks does not divide
+            the number of experts.
     """
-    for name, module in model.named_modules():
-        if not isinstance(module, moe_type) or not hasattr(module, "dispatcher"):
-            continue
+    found = {name: m for name, m in model.named_modules() if isinstance(m, moe_type)}
+    dispatching = {name: m for name, m in found.items() if hasattr(m, "dispatcher")}
+    # nn.Module means any module that dispatches tokens.
+    lacking = [name for name in found if name not in dispatching and moe_type is not nn.Module]
+    if lacking or not dispatching:
+        where = f"{moe_type.__name__} in {type(model).__name__}"
+        raise ValueError(
+            f"expert parallelism found {where}, {lacking[0]}, without the attribute `dispatcher`, through which it must send its tokens"
+            if lacking
+            else f"expert parallelism found no {where} with the attribute `dispatcher`"
+        )
+    for name, module in dispatching.items():
         experts: nn.Module = getattr(module, "experts", module)
-        for key, parameter in list(experts.named_parameters(recurse=False)):
+        stacked = list(experts.named_parameters(recurse=False))
+        if not stacked:
+            raise ValueError(
+                f"{name}.experts ({type(experts).__name__}) holds no parameters itself: stack those of all experts in one parameter each"
+            )
+        for key, parameter in stacked:
             if len(parameter) % mesh.size():
                 raise ValueError(
                     f"the {len(parameter)} experts of {name} do not divide by {mesh.size()} ranks"

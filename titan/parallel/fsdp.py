@@ -10,16 +10,17 @@ tensor parallelism and lower precision in the same way.
 An example: a model of 1 embedding, 4 blocks, norm and output on 8 ranks has 6 units: the embedding, 4 blocks, and norm with
 output. A block's weight of (4096, 4096) is (512, 4096) on each rank, and whole only while the block computes.
 
-Gradients are summed, not averaged: the loss is already divided by the number of valid tokens of the *global* batch
-(titan/train_step.py), which is the same in every layout. A mean over ranks would be wrong if ranks have different numbers of
-valid tokens.
+Gradients are summed over ranks or averaged, as the caller says. titan's trainer sums: it divides the loss by the number of valid
+tokens of the *global* batch (titan/train_step.py), which is the same in every layout, and a mean would be wrong if ranks have
+different numbers of valid tokens. torch's fully_shard averages, which is right for a loss that is a mean over each rank's own batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from functools import wraps
 from itertools import chain
-from typing import Any
+from typing import Any, Literal, ParamSpec, get_args
 
 import torch
 from torch import nn
@@ -34,18 +35,39 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from .alike import require_alike_modules, require_alike_parameters
-from .fsdp_compat import compare_units, parameter_groups, reduce_unused
+from .fsdp_compat import average_gradients, compare_units, parameter_groups, reduce_unused
 from .init_weights import canonical_name
 from .one_rank import stay_on_rank
 from .selective import outside_selection
 from .torch_compat import replicate
 
+Reduction = Literal["sum", "mean"]
+P = ParamSpec("P")
 
+
+def _with_reduction(helper: Callable[P, None]) -> Callable[P, None]:
+    """Make a helper raise an error that says which `gradients` a trainer needs, if it has none or another one."""
+
+    @wraps(helper)
+    def call(*args: P.args, **options: P.kwargs) -> None:
+        if options.get("gradients") not in get_args(Reduction):
+            raise TypeError(
+                f'{helper.__name__} needs gradients="sum" or gradients="mean", got {options.get("gradients")!r}: "mean" for a trainer that was '
+                "written for torch's fully_shard or DistributedDataParallel, whose loss is a mean over each rank's own batch; \"sum\" if each rank "
+                "divides its loss by the tokens of all ranks"
+            )
+        helper(*args, **options)
+
+    return call
+
+
+@_with_reduction
 def apply_fsdp(
     model: nn.Module,
     *,
     mesh: DeviceMesh,
     blocks: Iterable[nn.Module] | nn.ModuleDict,
+    gradients: Reduction,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype = torch.float32,
     reshard_after_forward: bool = True,
@@ -65,6 +87,8 @@ def apply_fsdp(
         model: the model.
         mesh: the axis or the two axes.
         blocks: modules in forward order, gathered `blocks_per_unit` at a time.
+        gradients: "sum" over the ranks of `mesh`, or their "mean", as torch's fully_shard. No default: a trainer that takes the other
+            one trains with other gradients, and AdamW hides it.
         param_dtype: dtype in which parameters are gathered and computed with. None: their own.
         reduce_dtype: dtype of gradients in the reduction. Always set, since torch's own default changed in 2.15.
         reshard_after_forward: free a unit's gathered parameters until its backward pass (ZeRO-3), or keep them (ZeRO-2).
@@ -79,6 +103,10 @@ def apply_fsdp(
         encoders: more modules that run before the blocks, one unit each, outer modules first.
         first: modules that run before the blocks, one unit. Without it they are the root's, gathered during the whole step.
         last: modules that run after the blocks, one unit.
+
+    Raises:
+        TypeError: `gradients` is missing.
+        ValueError: no block and no other module is named; a named module is not in the model; or as `units_of`.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=cast_forward_inputs
@@ -88,6 +116,7 @@ def apply_fsdp(
     )
     # Inner units first: all other parameters belong to the root.
     blocks = [*(blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks)]
+    _require_inside(model, [*encoders, *first, *blocks, *last], own=own_mesh or ())
     require_alike_modules(model, num_ranks=mesh.size())
     require_alike_parameters(model)
     ends = {"encoders": encoders, "first": first, "last": last}
@@ -107,7 +136,8 @@ def apply_fsdp(
     alone = {inner for inner, inner_mesh in (own_mesh or {}).items() if inner_mesh.size() == 1}
     if mesh.size() == 1:
         alone |= {*model.modules()} - {*(own_mesh or ())}
-    sum_gradients(model, alone=alone)
+    divisor = mesh.size() if gradients == "mean" else 1
+    reduce_gradients(model, divisor=divisor, alone=alone, uneven=own_mesh or ())
     if [*first] in units and _only_embeddings(first):
         first[0].set_unshard_in_backward(False)  # pyright: ignore
     if prefetch < 0:
@@ -249,11 +279,13 @@ def _shard_dimension(experts: nn.Module, mesh: DeviceMesh) -> int:
     return 0 if mesh.size(mesh.ndim - 1) <= len(own) else 1
 
 
+@_with_reduction
 def apply_ddp(
     model: nn.Module,
     *,
     mesh: DeviceMesh,
     blocks: Iterable[nn.Module] | nn.ModuleDict,
+    gradients: Reduction,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype = torch.float32,
     cast_forward_inputs: bool = True,
@@ -270,6 +302,7 @@ def apply_ddp(
         model: the model.
         mesh: mesh with one axis.
         blocks: as in `apply_fsdp`, like all following arguments.
+        gradients: "sum" or "mean".
         param_dtype: dtype of computation.
         reduce_dtype: dtype of gradients in the reduction.
         cast_forward_inputs: cast floating-point inputs of each unit to param_dtype.
@@ -281,35 +314,66 @@ def apply_ddp(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=cast_forward_inputs
     )
     blocks = [*(blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks)]
+    _require_inside(model, [*encoders, *first, *blocks, *last])
     require_alike_modules(model, num_ranks=mesh.size())
     require_alike_parameters(model)
     units = units_of(model, blocks, encoders=encoders, first=first, last=last)
     for unit in [*reversed(units), model]:
         replicate(unit, mesh=mesh, mp_policy=precision)
-    sum_gradients(model)
+    reduce_gradients(model, divisor=mesh.size() if gradients == "mean" else 1)
 
 
-def sum_gradients(model: nn.Module, *, alone: Container[nn.Module] = ()) -> None:
-    """Make every unit's gradient reduction a plain sum over ranks.
+def _require_inside(
+    model: nn.Module, named: Sequence[nn.Module], *, own: Iterable[nn.Module] = ()
+) -> None:
+    """Raise ValueError if no module is named, or one that the model does not have: nothing would be done for it."""
+    if not named:
+        raise ValueError(
+            f"no block of {type(model).__name__} is named: give its blocks in `blocks` (a list that was used up is empty), "
+            "or other modules in `first`, `last` or `encoders`"
+        )
+    inside = {part for module in named for part in module.modules()}
+    for found, modules, where in (
+        ({*model.modules()}, named, f"in {type(model).__name__}"),
+        (inside, own, "in a block, and own_mesh names it"),
+    ):
+        for module in modules:
+            if module not in found:
+                raise ValueError(f"a module {type(module).__name__} is not {where}")
+
+
+def reduce_gradients(
+    model: nn.Module,
+    *,
+    divisor: int,
+    alone: Container[nn.Module] = (),
+    uneven: Container[nn.Module] = (),
+) -> None:
+    """Make every unit's gradient reduction a sum over ranks, divided by `divisor`.
 
     A factor of 1 alone is not enough: with gloo, torch would still scale inside the collective, by an operation that gloo
     lacks.
 
     Args:
         model: model after FSDP or DDP.
+        divisor: number of ranks whose gradients are averaged, or 1. Experts have received the tokens of all these ranks, so that the
+            number of ranks of their own mesh is another one.
         alone: units of one rank. They get no factor, since torch would divide their gradients by 1, into a copy; and they copy
             nothing to themselves (one_rank.py).
+        uneven: units that may have gradients on some ranks only: experts.
     """
     units: list[tuple[str, Any]] = [
         (canonical_name(name), m) for name, m in model.named_modules() if isinstance(m, FSDPModule)
     ]
     for _, module in units:
-        if module not in alone:
+        if divisor == 1 and module not in alone:
             module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        reduce_unused(module)
+        reduce_unused(module, is_uneven=module in uneven and module not in alone)
         if module in alone:
             stay_on_rank(module)
+        if divisor > 1:
+            average_gradients(module, divisor)
     compare_units(model, units)
 
 
@@ -347,9 +411,15 @@ def set_gradient_sync(
         all_reduce: for HSDP: also reduce over replicas. False: gradients add up in shards until a backward pass does. None: as
             `enabled`.
         reshard: free the gathered weights. False: the next forward pass uses them, without an update before it.
+
+    Raises:
+        ValueError: the model itself is no unit of FSDP or DDP.
     """
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(enabled)
-        if all_reduce is not None:
-            model.set_requires_all_reduce(enabled and all_reduce)
-        model.set_reshard_after_backward(reshard)
+    if not isinstance(model, FSDPModule):
+        raise ValueError(
+            f"{type(model).__name__} is not sharded: give the model that apply_fsdp or apply_ddp got"
+        )
+    model.set_requires_gradient_sync(enabled)
+    if all_reduce is not None:
+        model.set_requires_all_reduce(enabled and all_reduce)
+    model.set_reshard_after_backward(reshard)

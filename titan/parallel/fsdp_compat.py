@@ -38,15 +38,42 @@ def after_gathering(module: nn.Module, then: Callable[[], None]) -> None:
         group.wait_for_unshard = waited_for
 
 
-def reduce_unused(module: nn.Module) -> None:
+def reduce_unused(module: nn.Module, *, is_uneven: bool = False) -> None:
     """Make FSDP reduce gradients if a micro-batch uses only some of a unit's parameters, or none.
 
     torch alone fails for a unit that no micro-batch has used yet, and adds up gradients of two precisions. If the last micro-batch
     uses other parameters, it leaves the sum over replicas to the next step, or adds it to other parameters. All ranks must use the
-    same parameters.
+    same parameters, except in a unit that is uneven: experts, to which one rank may send no token. There a missing gradient is zeros.
+    """
+    ran: set[nn.Module] = set()
+    if is_uneven:
+        module.register_forward_pre_hook(lambda module, _: ran.add(module))
+    for group in parameter_groups(module):
+        group.post_backward = partial(_post_backward, group, group.post_backward, set(), ran)
+
+
+def average_gradients(module: nn.Module, divisor: int) -> None:
+    """Make FSDP divide a unit's sums of gradients by a number of ranks, which may be more than share the unit, as for experts.
+
+    torch divides by the ranks that share the unit. By another factor it divides twice if its shards have one rank.
     """
     for group in parameter_groups(module):
-        group.post_backward = partial(_post_backward, group, group.post_backward, set())
+        own = group.mesh_info.mesh.size()
+        if own != divisor and getattr(group.mesh_info, "shard_mesh_size", 1) > 1:
+            group.gradient_divide_factor = float(divisor)
+        elif own != divisor:
+            group.post_backward = partial(_divide, group, group.post_backward, divisor / own)
+
+
+def _divide(group: Any, reduce: Callable[..., None], factor: float, *args: Any) -> None:
+    gathered = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+    for p in gathered if group.reduce_grads else ():
+        p.accumulate_unsharded_grad_if_needed()
+        grad = p.unsharded_accumulated_grad
+        grad = p._unsharded_param.grad if grad is None else grad
+        if grad is not None:
+            grad.div_(factor)
+    reduce(*args)
 
 
 def compare_units(model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> None:
@@ -86,7 +113,9 @@ def compare_units(model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> N
         model.register_forward_hook(lambda *_: compare(first, len(units)))
 
 
-def _post_backward(group: Any, reduce: Callable[..., None], used: set[Any], *args: Any) -> None:
+def _post_backward(
+    group: Any, reduce: Callable[..., None], used: set[Any], ran: set[nn.Module], *args: Any
+) -> None:
     parameters = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
     if not parameters:
         return  # never gathered
@@ -97,6 +126,9 @@ def _post_backward(group: Any, reduce: Callable[..., None], used: set[Any], *arg
     replicates = hasattr(group.mesh_info, "replicate_process_group")
     is_whole = replicates and group.reduce_grads and (waits or not group.all_reduce_grads)
     is_whole = is_whole and (any(grads.values()) or group.all_reduce_grads)
+    if ran and group.reduce_grads:
+        is_whole, used = True, {*used, *parameters}
+        ran.clear()
     filled = [p for p in parameters if is_whole and p.sharded_param.requires_grad and not grads[p]]
     if filled or any(p.unsharded_accumulated_grad is not None for p in parameters):
         for p in parameters:

@@ -39,7 +39,7 @@ def apply_grouped_float8(
         The names of the converted experts.
 
     Raises:
-        Float8Error: the width or the input of an expert does not divide by 16 (MXFP8: 32), or torchao is missing.
+        Float8Error: no experts have such a name, the width or the input of an expert does not divide by 16 (MXFP8: 32), or torchao is missing.
     """
     multiple, names = _MULTIPLE[recipe], []
     product = _grouped_mm(recipe, emulate=emulate)
@@ -57,6 +57,11 @@ def apply_grouped_float8(
         )
         module.grouped_dtypes = (torch.bfloat16, torch.float32)
         names.append(name)
+    if not names:
+        raise Float8Error(
+            f"grouped {recipe} found no experts (modules with `grouped_dtypes`) in {type(model).__name__} whose names contain "
+            f"{' or '.join(fqns)}; it has {', '.join(experts) or 'none'}"
+        )
     return names
 
 

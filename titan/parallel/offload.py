@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from .torch_compat import ActivationWrapper, waited
+from .traits import blocks_in
 
 _SMALLEST_BYTES = 2**14
 
@@ -41,10 +42,15 @@ def apply_offload(
 
     Returns:
         The state that the blocks share.
+
+    Raises:
+        ValueError: there are less than two blocks.
     """
     offloader = Offloader(smallest_bytes)
-    blocks = model.get_submodule(container)
-    for name, block in list(blocks.named_children())[:-1]:
+    blocks, found = blocks_in(model, container)
+    if len(found) == 1:
+        raise ValueError(f"{container} has one block, whose backward pass comes at once: there is nothing to offload")  # fmt: skip
+    for name, block in list(found.items())[:-1]:
         blocks.register_module(name, _Offloaded(block, offloader))
     return offloader
 

@@ -157,7 +157,7 @@ class Overlap:
                 order, and round differently.
 
         Raises:
-            ValueError: FSDP shards modules of the model, and not the model itself, or a module draws random numbers.
+            ValueError: no tokens travel, FSDP shards modules of the model, and not the model itself, or a module draws random numbers.
         """
         if names := drawing_modules(model):
             raise ValueError(
@@ -169,6 +169,11 @@ class Overlap:
         self.root = getattr(model, "_get_fsdp_state", lambda: None)()
         if self.units and self.root is None:
             raise ValueError("FSDP shards parts of the model: shard the model itself, too")
+        if not any(hasattr(getattr(m, "dispatcher", None), "dispatch") for m in model.modules()):
+            raise ValueError(
+                f"no module of {type(model).__name__} has a `dispatcher` that sends tokens, behind which another micro-batch could run: call "
+                "apply_ep first"
+            )
 
     def forward(self, functions: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
         """Return the results of two functions that call the model."""

@@ -76,3 +76,23 @@ def ends_of(sizes: Any) -> ModelEnds:
     """
     named = {end: getattr(sizes, f"{end}_modules", None) for end in ("first", "last")}
     return ModelEnds(**{end: names for end, names in named.items() if names})
+
+
+def blocks_in(model: Any, container: str) -> tuple[Any, dict[str, Any]]:
+    """Return a container of blocks, and the blocks by their names in it.
+
+    Args:
+        model: the model, an nn.Module.
+        container: name of a ModuleDict or ModuleList in it.
+
+    Raises:
+        ValueError: the model has no such container, or it is empty.
+    """
+    modules = dict(model.named_modules())
+    found = dict(modules[container].named_children()) if container in modules else {}
+    if not found:
+        lists = [name for name, m in modules.items() if type(m).__name__ in ("ModuleList", "ModuleDict")]  # fmt: skip
+        raise ValueError(
+            f"{type(model).__name__} has no blocks in `{container}`; containers of blocks are {', '.join(lists) or 'nowhere in it'}"
+        )
+    return modules[container], found
