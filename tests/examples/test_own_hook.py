@@ -65,11 +65,11 @@ def test_a_hook_of_a_package_runs_before_the_row_is_written_and_is_resumed(
     for steps in (2, 5):
         trainer = Trainer(job(tmp_path, training={"steps": steps}), hooks=standard_hooks)
         try:
-            assert isinstance(trainer.hooks[-2], Count)
+            assert isinstance(trainer.hooks[-3], Count)
             assert trainer.run() == 0
         finally:
             trainer.close()
-    assert trainer.hooks[-2].calls == {"begun": 5}
+    assert trainer.hooks[-3].calls == {"begun": 5}
     state = json.loads((tmp_path / "checkpoint" / "step-5" / "titan.json").read_text())
     assert state["count"] == {"begun": 5}
 

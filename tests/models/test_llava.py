@@ -161,7 +161,15 @@ def test_sizes() -> None:
         "image_token_index": 32_000,
         "vision_feature_layer": -2,
         "text_config": {"model_type": "llama", "rms_norm_eps": 1e-5, "vocab_size": 32_064},
-        "vision_config": {"model_type": "clip_vision_model", "num_hidden_layers": 24},
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            "hidden_size": 1024,
+            "image_size": 336,
+            "intermediate_size": 4096,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 24,
+            "patch_size": 14,
+        },
     }
     assert read_config(published) == FLAVORS["7B"]
     for name in ("tiny", "13B"):
