@@ -36,12 +36,14 @@ class Probe:
         recurrences: operations of the forward pass for one token, of each layer with a linear recurrence, by its identity.
         reach: number of tokens before a token that a convolution needs.
         without_documents: names of classes of such layers that the documents of the model's call do not reach.
+        follow: called with "", what attention returns, and the dimension of its heads.
     """
 
     calls: dict[int, AttentionCall] = field(default_factory=dict)
     recurrences: dict[int, int] = field(default_factory=dict)
     reach: int = 0
     without_documents: list[str] = field(default_factory=list)
+    follow: Callable[[str, Tensor, int], None] = lambda *_: None
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class AttentionCall:
         value_dim: channels of a value.
         takes_documents: whether the documents of the model's call arrive here.
         has_sinks: whether the call passes attention sinks.
+        inputs: queries, keys and values.
     """
 
     module: nn.Module
@@ -65,6 +68,7 @@ class AttentionCall:
     value_dim: int
     takes_documents: bool
     has_sinks: bool
+    inputs: tuple[Tensor, Tensor, Tensor]
 
 
 _probe: Probe | None = None
@@ -157,6 +161,9 @@ def _record(
         )
     causal, window = described() if described else (bool(causal), 0)
     module.inner_attention = InnerAttention(scale=scaling, causal=causal, window=window)
+    shape = q_BHSK.shape[0], q_BHSK.shape[2], q_BHSK.shape[1], v_BGSK.shape[3]
+    output = q_BHSK.new_empty(shape)
+    _probe.follow("", output, 2)
     _probe.calls[id(module)] = AttentionCall(
         module,
         q_BHSK.shape[1],
@@ -165,9 +172,9 @@ def _record(
         v_BGSK.shape[3],
         options.get("document_ids_BS") is not None,
         options.get("s_aux") is not None,
+        (q_BHSK, k_BGSK, v_BGSK),
     )
-    shape = q_BHSK.shape[0], q_BHSK.shape[2], q_BHSK.shape[1], v_BGSK.shape[3]
-    return q_BHSK.new_empty(shape), None
+    return output, None
 
 
 def _describe_mask(

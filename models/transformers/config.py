@@ -49,6 +49,20 @@ def rope_types(content: dict[str, Any]) -> set[Any]:
     return {entry.get("rope_type") for entry in tables}
 
 
+class Heads(NamedTuple):
+    """Attention heads of a block: all 0 if it has none.
+
+    Attributes:
+        heads: query heads.
+        kv_heads: key/value heads.
+        head_dim: channels of a query.
+    """
+
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+
+
 class ModelSource(NamedTuple):
     """Source of a model: what it is built from.
 
@@ -77,6 +91,7 @@ class TransformersConfig(MoEConfig):
         matmul_params: number of parameters in matmuls that act on one token, with the output layer.
         recurrent_flops: operations of all linear recurrences for one token, forward.
         reach: tokens before a token that a short convolution needs.
+        heads_of_blocks: attention heads of each block. n_heads and n_kv_heads are those of the block with most.
         windows: window of each block, 0 for none, 1 for a block without attention.
         refuses: techniques that the model cannot have, each with the reason.
         table_positions: positions that the model has in a table. 0: any number.
@@ -89,6 +104,7 @@ class TransformersConfig(MoEConfig):
     params_of_blocks: tuple[int, ...]
     experts_of_blocks: tuple[int, ...]
     matmul_params: int
+    heads_of_blocks: tuple[Heads, ...]
     windows: tuple[int, ...]
     recurrent_flops: int = 0
     reach: int = 0
@@ -114,6 +130,10 @@ class TransformersConfig(MoEConfig):
     def window_of(self, layer: int) -> int:
         """Return the number of keys that a query of a layer sees, its own included. 0: all keys up to its own."""
         return self.windows[layer]
+
+    def attention_width(self, layer: int) -> int:
+        """Return the number of channels of the queries of a layer."""
+        return self.heads_of_blocks[layer].heads * self.heads_of_blocks[layer].head_dim
 
     def is_moe_layer(self, layer: int) -> bool:
         """Return whether a block has experts."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from . import attention, experts
 from .build import Init, build, fill
-from .config import ModelSource, TransformersConfig, rope_types
+from .config import Heads, ModelSource, TransformersConfig, rope_types
 from .disk import disk_names
 from .errors import UnsupportedModelError
 from .plan import Part, derive_plan
@@ -297,10 +297,13 @@ def _sizes(
         refuses |= dict.fromkeys(("context_parallel_degree", "reset_positions"), why)
     recurrent = sum(part.recurrence or 0 for part in probe)
     windows = {int(p.name.split(".")[1]): 1 for p in probe if p.recurrence is not None}
+    heads: dict[int, Heads] = {}
     for part in probe:
         if part.attention is not None:
             inner: Any = part.module.inner_attention
             windows[int(part.name.split(".")[1])] = inner.window
+            call = part.attention
+            heads[int(part.name.split(".")[1])] = Heads(call.heads, call.kv_heads, call.head_dim)
     of_experts = {
         int(name.split(".")[1]): sum(p.numel() for p in module.parameters())
         for name, module in expert_modules.items()
@@ -309,22 +312,27 @@ def _sizes(
     if one is not None:
         refuses["moe_force_load_balance"] = "transformers' routers choose the experts"
     total = one.total if one is not None else 0
+    totals = sorted({module.total for module in expert_modules.values()})
+    if len(totals) > 1:
+        numbers = " and ".join(map(str, totals))
+        refuses["expert_parallel_degree"] = f"its layers have different numbers of experts, {numbers}"  # fmt: skip
     top_k = max((module.top_k for module in expert_modules.values()), default=0)
     embedding: Any = model.tok_embeddings
-    stacked = {id(p) for m in expert_modules.values() for p in m.parameters() if p.ndim == 3}
-    matmuls = sum(
-        p.numel() * (top_k / total if id(p) in stacked else 1)
-        for p in model.layers.parameters()
-        if p.ndim > 1
-    )
+    share = {
+        id(p): module.top_k / module.total
+        for module in expert_modules.values()
+        for p in module.parameters()
+        if p.ndim == 3
+    }
+    matmuls = sum(p.numel() * share.get(id(p), 1) for p in model.layers.parameters() if p.ndim > 1)
     output: Any = model.output
     down = None if one is None else one.down_proj
     return TransformersConfig(
         source=source,
         dim=embedding.weight.shape[1],
         n_layers=len(model.layers),
-        n_heads=max(call.heads for call in calls),
-        n_kv_heads=max(call.kv_heads for call in calls),
+        n_heads=max(heads.values()).heads,
+        n_kv_heads=max(heads.values()).kv_heads,
         head_dim=max(call.head_dim for call in calls),
         ffn_dim=getattr(config, "intermediate_size", None) or 4 * embedding.weight.shape[1],
         vocab_size=embedding.weight.shape[0],
@@ -341,6 +349,7 @@ def _sizes(
         experts_of_blocks=tuple(of_experts.get(n, 0) for n in range(len(model.layers))),
         matmul_params=int(matmuls) + output.weight.numel(),
         recurrent_flops=recurrent,
+        heads_of_blocks=tuple(heads.get(n, Heads()) for n in range(len(model.layers))),
         windows=tuple(windows.get(n, 0) for n in range(len(model.layers))),
         table_positions=_table_positions(model),
         reach=model.__dict__.get("reach", 0),

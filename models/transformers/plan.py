@@ -8,7 +8,7 @@ from: the region of attention or feed-forward layer that it is in, or another mo
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
@@ -43,6 +43,9 @@ class Part:
         output: what it returned.
         attention: its call of transformers' attention interface.
         recurrence: operations of its linear recurrence for one token, forward. None: it has none.
+        sources: linear layers whose outputs its input holds, each with the dimension of their channels; "": attention.
+        is_cut: code cuts the row of all its output channels into pieces, as of a fused matrix.
+        roles: linear layers of the queries, the keys and the values of its attention.
     """
 
     name: str
@@ -52,6 +55,9 @@ class Part:
     output: Any = None
     attention: Any = None
     recurrence: int | None = None
+    sources: dict[str, int] = field(default_factory=dict)
+    is_cut: bool = False
+    roles: tuple[set[str], ...] = (set(), set(), set())
 
 
 class _Underivable(ValueError):
@@ -234,9 +240,11 @@ class _Plan:
     ) -> None:
         """Find the styles in attention or a feed-forward layer, whose input is all-gathered over the sequence."""
         own = self.parts[name]
-        call = next(
-            (p.attention for n, p in self.parts.items() if n.startswith(name) and p.attention), None
+        attention = next(
+            (p for n, p in self.parts.items() if n.startswith(name) and p.attention), None
         )
+        call = attention.attention if attention is not None else None
+        queries, keys, values = attention.roles if attention is not None else (set(), set(), set())
         own_parameters = dict(module.named_parameters(recurse=False))
         for n, parameter in own_parameters.items():
             if call is None or len(parameter) != call.heads:
@@ -247,22 +255,22 @@ class _Plan:
             raise _Underivable(
                 f"transformers names no plan for {name} ({type(module).__name__}); [model.plan] may"
             )
-        # Fused matrices, of which a rank's columns would be parts of different things. Queries may have gates beside each head.
-        is_fused = attends and not any(
-            isinstance(m, nn.Linear)
-            and call
-            and m.out_features in (call.heads * call.head_dim, 2 * call.heads * call.head_dim)
+        columns = {
+            n
             for n, m in inside.items()
-            if self._their_style(n) in COLUMNS
+            if self._their_style(n) in COLUMNS and isinstance(m, nn.Linear)
+        }
+        # Of a fused matrix, a rank's columns would be parts of different things.
+        shares_heads = call is not None and call.kv_heads < call.heads
+        is_fused = any(self.parts[n].is_cut for n in columns if n in self.parts)
+        is_fused = is_fused or (shares_heads and bool(columns & queries & keys))
+        if not attends:  # their plan may say more than the cuts
+            is_fused |= any(self._their_style(n) == "colwise_gather_output" for n in inside)
+        number = (
+            f":{call.kv_heads}" if call and call.kv_heads != self.model.config.n_kv_heads else ""
         )
-        is_fused = is_fused or (
-            not attends and any(self._their_style(n) == "colwise_gather_output" for n in inside)
-        )
-        columns = [m for n, m in inside.items() if self._their_style(n) in COLUMNS]
-        widths = {m.out_features for m in columns if isinstance(m, nn.Linear)}
-        if call is not None:
-            widths.add(call.heads * call.value_dim)  # of what attention returns
-        self._put(name, "gather_heads" if own_parameters else "gather_input")
+        gather = "gather_whole" if is_fused else "gather_heads"
+        self._put(name, gather if own_parameters else "gather_input")
         for inner, part_module in inside.items():
             if inner == name:
                 continue
@@ -271,38 +279,35 @@ class _Plan:
                 self._put(inner, None)
                 continue
             reads_region = part.input is own.input
-            if style in COLUMNS and isinstance(part_module, nn.Linear):
-                is_gathered = is_fused and style == "colwise_gather_output"
-                if is_gathered:
-                    self._put(inner, "colwise_gather")
-                elif not reads_region:
-                    self._put(inner, "colwise_part")
-                elif (
-                    call
-                    and part_module.out_features < call.heads * call.head_dim
-                    and (
-                        part_module.out_features
-                        in (call.kv_heads * call.head_dim, call.kv_heads * call.value_dim)
-                    )
-                ):
-                    self._put(inner, "kv_colwise")
-                else:
-                    self._put(inner, "colwise")
+            if inner in columns and is_fused:
+                self._put(inner, "colwise_gather" if reads_region else "replicated")
+            elif inner in columns and not reads_region:
+                self._put(inner, "colwise_part")
+            elif inner in columns:
+                is_shared = shares_heads and inner in keys | values and inner not in queries
+                self._put(inner, f"kv_colwise{number}" if is_shared else "colwise")
             elif style in ROWS and isinstance(part_module, nn.Linear):
-                is_gathered = is_fused and style == "rowwise_split_input"
-                self._put(inner, "rowwise_split" if is_gathered else "rowwise")
-            elif not is_fused and self._is_width_norm(part, part_module, widths, call):
-                self._put(inner, "width_norm")
+                self._put(inner, "rowwise_split" if is_fused else "rowwise")
+            elif not is_fused and self._is_width_norm(part, columns):
+                is_of_keys = shares_heads and bool({*part.sources} & (keys | values))
+                parts = call.heads if call is not None else part.input.shape[-1]
+                parts = call.kv_heads if call is not None and is_of_keys else parts
+                # All ranks have the one key/value head.
+                is_whole = is_of_keys and parts == 1
+                self._put(inner, "partial" if is_whole else f"width_norm:{parts}")
             else:
                 self._put(inner, "replicated" if is_fused else "partial")
 
-    def _is_width_norm(self, part: Part, module: nn.Module, widths: set[int], call: Any) -> bool:
-        """Return whether a module normalizes over all channels that the ranks share."""
-        if part.input is None or isinstance(module, nn.Linear):
+    def _is_width_norm(self, part: Part, columns: set[str]) -> bool:
+        """Return whether a module normalizes over all channels that the ranks share, of split matrices or of attention."""
+        if part.input is None or isinstance(part.module, nn.Linear):
             return False
-        size = max(p.numel() for p in module.parameters(recurse=False))
-        is_of_heads = call is not None and size in (call.head_dim, call.value_dim)
-        return not is_of_heads and size in widths and part.input.shape[-1] == size
+        last = part.input.ndim - 1
+        sizes = {p.numel() for p in part.module.parameters(recurse=False)}
+        is_of_width = sizes == {part.input.shape[-1]}
+        return is_of_width and any(
+            dim == last for name, dim in part.sources.items() if name in {*columns, ""}
+        )
 
 
 def _star(name: str) -> str:

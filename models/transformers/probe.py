@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import attention
 from .errors import UnsupportedModelError, message_of
+from .flows import Flows
 from .plan import Part
 
 _PROBE_LENGTH = 8
@@ -34,11 +35,13 @@ class Watch(TorchDispatchMode):
     Attributes:
         where: name of the module that draws, or "".
         convolves: name of the module that was called last before a convolution, or "".
+        flows: where the outputs of linear layers go.
     """
 
     def __init__(self, parts: dict[int, Part]) -> None:
         super().__init__()
         self.parts, self.where, self.convolves = parts, "", ""
+        self.flows = Flows()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags and not self.where:
@@ -47,7 +50,9 @@ class Watch(TorchDispatchMode):
                 self.where = last.name
         if func is torch.ops.aten.convolution.default:
             self.convolves = self.convolves or [*self.parts.values()][-1].name
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self.flows.follow(func, args, kwargs, result)
+        return result
 
 
 @contextmanager
@@ -83,6 +88,7 @@ def run_once(model: Any) -> list[Part]:
         part = parts.setdefault(id(module), Part(name, module))
         if not is_again:
             part.is_late = part.is_late or id(model.layers["0"]) in parts
+            part.sources = dict(seen.flows.of(given))
         part.input = given
         if re.fullmatch(r"layers\.\d+", name) and given is not None:
             hidden = [
@@ -95,6 +101,8 @@ def run_once(model: Any) -> list[Part]:
 
     def after(name: str, module: nn.Module, _: Any, __: Any, output: Any) -> None:
         parts[id(module)].output = output
+        if isinstance(module, nn.Linear) and isinstance(output, Tensor) and not is_again:
+            seen.flows.begin(name, output, -1)
         if name.startswith("layers.") and name.count(".") == 1:
             size = len(output) if isinstance(output, tuple) else 0
             model.__dict__["returns"] = size
@@ -107,7 +115,9 @@ def run_once(model: Any) -> list[Part]:
     model.hf.config._attn_implementation = attention.PROBE
     try:
         tokens = torch.zeros(1, _PROBE_LENGTH, dtype=torch.int64, device="meta")
-        with _on_meta(model), attention.recording() as record, Watch(parts) as seen:
+        seen = Watch(parts)
+        with _on_meta(model), attention.recording() as record, seen:
+            record.follow = seen.flows.begin
             model(tokens, document_ids_BS=tokens)
         is_again.append(True)
         # Once more as in a run, in which transformers makes no masks.
@@ -128,6 +138,9 @@ def run_once(model: Any) -> list[Part]:
     for part in parts.values():
         part.attention = record.calls.get(id(part.module))
         part.recurrence = record.recurrences.get(id(part.module))
+        part.is_cut = part.name in seen.flows.cut
+        if part.attention is not None:
+            part.roles = tuple({*seen.flows.of(x)} for x in part.attention.inputs)
     model.__dict__.update(without_documents=record.without_documents, reach=record.reach)
     for name, block in model.layers.items():
         mixers = {*record.calls, *record.recurrences}
@@ -163,20 +176,26 @@ def fails(model: Any, first: list[str]) -> str:
 
 def fails_in_parts(model: Any, plan: dict[str, str]) -> str:
     """Return why the code does not run with half of the heads and channels, as on two tensor-parallel ranks, or ""."""
-    heads = model.config.n_heads, model.config.n_kv_heads
-    if "gather_heads" in plan.values() or any(n % 2 for n in heads):
+    if "gather_heads" in plan.values() or any(
+        block.heads % 2 for block in model.config.heads_of_blocks
+    ):
         return ""
 
     def half(_: nn.Module, __: Any, output: Tensor) -> Tensor:
         return output[..., : output.shape[-1] // 2]
 
     def whole(module: nn.Module, args: tuple[Tensor, ...]) -> Tensor:
-        x, size = args[0], max(p.shape[-1] for p in module.parameters())
-        return F.pad(x, (0, size - x.shape[-1]))
+        weight: Any = next(
+            module.parameters()
+        )  # (outputs, inputs) of a matrix, (channels,) of a norm
+        return F.pad(args[0], (0, weight.shape[-1] - args[0].shape[-1]))
 
     handles = []
     for name, module in model.named_modules():
         style = next((s for pattern, s in plan.items() if fnmatchcase(name, pattern)), "")
+        style, _, number = style.partition(":")
+        if style == "kv_colwise" and int(number or model.config.n_kv_heads) % 2:
+            continue  # both ranks compute the one head
         if style in ("colwise", "kv_colwise", "colwise_part", "gather_colwise", "width_norm"):
             handles.append(module.register_forward_hook(half))
         if style in ("rowwise", "width_norm"):

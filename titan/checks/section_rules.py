@@ -244,10 +244,15 @@ def _context(config: JobConfig) -> Iterator[RuleViolation]:
     if config.training.seq_len < pieces * (reach := getattr(model, "reach", 0)):
         what = f"each of {pieces} pieces of a sequence needs {reach} tokens for short convolutions"
         yield "context_parallel_degree", f"{what}; set training.seq_len = {pieces * reach} or more"
-    heads, rest = divmod(getattr(model, "n_heads", 0), parallel.tensor_parallel_degree)
-    uneven = not rest and heads % cp  # layout.py reports a remainder
+    numbers = {
+        getattr(model, "n_heads", 0),
+        *(b.heads for b in getattr(model, "heads_of_blocks", ())),
+    }
+    of_ranks = [divmod(number, parallel.tensor_parallel_degree) for number in sorted(numbers)]
+    # layout.py reports a remainder
+    heads = next((heads for heads, rest in of_ranks if not rest and heads % cp), 0)
     # Each rank gets whole heads of the whole sequence.
-    if method == "ulysses" and uneven:
+    if method == "ulysses" and heads:
         fix = 'use "allgather" or "ring"'
         yield key, f'"ulysses" cannot share {heads} query heads of a rank among {cp} ranks; {fix}'
     own = longest_sequence(config) // cp

@@ -210,12 +210,15 @@ def _uneven(model: Any, tp: int) -> Iterator[str]:
     """Yield the reasons why `tp` ranks cannot share the model's matrices. Fields that a family lacks are skipped."""
     names = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
     heads, kv_heads, width, vocabulary = (getattr(model, name, 0) for name in names)
-    # Attention is split by heads.
-    if heads % tp:
-        yield f"{tp} does not divide the model's {heads} heads"
-    # Several ranks may share a key/value head, each with a copy.
-    elif kv_heads % tp and tp % max(1, kv_heads):
-        yield f"{tp} neither divides the model's {kv_heads} key/value heads nor is a multiple of them"
+    # Attention is split by heads, of which layers may have different numbers.
+    of_blocks = getattr(model, "heads_of_blocks", ())
+    pairs = {(heads, kv_heads), *((block.heads, block.kv_heads) for block in of_blocks)}
+    for number, kv_number in sorted(pairs):
+        if number % tp:
+            yield f"{tp} does not divide the model's {number} heads"
+        # Several ranks may share a key/value head, each with a copy.
+        elif kv_number % tp and tp % max(1, kv_number):
+            yield f"{tp} neither divides the model's {kv_number} key/value heads nor is a multiple of them"
     if width % tp:
         yield f"{tp} does not divide the model's ffn_dim {width}"
     shared = getattr(model, "num_shared_experts", 0) * getattr(model, "expert_dim", 0)

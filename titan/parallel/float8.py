@@ -90,7 +90,7 @@ def apply_float8(
         num_kv_heads: number of key/value heads.
 
     Raises:
-        Float8Error: the recipe is unknown, cannot be gathered in float8, or needs another torchao.
+        Float8Error: the recipe is unknown, cannot be gathered in float8, needs another torchao, or converts no layer.
     """
     if recipe not in RECIPES:
         raise Float8Error(f"there is no recipe {recipe}, but {', '.join(RECIPES)}")
@@ -107,7 +107,8 @@ def apply_float8(
     for name, layer in list(model.named_modules()):
         if not isinstance(layer, nn.Linear):
             continue
-        style = _style(name, tensor_plan or {})
+        style, _, number = _style(name, tensor_plan or {}).partition(":")
+        heads = int(number) if number.isdecimal() else num_kv_heads
         named = next((part for part in filter_fqns if part in name), None)
         rows, columns = _local_shape(layer, style=style, tp=tp)
         # First the user's wishes, then layers that cannot be converted, then layers that would not gain speed.
@@ -122,8 +123,8 @@ def apply_float8(
             kept = f"what {type(layer).__name__} adds to nn.Linear would be lost"
         elif places[id(layer.weight)] > 1:
             kept = "shares its weight with another module"
-        elif style == "kv_colwise" and num_kv_heads % tp:
-            kept = f"{tp} tensor-parallel ranks are more than {num_kv_heads} key/value heads"
+        elif style == "kv_colwise" and heads % tp:
+            kept = f"{tp} tensor-parallel ranks are more than {heads} key/value heads"
         elif style == "whole":
             kept = "every rank computes all of it, on few rows"
         elif style in _OWN_PARTS and tp > 1:
@@ -133,7 +134,11 @@ def apply_float8(
         elif is_small and is_small(layer, name):
             kept = f"too small to gain ({_SMALL})"
         report.append(Conversion(name, (layer.out_features, layer.in_features), kept))
-    convert(model, {c.name for c in report if not c.kept})
+    converted = {c.name for c in report if not c.kept}
+    if not converted:
+        reasons = "; ".join(f"{c.name}: {c.kept}" for c in report[:3]) or "it has no nn.Linear"
+        raise Float8Error(f"recipe {recipe} converts no layer of {type(model).__name__} ({reasons})")  # fmt: skip
+    convert(model, converted)
     return report
 
 
@@ -189,10 +194,27 @@ def precompute_scales(model: nn.Module) -> None:
 
     Args:
         model: model after FSDP.
+
+    Raises:
+        ValueError: no layer of the model is gathered in float8.
     """
+    if not gathers_float8(model):
+        raise ValueError(
+            f"no layer of {type(model).__name__} is gathered in float8: apply_float8(fsdp_all_gather=True) makes such layers"
+        )
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+def gathers_float8(model: nn.Module) -> bool:
+    """Return whether FSDP all-gathers a weight of the model in float8.
+
+    Args:
+        model: any model.
+    """
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return any(getattr(c, "enable_fsdp_float8_all_gather", False) for c in configs)
 
 
 @torch.no_grad()

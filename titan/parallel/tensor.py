@@ -12,7 +12,7 @@ model names a style for each module. The model itself does not change. With S th
     gather_whole     replicated    the same for a module whose own parameters all ranks use as they are
     colwise          columns /tp   (B, S, D) -> (B, S, F/tp)
     kv_colwise       columns /tp   like `colwise`; replicated if there are more ranks than key/value heads: each rank
-                                   then keeps the one head that its query heads read
+                                   then keeps the one head that its query heads read; `kv_colwise:2` for a layer with 2 such heads
     gather_colwise   columns /tp   (B, S/tp, L) -> (B, S, F/tp): all-gather first; the columns are key/value heads
     gather_shared    none          (B, S/tp, K) -> (B, S, K), all-gather of keys that the heads of all ranks share
     rowwise          rows /tp      (B, S, F/tp) -> (B, S/tp, D), reduce-scatter
@@ -141,7 +141,7 @@ def apply_tp(
 
     Raises:
         KeyError: a style is unknown.
-        ValueError: a number does not divide (the sequence: in the forward pass); a module is not the nn.Linear or nn.Embedding
+        ValueError: no pattern matches a module; a number does not divide (the sequence: in the forward pass); a module is not the nn.Linear or nn.Embedding
             that its style splits; or a trainable parameter has no style, so that nobody would add up its gradients over the
             ranks, of which each sees its own tokens only.
     """
@@ -149,8 +149,12 @@ def apply_tp(
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     size = mesh.size()
     require_alike_modules(model, num_ranks=size)
-    styles = _styles(size, num_kv_heads, loss_parallel=loss_parallel, output_in_loss=output_in_loss)
+    styles = _styles(loss_parallel=loss_parallel, output_in_loss=output_in_loss)
     style_of = check_plan(model, plan, size=size, num_kv_heads=num_kv_heads)
+    if not any(style_of.values()):
+        raise ValueError(
+            f"no module of {type(model).__name__} matches the plan ({', '.join(plan) or 'empty'}); it has {', '.join(filter(None, style_of))}"
+        )
     # torch's styles replace parameters. Remember the shared and the frozen ones, and restore both afterwards.
     shared = _shared_parameters(model)
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
@@ -163,13 +167,17 @@ def apply_tp(
                 parallelize_module(module, mesh, own)
         elif style and style != "experts":
             _take_by_position(module)
+            heads = int(argument or num_kv_heads)
             if style == "vocab_embedding":
                 module.register_forward_pre_hook(partial(_require_whole_parts, size=size))
             if style == "rowwise" and is_tensorwise(module):
                 parallelize_module(module, mesh, rows_style(mesh, sequence_dim=SEQUENCE_DIM))
             else:
                 buffers = dict(module._buffers)
-                parallelize_module(module, mesh, styles[style]())
+                # With more ranks than key/value heads, ranks share a head: it cannot be split further.
+                is_shared = style == "kv_colwise" and heads % size != 0
+                own_style = ReplicatedHeads(heads) if is_shared else styles[style]()
+                parallelize_module(module, mesh, own_style)
                 if style == "vocab_embedding" and buffers:  # such as a factor of embeddings
                     module._buffers.update(buffers)
                     read_as(module, buffers, partial(_replicated, mesh=mesh))
@@ -190,7 +198,7 @@ def _replicated(buffer: Tensor, *, mesh: DeviceMesh) -> DTensor:
 def style_names() -> list[str]:
     """Return the names of all styles but "experts", which expert parallelism reads."""
     return [
-        *_styles(1, 1, loss_parallel=True, output_in_loss=False),
+        *_styles(loss_parallel=True, output_in_loss=False),
         GATHER,
         GATHER_HEADS,
         GATHER_WHOLE,
@@ -212,15 +220,18 @@ def check_plan(
         KeyError: a style is unknown.
         ValueError: the plan does not fit the model, as in `apply_tp`.
     """
-    if num_kv_heads % size and size % num_kv_heads:
-        raise ValueError(
-            f"{num_kv_heads} key/value heads do not divide by {size} ranks, nor they by the heads"
-        )
     styles = style_names()
     # "gather_input:x" is a style with an argument.
     known = {*styles, "experts"}
     if unknown := sorted(s for s in {*plan.values()} if s.split(":")[0] not in known):
         raise KeyError(f"unknown style {', '.join(unknown)}; there are {', '.join(styles)}")
+    # "kv_colwise:2" and "width_norm:2" have numbers of heads, of layers with others than most.
+    numbers = {int(n) for s in plan.values() for n in s.split(":")[1:] if n.isdecimal()}
+    for heads in (num_kv_heads, *sorted(numbers)):
+        if heads % size and size % heads:
+            raise ValueError(
+                f"{heads} key/value heads do not divide by {size} ranks, nor they by the heads"
+            )
     # The first pattern that matches counts.
     style_of = {
         name: next((style for pattern, style in plan.items() if fnmatchcase(name, pattern)), "")
@@ -234,12 +245,8 @@ def check_plan(
     return style_of
 
 
-def _styles(
-    size: int, num_kv_heads: int, *, loss_parallel: bool, output_in_loss: bool
-) -> dict[str, Callable[[], ParallelStyle]]:
-    """Return the constructor of each style of the table above, for `size` ranks."""
-    # With more ranks than key/value heads, ranks share a head: it cannot be split further.
-    kv_split = num_kv_heads % size == 0
+def _styles(*, loss_parallel: bool, output_in_loss: bool) -> dict[str, Callable[[], ParallelStyle]]:
+    """Return the constructor of each style of the table above."""
     return {
         "vocab_embedding": lambda: RowwiseParallel(
             input_layouts=Replicate(), output_layouts=Shard(SEQUENCE_DIM)
@@ -255,7 +262,7 @@ def _styles(
         "head_vector": HeadVector,
         "width_norm": NormOfAllRanks,
         "colwise": ColwiseParallel,
-        "kv_colwise": ColwiseParallel if kv_split else lambda: ReplicatedHeads(num_kv_heads),
+        "kv_colwise": ColwiseParallel,
         "local_tokens": LocalWeights,
         "partial": LocalWeights,
         "replicated": lambda: LocalWeights(sums=False),
@@ -307,7 +314,8 @@ def _require_fit(
     head_sizes: dict[
         str, set[int]
     ] = {}  # of keys and values, by the name of their attention module
-    for name, style in style_of.items():
+    for name, whole_style in style_of.items():
+        style, _, number = whole_style.partition(":")
         module: Any = model.get_submodule(name)
         kind = _SPLITS.get(style)
         if kind is not None and not isinstance(module, kind):
@@ -316,15 +324,18 @@ def _require_fit(
                 f"nn.{kind.__name__} in its place (transformers' Conv1D is an nn.Linear with its weight transposed)"
             )
         if style == "kv_colwise":
-            head_size, rest = divmod(module.out_features, num_kv_heads)
+            heads = int(number or num_kv_heads)
+            head_size, rest = divmod(module.out_features, heads)
             if rest:
                 raise ValueError(
-                    f"the {module.out_features} outputs of {name} are not {num_kv_heads} key/value heads of one size"
+                    f"the {module.out_features} outputs of {name} are not {heads} key/value heads of one size"
                 )
             head_sizes.setdefault(name.rpartition(".")[0], set()).add(head_size)
-    for name, style in style_of.items():
-        if style in ("gather_colwise", "width_norm") and num_kv_heads % size:
-            raise ValueError(f"the {num_kv_heads} heads of {name} do not divide by {size} ranks")
+    for name, whole_style in style_of.items():
+        style, _, number = whole_style.partition(":")
+        heads = int(number) if number.isdecimal() else num_kv_heads
+        if style in ("gather_colwise", "width_norm") and heads % size:
+            raise ValueError(f"the {heads} heads of {name} do not divide by {size} ranks")
         if style != "colwise":
             continue
         columns: Any = model.get_submodule(name).out_features

@@ -1,0 +1,122 @@
+"""Numbers of heads that differ from the usual ones, by model and by layer, under tensor parallelism: transformers' numbers, or a refusal by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support import hf_families
+from tests.support.hf_families import is_equal, job_of, overrides_of
+from tests.support.ranks import Pool
+from titan.config.layout import check_layout
+from titan.config.model import resolve_model
+from titan.models.transformers import build_model
+from titan.models.transformers.flows import Flows
+from titan.models.transformers.probe import Watch
+
+pytest.importorskip("transformers")
+
+
+def row_with(kind: str, change: dict[str, Any], degrees: dict[str, int]) -> str:
+    """Run on each rank: the largest difference of a family with other fields, or why it is refused."""
+    whole = dict(hf_families.LAYERS)
+    hf_families.LAYERS[kind] = whole.get(kind, {}) | change
+    try:
+        with TemporaryDirectory() as folder:
+            chosen = {kind: hf_families.families()[kind]}
+            row = hf_families.run_rank(chosen, {"it": degrees}, False, Path(folder))[kind]
+    finally:
+        hf_families.LAYERS.clear()
+        hf_families.LAYERS.update(whole)
+    return row.get("it", str(row))
+
+
+CASES: list[tuple[str, dict[str, Any], dict[str, int]]] = [
+    # A fused matrix as wide as queries with gates.
+    ("phi3", {"num_key_value_heads": 2}, {"tp": 2}),
+    ("phi3", {"num_key_value_heads": 1}, {"tp": 2}),
+    # One key/value head in layers of full attention, two in the others.
+    ("mimo_v2_flash", {"num_key_value_heads": 1}, {"tp": 2}),
+    # A norm over all channels of one key/value head, which all ranks have.
+    ("olmo2", {"num_key_value_heads": 1}, {"tp": 2}),
+    # Biases that are wider than the heads.
+    ("llama", {"attention_bias": True, "head_dim": 8}, {"tp": 2}),
+]
+
+
+@pytest.mark.parametrize(("kind", "change", "degrees"), CASES)
+def test_a_layout_equals_transformers(
+    kind: str, change: dict[str, Any], degrees: dict[str, int], pool: Pool
+) -> None:
+    found = pool.run(hf_families.num_ranks(degrees), row_with, kind, change, degrees)[0]
+    assert is_equal(found), found
+
+
+def test_a_layer_that_cannot_be_shared_is_refused_by_check() -> None:
+    architecture = "MiMoV2FlashForCausalLM"
+    fields = overrides_of(architecture) | {"num_attention_heads": 12, "num_key_value_heads": 6}
+    job = job_of(architecture, {"tp": 4}, {k: v for k, v in fields.items() if v is not None})
+    sizes, problems = resolve_model(job.model)
+    assert not problems and {block.kv_heads for block in sizes.heads_of_blocks} == {6, 12}
+    found = str(check_layout(job, world_size=4))
+    assert "4 neither divides the model's 6 key/value heads nor is a multiple of them" in found
+
+
+class Fused(nn.Module):
+    """One matrix for queries, keys and values, whose output is cut in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.qkv = way, nn.Linear(8, 24)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = self.qkv(x)
+        by_head = out.view(1, 5, 2, 12)  # two heads with a query, a key and a value each
+        if self.way == "heads":
+            return [part.transpose(1, 2)[..., ::2] for part in by_head.chunk(3, -1)]
+        if self.way == "one head":
+            return out.view(1, 5, 1, 24)[..., :8]
+        if self.way == "split":
+            return out.clamp(-1, 1).split([8, 8, 8], dim=-1)
+        if self.way == "slice":
+            return out.view(5, 24)[:, :8]
+        if self.way == "unbind":
+            return out.view(1, 5, 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0)
+        return out.unflatten(-1, (6, 4)).transpose(1, 2)[:, :-2]
+
+
+WAYS = {"heads": False, "one head": False, "split": True, "slice": True, "unbind": True, "last heads": True}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_fused_matrix_is_known_by_how_its_output_is_cut(way: str) -> None:
+    model = Fused(way).to("meta")
+    watch = Watch({})
+    model.qkv.register_forward_hook(lambda _, __, out: watch.flows.begin("qkv", out, -1))
+    with torch.no_grad(), watch:
+        model(torch.zeros(1, 5, 8, device="meta"))
+    assert (watch.flows.cut == {"qkv"}) is WAYS[way]
+
+
+def test_what_follows_a_matmul_is_another_output() -> None:
+    flows = Flows()
+    x = torch.zeros(2, 4)
+    flows.begin("first", x, -1)
+    flows.follow(torch.ops.aten.relu.default, (x,), {}, y := torch.relu(x))
+    flows.follow(torch.ops.aten.mm.default, (y, y.T), {}, z := y @ y.T)
+    assert flows.of(y) == {"first": 1} and flows.of(z) == {}
+
+
+def test_flops_of_layers_with_other_heads() -> None:
+    fields = {k: v for k, v in overrides_of("Gemma4ForCausalLM").items() if v is not None}
+    sizes, _ = resolve_model(job_of("Gemma4ForCausalLM", {}, fields).model)
+    with torch.device("meta"):
+        model: Any = build_model(sizes)
+    widths = [layer.self_attn.q_proj.out_features for layer in model.layers.values()]
+    assert len({*widths}) == 2
+    assert [sizes.attention_width(n) for n in range(len(widths))] == widths
