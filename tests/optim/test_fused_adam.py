@@ -111,7 +111,11 @@ def test_without_a_largest_norm_nothing_is_divided() -> None:
         assert (optimizer.divisor is not None) == divides
 
 
-COMPILED: Any = {"compiled": "aot_eager", "overrides": (("dim", 256), ("ffn_dim", 512))}
+COMPILED: Any = {
+    "compiled": "aot_eager",
+    "overrides": (("dim", 256), ("ffn_dim", 512)),
+    "optimizer": (("lr", 1e-2),),
+}
 LAYOUTS = [
     Layout("FSDP2", fsdp(2), **COMPILED),
     Layout("TP+SP", tp(2), **COMPILED),
@@ -130,7 +134,7 @@ def train_compiled(layout: Layout) -> tuple[dict[str, Any], int]:
         return real(*args)
 
     with patch.object(fused_adam, "_LARGE", 1024), patch.object(fused_adam, "_compiled", counted):
-        found = train(layout, steps=3)
+        found = train(layout, steps=4)
     return found, len(calls)
 
 
