@@ -300,3 +300,36 @@ def test_mistakes_are_one_line(
     assert main(["sim", *options, "--world-size", "2", "--hardware", "h100-sxm", "--quiet"]) == 2
     line, *rest = capsys.readouterr().err.strip().splitlines()
     assert message in line and rest in ([], ["1 problem"])
+
+
+CONVOLUTIONS = """
+import torch
+from torch import nn
+
+
+def build(device, bias: bool = True):
+    with torch.device(device):
+        model = nn.Sequential(nn.Conv2d(3, 16, 4, stride=4, bias=bias), nn.Flatten(2), nn.Conv1d(16, 8, 3, bias=bias))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        model(torch.ones(2, 3, 32, 32, device=device)).sum().backward()
+        optimizer.step()
+
+    return step, model, optimizer
+"""
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_first_layer_whose_input_needs_no_gradient(bias: bool, tmp_path: Path) -> None:
+    """A patch embedding: the backward pass of the convolution returns None for the gradient of the picture."""
+    script = tmp_path / "convolutions.py"
+    script.write_text(CONVOLUTIONS)
+    program = Script(str(script), "build", (("bias", bias),))
+    [(_, traces)] = trace_jobs([Job((), 1, (0,), script=program)], 1)
+    assert isinstance(traces, list), traces
+    kernels = [event.kernel for event in traces[0].step if isinstance(event, Launch)]
+    flops = [kernel.flops for kernel in kernels if "convolution_backward" in kernel.name]
+    # 2 FLOPs for each multiplication: 62 places of 8 outputs from 16 x 3 inputs, for two gradients; and the
+    # pictures' 64 places of 16 outputs from 3 x 16 inputs, for the weight's alone.
+    assert flops == [2 * 2 * (2 * 62 * 8 * 16 * 3), 2 * (2 * 64 * 16 * 3 * 16)]

@@ -109,19 +109,17 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-def kernel_of(
-    op: Operator, args: Any, kwargs: Any, outputs: list[Tensor], *, host: Host = "eager"
-) -> Kernel:
+def kernel_of(op: Operator, args: Any, kwargs: Any, result: Any, *, host: Host = "eager") -> Kernel:
     """Return the kernel that a call launched.
 
     Args:
         op: The operator.
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
-        outputs: Tensors that the call returned.
+        result: What the call returned.
         host: Launcher of the kernel.
     """
-    inputs = list(tensors_in(args))
+    inputs, outputs = list(tensors_in(args)), list(tensors_in([result]))
     named = list(tensors_in(kwargs.values())) if kwargs else []
     name = op.func._opname
     kind = op.kind
@@ -158,7 +156,7 @@ def kernel_of(
         # The groups share the tokens or, for weights' gradients, the sums over tokens.
         flops = 2 * inputs[0].numel() * inputs[1].shape[-1]
     else:
-        flops = _flops(op, args, kwargs, outputs)
+        flops = _flops(op, args, kwargs, result)
     return Kernel(
         name=op.name,
         kind=kind,
@@ -246,15 +244,18 @@ def _attention_flops(kind: KernelKind, shapes: tuple[tuple[int, ...], ...]) -> i
     return matmuls * 2 * batch * heads * queries * keys * size
 
 
-def _flops(op: Operator, args: Any, kwargs: Any, outputs: list[Tensor]) -> int:
-    """Return the FLOPs of a call by torch's formulas; 0 if there is none."""
+def _flops(op: Operator, args: Any, kwargs: Any, result: Any) -> int:
+    """Return the FLOPs of a call by torch's formulas; 0 if there is none.
+
+    A formula knows each output by its place, also that of an input that needs no gradient (None).
+    """
     formula: Callable[..., int] | None = flop_registry.get(op.func._overloadpacket)
     if formula is None:
         return 0
     # FLOP formulas take the call's arguments, and know no `out` and no dtype of the result.
     args = [value for value in args if not isinstance(value, torch.dtype)]
     known = {k: v for k, v in kwargs.items() if k != "out"}
-    return int(formula(*args, **known, out_val=outputs[0] if len(outputs) == 1 else outputs))
+    return int(formula(*args, **known, out_val=result))
 
 
 def _launches(name: str, args: Any) -> int:

@@ -238,10 +238,10 @@ class Tracer(TorchDispatchMode):
                 return
             # A read from the device is a copy, which goes on below.
             if not any(t.fake_device.type == device.NAME for t in inputs):  # pyright: ignore
-                self.launch_on_host(kernel_of(op, args, kwargs, outputs))
+                self.launch_on_host(kernel_of(op, args, kwargs, result))
                 return
         host: Host = "compiled" if self._compiled else "eager"
-        kernel = kernel_of(op, args, kwargs, outputs, host=host)
+        kernel = kernel_of(op, args, kwargs, result, host=host)
         # FlashAttention's scratch memory ends with the kernel.
         workspace = [self.storages.take(size) for size in workspace_bytes(op, args)]
         self.launch(kernel)
