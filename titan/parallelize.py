@@ -414,6 +414,7 @@ def convert_to_float8(model: nn.Module, job: ResolvedJob) -> list[Conversion]:
         tensor_plan=tensor_plan_of(model, job),
         tp=tp,
         num_kv_heads=job.sizes.n_kv_heads,
+        fsdp_ranks=job.layout.dp_shard * job.layout.cp,
     )
 
 

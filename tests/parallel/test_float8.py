@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +29,7 @@ from titan.config.schema import CheckpointSection, JobConfig
 from titan.data.packing import Batch
 from titan.loss import cross_entropy_sum, logits_fn_of
 from titan.models.llama3 import FLAVORS, build_model
-from titan.parallel import apply_float8, build_mesh
+from titan.parallel import apply_float8, apply_fsdp, build_mesh
 from titan.parallel.float8 import RECIPES, Float8Error, plain, require_hardware, table
 from titan.parallel.init_weights import canonical_name
 from titan.parallel.mesh import axis_rank, axis_size
@@ -182,14 +183,17 @@ def test_which_layers_stay_in_high_precision_and_why() -> None:
 
 def test_an_output_layer_of_any_name_stays_in_high_precision() -> None:
     """A list of blocks without one is converted whole."""
-    blocks = nn.ModuleList([nn.ModuleDict({"output": nn.Linear(32, 32)})])
-    assert kept(nn.ModuleDict({"h": blocks})) == {}
-    model = nn.Module()
-    model.add_module("stem", nn.Linear(32, 32))
-    model.add_module("h", blocks)
-    assert kept(model) == {"h.0.output": "what Float8Linear adds to nn.Linear would be lost"}
-    model.add_module("lm_head", nn.Linear(32, 64))
-    assert kept(model)["lm_head"] == OUTPUT and type(model.get_submodule("lm_head")) is nn.Linear
+
+    def model(**others: nn.Module) -> nn.ModuleDict:
+        blocks = nn.ModuleList([nn.ModuleDict({"output": nn.Linear(32, 32)})])
+        return nn.ModuleDict({"stem": nn.Linear(32, 32), "h": blocks, **others})
+
+    assert kept(model()) == {}
+    with_head = model(lm_head=nn.Linear(32, 64))
+    assert kept(with_head) == {"lm_head": OUTPUT}
+    assert type(with_head.get_submodule("lm_head")) is nn.Linear
+    # A second call leaves alone what the first one converted.
+    assert kept(nn.ModuleDict({"first": with_head["h"], "last": nn.Linear(32, 32), "h": model()["h"]}))  # fmt: skip
 
 
 class Adapted(nn.Linear):
@@ -570,3 +574,32 @@ def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(Float8Error, match=r"pip install 'titan-pretrain\[float8\]'"):
         apply_float8(meta_model(), emulate=True)
+
+
+def gather_on_three(gathers: bool) -> tuple[float, list[str]]:
+    train_step = build("tensorwise", {"dp_shard": 3}, float8=SCALES if gathers else {}, training={"local_batch_size": 2, "mixed_precision_param": "float32"})  # fmt: skip
+    losses = steps(train_step, range(1, 4))
+    return losses[-1], [c.name for c in train_step.float8 if c.is_uneven]
+
+
+def test_matrices_that_three_ranks_do_not_divide(pool: Pool) -> None:
+    """They are gathered in high precision: no rank waits for ever, and the losses are those of weights gathered so."""
+    expected = pool.run(3, gather_on_three, False)[0][0]
+    for loss, uneven in pool.run(3, gather_on_three, True):
+        assert loss == pytest.approx(expected, rel=1e-5)
+        assert len(uneven) > 3 and "layers.0.attention.wq" in uneven  # 64 rows
+        assert "layers.0.feed_forward.w1" not in uneven  # 192 rows
+
+
+def shard_without_telling(_: int) -> str:
+    model = meta_model()
+    apply_float8(model, emulate=True, fsdp_all_gather=True)
+    with pytest.raises(ValueError) as error:
+        mesh = build_mesh("cpu", dp_shard=3)["dp_shard"]
+        apply_fsdp(model, mesh=mesh, blocks=model.layers, gradients="sum")  # pyright: ignore
+    return str(error.value)
+
+
+def test_a_trainer_of_ones_own_is_told(pool: Pool) -> None:
+    for text in pool.run(3, shard_without_telling, 0):
+        assert re.search(r"3 FSDP ranks do not divide the 64 rows of layers\.0.*fsdp_ranks=3", text)

@@ -55,11 +55,13 @@ class Conversion:
         name: name of the layer.
         shape: its output and input features.
         kept: reason why the layer stays in high precision. "" if it was converted.
+        is_uneven: whether FSDP gathers it in high precision, since its ranks do not divide the rows.
     """
 
     name: str
     shape: tuple[int, int]
     kept: str = ""
+    is_uneven: bool = False
 
 
 def apply_float8(
@@ -73,6 +75,7 @@ def apply_float8(
     tensor_plan: Mapping[str, str] | None = None,
     tp: int = 1,
     num_kv_heads: int = 1,
+    fsdp_ranks: int = 1,
 ) -> list[Conversion]:
     """Convert the linear layers of `model` in place, before it is split. Return a result for each.
 
@@ -88,6 +91,8 @@ def apply_float8(
         tensor_plan: plan of `apply_tp`, since 16 (MXFP8: 32) must divide a rank's part of a layer.
         tp: number of tensor-parallel ranks.
         num_kv_heads: number of key/value heads.
+        fsdp_ranks: number of ranks over which FSDP shards a weight. torchao gathers equal parts only: a matrix whose rows these ranks do
+            not divide computes in float8, and is gathered in its own dtype.
 
     Raises:
         Float8Error: the recipe is unknown, cannot be gathered in float8, needs another torchao, or converts no layer.
@@ -96,7 +101,6 @@ def apply_float8(
         raise Float8Error(f"there is no recipe {recipe}, but {', '.join(RECIPES)}")
     if fsdp_all_gather and recipe != "tensorwise":
         raise Float8Error(f"recipe {recipe} cannot be gathered in float8, only tensorwise can")
-    convert = _converter(recipe, emulate=emulate, fsdp_all_gather=fsdp_all_gather)
     multiple = 32 if _is_mx(recipe) else 16
     # A weight that two modules share cannot be converted in one of them.
     places = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
@@ -133,12 +137,17 @@ def apply_float8(
             kept = f"{rows} x {columns}{' on a rank' * (tp > 1)} does not divide by {multiple}"
         elif is_small and is_small(layer, name):
             kept = f"too small to gain ({_SMALL})"
-        report.append(Conversion(name, (layer.out_features, layer.in_features), kept))
+        is_uneven = fsdp_all_gather and not kept and rows % fsdp_ranks != 0
+        shape = layer.out_features, layer.in_features
+        report.append(Conversion(name, shape, kept, is_uneven=is_uneven))
     converted = {c.name for c in report if not c.kept}
     if not converted:
         reasons = "; ".join(f"{c.name}: {c.kept}" for c in report[:3]) or "it has no nn.Linear"
         raise Float8Error(f"recipe {recipe} converts no layer of {type(model).__name__} ({reasons})")  # fmt: skip
-    convert(model, converted)
+    uneven = {c.name for c in report if c.is_uneven}
+    for names, gathers in ((converted - uneven, fsdp_all_gather), (uneven, False)):
+        if names:
+            _converter(recipe, emulate=emulate, fsdp_all_gather=gathers)(model, names)
     return report
 
 
@@ -249,6 +258,7 @@ def table(report: Iterable[Conversion], *, recipe: str, emulated: bool, compiled
     lines = [
         f"  {kind.name:<{width}}  {count:>4} of {' x '.join(map(str, kind.shape)):<14}"
         + (f"high precision: {kind.kept}" if kind.kept else "converted")
+        + ", gathered in high precision: FSDP's ranks do not divide its rows" * kind.is_uneven
         for kind, count in kinds.items()
     ]
     how = ", emulated" if emulated else ""

@@ -119,6 +119,7 @@ def apply_fsdp(
     _require_inside(model, [*encoders, *first, *blocks, *last], own=own_mesh or ())
     require_alike_modules(model, num_ranks=mesh.size())
     require_alike_parameters(model)
+    _require_even_float8(model, mesh)
     ends = {"encoders": encoders, "first": first, "last": last}
     units = units_of(model, blocks, **ends, blocks_per_unit=blocks_per_unit, inside=own_mesh or ())
     # A loss in chunks has done the output layer's part of the backward pass. The norm, which follows, is too short to
@@ -340,6 +341,18 @@ def _require_inside(
         for module in modules:
             if module not in found:
                 raise ValueError(f"a module {type(module).__name__} is not {where}")
+
+
+def _require_even_float8(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Raise ValueError for a weight that torchao gathers in float8, and cannot in parts of unequal size: ranks would wait for ever."""
+    ranks = mesh.size(mesh.ndim - 1)
+    for name, parameter in model.named_parameters():
+        own: Any = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if hasattr(own, "fsdp_pre_all_gather") and len(own) % ranks:
+            raise ValueError(
+                f"{ranks} FSDP ranks do not divide the {len(own)} rows of {name}, which is gathered in float8: give apply_float8 "
+                f"fsdp_ranks={ranks}, which gathers such a weight in its own dtype"
+            )
 
 
 def reduce_gradients(
