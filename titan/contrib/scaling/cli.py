@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = command_parser("scaling", usage, summary=SUMMARY)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="run folders, folders of them, or a CSV file with params, tokens, loss")  # fmt: skip
-    add("--leave-out", type=whole, default=0, metavar="K", help="fit without the K runs of most FLOPs, and predict them")  # fmt: skip
+    add("--leave-out", type=whole, default=0, metavar="K", help="first check: predict the K runs of most FLOPs from the others")  # fmt: skip
     add("--predict", type=_size, action="append", default=[], metavar="N,D", help="predict a run, such as 8e9,1e12; may be repeated")  # fmt: skip
     add("--total", action="store_true", help="count all parameters of a model with experts, not those of a token")  # fmt: skip
     add("--draws", type=positive, default=400, metavar="K", help="draws of the bootstrap; default: 400")  # fmt: skip
@@ -50,19 +50,25 @@ def main(argv: list[str] | None = None) -> int:
     runs, shared = reading.read(options.runs, total=options.total)
     kept, left = (runs[:-options.leave_out], runs[-options.leave_out :]) if options.leave_out else (runs, [])  # fmt: skip
     reading.require_enough(kept, left_out=len(left))
-    found = fit(kept, draws=options.draws, seed=options.seed)
-    print("\n".join(_report(found, kept)))
-    for run in [*left, *(Run("", n, d, 0.0) for n, d in options.predict)]:
-        print(prediction(found, run, largest=kept[-1].flops))
+    if left:
+        check = fit(kept, draws=options.draws, seed=options.seed)
+        print(f"checked: a law of the {len(kept)} smaller runs predicts the {len(left)} largest")
+        for run in left:
+            print(prediction(check, run, largest=kept[-1].flops))
+    # The law that is kept, drawn and asked is that of all runs.
+    found = fit(runs, draws=options.draws, seed=options.seed)
+    print("\n".join(_report(found, runs)))
+    for params, tokens in options.predict:
+        print(prediction(found, Run("", params, tokens, 0.0), largest=runs[-1].flops))
     if options.out:
         about = {"shared": shared, "params": "total" if options.total else "active", "seed": options.seed}  # fmt: skip
-        text = json.dumps(_as_json(found, kept, left) | about, indent=1)
+        text = json.dumps(_as_json(found, runs) | about, indent=1)
         options.out.write_text(text + "\n", encoding="utf-8")
         print(f"wrote {options.out}")
     if options.plot:
         from .picture import draw
 
-        draw(found, kept, left, options.plot)
+        draw(found, runs, options.plot)
         print(f"wrote {options.plot}")
     return 0
 
@@ -117,7 +123,7 @@ def prediction(found: Fit, run: Run, *, largest: float) -> str:
     return text
 
 
-def _as_json(found: Fit, runs: list[Run], left: list[Run]) -> dict[str, Any]:
+def _as_json(found: Fit, runs: list[Run]) -> dict[str, Any]:
     """Return all that is needed to use the law, and to fit it again."""
     return {
         "format": FORMAT,
@@ -125,7 +131,6 @@ def _as_json(found: Fit, runs: list[Run], left: list[Run]) -> dict[str, Any]:
         "intervals": {constant: found.interval(constant) for constant in CONSTANTS},
         "level": LEVEL,
         "runs": [run._asdict() for run in runs],
-        "left_out": [run._asdict() for run in left],
         "errors": found.errors,
         "draws": [list(law) for law in found.draws],
         "versions": {name: version(name) for name in ("titan-pretrain", "numpy", "scipy")},
