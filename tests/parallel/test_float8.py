@@ -184,16 +184,20 @@ def test_which_layers_stay_in_high_precision_and_why() -> None:
 def test_an_output_layer_of_any_name_stays_in_high_precision() -> None:
     """A list of blocks without one is converted whole."""
 
-    def model(**others: nn.Module) -> nn.ModuleDict:
+    def model(**others: nn.Module) -> nn.Module:
         blocks = nn.ModuleList([nn.ModuleDict({"output": nn.Linear(32, 32)})])
-        return nn.ModuleDict({"stem": nn.Linear(32, 32), "h": blocks, **others})
+        found = nn.Module()
+        for name, part in {"stem": nn.Linear(32, 32), "h": blocks, **others}.items():
+            found.add_module(name, part)
+        return found
 
     assert kept(model()) == {}
     with_head = model(lm_head=nn.Linear(32, 64))
     assert kept(with_head) == {"lm_head": OUTPUT}
     assert type(with_head.get_submodule("lm_head")) is nn.Linear
     # A second call leaves alone what the first one converted.
-    assert kept(nn.ModuleDict({"first": with_head["h"], "last": nn.Linear(32, 32), "h": model()["h"]}))  # fmt: skip
+    both = model(stem=with_head.get_submodule("stem"))
+    assert kept(both) == {"stem": "what Float8Linear adds to nn.Linear would be lost"}
 
 
 class Adapted(nn.Linear):
@@ -202,7 +206,7 @@ class Adapted(nn.Linear):
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8_cublas"])
 def test_a_subclass_of_linear_is_left_alone(recipe: str) -> None:
-    model = nn.ModuleDict({"w": Adapted(32, 32)})
+    model = nn.ModuleDict({"w": Adapted(32, 32), "plain": nn.Linear(32, 32)})
     assert kept(model, recipe=recipe) == {"w": "what Adapted adds to nn.Linear would be lost"}
     assert type(model["w"]) is Adapted
 
