@@ -63,8 +63,9 @@ def test_each_flavor_becomes_a_small_job_with_its_ratios_and_kinds_of_layers(nam
                     {bool(getattr(s, kind)(n)) for n in range(s.n_layers)} for s in (whole, small)
                 ]
                 assert both[0] == both[1], (flavor, kind)
-        names = [n for n in LAYOUTS if n != "pp" or not whole.tied_embeddings]
-        for degrees in certifier.layouts(names).values():
+        for layout, degrees in certifier.layouts(None).items():
+            if layout not in LAYOUTS or (layout == "pp" and whole.tied_embeddings):
+                continue
             world = prod(n for axis, n in degrees.items() if axis != "ep")
             check_to_run(changed(certifier.small, certifier._keys(degrees)), world_size=world)
 
@@ -229,6 +230,14 @@ def test_a_layout_is_refused_in_the_words_of_the_check() -> None:
     )
 
 
+def test_a_layout_that_is_named_is_a_row() -> None:
+    """Also one that the model has no use for, or that is the job's own."""
+    config = model("llama3", parallelism={"tensor_parallel_degree": 2})
+    certifier = Certifier(config, resolve_layout(config, 2))
+    assert [*certifier.layouts(["tp", "ep", "job"])] == ["job", "tp", "ep"]
+    assert {"tp", "ep"}.isdisjoint(certifier.layouts(None))
+
+
 def test_a_job_on_more_than_three_axes_is_certified_on_each_three() -> None:
     degrees = {
         "pipeline_parallel_degree": 4,
@@ -294,6 +303,7 @@ def test_a_difference_is_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixtu
     ("options", "line"),
     [
         (["--layouts=tq"], 'command line: --layouts: unknown layout "tq"; there are all, fsdp,'),
+        (["--layouts=ep"], "no layout was compared, so there is no certificate"),
         (["--model.flavor=tinny"], "did you mean 'tiny'?"),
         (["--world-size=3", "--parallelism.tensor_parallel_degree=2"], "3 ranks / (tp 2)"),
     ],

@@ -104,12 +104,15 @@ class Certifier:
         self.pool = Pool([f"{family(config.model.name).__name__}.model", *more], quiet=True)
         self.runs: dict[str, Any] = {}
 
-    def layouts(self, names: Sequence[str]) -> dict[str, Degrees]:
-        """Return the layouts with these names. "job" stands for the job's own, or for all its subsets of three axes."""
+    def layouts(self, names: Sequence[str] | None) -> dict[str, Degrees]:
+        """Return the layouts with these names, or all that the model has a use for.
+
+        "job" stands for the job's own, or for all its subsets of three axes. A layout that somebody named is a row in any case.
+        """
         own = {axis: 2 for axis in AXES if getattr(self.layout, axis) > 1}
         subsets = combinations(own, _MOST_AXES) if len(own) > _MOST_AXES else [tuple(own)]
         found: dict[str, Degrees] = {}
-        for axes in subsets if _OWN in names else ():
+        for axes in subsets if names is None or _OWN in names else ():
             degrees = dict.fromkeys(axes, 2)
             if self.config.parallelism.expert_parallel_degree > 1 and {*axes} - {
                 "pp",
@@ -117,9 +120,11 @@ class Certifier:
             }:
                 degrees["ep"] = 2
             found["job" if len(own) <= _MOST_AXES else f"job: {_mesh(degrees)}"] = degrees
+        if names is not None:
+            return found | {n: d for n, d in LAYOUTS.items() if n in names}
         has_experts = getattr(model_config(self.config.model), "num_experts", 0) > 0
-        chosen = {n: d for n, d in LAYOUTS.items() if n in names and (has_experts or "ep" not in d)}
-        return found | {n: d for n, d in chosen.items() if d not in found.values()}
+        useful = {n: d for n, d in LAYOUTS.items() if has_experts or "ep" not in d}
+        return found | {n: d for n, d in useful.items() if d not in found.values()}
 
     def certify(self, name: str, degrees: Degrees) -> CertifiedLayout:
         """Return the verdict about a layout.
@@ -225,7 +230,7 @@ class Certifier:
 
 
 def main(argv: list[str], program: Callable[..., Any] | None = None) -> int:
-    """Run the command. Return 0 if no layout differs, 1 if one does. titan.cli reports a `ConfigError`."""
+    """Run the command. Return 0 if no layout differs, 1 if one does. titan.cli reports a `ConfigError` and an `InputError`."""
     names, known = ["all", *LAYOUTS, _OWN], ("--layouts", "--world-size", "--output")
     usage = f"{JOB} [--layouts NAME,...] [--world-size N] [--output FOLDER]"
     parser = command_parser("certify", usage, summary=summary_of("certify"))
@@ -248,10 +253,12 @@ def main(argv: list[str], program: Callable[..., Any] | None = None) -> int:
     except OSError as error:
         raise InputError(f"--output: {error}") from error
     certifier, rows = Certifier(config, layout, program), []
-    layouts = certifier.layouts(names if "all" in chosen else chosen)
+    layouts = certifier.layouts(None if "all" in chosen else chosen)
     for name, degrees in layouts.items():
         rows.append(row := certifier.certify(name, degrees))
         print(f"{row.name:8} {row.mesh:28} {row}", flush=True)
+    if all(row.verdict == "refused" for row in rows):
+        raise InputError("titan certify: no layout was compared, so there is no certificate")
     file = next(word for word in job if not word.startswith("--"))
     path = options.output / f"{Path(file).stem}.certificate"
     certificate = _certificate(certifier, job, rows)
