@@ -341,6 +341,27 @@ def test_mistakes_that_would_compute_another_loss() -> None:
         defer_lm_head(torch.nn.Linear(4, 5))
 
 
+@pytest.mark.parametrize("kernels", [None, Kernels.compiled("eager")], ids=["eager", "compiled"])
+def test_masked_logits_of_tokens_that_do_not_count(kernels: Kernels | None) -> None:
+    """A model that masks token 0: ignored labels stand for it, and must give neither a loss nor a gradient."""
+    logits = torch.randn(6, 9)
+    logits[:, 0] = -torch.inf
+    labels = torch.tensor([1, IGNORED, 3, 8, IGNORED, 2])
+    ours, plain = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    loss = cross_entropy_sum(ours, labels, chunk_tokens=4, kernels=kernels)
+    expected = F.cross_entropy(plain, labels, reduction="sum")
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(ours.grad, plain.grad)
+
+
+def test_a_shard_of_padding_alone_adds_nothing() -> None:
+    logits = torch.full((2, 5), -torch.inf)
+    lse, _ = _fused_statistics(logits, torch.zeros(2, dtype=torch.int64))
+    assert torch.equal(lse, torch.logsumexp(logits, dim=-1))
+
+
 class AskedFor:
     """The settings of Inductor's passes, which notes the names that are read."""
 

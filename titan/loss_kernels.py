@@ -20,7 +20,9 @@ from torch import Tensor
 def _statistics(logits_CV: Tensor, column_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     log_p_CV = logits_CV.float().log_softmax(dim=-1)
     target_C = logits_CV.gather(1, column_C[:, None])[:, 0].float()
-    return target_C - log_p_CV.gather(1, column_C[:, None])[:, 0], target_C, log_p_CV
+    # From the largest logit: that of a target that does not count may be masked, at -inf.
+    max_C, at_C = logits_CV.max(dim=-1)
+    return max_C.float() - log_p_CV.gather(1, at_C[:, None])[:, 0], target_C, log_p_CV
 
 
 def _gradient(
@@ -50,7 +52,9 @@ def _fused_statistics(logits_CV: Tensor, column_C: Tensor) -> tuple[Tensor, Tens
     logits_CV = logits_CV.float()
     max_C1 = logits_CV.amax(dim=-1, keepdim=True)
     sum_C1 = (logits_CV - max_C1).exp().sum(dim=-1, keepdim=True)
-    return (max_C1 + sum_C1.log())[:, 0], target_C
+    # A shard of the vocabulary may be all padding, at -inf: the difference is no number then, but the maximum is.
+    lse_C1 = torch.where(max_C1.isinf(), max_C1, max_C1 + sum_C1.log())
+    return lse_C1[:, 0], target_C
 
 
 def _fused_gradient(

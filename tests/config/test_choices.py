@@ -18,17 +18,9 @@ OTHER: dict[str, Any] = {
     "model.architecture": "Phi3ForCausalLM",
     "model.plan": {"*": "colwise"},
     "model.trust_remote_code": True,
-    "activation_checkpoint.selective_ac_option": "2",
-    "activation_checkpoint.op_keep": ["attention"],
-    "activation_checkpoint.memory_budget": 0.25,
     "checkpoint.initial_load_model_only": False,
-    "fault_tolerance.spike_threshold": 5.0,
-    "fault_tolerance.spike_window": 64,
-    "fault_tolerance.spike_min_steps": 16,
     "fault_tolerance.on_replay_mismatch": "warn",
     "simulator.twin_hardware": "cpu",
-    "tokenizer.pattern": "x",
-    "tokenizer.special_tokens": ["<x>"],
 }
 
 
@@ -52,7 +44,7 @@ def test_a_key_whose_text_names_a_choice_is_declared() -> None:
     def visit(section: type[Section], path: str) -> None:
         for name, field in section.model_fields.items():
             is_declared = any(isinstance(data, ReadWith) for data in field.metadata)
-            if (field.description or "").startswith(("For name = ", "For mode ")):
+            if (field.description or "").startswith("For name = "):
                 silent.extend([] if is_declared else [path + name])
             for part in (field.annotation, *get_args(field.annotation)):
                 if isinstance(part, type) and issubclass(part, Section):
@@ -65,17 +57,21 @@ def test_a_key_whose_text_names_a_choice_is_declared() -> None:
 @pytest.mark.parametrize("key", OTHER)
 def test_it_is_refused_where_nothing_reads_it(key: str) -> None:
     section, _, name = key.rpartition(".")
-    problems = check(job(**{section: {name: OTHER[key]}}))
+    changes: Any = {section: {name: OTHER[key]}}
+    problems = check(job(**changes))
     assert [p.key for p in problems] == [key]
     assert "nothing reads it with" in problems[0].message
 
 
 def test_it_is_taken_where_it_is_read() -> None:
-    selective = {"mode": "selective", "op_keep": ["attention"]}
-    faults = {
-        "on_spike": "warn",
-        "spike_window": 64,
-        "replay_every": 5,
-        "on_replay_mismatch": "warn",
-    }
-    assert check(job(activation_checkpoint=selective, fault_tolerance=faults)) == []
+    faults = {"replay_every": 5, "on_replay_mismatch": "warn"}
+    assert (
+        check(job(fault_tolerance=faults, simulator={"twin": True, "twin_hardware": "cpu"})) == []
+    )
+
+
+def test_details_wait_until_their_mode_is_switched_on() -> None:
+    """Searches and overlays change the mode of a job alone; spikes are recorded whatever is done about them."""
+    for mode in ("none", "full"):
+        waiting = {"mode": mode, "selective_ac_option": "2", "op_keep": ["attention"]}
+        assert check(job(activation_checkpoint=waiting, fault_tolerance={"spike_window": 64})) == []

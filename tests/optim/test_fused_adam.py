@@ -29,7 +29,7 @@ class Sizes(nn.Module):
         super().__init__()
         shapes = {"one": (4, 1024), "more": (7, 1024), "odd": (3, 100), "norm": (1024,)}
         for name, shape in shapes.items():
-            setattr(self, name, nn.Parameter(torch.randn(shape)))
+            self.register_parameter(name, nn.Parameter(torch.randn(shape)))
 
 
 def largest_error(ours: nn.Module, exact: nn.Module) -> float:
@@ -92,12 +92,13 @@ def test_a_norm_that_is_no_number_spoils_all_weights(
     optimizer = build_optimizer(AdamWSection(), model.named_parameters(), backend=backend)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
-    model.odd.grad[0, 0] = bad
+    one, odd = (model.get_parameter(name) for name in ("one", "odd"))
+    odd.grad = torch.full_like(odd, bad)
     norm = clip_gradients(model.parameters(), max_norm=1.0, optimizer=optimizer)  # pyright: ignore
     assert not torch.isfinite(norm)
     optimizer.step()
-    assert model.odd[0, 0].isnan()
-    assert model.one.isnan().all() == (bad != bad)
+    assert odd.isnan().all()
+    assert one.isnan().all() == (bad != bad)
 
 
 def test_without_a_largest_norm_nothing_is_divided() -> None:
@@ -109,6 +110,69 @@ def test_without_a_largest_norm_nothing_is_divided() -> None:
             p.grad = torch.ones_like(p)
         clip_gradients(model.parameters(), max_norm=max_norm, optimizer=optimizer)
         assert (optimizer.divisor is not None) == divides
+
+
+@pytest.mark.parametrize("backend", ["", "aot_eager"])
+def test_gradients_of_another_layout_or_dtype(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transposed, expanded and strided gradients, channels last, and parameters of two dtypes: as torch's loop over parameters."""
+    monkeypatch.setattr(fused_adam, "_LARGE", 2048)
+    torch.manual_seed(0)
+    last = torch.randn(8, 64, 4, 4).to(memory_format=torch.channels_last)
+    weights = [torch.randn(64, 1024), torch.randn(4, 1024), torch.randn(4, 1024), last]
+    grads = [
+        torch.randn(1024, 64).T,
+        torch.randn(1, 1024).expand(4, 1024),
+        torch.randn(4, 2048)[:, ::2],
+        torch.randn(8, 64, 4, 4),
+    ]
+    weights.append(torch.randn(3, 1024).bfloat16())
+    grads.append(torch.randn(3, 1024).bfloat16())
+    ours, theirs = ([nn.Parameter(w.clone()) for w in weights] for _ in range(2))
+    options: Any = {"lr": 0.01, "weight_decay": 0.0}
+    cases = (
+        (ours, FusedAdam(ours, decoupled=True, backend=backend, lr=0.01)),
+        (theirs[:-1], torch.optim.AdamW(theirs[:-1], foreach=False, **options)),
+        (theirs[-1:], torch.optim.AdamW(theirs[-1:], fused=True, **options)),  # in fp32
+    )
+    for parameters, optimizer in cases:
+        for _ in range(3):
+            for parameter, grad in zip(
+                parameters,
+                grads[-1:] if len(parameters) == 1 else grads,
+                strict=False,
+            ):
+                parameter.grad = grad
+            optimizer.step()
+    for mine, other in zip(ours, theirs, strict=True):
+        exact = mine.dtype == torch.float32
+        torch.testing.assert_close(mine, other, rtol=1e-5 if exact else 2**-7, atol=1e-6)
+
+
+def test_a_state_of_another_implementation_or_of_an_older_torch_loads() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(8, 8)
+    finals = []
+    for old in (False, True):
+        first = nn.Parameter(weight.clone())
+        source = torch.optim.AdamW([first], lr=0.1, weight_decay=0.5, foreach=True)
+        first.grad = torch.ones_like(first)
+        source.step()
+        state = source.state_dict()
+        if old:
+            del state["param_groups"][0]["decoupled_weight_decay"]
+        second = nn.Parameter(first.detach().clone())
+        optimizer = FusedAdam([second], decoupled=True, lr=0.1)
+        optimizer.load_state_dict(state)
+        optimizer = copy.deepcopy(optimizer)
+        [second] = optimizer.param_groups[0]["params"]
+        for parameter, updated in ((second, optimizer), (first, source)):
+            parameter.grad = torch.full_like(parameter, -1.0)
+            updated.step()
+        torch.testing.assert_close(second, first)
+        finals.append(second)
+    assert torch.equal(*finals)
 
 
 COMPILED: Any = {

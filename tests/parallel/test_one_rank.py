@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.support.layouts import TRACED, ZERO_BUBBLE, Layout, fsdp, pp, schedule, train
 from tests.support.ranks import Pool
@@ -74,7 +75,7 @@ class Copies(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = next((n for n in self.NAMES if n in func.__name__), "")
         if name:
-            flat = torch.utils._pytree.tree_leaves((args, kwargs, result if "_to" in name else ()))
+            flat = tree_leaves((args, kwargs, result if "_to" in name else ()))
             self.bytes[name] += sum(t.nbytes for t in flat if isinstance(t, Tensor))
         return result
 
@@ -112,7 +113,7 @@ def test_a_reduction_of_ones_own_is_torchs(change: str) -> None:
         gradients = []
         for ours in (True, False):
             torch.manual_seed(0)
-            model = nn.Linear(8, 8)
+            model: Any = nn.Linear(8, 8)
             fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
             if ours:
                 stay_on_rank(model)
@@ -125,5 +126,45 @@ def test_a_reduction_of_ones_own_is_torchs(change: str) -> None:
             gradients.append(model.weight.grad.to_local())  # pyright: ignore
         assert torch.equal(*gradients)
         assert gradients[0].abs().max() != 2  # torch 2.13 divides twice by a factor on one rank
+    finally:
+        dist.destroy_process_group()
+
+
+class OneSum(nn.Module):
+    """A layer that adds two parameters: autograd gives both one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(4, 8))
+        self.b = nn.Parameter(torch.randn(32))
+        self.c = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        joined = torch.cat([self.c.expand(8, 4).reshape(32), x.flatten()])
+        return (self.a.view(-1) + self.b) * joined[:32] * joined[32:]
+
+
+def test_gradients_share_no_memory() -> None:
+    """Where nothing is cast, a gradient of autograd would be the parameter's own, and clipping would scale two at once."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = []
+        for ours in (True, False):
+            torch.manual_seed(0)
+            model = nn.Sequential(OneSum())
+            with nullcontext() if ours else patch("titan.parallel.fsdp.stay_on_rank"):
+                apply_fsdp(model, mesh=build_mesh("cpu")["dp_shard"], blocks=[model[0]], gradients="sum")  # fmt: skip
+            x = torch.randn(4, 8)
+            for _ in range(2):
+                model(x).sum().backward()
+            grads = [p.grad.to_local() for p in model.parameters() if p.grad is not None]  # pyright: ignore
+            assert len(grads) == 3
+            if ours:
+                assert len({g.untyped_storage().data_ptr() for g in grads}) == 3
+                assert all(g.untyped_storage().nbytes() == g.nbytes for g in grads)
+            for grad in grads:
+                grad.mul_(0.5)
+            found.append([grad.clone() for grad in grads])
+        assert all(map(torch.equal, *found))
     finally:
         dist.destroy_process_group()

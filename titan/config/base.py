@@ -52,8 +52,8 @@ DType = Literal["float32", "bfloat16"]
 class ReadWith:
     """What another key of the section must be for a key to be read, as metadata of the key's type.
 
-    A value other than the default is refused elsewhere, since nothing would read it (titan/checks/choice_rules.py). Keys that a
-    switch named `enable` turns on do not need it: they wait there.
+    A value other than the default is refused elsewhere, since nothing would read it (titan/checks/choice_rules.py). It is not for
+    details that wait until a mode is switched on, by an overlay or by a search: keys beside `enable`, or of recomputation.
 
     Attributes:
         key: the other key.

@@ -8,8 +8,6 @@ from pydantic import Field
 
 from .base import LIMIT, NonNegative, Positive, ReadWith, Section
 
-_SPIKE = ReadWith("on_spike")
-
 
 class FaultToleranceSection(Section):
     """Reaction of a run to bad losses, differing weights, slow steps and signals. See docs/cluster.md."""
@@ -25,12 +23,12 @@ class FaultToleranceSection(Section):
     """What to do when the loss is more than spike_threshold robust deviations above recent losses.
     "off" does not check, "warn" logs it, and the others act as in on_nonfinite. If this is not
     "off", or on_nonfinite is not "stop", the host waits for each step before it updates."""
-    spike_threshold: Annotated[float, Field(gt=0), _SPIKE] = 10.0
+    spike_threshold: Annotated[float, Field(gt=0)] = 10.0
     """Robust z-score above which a loss is a spike: distance from the median, divided by 1.4826 x
     the median absolute deviation."""
-    spike_window: Annotated[int, Field(ge=8, le=LIMIT), _SPIKE] = 128
+    spike_window: Annotated[int, Field(ge=8, le=LIMIT)] = 128
     """Number of recent losses that a loss is compared with."""
-    spike_min_steps: Annotated[int, Field(ge=8, le=LIMIT), _SPIKE] = 32
+    spike_min_steps: Annotated[int, Field(ge=8, le=LIMIT)] = 32
     """Number of losses needed before one can be a spike. The loss of the first steps falls fast."""
     max_skips: Positive = 10
     """Steps skipped in a row after which the run ends."""

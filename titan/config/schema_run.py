@@ -229,19 +229,16 @@ class CheckpointSection(Section):
     """Resume from checkpoints, but save none."""
 
 
-_SELECTIVE = ReadWith("mode", ("selective",))
-
-
 class ActivationCheckpointSection(Section):
     """Recomputation of activations in the backward pass, which saves their memory. docs/memory.md has formulas and measurements."""
 
     mode: Literal["none", "selective", "full", "memory_budget"] = "none"
     """Activations to recompute. "none": none, which is fastest. "selective": see selective_ac_option. "full":
     every block, for the least memory. "memory_budget": the compiler chooses."""
-    selective_ac_option: Annotated[str | Positive, _SELECTIVE] = "op"
+    selective_ac_option: str | Positive = "op"
     """For mode "selective". "op": keep only the results of the operations in op_keep. A number n:
     recompute every n-th block as a whole."""
-    op_keep: Annotated[StrList, _SELECTIVE] = ["matmul/2", "attention", "network", "scales"]
+    op_keep: StrList = ["matmul/2", "attention", "network", "scales"]
     """Operations whose results "op" keeps: names such as "aten.mm", or groups: "matmul",
     "attention", "network" (reduce-scatter and all-to-all), "scales" (of float8). "/2" keeps every
     second result in a block, "/3" every third, "@0,3" the first and the fourth; ">host" at the end
@@ -251,7 +248,7 @@ class ActivationCheckpointSection(Section):
     op_keep_by_block: StrList = []
     """Operations that "op" keeps in some blocks in place of op_keep, such as "8-15: aten.mm@0,2 attention".
     "all" keeps everything, nothing after the colon keeps nothing. `titan autosac` writes this."""
-    memory_budget: Annotated[float, Field(ge=0, le=1), ReadWith("mode", ("memory_budget",))] = 0.5
+    memory_budget: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Share of a block's activations that the compiler keeps, from 0 to 1 (all)."""
     cpu_offload: bool = False
     """Copy activations (mode "full": inputs of blocks) to the host until they are needed."""
@@ -411,9 +408,9 @@ class TokenizerSection(Section):
     tokenizer's files name, if the tokenizer puts it in front of texts."""
     eos_token: str = ""
     """Token of the vocabulary that ends texts. Empty: the one that the tokenizer's files name."""
-    pattern: Annotated[str, ReadWith("path")] = ""
+    pattern: str = ""
     """Regular expression by which a rank file cuts text. Empty: Llama 3's, for its file alone."""
-    special_tokens: Annotated[StrList, ReadWith("path")] = []
+    special_tokens: StrList = []
     """Special tokens that follow the last rank of a rank file with a pattern, in their order."""
 
 

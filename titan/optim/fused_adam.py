@@ -53,16 +53,27 @@ class FusedAdam(torch.optim.Adam):
         """
         super().__init__(parameters, fused=True, decoupled_weight_decay=decoupled, **options)
         self.divisor: Tensor | None = None
-        self.backend = backend
+        self.backend, self.decoupled = backend, decoupled
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"divisor": self.divisor, "backend": self.backend, "decoupled": self.decoupled}
+        return super().__getstate__() | own
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        # Groups of another implementation, or of an older torch, lack what this one is.
+        own = {"fused": True, "foreach": None, "decoupled_weight_decay": self.decoupled}
+        groups = [group | own for group in state_dict["param_groups"]]
+        super().load_state_dict(state_dict | {"param_groups": groups})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = torch.enable_grad()(closure)() if closure else None
         for group in self.param_groups:
-            by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+            # A kernel takes tensors of one kind.
+            kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
             for parameter in begin_step(self, group):
-                by_device[parameter.device].append(parameter)
-            for device, parameters in by_device.items():
+                kinds[parameter.device, parameter.dtype].append(parameter)
+            for (device, _), parameters in kinds.items():
                 self._update(parameters, group, device)
         return loss
 
@@ -84,8 +95,12 @@ class FusedAdam(torch.optim.Adam):
             state = self.state[parameter]
             tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
             shards = [local(tensor) for tensor in tensors]
-            size = shards[0].numel()
+            weight, grad, *_ = shards
+            if grad.stride() != weight.stride():  # torch's kernel reads all tensors in one order
+                shards[1] = torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
+            size = weight.numel()
             is_large = self.backend and size >= _LARGE and size % _ROW == 0
+            is_large = is_large and all(shard.is_contiguous() for shard in shards)
             (large if is_large else rest).append((shards, state["step"]))
         if rest:
             shards, steps = zip(*rest, strict=True)

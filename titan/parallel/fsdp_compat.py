@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._guards import detect_fake_mode
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState as TrainingState
 
 
 def parameter_groups(module: nn.Module) -> list[Any]:

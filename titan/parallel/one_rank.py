@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .fsdp_compat import parameter_groups
+from .fsdp_compat import TrainingState, parameter_groups
 
 
 def stay_on_rank(module: nn.Module) -> None:
@@ -44,6 +44,10 @@ def _cast_weights(group: Any, wait: Callable[[], None]) -> None:
     if not group._all_gather_result or group.is_sharded_post_forward:
         wait()
         return
+    # Frees what another unit gathered, as torch's wait does.
+    if group._training_state == TrainingState.FORWARD and group.comm_ctx.all_gather_state:
+        group._wait_all_gather_streams_on_event(group.comm_ctx.all_gather_state.event)
+        group.comm_ctx.all_gather_state = None
     weights, casts = [], []
     for p in group.fsdp_params:
         weight = p._sharded_param_data
@@ -61,6 +65,7 @@ def _cast_weights(group: Any, wait: Callable[[], None]) -> None:
     group._all_gather_result = None
 
 
+@torch.no_grad()
 def _keep_gradients(group: Any, reduce: Callable[..., None], *args: Any) -> None:
     is_plain = group.gradient_divide_factor in (None, 1.0) and group._all_reduce_hook is None
     if group.reduce_grads and is_plain:
@@ -70,14 +75,28 @@ def _keep_gradients(group: Any, reduce: Callable[..., None], *args: Any) -> None
         if narrow:
             torch._foreach_copy_(wide, [grad for _, grad in narrow])
         casts = dict(zip((p for p, _ in narrow), wide, strict=True))
+        taken: set[int] = set()
         for p, grad in complete:
-            _add_to_shard(p, casts.get(p, grad).contiguous())
+            grad = casts.get(p, grad).contiguous()
+            # Two gradients may be views of one sum, and one may be a part of more.
+            memory = grad.untyped_storage()
+            if memory.nbytes() > grad.nbytes or memory.data_ptr() in taken:
+                grad = grad.clone()
+            taken.add(grad.untyped_storage().data_ptr())
+            _add_to_shard(p, grad)
     # It finds no gradient that is left to reduce.
     reduce(*args)
 
 
 def _take_gradient(parameter: Any) -> Tensor | None:
-    """Return a parameter's gradient, summed over micro-batches, and take it from the parameter."""
+    """Take a parameter's gradient, summed over micro-batches, from the parameter, and return it as precise as its reduction would be."""
+    grad, dtype = _take_sum(parameter), parameter.reduce_dtype
+    if grad is None or dtype is None or dtype.itemsize > grad.element_size():
+        return grad
+    return grad.to(dtype)
+
+
+def _take_sum(parameter: Any) -> Tensor | None:
     if not hasattr(parameter, "_unsharded_param"):
         return None  # never gathered
     parameter.accumulate_unsharded_grad_if_needed()
