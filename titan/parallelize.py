@@ -43,7 +43,6 @@ from titan.parallel.compile import CompileLog, apply_compile
 from titan.parallel.context import Method, apply_cp, mask_over_ranks, sequence_part
 from titan.parallel.documents import DocumentMask, choose_form, mask_of, share_document_mask
 from titan.parallel.expert import RoundRobin, apply_ep, keep_routes
-from titan.parallel.float8 import Conversion, Float8Error, apply_float8
 from titan.parallel.fsdp import apply_ddp, apply_fsdp, set_gradient_sync
 from titan.parallel.grouped_float8 import apply_grouped_float8
 from titan.parallel.init_weights import canonical_name
@@ -53,7 +52,6 @@ from titan.parallel.overlap import Overlap
 from titan.parallel.random_numbers import drawing_modules
 from titan.parallel.sac_save_list import parse_blocks
 from titan.parallel.tensor import apply_tp
-from titan.parallel.torch_compat import can_split_custom_functions
 from titan.parallel.traits import ModelEnds, ends_of
 from titan.resolved import ResolvedJob
 from titan.untrusted import InputError
@@ -381,41 +379,6 @@ def compile_log_of(section: CompileSection, num_blocks: int) -> CompileLog | Non
     *what, last = [names[component] for component in section.components] or [""]
     text = f"{', '.join(what)} and {last}" if what else last
     return CompileLog(text) if section.enable and last else None
-
-
-def convert_to_float8(model: nn.Module, job: ResolvedJob) -> list[Conversion]:
-    """Convert linear layers to float8 or MXFP8 if the job asks for it. Return the conversions.
-
-    Raises:
-        Float8Error: the layers, the schedule or the hardware do not fit the recipe.
-    """
-    techniques, tp = job.techniques, job.layout.tp
-    if techniques.grouped is not None:
-        fqns = techniques.grouped[1].fqns
-        experts = [name for name, m in model.named_modules() if hasattr(m, "grouped_dtypes")]
-        if not any(part in name for name in experts for part in fqns):
-            raise Float8Error(f"no experts have a name with {' or '.join(fqns)}; there are {', '.join(experts) or 'none'}")  # fmt: skip
-    section = techniques.quantize
-    if section is None:
-        return []
-    if techniques.splits_backward and not can_split_custom_functions():
-        raise Float8Error(
-            f"torch {torch.__version__} cannot split the backward pass of float8 layers, as this pipeline schedule "
-            "does; use 1F1B or Interleaved1F1B, or torch 2.13"
-        )
-    in_loss = {"output": "tensor-parallel ranks share it within the loss (loss.chunk_output)"}
-    return apply_float8(
-        model,
-        recipe=section.recipe_name or "tensorwise",
-        filter_fqns=section.filter_fqns,
-        emulate=section.emulate,
-        keep=in_loss if techniques.output_in_loss and tp > 1 else {},
-        fsdp_all_gather=techniques.gathers_float8,
-        tensor_plan=tensor_plan_of(model, job),
-        tp=tp,
-        num_kv_heads=job.sizes.n_kv_heads,
-        fsdp_ranks=job.layout.dp_shard * job.layout.cp,
-    )
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:

@@ -10,14 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan.loss import defer_lm_head
-from titan.parallel.float8 import Conversion
-from titan.parallelize import (
-    convert_to_float8,
-    default_dtype,
-    freeze,
-    require_trained,
-    torch_dtype,
-)
+from titan.parallel.float8 import Conversion, Float8Error, apply_float8
+from titan.parallel.torch_compat import can_split_custom_functions
+from titan.parallelize import default_dtype, freeze, require_trained, tensor_plan_of, torch_dtype
 from titan.resolved import ResolvedJob
 from titan.untrusted import InputError
 
@@ -42,6 +37,41 @@ def build_whole_model(job: ResolvedJob) -> tuple[Any, list[Conversion]]:
         defer_lm_head(model.output)
         require_output_last(model)
     return model, float8
+
+
+def convert_to_float8(model: nn.Module, job: ResolvedJob) -> list[Conversion]:
+    """Convert linear layers to float8 or MXFP8 if the job asks for it. Return the conversions.
+
+    Raises:
+        Float8Error: the layers, the schedule or the hardware do not fit the recipe.
+    """
+    techniques, tp = job.techniques, job.layout.tp
+    if techniques.grouped is not None:
+        fqns = techniques.grouped[1].fqns
+        experts = [name for name, m in model.named_modules() if hasattr(m, "grouped_dtypes")]
+        if not any(part in name for name in experts for part in fqns):
+            raise Float8Error(f"no experts have a name with {' or '.join(fqns)}; there are {', '.join(experts) or 'none'}")  # fmt: skip
+    section = techniques.quantize
+    if section is None:
+        return []
+    if techniques.splits_backward and not can_split_custom_functions():
+        raise Float8Error(
+            f"torch {torch.__version__} cannot split the backward pass of float8 layers, as this pipeline schedule "
+            "does; use 1F1B or Interleaved1F1B, or torch 2.13"
+        )
+    in_loss = {"output": "tensor-parallel ranks share it within the loss (loss.chunk_output)"}
+    return apply_float8(
+        model,
+        recipe=section.recipe_name or "tensorwise",
+        filter_fqns=section.filter_fqns,
+        emulate=section.emulate,
+        keep=in_loss if techniques.output_in_loss and tp > 1 else {},
+        fsdp_all_gather=techniques.gathers_float8,
+        tensor_plan=tensor_plan_of(model, job),
+        tp=tp,
+        num_kv_heads=job.sizes.n_kv_heads,
+        fsdp_ranks=job.layout.dp_shard * job.layout.cp,
+    )
 
 
 def require_output_last(model: Any) -> None:

@@ -49,7 +49,7 @@ def rope_types(content: dict[str, Any]) -> set[Any]:
     return {entry.get("rope_type") for entry in tables}
 
 
-class Heads(NamedTuple):
+class HeadNumbers(NamedTuple):
     """Attention heads of a block: all 0 if it has none.
 
     Attributes:
@@ -104,7 +104,7 @@ class TransformersConfig(MoEConfig):
     params_of_blocks: tuple[int, ...]
     experts_of_blocks: tuple[int, ...]
     matmul_params: int
-    heads_of_blocks: tuple[Heads, ...]
+    heads_of_blocks: tuple[HeadNumbers, ...]
     windows: tuple[int, ...]
     recurrent_flops: int = 0
     reach: int = 0

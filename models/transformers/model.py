@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from . import attention, experts
 from .build import Init, build, fill
-from .config import Heads, ModelSource, TransformersConfig, rope_types
+from .config import HeadNumbers, ModelSource, TransformersConfig, rope_types
 from .disk import disk_names
 from .errors import UnsupportedModelError
 from .plan import Part, derive_plan
@@ -284,38 +284,24 @@ def _sizes(
             "it has no attention at all, and titan reads its heads from there"
         )
     config = model.hf.config
-    refuses: dict[str, str] = {}
-    deaf = [type(call.module).__name__ for call in calls if not call.takes_documents]
-    if deaf := [*deaf, *model.__dict__.get("without_documents", ())]:
-        refuses["document_mask"] = (
-            f"{deaf[0]} does not hand on the arguments that say where documents end"
-        )
-    if not all(call.module.inner_attention.causal for call in calls):
-        refuses["context_parallel_degree"] = "its attention is not causal"
-    if "longrope" in rope_types(json.loads(source.hf)):
-        why = "the longest position of a batch decides its rotary frequencies (longrope), and ranks would decide differently"
-        refuses |= dict.fromkeys(("context_parallel_degree", "reset_positions"), why)
+    refuses = _refusals(model, source, calls, expert_modules)
     recurrent = sum(part.recurrence or 0 for part in probe)
     windows = {int(p.name.split(".")[1]): 1 for p in probe if p.recurrence is not None}
-    heads: dict[int, Heads] = {}
+    heads: dict[int, HeadNumbers] = {}
     for part in probe:
         if part.attention is not None:
             inner: Any = part.module.inner_attention
             windows[int(part.name.split(".")[1])] = inner.window
             call = part.attention
-            heads[int(part.name.split(".")[1])] = Heads(call.heads, call.kv_heads, call.head_dim)
+            heads[int(part.name.split(".")[1])] = HeadNumbers(
+                call.heads, call.kv_heads, call.head_dim
+            )
     of_experts = {
         int(name.split(".")[1]): sum(p.numel() for p in module.parameters())
         for name, module in expert_modules.items()
     }
     one = next(iter(expert_modules.values()), None)
-    if one is not None:
-        refuses["moe_force_load_balance"] = "transformers' routers choose the experts"
     total = one.total if one is not None else 0
-    totals = sorted({module.total for module in expert_modules.values()})
-    if len(totals) > 1:
-        numbers = " and ".join(map(str, totals))
-        refuses["expert_parallel_degree"] = f"its layers have different numbers of experts, {numbers}"  # fmt: skip
     top_k = max((module.top_k for module in expert_modules.values()), default=0)
     embedding: Any = model.tok_embeddings
     share = {
@@ -349,12 +335,38 @@ def _sizes(
         experts_of_blocks=tuple(of_experts.get(n, 0) for n in range(len(model.layers))),
         matmul_params=int(matmuls) + output.weight.numel(),
         recurrent_flops=recurrent,
-        heads_of_blocks=tuple(heads.get(n, Heads()) for n in range(len(model.layers))),
+        heads_of_blocks=tuple(heads.get(n, HeadNumbers()) for n in range(len(model.layers))),
         windows=tuple(windows.get(n, 0) for n in range(len(model.layers))),
         table_positions=_table_positions(model),
         reach=model.__dict__.get("reach", 0),
         refuses=tuple(refuses.items()),
     )
+
+
+def _refusals(
+    model: TransformersModel, source: ModelSource, calls: list[Any], expert_modules: dict[str, Any]
+) -> dict[str, str]:
+    """Return the techniques that a model cannot have, with the reasons."""
+    refuses: dict[str, str] = {}
+    deaf = [type(call.module).__name__ for call in calls if not call.takes_documents]
+    if deaf := [*deaf, *model.__dict__.get("without_documents", ())]:
+        refuses["document_mask"] = (
+            f"{deaf[0]} does not hand on the arguments that say where documents end"
+        )
+    if not all(call.module.inner_attention.causal for call in calls):
+        refuses["context_parallel_degree"] = "its attention is not causal"
+    if "longrope" in rope_types(json.loads(source.hf)):
+        why = "the longest position of a batch decides its rotary frequencies (longrope), and ranks would decide differently"
+        refuses |= dict.fromkeys(("context_parallel_degree", "reset_positions"), why)
+    if expert_modules:
+        refuses["moe_force_load_balance"] = "transformers' routers choose the experts"
+    totals = sorted({module.total for module in expert_modules.values()})
+    if len(totals) > 1:
+        numbers = " and ".join(map(str, totals))
+        refuses["expert_parallel_degree"] = (
+            f"its layers have different numbers of experts, {numbers}"
+        )
+    return refuses
 
 
 def _table_positions(model: TransformersModel) -> int:

@@ -91,12 +91,8 @@ def run_once(model: Any) -> list[Part]:
             part.sources = dict(seen.flows.of(given))
         part.input = given
         if re.fullmatch(r"layers\.\d+", name) and given is not None:
-            hidden = [
-                x
-                for x in (*args, *kwargs.values())
-                if isinstance(x, Tensor) and x.shape == given.shape
-            ]
-            if len(hidden) > 1:
+            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+            if sum(x.shape == given.shape for x in tensors) > 1:
                 model.__dict__["reads_twice"] = name
 
     def after(name: str, module: nn.Module, _: Any, __: Any, output: Any) -> None:
@@ -135,15 +131,10 @@ def run_once(model: Any) -> list[Part]:
             handle.remove()
     if seen.where:
         raise UnsupportedModelError(f"{seen.where} draws random numbers in training")
-    for part in parts.values():
-        part.attention = record.calls.get(id(part.module))
-        part.recurrence = record.recurrences.get(id(part.module))
-        part.is_cut = part.name in seen.flows.cut
-        if part.attention is not None:
-            part.roles = tuple({*seen.flows.of(x)} for x in part.attention.inputs)
+    _complete(parts, record, seen.flows)
     model.__dict__.update(without_documents=record.without_documents, reach=record.reach)
+    mixers = {*record.calls, *record.recurrences}
     for name, block in model.layers.items():
-        mixers = {*record.calls, *record.recurrences}
         if not any(id(module) in mixers for module in block.modules()):
             raise UnsupportedModelError(
                 f"layers.{name} ({type(block).__name__}) has neither attention through transformers' interface nor a recurrence that titan has"
@@ -153,6 +144,16 @@ def run_once(model: Any) -> list[Part]:
             f"a convolution follows {seen.convolves}, and titan cannot split it over ranks and documents"
         )
     return [*parts.values()]
+
+
+def _complete(parts: dict[int, Part], record: attention.Probe, flows: Flows) -> None:
+    """Fill in what a part does beside its call."""
+    for part in parts.values():
+        part.attention = record.calls.get(id(part.module))
+        part.recurrence = record.recurrences.get(id(part.module))
+        part.is_cut = part.name in flows.cut
+        if part.attention is not None:
+            part.roles = tuple({*flows.of(x)} for x in part.attention.inputs)
 
 
 def fails(model: Any, first: list[str]) -> str:

@@ -98,7 +98,7 @@ HELPERS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "overlap": (lambda m, _: Overlap(m), "no module of Net has a `dispatcher`"),
     "stages": (
         lambda *_: split_stages(2, num_ranks=2, num_microbatches=2, modules=[["layers.0", "layers.1"], []]),
-        "no module is named for stage 1 of 2",
+        "modules are named for 1 stages, the schedule has 2",
     ),
 }  # fmt: skip
 FLOAT8: dict[str, tuple[Callable[[Any, Any], Any], str]] = {

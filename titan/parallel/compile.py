@@ -76,8 +76,7 @@ def apply_compile(
     keep_random_state_in_graphs(preserve_rng_state)
     allow_programs(kinds)
     settings: dict[str, Any] = {"backend": backend, "fullgraph": fullgraph}
-    if mode != "default":
-        settings["mode"] = mode
+    settings |= {} if mode == "default" else {"mode": mode}
     set_memory_budget(memory_budget)
     containers = [container] if isinstance(container, str) else container
     if len(containers) > 1:

@@ -108,17 +108,14 @@ def apply_float8(
     filter_fqns = filter_fqns or ()
     is_small = _small_filter(recipe) if _SMALL in filter_fqns else None
     report = []
-    for name, layer in list(model.named_modules()):
-        if not isinstance(layer, nn.Linear):
-            continue
+    for name, layer in [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]:
         style, _, number = _style(name, tensor_plan or {}).partition(":")
         heads = int(number) if number.isdecimal() else num_kv_heads
-        named = next((part for part in filter_fqns if part in name), None)
         rows, columns = _local_shape(layer, style=style, tp=tp)
         # First the user's wishes, then layers that cannot be converted, then layers that would not gain speed.
         kept = ""
-        if named is not None:
-            kept = f'filter_fqns has "{named}"'
+        if named := [part for part in filter_fqns if part in name]:
+            kept = f'filter_fqns has "{named[0]}"'
         elif output and name == output:
             kept = "the output layer: its rounding would go straight into the loss"
         elif keep and name in keep:
@@ -137,9 +134,20 @@ def apply_float8(
             kept = f"{rows} x {columns}{' on a rank' * (tp > 1)} does not divide by {multiple}"
         elif is_small and is_small(layer, name):
             kept = f"too small to gain ({_SMALL})"
-        is_uneven = fsdp_all_gather and not kept and rows % fsdp_ranks != 0
-        shape = layer.out_features, layer.in_features
-        report.append(Conversion(name, shape, kept, is_uneven=is_uneven))
+        uneven = fsdp_all_gather and not kept and rows % fsdp_ranks != 0
+        report.append(Conversion(name, (layer.out_features, layer.in_features), kept, uneven))
+    _convert(model, report, recipe, emulate=emulate, fsdp_all_gather=fsdp_all_gather)
+    return report
+
+
+def _convert(
+    model: nn.Module,
+    report: Sequence[Conversion],
+    recipe: str,
+    *,
+    emulate: bool,
+    fsdp_all_gather: bool,
+) -> None:
     converted = {c.name for c in report if not c.kept}
     if not converted:
         reasons = "; ".join(f"{c.name}: {c.kept}" for c in report[:3]) or "it has no nn.Linear"
@@ -148,7 +156,6 @@ def apply_float8(
     for names, gathers in ((converted - uneven, fsdp_all_gather), (uneven, False)):
         if names:
             _converter(recipe, emulate=emulate, fsdp_all_gather=gathers)(model, names)
-    return report
 
 
 def _style(name: str, plan: Mapping[str, str]) -> str:

@@ -87,8 +87,7 @@ def apply_fsdp(
         model: the model.
         mesh: the axis or the two axes.
         blocks: modules in forward order, gathered `blocks_per_unit` at a time.
-        gradients: "sum" over the ranks of `mesh`, or their "mean", as torch's fully_shard. No default: a trainer that takes the other
-            one trains with other gradients, and AdamW hides it.
+        gradients: "sum" over the ranks of `mesh`, or their "mean" as in fully_shard. No default: AdamW would hide the wrong one.
         param_dtype: dtype in which parameters are gathered and computed with. None: their own.
         reduce_dtype: dtype of gradients in the reduction. Always set, since torch's own default changed in 2.15.
         reshard_after_forward: free a unit's gathered parameters until its backward pass (ZeRO-3), or keep them (ZeRO-2).
@@ -106,20 +105,14 @@ def apply_fsdp(
 
     Raises:
         TypeError: `gradients` is missing.
-        ValueError: no block and no other module is named; a named module is not in the model; or as `units_of`.
+        ValueError: no module is named, or one that the model does not have; or as `units_of`.
     """
-    precision = MixedPrecisionPolicy(
-        param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=cast_forward_inputs
-    )
-    offload = (
-        CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
-    )
-    # Inner units first: all other parameters belong to the root.
+    dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
+    precision = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=cast_forward_inputs)
+    pins = mesh.device_type != "cpu"
+    offload = CPUOffloadPolicy(pin_memory=pins) if cpu_offload else OffloadPolicy()
     blocks = [*(blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks)]
-    _require_inside(model, [*encoders, *first, *blocks, *last], own=own_mesh or ())
-    require_alike_modules(model, num_ranks=mesh.size())
-    require_alike_parameters(model)
-    _require_even_float8(model, mesh)
+    _check_model(model, mesh, [*encoders, *first, *blocks, *last], own=own_mesh or ())
     ends = {"encoders": encoders, "first": first, "last": last}
     units = units_of(model, blocks, **ends, blocks_per_unit=blocks_per_unit, inside=own_mesh or ())
     # A loss in chunks has done the output layer's part of the backward pass. The norm, which follows, is too short to
@@ -127,7 +120,7 @@ def apply_fsdp(
     kept = {*last, *blocks[-kept_blocks:]}
     options: Any = {"mp_policy": precision, "offload_policy": offload}
     gathered: list[list[nn.Module]] = []
-    for unit in reversed(units):
+    for unit in reversed(units):  # inner ones first: all other parameters belong to the root
         reshard = reshard_after_forward and kept.isdisjoint(unit)
         inside = _shard_inside(unit, own_mesh or {}, reshard_after_forward=reshard, **options)
         gathered.insert(0, [unit[0], *inside])
@@ -137,15 +130,13 @@ def apply_fsdp(
     alone = {inner for inner, inner_mesh in (own_mesh or {}).items() if inner_mesh.size() == 1}
     if mesh.size() == 1:
         alone |= {*model.modules()} - {*(own_mesh or ())}
-    divisor = mesh.size() if gradients == "mean" else 1
-    reduce_gradients(model, divisor=divisor, alone=alone, uneven=own_mesh or ())
+    num_averaged = mesh.size() if gradients == "mean" else 1
+    reduce_gradients(model, divisor=num_averaged, alone=alone, uneven=own_mesh or ())
     if [*first] in units and _only_embeddings(first):
         first[0].set_unshard_in_backward(False)  # pyright: ignore
-    if prefetch < 0:
-        # FSDP finds a unit inside another one only when it runs, and experts run after a wait of the host.
-        prefetch = int(any(inner.size(inner.ndim - 1) > 1 for inner in (own_mesh or {}).values()))
-    if prefetch:
-        _prefetch(gathered, prefetch)
+    # FSDP finds a unit inside another one only when it runs, and experts run after a wait of the host.
+    gathers = any(inner.size(inner.ndim - 1) > 1 for inner in (own_mesh or {}).values())
+    _prefetch(gathered, int(gathers) if prefetch < 0 else prefetch)
 
 
 def _shard_inside(
@@ -256,7 +247,7 @@ def _prefetch(units: Sequence[Sequence[nn.Module]], depth: int) -> None:
             lists, and gathers a unit that they leave out only when it runs.
         depth: number of units.
     """
-    for place, (unit, *_) in enumerate(units):
+    for place, (unit, *_) in enumerate(units if depth else ()):
         assert isinstance(unit, FSDPModule)
         ahead = units[place + 1 : place + 1 + depth]
         # In the order in which the backward pass needs them: the nearest block before this one first.
@@ -311,23 +302,27 @@ def apply_ddp(
         first: modules that run before the blocks.
         last: modules that run after the blocks.
     """
-    precision = MixedPrecisionPolicy(
-        param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=cast_forward_inputs
-    )
+    dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
+    precision = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=cast_forward_inputs)
     blocks = [*(blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks)]
-    _require_inside(model, [*encoders, *first, *blocks, *last])
-    require_alike_modules(model, num_ranks=mesh.size())
-    require_alike_parameters(model)
+    _check_model(model, mesh, [*encoders, *first, *blocks, *last])
     units = units_of(model, blocks, encoders=encoders, first=first, last=last)
     for unit in [*reversed(units), model]:
         replicate(unit, mesh=mesh, mp_policy=precision)
     reduce_gradients(model, divisor=mesh.size() if gradients == "mean" else 1)
 
 
-def _require_inside(
-    model: nn.Module, named: Sequence[nn.Module], *, own: Iterable[nn.Module] = ()
+def _check_model(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    named: Sequence[nn.Module],
+    *,
+    own: Iterable[nn.Module] = (),
 ) -> None:
-    """Raise ValueError if no module is named, or one that the model does not have: nothing would be done for it."""
+    """Raise ValueError if data parallelism would change what the model computes, or would do nothing for a named module."""
+    require_alike_modules(model, num_ranks=mesh.size())
+    require_alike_parameters(model)
+    _require_even_float8(model, mesh)
     if not named:
         raise ValueError(
             f"no block of {type(model).__name__} is named: give its blocks in `blocks` (a list that was used up is empty), "

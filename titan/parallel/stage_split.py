@@ -101,12 +101,9 @@ def split_stages(
         num_stages = by_layers
     else:
         num_stages = num_ranks * stages_per_rank(schedule)
-    if empty := [n for n, names in enumerate(modules or ()) if not names]:
-        raise SplitError(f"no module is named for stage {empty[0]} of {num_stages}")
-    if modules and len(modules) != num_stages:
-        raise SplitError(
-            f"modules are named for {len(modules)} stages, the schedule has {num_stages}"
-        )
+    named = sum(map(bool, modules or ()))
+    if modules and named != num_stages:
+        raise SplitError(f"modules are named for {named} stages, the schedule has {num_stages}")
     # Check the schedule first: it knows which numbers of stages are possible.
     if not custom:
         check_schedule(
