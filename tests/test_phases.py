@@ -22,9 +22,11 @@ from tests.support.layouts import BOUND, largest, whole_gradients
 from tests.support.ranks import Pool
 from tests.support.runs import Run, logged_rows, same_tensors, saved_tensors
 from tests.support.trainers import PoolTrainer, Trainer
+from titan.checks.phase_rules import check_borders
 from titan.checks.rules import check_to_run
 from titan.config.load import load_config
 from titan.config.model import model_config
+from titan.config.phases import phases_of
 from titan.config.schema import JobConfig
 from titan.data.tokenizer import EOS
 from titan.observe.clock import StepTimer
@@ -314,3 +316,28 @@ def test_each_phase_trains_with_programs_for_its_own_shapes(
     )
     # The second phase only accumulates more: it takes the first one's.
     assert trained == [(2, 32, 64), (4, 64, 64)], trained
+
+
+def test_a_phase_that_names_degrees_alone_keeps_the_batch() -> None:
+    """512 tokens a step on two data-parallel ranks stay 512 on one, until a phase names a batch."""
+    table = [
+        {"from_step": 3, "tensor_parallel_degree": 2},
+        {"from_step": 5, "min_lr_factor": 0.5},
+        {"from_step": 7, "local_batch_size": 4},
+    ]
+    sections = with_changes(SMALL, training={"steps": 8, "seq_len": 128})
+    config = JobConfig.model_validate({**sections, "phase": table})
+    phases = phases_of(config, world_size=2)
+    assert [phase.tokens_per_step for phase in phases] == [512] * 4
+    assert [phase.layout.accumulation for phase in phases] == [1, 2, 2, 1]
+    assert [phase.config.training.global_batch_size for phase in phases] == [-1, 4, 4, -1]
+
+
+def test_a_batch_that_a_new_layout_cannot_keep_is_refused() -> None:
+    degrees = {"tensor_parallel_degree": 2}  # 3 x 2 sequences; then 6 x 2 pass at once
+    sections = with_changes(SMALL, training={"steps": 8}, parallelism=degrees)
+    table = [{"from_step": 3, "tensor_parallel_degree": 1}]
+    config = JobConfig.model_validate({**sections, "phase": table})
+    [*_, problem] = check_borders(config, 6)
+    assert problem[0] == "phase[0].tensor_parallel_degree"
+    assert "set global_batch_size or local_batch_size in the phase" in problem[1]

@@ -42,6 +42,10 @@ def check_borders(config: JobConfig, world_size: int) -> Iterator[RuleViolation]
             fix = "set checkpoint.enable = true and load_only = false, or remove it"
             yield key, f"changes the layout, and a checkpoint carries the run over; {fix}"
         old, new = before.layout.dp, phase.layout.dp
+        at_once = phase.config.training.local_batch_size * max(new, 1)
+        if phase.sequences % at_once:
+            reason = f"keeps the {phase.sequences} sequences of a step, and {new} data-parallel ranks pass {at_once} at once"
+            yield key, f"{reason}; set global_batch_size or local_batch_size in the phase"
         if is_stream and old != new:
             reason = (
                 f"{new} data-parallel ranks cannot go on with a stream that {old} read in parts"

@@ -24,7 +24,8 @@ AXES = {
     "cp": "parallelism.context_parallel_degree",
     "tp": "parallelism.tensor_parallel_degree",
 }
-_TRAINING = {"global_batch_size", "local_batch_size", "seq_len"}
+_BATCH = {"global_batch_size", "local_batch_size"}
+_TRAINING = {*_BATCH, "seq_len"}
 DEGREES = {*(key.rpartition(".")[2] for key in AXES.values()), "expert_parallel_degree"}
 _SHOWN = {"from_step", "from_tokens", *_TRAINING}  # in the text of every phase
 
@@ -191,18 +192,31 @@ def of_each_phase(
 
 
 def phases_of(config: JobConfig, *, world_size: int) -> list[Phase]:
-    """Return the phases of a job on `world_size` ranks. A job without `[[phase]]` has one phase."""
+    """Return the phases of a job on `world_size` ranks. A job without `[[phase]]` has one phase.
+
+    A phase that names degrees and no batch keeps the sequences of a step, whatever its data-parallel degree.
+    """
     phases: list[Phase] = []
+    kept = -1  # sequences of a step that a new layout keeps
     for section, job in zip([None, *config.phase], jobs_of(config), strict=True):
-        training, first_step = job.training, 1
+        first_step = 1
         if section is not None:
             before = phases[-1]
+            names = {*section.model_dump(exclude_none=True)}
+            if names & _BATCH:
+                kept = -1
+            elif names & DEGREES:
+                kept = before.sequences
             first_step = section.from_step or before.first_step + 1
             if section.from_tokens is not None:
                 # The phase begins at the first step before which this many tokens have been trained on.
                 missing = section.from_tokens - sum(phase.tokens for phase in phases[:-1])
                 first_step = before.first_step - (-missing // before.tokens_per_step)
             phases[-1] = _ending(before, first_step)
+        if kept != -1 and job.training.global_batch_size == -1:
+            training = job.training.model_copy(update={"global_batch_size": kept})
+            job = job.model_copy(update={"training": training})
+        training = job.training
         size, layout = training.global_batch_size, layout_of(job, world_size)
         dp = max(1, layout.dp)  # 0 if the degrees do not fit
         phase = Phase(
