@@ -66,14 +66,16 @@ def average_gradients(module: nn.Module, divisor: int) -> None:
             group.post_backward = partial(_divide, group, group.post_backward, divisor / own)
 
 
+@torch.no_grad()
 def _divide(group: Any, reduce: Callable[..., None], factor: float, *args: Any) -> None:
     gathered = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
     for p in gathered if group.reduce_grads else ():
         p.accumulate_unsharded_grad_if_needed()
-        grad = p.unsharded_accumulated_grad
-        grad = p._unsharded_param.grad if grad is None else grad
-        if grad is not None:
-            grad.div_(factor)
+        # Not in place: two gradients may be views of one sum.
+        if p.unsharded_accumulated_grad is not None:
+            p.unsharded_accumulated_grad = p.unsharded_accumulated_grad / factor
+        elif p._unsharded_param.grad is not None:
+            p._unsharded_param.grad = p._unsharded_param.grad / factor
     reduce(*args)
 
 
