@@ -11,6 +11,7 @@ import pytest
 
 from tests.data.test_data_streams import ListStream, bytes_tokenizer
 from titan.config import schema as s
+from titan.data import DataError
 from titan.data.base import ShardSpec, Source
 from titan.data.loader import Loader
 from titan.data.samples import BlendSamples
@@ -27,17 +28,19 @@ class Numbered:
 
     special_tokens, split = NO_MARKS, "train"
 
-    def __init__(self, num_tokens: int) -> None:
-        self.num_tokens = num_tokens
+    def __init__(self, num_tokens: int, first: int) -> None:
+        self.num_tokens, self.first = num_tokens, first
 
     def read(self, begin: int, *, count: int) -> np.ndarray:
-        return np.arange(begin, begin + count)
+        return self.first + np.arange(begin, begin + count)
 
     def check(self, rows: np.ndarray) -> np.ndarray:
         return rows
 
 
-def shards(num_tokens: int, *, key: int = 1, seq_len: int = 16, **data: Any) -> ShardSamples:
+def shards(
+    num_tokens: int, *, key: int = 1, seq_len: int = 16, first: int = 0, **data: Any
+) -> ShardSamples:
     options = SampleOptions(
         tokenizer=bytes_tokenizer(),
         data=s.DataSection(**data),
@@ -46,11 +49,13 @@ def shards(num_tokens: int, *, key: int = 1, seq_len: int = 16, **data: Any) -> 
         seed=0,
         longest=LONGEST,
     )
-    return ShardSamples(Numbered(num_tokens), options, key=key, name="numbers")  # pyright: ignore
+    return ShardSamples(Numbered(num_tokens, first), options, key=key, name="numbers")  # pyright: ignore
 
 
-def loader(*sources: Source, rank: int = 0, world: int = 1, workers: int = 0) -> Loader:
-    weights = [1.0] * len(sources)
+def loader(
+    *sources: Source, rank: int = 0, world: int = 1, workers: int = 0, weights: Any = None
+) -> Loader:
+    weights = weights or [1.0] * len(sources)
     return Loader(
         BlendSamples(sources, weights=weights, key=3, seq_len=16),
         share=ShardSpec(rank=rank, world=world, batch=8 // world),
@@ -98,6 +103,30 @@ def test_short_rows_of_a_window_are_spread_over_many_batches() -> None:
     rows = shards(2_000_000).get(np.arange(256))
     windows, counts = np.unique(rows[:, 0] // LONGEST, return_counts=True)
     assert len(windows) > 190 and counts.max() <= 4
+
+
+def test_a_resume_with_other_weights_goes_on_in_each_source() -> None:
+    """Without a phase: an edited job reads no token again and leaves none out, at the old shares before and the new ones after."""
+    sources = (shards(200_000), shards(400_000, key=2, first=1_000_000))
+
+    def tokens(of: Loader, steps: int) -> np.ndarray:
+        return np.concatenate([of.next_step()[0][:, :-1].ravel() for _ in range(steps)])
+
+    with closing(loader(*sources)) as of:
+        before = tokens(of, 40)
+        state = json.loads(json.dumps(of.state_dict()))
+    edited = [1.0, 9.0]
+    with closing(loader(*sources, weights=edited)) as of:
+        of.load_state_dict(state)
+        of.change(batch=8, accumulation=1, seq_len=16, weights=edited)  # as a trainer begins
+        after = tokens(of, 40)
+    assert len(np.unique([before, after])) == len(before) + len(after)
+    with closing(loader(sources[0])) as of:
+        of.load_state_dict(state)
+        with pytest.raises(DataError, match="the place in 2 sources, and this job has 1"):
+            of.next_step()
+    shares = [(found >= 1_000_000).mean() for found in (before, after)]
+    assert shares == pytest.approx([0.5, 0.9], abs=0.02)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -89,8 +89,8 @@ class Loader:
         """Return the JSON-able state: {"position": samples consumed by all ranks}.
 
         The state has more keys if there is more to say: "skipped" has ranges of samples to leave out, "part" has the settings
-        of the phase, and "bookmark" has this rank's place in a stream. The position is enough to resume finite text on any
-        number of ranks.
+        that decide which sample comes next, and "bookmark" has this rank's place in a stream. Finite text resumes on any number of
+        ranks.
         """
         return self._state
 
@@ -189,13 +189,19 @@ class Loader:
         if self._first_part is None:
             return 0
         part = DatasetPhase(**self._state["part"]) if "part" in self._state else self._first_part
+        if (before := len(part.tokens)) != (now := len(self._first_part.tokens)):
+            raise DataError(
+                f"the checkpoint has the place in {before} sources, and this job has {now}: keep them (a "
+                '[[phase]] may give one the weight 0), or begin the text again with checkpoint.exclude_from_loading = ["dataloader"]'
+            )
         self.samples.begin(part)
         if (new := replace(part, **self._wanted)) != part:
             count, position = self._state["position"] - part.first, self._state["position"]
             tokens = self.samples.tokens_after(count, whole=new.seq_len != part.seq_len)
             new = replace(new, first=position, tokens=tokens)
             self.samples.begin(new)
-            self._state = self._state | {"part": asdict(new)}
+        # In every state: a run that goes on with other settings begins a new part where this one ended.
+        self._state = self._state | {"part": asdict(new)}
         return new.first
 
     def _make_steps(self, position: int) -> Iterator[_Step]:
