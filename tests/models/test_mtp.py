@@ -83,7 +83,7 @@ def test_all_tokens_share_a_gradient_of_the_output_layer(chunk: int) -> None:
     labels_BSN = torch.randint(500, (2, 4, 3)).index_fill(1, torch.tensor([2]), IGNORED)
     with _Zeros((500, 16)) as zeros:
         value = loss(x_BSD, labels_BSN)
-    assert zeros.count == bool(chunk)
+    assert zeros.count == 0  # the first chunk writes the sum
     (value / 7).backward()
     found = [x_BSD.grad, output.weight.grad]
     parts = [

@@ -105,7 +105,7 @@ REFUSED = [
     ("max_norm", LAYOUTS[10], r"module 'tok_embeddings' \(Embedding\) shortens rows"),
     ("soft_cap", ONE, "Awkward computes with what its output layer returns.*set loss.chunk_output = false"),
     ("replicated", LAYOUTS[10], r"module 'layers\.0\.attention\.drop' draws random numbers for a tensor that each"),
-    ("functional", Layout("full AC", recompute="full"), "set activation_checkpoint.preserve_rng_state = true"),
+    ("functional", Layout("full AC", recompute="full"), "activation_checkpoint.preserve_rng_state = true"),
 ]  # fmt: skip
 
 

@@ -208,14 +208,17 @@ class CountTransfers(_Plain):
 
 
 class CountOperations(_Plain):
-    """Operator -> calls, of those whose first argument is a tensor of at least one dimension."""
+    """Operator -> calls, of those whose first argument is a tensor of at least one dimension, or a list of such."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
 
     def see(self, func: Any, args: Any, result: Any) -> None:
-        if args and isinstance(args[0], Tensor) and args[0].ndim:
+        first = args[0] if args else None
+        if isinstance(first, (list, tuple)) and first:
+            first = first[0]
+        if isinstance(first, Tensor) and first.ndim:
             self.counts[str(func)] += 1
 
 

@@ -135,16 +135,16 @@ def test_a_folder_names_its_tokenizer_and_more_tokens_than_the_model_has(
     assert "    [tokenizer]\n" in page and f'    path = "{folder}"\n' in page
     assert "loads       yes" in page
     names = json.loads((folder / "tokenizer_config.json").read_text())
-    names["added_tokens_decoder"] = {"399": {"content": "<|more|>", "special": True}}
+    names["added_tokens_decoder"] = {"336": {"content": "<|more|>", "special": True}}
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
     assert titan(["check", "--hf", str(folder)]) == 0
     page = capsys.readouterr().out
     assert "loads       no" in page
-    assert "its tokenizer has 400 tokens, and the model 336" in page
+    assert "its tokenizer has 337 tokens, and the model 336" in page
     for argv in (["--chat", "--prompt", "a"], ["--prompt", "a"]):
         assert titan(["generate", "--checkpoint", str(folder), *argv]) == 2
         said = capsys.readouterr().err
-        assert "the tokenizer has 400 tokens, but" in said and said.count("\n") == 1
+        assert "the tokenizer has 337 tokens, but" in said and said.count("\n") == 1
 
 
 def test_odd_numbers_of_sampling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,8 +35,7 @@ class FusedAdam(torch.optim.Adam):
     """torch's fused Adam or AdamW, which clips as it updates.
 
     Attributes:
-        divisor: what the next step divides all gradients by, a scalar on their device; None: nothing. The caller sets it before each
-            step.
+        divisor: what the next step divides all gradients by, a scalar on their device; None: nothing. It holds for one step.
         backend: backend of torch.compile for large parameters. Empty: they are updated by torch's kernel.
     """
 
@@ -75,6 +74,7 @@ class FusedAdam(torch.optim.Adam):
                 kinds[parameter.device, parameter.dtype].append(parameter)
             for (device, _), parameters in kinds.items():
                 self._update(parameters, group, device)
+        self.divisor = None
         return loss
 
     def init_state(self, parameter: Tensor) -> None:

@@ -54,7 +54,7 @@ def _with_reduction(helper: Callable[P, None]) -> Callable[P, None]:
             raise TypeError(
                 f'{helper.__name__} needs gradients="sum" or gradients="mean", got {options.get("gradients")!r}: "mean" for a trainer that was '
                 "written for torch's fully_shard or DistributedDataParallel, whose loss is a mean over each rank's own batch; \"sum\" if each rank "
-                "divides its loss by the tokens of all ranks"
+                "divides its loss by what all ranks count"
             )
         helper(*args, **options)
 

@@ -171,7 +171,7 @@ class Overlap:
             raise ValueError("FSDP shards parts of the model: shard the model itself, too")
         if not any(hasattr(getattr(m, "dispatcher", None), "dispatch") for m in model.modules()):
             raise ValueError(
-                f"no module of {type(model).__name__} has a `dispatcher` that sends tokens, behind which another micro-batch could run: call "
+                f"no module of {type(model).__name__} has a `dispatcher` behind which another micro-batch could run: call "
                 "apply_ep first"
             )
 

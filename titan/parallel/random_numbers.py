@@ -11,7 +11,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from .init_weights import canonical_name
 
-_OTHERS = "module '{}' draws random numbers, and the recomputation would draw others: set preserve_rng_state=True"
+_OTHERS = "module '{}' draws random numbers, and the recomputation would draw others: set preserve_rng_state=True (in a job, activation_checkpoint.preserve_rng_state = true)"
 
 
 def seed_generators(seed: int, device: torch.device) -> None:

@@ -55,7 +55,7 @@ class SavedTensor:
 
 
 def compare_saved(
-    saved: Location, computed: Location, again: Location | None
+    saved: Location, computed: Location, again: Location | None, *, rounds: bool
 ) -> Iterator[SavedTensor]:
     """Yield the comparison of each tensor that both checkpoints hold, but for states of generators.
 
@@ -63,6 +63,7 @@ def compare_saved(
         saved: the checkpoint of the run.
         computed: that of its recomputation.
         again: that of a second recomputation, whose distance from the first is what rounding does. None: bits must be equal.
+        rounds: the recomputation rounds otherwise, so the last bit may differ where the second one happens to be equal.
     """
     ours, theirs = stored_shapes(saved), stored_shapes(computed)
     names = [name for name in ours if not _is_random(name) and theirs.get(name) == ours[name]]
@@ -74,7 +75,7 @@ def compare_saved(
             count += 1
         states = [_read(p, names[:count], ours) for p in (saved, computed, again) if p is not None]
         for name in names[:count]:
-            yield _compare(name, *(state.pop(name) for state in states))
+            yield _compare(name, *(state.pop(name) for state in states), rounds=rounds)
         names = names[count:]
 
 
@@ -94,7 +95,9 @@ def _read(path: Location, names: Sequence[str], shapes: Mapping[str, Any]) -> di
     return state
 
 
-def _compare(name: str, a: Tensor, b: Tensor, c: Tensor | None = None) -> SavedTensor:
+def _compare(
+    name: str, a: Tensor, b: Tensor, c: Tensor | None = None, *, rounds: bool
+) -> SavedTensor:
     kind = _INTEGERS[a.element_size()]
     apart = a.view(kind) != b.view(kind)
     other, limit = int(apart.sum()), 0.0
@@ -104,7 +107,7 @@ def _compare(name: str, a: Tensor, b: Tensor, c: Tensor | None = None) -> SavedT
     if c is not None:
         # A value near 0 in Adam's denominator moves by far more than its neighbours, and another one in each layout.
         limit = BEYOND * float(_distance(b, c).nan_to_num(posinf=0.0).max())
-    if limit and b.is_floating_point():
+    if (limit or (rounds and c is not None)) and b.is_floating_point():
         limit += float(b.abs().nan_to_num(posinf=0.0).max()) * torch.finfo(b.dtype).eps
     beyond = (away > limit) & apart
     if not (wrong := int(beyond.sum())):
