@@ -28,7 +28,7 @@ from titan.config.load import load_from_argv
 from titan.config.schema import JobConfig
 
 Step = tuple[Callable[[], None], nn.Module, torch.optim.Optimizer, int]
-"""What `titan sim --script` expects: the step, its model and optimizer, and its tokens."""
+"""A program for `titan sim --script`: the step, its model and optimizer, and its tokens."""
 
 
 def job(model: str, batch: int, seq_len: int, variant: str) -> JobConfig:

@@ -58,7 +58,7 @@ def test_decisions_by_hand(script: Any, capsys: pytest.CaptureFixture[str]) -> N
     [model, _], book = script.MODELS, book_of(script)
 
     def prices(**ms: float) -> None:
-        """Give rows a figure: those whose name begins with a key, with spaces for its underscores."""
+        """Set the figure of the rows whose name begins with a key, in which underscores stand for spaces."""
         for key, figure in ms.items():
             names = {
                 name for _, terms in script.choices(model) for t in terms.values() for name, _ in t

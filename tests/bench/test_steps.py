@@ -65,7 +65,7 @@ def test_torchtitan_trains(tmp_path: Path) -> None:
 def test_before_is_the_titan_of_another_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of these two stand-ins for an earlier commit, one trains and one fails."""
+    """An earlier commit that trains is a row, and one that fails is an error."""
     row = {
         "step": 2,
         "tokens_per_s": 8.0,

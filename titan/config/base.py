@@ -50,7 +50,7 @@ DType = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True)
 class ReadWith:
-    """What another key of the section must be for a key to be read, as metadata of the key's type.
+    """Condition on another key of the section under which a key is read, as metadata of the key's type.
 
     A value other than the default is refused elsewhere, since nothing would read it (titan/checks/choice_rules.py). It is not for
     details that wait until a mode is switched on, by an overlay or by a search: keys beside `enable`, or of recomputation.

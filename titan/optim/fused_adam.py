@@ -1,6 +1,6 @@
 """Adam and AdamW that clip and update in one pass over the parameters.
 
-Clipping multiplies all gradients by one factor, which is known only when the norm is. A multiplication of its own reads and writes
+Clipping multiplies all gradients by one factor, which is known only when the norm is. A separate multiplication reads and writes
 each gradient once more (8 bytes for a parameter in fp32). Here the update divides by the inverse of the factor. Bytes of an update
 for each parameter in fp32, of which 4 are the norm's in all rows:
 
@@ -26,7 +26,7 @@ from titan.parallel.float8 import plain
 
 from .adam import begin_step, local
 
-# A shard of that many elements is worth a launch, and a call from the host, of its own. It has rows of this length, so that a compiler
+# A shard of that many elements is worth a separate launch and a call from the host. It has rows of this length, so that a compiler
 # that knows neither the number of rows nor the address still loads 16 bytes at a time.
 _LARGE, _ROW = 2**16, 2**10
 

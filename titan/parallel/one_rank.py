@@ -2,7 +2,7 @@
 
 For 16-bit computation with fp32 weights torch moves 24 bytes for each parameter of such a unit in a step: it casts a weight into a
 temporary (6 bytes) and copies that (4), and "reduces" a gradient by copying it to the input of a reduction (6) and from there, on
-another stream, to the output (8). That stream has memory of its own, which no activation can use afterwards. Here a weight is cast
+another stream, to the output (8). The allocator keeps that memory for that stream, so no activation can use it afterwards. Here a weight is cast
 into FSDP's own buffer (6), and a gradient into its fp32 result (6) on the stream of the backward pass. All bits are equal, and hooks,
 DTensors, checkpoints and the accumulation over micro-batches stay FSDP's.
 
@@ -26,7 +26,7 @@ def stay_on_rank(module: nn.Module) -> None:
 
     Args:
         module: module after `fully_shard` over a mesh of size 1. Offloaded weights, and weights that are gathered in 8 bits, keep
-            torch's way, as does a unit with a factor or a hook of its own for the reduction.
+            torch's way, as does a unit whose reduction has a factor or a hook.
     """
     for group in parameter_groups(module):
         if not any(_has_own_gathering(p) for p in group.fsdp_params):

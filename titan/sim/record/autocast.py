@@ -67,7 +67,7 @@ _FP32_RESULT = [
     "sum.dim_IntList",
     "cumsum",
 ]
-"""Operators that are told to compute a result in fp32."""
+"""Operators that get fp32 as the dtype of their result."""
 
 
 def declare(kernels: Any, fallbacks: Any, device_type: str) -> None:

@@ -84,7 +84,7 @@ def test_figures_are_the_harness_own(
     tokenizer = write_folder(folder := tmp_path / name, shape := SHAPES[name], scripts={})
     text = tokenizer.encode(" brown dogs and", add_special_tokens=False).tokens
     begin = tokenizer.encode("the quick", add_special_tokens=False).tokens[-1]
-    # A special token that ends no text by itself.
+    # A special token that is not the end-of-text token.
     mark = next(name for name in shape.specials if name not in shape.ends)
     words = [text[0], mark, *text[1:], shape.ends[-1], "e"]
     write_folder(folder, shape, scripts={begin: words})
