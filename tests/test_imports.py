@@ -171,7 +171,18 @@ def test_models_import_only_torch_and_plans() -> None:
         if part_of(module) == "models" and not module.startswith("titan.models.transformers")
         for name in imports(module)
     }
-    assert others <= {"torch", "titan", "__future__", "collections", "dataclasses", "json", "math", "pathlib", "re", "typing"}  # fmt: skip
+    assert others <= {
+        "torch",
+        "titan",
+        "__future__",
+        "collections",
+        "dataclasses",
+        "json",
+        "math",
+        "pathlib",
+        "re",
+        "typing",
+    }
 
 
 # A family that is another one with changed parts may import these of it. All else that families share is in models/common.

@@ -50,7 +50,9 @@ def convert_to_float8(model: nn.Module, job: ResolvedJob) -> list[Conversion]:
         fqns = techniques.grouped[1].fqns
         experts = [name for name, m in model.named_modules() if hasattr(m, "grouped_dtypes")]
         if not any(part in name for name in experts for part in fqns):
-            raise Float8Error(f"no experts have a name with {' or '.join(fqns)}; there are {', '.join(experts) or 'none'}")  # fmt: skip
+            raise Float8Error(
+                f"no experts have a name with {' or '.join(fqns)}; there are {', '.join(experts) or 'none'}"
+            )
     section = techniques.quantize
     if section is None:
         return []

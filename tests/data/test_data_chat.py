@@ -464,7 +464,8 @@ def test_rows_become_what_transformers_makes_of_them(
     kind: str, folder: Path, tmp_path: Path
 ) -> None:
     """Together in one file, whose Parquet columns have the fields of all rows."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     theirs.chat_template = RICH
     rows = [
@@ -480,11 +481,12 @@ def test_rows_become_what_transformers_makes_of_them(
     if kind == "jsonl":
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:
-        arrow = pytest.importorskip("pyarrow")
-        arrow.parquet = pytest.importorskip("pyarrow.parquet")
+        import pyarrow
+        from pyarrow import parquet
+
         columns = dict.fromkeys(name for row in rows for name in row)
-        table = arrow.Table.from_pylist([{**columns, **row} for row in rows])
-        arrow.parquet.write_table(table, file)
+        table = pyarrow.Table.from_pylist([{**columns, **row} for row in rows])
+        parquet.write_table(table, file)
     section = source_of_path(str(file), text_key="text", messages_key="messages")
     ours = ChatTemplate.of(opened(folder, RICH))
     found = []
@@ -545,8 +547,10 @@ def test_keys_that_nothing_reads_are_counted(
     ]
     file = tmp_path / f"rows.{kind.split()[-1]}"
     if kind == "parquet":
-        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-        parquet.write_table(arrow.Table.from_pylist(rows), file)
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(rows), file)
     elif kind == "csv":
         lines = [f"{row['text']},{row['source']}" for row in rows]
         file.write_text("\n".join(["text,source", *lines]))

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from titan.checkpoint.hf_model import hooks_of, unread_keys
 from titan.config.model import families, family
 
-transformers = pytest.importorskip("transformers")
 DEFAULTS = json.loads(
     (Path(__file__).parents[2] / "models/common/hf_defaults.json").read_text(encoding="utf-8")
 )

@@ -19,8 +19,6 @@ from titan.models.transformers import build_model
 from titan.models.transformers.flows import Flows
 from titan.models.transformers.probe import Watch
 
-pytest.importorskip("transformers")
-
 
 def row_with(kind: str, change: dict[str, Any], degrees: dict[str, int]) -> str:
     """Run on each rank: the largest difference of a family with other fields, or why it is refused."""
@@ -90,7 +88,14 @@ class Fused(nn.Module):
         return out.unflatten(-1, (6, 4)).transpose(1, 2)[:, :-2]
 
 
-WAYS = {"heads": False, "one head": False, "split": True, "slice": True, "unbind": True, "last heads": True}  # fmt: skip
+WAYS = {
+    "heads": False,
+    "one head": False,
+    "split": True,
+    "slice": True,
+    "unbind": True,
+    "last heads": True,
+}
 
 
 @pytest.mark.parametrize("way", WAYS)

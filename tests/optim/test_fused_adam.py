@@ -53,9 +53,14 @@ def test_200_steps_equal_torchs_in_fp64(
     assert isinstance(ours, FusedAdam)
     kind = getattr(torch.optim, name)
     others = [
-        kind(parameter_groups(of.parameters(), weight_decay=0.1), lr=0.01, betas=(0.9, 0.99), fused=fused)
+        kind(
+            parameter_groups(of.parameters(), weight_decay=0.1),
+            lr=0.01,
+            betas=(0.9, 0.99),
+            fused=fused,
+        )
         for of, fused in ((torchs, True), (exact, False))
-    ]  # fmt: skip
+    ]
     for step in range(200):
         # Large and small gradients: some steps are clipped and some are not.
         scale = 10.0 ** (step % 5 - 4)

@@ -581,7 +581,12 @@ def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def gather_on_three(gathers: bool) -> tuple[float, list[str]]:
-    train_step = build("tensorwise", {"dp_shard": 3}, float8=SCALES if gathers else {}, training={"local_batch_size": 2, "mixed_precision_param": "float32"})  # fmt: skip
+    train_step = build(
+        "tensorwise",
+        {"dp_shard": 3},
+        float8=SCALES if gathers else {},
+        training={"local_batch_size": 2, "mixed_precision_param": "float32"},
+    )
     losses = steps(train_step, range(1, 4))
     return losses[-1], [c.name for c in train_step.float8 if c.is_uneven]
 

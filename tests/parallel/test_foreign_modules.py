@@ -115,7 +115,12 @@ def on_ranks(way: str, uses: list[str]) -> list[list[dict[str, Tensor | None]]]:
     for use in uses:
         torch.manual_seed(0)
         model = Model()
-        units: Any = {"gradients": "sum", "blocks": model.blocks.children(), "first": [model.embed], "last": [model.norm, model.head]}  # fmt: skip
+        units: Any = {
+            "gradients": "sum",
+            "blocks": model.blocks.children(),
+            "first": [model.embed],
+            "last": [model.norm, model.head],
+        }
         if way == "DDP":
             apply_ddp(model, mesh=build_mesh("cpu", dp_replicate=2)["dp_replicate"], **units)
         elif world == 4:
@@ -228,7 +233,12 @@ def shared_losses(row: int, how: str, meta: bool) -> tuple[list[float], int]:
         with torch.device("meta"):
             model = Model()
         share(model)
-    units: Any = {"gradients": "sum", "blocks": model.blocks.children(), "first": [getattr(model, n) for n in first], "last": [getattr(model, n) for n in last]}  # fmt: skip
+    units: Any = {
+        "gradients": "sum",
+        "blocks": model.blocks.children(),
+        "first": [getattr(model, n) for n in first],
+        "last": [getattr(model, n) for n in last],
+    }
     if how == "DDP":
         apply_ddp(model, mesh=build_mesh("cpu", dp_replicate=2)["dp_replicate"], **units)
     else:
@@ -294,9 +304,19 @@ def refusals(how: str) -> dict[str, str]:
         model.blocks[0].odd = make()
         try:
             if how == "DDP":
-                apply_ddp(model, mesh=build_mesh("cpu", dp_replicate=2)["dp_replicate"], blocks=model.blocks.children(), gradients="sum")  # fmt: skip
+                apply_ddp(
+                    model,
+                    mesh=build_mesh("cpu", dp_replicate=2)["dp_replicate"],
+                    blocks=model.blocks.children(),
+                    gradients="sum",
+                )
             else:
-                apply_fsdp(model, mesh=build_mesh("cpu", dp_shard=2)["dp_shard"], blocks=model.blocks.children(), gradients="sum")  # fmt: skip
+                apply_fsdp(
+                    model,
+                    mesh=build_mesh("cpu", dp_shard=2)["dp_shard"],
+                    blocks=model.blocks.children(),
+                    gradients="sum",
+                )
         except ValueError as error:
             found[name] = str(error)
     return found

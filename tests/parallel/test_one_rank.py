@@ -153,7 +153,9 @@ def test_gradients_share_no_memory() -> None:
             torch.manual_seed(0)
             model = nn.Sequential(OneSum())
             with nullcontext() if ours else patch("titan.parallel.fsdp.stay_on_rank"):
-                apply_fsdp(model, mesh=build_mesh("cpu")["dp_shard"], blocks=[model[0]], gradients="sum")  # fmt: skip
+                apply_fsdp(
+                    model, mesh=build_mesh("cpu")["dp_shard"], blocks=[model[0]], gradients="sum"
+                )
             x = torch.randn(4, 8)
             for _ in range(2):
                 model(x).sum().backward()

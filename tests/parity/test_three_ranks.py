@@ -25,7 +25,9 @@ SIX = (("num_experts", 6),)
 
 
 def batch(layout: Layout, step: int) -> TensorBatch:
-    tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(step))  # fmt: skip
+    tokens = torch.randint(
+        VOCABULARY, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(step)
+    )
     documents = torch.arange(SEQUENCE).ge(20).long().expand(BATCH, -1)
     return Batch(
         tokens_BS=tokens[:, :-1],
@@ -89,7 +91,6 @@ ROUNDED = [
 
 @pytest.mark.parametrize("layout", ROUNDED, ids=[layout.name for layout in ROUNDED])
 def test_three_ranks_round_other_groups_of_numbers(layout: Layout, pool: Pool) -> None:
-    pytest.importorskip("torchao")
     [expected] = pool.run(1, train, replace(layout, degrees=()))
     for found in pool.run(3, train, layout):
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-3)

@@ -47,7 +47,9 @@ def test_large_products_reach_the_share() -> None:
 
 def test_a_level_moves_all_large_products_alike() -> None:
     """A table says how shapes compare, the profile's share how fast the card is in the long run."""
-    slow = H100.profile.model_copy(update={"matmul_share": H100.profile.matmul_share | {"bfloat16": 0.37}})  # fmt: skip
+    slow = H100.profile.model_copy(
+        update={"matmul_share": H100.profile.matmul_share | {"bfloat16": 0.37}}
+    )
     for shape in ((16384, 4096, 14336), (8192, 8192, 8192)):
         kernel = matmul(*shape)
         ratio = (Cost(slow).kernel_s(kernel) - 4e-6) / (H100.kernel_s(kernel) - 4e-6)
@@ -114,7 +116,10 @@ def test_attended(queries: int, keys: int, causal: bool, pairs: int) -> None:
     assert attended(queries, keys, causal) == pairs
 
 
-@pytest.mark.parametrize(("kernel", "forward", "backward"), [("auto", 600, 518), ("flash2", 370, 318), ("flash3", 646, 559)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kernel", "forward", "backward"),
+    [("auto", 600, 518), ("flash2", 370, 318), ("flash3", 646, 559)],
+)
 def test_attention_at_published_rates(kernel: str, forward: float, backward: float) -> None:
     """FlashAttention-3's figures. What torch runs on an H100 is cuDNN's kernel."""
     h100 = Cost(load_profile("h100-sxm").with_attention(kernel))
@@ -148,7 +153,9 @@ def test_attention_without_a_curve_follows_the_tables() -> None:
     """FlashAttention-2 on an H100, and cuDNN on a B200, whose tables are cuDNN's."""
     flash2 = Cost(load_profile("h100-sxm").with_attention("flash2"))
     for cost, card in ((flash2, "h100"), (Cost(load_profile("b200")), "b200")):
-        few, many = (tables(card).attention_tflops(dim, n, 8192) for dim, n in ((64, 64), (128, 256)))  # fmt: skip
+        few, many = (
+            tables(card).attention_tflops(dim, n, 8192) for dim, n in ((64, 64), (128, 256))
+        )
         assert attention_tflops(cost, 64) / attention_tflops(cost, 128, heads=128) == pytest.approx(
             few / many, rel=0.001
         )
@@ -168,7 +175,9 @@ def test_a_causal_mask_costs_short_sequences_more() -> None:
 def latent(length: int, kind: KernelKind, *, name: str = "efficient", dtype: str = "bfloat16") -> Kernel:  # fmt: skip
     """Return the attention of DeepSeek-V3: 128 heads, keys of 192 and values of 128."""
     qk, v = (2, 128, length, 192), (2, 128, length, 128)
-    return Kernel(f"aten::_scaled_dot_product_{name}_attention", kind, (qk, qk, v), dtype, causal=True)  # fmt: skip
+    return Kernel(
+        f"aten::_scaled_dot_product_{name}_attention", kind, (qk, qk, v), dtype, causal=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -191,7 +200,9 @@ def test_what_flash_attention_2_does_not_take_is_half_as_fast() -> None:
         assert ours == pytest.approx(2 * as_flash, rel=0.01)
     # In 32 bits the peak decides, whatever the kernel's name.
     names = ("efficient", "flash")
-    ours, as_flash = (Cost(a100).kernel_s(latent(8192, "attention", name=n, dtype="float32")) for n in names)  # fmt: skip
+    ours, as_flash = (
+        Cost(a100).kernel_s(latent(8192, "attention", name=n, dtype="float32")) for n in names
+    )
     assert ours == as_flash
 
 
@@ -223,8 +234,12 @@ def test_few_heads_leave_the_device_idle() -> None:
 
 @pytest.mark.parametrize(
     ("name", "gb", "ms"),
-    [("aten::_fused_adamw_", 41.96, 16.7), ("aten::_foreach_mul_", 11.99, 4.45), ("fsdp::chunk_cat", 8.99, 4.93)],
-)  # fmt: skip
+    [
+        ("aten::_fused_adamw_", 41.96, 16.7),
+        ("aten::_foreach_mul_", 11.99, 4.45),
+        ("fsdp::chunk_cat", 8.99, 4.93),
+    ],
+)
 def test_kernels_with_a_rate_of_their_own(name: str, gb: float, ms: float) -> None:
     """In the same trace. On a card of less bandwidth, they are as fast as others."""
     kernel = Kernel(name, "optimizer", read_bytes=int(gb * 5e8), write_bytes=int(gb * 5e8))

@@ -153,7 +153,9 @@ def test_a_bare_loop_with_autocast(compiled: int, tmp_path: Path) -> None:
     products = [k for k in kernels if k.kind == "matmul"]
     # Forward and in the weights, and in the input of the second; results in bf16, too.
     assert [k.dtype for k in products] == 5 * ["bfloat16"]
-    assert sum(k.write_bytes for k in products) == 2 * (8 * 64 + 8 * 16 + 32 * 64 + 64 * 16 + 8 * 64)  # fmt: skip
+    assert sum(k.write_bytes for k in products) == 2 * (
+        8 * 64 + 8 * 16 + 32 * 64 + 64 * 16 + 8 * 64
+    )
     [update] = [e.kernel for e in launches(trace, "optimizer")][-1:]
     assert update.dtype == "float32"
     if not compiled:
@@ -165,7 +167,9 @@ def test_a_bare_loop_with_autocast(compiled: int, tmp_path: Path) -> None:
         assert by_name["aten::_softmax"].write_bytes == 4 * 8 * 16
         casts = [k for k in kernels if k.name == "aten::_to_copy"]
         # Of the input, two weights and two layers' results forward; of gradients back.
-        assert sum(k.read_bytes for k in casts if k.dtype == "float32") >= 4 * (8 * 32 + 32 * 64 + 64 * 16 + 8 * 64)  # fmt: skip
+        assert sum(k.read_bytes for k in casts if k.dtype == "float32") >= 4 * (
+            8 * 32 + 32 * 64 + 64 * 16 + 8 * 64
+        )
 
 
 FUSED = """
@@ -209,7 +213,7 @@ def build(device, of="scaled", rows=1, columns=1):
         # Short rows are still in the cache.
         ({"of": "softened", "rows": 2**16, "columns": 4096}, 1, 0),
     ],
-)  # fmt: skip
+)
 def test_bytes_of_fused_kernels(
     settings: dict[str, Any], read: int, written: int, tmp_path: Path
 ) -> None:
@@ -222,7 +226,9 @@ def test_bytes_of_fused_kernels(
     fused = [e.kernel for e in launches(trace, "forward") if e.kernel.host == "compiled"]
     size = 4 * settings["rows"] * settings["columns"]
     assert sum(k.read_bytes for k in fused) == pytest.approx(read * size, rel=0.01)
-    assert sum(k.write_bytes for k in fused) == pytest.approx(written * size, rel=0.01, abs=0.01 * size)  # fmt: skip
+    assert sum(k.write_bytes for k in fused) == pytest.approx(
+        written * size, rel=0.01, abs=0.01 * size
+    )
 
 
 def launches(trace: Trace, *phases: str) -> list[Any]:

@@ -94,7 +94,9 @@ def apply_ac(
         if place % every == 0 and (blocks is None or int(name) in blocks)
     }
     if not chosen:
-        raise ValueError(f"no block of {container} ({', '.join(found)}) is chosen by `every` = {every} and `blocks`")  # fmt: skip
+        raise ValueError(
+            f"no block of {container} ({', '.join(found)}) is chosen by `every` = {every} and `blocks`"
+        )
     for name, block in chosen.items():
         settings: dict[str, Any] = {}
         if not preserve_rng_state:

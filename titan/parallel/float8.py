@@ -151,7 +151,9 @@ def _convert(
     converted = {c.name for c in report if not c.kept}
     if not converted:
         reasons = "; ".join(f"{c.name}: {c.kept}" for c in report[:3]) or "it has no nn.Linear"
-        raise Float8Error(f"recipe {recipe} converts no layer of {type(model).__name__} ({reasons})")  # fmt: skip
+        raise Float8Error(
+            f"recipe {recipe} converts no layer of {type(model).__name__} ({reasons})"
+        )
     uneven = {c.name for c in report if c.is_uneven}
     for names, gathers in ((converted - uneven, fsdp_all_gather), (uneven, False)):
         if names:

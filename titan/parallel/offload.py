@@ -49,7 +49,9 @@ def apply_offload(
     offloader = Offloader(smallest_bytes)
     blocks, found = blocks_in(model, container)
     if len(found) == 1:
-        raise ValueError(f"{container} has one block, whose backward pass comes at once: there is nothing to offload")  # fmt: skip
+        raise ValueError(
+            f"{container} has one block, whose backward pass comes at once: there is nothing to offload"
+        )
     for name, block in list(found.items())[:-1]:
         blocks.register_module(name, _Offloaded(block, offloader))
     return offloader

@@ -35,7 +35,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = command_parser("scaling", usage, summary=SUMMARY)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="run folders, folders of them, or a CSV file with params, tokens, loss")  # fmt: skip
-    add("--leave-out", type=whole, default=0, metavar="K", help="first check: predict the K runs of most FLOPs from the others")  # fmt: skip
+    add(
+        "--leave-out",
+        type=whole,
+        default=0,
+        metavar="K",
+        help="first check: predict the K runs of most FLOPs from the others",
+    )
     add("--predict", type=_size, action="append", default=[], metavar="N,D", help="predict a run, such as 8e9,1e12; may be repeated")  # fmt: skip
     add("--total", action="store_true", help="count all parameters of a model with experts, not those of a token")  # fmt: skip
     add("--draws", type=positive, default=400, metavar="K", help="draws of the bootstrap; default: 400")  # fmt: skip
