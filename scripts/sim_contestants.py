@@ -3,8 +3,8 @@
     titan sim --script scripts/sim_contestants.py:bare --world-size 1 --hardware h100-sxm --model=1B --batch=2 --variant=compile
     titan sim --script scripts/sim_contestants.py:torchtitan --world-size 1 --hardware h100-sxm --model=8B-blocks --batch=1 --variant=compile+float8
 
-The model, its conversion to float8 and its loss are those of bench/bare_loop.py and of TorchTitan 0.2.2 (`pip install --no-deps torchtitan==0.2.2`);
-the order of a step is repeated here. tests/sim/measured_h100.toml has the speeds that were measured.
+The bare step is that of bench/bare_loop.py. TorchTitan's has the model and the loss of TorchTitan 0.2.2 (`pip install --no-deps torchtitan==0.2.2`),
+and the order of its step is repeated here. tests/sim/measured_h100.toml has the speeds that were measured.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import MagicMock
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent / "bench"))
@@ -54,35 +54,15 @@ def bare(
     variant: str = "compile",
 ) -> Step:
     """Build the step of bench/bare_loop.py: bf16 weights beside fp32 ones, one graph around model and loss."""
-    from bare_loop import build_model
+    from bare_loop import build_model, build_step
 
     config = job(model, batch, seq_len, variant)
     module = build_model(config, device)
-    weights = [p.detach().clone() for p in module.parameters()]
-    module.bfloat16()
-    for parameter, weight in zip(module.parameters(), weights, strict=True):
-
-        def cast(parameter: Tensor, weight: Tensor = weight) -> None:
-            assert parameter.grad is not None
-            weight.grad, parameter.grad = parameter.grad.float(), None
-
-        parameter.register_post_accumulate_grad_hook(cast)
-    optimizer = torch.optim.AdamW(weights, lr=config.optimizer.lr, betas=(0.9, 0.95), fused=True)
+    train_step, optimizer = build_step(config, module)
     tokens, labels = _batch(config, device)
 
-    def loss_of(tokens: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(module(tokens).flatten(0, 1).float(), labels.flatten())
-
-    if config.compile.enable:
-        loss_of = torch.compile(loss_of)
-
     def step() -> None:
-        loss_of(tokens, labels).backward()
-        torch.nn.utils.clip_grad_norm_(weights, config.training.max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            torch._foreach_copy_(list(module.parameters()), weights)
+        train_step(tokens, labels.flatten())
 
     return step, module, optimizer, labels.numel()
 
@@ -99,25 +79,13 @@ def torchtitan(
     if not find_spec("triton"):
         sys.modules.setdefault("torchtitan.models.moe.kernels", MagicMock())
     from torchtitan.components.loss import cross_entropy_loss
-    from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
     from torchtitan.models.llama3.model.model import Transformer
+    from torchtitan_sizes import arguments
 
     config, sizes = job(model, batch, seq_len, variant), steps.MODELS[model].sizes
-    arguments = TransformerModelArgs(
-        dim=sizes.dim,
-        n_layers=sizes.n_layers,
-        n_heads=sizes.n_heads,
-        n_kv_heads=sizes.n_kv_heads,
-        vocab_size=sizes.vocab_size,
-        ffn_dim_multiplier=sizes.ffn_dim / int(8 * sizes.dim / 3),
-        multiple_of=2,  # the factor may round to one less
-        norm_eps=sizes.norm_eps,
-        rope_theta=sizes.rope_theta,
-        rope_scaling_args=RoPEScalingArgs(scaling_factor=sizes.rope_factor or 1.0),
-        max_seq_len=seq_len,
-    )
+    sizes_of_model = replace(arguments(sizes), max_seq_len=seq_len)
     with device:
-        module = Transformer(arguments)
+        module = Transformer(sizes_of_model)
     if config.model.converters:
         from torchao.float8 import convert_to_float8_training
 

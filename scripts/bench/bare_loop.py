@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -61,11 +62,10 @@ def build_model(config: JobConfig, device: torch.device) -> nn.Module:
     return model
 
 
-def train(config: JobConfig) -> None:
-    training, log_freq = config.training, config.metrics.log_freq
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    torch.manual_seed(0)
-    model = build_model(config, device)
+def build_step(
+    config: JobConfig, model: nn.Module
+) -> tuple[Callable[[Tensor, Tensor], Tensor], torch.optim.Optimizer]:
+    """Return the step, which maps tokens (B, S) and labels (B x S,) to the loss, and its optimizer."""
     weights = [p.detach().clone() for p in model.parameters()]
     model.bfloat16()
     for parameter, weight in zip(model.parameters(), weights, strict=True):
@@ -76,25 +76,38 @@ def train(config: JobConfig) -> None:
 
         parameter.register_post_accumulate_grad_hook(cast)
     optimizer = torch.optim.AdamW(weights, lr=config.optimizer.lr, betas=(0.9, 0.95), fused=True)
-    shape = (training.local_batch_size, training.seq_len + 1)
-    rows = torch.randint(NUM_TOKENS, shape, device=device)
-    tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].flatten()
 
     def loss_of(tokens: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(model(tokens).flatten(0, 1).float(), labels)
 
     if config.compile.enable:
         loss_of = torch.compile(loss_of)
+
+    def step(tokens: Tensor, labels: Tensor) -> Tensor:
+        loss = loss_of(tokens, labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, config.training.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            torch._foreach_copy_(list(model.parameters()), weights)
+        return loss
+
+    return step, optimizer
+
+
+def train(config: JobConfig) -> None:
+    training, log_freq = config.training, config.metrics.log_freq
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    torch.manual_seed(0)
+    train_step, _ = build_step(config, build_model(config, device))
+    shape = (training.local_batch_size, training.seq_len + 1)
+    rows = torch.randint(NUM_TOKENS, shape, device=device)
+    tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].flatten()
     with (Path(config.job.dump_folder) / "metrics.jsonl").open("w") as metrics:
         begin, last = time.perf_counter(), 0
         for step in range(1, training.steps + 1):
-            loss = loss_of(tokens, labels)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(weights, training.max_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.no_grad():
-                torch._foreach_copy_(list(model.parameters()), weights)
+            loss = train_step(tokens, labels)
             if step == 1 or step % log_freq == 0:
                 row = {"step": step, "loss": loss.item()}  # waits for the device
                 elapsed = time.perf_counter() - begin

@@ -37,5 +37,7 @@ def check_choices(section: Section, path: KeyPath = ()) -> Iterator[RuleViolatio
             continue
         choices = " or ".join(map(json.dumps, needs.choices))
         fix = f"set {needs.key} = {choices}" if choices else f"set {needs.key}"
-        message = f"nothing reads it with {needs.key} = {json.dumps(now)}; {fix}, or remove it"
+        # TOML has no word for a key that is not set.
+        case = f"without {needs.key}" if now is None else f"with {needs.key} = {json.dumps(now)}"
+        message = f"nothing reads it {case}; {fix}, or remove it"
         yield key_text((*path, name)), message
