@@ -23,7 +23,7 @@ from tests.support.traces import (
 from titan.config.schema import JobConfig
 from titan.sim.price.cost import Cost
 from titan.sim.price.profiles import load_profile
-from titan.sim.record.trace import Trace, Transfer
+from titan.sim.record.trace import Launch, Trace, Transfer
 from titan.sim.replay.queues import replay
 
 REPLICAS, SHARDS, TP, CP, PP = (
@@ -193,6 +193,9 @@ def test_one_rank_does_nothing_for_others(pool: Pool) -> None:
     # Of three blocks, one cast of all weights each: the last block stays in any case.
     more = counts["always"] - counts["default"]
     assert more == {"aten._foreach_copy_.default": 3}
+    # The same in the simulator, whose tensors have no addresses that tell shared gradients.
+    launches = events_of(trace_ranks(job(training=training), world_size=1)[0].step, Launch)
+    assert not [e.kernel.name for e in launches if e.kernel.name == "aten::clone"]
 
 
 SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "LoopedBFS")  # fmt: skip

@@ -78,11 +78,11 @@ def _keep_gradients(group: Any, reduce: Callable[..., None], *args: Any) -> None
         taken: set[int] = set()
         for p, grad in complete:
             grad = casts.get(p, grad).contiguous()
-            # Two gradients may be views of one sum, and one may be a part of more.
+            # Two gradients may be views of one sum, and one may be a part of more. Fake tensors have no addresses.
             memory = grad.untyped_storage()
-            if memory.nbytes() > grad.nbytes or memory.data_ptr() in taken:
+            if memory.nbytes() > grad.nbytes or memory._cdata in taken:
                 grad = grad.clone()
-            taken.add(grad.untyped_storage().data_ptr())
+            taken.add(grad.untyped_storage()._cdata)
             _add_to_shard(p, grad)
     # It finds no gradient that is left to reduce.
     reduce(*args)
