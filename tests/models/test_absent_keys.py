@@ -85,7 +85,7 @@ def test_each_key_that_is_left_out_has_the_value_of_transformers_class(
 
 @pytest.mark.parametrize("model_type", sorted(DEFAULTS.keys() - {"flux", "llava_vision"}))
 def test_the_values_are_those_of_the_class(model_type: str) -> None:
-    config = transformers.AutoConfig.for_model(model_type)
+    config: Any = transformers.AutoConfig.for_model(model_type)
     values = {**config.to_dict(), "topk_method": getattr(config, "topk_method", None)}
     rope = values.get("rope_parameters") or {}
     for key, value in DEFAULTS[model_type].items():
@@ -98,7 +98,8 @@ def test_the_values_are_those_of_the_class(model_type: str) -> None:
 
 
 def test_the_encoder_of_llava_and_the_sizes_of_flux() -> None:
-    vision = transformers.LlavaConfig().vision_config.to_dict()
+    llava: Any = transformers.LlavaConfig()
+    vision = llava.vision_config.to_dict()
     assert vision.items() >= DEFAULTS["llava_vision"].items()
     flux: Any = hooks_of("flux")
     # FLUX.1 schnell has the sizes of the class in diffusers.
