@@ -23,6 +23,7 @@ def build_model(config: LlavaConfig) -> Llava:
     return Llava(config)
 
 
-def shrink(sizes: LlavaConfig) -> dict[str, Any]:
+def shrink(sizes: LlavaConfig, n_layers: int | None = None) -> dict[str, Any]:
     """Return the keys of a small model: pictures and patches have to fit each other and the sequence."""
-    return {"model.overrides": {k: v for k, v in asdict(FLAVORS["tiny"]).items() if type(v) is int}}
+    small = {k: v for k, v in asdict(FLAVORS["tiny"]).items() if type(v) is int}
+    return {"model.overrides": small | ({"n_layers": n_layers} if n_layers else {})}

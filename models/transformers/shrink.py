@@ -21,11 +21,12 @@ _OTHERS |= {"linear_key_head_dim": 8, "linear_value_head_dim": 16}
 _HEAD_DIM = 16
 
 
-def shrink(sizes: TransformersConfig) -> dict[str, Any]:
+def shrink(sizes: TransformersConfig, n_layers: int | None = None) -> dict[str, Any]:
     """Return the keys of a job with small values: fields of config.json, in which ratios and kinds of layers stay.
 
     Args:
         sizes: The model's sizes.
+        n_layers: The number of layers. None: the least with a layer of each kind.
     """
     content = json.loads(sizes.source.hf)
     ratio = min(sizes.n_heads // max(1, sizes.n_kv_heads), 8)
@@ -33,7 +34,8 @@ def shrink(sizes: TransformersConfig) -> dict[str, Any]:
     wanted = {
         name: min(limit, getattr(sizes, name, limit) or limit) for name, limit in _LIMITS.items()
     }
-    wanted |= {"n_heads": groups * ratio, "n_kv_heads": groups, "n_layers": num_layers(sizes)}
+    wanted |= {"n_heads": groups * ratio, "n_kv_heads": groups}
+    wanted["n_layers"] = n_layers or num_layers(sizes)
     wanted["head_dim"] = _HEAD_DIM
     if "head_dim" not in content:
         wanted["dim"] = groups * ratio * _HEAD_DIM  # from which it follows
@@ -63,11 +65,12 @@ def shrink(sizes: TransformersConfig) -> dict[str, Any]:
 
 
 def num_layers(sizes: TransformersConfig) -> int:
-    """Return the least number of layers, four or more, with a layer of each kind."""
+    """Return the least number of layers, four or five or more, with a layer of each kind."""
     kinds = [
         (bool(w), bool(e)) for w, e in zip(sizes.windows, sizes.experts_of_blocks, strict=True)
     ]
-    least = (n for n in count(4) if n >= len(kinds) or {*kinds[:n]} == {*kinds})
+    even_or_odd = count(4 + len(kinds) % 2, 2)
+    least = (n for n in even_or_odd if n >= len(kinds) or {*kinds[:n]} == {*kinds})
     return min(len(kinds), next(least))
 
 

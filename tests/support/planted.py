@@ -272,3 +272,12 @@ def damaged_between_stages(config: JobConfig, *options: Any) -> dict[str, Any]:
     whole = TransformersModel.forward
     TransformersModel.forward = forward  # pyright: ignore
     return steps.train_job(config, *options)
+
+
+def reads_before_2(_: JobConfig, modules: list[list[str]]) -> dict[str, float]:
+    """Say of each cut that it is right, but for that before block 2."""
+    return {name: float(name == "layers.2") for names in modules for name in names}
+
+
+def reads_before_16(_: JobConfig, modules: list[list[str]]) -> dict[str, float]:
+    return {name: float(name == "layers.16") for names in modules for name in names}

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -23,7 +23,8 @@ from titan.config.model import families, family, model_config, parameter_counts
 from titan.config.phases import phases_of
 from titan.config.schema import JobConfig
 from titan.config.toml import tomllib
-from titan.tools.certify import command, steps
+from titan.tasks.base import Microbatch
+from titan.tools.certify import command, cuts, steps
 from titan.tools.certify.command import LAYOUTS, CertifiedLayout, Certifier
 from titan.tools.certify.shrink import changed, small_keys
 
@@ -130,6 +131,51 @@ def test_a_planted_fault_turns_the_row_red_and_its_module_is_named(fault: str) -
     row = verdict(config, layout, program=getattr(planted, fault))
     assert row.verdict == "differs" and row.reason.startswith(reason), row
     assert verdict(config, layout).verdict == "equal"
+
+
+class Neighbours(torch.nn.Module):
+    """Blocks 1, 3, 5 read what the block before made, which is kept in a variable of `forward`, in a table, or on the model."""
+
+    table: ClassVar[dict[str, torch.Tensor]] = {}
+
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        self.kept, self.tok_embeddings = kept, torch.nn.Embedding(7, 4)
+        blocks = {str(n): torch.nn.Linear(4, 4) for n in range(6)}
+        self.layers, self.norm = torch.nn.ModuleDict(blocks), torch.nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        local: dict[str, torch.Tensor] = {}
+        state = {"variable": local, "table": self.table, "model": self.__dict__}[self.kept]
+        x = x if self.tok_embeddings is None else self.tok_embeddings(x)
+        for number, block in self.layers.items():
+            if int(number) % 2:
+                x = x + block(state.get("keys", x))
+            state["keys"] = x.sin()
+        return x if self.norm is None else self.norm(x)
+
+
+@pytest.mark.parametrize("kept", ["variable", "table", "model"])
+def test_what_passes_between_blocks_is_found_by_cutting_them_apart(kept: str) -> None:
+    blocks = [f"layers.{number}" for number in range(6)]
+    modules = [["tok_embeddings", *blocks[:2]], blocks[2:4], [*blocks[4:], "norm"]]
+    drawn = [torch.randint(7, (1, 5), generator=torch.Generator().manual_seed(n)) for n in (1, 2)]
+    batches = [Microbatch(ids, ids, torch.tensor(5)) for ids in drawn]
+    found = cuts.try_cuts(Neighbours(kept), modules, *batches, sent=torch.Size((1, 5, 4)))
+    assert [*found] == blocks
+    assert [*cuts.parted(found, 1e-6)] == blocks[1::2]
+
+
+def test_the_pipeline_of_the_job_is_cut_at_its_own_depth() -> None:
+    """Of 32 layers, two stages begin with the 16th. An odd number of layers stays odd."""
+    config = model("llama3", "8B")
+    assert model_config(Certifier(config, resolve_layout(config, 1)).small.model).n_layers == 4
+    odd = changed(config, {"model.overrides": {"n_layers": 33}})
+    assert model_config(Certifier(odd, resolve_layout(odd, 1)).small.model).n_layers == 5
+    right = verdict(config, "pp", cut=planted.reads_before_2)
+    assert right.verdict == "equal" and right.reason == "not to be cut before layers.2", right
+    wrong = verdict(config, "pp", cut=planted.reads_before_16)
+    assert wrong.verdict == "differs" and wrong.reason.startswith("cut before layers.16: the out")
 
 
 def test_a_failure_is_told_by_its_first_line() -> None:

@@ -10,7 +10,7 @@ import json
 import platform
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import combinations
 from math import prod
@@ -21,7 +21,7 @@ import titan
 from titan.checks.rules import check_to_run, load_to_run
 from titan.commands import summary_of
 from titan.config.errors import COMMAND_LINE, ConfigError, Problem, choose
-from titan.config.layout import AXES, Layout
+from titan.config.layout import AXES, Layout, stage_split
 from titan.config.load import load_from_argv
 from titan.config.model import family, model_config
 from titan.config.options import JOB, command_parser, positive
@@ -46,6 +46,7 @@ LAYOUTS: dict[str, Degrees] = {
     "fsdp_tp": {"dp_shard": 2, "tp": 2},
 }
 _OWN = "job"
+_CUT = 1e-6  # the same operations on the same numbers
 _MOST_AXES = 3  # of two ranks each
 # One value in thousands that falls on the other side of a kink changes a gradient by less.
 _DRAWS, _ROUNDING = 5, 0.1
@@ -86,7 +87,11 @@ class Certifier:
     """Comparison of the layouts of a job with one process."""
 
     def __init__(
-        self, config: JobConfig, layout: Layout, program: Callable[..., Any] | None = None
+        self,
+        config: JobConfig,
+        layout: Layout,
+        program: Callable[..., Any] | None = None,
+        cut: Callable[..., Any] | None = None,
     ) -> None:
         """Shrink a job.
 
@@ -94,10 +99,13 @@ class Certifier:
             config: the job.
             layout: its layout.
             program: replaces `train_job` on the ranks, for tests.
+            cut: replaces `cut_differences`, for tests.
         """
+        from titan.tools.certify.cuts import cut_differences
         from titan.tools.certify.steps import train_job
 
         self.config, self.layout, self.program = config, layout, program or train_job
+        self.cut = cut or cut_differences
         self.keys, self.nccl = small_keys(config, tp=layout.tp), config.comm.nccl.options()
         self.small, self.is_8bit = changed(config, self.keys), bool(eight_bit_sections(config))
         more = MORE if self.is_8bit or config.compile.enable else ()
@@ -137,22 +145,63 @@ class Certifier:
         keys, seed = self._keys(degrees), self.config.debug.seed
         try:
             # First in the sizes of the job, since its errors name them. The job's own layout has been checked.
+            whole = self.config
             if name != _OWN:
                 shared = {k: v for k, v in self.keys.items() if k.startswith("parallelism.")}
                 whole = changed(self.config, {"phase": [], **shared, **keys})
                 check_to_run(whole, world_size=world)
             check_to_run(changed(self.small, keys), world_size=world)
+            uncut, deeper = "", {}
+            if "pp" in degrees:
+                own = self.config if name.startswith(_OWN) else whole
+                wrong, uncut, deeper = self._cuts(own, degrees)
+                if wrong:
+                    return row(verdict="differs", reason=wrong)
             for draw in range(1, _DRAWS + 1):
-                drawn, is_last = {"debug.seed": seed + draw - 1}, draw == _DRAWS
+                drawn, is_last = {**deeper, "debug.seed": seed + draw - 1}, draw == _DRAWS
                 found = row(draw=draw, **self._compare(degrees, world, drawn, is_last=is_last))
                 if found.verdict != "differs" or found.reason:
                     break
-            return found
+            return replace(found, reason=found.reason or uncut)
         except ConfigError as error:
             problem = error.problems[0]
             return row(verdict="refused", reason=f"{problem.key}: {problem.message}")
         except RankFailed as error:
             return row(verdict="failed", reason=_last_error(str(error)))
+
+    def _cuts(self, whole: JobConfig, degrees: Degrees) -> tuple[str, str, dict[str, Any]]:
+        """Cut the model of a job, with small values at its own depth.
+
+        Returns:
+            What is wrong with the job's stages; where else the model could not be cut; keys of a small job that is cut elsewhere.
+        """
+        from titan.tools.certify.cuts import parted
+
+        deep = self._deep(model_config(whole.model).n_layers)
+        off = {"loss.chunk_output": False, "compile.enable": False, "phase": []}
+        off |= dict.fromkeys(("training.local_batch_size", "training.global_batch_size"), 1)
+        one = changed(self.small, {**self._keys({}, alone=True), **off, **deep})
+        depth = model_config(one.model).n_layers  # few, if the family's shrink() knows no other
+        if depth < model_config(whole.model).n_layers:
+            whole = changed(self.small, self._keys(degrees))
+        modules = stage_split(whole, num_layers=depth).modules
+        [found] = self.pool.run(1, self.cut, one, modules)
+        wrong = parted(found, _CUT)
+        if cut := next((name for name in _starts(modules) if name in wrong), ""):
+            lacks = "the stage gets one tensor from the stage before, and reads more of it"
+            return f"cut before {cut}: {wrong[cut]}; {lacks}", "", {}
+        if not wrong:
+            return "", "", {}
+        small = changed(self.small, self._keys(degrees))
+        for n_layers in range(model_config(small.model).n_layers, depth + 1):
+            if wrong.keys().isdisjoint(_starts(stage_split(small, num_layers=n_layers).modules)):
+                break
+        return "", f"not to be cut before {', '.join(wrong)}", self._deep(n_layers)
+
+    def _deep(self, n_layers: int) -> dict[str, Any]:
+        """Return the keys of the small job that depend on the number of layers."""
+        keys = small_keys(self.config, tp=self.layout.tp, n_layers=n_layers)
+        return {name: keys[name] for name in ("model.overrides", "model.freeze") if name in keys}
 
     def _keys(self, degrees: Degrees, *, alone: bool = False) -> dict[str, Any]:
         """Return the keys of a layout, or of the one process that it is compared with."""
@@ -284,6 +333,11 @@ def _last_error(text: str) -> str:
     _, _, last = text.rpartition("Traceback (most recent call last):")
     lines = [line for line in last.splitlines() if line[:1].strip()]
     return lines[0] if lines else text.strip()
+
+
+def _starts(modules: Sequence[Sequence[str]]) -> list[str]:
+    """Return the first module of each stage but the first."""
+    return [names[0] for names in modules[1:] if names]
 
 
 def _certificate(

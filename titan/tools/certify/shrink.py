@@ -6,12 +6,13 @@ whose sizes depend on each other in another way defines `shrink(sizes)`, which r
 the options of a task.
 
 Example: Llama 3 8B has 32 layers, 32 query and 8 key/value heads of 128 channels, width 4096, SwiGLU 14336 and 128,256 tokens. It
-becomes 4 layers, 8 and 2 heads of 16 channels, width 128, SwiGLU 448 and 512 tokens.
+becomes 4 layers, 8 and 2 heads of 16 channels, width 128, SwiGLU 448 and 512 tokens. An odd number of layers stays odd.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from itertools import count
 from math import ceil
@@ -56,12 +57,13 @@ _EXACT: dict[str, Any] = {
 }
 
 
-def small_keys(config: JobConfig, *, tp: int) -> dict[str, Any]:
+def small_keys(config: JobConfig, *, tp: int, n_layers: int | None = None) -> dict[str, Any]:
     """Return the keys that make a job small, in any layout.
 
     Args:
         config: the job.
         tp: its tensor-parallel degree, which may exceed the number of key/value heads.
+        n_layers: number of layers, if the family's own `shrink` takes it. None: the least with a layer of each kind.
     """
     section, ac, sizes = config.model, config.activation_checkpoint, model_config(config.model)
     own = getattr(family(section.name), "shrink", None)
@@ -70,13 +72,15 @@ def small_keys(config: JobConfig, *, tp: int) -> dict[str, Any]:
     keys["loss.chunk_tokens"] = min(config.loss.chunk_tokens, 100)
     keys["training.global_batch_size"] = BATCH
     if own is not None:
-        keys |= own(sizes)
+        takes_depth = "n_layers" in inspect.signature(own).parameters
+        keys |= own(sizes, n_layers=n_layers) if takes_depth else own(sizes)
         keys["model.overrides"] = dict(section.overrides) | keys["model.overrides"]
     else:
         # MXFP8 scales blocks of 32 values, and torch._scaled_mm wants multiples of 16.
         unit = UNIT * (1 + any(name.endswith(".mx") for name in section.converters))
         longest = longest_sequence(config)
-        keys["model.overrides"] = small_sizes(sizes, tp=tp, longest=longest, unit=unit)
+        small = small_sizes(sizes, tp=tp, longest=longest, unit=unit)
+        keys["model.overrides"] = small | ({"n_layers": n_layers} if n_layers else {})
     if (small_task := getattr(task_options(config), "shrink", None)) is not None:
         keys |= small_task()
     for name in ("fsdp_blocks_per_unit", "fsdp_kept_blocks"):
@@ -135,7 +139,7 @@ def small_sizes(sizes: Any, *, tp: int, longest: int, unit: int = UNIT) -> dict[
         small[name] = min(getattr(sizes, name, 0), 1)
     if getattr(sizes, "num_experts", 0):
         small["num_experts"] = _num_experts(sizes)
-    for name in sorted(fields - small.keys()):
+    for name in sorted(fields - small.keys() - {"n_layers"}):
         value = getattr(sizes, name)
         if "window" in name:
             small[name] = min(value, WINDOW)
@@ -170,16 +174,15 @@ def _num_experts(sizes: Any) -> int:
 
 
 def _num_layers(sizes: Any) -> int:
-    """Return the least number of layers, four or more, with a layer of each kind."""
+    """Return the least number of layers, four or five or more, with a layer of each kind."""
 
     def kinds(number: int) -> set[tuple[bool, bool]]:
         window, moe = (getattr(sizes, n, lambda _: 0) for n in ("window_of", "is_moe_layer"))
         return {(bool(window(layer)), bool(moe(layer))) for layer in range(number)}
 
-    whole = kinds(sizes.n_layers)
-    return min(
-        sizes.n_layers, next(n for n in count(4) if n >= sizes.n_layers or kinds(n) == whole)
-    )
+    whole, least = kinds(sizes.n_layers), 4 + sizes.n_layers % 2
+    fit = (n for n in count(least, 2) if n >= sizes.n_layers or kinds(n) == whole)
+    return min(sizes.n_layers, next(fit))
 
 
 def _small_phases(config: JobConfig) -> dict[str, Any]:
