@@ -15,6 +15,10 @@ _SUMS = "replica groups sum their gradients in every step; over a slow link use 
 
 # The former default, and what to do instead of another value.
 FORMER: dict[str, tuple[Any, str]] = {
+    "metrics.log_layer_norms_every_n_steps": (
+        0,
+        "is a package now: pip install ./examples/layer_norms, and remove the key",
+    ),
     _METHOD: ("", f"LocalSGD and DiLoCo are gone: {_SUMS}"),
     **{
         f"fault_tolerance.{name}": (default, f"went with {_METHOD}; remove the key")
