@@ -10,7 +10,7 @@ behind gets weights, optimizer and counters from a peer's memory.
 
 Example: groups 0, 1, 2 have `rank` 0, 1, 2 and `size` 3. Group 1 is lost while gradients are summed: `sum_` fails in groups
 0 and 2, and their `commit` returns False. Their next `begin` makes a quorum of two, in which group 0 has rank 0, group 2 has
-rank 1, and `size` is 2. hook.py shows which samples each group gets before and after.
+rank 1, and `size` is 2. membership.py shows which samples each group gets before and after.
 
 torchft's manager listens on every interface, on random ports (docs/cluster.md). The state that heals a group is read without
 unpickling.

@@ -163,7 +163,7 @@ def start_group(number: int, folder: Path, address: str, *settings: str) -> subp
 SLOW_STATE = """
 import sys, time
 from titan.cli import main
-from titan.contrib.elastic.hook import Elastic
+from titan.contrib.elastic.membership import Elastic
 
 state = Elastic.state
 Elastic.state = lambda self: time.sleep(float(sys.argv[1])) or state(self)
