@@ -165,6 +165,7 @@ def test_check_tells_everything_in_the_way() -> None:
     ("argv", "place"),
     [
         (["trian", DEBUG], "command line: trian: unknown command; did you mean 'train'?"),
+        (["reproduce"], "command line: reproduce: is gone; `titan sim` takes the jobs of train_"),
         (["train"], "command line: no job file"),
         (["train", "none.toml"], "none.toml: "),
         (["train", DEBUG, "--nprocs=2"], "command line: --nprocs: "),

@@ -68,12 +68,3 @@ def test_wheel(users_folder: Path, tmp_path: Path) -> None:
         subprocess.run(command, cwd=users_folder, env=environment, check=True)
     jobs = {file.name for file in (site / "titan" / "train_configs").glob("*.toml")}
     assert jobs == {file.name for file in (ROOT / "train_configs").glob("*.toml")}
-    published = ROOT / "train_configs" / "published"
-    installed = {*(file.name for file in (site / "titan/train_configs/published").glob("*.toml"))}
-    assert installed == {file.name for file in published.glob("*.toml")}
-    # One of the published runs is simulated in an empty folder.
-    (empty := tmp_path / "empty").mkdir()
-    command = [sys.executable, "-m", "titan.cli", "reproduce", "R4"]
-    environment = {**os.environ, "PYTHONPATH": str(site), "XDG_CACHE_HOME": str(tmp_path)}
-    result = subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0 and "5,605" in result.stdout, result.stderr

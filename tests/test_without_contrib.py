@@ -68,7 +68,7 @@ def test_commands_of_the_core(python: Path) -> None:
     where, contrib = run(python, "-c", probe).stdout.split()
     assert Path(where).is_relative_to(python.parents[1]) and contrib == "None"
     shown = run(python, "-m", "titan.cli", "--help").stdout
-    assert "\n  train " in shown and "\n  watch " not in shown and "\n  reproduce " not in shown
+    assert "\n  train " in shown and "\n  watch " not in shown
     job = "train_configs/debug_model.toml"
     done = run(python, "-m", "titan.cli", "check", job, "--world-size", "2")
     assert done.returncode == 0 and "TorchTitan" not in done.stdout, done.stderr

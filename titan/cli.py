@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from titan.config.schema import JobConfig
     from titan.sim.price.profiles import Profile
 
+# What to do in place of commands that are gone.
+_FORMER = {
+    "autofsdp": "is now `titan plan --only fsdp`",
+    "reproduce": "is gone; `titan sim` takes the jobs of train_configs/published",
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit code."""
@@ -38,15 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"titan {__version__}")
         return 0
-    if name == "autofsdp":
-        print("command line: autofsdp: is now `titan plan --only fsdp`", file=sys.stderr)
-        return 2
     names = command_names()
     if name not in names:
         # The nearest name, or all of them.
         match = get_close_matches(name, names, n=1)
         hint = f"did you mean '{match[0]}'?" if match else f"there are {', '.join(names)}"
-        print(f"command line: {name}: unknown command; {hint}", file=sys.stderr)
+        text = _FORMER.get(name, f"unknown command; {hint}")
+        print(f"command line: {name}: {text}", file=sys.stderr)
         return 2
     # pydantic looks for plug-ins in every installed package, which takes 0.1 s. titan has none.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")

@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.ranks import Pool
-from titan.observe.norms import LayerNorms
 from titan.optim.clipping import clip_gradients
 from titan.optim.in_backward import OptimizerInBackward
 from titan.parallel import build_mesh
@@ -56,18 +55,3 @@ def finish(_: int) -> list[float]:
 
 def test_updates_in_the_backward_pass_report_the_norm_of_all(pool: Pool) -> None:
     assert pool.run(2, finish, 0) == [[pytest.approx(EXPECTED), 0.0]] * 2
-
-
-def by_block(_: int) -> dict[str, dict[str, float]]:
-    first, second = parameters()
-    model = nn.ParameterDict({"first": first, "second": second})
-    norms = LayerNorms([model], stages=None)
-    row = norms.row(norms.measure())
-    dist.barrier()
-    return row
-
-
-def test_norms_by_block_count_a_missing_gradient_as_zero(pool: Pool) -> None:
-    for row in pool.run(2, by_block, 0):
-        assert row["grad_norm"] == pytest.approx({"first": 4.0, "second": 18**0.5})
-        assert row["weight_norm"] == pytest.approx({"first": 2.0, "second": 2.0})

@@ -3,7 +3,6 @@
     model.<parameter>                 weights
     optimizer.<parameter>.<state>     moments and step counts
     average.<parameter>               the average of the weights, if the job keeps one
-    outer.optimizer.<parameter>...    momentum of DiLoCo's outer optimizer
     rng.rank-<r>.<generator>          random states, of each rank
 
 DCP stores the shards and joins them again for any other layout. It gets only tensors, because it would write any other value

@@ -159,7 +159,7 @@ def _optimizer(config: JobConfig) -> Iterator[RuleViolation]:
 def _early_step(config: JobConfig) -> Iterator[RuleViolation]:
     if not getattr(config.optimizer, "early_step_in_backward", False):
         return
-    training, layer_norms = config.training, config.metrics.log_layer_norms_every_n_steps
+    training = config.training
     # Requirement with its reason, and whether the job meets it.
     needs = {
         "training.max_norm = 0, as no norm is known yet to clip by": not training.max_norm,
@@ -169,7 +169,6 @@ def _early_step(config: JobConfig) -> Iterator[RuleViolation]:
         "training.enable_cpu_offload = false, as gradients may not have reached the host": (
             not training.enable_cpu_offload
         ),
-        "metrics.log_layer_norms_every_n_steps = 0, as it uses up the gradients": not layer_norms,
         'name = "AdamW", as "Muon" exchanges the gradients of many matrices': (
             config.optimizer.name != "Muon"
         ),

@@ -31,6 +31,7 @@ from .errors import (
     key_text,
     parent,
 )
+from .former import drop_former_keys
 from .keys import field_at, sections_with
 from .layer import ConfigLayer
 from .messages import explain, likely_key
@@ -95,6 +96,7 @@ def load_config(
     merged: dict[str, Any] = {}
     extensions = [extension() for extension in load_plug_ins("titan.extensions", of="load")]
     for layer in layers:
+        problems += drop_former_keys(layer)
         for extension in extensions:
             warnings, mistakes = extension.rename(layer)
             source_map.warnings += warnings

@@ -79,9 +79,6 @@ class MetricsSection(Section):
     mfu_convention: Literal["full", "causal"] = "full"
     """How MFU counts the FLOPs of attention. "full" counts the whole S x S matrix, as PaLM and
     TorchTitan do. "causal" counts half of it, which is what a causal kernel computes."""
-    log_layer_norms_every_n_steps: NonNegative = 0
-    """Steps between rows of layer_norms.jsonl, with gradient and weight norms of each block. 0:
-    never. Turn it on to find the block in which a run becomes unstable."""
 
 
 class ParallelismSection(Section):

@@ -17,7 +17,6 @@ from titan.hooks.checkpointing import Checkpointing
 from titan.hooks.compilation import Compilation
 from titan.hooks.evaluation import Evaluation
 from titan.hooks.experts import ExpertLoads
-from titan.hooks.layer_norms import LayerNormsLog
 from titan.hooks.metrics import Metrics
 from titan.hooks.mtp import MTPMetrics
 from titan.hooks.profiling import Profiling
@@ -53,7 +52,6 @@ def standard_hooks(trainer: RunContext, *, monitor: Monitor | None = None) -> li
         Compilation(trainer),
         Validation(trainer),
         Evaluation(trainer),
-        LayerNormsLog(trainer),
         ExpertLoads(trainer),
         *([Recording(trainer)] if trainer.config.debug.record_steps else []),
         *([MTPMetrics(trainer)] if getattr(trainer.sizes, "num_mtp_modules", 0) else []),

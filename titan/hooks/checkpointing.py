@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,6 @@ class Checkpointing(Hook):
         self.notes: list[str] = []
         self.jump = ""  # description of a jump of the learning rate
         self.is_due_by_time = False
-        self._more: Callable[[], checkpoints.StateDict] = dict  # another hook's tensors
         # The copy overlaps the next step until its update.
         if self.section.async_mode == "async_with_pinned_mem":
             trainer.train_step.call_before_change(partial(_wait_for_copy, trainer, self.manager))
@@ -111,10 +110,6 @@ class Checkpointing(Hook):
             final = trainer.is_stopping or trainer.is_at_border or trainer.step == trainer.last_step
             self._save(final=final)
 
-    def add_state(self, state: Callable[[], checkpoints.StateDict]) -> None:
-        """Add the tensors of another hook to each save and load."""
-        self._more = state
-
     def take_over(self, metadata: Mapping[str, Any]) -> None:
         """Continue from a peer's `metadata`, whose tensors are loaded already."""
         self.load_train_state(metadata)
@@ -166,7 +161,6 @@ class Checkpointing(Hook):
             **checkpoints.optimizer_state(parts, optimizer),
             **checkpoints.average_state(trainer.train_step.average),
             **checkpoints.rng_state(trainer.rank, trainer.device),
-            **self._more(),
         }
 
     def metadata(self) -> dict[str, Any]:
@@ -294,10 +288,9 @@ class Checkpointing(Hook):
         has_optimizer = step > 0 and not metadata.get("model_only")
         if has_optimizer and "optimizer" not in exclude:
             checkpoints.load(path, checkpoints.empty_optimizer_state(path, parts, optimizer))
-        stored = checkpoints.stored_shapes(path)
-        for names in (checkpoints.average_state(average), self._more()):
-            if names.keys() <= stored.keys():
-                checkpoints.load(path, names)
+        averages = checkpoints.average_state(average)
+        if averages.keys() <= checkpoints.stored_shapes(path).keys():
+            checkpoints.load(path, averages)
         try:
             if "train_state" not in exclude:
                 self.load_train_state(metadata)

@@ -1,1 +1,1 @@
-"""Measurements of a run: metrics, memory, norms, traces, time, and the console."""
+"""Measurements of a run: metrics, memory, traces, time, and the console."""

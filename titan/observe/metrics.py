@@ -23,8 +23,6 @@ from titan.observe.sinks import Sink, TensorBoardSink, WandbSink, require
 from titan.run_folder import write_text_atomically
 
 _LOG = logging.getLogger("titan")
-# Norms have a separate file: a row holds two numbers for each block.
-_NORMS = "layer_norms.jsonl"
 _LOADS = "experts.json"
 _SAMPLES = "samples.json"
 
@@ -100,14 +98,11 @@ class MetricsLog:
         self._failed: set[str] = set()
         self._run_dir = None if rank else run_dir
         self._sinks: dict[str, Sink] = {}
-        self._norm_sinks: dict[str, Sink] = {}
         if rank and not section.save_for_all_ranks:
             return
         # Readers look for the name of rank 0's file.
         name = f"metrics.rank-{rank}.jsonl" if rank else "metrics.jsonl"
         self._open(name, lambda: JsonlSink(run_dir / name, resume_step=resume_step))
-        if section.log_layer_norms_every_n_steps and not rank:
-            self._open(_NORMS, lambda: JsonlSink(run_dir / _NORMS, resume_step=resume_step))
         if section.enable_tensorboard:
             folder = run_dir / section.save_tb_folder
             folder = folder / f"rank-{rank}" if section.save_for_all_ranks else folder
@@ -126,25 +121,6 @@ class MetricsLog:
         values = {"unix_s": round(time.time(), 3)} | finite(row)
         for name, sink in self._sinks.items():
             self._guard(name, lambda sink=sink: sink.write(values))
-
-    def write_norms(self, step: int, norms: dict[str, dict[str, float]]) -> None:
-        """Write a row of layer_norms.jsonl, and curves in TensorBoard.
-
-        Args:
-            step: number of the step.
-            norms: norm by kind ("grad_norm", "weight_norm") and block.
-        """
-        finite = {
-            kind: {block: None if _is_non_finite(v) else v for block, v in by_block.items()}
-            for kind, by_block in norms.items()
-        }
-        row = {"step": step, "unix_s": round(time.time(), 3), **finite}
-        for name, sink in self._norm_sinks.items():
-            self._guard(name, lambda sink=sink: sink.write(row))
-        # W&B gets no norms: hundreds of curves would hide the others.
-        board = self._sinks.get("TensorBoard")
-        if isinstance(board, TensorBoardSink):
-            self._guard("TensorBoard", lambda: board.write_norms(step, norms))
 
     def write_loads(self, step: int, layers: list[int], loads: list[list[int]]) -> None:
         """Replace experts.json, which has the newest loads.
@@ -184,12 +160,11 @@ class MetricsLog:
 
     def close(self) -> None:
         """Close all sinks. If a sink fails, warn."""
-        for name, sink in (self._sinks | self._norm_sinks).items():
+        for name, sink in self._sinks.items():
             self._guard(name, sink.close)
 
     def _open(self, name: str, build: Callable[[], Sink]) -> None:
-        sinks = self._norm_sinks if name == _NORMS else self._sinks
-        self._guard(name, lambda: sinks.update({name: build()}))
+        self._guard(name, lambda: self._sinks.update({name: build()}))
 
     def _guard(self, name: str, action: Callable[[], None]) -> None:
         """Run an action on a sink. Metrics are not worth a training run, so any exception becomes one warning."""

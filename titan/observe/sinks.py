@@ -63,11 +63,6 @@ class TensorBoardSink:
             self._writer.add_scalar(tag, value, row["step"])
         self._writer.flush()  # otherwise a crash loses two minutes of curves
 
-    def write_norms(self, step: int, norms: dict[str, dict[str, float]]) -> None:
-        for kind, by_block in norms.items():
-            for block, value in by_block.items():
-                self._writer.add_scalar(f"{kind}/{block}", value, step)
-
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         for number, (prompt, text) in enumerate(texts.items()):
             # Markdown: four spaces keep a text unchanged.

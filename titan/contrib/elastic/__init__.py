@@ -14,6 +14,6 @@ def hook(run: RunContext) -> Hook | None:
 
     if not groups_of(run.config).enable:
         return None
-    from .hook import elastic_hook  # imports torchft
+    from .membership import Elastic  # imports torchft
 
-    return elastic_hook(run)
+    return Elastic(run)

@@ -1,19 +1,13 @@
 """Cost of replica groups for `titan sim`: the bytes that groups send each other, and the time that a step waits (README.md).
 
 The simulated job is one group. Rank r of each group takes part in a ring all-reduce with rank r of the other groups, which
-network.py prices like any other. fault_tolerance.semi_sync_method decides how often, and of which tensors:
-
-    every step    gradients after the backward pass, in buckets, and two numbers
-    local_sgd     weights every sync_steps, tensor by tensor
-    diloco        moves of a fragment every sync_steps / num_fragments, tensor by tensor, while `fragment_sync_delay` steps run.
-                  The weights of the last synchronization are in pinned memory: copied to the device twice, and back once
+network.py prices like any other: gradients after the backward pass, in buckets, and two numbers.
 
 The same job as HSDP has as many replicas in place of groups, over the same link. The lighthouse's quorum is not priced.
 """
 
 from __future__ import annotations
 
-from itertools import groupby
 from math import ceil
 from typing import Any
 
@@ -25,7 +19,7 @@ from titan.sim.report.whole_run import BYTES
 from titan.sim.simulate import Facts, Simulation, simulate
 
 from .section import groups_of, link_of
-from .tensor_lists import in_buckets, in_fragments
+from .tensor_lists import in_buckets
 
 
 def group_facts(simulation: Simulation, **how: Any) -> Facts:
@@ -39,35 +33,27 @@ def group_facts(simulation: Simulation, **how: Any) -> Facts:
     section, training, profile = groups_of(config), config.training, linked(simulation)
     if not section.enable:
         return {}
-    count, is_diloco = section.replica_groups, section.semi_sync_method == "diloco"
+    count = section.replica_groups
     link = profile.network[-1]
     stride = profile.gpus_per_node * link.nodes
     group = Group("groups", ("groups",), tuple(range(0, count * stride, stride)))
-    sent = 1 / BYTES[training.dtype] if is_diloco and section.should_quantize else 1.0
 
     def all_reduce_s(size: int) -> float:
         """Return the seconds of an all-reduce over the groups."""
-        data = (ceil(sent * size), training.dtype, 0, True, 0, Scope("clip"))
-        transfer = Transfer("all_reduce", group.name, *data)
+        transfer = Transfer(
+            "all_reduce", group.name, size, training.dtype, 0, True, 0, Scope("clip")
+        )
         return price_transfer(transfer, group, profile, rank=0).seconds
 
     # Pipeline ranks synchronize at the same time, so the rank with most parameters decides.
-    found = (_meetings(trace, config) for trace in simulation.traces.values())
-    meetings = max(found, key=lambda meetings: sum(map(sum, meetings)))
-    seconds = [sum(map(all_reduce_s, sizes)) for sizes in meetings]
-    size, hidden_s = sum(map(sum, meetings)), section.fragment_sync_delay * step_s * is_diloco
-    steps = section.sync_steps if section.semi_sync_method else 1
-    copies_s = 3 * size / 1e9 / profile.host_gb_per_s * is_diloco
-    exposed_s = (sum(max(0.0, s - hidden_s) for s in seconds) + copies_s) / steps
+    sums = max((_sums(trace, config) for trace in simulation.traces.values()), key=sum)
+    exposed_s = sum(map(all_reduce_s, sums))
     return {
         "groups": {
             "replica_groups": count,
-            "method": section.semi_sync_method or "gradients",
             "link_gbit_per_s": 8 * profile.nic_gb_per_s / link.oversubscription,
             "link_latency_us": link.latency_us,
-            "steps_per_meeting": steps / len(meetings),
-            "sent_bytes": round(2 * (count - 1) / count * sent * size / len(meetings)),
-            "meeting_s": sum(seconds) / len(meetings),
+            "sent_bytes": round(2 * (count - 1) / count * sum(sums)),
             "exposed_s": exposed_s,
             "step_time_s": step_s + exposed_s,
             "tokens_per_s": count * simulation.tokens_per_step / (step_s + exposed_s),
@@ -89,24 +75,14 @@ def linked(simulation: Simulation) -> Profile:
     return profile.model_copy(update={"gpus_per_node": per_node, "network": network})
 
 
-def _meetings(trace: Trace, config: JobConfig) -> list[list[int]]:
-    """Return the bytes of the tensors that a rank sums in each synchronization of a round. Every round is the same."""
-    section, width = groups_of(config), BYTES[config.training.dtype]
+def _sums(trace: Trace, config: JobConfig) -> list[int]:
+    """Return the bytes of each sum of a rank in a step."""
+    width = BYTES[config.training.dtype]
     # A tensor without a module is a table of positions.
-    tensors = [e for e in trace.setup if isinstance(e, Allocate) and e.scope.module]
-    if section.semi_sync_method is None:
-        buckets = in_buckets((e.size_bytes for e in tensors), lambda size: size // width)
-        # Counted tokens, and the loss.
-        return [[*map(sum, buckets), 4, 4]]
-    count = section.num_fragments if section.semi_sync_method == "diloco" else 1
-
-    def unit_of(tensor: Allocate) -> list[str]:
-        """Return the path of a tensor's block, or for tensors outside blocks the path of the model's child."""
-        path = tensor.scope.module.split(".")
-        return path[: 1 + (path[0] == "layers")]
-
-    units = [[*unit] for _, unit in groupby(tensors, key=unit_of)]
-    return [[e.size_bytes for unit in run for e in unit] for run in in_fragments(units, count)]
+    tensors = (e for e in trace.setup if isinstance(e, Allocate) and e.scope.module)
+    buckets = in_buckets((e.size_bytes for e in tensors), lambda size: size // width)
+    # Counted tokens, and the loss.
+    return [*map(sum, buckets), 4, 4]
 
 
 def _hsdp(simulation: Simulation, **how: Any) -> Facts | None:

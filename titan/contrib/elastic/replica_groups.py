@@ -10,7 +10,7 @@ behind gets weights, optimizer and counters from a peer's memory.
 
 Example: groups 0, 1, 2 have `rank` 0, 1, 2 and `size` 3. Group 1 is lost while gradients are summed: `sum_` fails in groups
 0 and 2, and their `commit` returns False. Their next `begin` makes a quorum of two, in which group 0 has rank 0, group 2 has
-rank 1, and `size` is 2. hook.py shows which samples each group gets before and after.
+rank 1, and `size` is 2. membership.py shows which samples each group gets before and after.
 
 torchft's manager listens on every interface, on random ports (docs/cluster.md). The state that heals a group is read without
 unpickling.
@@ -59,7 +59,6 @@ class ReplicaGroups:
     """This rank's connection to the same rank of the other groups.
 
     Attributes:
-        has_healed: Whether the last `begin` received a peer's state.
         manager: torchft's manager.
     """
 
@@ -91,7 +90,7 @@ class ReplicaGroups:
         for name in ("torchft", "torchft.manager", "torchft_quorums", "torchft_commits"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
         self.device, self._quorum_id = device, -1
-        self.has_healed, self._has_joined = False, False
+        self._has_joined = False
         self._min_replicas = section.min_replicas
         self._name = f"group-{section.replica_id}"
         self._where = section.lighthouse or os.environ.get(LIGHTHOUSE, "")
@@ -127,7 +126,6 @@ class ReplicaGroups:
             checkpoint_transport=self._healing,  # pyright: ignore[reportArgumentType]
             init_sync=False,  # weights come from the seed, or all groups load one checkpoint
         )
-        self._start_quorum = self.manager.start_quorum
         # torchft would transfer states within a quorum, and all groups would wait: `_meet` does it instead.
         whole_state, self.manager._manager_state_dict = self.manager._manager_state_dict, dict
         self.manager._apply_pending_state_dict = lambda: None
@@ -166,7 +164,7 @@ class ReplicaGroups:
         while True:
             self.at(step)
             self._healing.disallow_checkpoint()
-            self.has_healed, texts = False, []
+            texts = []
             code, reason = self._quorum()
             code = self._worst(code)
             if code == _READY and self.manager._quorum_id != self._quorum_id:
@@ -190,7 +188,7 @@ class ReplicaGroups:
     def _quorum(self) -> tuple[int, str]:
         """Make the quorum of the next step and connect to its groups. Return this rank's status, and the reason."""
         try:
-            self._start_quorum(timeout=timedelta(seconds=_RETRY_S))
+            self.manager.start_quorum(timeout=timedelta(seconds=_RETRY_S))
         except (TimeoutError, RuntimeError) as error:
             self.manager._quorum_future = None  # or the next quorum would raise this again
             is_late = isinstance(error, TimeoutError)
@@ -223,7 +221,6 @@ class ReplicaGroups:
             pass  # the group that heals tells it once a second
         worst, texts, failed = found
         if worst == _READY and state is not None:
-            self.has_healed = True
             for key, load in self.manager._load_state_dict_fns.items():
                 load(state[key])
         return worst, reason or failed, texts
@@ -300,15 +297,6 @@ class ReplicaGroups:
     def commit(self) -> bool:
         """Return whether the step commits: no group was lost in it."""
         return self.manager.should_commit()
-
-    def synchronize_by(self, begin: Callable[..., None], *, commit: Callable[..., bool]) -> None:
-        """Set the functions that torchft's local methods call.
-
-        Args:
-            begin: Called at the beginning of a synchronization.
-            commit: Called at its end. It returns whether the synchronization counts.
-        """
-        self.manager.start_quorum, self.manager.should_commit = begin, commit
 
     def close(self) -> None:
         """Leave the groups."""

@@ -20,8 +20,6 @@ def check_groups(config: JobConfig) -> Iterator[RuleViolation]:
         yield "replica_id", f"must be below replica_groups = {count}, got {section.replica_id}"
     if section.min_replicas > count:
         yield "min_replicas", f"is more than replica_groups = {count}"
-    if section.sync_steps % section.num_fragments:
-        yield "sync_steps", f"must be a multiple of num_fragments = {section.num_fragments}"
     if not config.checkpoint.enable:
         yield "enable", "needs checkpoint.enable = true, for the case that all groups are lost"
     if config.training.enable_cpu_offload:

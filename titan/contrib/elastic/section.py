@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 from pydantic import Field
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class GroupsSection(Section):
-    """Replica groups: their number, and how they synchronize."""
+    """Replica groups: their number, and how they find each other."""
 
     enable: bool = False
     """Train in replica groups that may come and go, on torchft (titan/contrib/elastic/README.md). Needs the extra `elastic`."""
@@ -32,25 +32,6 @@ class GroupsSection(Section):
     process_group_timeout_ms: Positive = 60_000
     """Milliseconds that a group waits for the others' part of a sum, in which they may still compute. After
     that the step is repeated."""
-    semi_sync_method: Literal["local_sgd", "diloco"] | None = None
-    """How groups meet if not in every step: "local_sgd" averages their weights every sync_steps steps,
-    "diloco" (arXiv:2311.08105) takes the average of their moves as the gradient of an outer optimizer.
-    For groups with a slow link between them."""
-    sync_steps: Positive = 50
-    """Steps of a group from one meeting to the next."""
-    num_fragments: Positive = 1
-    """Parts of the model that meet by turns, at even distances (streaming
-    DiLoCo, arXiv:2501.18512). Divides sync_steps."""
-    fragment_sync_delay: NonNegative = 0
-    """Steps in which a part's average is under way while training goes on."""
-    fragment_update_alpha: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of a group's own weights that stays after a meeting."""
-    should_quantize: bool = False
-    """Send DiLoCo's moves in 8 bits. Needs a GPU with Triton."""
-    outer_lr: Annotated[float, Field(gt=0)] = 0.7
-    """Learning rate of DiLoCo's outer optimizer, SGD with Nesterov momentum."""
-    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Momentum of the outer optimizer. 0: plain SGD."""
 
     @property
     def num_groups(self) -> int:

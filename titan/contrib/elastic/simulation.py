@@ -34,11 +34,10 @@ class GroupCosts(SimExtension):
         facts = facts.get("groups", {})
         if not facts:
             return
-        link, steps = f"{facts['link_gbit_per_s']:g} Gbit/s a rank", facts["steps_per_meeting"]
+        link = f"{facts['link_gbit_per_s']:g} Gbit/s a rank"
         link += f" and {facts['link_latency_us']:g} us" * (facts["link_latency_us"] > 0)
-        often = "every step" if steps == 1 else f"every {steps:g} steps"
-        yield f"  groups    {facts['replica_groups']} of these, joined by {link}: {facts['method']}, a meeting {often}"
-        yield f"            a rank sends {facts['sent_bytes'] / 1e9:,.2f} GB a meeting, in {duration(facts['meeting_s'])}, for which a step waits {duration(facts['exposed_s'])} on average"
+        yield f"  groups    {facts['replica_groups']} of these, joined by {link}"
+        yield f"            a rank sends {facts['sent_bytes'] / 1e9:,.2f} GB in a step, which waits {duration(facts['exposed_s'])} for it"
         for name, row in {"a step": facts, "as HSDP": facts["hsdp"]}.items():
             if row:
                 yield f"            {name} {duration(row['step_time_s'])}, {row['tokens_per_s']:,.0f} tokens/s in all"

@@ -1,12 +1,11 @@
-"""Lists of tensors that replica groups sum together: buckets of gradients, and fragments of a model. Imports no torch.
+"""Buckets of gradients that replica groups sum together. Imports no torch.
 
-replica_groups.py and hook.py send them, and cost.py prices them.
+replica_groups.py sends them, and cost.py prices them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -26,9 +25,3 @@ def in_buckets(items: Iterable[T], num_elements: Callable[[T], int]) -> list[lis
             buckets.append([])
         buckets[-1].append(item)
     return buckets
-
-
-def in_fragments(units: Sequence[T], count: int) -> list[Sequence[T]]:
-    """Divide the units of a model into `count` fragments of similar size, which synchronize in turn."""
-    ends = [len(units) * number // count for number in range(count + 1)]
-    return [units[a:b] for a, b in pairwise(ends)]

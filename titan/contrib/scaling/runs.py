@@ -80,7 +80,7 @@ def _of_folder(folder: Path, *, total: bool) -> tuple[Run, dict[str, Any]]:
     config = load_config(folder / "config.toml")
     sizes: Any = model_config(config.model)
     rows = [row for row in read_rows(folder / "metrics.jsonl") if number(row.get("tokens"))]
-    # `titan sweep --halving` stops runs early on the schedule of a whole run.
+    # A run may have been stopped early on the schedule of a whole one.
     steps = max(config.training.steps, config.lr_scheduler.total_steps or 0)
     if not rows or rows[-1]["step"] < steps:
         done = rows[-1]["step"] if rows else 0

@@ -1,9 +1,8 @@
-"""Execution of a sweep's runs: several at a time on this machine, as a Slurm array, or as tasks of a Ray cluster."""
+"""Execution of a sweep's runs: several at a time on this machine, or as tasks of a Ray cluster."""
 
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 
 from titan.hardware import count_accelerators
 from titan.health.run_lock import RunLock, RunLocked
-from titan.tools.prepare_hosts import checked_for_sbatch, connect
+from titan.tools.prepare_hosts import connect
 from titan.untrusted import InputError
 
 from .grid import Trial
@@ -23,9 +22,9 @@ STOPPED = 75  # a run that saved when it was asked to stop
 Say = Callable[[str], None]
 
 
-def command(trial: Trial, processes: int, *more: str) -> list[str]:
+def command(trial: Trial, processes: int) -> list[str]:
     """Return the command of a run."""
-    words = [sys.executable, "-m", "titan.cli", "train", str(trial.job), *more]
+    words = [sys.executable, "-m", "titan.cli", "train", str(trial.job)]
     return [*words, "--nproc", str(processes)]
 
 
@@ -34,16 +33,13 @@ def ended(trial: Trial, code: int) -> str:
     return f"{trial.name}: ended with exit code {code}" + f"; see {trial.log}" * (code not in (0, STOPPED))  # fmt: skip
 
 
-def run_here(
-    trials: Sequence[Trial], *, at_a_time: int, processes: int, more: Sequence[str] = (), say: Say
-) -> int:
+def run_here(trials: Sequence[Trial], *, at_a_time: int, processes: int, say: Say) -> int:
     """Run trials on this machine, and return 75 if a signal stopped them, otherwise 0.
 
     Args:
         trials: Runs that are not done.
         at_a_time: Number of runs that train together. Each has its share of the accelerators, or of the cores.
         processes: Processes of each run.
-        more: Further overrides of the jobs.
         say: Prints a line.
     """
     shares = _shares(at_a_time, processes)
@@ -64,7 +60,7 @@ def run_here(
                 trial, place = ready[0], free.pop(0)
                 waiting.remove(trial)
                 say(f"{trial.name}: begins ({len(waiting)} wait)")
-                process = _start(command(trial, processes, *more), trial, shares[place])
+                process = _start(command(trial, processes), trial, shares[place])
                 running[place] = process, trial
             for place, (process, trial) in list(running.items()):
                 if (code := process.poll()) is not None:
@@ -120,38 +116,7 @@ def _shares(at_a_time: int, processes: int) -> list[dict[str, str]]:
     ]
 
 
-def write_array(
-    folder: Path, count: int, *, at_a_time: int, processes: int, options: Sequence[str]
-) -> Path:
-    """Write the script of a Slurm array with a task for each run, and return it.
-
-    Args:
-        folder: Folder of the sweep, which all nodes see.
-        count: Number of runs.
-        at_a_time: Number of tasks that run together.
-        processes: Processes of each run.
-        options: Further options of sbatch, such as --time=1:00:00.
-    """
-    for option in options:
-        if not option.startswith("--") or any(mark in option for mark in "\n\r'\"`$\\ "):
-            raise InputError(f"titan sweep: {option!r}: not an option of sbatch, such as --time=1:00:00")  # fmt: skip
-    begin = [
-        f"--job-name=titan-sweep --array=0-{count - 1}%{at_a_time} --nodes=1 --ntasks=1 --requeue --open-mode=append",
-        f"--output={checked_for_sbatch(folder)}/jobs/slurm-%a.log",
-        *options,
-    ]
-    words = [sys.executable, "-m", "titan.cli", "sweep", "--folder", str(folder)]
-    words += ["--nproc", str(processes), "--only"]
-    script = folder / "sweep.sbatch"
-    lines = ["#!/bin/bash", *(f"#SBATCH {line}" for line in begin), "set -u"]
-    lines += [f'exec {shlex.join(words)} "$SLURM_ARRAY_TASK_ID"']
-    script.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return script
-
-
-def run_on_ray(
-    trials: Sequence[Trial], address: str, *, processes: int, more: Sequence[str], say: Say
-) -> int:
+def run_on_ray(trials: Sequence[Trial], address: str, *, processes: int, say: Say) -> int:
     """Run trials as tasks of a Ray cluster, whose nodes see the folder of the sweep. A task whose node is lost begins elsewhere.
 
     Return an exit code: 0, or that of a command which Ctrl-C has stopped.
@@ -160,7 +125,6 @@ def run_on_ray(
         trials: Runs that are not done.
         address: Address of the cluster, or "auto".
         processes: Processes of each run, with a GPU for each if the cluster has GPUs, otherwise a core.
-        more: Further overrides of the jobs.
         say: Prints a line.
     """
     ray = connect(address, asked_by="--ray")
@@ -178,7 +142,7 @@ def run_on_ray(
 
     options: dict[str, Any] = {resource: processes, "max_retries": 3}
     remote: Any = ray.remote(**options)(train)
-    tasks = {remote.remote(command(t, processes, *more), str(t.log)): t for t in trials}
+    tasks = {remote.remote(command(t, processes), str(t.log)): t for t in trials}
     try:
         while tasks:
             [done, *_], _ = ray.wait(list(tasks))

@@ -58,12 +58,13 @@ class Trial:
         """Return the run's folder."""
         return self.folder / self.name
 
-    def has_reached(self, steps: int) -> bool:
-        """Return whether the run has ended well after so many steps, or by a loss that is not finite."""
+    @property
+    def is_done(self) -> bool:
+        """Return whether the run has ended well after its steps, or by a loss that is not finite."""
         status = read_status(self.run)
         if status.get("kind") == "loss_not_finite":
             return True
-        return status.get("state") == "done" and int(status.get("step") or 0) >= steps
+        return status.get("state") == "done" and int(status.get("step") or 0) >= self.steps
 
 
 def parse_settings(texts: Sequence[str]) -> dict[str, list[str]]:
@@ -128,7 +129,7 @@ def write(trials: Sequence[tuple[Trial, JobConfig]], folder: Path) -> None:
     before = [old.name for old in read(folder)] if (folder / INDEX).is_file() else []
     if lost := {*before} - {trial.name for trial, _ in trials}:
         raise InputError(f"titan sweep: {folder} is the folder of a sweep with {min(lost)}: use another --folder, or give its values, too")  # fmt: skip
-    # The tasks of a Slurm array that waits keep their numbers.
+    # The runs that were there keep their order.
     trials = sorted(trials, key=lambda pair: [*before, pair[0].name].index(pair[0].name))
     texts = {trial.job: to_toml(config) for trial, config in trials}
     for (trial, _), (file, text) in zip(trials, texts.items(), strict=True):

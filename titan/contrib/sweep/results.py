@@ -53,7 +53,7 @@ def row_of(trial: Trial) -> dict[str, Any]:
     state, loss = str(status.get("state") or "waiting"), final_loss(rows)
     if status.get("kind") == "loss_not_finite":
         state, loss = "diverged", None
-    elif state == "done" and not trial.has_reached(trial.steps):
+    elif state == "done" and not trial.is_done:
         state = "stopped early"
     return {
         "name": trial.name,

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests.support.jobs import ROOT, job
-from tests.support.runs import logged_rows, logged_steps, same_tensors, saved_tensors
+from tests.support.runs import logged_rows, logged_steps, saved_tensors
 from titan.checks.rules import check
 from titan.cli import main
 from titan.config.load import load_from_argv
@@ -163,7 +163,7 @@ def start_group(number: int, folder: Path, address: str, *settings: str) -> subp
 SLOW_STATE = """
 import sys, time
 from titan.cli import main
-from titan.contrib.elastic.hook import Elastic
+from titan.contrib.elastic.membership import Elastic
 
 state = Elastic.state
 Elastic.state = lambda self: time.sleep(float(sys.argv[1])) or state(self)
@@ -357,77 +357,6 @@ def test_the_lighthouse_is_queued_again_while_there_are_groups(
     assert ("scontrol requeue 7" in done.stdout) == requeued, done.stdout + done.stderr
     assert done.returncode == code or (not ends and done.returncode > 128)
     capsys.readouterr()
-
-
-@needs_torchft
-def test_diloco_goes_on_from_a_meeting_bit_for_bit(tmp_path: Path) -> None:
-    """The checkpoint holds the outer momentum; without it the weights of the next meeting differ."""
-    server = lighthouse(0)
-    address = "http://127.0.0.1:" + server.address().rpartition(":")[2]
-    section = {"replica_groups": 1, "semi_sync_method": "diloco", "sync_steps": 2}
-    settings = [f"--fault_tolerance.{key}={value}" for key, value in section.items()]
-    settings += ["--training.steps=8", "--checkpoint.interval=4"]
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    try:
-        for folder in (whole, resumed):
-            group = start_group(0, folder, address, *settings)
-            text = group.communicate()[0]
-            assert group.returncode == 0, text
-            if folder == whole:
-                shutil.copytree(whole / "saved/step-4", resumed / "saved/step-4")
-    finally:
-        server.shutdown()
-    assert [row["step"] for row in logged_rows(resumed / "group-0")] == [5, 6, 7, 8]
-    names = [name for name in saved_tensors(whole / "saved/step-4") if name.startswith("outer.")]
-    assert "outer.optimizer.layers.0.attention.wq.weight.momentum_buffer" in names
-    assert same_tensors(whole / "saved/step-8", resumed / "saved/step-8")
-
-
-KEEP_STATE = """
-import sys
-import torch
-from titan.checks.rules import load_to_run
-from titan.hooks import standard_hooks
-from titan.trainer import Trainer
-
-config, _ = load_to_run(sys.argv[2:], world_size=1)
-trainer = Trainer(config, hooks=standard_hooks)
-code = trainer.run()
-torch.save(trainer.train_step.model_parts[0].state_dict(), sys.argv[1])
-trainer.close()
-sys.exit(code)
-"""
-
-
-@needs_torchft
-@pytest.mark.parametrize("method", ["local_sgd", "diloco"])
-def test_groups_have_the_same_buffers_after_a_meeting(method: str, tmp_path: Path) -> None:
-    """Routing biases are state of the training, and no parameters."""
-    server = lighthouse(0, min_replicas=2)
-    address = "http://127.0.0.1:" + server.address().rpartition(":")[2]
-    section = {"enable": "true", "replica_groups": 2, "min_replicas": 2, "lighthouse": address}
-    section |= {"semi_sync_method": method, "sync_steps": 2}
-    settings = [*JOB, *(f"--fault_tolerance.{key}={value}" for key, value in section.items())]
-    settings += ["--model.name=deepseek_v3", "--model.flavor=tiny", "--training.steps=4"]
-    groups = []
-    for number in range(2):
-        command = [sys.executable, "-c", KEEP_STATE, str(tmp_path / f"state-{number}"), *settings]
-        command += [
-            f"--fault_tolerance.replica_id={number}",
-            f"--checkpoint.folder={tmp_path}/saved",
-        ]
-        command += [f"--job.dump_folder={tmp_path}/group-{number}"]
-        groups.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))  # fmt: skip
-    try:
-        for group in groups:
-            text = group.communicate()[0]
-            assert group.returncode == 0, text
-    finally:
-        server.shutdown()
-    mine, other = (torch.load(tmp_path / f"state-{number}") for number in range(2))
-    biases = [name for name in mine if name.endswith("bias") and mine[name].any()]
-    assert biases
-    assert [name for name in mine if not torch.equal(mine[name], other[name])] == []
 
 
 def test_without_torchft_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

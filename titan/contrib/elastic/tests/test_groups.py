@@ -28,53 +28,25 @@ def group() -> Simulation:
 def cost(
     group: Simulation, *, link: float | None = 1, latency_us: float = 0, **section: Any
 ) -> Facts:
-    settings = {"replica_groups": 2, "sync_steps": 50, "enable": True} | section
+    settings = {"replica_groups": 2, "enable": True} | section
     simulator = {"group_link_gbit_per_s": link, "group_link_latency_us": latency_us}
     config = job(model={"overrides": SIZES}, fault_tolerance=settings, simulator=simulator)
     return group_facts(replace(group, config=config), profile=H100)["groups"]
 
 
-def test_each_method_waits_for_what_it_sends(group: Simulation) -> None:
-    ring_s, copies_s = HELD_GB * PER_GB_S, 3 * HELD_GB / 55
-    diloco: Facts = {"semi_sync_method": "diloco"}
-    cases: list[tuple[Facts, float, float]] = [
-        ({}, HELD_GB, ring_s),
-        ({"semi_sync_method": "local_sgd"}, HELD_GB, ring_s / 50),
-        (diloco, HELD_GB, (ring_s + copies_s) / 50),
-        (diloco | {"should_quantize": True}, HELD_GB / 4, (ring_s / 4 + copies_s) / 50),
-        ({"replica_groups": 3}, HELD_GB * 4 / 3, ring_s * 4 / 3),
-    ]
-    for section, sent_gb, wait_s in cases:
-        found = cost(group, **section)
-        assert found["sent_bytes"] == pytest.approx(sent_gb * 1e9)
-        assert found["exposed_s"] == pytest.approx(wait_s, rel=1e-3)
+def test_a_step_waits_for_what_it_sends(group: Simulation) -> None:
+    for count, share in ((2, 1), (3, 4 / 3)):
+        found = cost(group, replica_groups=count)
+        assert found["sent_bytes"] == pytest.approx(share * HELD_GB * 1e9)
+        assert found["exposed_s"] == pytest.approx(share * HELD_GB * PER_GB_S, rel=1e-3)
         step_s = group.timeline.step_s + found["exposed_s"]
-        tokens = section.get("replica_groups", 2) * group.tokens_per_step
-        assert found["tokens_per_s"] == pytest.approx(tokens / step_s)
-
-
-def test_fragments_meet_by_turns_while_steps_go_on(group: Simulation) -> None:
-    """The first fragment is the embedding and two of four blocks. The second is the rest, which is larger by a norm."""
-    hidden_s, fragment_s = 20 * group.timeline.step_s, HELD_GB / 2 * PER_GB_S
-    streaming: Facts = {"num_fragments": 2, "fragment_sync_delay": 20}
-    found = cost(group, semi_sync_method="diloco", **streaming)
-    assert found["sent_bytes"] == pytest.approx(HELD_GB / 2 * 1e9)
-    assert found["steps_per_meeting"] == 25 and fragment_s > 1.5 * hidden_s
-    late_s = 2 * (fragment_s - hidden_s)
-    assert found["exposed_s"] == pytest.approx((late_s + 3 * HELD_GB / 55) / 50, rel=1e-3)
-    hidden = cost(group, semi_sync_method="diloco", link=100, **streaming)
-    assert hidden["exposed_s"] == pytest.approx(3 * HELD_GB / 55 / 50)
+        assert found["tokens_per_s"] == pytest.approx(count * group.tokens_per_step / step_s)
 
 
 def test_each_sum_goes_there_and_back(group: Simulation) -> None:
-    def later_s(**section: Any) -> float:
-        near, far = (cost(group, latency_us=us, **section)["meeting_s"] for us in (0, 50_000))
-        return far - near
-
-    # An embedding, four blocks of nine, a norm, an output.
-    assert later_s(semi_sync_method="local_sgd") == pytest.approx(39 * 0.1, rel=1e-3)
+    near, far = (cost(group, latency_us=us)["exposed_s"] for us in (0, 50_000))
     # A bucket ends above 2**24 elements: the embedding, three of each two blocks, the output. And two numbers.
-    assert later_s() == pytest.approx((8 + 2) * 0.1, rel=1e-3)
+    assert far - near == pytest.approx((8 + 2) * 0.1, rel=1e-3)
 
 
 def test_hsdp_sends_the_same_over_the_same_link(group: Simulation) -> None:
@@ -88,10 +60,8 @@ def test_hsdp_sends_the_same_over_the_same_link(group: Simulation) -> None:
 
 
 def test_the_page_says_it(group: Simulation) -> None:
-    found = cost(group, link=10, latency_us=5, semi_sync_method="diloco")
+    found = cost(group, link=10, latency_us=5)
     text = page(facts(group) | {"groups": found})
-    assert (
-        "2 of these, joined by 10 Gbit/s a rank and 5 us: diloco, a meeting every 50 steps" in text
-    )
+    assert "2 of these, joined by 10 Gbit/s a rank and 5 us\n" in text
     assert text.count(f"{found['tokens_per_s']:,.0f} tokens/s in all") == 1
     assert "of these" not in page(facts(group)) and group_facts(group) == {}

@@ -29,7 +29,7 @@ STATE: dict[str, Any] = {
         },
         "metadata": "{}",
     },
-    "fragment": {"state": {0: {"momentum_buffer": torch.randn(4)}}, "lr": 0.7, "order": [1, None]},
+    "more": {"state": {0: {"momentum_buffer": torch.randn(4)}}, "lr": 0.7, "order": [1, None]},
 }
 LIMIT = timedelta(seconds=10)
 

@@ -1,9 +1,8 @@
-"""Sweeps: the runs, a killed sweep, halving, verdicts, and mistakes."""
+"""Sweeps: the runs, a killed sweep, verdicts, and mistakes."""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import pytest
 from titan.cli import main as titan
 from titan.config.load import load_config
 from titan.contrib.sweep import grid, results
-from titan.contrib.sweep.execute import run_on_ray, write_array
+from titan.contrib.sweep.execute import run_here, run_on_ray
 from titan.contrib.sweep.results import Setting
 from titan.untrusted import InputError
 
@@ -93,28 +92,6 @@ def test_a_killed_sweep_goes_on(job: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_halving_trains_the_best_half_on(
-    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "sweep"
-    words = ["sweep", str(job), "--set=optimizer.lr=1e-5,1e-4,1e-3,3e-2", f"--folder={folder}"]
-    assert titan([*words, "--halving=2", "--jobs=2"]) == 0
-    said = capsys.readouterr().out
-    assert "3 steps: 0 of 4" in said and "6 steps: 0 of 2" in said and "12 steps: 0 of 1" in said
-    rows = rows_of(folder)
-    assert {name: row["step"] for name, row in rows.items()} == {
-        **{"lr=1e-5": 3, "lr=1e-4": 3, "lr=1e-3": 6},
-        "lr=3e-2": 12,
-    }
-    # It was trained on, and on one schedule: its steps are those of a run without pauses.
-    lines = (folder / "lr=3e-2/metrics.jsonl").read_text().splitlines()
-    last = json.loads(lines[-1])
-    assert titan(["train", str(job), "--optimizer.lr=3e-2", f"--job.dump_folder={tmp_path / 'whole'}"]) == 0  # fmt: skip
-    whole = json.loads((tmp_path / "whole/metrics.jsonl").read_text().splitlines()[-1])
-    assert (last["loss"], last["lr"]) == (whole["loss"], whole["lr"])
-
-
-@pytest.mark.slow
 def test_lengths_are_swept_and_not_repeated(
     job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -147,11 +124,6 @@ def test_losses_on_other_text_have_no_verdict(key: str) -> None:
     assert "do not compare" in results.verdict(several)
 
 
-def test_a_folder_that_sbatch_cannot_name(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="sbatch cannot write logs there"):
-        write_array(tmp_path / "a folder", 2, at_a_time=1, processes=1, options=[])
-
-
 def test_intervals_hold_the_truth() -> None:
     """Intervals of 90% are wrong in a tenth of 2,000 drawn sweeps whose settings do not differ."""
     import numpy as np
@@ -174,7 +146,6 @@ def test_intervals_hold_the_truth() -> None:
         (["--set=optimizer.lr=1e-3,x"], "optimizer.lr"),
         (["--set=debug.seed=1,2"], "seeds are --seeds N"),
         (["--set=optimizer.lrr=1,2"], "optimizer.lr"),
-        (["--halving=2", "--checkpoint.enable=false"], "set checkpoint.enable = true"),
         (["--seeds=2000"], "more than 1000 runs"),
         (["--set=optimizer.lr=1e-3,[2e-3"], "or a bracket, brace or quote has no partner"),
         (["--set=job.description=it's,b"], "or a bracket, brace or quote has no partner"),
@@ -188,10 +159,6 @@ def test_intervals_hold_the_truth() -> None:
             ["--set=job.description=a b,a_b"],
             "two runs have the same name: job.description=a b and job.description=a_b",
         ),
-        (
-            ["--set=training.steps=6,12", "--halving=2"],
-            "after equal steps: remove --set training.steps",
-        ),
     ],
 )
 def test_mistakes_are_lines(
@@ -203,55 +170,39 @@ def test_mistakes_are_lines(
     assert not (tmp_path / "s").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["--halving=1"], "--halving: must be 2 or more"),
-        (["--halving=2", "--slurm"], "--halving: must be 2 or more, and without --slurm"),
-        (["--report"], "--report and --only take the runs of the folder: remove "),
-    ],
-)
-def test_options_that_do_not_go_together(
-    job: Path, capsys: pytest.CaptureFixture[str], words: list[str], expected: str
-) -> None:
-    assert titan(["sweep", str(job), "--set=optimizer.lr=1e-3,2e-3", *words]) == 2
-    assert expected in capsys.readouterr().err
+def test_a_report_takes_no_job(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert titan(["sweep", str(job), "--report"]) == 2
+    assert "--report takes the runs of the folder: remove " in capsys.readouterr().err
 
 
 def test_a_folder_keeps_the_runs_of_its_sweep(
-    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Tasks of a Slurm array that waits would take another sweep's runs, and a report would lose some."""
-    words = ["sweep", str(job), "--slurm", f"--folder={tmp_path / 's'}"]
-    assert titan([*words, "--set=optimizer.lr=1e-3,2e-3"]) == 0
+    """A report would lose some."""
+    monkeypatch.setattr("titan.contrib.sweep.execute.run_here", lambda *_, **__: 0)
+    words = ["sweep", str(job), f"--folder={tmp_path / 's'}"]
+    assert titan([*words, "--set=optimizer.lr=1e-3,2e-3"]) == 1
+    assert "lr=2e-3: waiting" in capsys.readouterr().err
     kept = (tmp_path / "s/sweep.json").read_text()
     assert titan([*words, "--set=optimizer.lr=2e-3,3e-3"]) == 2
     assert "is the folder of a sweep with lr=1e-3: use another --folder" in capsys.readouterr().err
     assert (tmp_path / "s/sweep.json").read_text() == kept
-    assert titan([*words, "--set=optimizer.lr=2e-3,3e-3,1e-3"]) == 0
-    # The tasks of an array that waits have the same runs as before.
+    assert titan([*words, "--set=optimizer.lr=2e-3,3e-3,1e-3"]) == 1
     assert [trial.name for trial in grid.read(tmp_path / "s")] == ["lr=1e-3", "lr=2e-3", "lr=3e-3"]
     (tmp_path / "file").touch()
     assert titan(["sweep", str(job), f"--folder={tmp_path / 'file'}"]) == 2
     assert "file: " in capsys.readouterr().err
 
 
-def test_halving_would_stop_before_a_phase(
-    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    job.write_text(JOB + "[[phase]]\nfrom_step = 4\nseq_len = 16\n")
-    assert titan(["sweep", str(job), f"--folder={tmp_path / 's'}", "--halving=2"]) == 2
-    assert "remove it, or [[phase]]" in capsys.readouterr().err
-
-
 def test_a_run_that_fails_names_its_log(
     job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "s"
-    assert titan(["sweep", str(job), f"--folder={folder}", "--slurm"]) == 0
-    (folder / "jobs/seed=0.toml").write_text("[model]\nflavor = 1\n")
-    capsys.readouterr()
-    assert titan(["sweep", f"--folder={folder}", "--only=0"]) == 1
+    trial = grid.Trial("seed=0", folder, {}, 0, 12)
+    grid.write([(trial, load_config(job))], folder)
+    trial.job.write_text("[model]\nflavor = 1\n")
+    assert run_here([trial], at_a_time=1, processes=1, say=print) == 0
+    assert titan(["sweep", f"--folder={folder}", "--report"]) == 1
     assert f"exit code 2; see {folder}/jobs/seed=0.log" in capsys.readouterr().out
     assert "model.flavor" in (folder / "jobs/seed=0.log").read_text()
 
@@ -285,23 +236,6 @@ def test_values_with_commas_and_names() -> None:
     assert len(long) == 2 and max(len(name.encode()) for name in long) < 200
 
 
-def test_a_task_of_the_array_runs_its_run(job: Path, tmp_path: Path) -> None:
-    """The script, run by a shell as Slurm would, with the number of a task."""
-    folder = tmp_path / "sweep"
-    words = ["sweep", str(job), "--set=optimizer.lr=1e-3,2e-3", f"--folder={folder}", "--slurm"]
-    assert titan([*words, "--jobs=3", "--", "--time=1:00:00"]) == 0
-    script = (folder / "sweep.sbatch").read_text()
-    assert "--array=0-1%3 " in script and "#SBATCH --time=1:00:00" in script
-    environment = os.environ | {"SLURM_ARRAY_TASK_ID": "1"}
-    subprocess.run(["bash", folder / "sweep.sbatch"], env=environment, check=True)
-    assert not (folder / "lr=1e-3").exists()
-    assert json.loads((folder / "lr=2e-3/status.json").read_text())["state"] == "done"
-    assert titan(["sweep", f"--folder={folder}", "--report"]) == 1
-    assert rows_of(folder)["lr=1e-3"]["state"] == "waiting"
-    with pytest.raises(InputError, match="not an option of sbatch"):
-        write_array(folder, 1, at_a_time=1, processes=1, options=["--time=1 --wrap=x"])
-
-
 def test_losses_on_other_text_do_not_compare() -> None:
     """A key of the text counts only if its values differ."""
     groups = [
@@ -316,7 +250,7 @@ def test_losses_on_other_text_do_not_compare() -> None:
 
 def test_no_cluster_at_the_address() -> None:
     with pytest.raises(InputError, match=r"--ray: no Ray cluster answers at '127\.0\.0\.1:1'"):
-        run_on_ray([], "127.0.0.1:1", processes=1, more=[], say=print)
+        run_on_ray([], "127.0.0.1:1", processes=1, say=print)
 
 
 @pytest.mark.slow

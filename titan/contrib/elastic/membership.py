@@ -1,4 +1,4 @@
-"""Hooks of a run in replica groups: they divide each step's samples among the groups, and undo a step that a lost group broke.
+"""Hook of a run in replica groups: it divides each step's samples among the groups, and undoes a step that a lost group broke.
 
 Example: three groups of two data-parallel ranks each, with local_batch_size 4. A step has 3 x 2 x 4 = 24 samples.
 
@@ -16,16 +16,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan.checkpoint.state import optimizer_state
-from titan.checkpoint.tensors import StateDict
 from titan.config.render import to_toml
 from titan.config.resume_diff import changed_settings
 from titan.config.toml import tomllib
@@ -39,13 +36,6 @@ from titan.untrusted import InputError
 
 from .replica_groups import ReplicaGroups
 from .section import groups_of
-from .tensor_lists import in_fragments
-
-
-def elastic_hook(trainer: RunContext) -> Hook:
-    """Return the hook of a job with `fault_tolerance.enable`."""
-    method = groups_of(trainer.config).semi_sync_method
-    return Elastic(trainer) if method is None else SemiSync(trainer)
 
 
 class Elastic(Hook):
@@ -188,128 +178,6 @@ class Elastic(Hook):
             if not name.startswith("rng."):
                 _local(mine[name]).copy_(tensor)
         checkpointing.take_over(metadata)
-
-
-class SemiSync(Elastic):
-    """Membership of a replica group that trains alone and synchronizes every few steps (torchft's LocalSGD and DiLoCo).
-
-    Each group has a fixed share of the samples, whichever other groups live. A group that comes back takes over a peer's state
-    at its first synchronization. The steps that a lost group has made since the last synchronization are lost.
-    """
-
-    judges = False
-
-    def __init__(self, trainer: RunContext) -> None:
-        super().__init__(trainer)
-        section, layout = groups_of(trainer.config), trainer.layout
-        self.size = section.replica_groups
-        self.share = ShardSpec(
-            rank=section.replica_id * layout.dp + trainer.dp_rank,
-            world=section.replica_groups * layout.dp,
-            batch=trainer.config.training.local_batch_size,
-        )
-        trainer.reshare(
-            self.share, num_groups=section.replica_groups, is_writer=section.replica_id == 0
-        )
-        self.vote = self.groups.manager.should_commit
-        self.groups.synchronize_by(self._meet, commit=self._commit_with_buffers)
-
-    def resume(self) -> None:
-        """Create the outer optimizers. Checkpointing loads all state from disk, their momentum too.
-
-        Healing from a peer begins at the first synchronization: here the peer would have to wait in the middle of its steps.
-        """
-        trainer, section = self.trainer, groups_of(self.trainer.config)
-        if section.semi_sync_method != "diloco":
-            return
-        momentum = section.outer_momentum
-        how: Any = {"lr": section.outer_lr, "momentum": momentum, "nesterov": momentum > 0}
-        self.fragments = _fragments(trainer.train_step.model_parts, section.num_fragments)
-        self.outer: list[torch.optim.Optimizer] = [
-            torch.optim.SGD(part.parameters(), **how) for part in self.fragments
-        ]
-        checkpointing = trainer.hook(Checkpointing)
-        if momentum and checkpointing:
-            for optimizer in self.outer:
-                for parameter in optimizer.param_groups[0]["params"]:
-                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-            checkpointing.add_state(self._momentum)
-
-    def _momentum(self) -> StateDict:
-        parts = self.trainer.train_step.model_parts
-        named = (optimizer_state(parts, optimizer).items() for optimizer in self.outer)
-        return {f"outer.{name}": tensor for items in named for name, tensor in items}
-
-    def start(self) -> None:
-        """Start torchft's method, LocalSGD or DiLoCo."""
-        from torchft.local_sgd import DiLoCo, LocalSGD
-
-        trainer, section = self.trainer, groups_of(self.trainer.config)
-        step, manager = trainer.train_step, self.groups.manager
-        if section.semi_sync_method == "local_sgd":
-            whole = nn.ModuleList(step.model_parts)
-            method: Any = LocalSGD(manager, whole, step.optimizer, section.sync_steps)
-        else:
-            method = DiLoCo(
-                manager,
-                self.fragments,
-                step.optimizer,
-                self.outer,
-                sync_every=section.sync_steps,
-                should_quantize=section.should_quantize,
-                fragment_sync_delay=section.fragment_sync_delay,
-                fragment_update_alpha=section.fragment_update_alpha,
-            )
-        method.__enter__()
-
-    def before_step(self) -> None: ...
-
-    def step_begin(self) -> None: ...
-
-    def updated(self, report: StepReport) -> None: ...
-
-    @torch.no_grad()
-    def _commit_with_buffers(self, *args: Any, **kwargs: Any) -> bool:
-        """Average persistent buffers, such as routing biases, when torchft has averaged parameters.
-
-        Integer buffers are copied from the first group.
-        """
-        parts = self.trainer.train_step.model_parts
-        state = (tensor for part in parts for tensor in part.state_dict(keep_vars=True).values())
-        buffers = [x for x in state if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)]
-        sums = [
-            buffer / self.groups.size
-            if buffer.is_floating_point() or buffer.is_complex()
-            else buffer.long() * (self.groups.rank == 0)
-            for buffer in map(_local, buffers)
-        ]
-        self.groups.sum_(sums)
-        committed = self.vote(*args, **kwargs)
-        if committed:
-            for buffer, value in zip(buffers, sums, strict=True):
-                _local(buffer).copy_(value)
-        return committed
-
-    def _meet(self, **_: Any) -> None:
-        """Begin a synchronization. torchft calls this at the end of an optimizer's step."""
-        self.waited_for = ""
-        step, text = self.groups.manager.current_step(), to_toml(self.trainer.config)
-        with self.trainer.timer.pause("quorum"):
-            others = self.groups.begin(step=step, text=text, waiting=self._wait)
-        for name, other in others:
-            self._require_same(other, name=name)
-        self.size, count = self.groups.size, groups_of(self.trainer.config).replica_groups
-        self.trainer.reshare(self.share, num_groups=count, is_writer=self.groups.rank == 0)
-
-
-def _fragments(parts: Sequence[nn.Module], count: int) -> list[nn.Module]:
-    """Return the modules with parameters as `count` fragments of similar size."""
-    units: list[nn.Module] = []
-    for part in parts:
-        for name, child in part.named_children():
-            units += child.children() if name == "layers" else [child]
-    units = [unit for unit in units if any(True for _ in unit.parameters())]
-    return [nn.ModuleList(run) for run in in_fragments(units, count)]
 
 
 def _local(tensor: Tensor) -> Tensor:

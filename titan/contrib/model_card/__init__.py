@@ -1,1 +1,0 @@
-"""Model card of an exported model."""
