@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.jobs import ROOT
 from titan.health import launch
 from titan.run_folder import State, read_status, write_status
 
@@ -61,6 +62,18 @@ def test_a_signal_reaches_the_ranks_and_their_exit_code_comes_back(tmp_path: Pat
     status = json.loads((run / "status.json").read_text())
     assert status["signal"] == signal.SIGUSR1
     assert int(status["threads"]) >= 1
+
+
+def test_nothing_follows_what_a_rank_said(tmp_path: Path) -> None:
+    """Packages such as triton list what lives when an interpreter ends."""
+    (tmp_path / "sitecustomize.py").write_text("import atexit\natexit.register(print, 'leaked')\n")
+    (rank := tmp_path / "rank.py").write_text(
+        "import os\nos.write(1, b'the reason')\nos._exit(2)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (tmp_path, ROOT)))}
+    command = [sys.executable, "-m", "titan.health.launch", "--standalone", str(rank)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout) == (2, "the reason")
 
 
 def end_launch(end: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from titan.config.schema import JobConfig
 from titan.models.common import moe
 from titan.models.common.attention import InnerAttention
 from titan.models.common.dispatch import count
+from titan.models.llama3.model import Llama
 from titan.models.transformers.model import TransformersModel
 from titan.optim import expert_bias
 from titan.parallel import collectives, expert, overlap
@@ -248,6 +251,35 @@ def ignore_windows() -> None:
 
     whole = parallelize.apply_cp
     parallelize.apply_cp = apply  # of ranks with context parallelism only
+
+
+def with_trait(trait: str, config: JobConfig, *options: Any) -> dict[str, Any]:
+    """Train a model that several ranks refuse, cannot record, or do not survive."""
+
+    def decode(self: Llama, x_BSD: Tensor, *args: Any, **options: Any) -> Any:
+        is_alone = dist.get_world_size() == 1
+        if trait == "dies" and dist.get_rank() == 1:
+            os._exit(9)
+        if trait == "unmeta" and (x_BSD.sum().item(), not is_alone)[1]:
+            x_BSD = 2 * x_BSD
+        out_BSV = whole(self, x_BSD, *args, **options)
+        return {"soft_cap": 1 * out_BSV, "pair": (out_BSV, None)}.get(trait, out_BSV)
+
+    def build(self: Llama, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        layers: Any = self.layers
+        layers["2"].feed_forward.w1.weight = layers["0"].feed_forward.w1.weight
+
+    whole, init = Llama.decode, Llama.__init__
+    Llama.decode = decode
+    if trait == "shared":
+        Llama.__init__ = build
+    return steps.train_job(config, *options)
+
+
+TRAITS = {
+    name: partial(with_trait, name) for name in ("dies", "soft_cap", "pair", "shared", "unmeta")
+}
 
 
 def positions_of_a_part(config: JobConfig, *options: Any) -> dict[str, Any]:

@@ -132,10 +132,21 @@ def test_a_planted_fault_turns_the_row_red_and_its_module_is_named(fault: str) -
     assert verdict(config, layout).verdict == "equal"
 
 
-def test_a_failure_is_told_by_its_first_line() -> None:
-    """The message of a mistake in a job has several lines."""
-    text = "rank 1 of 2:\nTraceback (most recent call last):\n  File 1\nE: the reason\n1 problem\n"
-    assert command._last_error(f"{text}\n{text}") == "E: the reason"
+@pytest.mark.parametrize(
+    ("trait", "found", "reason"),
+    [
+        ("dies", "failed", "rank 1 died with exit code 9"),
+        ("soft_cap", "refused", "Llama computes with what its output layer returns"),
+        ("pair", "refused", "Llama.forward returned a tuple of Tensor, NoneType"),
+        ("shared", "refused", "layers.0.feed_forward.w1.weight and layers.2.feed_forward.w1"),
+        ("unmeta", "differs", "; parameters only: the model does not run on meta"),
+    ],
+)
+def test_a_row_has_the_cause_and_says_what_it_has_not_seen(
+    trait: str, found: str, reason: str
+) -> None:
+    row = verdict(model("llama3"), "fsdp", program=planted.TRAITS[trait])
+    assert row.verdict == found and reason in row.reason, row
 
 
 JOBS: dict[str, tuple[JobConfig, str]] = {
