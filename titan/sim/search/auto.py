@@ -289,7 +289,10 @@ def on_nodes(profile: Profile, ranks_per_node: int) -> Profile:
 
 def _nothing_fits(search: Search) -> ConfigError:
     held = f" with the job's own {', '.join(sorted(search.held))}" if search.held else ""
-    where = f"{search.world_size} x {search.profile.name} ({search.profile.memory_gib:.4g} GiB)"
+    where = f"{search.world_size} x {search.profile.name}"
+    if why := search.why_none():
+        return _mistake(search.config, f'"auto" finds no layout for {where}{held}: {why}')
+    where = f"{where} ({search.profile.memory_gib:.4g} GiB)"
     fix = "use more ranks, a smaller global batch or one that they divide, or set fewer keys; `titan plan` searches more"
     return _mistake(search.config, f'"auto" finds no layout that fits {where}{held}; {fix}')
 

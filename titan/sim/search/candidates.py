@@ -85,7 +85,7 @@ class Search:
         self.global_batch = global_batch or sequences_of(config, world_size)
         self.model = model_config(config.model)
         self.seen: set[Point] = set()
-        self.held, self._legal = held, dict[Point, bool]()
+        self.held, self._refusals = held, dict[Point, str]()
         # Every combination of the requested techniques, without those that one of them contains.
         combinations = (
             tuple(itertools.compress(also, taken))
@@ -346,19 +346,29 @@ class Search:
 
     def legal(self, point: Point) -> bool:
         """Return whether the job's own rules allow this point."""
-        if point not in self._legal:  # several rounds ask
+        if point not in self._refusals:  # several rounds ask
             words = [f"--{key}={value}" for key, value in self.settings(point).items()]
-            self._legal[point] = _runs([*self.job, *words], self.world_size)
-        return self._legal[point]
+            self._refusals[point] = _refusal([*self.job, *words], self.world_size)
+        return not self._refusals[point]
+
+    def why_none(self) -> str:
+        """Return why there is no legal point, or "" if it is the memory."""
+        if not any(True for _ in self._combinations()):
+            return f"none has degrees that divide the ranks and the global batch, {self.global_batch} sequences"
+        refusals = [*self._refusals.values()]
+        if not refusals or not all(refusals):
+            return ""
+        return f"the job's rules refuse all {len(refusals)} that divide, the first with: {refusals[0]}"
 
 
-def _runs(job: Sequence[str], world_size: int) -> bool:
-    """Return whether a job's rules allow it to run."""
+def _refusal(job: Sequence[str], world_size: int) -> str:
+    """Return why a job's rules do not allow it to run, or ""."""
     try:
         check_to_run(load_from_argv(job, warn=False), world_size=world_size)
-    except ConfigError:
-        return False
-    return True
+    except ConfigError as error:
+        problem = error.problems[0]
+        return f"{problem.key}: {problem.message}"
+    return ""
 
 
 def _batches(
