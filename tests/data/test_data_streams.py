@@ -162,6 +162,14 @@ def test_ranks_read_parts_that_make_the_whole(
         assert sorted(map(len, parts)) == [10, 150, 240]
 
 
+def test_keys_of_rows_that_nothing_reads_are_counted(hub: Path, cache: str) -> None:
+    for file in hub.iterdir():
+        file.write_text(file.read_text().replace('{"text"', '{"url": "x", "text"'))
+    first, second = stream_job(hub, cache).loaders((2, 1, 1))
+    [line] = first.samples.unread
+    assert line.endswith(": not read: url in 100 of 100 rows") and not second.samples.unread
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_rank_tokenizes_its_part_only(
     world: int, hub: Path, cache: str, monkeypatch: pytest.MonkeyPatch

@@ -186,8 +186,10 @@ def test_degrees_that_leave_nothing_are_named(job: Path) -> None:
     assert line.startswith(f"{job}:17: parallelism.layout: ")
     assert "parallelism.tensor_parallel_degree: none has degrees that divide" in line
     # A rule, and not memory, leaves nothing for a phase's degrees.
-    job.write_text(JOB.format(run="run") + "[[phase]]\nfrom_step = 2\ncontext_parallel_degree = 2\n")
-    with pytest.raises(ConfigError, match="3 x cpu: the job's rules refuse all .*: 3 ranks"):
+    job.write_text(
+        JOB.format(run="run") + "[[phase]]\nfrom_step = 2\ncontext_parallel_degree = 2\n"
+    )
+    with pytest.raises(ConfigError, match=r"3 x cpu: the job's rules refuse all .*: 3 ranks"):
         choose([str(job)], 3)
 
 

@@ -181,6 +181,22 @@ def test_experts_of_a_token(tmp_path: Path, capsys) -> None:
     assert (facts["parameters"], facts["active_parameters"]) == (30_532_122_624, 3_353_032_704)
 
 
+def test_a_job_names_keys_that_nothing_reads(tmp_path: Path, capsys) -> None:
+    """Of the folder that describes its model, and of the one that has its first weights."""
+    start = {"initial_load_in_hf": True, "initial_load_path": str(tmp_path / "Llama")}
+    words = {
+        "Llama": [f"--checkpoint.{key}={value}" for key, value in start.items()],
+        "Phi3": ["--model.name=transformers", f"--model.hf_path={tmp_path / 'Phi3'}"],
+    }
+    (job := tmp_path / "job.toml").write_text('tokenizer = {name = "bytes"}\n')
+    for name, chosen in words.items():
+        config: Any = getattr(transformers, f"{name}Config")(**GROUPED, pad_token_id=0)
+        hf = {**config.to_dict(), "architectures": [f"{name}ForCausalLM"], "logit_scale": 0.5}
+        file = write(tmp_path / name / "config.json", hf)
+        cli.main(["check", str(job), "--world-size=1", *chosen])
+        assert f"{file}: not read: logit_scale\n" in capsys.readouterr().err, name
+
+
 def test_weights_that_differ_are_named(tmp_path: Path, capsys) -> None:
     model = random_model("Llama", {})
     model.save_pretrained(tmp_path)

@@ -358,7 +358,9 @@ class Search:
         refusals = [*self._refusals.values()]
         if not refusals or not all(refusals):
             return ""
-        return f"the job's rules refuse all {len(refusals)} that divide, the first with: {refusals[0]}"
+        return (
+            f"the job's rules refuse all {len(refusals)} that divide, the first with: {refusals[0]}"
+        )
 
 
 def _refusal(job: Sequence[str], world_size: int) -> str:
