@@ -102,14 +102,13 @@ def test_rows_have_the_mean_loss_of_the_steps_since_the_last_one(
 def test_a_resumed_run_tells_what_has_changed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The position in the data stays, and means other samples."""
     run(job(tmp_path, training={"steps": 4}))
     capsys.readouterr()
-    run(job(tmp_path, training={"local_batch_size": 4}, debug={"seed": 9}, metrics={"log_freq": 2}))
+    changes = {"training": {"local_batch_size": 4}, "optimizer": {"eps": 1e-6}}
+    run(job(tmp_path, **changes, metrics={"log_freq": 2}))
     said = " ".join(capsys.readouterr().out.split())
-    assert (
-        "changed since it was saved: debug.seed: 0 -> 9; training.global_batch_size: 2 -> 4" in said
-    )
+    changed = "optimizer.eps: 1e-08 -> 1e-06; training.global_batch_size: 2 -> 4"
+    assert f"changed since it was saved: {changed}" in said
     assert "768 tokens in all" in said  # 4 steps of 64 tokens, 4 of 128
 
 

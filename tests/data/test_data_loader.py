@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -119,6 +120,49 @@ def test_resume_on_other_ranks_goes_on_exactly(job: Job) -> None:
             loader.load_state_dict(state)
         for step in expected[steps : steps + 4]:
             np.testing.assert_array_equal(step_rows(second), step)
+
+
+OTHERS: dict[str, Any] = {
+    **{"shuffle": False, "packing": "best_fit", "move_windows": True, "add_bos": False},
+    **{"add_eos": False, "reset_positions": True, "document_mask": True},
+    **{"validation_fraction": 0.3, "cache_folder": "other", "seed": 6, "seq_len": 16},
+    "sources": "body",
+}
+assert OTHERS.keys() == {*s.DataSection.model_fields, "seed", "seq_len"}
+
+
+@pytest.mark.parametrize("key", OTHERS)
+def test_a_resume_refuses_what_changes_the_samples_and_nothing_else(
+    key: str, tmp_path: Path, corpus: Path
+) -> None:
+    lines = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
+    rows = ({"text": text, "body": text[::-1]} for text in lines)
+    corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def opened(**other: Any) -> Loader:
+        text_key = other.pop("sources", "text")
+        length, seed = other.pop("seq_len", SEQ_LEN), other.pop("seed", 5)
+        folder = str(tmp_path / other.pop("cache_folder", "cache"))
+        sources: Any = [s.JsonlSource(path=str(corpus), text_key=text_key)]
+        data = s.DataSection(sources=sources, cache_folder=folder, **other)
+        section = training(local_batch_size=100, seq_len=length)
+        how: dict[str, Any] = {"tokenizer": TOKENIZER, "rank": 0, "world": 1, "seed": seed}
+        return build_loader(section, data=data, **how)
+
+    saved, other = opened(), opened(**{key: OTHERS[key]})
+    steps = 2 * (saved.samples.num_samples or 0) // 100
+    same = steps > 10 and all(
+        torch.equal(a.tokens_BS, b.tokens_BS)
+        for _ in range(steps)
+        for a, b in zip(saved.next_step(), other.next_step(), strict=True)
+    )
+    state = json.loads(json.dumps(saved.state_dict()))
+    assert same == (key in ("reset_positions", "document_mask", "cache_folder"))
+    if same:
+        other.load_state_dict(state)
+        return
+    with pytest.raises(DataError, match=rf"means other samples with \S*{key}|text_key: .* -> "):
+        other.load_state_dict(state)
 
 
 @pytest.mark.parametrize(("first", "end"), [(48, 96), (60, 61), (30, 31)])
