@@ -112,6 +112,13 @@ def test_a_resumed_run_tells_what_has_changed(
     assert "768 tokens in all" in said  # 4 steps of 64 tokens, 4 of 128
 
 
+def test_a_check_of_replicas_without_replicas_says_so_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(job(tmp_path, fault_tolerance={"check_replicas_every_n_steps": 1}))
+    assert capsys.readouterr().out.count("is replicated, so there is nothing to compare") == 1
+
+
 def test_harmless_changes_are_no_news(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same samples in each step, shared out otherwise, and settings that change no result."""
     run(job(tmp_path, training={"steps": 4, "local_batch_size": 4}))
