@@ -22,7 +22,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -84,12 +84,23 @@ class TokenizationSpec:
         """Return the split that a document belongs to."""
         return SPLITS[in_validation(document, fraction=self.validation_fraction)]
 
-    def key(self, documents: Documents, *, shard_tokens: int) -> str:
-        """Return a hash of everything that the shards depend on."""
+    def keys(self, documents: Documents, *, shard_tokens: int) -> list[str]:
+        """Return the hash of everything that the shards depend on, and that of equal shards of an older titan.
+
+        It knew a tokenizer by its file. Conversations have no older one: their tokens are others now.
+        """
+        older = self.tokenizer.file_fingerprint if self.template is None else ""
+        of_text = [text_fingerprint(self.tokenizer, has_chats=self.template is not None), older]
+        return [
+            self.key(documents, shard_tokens=shard_tokens, of_text=name) for name in of_text if name
+        ]
+
+    def key(self, documents: Documents, *, shard_tokens: int, of_text: str = "") -> str:
+        """Return the hash of everything that the shards depend on. `of_text` replaces that of the tokenizer."""
         parts = [
             FORMAT,
             documents.identity,
-            text_fingerprint(self.tokenizer, has_chats=self.template is not None),
+            of_text or text_fingerprint(self.tokenizer, has_chats=self.template is not None),
             asdict(self.special_tokens),
             # Since rows have tools and weights, too.
             *([self.template.source, 2] if self.template else []),
@@ -203,7 +214,7 @@ def write_shards(
         DataError: the folder has shards of other text or options, a document is unusable, or a worker died.
     """
     # Refuse a folder of other text or options.
-    index = open_index(folder, key=spec.key(documents, shard_tokens=shard_tokens), spec=spec)
+    index = open_index(folder, keys=spec.keys(documents, shard_tokens=shard_tokens), spec=spec)
     if (folder / INDEX).is_file():
         return index
     logger.info("tokenizing %s into %s", documents.name, folder)
@@ -240,12 +251,14 @@ def write_shards(
     return index
 
 
-def open_index(folder: Path, *, key: str, spec: TokenizationSpec) -> Index:
-    """Return the index of a complete folder, of an interrupted run, or an empty index."""
+def open_index(folder: Path, *, keys: Sequence[str], spec: TokenizationSpec) -> Index:
+    """Return the index of a complete folder, of an interrupted run, or an empty index. `keys` are `TokenizationSpec.keys`."""
     for file in (folder / INDEX, folder / PROGRESS):
         if file.is_file():
             index = read_index(file)
-            require_key(index.key, key, folder)
+            # An older titan did not add the tokens that only tokenizer_config.json has.
+            has_tokens = index.vocab_size == spec.tokenizer.vocab_size
+            require_key(index.key, keys if has_tokens else keys[:1], folder)
             size = np.dtype(index.dtype).itemsize
             for shard in index.open.values():
                 path = unfinished_name(folder / shard.file)
@@ -256,7 +269,7 @@ def open_index(folder: Path, *, key: str, spec: TokenizationSpec) -> Index:
                     index.open, index.place = {}, []
             return index
     return Index(
-        key=key,
+        key=keys[0],
         tokenizer=spec.tokenizer.kind,
         fingerprint=text_fingerprint(spec.tokenizer, has_chats=spec.template is not None),
         vocab_size=spec.tokenizer.vocab_size,
