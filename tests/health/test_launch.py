@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import ROOT
 from titan.health import launch
 from titan.run_folder import State, read_status, write_status
 
@@ -66,13 +65,12 @@ def test_a_signal_reaches_the_ranks_and_their_exit_code_comes_back(tmp_path: Pat
 
 def test_nothing_follows_what_a_rank_said(tmp_path: Path) -> None:
     """Packages such as triton list what lives when an interpreter ends."""
-    (tmp_path / "sitecustomize.py").write_text("import atexit\natexit.register(print, 'leaked')\n")
     (rank := tmp_path / "rank.py").write_text(
         "import os\nos.write(1, b'the reason')\nos._exit(2)\n"
     )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (tmp_path, ROOT)))}
-    command = [sys.executable, "-m", "titan.health.launch", "--standalone", str(rank)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    program = "import atexit, runpy; atexit.register(print, 'leaked'); runpy.run_module('titan.health.launch', run_name='__main__')"
+    command = [sys.executable, "-c", program, "--standalone", str(rank)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "the reason")
 
 

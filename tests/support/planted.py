@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -254,32 +253,19 @@ def ignore_windows() -> None:
 
 
 def with_trait(trait: str, config: JobConfig, *options: Any) -> dict[str, Any]:
-    """Train a model that several ranks refuse, cannot record, or do not survive."""
+    """Train a model that titan refuses or cannot record, or that ends a rank."""
 
     def decode(self: Llama, x_BSD: Tensor, *args: Any, **options: Any) -> Any:
-        is_alone = dist.get_world_size() == 1
+        several = dist.get_world_size() > 1
         if trait == "dies" and dist.get_rank() == 1:
             os._exit(9)
-        if trait == "unmeta" and (x_BSD.sum().item(), not is_alone)[1]:
+        if trait == "unmeta" and (x_BSD.sum().item(), several)[1]:
             x_BSD = 2 * x_BSD
         out_BSV = whole(self, x_BSD, *args, **options)
-        return {"soft_cap": 1 * out_BSV, "pair": (out_BSV, None)}.get(trait, out_BSV)
+        return (out_BSV, None) if trait == "pair" else out_BSV
 
-    def build(self: Llama, *args: Any, **options: Any) -> None:
-        init(self, *args, **options)
-        layers: Any = self.layers
-        layers["2"].feed_forward.w1.weight = layers["0"].feed_forward.w1.weight
-
-    whole, init = Llama.decode, Llama.__init__
-    Llama.decode = decode
-    if trait == "shared":
-        Llama.__init__ = build
+    whole, Llama.decode = Llama.decode, decode
     return steps.train_job(config, *options)
-
-
-TRAITS = {
-    name: partial(with_trait, name) for name in ("dies", "soft_cap", "pair", "shared", "unmeta")
-}
 
 
 def positions_of_a_part(config: JobConfig, *options: Any) -> dict[str, Any]:

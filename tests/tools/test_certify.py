@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -136,16 +137,14 @@ def test_a_planted_fault_turns_the_row_red_and_its_module_is_named(fault: str) -
     ("trait", "found", "reason"),
     [
         ("dies", "failed", "rank 1 died with exit code 9"),
-        ("soft_cap", "refused", "Llama computes with what its output layer returns"),
         ("pair", "refused", "Llama.forward returned a tuple of Tensor, NoneType"),
-        ("shared", "refused", "layers.0.feed_forward.w1.weight and layers.2.feed_forward.w1"),
         ("unmeta", "differs", "; parameters only: the model does not run on meta"),
     ],
 )
 def test_a_row_has_the_cause_and_says_what_it_has_not_seen(
     trait: str, found: str, reason: str
 ) -> None:
-    row = verdict(model("llama3"), "fsdp", program=planted.TRAITS[trait])
+    row = verdict(model("llama3"), "fsdp", program=partial(planted.with_trait, trait))
     assert row.verdict == found and reason in row.reason, row
 
 

@@ -112,8 +112,8 @@ class Parts:
         return (self.folder / INDEX).is_file()
 
     def _index(self) -> Index:
-        keys = self.spec.keys(self.documents, shard_tokens=self.shard_tokens)
-        return writer.open_index(self.folder, keys=keys, spec=self.spec)
+        how: dict[str, Any] = {"spec": self.spec, "shard_tokens": self.shard_tokens}
+        return writer.open_index(self.folder, self.documents, **how)
 
     def path(self, name: str = "") -> Path:
         """Return the path of a file in parts/."""

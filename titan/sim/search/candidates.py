@@ -67,6 +67,7 @@ class Search:
         seen: Points that were chosen.
         also: Combinations of additional techniques.
         held: Keys of the job that no candidate changes.
+        refusals: Why the job's rules refuse a point that was looked at, or "".
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Search:
         self.global_batch = global_batch or sequences_of(config, world_size)
         self.model = model_config(config.model)
         self.seen: set[Point] = set()
-        self.held, self._refusals = held, dict[Point, str]()
+        self.held, self.refusals = held, dict[Point, str]()
         # Every combination of the requested techniques, without those that one of them contains.
         combinations = (
             tuple(itertools.compress(also, taken))
@@ -102,7 +103,7 @@ class Search:
         own = self.config.training.local_batch_size
         # Where transfers are hidden, the formula is the same for each local batch and each stage of ZeRO. Then the job's own batch is
         # first, and large ones next, and ZeRO-2, which transfers less.
-        points = filter(self._may_fit, self._combinations())
+        points = filter(self._may_fit, self.combinations())
         return sorted(points, key=lambda p: (self.seconds(p), p.batch != own, -p.batch, p.zero))
 
     def own(self) -> Point | None:
@@ -130,7 +131,7 @@ class Search:
         size, stages = parallel.pipeline_parallel_microbatch_size, stages_per_rank(schedule)
         return replace(point, microbatch=size, schedule=schedule, stages=stages)
 
-    def _combinations(self) -> Iterator[Point]:
+    def combinations(self) -> Iterator[Point]:
         """Yield all points that divide evenly."""
         model, length = self.model, longest_sequence(self.config)
         # A rank's heads are whole, and TP stays within a node.
@@ -346,21 +347,10 @@ class Search:
 
     def legal(self, point: Point) -> bool:
         """Return whether the job's own rules allow this point."""
-        if point not in self._refusals:  # several rounds ask
+        if point not in self.refusals:  # several rounds ask
             words = [f"--{key}={value}" for key, value in self.settings(point).items()]
-            self._refusals[point] = _refusal([*self.job, *words], self.world_size)
-        return not self._refusals[point]
-
-    def why_none(self) -> str:
-        """Return why there is no legal point, or "" if it is the memory."""
-        if not any(True for _ in self._combinations()):
-            return f"none has degrees that divide the ranks and the global batch, {self.global_batch} sequences"
-        refusals = [*self._refusals.values()]
-        if not refusals or not all(refusals):
-            return ""
-        return (
-            f"the job's rules refuse all {len(refusals)} that divide, the first with: {refusals[0]}"
-        )
+            self.refusals[point] = _refusal([*self.job, *words], self.world_size)
+        return not self.refusals[point]
 
 
 def _refusal(job: Sequence[str], world_size: int) -> str:
