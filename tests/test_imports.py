@@ -38,14 +38,15 @@ ALLOWED = {
     "random_draws": "config parallel untrusted",
     "whole_model": "loss parallel parallelize resolved untrusted",
     "step_report": "",
-    "train_step": "async_scalars config optim parallel parallelize random_draws resolved step_report tasks whole_model",
+    "refusals": "parallel untrusted",
+    "train_step": "async_scalars config optim parallel parallelize random_draws refusals resolved step_report tasks whole_model",
     "recording": "config observe parallel run_folder tasks titan train_step whole_model",
     # The run.
     "hook": "async_scalars config data hardware observe resolved tasks train_step",
     "hooks": "async_scalars checkpoint checks config data health hook observe optim parallel parallelize recording train_step untrusted",
     "progress": "config data hook observe resolved run_folder train_step",
     "trainer": "async_scalars checks config data hardware health hook observe parallel progress random_draws resolved run_folder tasks train_step",
-    "train": "checkpoint checks config data health hooks parallel run_folder trainer untrusted",
+    "train": "checkpoint checks config data health hooks parallel refusals run_folder trainer untrusted",
 }
 # Who may import these. They may import all parts, but not each other against this order.
 ABOVE = {

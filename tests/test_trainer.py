@@ -47,16 +47,6 @@ def numbers(folder: Path) -> list[tuple[int, float, float, float]]:
     return [(r["step"], r["loss"], r["grad_norm"], r["lr"]) for r in rows(folder)]
 
 
-def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert run(job(whole)) == EXIT_DONE
-    run(job(parts, training={"steps": 5}))  # saved at 4 and, being the last, at 5
-    run(job(parts))
-    assert numbers(parts) == numbers(whole)
-    assert [r["step"] for r in rows(whole)] == list(range(1, 9))
-    assert rows(parts)[-1]["tokens"] == 8 * 2 * 32
-
-
 def test_matmuls_leave_sms_free_during_training_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,15 +92,21 @@ def test_rows_have_the_mean_loss_of_the_steps_since_the_last_one(
 def test_a_resumed_run_tells_what_has_changed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The position in the data stays, and means other samples."""
     run(job(tmp_path, training={"steps": 4}))
     capsys.readouterr()
-    run(job(tmp_path, training={"local_batch_size": 4}, debug={"seed": 9}, metrics={"log_freq": 2}))
+    changes = {"training": {"local_batch_size": 4}, "optimizer": {"eps": 1e-6}}
+    run(job(tmp_path, **changes, metrics={"log_freq": 2}))
     said = " ".join(capsys.readouterr().out.split())
-    assert (
-        "changed since it was saved: debug.seed: 0 -> 9; training.global_batch_size: 2 -> 4" in said
-    )
+    changed = "optimizer.eps: 1e-08 -> 1e-06; training.global_batch_size: 2 -> 4"
+    assert f"changed since it was saved: {changed}" in said
     assert "768 tokens in all" in said  # 4 steps of 64 tokens, 4 of 128
+
+
+def test_a_check_of_replicas_without_replicas_says_so_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(job(tmp_path, fault_tolerance={"check_replicas_every_n_steps": 1}))
+    assert capsys.readouterr().out.count("is replicated, so there is nothing to compare") == 1
 
 
 def test_harmless_changes_are_no_news(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,21 +163,6 @@ def test_a_stop_without_checkpoints_says_that_nothing_is_saved(
     status = json.loads((tmp_path / "status.json").read_text())
     assert (status["state"], status["exit_code"]) == ("stopped", 2)
     assert "NOTHING WAS SAVED" in status["reason"]
-
-
-def test_the_loss_goes_down_on_real_text(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog\n" * 500)
-    config = job(
-        tmp_path / "run",
-        training={"dataset": "text", "dataset_path": str(text), "steps": 40},
-        data={"cache_folder": str(tmp_path / "cache")},
-        lr_scheduler={"total_steps": 40},
-        optimizer={"lr": 3e-3},
-    )
-    run(config)
-    losses = [r["loss"] for r in rows(tmp_path / "run")]
-    assert losses[0] > 7 and losses[-1] < 3
 
 
 def test_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,22 +254,6 @@ def test_initial_load_takes_the_weights_only(tmp_path: Path) -> None:
     )
     assert any(not torch.equal(a, b) for a, b in pairs)
     fresh.close()
-
-
-def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
-    run(job(tmp_path))
-    other = {"overrides": {"n_layers": 2, "ffn_dim": 256}}
-    step = tmp_path / "checkpoint/step-8"
-    with pytest.raises(CheckpointError, match=r"ffn_dim: 256, but .*step-8 was saved with 192"):
-        Trainer(job(tmp_path, model=other))
-    torch.distributed.destroy_process_group()
-    # A step without a record of its model: its tensors say so.
-    saved = json.loads((step / "titan.json").read_text())
-    old = {key: value for key, value in saved.items() if key not in ("model", "config")}
-    (step / "titan.json").write_text(json.dumps(old))
-    with pytest.raises(CheckpointError, match=r"other shapes: .*saved from another model"):
-        Trainer(job(tmp_path, model=other, checkpoint={"verify": "off"}))
-    torch.distributed.destroy_process_group()
 
 
 def test_model_only_last_save_in_another_precision(tmp_path: Path) -> None:

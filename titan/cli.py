@@ -219,7 +219,8 @@ def check(argv: list[str]) -> int:
         job = _with_layout(job, world_size=options.world_size, hardware=options.hardware)
         config, layout = _load_to_run(job, world_size=options.world_size, options=names, **how)
         if here:
-            lines = import_module("titan.checks.machine").advise_rows(config)
+            machine = import_module("titan.checks.machine")
+            lines = machine.advise_rows(config) + machine.advise_config(config)
             import_module("titan.config.load").print_warnings(lines)
     except ConfigError as error:
         if not options.json:

@@ -176,12 +176,10 @@ def _run(config: JobConfig, stop: StopRequest, monitor: Monitor) -> int:
     from titan.checkpoint import SaveFailed
     from titan.health.recovery import NonFiniteError, SpikeError
     from titan.hooks import standard_hooks
-    from titan.parallel.compile import BackendError
-    from titan.parallel.float8 import Float8Error
     from titan.parallel.replay import BitsError
     from titan.parallel.replicas import ReplicaError
-    from titan.parallel.sac_save_list import SaveListError
     from titan.parallel.torch_compat import forget_mesh
+    from titan.refusals import REFUSALS
     from titan.trainer import Begin, Trainer
 
     trainer, failed = None, True
@@ -196,7 +194,7 @@ def _run(config: JobConfig, stop: StopRequest, monitor: Monitor) -> int:
         failed = False
         return code
     # The user's mistakes: their messages are written for people.
-    except (InputError, Float8Error, SaveListError, BackendError) as error:
+    except REFUSALS as error:
         return monitor.fail(error, EXIT_USER_ERROR)
     # Failures of a run that explain themselves: no traceback.
     except (NonFiniteError, SpikeError, SaveFailed, ReplicaError, BitsError) as error:

@@ -46,6 +46,7 @@ from titan.parallel.fsdp import separate_reduce_scatter
 from titan.parallel.mesh import StepGroups, axis_size, build_sparse_mesh, submesh
 from titan.parallelize import backward_preparer, compile_log_of, moes_of, overlap_of, parallelize
 from titan.random_draws import RandomDraws
+from titan.refusals import as_refusals
 from titan.resolved import ResolvedJob
 from titan.step_report import StepReport
 from titan.tasks.base import LossFunction, Microbatch
@@ -358,6 +359,7 @@ class TrainStep:
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
 
 
+@as_refusals()
 def build_train_step(job: ResolvedJob, *, device: torch.device, mesh: DeviceMesh) -> TrainStep:
     """Build model, parallelism, loss, optimizer and schedule; weights are drawn from debug.seed.
 
@@ -372,8 +374,7 @@ def build_train_step(job: ResolvedJob, *, device: torch.device, mesh: DeviceMesh
     sparse_mesh, ep = None, config.parallelism.expert_parallel_degree
     if getattr(sizes, "num_experts", 0) and (ep > 1 or axis_size(mesh, "tp") > 1):
         sparse_mesh = build_sparse_mesh(mesh, ep=ep)
-    async_tp = None
-    tp = submesh(mesh, "tp")
+    async_tp, tp = None, submesh(mesh, "tp")
     if tp is not None and config.parallelism.enable_async_tensor_parallel:
         async_tp = enable_async_tp(tp.get_group())
     stages: dict[int, nn.Module] = {0: model}

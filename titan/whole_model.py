@@ -35,7 +35,7 @@ def build_whole_model(job: ResolvedJob) -> tuple[Any, list[Conversion]]:
     freeze(model, config.model.freeze)
     if job.techniques.output_in_loss:
         defer_lm_head(model.output)
-        require_output_last(model)
+    require_output_last(model, deferred=job.techniques.output_in_loss)
     return model, float8
 
 
@@ -76,19 +76,40 @@ def convert_to_float8(model: nn.Module, job: ResolvedJob) -> list[Conversion]:
     )
 
 
-def require_output_last(model: Any) -> None:
-    """Make a model raise InputError if it computes with the output of its output layer, which the loss applies."""
-    handed: list[Any] = []
-    model.output.register_forward_hook(lambda _, __, x: handed.append(x))
+def require_output_last(model: Any, *, deferred: bool) -> None:
+    """Make a model raise InputError if its forward pass returns no tensor, or computes with its output layer's.
 
-    def check(model: nn.Module, _: Any, result: Any) -> None:
+    Args:
+        model: the model.
+        deferred: whether the loss applies the output layer.
+    """
+    handed: list[Any] = []
+    name = type(model).__name__  # FSDP changes it
+    if deferred:
+        model.output.register_forward_hook(lambda _, __, x: handed.append(x))
+
+    def check(_: nn.Module, __: Any, result: Any) -> None:
+        if not isinstance(result, Tensor):
+            raise InputError(
+                f"{name}.forward returned {_kind_of(result)}: titan needs a tensor alone, which the loss takes"
+            )
         if handed and handed.pop() is not result:
             raise InputError(
-                f"{type(model).__name__} computes with what its output layer returns, as for a soft cap, and the loss applies that layer "
+                f"{name} computes with what its output layer returns, as for a soft cap, and the loss applies that layer "
                 "itself: set loss.chunk_output = false"
             )
 
     model.register_forward_hook(check)
+
+
+def _kind_of(result: Any) -> str:
+    """Return the type of a model's output, and of its parts, for a message."""
+    kind = type(result).__name__
+    if isinstance(result, Mapping):
+        return f"a {kind} of {', '.join(map(repr, result))}"
+    if isinstance(result, list | tuple):
+        return f"a {kind} of {', '.join(type(part).__name__ for part in result)}"
+    return f"a {kind}"
 
 
 def split_model(

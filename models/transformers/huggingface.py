@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
+from inspect import getsource
 from typing import Any
 
 from .config import TransformersConfig
@@ -51,6 +53,21 @@ def hf_unused(hf: dict[str, Any], sizes: TransformersConfig) -> Iterator[str]:
         prefix = re.sub(r"^\(\^\|\\\.\)|^\^|\.\*$", "", pattern).replace("\\.", ".")
         if re.fullmatch(r"[\w.]+", prefix) and not any(n.startswith(prefix) for n in names):
             yield prefix
+
+
+def hf_unread(hf: dict[str, Any], sizes: TransformersConfig) -> Iterator[str]:
+    """Yield the fields of a config.json that the code of the model's classes and of its config's never names.
+
+    Args:
+        hf: content of config.json.
+        sizes: the model's sizes.
+    """
+    model = _model(sizes).hf
+    kinds = {base for part in (model.config, *model.modules()) for base in type(part).__mro__}
+    names = {kind.__module__ for kind in kinds} - {"builtins"}
+    code = [getsource(sys.modules[name]) for name in names if not name.startswith("torch.")]
+    words = {word for text in code for word in re.findall(r"\w+", text)}
+    yield from (key for key, value in hf.items() if value and key not in words)
 
 
 def read_config(hf: dict[str, Any]) -> TransformersConfig:

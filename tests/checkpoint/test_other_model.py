@@ -76,6 +76,9 @@ def test_weights_without_a_place_are_refused(tmp_path: Path) -> None:
     off: dict[str, Any] = {"checkpoint": {"interval": 2, "verify": "off"}, "training": {"steps": 4}}
     with refused(r"step-2 holds model\.layers\.2\..* and 15 more, which this model has no place for"):  # fmt: skip
         Trainer(job(tmp_path, model=TWO, **off))
+    wide = {"overrides": {**FOUR["overrides"], "ffn_dim": 256}}
+    with refused("other shapes: .*saved from another model"):
+        Trainer(job(tmp_path, model=wide, **off))
     weights = start(job(tmp_path, model=FOUR, **off))
     assert all(torch.equal(weights[name], trained[name]) for name in trained)
 

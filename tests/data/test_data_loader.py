@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from titan.config import schema as s
 from titan.data import DataError
 from titan.data.base import Samples, ShardSpec
 from titan.data.loader import Loader
-from titan.data.sources import in_validation
 from titan.data.special_tokens import SpecialTokens
 from titan.data.statistics import cross_entropy_bits, unigram_bits_per_byte
 from titan.data.text import collate_rows, num_bytes
@@ -54,19 +54,23 @@ class Job:
         self.data = s.DataSection(sources=list(sources), cache_folder=cache, **options)  # pyright: ignore
 
     def loader(self, share: tuple[int, int, int], rank: int, **changes: Any) -> Loader:
-        world, batch, accumulation = share
+        (world, batch, accumulation), seed = share, changes.pop("seed", 5)
         return build_loader(
             training(local_batch_size=batch, **changes),
             data=self.data,
             tokenizer=TOKENIZER,
             rank=rank,
             world=world,
-            seed=5,
+            seed=seed,
             accumulation=accumulation,
         )
 
     def loaders(self, share: tuple[int, int, int], **changes: Any) -> list[Loader]:
         return [self.loader(share, rank, **changes) for rank in range(share[0])]
+
+
+def text_job(corpus: Path, cache: str, **options: Any) -> Job:
+    return Job(s.JsonlSource(path=str(corpus)), cache=cache, **options)
 
 
 def step_rows(loaders: list[Loader]) -> np.ndarray:
@@ -121,6 +125,35 @@ def test_resume_on_other_ranks_goes_on_exactly(job: Job) -> None:
             np.testing.assert_array_equal(step_rows(second), step)
 
 
+OTHERS: dict[str, Any] = {
+    **{"shuffle": False, "packing": "best_fit", "move_windows": True, "add_bos": False},
+    **{"add_eos": False, "reset_positions": True, "document_mask": True, "seed": 6},
+    **{"validation_fraction": 0.3, "cache_folder": "other", "sources": "body", "seq_len": 16},
+}
+assert OTHERS.keys() == {*s.DataSection.model_fields, "seed", "seq_len"}
+
+
+@pytest.mark.parametrize("key", OTHERS)
+def test_a_resume_refuses_what_changes_the_samples_and_nothing_else(
+    key: str, tmp_path: Path, corpus: Path
+) -> None:
+    corpus.write_text(corpus.read_text().replace('{"text"', '{"body": "A text.", "text"'))
+
+    def opened(**other: Any) -> tuple[Loader, list[Any]]:
+        source = s.JsonlSource(path=str(corpus), text_key=other.pop("sources", "text"))
+        changes = {name: other.pop(name) for name in ("seed", "seq_len") if name in other}
+        job = Job(source, cache=str(tmp_path / other.pop("cache_folder", "cache")), **other)
+        loader = job.loader((1, 100, 1), 0, **changes)  # 30 steps are two epochs
+        return loader, [b.tokens_BS.tolist() for _ in range(30) for b in loader.next_step()]
+
+    (saved, expected), (loader, rows) = opened(), opened(**{key: OTHERS[key]})
+    is_same = key in ("reset_positions", "document_mask", "cache_folder")
+    assert (rows == expected) == is_same and (saved.samples.num_samples or 3000) < 3000
+    refusal = pytest.raises(DataError, match=f"other samples with .*({key}|text_key): .* -> ")
+    with nullcontext() if is_same else refusal:
+        loader.load_state_dict(json.loads(json.dumps(saved.state_dict())))
+
+
 @pytest.mark.parametrize(("first", "end"), [(48, 96), (60, 61), (30, 31)])
 def test_skipped_samples_are_never_seen(job: Job, first: int, end: int) -> None:
     """Steps 0 and 1 are trained on, then a range of samples is left out, which may begin anywhere; then on with other ranks."""
@@ -147,13 +180,11 @@ def test_skipped_samples_are_never_seen(job: Job, first: int, end: int) -> None:
 def test_an_epoch_visits_every_row_once_and_the_next_in_another_order(
     corpus: Path, cache: str
 ) -> None:
-    shuffled = Job(s.JsonlSource(path=str(corpus)), cache=cache)
+    shuffled = text_job(corpus, cache)
     length = shuffled.loader((1, 1, 1), 0).samples.num_samples
     assert length is not None and length > 100
     [epoch_0], [epoch_1] = ([step_rows([loader])] for loader in _two_epochs(shuffled, length))
-    as_they_lie = step_rows(
-        [Job(s.JsonlSource(path=str(corpus)), cache=cache, shuffle=False).loader((1, length, 1), 0)]
-    )
+    as_they_lie = step_rows([text_job(corpus, cache, shuffle=False).loader((1, length, 1), 0)])
     assert (
         sorted(map(bytes, epoch_0))
         == sorted(map(bytes, as_they_lie))
@@ -179,18 +210,8 @@ def _texts(corpus: Path) -> list[str]:
     return [str(text) for text in open_documents(s.JsonlSource(path=str(corpus))).read()]
 
 
-def test_labels_are_the_next_tokens(corpus: Path, cache: str) -> None:
-    [batch] = Job(s.JsonlSource(path=str(corpus)), cache=cache).loader((1, 4, 1), 0).next_step()
-    assert batch.tokens_BS.dtype == batch.labels_BS.dtype == torch.int64
-    assert batch.tokens_BS.shape == (4, SEQ_LEN)
-    assert torch.equal(batch.tokens_BS[:, 1:], batch.labels_BS[:, :-1])
-    assert batch.positions_BS is None and batch.document_ids_BS is None
-
-
 def test_document_options(corpus: Path, cache: str) -> None:
-    job = Job(
-        s.JsonlSource(path=str(corpus)), cache=cache, reset_positions=True, document_mask=True
-    )
+    job = text_job(corpus, cache, reset_positions=True, document_mask=True)
     [batch] = job.loader((1, 24, 1), 0).next_step()
     assert batch.positions_BS is not None and batch.document_ids_BS is not None
     begins = batch.tokens_BS == 256
@@ -201,9 +222,9 @@ def test_document_options(corpus: Path, cache: str) -> None:
     assert num_bytes(batch, TOKENIZER) == int(
         ((batch.labels_BS >= 0) & (batch.labels_BS < 256)).sum()
     )
-    bare = Job(
-        s.JsonlSource(path=str(corpus)),
-        cache=cache,
+    bare = text_job(
+        corpus,
+        cache,
         document_mask=True,
         add_bos=False,
         add_eos=False,
@@ -226,26 +247,29 @@ def test_prefetch_changes_nothing_and_state_is_of_what_was_handed_out(job: Job) 
 
 
 class _Counted(Samples):
-    """Samples that count the calls of `get`, one for each step."""
+    """Samples that count the calls of `get`, one for each step, and fail after `most`."""
 
     special_tokens = SpecialTokens(None, None)
-    num_calls = 0
+    num_calls, most = 0, 99
 
     def get(self, indices: np.ndarray) -> np.ndarray:
         self.num_calls += 1
+        if self.num_calls > self.most:
+            raise DataError("shard 7 is gone")
         return np.zeros((len(indices), 5), dtype=np.int64)
+
+
+def counted(depth: int) -> tuple[_Counted, Loader]:
+    samples = _Counted()
+    how: dict[str, Any] = {"share": ShardSpec(), "collate": collate_rows(samples, s.DataSection())}
+    section = s.DataloaderSection(num_workers=1, prefetch_factor=depth)
+    return samples, Loader(samples, dataloader=section, **how)
 
 
 @pytest.mark.parametrize("depth", [1, 3, 4])
 def test_the_thread_wakes_when_half_of_its_steps_are_taken(depth: int) -> None:
     """And not for each step: the training thread then waits for the interpreter."""
-    samples = _Counted()
-    loader = Loader(
-        samples,
-        share=ShardSpec(),
-        collate=collate_rows(samples, s.DataSection()),
-        dataloader=s.DataloaderSection(num_workers=1, prefetch_factor=depth),
-    )
+    samples, loader = counted(depth)
     ahead = []
     with closing(loader):
         for taken in range(1, 9):
@@ -258,25 +282,9 @@ def test_the_thread_wakes_when_half_of_its_steps_are_taken(depth: int) -> None:
     assert ahead.count(depth) <= 8 / (depth - depth // 2) + 1
 
 
-class _Failing(Samples):
-    """Samples that end with an error at the third step."""
-
-    special_tokens = SpecialTokens(None, None)
-
-    def get(self, indices: np.ndarray) -> np.ndarray:
-        if indices[0] >= 2:
-            raise DataError("shard 7 is gone")
-        return np.zeros((len(indices), 5), dtype=np.int64)
-
-
 def test_an_error_in_the_background_is_raised_by_next_step() -> None:
-    samples = _Failing()
-    loader = Loader(
-        samples,
-        share=ShardSpec(),
-        collate=collate_rows(samples, s.DataSection()),
-        dataloader=s.DataloaderSection(num_workers=1, prefetch_factor=4),
-    )
+    samples, loader = counted(4)
+    samples.most = 2
     with closing(loader):
         loader.next_step()
         loader.next_step()
@@ -298,28 +306,8 @@ def validation_loader(
     )
 
 
-def test_validation_is_disjoint_from_training_and_covers_the_rest(corpus: Path, cache: str) -> None:
-    data = Job(
-        s.JsonlSource(path=str(corpus)), cache=cache, validation_fraction=0.2, shuffle=False
-    ).data
-    train = build_loader(training(), data=data, tokenizer=TOKENIZER, rank=0, world=1, seed=0)
-    documents: dict[str, set[str]] = {}
-    for split, loader in [("train", train), ("validation", validation_loader(data))]:
-        length = loader.samples.num_samples
-        assert length is not None
-        rows = loader.samples.get(np.arange(length))[:, :-1]
-        pieces = (
-            bytes(np.where(rows >= 256, 0, rows).astype(np.uint8).reshape(-1)).decode().split("\0")
-        )
-        documents[split] = {piece for piece in pieces[:-1] if piece}  # the last may be cut short
-    held_out = {text for text in _texts(corpus) if in_validation(text, fraction=0.2)}
-    assert len(held_out) > 40
-    assert documents["validation"] <= held_out and len(documents["validation"]) >= len(held_out) - 2
-    assert not documents["train"] & held_out
-
-
 def test_validation_repeats_and_ends_with_the_text(corpus: Path, cache: str) -> None:
-    data = Job(s.JsonlSource(path=str(corpus)), cache=cache, validation_fraction=0.1).data
+    data = text_job(corpus, cache, validation_fraction=0.1).data
     length = validation_loader(data).samples.num_samples
     assert length is not None and length > 8 and length % 4
     first, second = (list(validation_loader(data).validation_batches(2)) for _ in range(2))
@@ -335,7 +323,7 @@ def test_validation_repeats_and_ends_with_the_text(corpus: Path, cache: str) -> 
 def test_validation_counts_every_sample_once_under_every_layout(
     corpus: Path, cache: str, world: int, batch: int
 ) -> None:
-    data = Job(s.JsonlSource(path=str(corpus)), cache=cache, validation_fraction=0.1).data
+    data = text_job(corpus, cache, validation_fraction=0.1).data
     whole = validation_loader(data)
     length = whole.samples.num_samples
     assert length is not None and length > 20
@@ -380,11 +368,9 @@ def test_validation_on_a_dataset_of_its_own(corpus: Path, cache: str) -> None:
 
 def test_mistakes_are_told(corpus: Path, cache: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"set data\.validation_fraction"):
-        validation_loader(Job(s.JsonlSource(path=str(corpus)), cache=cache).data)
+        validation_loader(text_job(corpus, cache).data)
     with pytest.raises(DataError, match=r"raise data\.validation_fraction"):
-        validation_loader(
-            Job(s.JsonlSource(path=str(corpus)), cache=cache, validation_fraction=1e-9).data
-        )
+        validation_loader(text_job(corpus, cache, validation_fraction=1e-9).data)
     (tmp_path / "short.txt").write_text("short")
     with pytest.raises(DataError, match="has 7 tokens, but one sequence needs 33"):
         Job(s.TextSource(path=str(tmp_path / "short.txt")), cache=cache).loader((1, 1, 1), 0)
@@ -407,7 +393,7 @@ def test_bits_per_byte_of_a_unigram() -> None:
 
 
 def test_unigram_bits_per_byte_of_loaders(corpus: Path, cache: str) -> None:
-    data = Job(s.JsonlSource(path=str(corpus)), cache=cache, validation_fraction=0.2).data
+    data = text_job(corpus, cache, validation_fraction=0.2).data
     train = build_loader(training(), data=data, tokenizer=TOKENIZER, rank=0, world=1, seed=0)
     bits = unigram_bits_per_byte(train, validation=validation_loader(data), tokenizer=TOKENIZER)
     assert bits == pytest.approx(3.9, abs=0.4)

@@ -20,7 +20,7 @@ from tests.support.loaders import build_loader, build_validation_loader
 from titan.checks.rules import check
 from titan.config import schema as s
 from titan.config.schema import JobConfig
-from titan.data import DataError
+from titan.data import DataError, writer
 from titan.data.shards import TokenShards, read_index, token_dtype
 from titan.data.sources import in_validation
 from titan.data.tokenizer import bytes_tokenizer
@@ -89,6 +89,19 @@ def test_a_finished_folder_is_left_alone_and_another_is_refused(
     assert "train: " in shown and "[validation]\n  enable = true" in shown
     assert prepare(prepared, corpus, "--no-bos") == 2
     assert "other options" in capsys.readouterr().err
+
+
+def test_a_folder_of_an_older_titan_is_accepted(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It knew a tokenizer by its file."""
+    with monkeypatch.context() as older:
+        older.setattr(writer, "text_fingerprint", lambda tokenizer, **_: tokenizer.file_fingerprint)
+        assert prepare(tmp_path, corpus) == 0
+    assert prepare(tmp_path, corpus) == 0
+    # With fewer tokens: it did not add those of tokenizer_config.json.
+    (file := tmp_path / "index.json").write_text(file.read_text().replace(": 258", ": 257"))
+    assert prepare(tmp_path, corpus) == 2
 
 
 @pytest.mark.parametrize("writes", [1, 4, 9])

@@ -63,6 +63,17 @@ def test_a_signal_reaches_the_ranks_and_their_exit_code_comes_back(tmp_path: Pat
     assert int(status["threads"]) >= 1
 
 
+def test_nothing_follows_what_a_rank_said(tmp_path: Path) -> None:
+    """Packages such as triton list what lives when an interpreter ends."""
+    (rank := tmp_path / "rank.py").write_text(
+        "import os\nos.write(1, b'the reason')\nos._exit(2)\n"
+    )
+    program = "import atexit, runpy; atexit.register(print, 'leaked'); runpy.run_module('titan.health.launch', run_name='__main__')"
+    command = [sys.executable, "-c", program, "--standalone", str(rank)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "the reason")
+
+
 def end_launch(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line of Python in torchrun's place."""
     real = subprocess.Popen

@@ -22,6 +22,7 @@ from titan.parallel import (
     apply_tp,
     build_mesh,
     precompute_scales,
+    require_equal_replicas,
     set_gradient_sync,
     split_stages,
 )
@@ -95,6 +96,7 @@ HELPERS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     ),
     "ddp": (lambda m, mesh: apply_ddp(m, mesh=mesh, blocks=[], gradients="mean"), "no block of Net"),
     "sync": (lambda m, _: set_gradient_sync(m, True), "Net is not sharded"),
+    "replicas": (lambda m, _: require_equal_replicas([m]), "no parameter of Net is replicated"),
     "overlap": (lambda m, _: Overlap(m), "no module of Net has a `dispatcher`"),
     "stages": (
         lambda *_: split_stages(2, num_ranks=2, num_microbatches=2, modules=[["layers.0", "layers.1"], []]),

@@ -100,7 +100,7 @@ def test_equals_one_process(trait: str, layout: Layout, pool: Pool) -> None:
 
 CAPPED = Layout("TP+SP, chunk_output = false", tp(2), 2, loss=(("chunk_output", False),))
 REFUSED = [
-    ("shared", LAYOUTS[1], r"layers\.0\.feed_forward\.w1\.weight and layers\.2\.feed_forward\.w1\.weight are one parameter"),
+    ("shared", LAYOUTS[1], r"InputError: layers\.0\.feed_forward\.w1\.weight and layers\.2\.feed_forward\.w1\.weight are one parameter"),
     ("max_norm", LAYOUTS[0], r"module 'tok_embeddings' \(Embedding\) shortens rows"),
     ("max_norm", LAYOUTS[10], r"module 'tok_embeddings' \(Embedding\) shortens rows"),
     ("soft_cap", ONE, "Awkward computes with what its output layer returns.*set loss.chunk_output = false"),

@@ -184,7 +184,13 @@ def test_degrees_that_leave_nothing_are_named(job: Path) -> None:
         choose([str(job), "--parallelism.tensor_parallel_degree=3"], 4)
     (line,) = map(str, error.value.problems)
     assert line.startswith(f"{job}:17: parallelism.layout: ")
-    assert "parallelism.tensor_parallel_degree" in line and "4 x cpu" in line
+    assert "parallelism.tensor_parallel_degree: none has degrees that divide" in line
+    # A rule, and not memory, leaves nothing for a phase's degrees.
+    job.write_text(
+        JOB.format(run="run") + "[[phase]]\nfrom_step = 2\ncontext_parallel_degree = 2\n"
+    )
+    with pytest.raises(ConfigError, match=r"3 x cpu: the job's rules refuse all .*: 3 ranks"):
+        choose([str(job)], 3)
 
 
 def test_the_choice_is_the_planners(job: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from titan.config.schema import JobConfig
 from titan.models.common import moe
 from titan.models.common.attention import InnerAttention
 from titan.models.common.dispatch import count
+from titan.models.llama3.model import Llama
 from titan.models.transformers.model import TransformersModel
 from titan.optim import expert_bias
 from titan.parallel import collectives, expert, overlap
@@ -248,6 +250,22 @@ def ignore_windows() -> None:
 
     whole = parallelize.apply_cp
     parallelize.apply_cp = apply  # of ranks with context parallelism only
+
+
+def with_trait(trait: str, config: JobConfig, *options: Any) -> dict[str, Any]:
+    """Train a model that titan refuses or cannot record, or that ends a rank."""
+
+    def decode(self: Llama, x_BSD: Tensor, *args: Any, **options: Any) -> Any:
+        several = dist.get_world_size() > 1
+        if trait == "dies" and dist.get_rank() == 1:
+            os._exit(9)
+        if trait == "unmeta" and (x_BSD.sum().item(), several)[1]:
+            x_BSD = 2 * x_BSD
+        out_BSV = whole(self, x_BSD, *args, **options)
+        return (out_BSV, None) if trait == "pair" else out_BSV
+
+    whole, Llama.decode = Llama.decode, decode
+    return steps.train_job(config, *options)
 
 
 def positions_of_a_part(config: JobConfig, *options: Any) -> dict[str, Any]:

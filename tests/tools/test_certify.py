@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, ClassVar
@@ -178,10 +179,19 @@ def test_the_pipeline_of_the_job_is_cut_at_its_own_depth() -> None:
     assert wrong.verdict == "differs" and wrong.reason.startswith("cut before layers.16: the out")
 
 
-def test_a_failure_is_told_by_its_first_line() -> None:
-    """The message of a mistake in a job has several lines."""
-    text = "rank 1 of 2:\nTraceback (most recent call last):\n  File 1\nE: the reason\n1 problem\n"
-    assert command._last_error(f"{text}\n{text}") == "E: the reason"
+@pytest.mark.parametrize(
+    ("trait", "found", "reason"),
+    [
+        ("dies", "failed", "rank 1 died with exit code 9"),
+        ("pair", "refused", "Llama.forward returned a tuple of Tensor, NoneType"),
+        ("unmeta", "differs", "; parameters only: the model does not run on meta"),
+    ],
+)
+def test_a_row_has_the_cause_and_says_what_it_has_not_seen(
+    trait: str, found: str, reason: str
+) -> None:
+    row = verdict(model("llama3"), "fsdp", program=partial(planted.with_trait, trait))
+    assert row.verdict == found and reason in row.reason, row
 
 
 JOBS: dict[str, tuple[JobConfig, str]] = {

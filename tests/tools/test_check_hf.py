@@ -176,9 +176,15 @@ def test_the_page_in_the_docs(tmp_path: Path, monkeypatch, capsys) -> None:
     assert f"```text\n{capsys.readouterr().out}```" in docs
 
 
-def test_experts_of_a_token(tmp_path: Path, capsys) -> None:
-    facts = facts_of(capsys, "--hf", write(tmp_path / "config.json", PUBLISHED["Qwen3-30B-A3B"]))
-    assert (facts["parameters"], facts["active_parameters"]) == (30_532_122_624, 3_353_032_704)
+def test_a_job_names_keys_that_nothing_reads(tmp_path: Path, capsys) -> None:
+    """Of the folder that describes its model, and of the one that has its first weights."""
+    hf = transformers.Phi3Config(**GROUPED, pad_token_id=0).to_dict() | {"logit_scale": 0.5}
+    model, start = (write(tmp_path / name / "config.json", hf).parent for name in "ab")
+    keys = {"name": "transformers", "hf_path": str(model)}
+    words = [f"--model.{key}={value}" for key, value in keys.items()]
+    words += ["--checkpoint.initial_load_in_hf=true", f"--checkpoint.initial_load_path={start}"]
+    cli.main(["check", str(write(tmp_path / "job.toml", "")), "--world-size=1", *words])
+    assert capsys.readouterr().err.count(", logit_scale\n") == 2
 
 
 def test_weights_that_differ_are_named(tmp_path: Path, capsys) -> None:

@@ -180,8 +180,10 @@ def _names_of(hooks: ModuleType, sizes: Any) -> Callable[[str], str]:
 
 def hooks_of(name: str) -> ModuleType | None:
     """Return a family's huggingface.py, or None if it has no complete one (docs/architecture.md)."""
-    name = f"{family(name).__name__}.huggingface"
-    module = import_module(name) if find_spec(name) else None
+    package = family(name)
+    # A family of another package may be one file.
+    name = f"{package.__name__}.huggingface" if hasattr(package, "__path__") else ""
+    module = import_module(name) if name and find_spec(name) else None
     return module if hasattr(module, "read_config") else None
 
 
@@ -195,5 +197,7 @@ def unread_keys(file: Path, config: dict[str, Any], hooks: ModuleType, sizes: An
             elif value and key not in known:
                 yield at + key
 
+    if hasattr(hooks, "hf_unread"):
+        return file_line(file, hooks.hf_unread(config, sizes))
     # An export has all keys that the family reads.
     return file_line(file, unknown(config, hooks.hf_config(sizes)))

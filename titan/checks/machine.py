@@ -20,7 +20,7 @@ from titan.checks.evaluation_rules import check_task_files
 from titan.checks.text_identity import other_tokenizer, sources_of
 from titan.config import schema as s
 from titan.config.errors import Problem, RuleViolation, violations_of
-from titan.config.model import resolve_model
+from titan.config.model import model_config, resolve_model
 from titan.config.phases import sequence_lengths
 from titan.config.plug_ins import load_plug_ins
 from titan.config.quantize import eight_bit_sections
@@ -34,7 +34,7 @@ from titan.data.tokenizer import Tokenizer, open_tokenizer
 from titan.data.tokenizer_base import LOSSY
 from titan.data.unread import unread_line
 from titan.hardware import count_accelerators
-from titan.untrusted import InputError
+from titan.untrusted import InputError, read_json
 
 _TRIED_ROWS = 100  # rows of a source that `titan check` reads
 
@@ -311,6 +311,23 @@ def advise_rows(config: JobConfig) -> list[str]:
         if isinstance(source, s.ShardsSource | s.JsonlSource | s.CsvSource | s.ParquetSource):
             found = _try_rows(config, tokenizer, source, count=_TRIED_ROWS)
             lines += [f"{key}: {line}" for line in found]
+    return lines
+
+
+def advise_config(config: JobConfig) -> list[str]:
+    """Return a line for each config.json with keys that nothing reads: of the model, and of the weights that it starts from."""
+    model, section, lines = config.model, config.checkpoint, []
+    start = section.initial_load_path or model.hf_assets_path if section.initial_load_in_hf else ""
+    for folder in dict.fromkeys(name for name in (model.hf_path, start) if name):
+        from titan.checkpoint.hf_model import hooks_of, unread_keys  # imports torch
+
+        path = Path(folder)
+        file = path / "config.json" if path.is_dir() else path
+        # Another error of the file is the check's, or the loader's.
+        with suppress(InputError):
+            content, hooks = read_json(file, dict[str, Any]), hooks_of(model.name)
+            if hooks is not None:
+                lines += unread_keys(file, content, hooks, model_config(model))
     return lines
 
 

@@ -17,9 +17,10 @@ that was handed out.
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -52,6 +53,7 @@ class Loader:
         collate: Collate,
         dataloader: s.DataloaderSection,
         accumulation: int = 1,
+        order: Mapping[str, Any] | None = None,
     ) -> None:
         """Open the loader at position 0. `load_state_dict` moves it.
 
@@ -61,6 +63,7 @@ class Loader:
             collate: makes a batch from the result of `samples.get`, given `first_sample`, the number of its first sample.
             dataloader: the section [training.dataloader].
             accumulation: micro-batches of a step.
+            order: settings of the job that decide which sample comes next, by key. They are JSON-able.
         """
         self.samples, self.share = samples, share
         self._collate, self._accumulation = collate, accumulation
@@ -69,7 +72,8 @@ class Loader:
         # Settings at the beginning of the run, and changes (length, weights) requested from the next step on.
         self._first_part, self._wanted = samples.part(), {}
         # A new dictionary for each step, so that a saved state never changes afterwards.
-        self._state: dict[str, Any] = {"position": 0}
+        self._order = {"order": dict(order)} if order else {}
+        self._state: dict[str, Any] = {"position": 0, **self._order}
         self._steps: Iterator[_Step] | None = None
         self._validation: list[Any] = []
 
@@ -88,8 +92,8 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON-able state: {"position": samples consumed by all ranks}.
 
-        The state has more keys if there is more to say: "skipped" has ranges of samples to leave out, "part" has the settings
-        that decide which sample comes next, and "bookmark" has this rank's place in a stream. Finite text resumes on any number of
+        The state has more keys if there is more to say: "skipped" has ranges of samples to leave out, "order" has the settings
+        that decide which sample comes next, "part" has those of them that a phase may change, and "bookmark" has this rank's place in a stream. Finite text resumes on any number of
         ranks.
         """
         return self._state
@@ -102,11 +106,12 @@ class Loader:
                 its own.
 
         Raises:
-            DataError: a stream was split among another number of ranks.
+            DataError: a stream was split among another number of ranks, or another setting decides which sample comes next.
         """
+        self._require_order(state.get("order", {}))
         # Steps that the thread has read ahead belong to the old position.
         self.close()
-        self._state = {**state}
+        self._state = {**state, **self._order}
         bookmarks = self._state.pop("bookmarks", [])
         if bookmarks and self.samples.bookmark() is not None:
             if (count := len(bookmarks)) != self.share.world:
@@ -116,6 +121,20 @@ class Loader:
                     'checkpoint.exclude_from_loading = ["dataloader"]'
                 )
             self._state["bookmark"] = bookmarks[self.share.rank]
+
+    def _require_order(self, saved: Mapping[str, Any]) -> None:
+        """Raise DataError if the position of a state means other samples in this job. Keys of one of the two are not compared."""
+        now = self._order.get("order", {})
+        changes = [
+            f"{key}: {json.dumps(saved[key])} -> {json.dumps(value)}"
+            for key, value in now.items()
+            if saved.get(key, value) != value
+        ]
+        if changes:
+            raise DataError(
+                f"the checkpoint's place in the data means other samples with {'; '.join(changes)}: keep what it had, or begin the text "
+                'again with checkpoint.exclude_from_loading = ["dataloader"]'
+            )
 
     def set_shard(self, share: ShardSpec) -> None:
         """Change this loader's data-parallel rank and world size. The position is kept."""
@@ -206,7 +225,7 @@ class Loader:
 
     def _make_steps(self, position: int) -> Iterator[_Step]:
         # Parts of the state that every step keeps.
-        kept = {key: self._state[key] for key in ("skipped", "part") if key in self._state}
+        kept = {key: self._state[key] for key in ("skipped", "order", "part") if key in self._state}
         skipped = kept.get("skipped", [])
         num_samples = self._accumulation * self.share.stride
         while True:

@@ -102,7 +102,7 @@ class Parts:
                     f"no {file} on this host; all hosts must share the disk of --output"
                 )
             plan = read_json(file, UnitPlan, limit=2**28, values=10**7)
-            writer.require_key(plan.key, self.plan.key, self.folder)
+            writer.require_key(plan.key, [self.plan.key], self.folder)
             self.plan = plan
             self.documents.try_first()
 
@@ -112,7 +112,8 @@ class Parts:
         return (self.folder / INDEX).is_file()
 
     def _index(self) -> Index:
-        return writer.open_index(self.folder, key=self.plan.key, spec=self.spec)
+        how: dict[str, Any] = {"spec": self.spec, "shard_tokens": self.shard_tokens}
+        return writer.open_index(self.folder, self.documents, **how)
 
     def path(self, name: str = "") -> Path:
         """Return the path of a file in parts/."""

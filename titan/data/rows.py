@@ -77,7 +77,7 @@ class NoText(DataError):
         self.message, self.likely = message, likely
 
 
-def field(row: Any, key: str, *, where: str) -> str:
+def field(row: Any, key: str, *, where: str) -> RowText:
     """Return the text of a row's field.
 
     Raises:

@@ -160,8 +160,9 @@ def _open_source(section: s.Section, number: int, options: SampleOptions) -> Sou
             str(data.validation_fraction),
             data.shuffle,
         )
-        return StreamSamples(
-            TextStream(section, rank=options.rank, world=options.world),
+        stream = TextStream(section, rank=options.rank, world=options.world)
+        samples = StreamSamples(
+            stream,
             tokenizer=tokenizer,
             special_tokens=spec.special_tokens,
             seq_len=seq_len,
@@ -170,6 +171,8 @@ def _open_source(section: s.Section, number: int, options: SampleOptions) -> Sou
             keep=lambda text: spec.split_of(text) == options.split,
             identity=derive_key(key, repr(section), tokenizer.fingerprint, *depends_on),
         )
+        samples.unread = stream.unread() if options.rank == 0 else ()
+        return samples
     # All other text is finite: one process tokenizes it, and all processes map its shards.
     documents = open_documents(section)
     folder = cached_shards(documents, spec=spec, cache_folder=data.cache_folder)

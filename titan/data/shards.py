@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -165,11 +166,11 @@ def read_index(file: Path) -> Index:
         raise DataError(f"{error}; prepare the folder again with this version of titan") from error
 
 
-def require_key(found: str, key: str, folder: Path) -> None:
+def require_key(found: str, keys: Collection[str], folder: Path) -> None:
     """Check that a folder has been written from the same text, with the same options."""
-    if found != key:
+    if found not in keys:
         raise DataError(
-            f"'{folder}' holds shards of other text, another tokenizer or other options; "
+            f"'{folder}' holds shards of other text, another tokenizer or other options, or conversations that an older titan wrote; "
             "choose another folder or delete this one"
         )
 

@@ -39,7 +39,8 @@ from titan.data.reading import (
     read_python,
     read_text,
 )
-from titan.data.rows import NoText, conversation, field
+from titan.data.rows import NoText, RowText, conversation, field
+from titan.data.unread import Counts, count, unread_line
 
 # Folders without text about the library, or that some Pythons lack: tests, applications, tables of character codes.
 _STDLIB_SKIPPED = {
@@ -50,6 +51,7 @@ _STDLIB_SKIPPED = {
 
 # `titan check` reads this many files of a source, and this many documents of each file.
 _TRIED_FILES, _TRIED_DOCUMENTS = 16, 3
+_COUNTED_ROWS = 100  # of a stream, whose keys are counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +250,15 @@ class TextStream:
             self._dataset = split_dataset_by_node(self._dataset, rank=rank, world_size=world)
         self._beginning = self._dataset.state_dict()
 
-    def read(self, state: dict[str, Any] | None = None) -> Iterator[str]:
+    def unread(self) -> list[str]:
+        """Return a line about keys of the first rows that nothing reads. The next `read` begins where it is told to."""
+        counts = Counts()
+        for text in islice(self.read(), _COUNTED_ROWS):
+            count(counts, "rows", text.unread)
+        line = unread_line(counts)
+        return [f"{self.name}: {line}"] if line else []
+
+    def read(self, state: dict[str, Any] | None = None) -> Iterator[RowText]:
         """Yield the documents from the recorded place on, or from the first document."""
         # Load a place even for a new start: the dataset would start at the last loaded place each time.
         self._dataset.load_state_dict(self._beginning if state is None else state)

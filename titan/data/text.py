@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -20,6 +21,9 @@ from titan.data.tokenizer import Tokenizer
 from titan.data.tokenizer_base import LOSSY
 
 logger = logging.getLogger(__name__)
+
+# Keys of [data] that do not decide which sample comes next. `order_of` looks at the sources.
+_OF_SAMPLES = ("sources", "cache_folder", "reset_positions", "document_mask")
 
 
 def collate_rows(samples: Samples, data: s.DataSection) -> Collate:
@@ -125,6 +129,24 @@ def validation_samples(
         tokenizer=tokenizer, data=data, seq_len=seq_len, split=split, seed=0, rank=rank, world=world
     )
     return build_samples(sources, options=options)
+
+
+def order_of(config: s.JobConfig) -> dict[str, Any]:
+    """Return the settings that decide which sample of a job comes next, by key. A resumed run has to keep them.
+
+    Other files are reported (titan/checks/text_identity.py), and other weights begin a part of the run (loader.py).
+    """
+    sources = _training_sources(config)
+    others = {*_OF_SAMPLES}
+    if all(isinstance(source, s.ShardsSource | s.SyntheticSource) for source in sources):
+        others |= {"add_bos", "add_eos", "validation_fraction"}  # `titan prepare` had them
+    found = {f"data.{key}": v for key, v in config.data.model_dump(exclude=others).items()}
+    found |= {"debug.seed": config.debug.seed, "training.seq_len": longest_sequence(config)}
+    for number, source in enumerate(sources):
+        name = f"data.sources[{number}]" if config.data.sources else "training.dataset"
+        own = source.model_dump(mode="json", exclude={"type", "path", "weight"})
+        found |= {f"{name}.{key}": value for key, value in own.items()}
+    return found
 
 
 def _training_sources(config: s.JobConfig) -> Sequence[s.Section]:

@@ -84,16 +84,13 @@ class TokenizationSpec:
         """Return the split that a document belongs to."""
         return SPLITS[in_validation(document, fraction=self.validation_fraction)]
 
-    def key(self, documents: Documents, *, shard_tokens: int) -> str:
-        """Return a hash of everything that the shards depend on."""
-        parts = [
-            FORMAT,
-            documents.identity,
-            text_fingerprint(self.tokenizer, has_chats=self.template is not None),
-            asdict(self.special_tokens),
-            # Since rows have tools and weights, too.
-            *([self.template.source, 2] if self.template else []),
-        ]
+    def key(self, documents: Documents, *, shard_tokens: int, is_older: bool = False) -> str:
+        """Return a hash of everything that the shards depend on, or that which an older titan had: it hashed the tokenizer's file."""
+        ids = text_fingerprint(self.tokenizer, has_chats=self.template is not None)
+        ids = self.tokenizer.file_fingerprint if is_older else ids
+        # Since rows have tools and weights, too.
+        more = [self.template.source, 2] if self.template else []
+        parts = [FORMAT, documents.identity, ids, asdict(self.special_tokens), *more]
         text = json.dumps([*parts, self.validation_fraction, shard_tokens], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -203,7 +200,7 @@ def write_shards(
         DataError: the folder has shards of other text or options, a document is unusable, or a worker died.
     """
     # Refuse a folder of other text or options.
-    index = open_index(folder, key=spec.key(documents, shard_tokens=shard_tokens), spec=spec)
+    index = open_index(folder, documents, spec=spec, shard_tokens=shard_tokens)
     if (folder / INDEX).is_file():
         return index
     logger.info("tokenizing %s into %s", documents.name, folder)
@@ -240,12 +237,17 @@ def write_shards(
     return index
 
 
-def open_index(folder: Path, *, key: str, spec: TokenizationSpec) -> Index:
+def open_index(
+    folder: Path, documents: Documents, *, spec: TokenizationSpec, shard_tokens: int
+) -> Index:
     """Return the index of a complete folder, of an interrupted run, or an empty index."""
+    keys = [spec.key(documents, shard_tokens=shard_tokens, is_older=old) for old in (False, True)]
     for file in (folder / INDEX, folder / PROGRESS):
         if file.is_file():
             index = read_index(file)
-            require_key(index.key, key, folder)
+            # An older titan did not add the tokens that only tokenizer_config.json has.
+            knows_all = index.vocab_size == spec.tokenizer.vocab_size
+            require_key(index.key, keys if knows_all else keys[:1], folder)
             size = np.dtype(index.dtype).itemsize
             for shard in index.open.values():
                 path = unfinished_name(folder / shard.file)
@@ -256,7 +258,7 @@ def open_index(folder: Path, *, key: str, spec: TokenizationSpec) -> Index:
                     index.open, index.place = {}, []
             return index
     return Index(
-        key=key,
+        key=keys[0],
         tokenizer=spec.tokenizer.kind,
         fingerprint=text_fingerprint(spec.tokenizer, has_chats=spec.template is not None),
         vocab_size=spec.tokenizer.vocab_size,

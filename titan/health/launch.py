@@ -299,4 +299,8 @@ def _version(run_dir: Path) -> tuple[int, int] | None:
 
 
 if __name__ == "__main__":
-    sys.exit(torchrun(sys.argv[1:]))
+    code = torchrun(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: triton would list objects that live, after the reason why a rank has failed.
+    os._exit(code)

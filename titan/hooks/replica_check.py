@@ -15,8 +15,13 @@ class ReplicaCheck(Hook):
 
     def __init__(self, trainer: RunContext) -> None:
         self.trainer = trainer
+        self.every = trainer.config.fault_tolerance.check_replicas_every_n_steps
 
     def updated(self, report: StepReport) -> None:
-        every = self.trainer.config.fault_tolerance.check_replicas_every_n_steps
-        if every and self.trainer.step % every == 0:
-            require_equal_replicas(self.trainer.train_step.model_parts)
+        if self.every and self.trainer.step % self.every == 0:
+            try:
+                require_equal_replicas(self.trainer.train_step.model_parts)
+            except ValueError as error:  # on all ranks: the layout has no replicas
+                text = f"fault_tolerance.check_replicas_every_n_steps = {self.every}: {error}"
+                self.trainer.console.message(text, always=True)
+                self.every = 0

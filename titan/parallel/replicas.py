@@ -35,9 +35,11 @@ def require_equal_replicas(parts: Iterable[nn.Module]) -> None:
 
     Raises:
         ReplicaError: replicas differ.
+        ValueError: no rank has a parameter that is replicated.
     """
-    differences = []
-    for group, named in replicated(parts).items():
+    parts, differences = list(parts), []
+    groups = replicated(parts)
+    for group, named in groups.items():
         # One integer for each parameter, so a gather moves a few bytes.
         mine = torch.stack([torch.hash_tensor(local).view(torch.int64) for _, local in named])
         of_ranks = [torch.empty_like(mine) for _ in range(group.size())]
@@ -47,9 +49,18 @@ def require_equal_replicas(parts: Iterable[nn.Module]) -> None:
             ranks = dist.get_process_group_ranks(group)
             differences.append(_describe(hashes, ranks, [name for name, _ in named]))
     # Every rank raises, even if its own replicas agree.
-    of_all: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_all, differences)
-    if texts := sorted({text for texts in of_all for text in texts}):
+    of_all: list[tuple[list[str], int]] = [([], 0)] * dist.get_world_size()
+    dist.all_gather_object(of_all, (differences, len(groups)))
+    if not any(count for _, count in of_all):
+        kinds = (
+            ", ".join(sorted({type(part).__name__.removeprefix("FSDP") for part in parts}))
+            or "no model"
+        )
+        raise ValueError(
+            f"no parameter of {kinds} is replicated, so there is nothing to compare: it looked for DTensors with the placement Replicate "
+            "over two ranks or more, as apply_ddp, apply_tp and an apply_fsdp over dp_replicate and dp_shard make them"
+        )
+    if texts := sorted({text for texts, _ in of_all for text in texts}):
         raise ReplicaError(
             f"replicas hold different weights: {'; '.join(texts)}. Memory or a link is broken on one of them, or an "
             "operation gives other bits on some ranks"

@@ -147,7 +147,12 @@ class Task(ABC):
             collate=self.collate(samples),
             dataloader=self.config.training.dataloader,
             accumulation=accumulation,
+            order=self.order() if split == "train" else {},
         )
+
+    def order(self) -> dict[str, Any]:
+        """Return the settings that decide which training sample comes next, by key. A run that resumes with others is refused."""
+        return {"debug.seed": self.config.debug.seed}
 
     @abstractmethod
     def describe(self) -> str:

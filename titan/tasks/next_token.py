@@ -28,6 +28,7 @@ from titan.data.text import (
     collate_rows,
     describe_sources,
     num_bytes,
+    order_of,
     training_samples,
     validation_samples,
 )
@@ -52,6 +53,9 @@ class NextToken(Task):
     def dataset(self, split: str, *, rank: int, world: int) -> Samples:
         of_split = training_samples if split == "train" else validation_samples
         return of_split(self.config, tokenizer=self.tokenizer, rank=rank, world=world)
+
+    def order(self) -> dict[str, Any]:
+        return order_of(self.config)
 
     def collate(self, samples: Samples) -> Collate:
         return collate_rows(samples, self.config.data)

@@ -287,9 +287,22 @@ def on_nodes(profile: Profile, ranks_per_node: int) -> Profile:
     return profile if is_rack else profile.model_copy(update={"gpus_per_node": most})
 
 
+def _why_none(search: Search) -> str:
+    """Return why a search has no legal point, or "" if it is the memory."""
+    refusals = [*search.refusals.values()]
+    if next(search.combinations(), None) is None:
+        return f"none has degrees that divide the ranks and the global batch, {search.global_batch} sequences"
+    if not refusals or not all(refusals):
+        return ""
+    return f"the job's rules refuse all {len(refusals)} that divide, the first with: {refusals[0]}"
+
+
 def _nothing_fits(search: Search) -> ConfigError:
     held = f" with the job's own {', '.join(sorted(search.held))}" if search.held else ""
-    where = f"{search.world_size} x {search.profile.name} ({search.profile.memory_gib:.4g} GiB)"
+    where = f"{search.world_size} x {search.profile.name}"
+    if why := _why_none(search):
+        return _mistake(search.config, f'"auto" finds no layout for {where}{held}: {why}')
+    where = f"{where} ({search.profile.memory_gib:.4g} GiB)"
     fix = "use more ranks, a smaller global batch or one that they divide, or set fewer keys; `titan plan` searches more"
     return _mistake(search.config, f'"auto" finds no layout that fits {where}{held}; {fix}')
 

@@ -67,6 +67,7 @@ class Search:
         seen: Points that were chosen.
         also: Combinations of additional techniques.
         held: Keys of the job that no candidate changes.
+        refusals: Why the job's rules refuse a point that was looked at, or "".
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Search:
         self.global_batch = global_batch or sequences_of(config, world_size)
         self.model = model_config(config.model)
         self.seen: set[Point] = set()
-        self.held, self._legal = held, dict[Point, bool]()
+        self.held, self.refusals = held, dict[Point, str]()
         # Every combination of the requested techniques, without those that one of them contains.
         combinations = (
             tuple(itertools.compress(also, taken))
@@ -102,7 +103,7 @@ class Search:
         own = self.config.training.local_batch_size
         # Where transfers are hidden, the formula is the same for each local batch and each stage of ZeRO. Then the job's own batch is
         # first, and large ones next, and ZeRO-2, which transfers less.
-        points = filter(self._may_fit, self._combinations())
+        points = filter(self._may_fit, self.combinations())
         return sorted(points, key=lambda p: (self.seconds(p), p.batch != own, -p.batch, p.zero))
 
     def own(self) -> Point | None:
@@ -130,7 +131,7 @@ class Search:
         size, stages = parallel.pipeline_parallel_microbatch_size, stages_per_rank(schedule)
         return replace(point, microbatch=size, schedule=schedule, stages=stages)
 
-    def _combinations(self) -> Iterator[Point]:
+    def combinations(self) -> Iterator[Point]:
         """Yield all points that divide evenly."""
         model, length = self.model, longest_sequence(self.config)
         # A rank's heads are whole, and TP stays within a node.
@@ -346,19 +347,20 @@ class Search:
 
     def legal(self, point: Point) -> bool:
         """Return whether the job's own rules allow this point."""
-        if point not in self._legal:  # several rounds ask
+        if point not in self.refusals:  # several rounds ask
             words = [f"--{key}={value}" for key, value in self.settings(point).items()]
-            self._legal[point] = _runs([*self.job, *words], self.world_size)
-        return self._legal[point]
+            self.refusals[point] = _refusal([*self.job, *words], self.world_size)
+        return not self.refusals[point]
 
 
-def _runs(job: Sequence[str], world_size: int) -> bool:
-    """Return whether a job's rules allow it to run."""
+def _refusal(job: Sequence[str], world_size: int) -> str:
+    """Return why a job's rules do not allow it to run, or ""."""
     try:
         check_to_run(load_from_argv(job, warn=False), world_size=world_size)
-    except ConfigError:
-        return False
-    return True
+    except ConfigError as error:
+        problem = error.problems[0]
+        return f"{problem.key}: {problem.message}"
+    return ""
 
 
 def _batches(

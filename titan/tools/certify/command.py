@@ -31,7 +31,7 @@ from titan.config.schema_comm import NcclGroupSection
 from titan.run_folder import git_state, write_text_atomically
 from titan.tools.certify.ranks import MORE, Pool, RankFailed
 from titan.tools.certify.shrink import BATCH, changed, small_keys
-from titan.tools.diff.compare import compare
+from titan.tools.diff.compare import compare, parameters_only
 from titan.untrusted import InputError
 
 Degrees = Mapping[str, int]
@@ -167,7 +167,8 @@ class Certifier:
             problem = error.problems[0]
             return row(verdict="refused", reason=f"{problem.key}: {problem.message}")
         except RankFailed as error:
-            return row(verdict="failed", reason=_last_error(str(error)))
+            cause = error.cause
+            return row(verdict="refused" if cause.refuses else "failed", reason=cause.line)
 
     def _cuts(self, whole: JobConfig, degrees: Degrees) -> tuple[str, str, dict[str, Any]]:
         """Cut the model of a job, with small values at its own depth.
@@ -266,6 +267,8 @@ class Certifier:
             self.run(changed(alone, off), 1, recorded=True, perturbed=seed)[0] for seed in (0, 1)
         )
         module = compare(one["recorded"], two["recorded"], moved["recorded"]).first
+        if why := parameters_only(one["recorded"]):
+            module = f"{module}; {why}"
         return {"verdict": "differs", "reason": module, "differences": largest}
 
     def run(
@@ -326,13 +329,6 @@ def least_world(config: JobConfig) -> int:
     lent = parallel.context_parallel_degree * parallel.tensor_parallel_degree
     is_open = parallel.data_parallel_shard_degree == -1
     return world * (max(2, -(-parallel.expert_parallel_degree // lent)) if is_open else 1)
-
-
-def _last_error(text: str) -> str:
-    """Return the first line of the last exception in a text of tracebacks."""
-    _, _, last = text.rpartition("Traceback (most recent call last):")
-    lines = [line for line in last.splitlines() if line[:1].strip()]
-    return lines[0] if lines else text.strip()
 
 
 def _starts(modules: Sequence[Sequence[str]]) -> list[str]:

@@ -10,15 +10,19 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+
+from titan.health.errors import COMMUNICATION, kind_of
 
 AFTER_FAILURE_S = 2
 PRELOAD = ("titan.train_step", "torch.distributed.pipelining")
@@ -26,8 +30,47 @@ PRELOAD = ("titan.train_step", "torch.distributed.pipelining")
 MORE = ("torch.distributed.checkpoint", "torch._inductor.compile_fx", "torchao.float8")
 
 
+@dataclass(frozen=True)
+class RankError:
+    """Error of one rank.
+
+    Attributes:
+        text: its traceback.
+        line: type and message, in one line.
+        refuses: whether it is the user's to mend.
+        follows: whether it only says that another rank has gone.
+    """
+
+    text: str
+    line: str
+    refuses: bool = False
+    follows: bool = False
+
+    @staticmethod
+    def of(error: BaseException, *, rank: int, world: int) -> RankError:
+        """Return the record of the error that this process handles."""
+        from titan.refusals import REFUSALS
+
+        refuses = isinstance(error, REFUSALS)
+        first = next(iter(str(error).splitlines()), "")
+        return RankError(
+            text=f"rank {rank} of {world}:\n{traceback.format_exc()}",
+            line=first if refuses else f"{type(error).__name__}: {first}",
+            refuses=refuses,
+            follows=kind_of(error) in COMMUNICATION,
+        )
+
+
 class RankFailed(AssertionError):
-    """A rank raised; the message holds its traceback."""
+    """A rank raised; the message holds the tracebacks of all that did.
+
+    Attributes:
+        cause: the first error that does not follow from another rank's.
+    """
+
+    def __init__(self, errors: Sequence[RankError]) -> None:
+        super().__init__("\n".join(error.text for error in errors))
+        self.cause = min(errors, key=lambda error: error.follows)
 
 
 class Pool:
@@ -68,9 +111,9 @@ class Pool:
                 process.join(0 if any(not ok for ok, _ in results) else AFTER_FAILURE_S)
                 process.kill()  # where another has failed, it may hang in a collective
                 process.join()
-        failures = [text for ok, text in results if not ok]
+        failures = [error for ok, error in results if not ok]
         if failures:
-            raise RankFailed("\n".join(failures))
+            raise RankFailed(failures)
         return [pickle.loads(value) for _, value in results]
 
 
@@ -81,6 +124,7 @@ def _receive(ranks: list[tuple[Any, Any]]) -> list[tuple[bool, Any]]:
     whole run.
     """
     processes = {connection: process for process, connection in ranks}
+    numbers = {connection: rank for rank, (_, connection) in enumerate(ranks)}
     results: dict[Any, tuple[bool, Any]] = {}
     waiting = list(processes)
     while waiting:
@@ -94,9 +138,16 @@ def _receive(ranks: list[tuple[Any, Any]]) -> list[tuple[bool, Any]]:
                 results[connection] = connection.recv()
             except EOFError:
                 processes[connection].join()
-                code = processes[connection].exitcode
-                results[connection] = (False, f"a rank died with exit code {code}")
-    return list(results.values()) if waiting else [results[connection] for connection in processes]
+                text = f"rank {numbers[connection]} died {_how(processes[connection].exitcode)}"
+                results[connection] = (False, RankError(text, text))
+    # In the order of their ends, since a failure may cause others; results in that of the ranks.
+    failed = not all(ok for ok, _ in results.values())
+    return list(results.values()) if failed else [results[connection] for connection in processes]
+
+
+def _how(code: int) -> str:
+    """Return how a process ended, from its exit code as multiprocessing has it."""
+    return f"of {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
 
 
 def _work(connection: Any, path: list[str], store: str, rank: int, world: int, job: bytes) -> None:
@@ -120,5 +171,5 @@ def _work(connection: Any, path: list[str], store: str, rank: int, world: int, j
         result = pickle.dumps(function(*args))
         dist.barrier()
         connection.send((True, result))
-    except BaseException:  # a checkpoint error is no Exception
-        connection.send((False, f"rank {rank} of {world}:\n{traceback.format_exc()}"))
+    except BaseException as error:  # a checkpoint error is no Exception
+        connection.send((False, RankError.of(error, rank=rank, world=world)))

@@ -25,7 +25,7 @@ from titan.config.options import command_parser, positive
 from titan.config.schema import JobConfig
 from titan.observe.recorded import RecordedStep, read_steps
 from titan.tools.certify.command import least_world
-from titan.tools.diff.compare import Comparison, compare, distance
+from titan.tools.diff.compare import Comparison, compare, distance, parameters_only
 from titan.untrusted import InputError
 
 _SHOWN = 8
@@ -84,9 +84,8 @@ def main(argv: list[str]) -> int:
         _check_spread(a, spread, options.spread)
     found = compare(a, b, spread)
     print("\n".join(report(found, measured=bool(spread))))
-    if not any(tensor.kind == "output" for step in a for tensor in step.tensors):
-        why = "the model does not run on meta, so outputs of modules were not recorded"
-        print(f"parameters only: {why}")
+    if why := parameters_only(a):
+        print(why)
     if options.json is not None:
         options.json.write_text(json.dumps(asdict(found), indent=2) + "\n", encoding="utf-8")
     return int(bool(found.differences))

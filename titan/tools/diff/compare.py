@@ -244,6 +244,15 @@ def _size(values: Sequence[float]) -> float:
     return math.sqrt(sum(value * value for value in values))
 
 
+def parameters_only(steps: Sequence[RecordedStep]) -> str:
+    """Return why a comparison names no output of a module, or "" if outputs were recorded."""
+    if any(tensor.kind == "output" for step in steps for tensor in step.tensors):
+        return ""
+    return (
+        "parameters only: the model does not run on meta, so outputs of modules were not recorded"
+    )
+
+
 def distance(a: RecordedTensor, b: RecordedTensor) -> float:
     """Return the estimated norm of a difference over the norm of the first tensor."""
     one, two = _flat(a), _flat(b)

@@ -24,7 +24,6 @@ from titan.config.model import model_config
 from titan.config.options import JOB, command_parser, positive
 from titan.config.schema import JobConfig
 from titan.sim.search.auto import profile_here, resolve
-from titan.untrusted import InputError
 
 _MOST = 30  # printed problems
 _SIM_S = 180  # the other ranks wait for it, for comm.init_timeout_seconds at most
@@ -126,10 +125,8 @@ def check_all(
     import torch.distributed as dist
 
     from titan.observe.estimate import estimate_memory
-    from titan.parallel.compile import BackendError
-    from titan.parallel.float8 import Float8Error
-    from titan.parallel.sac_save_list import SaveListError
     from titan.parallelize import torch_dtype
+    from titan.refusals import REFUSALS
     from titan.tools.preflight import judge, measure
     from titan.tools.preflight.dry_run import dry_run, explain, out_of_memory
 
@@ -169,7 +166,7 @@ def check_all(
             result = dry_run(config, layout, device=device, mesh=mesh)
         except Exception as error:
             text = explain(error, rank=rank, host=mine.host)
-            is_known = isinstance(error, (InputError, SaveListError, BackendError, Float8Error))
+            is_known = isinstance(error, REFUSALS)
             if not is_known and not out_of_memory(error):
                 traceback.print_exc()
             print(f"PROBLEM  {text}", flush=True)

@@ -1,0 +1,29 @@
+"""Errors of a job that are the user's to mend. `titan train` prints them without a traceback, and `titan certify` as refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from titan.parallel.compile import BackendError
+from titan.parallel.float8 import Float8Error
+from titan.parallel.sac_save_list import SaveListError
+from titan.untrusted import InputError
+
+REFUSALS = (InputError, Float8Error, SaveListError, BackendError)
+
+
+@contextmanager
+def as_refusals() -> Iterator[None]:
+    """Raise a ValueError of a helper of titan.parallel, which knows no jobs, as InputError."""
+    try:
+        yield
+    except ValueError as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        # Of the helper's own code, and not of torch's or a model's that it calls.
+        raised_in = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
+        if type(error) is ValueError and raised_in.startswith("titan.parallel."):
+            raise InputError(error) from error
+        raise
