@@ -220,7 +220,8 @@ def check(argv: list[str]) -> int:
         config, layout = _load_to_run(job, world_size=options.world_size, options=names, **how)
         if here:
             machine = import_module("titan.checks.machine")
-            lines = machine.advise_rows(config) + machine.advise_config(config)
+            lines = machine.advise_rows(config)
+            lines += machine.advise_config(config, machine.first_weights(config))
             import_module("titan.config.load").print_warnings(lines)
     except ConfigError as error:
         if not options.json:

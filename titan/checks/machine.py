@@ -314,21 +314,31 @@ def advise_rows(config: JobConfig) -> list[str]:
     return lines
 
 
-def advise_config(config: JobConfig) -> list[str]:
-    """Return a line for each config.json with keys that nothing reads: of the model, and of the weights that it starts from."""
-    model, section, lines = config.model, config.checkpoint, []
-    start = section.initial_load_path or model.hf_assets_path if section.initial_load_in_hf else ""
-    for folder in dict.fromkeys(name for name in (model.hf_path, start) if name):
-        from titan.checkpoint.hf_model import hooks_of, unread_keys  # imports torch
+def first_weights(config: JobConfig) -> str:
+    """Return the Hugging Face folder that a job starts from, or "". Loading it names the keys that nothing reads."""
+    section = config.checkpoint
+    folder = section.initial_load_path or config.model.hf_assets_path
+    return folder or "" if section.initial_load_in_hf else ""
 
-        path = Path(folder)
-        file = path / "config.json" if path.is_dir() else path
-        # Another error of the file is the check's, or the loader's.
-        with suppress(InputError):
-            content, hooks = read_json(file, dict[str, Any]), hooks_of(model.name)
-            if hooks is not None:
-                lines += unread_keys(file, content, hooks, model_config(model))
-    return lines
+
+def advise_config(config: JobConfig, folder: str) -> list[str]:
+    """Return a line about keys of the config.json of a job's model that nothing reads.
+
+    Args:
+        config: the job.
+        folder: folder of the file, or the file itself; "": there is none.
+    """
+    if not folder:
+        return []
+    from titan.checkpoint.hf_model import hooks_of, unread_keys  # imports torch
+
+    path = Path(folder)
+    file = path / "config.json" if path.is_dir() else path
+    with suppress(InputError):  # another error of the file is the check's, or the loader's
+        content, hooks = read_json(file, dict[str, Any]), hooks_of(config.model.name)
+        if hooks is not None:
+            return unread_keys(file, content, hooks, model_config(config.model))
+    return []
 
 
 # ---- torch and other packages ------------------------------------------------------------------

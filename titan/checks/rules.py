@@ -86,9 +86,10 @@ def load_to_run(
     if warn:
         print_warnings(advise(config, device=device))
     if warn and here:
-        from titan.checks.machine import advise_text
+        from titan.checks.machine import advise_config, advise_text, first_weights
 
-        print_warnings(advise_text(config))
+        described = config.model.hf_path if config.model.hf_path != first_weights(config) else ""
+        print_warnings(advise_text(config) + advise_config(config, described))
     if device is not None:
         config = config.on_device(device)
     return config, resolve_layout(config, world_size)
