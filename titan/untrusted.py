@@ -127,6 +127,25 @@ def is_there(file: Path) -> bool:
     return file.is_symlink() or file.exists()
 
 
+def why_not_private(folder: Path) -> str:
+    """Return why a folder is not one that only this user and root may write into; "" if it is.
+
+    A folder that does not exist is created with mode 0700.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        link, state = folder.lstat(), folder.stat()
+    except OSError as error:
+        return error.strerror or str(error)
+    if not {link.st_uid, state.st_uid} <= {os.getuid(), 0}:
+        return "another user owns it"
+    if state.st_mode & 0o022:
+        mode = stat.S_IMODE(state.st_mode)
+        return f"others can write into it (mode {mode:o}); chmod -R go-w {folder}"
+    return ""
+
+
 def root_of(folder: Path) -> Path:
     """Return the folder that links of a Hugging Face folder may lead into.
 

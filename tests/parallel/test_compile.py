@@ -227,18 +227,26 @@ def test_what_costs_no_speed_is_not_warned_of(monkeypatch: pytest.MonkeyPatch) -
     ]
 
 
-def test_the_cache_s_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As asked; else the environment's; else the user's cache folder."""
-    variable = "TORCHINDUCTOR_CACHE_DIR"
+def test_the_cache_s_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As asked; else the environment's; else the user's cache folder. Others cannot write into it."""
+    variable, usual = "TORCHINDUCTOR_CACHE_DIR", tmp_path / "titan" / "compile"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv(variable, "/environment")
-    set_compile_cache("")
-    assert os.environ[variable] == "/environment"
-    monkeypatch.delenv(variable)
-    set_compile_cache("")
-    assert os.environ[variable] == str(tmp_path / "titan" / "compile")
-    set_compile_cache(str(tmp_path / "programs"))
-    assert os.environ[variable] == str(tmp_path / "programs")
+    for asked, set_, expected in (
+        ("", str(tmp_path / "environment"), tmp_path / "environment"),
+        ("", "", usual),
+        (str(tmp_path / "programs"), "", tmp_path / "programs"),
+    ):
+        monkeypatch.setenv(variable, set_)
+        set_compile_cache(asked)
+        assert os.environ[variable] == str(expected)
+        assert expected.stat().st_mode & 0o777 == 0o700
+    expected.chmod(0o775)
+    set_compile_cache(asked)
+    assert os.environ[variable] == str(usual)
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"{expected} is not used" in line and "chmod -R go-w" in line
 
 
 def test_a_user_without_a_home_has_a_folder_of_programs(

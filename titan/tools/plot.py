@@ -48,6 +48,8 @@ def main(argv: list[str] | None = None) -> int:
     runs = dict(zip(run_names(folders), map(read_metrics, files), strict=True))
     starts = [read_starts(file.with_name("events.jsonl")) for file in files]
     output = arguments.output or files[0].with_name("curves.png")
+    if not arguments.output and output.is_symlink():
+        output.unlink()  # rather than write to where the author of the folder points
     try:
         draw(runs, starts, output=output, x=arguments.x)
     except OSError as error:
