@@ -43,6 +43,7 @@ JOB = {
 GENERATE = ["generate", "--checkpoint", "STEP", "--prompt", "a", "--max-new-tokens", "1"]
 READ_RUN = (["doctor", "RUN"], ["watch", "RUN", "--once", "OUT/page.html"])
 SCORE = ["evaluate", "STEP", "--tasks", "stdlib_choice", "--num-examples", "1"]
+AUDIT = ["audit", "RUN", "--step", "99"]  # a step that it does not have: nothing is computed
 READ_STEP = (["verify", "STEP"], GENERATE, ["convert", "to-hf", "STEP", "OUT/hf"])
 # The commands that read a file, by the end of its name.
 READERS: dict[str, tuple[list[str], ...]] = {
@@ -50,11 +51,17 @@ READERS: dict[str, tuple[list[str], ...]] = {
         *READ_RUN,
         GENERATE,
         SCORE,
+        AUDIT,
         ["scaling", "RUN"],
         ["config", "RUN/config.toml"],
         ["convert", "to-hf", "RUN", "OUT/hf"],
     ),
-    "metrics.jsonl": (*READ_RUN, ["plot", "RUN", "--output", "OUT/a.png"], ["scaling", "RUN"]),
+    "metrics.jsonl": (
+        *READ_RUN,
+        AUDIT,
+        ["plot", "RUN", "--output", "OUT/a.png"],
+        ["scaling", "RUN"],
+    ),
     "events.jsonl": (*READ_RUN, ["plot", "RUN", "--output", "OUT/a.png"]),
     "titan.json": (*READ_STEP, SCORE, ["average", "STEP", "STEP", "--output", "OUT/mean"]),
     "manifest.json": READ_STEP,
@@ -163,18 +170,19 @@ def check(said: str) -> str:
     return f"unprintable: {dirty[0]!r}" if dirty else "Traceback" * ("Traceback (" in said)
 
 
-def seal(step: Path) -> None:
+def seal(step: Path, *, number: int = 3) -> None:
     """Write the manifest that its files need, as the author of a hostile step does."""
     from titan.checkpoint.manifest import HashingStream, write_manifest
 
     entries = {}
     for file in sorted(step.iterdir()):
-        if file.name != "manifest.json" and file.is_file() and not file.is_symlink():
+        small = file.is_file() and not file.is_symlink() and file.stat().st_size < 2**24
+        if file.name != "manifest.json" and small:
             stream = HashingStream(io.BytesIO())
             stream.write(file.read_bytes())
             entries[file.name] = stream.entry()
     if (step / "manifest.json").is_file():
-        write_manifest(step, entries, step=3)
+        write_manifest(step, entries, step=number)
 
 
 def _placed(word: str, names: dict[str, str]) -> str:

@@ -86,10 +86,12 @@ def _kept(
         elif isinstance(value, list) and any(isinstance(item, Section) for item in value):
             kept = (_kept(item, path=(*inner, n), **options) for n, item in enumerate(value))
             changes[name] = [item for item in kept if item is not None]
-        elif mark is not None and key not in granted and mark.is_needed(value, run):
+        elif mark is None or key in granted or value == field.default:
+            continue
+        elif mark.is_needed(value, run):
             lost[key] = mark, value
             if field.is_required():
                 return None
-            changes[name] = field.get_default(call_default_factory=True)
+            changes[name] = field.default
     changed = {k: v for k, v in changes.items() if v is not vars(section)[k]}
     return section.model_copy(update=changed) if changed else section

@@ -79,7 +79,7 @@ def read_metrics(file: Path) -> list[Row]:
 
 def read_starts(file: Path) -> list[Row]:
     """Read the events after which a run continued from a checkpoint. A missing file has none."""
-    with suppress(OSError):
+    with suppress(InputError):
         return [row for row in read_rows(file) if str(row.get("event")) in MARKS]
     return []
 

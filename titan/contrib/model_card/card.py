@@ -11,7 +11,7 @@ from titan.config.schema import JobConfig
 from titan.config.task import reads_text
 from titan.data.text import describe_sources
 from titan.observe.rows import read_rows
-from titan.untrusted import printable
+from titan.untrusted import InputError, printable
 
 _FIGURES = ("loss", "validation_loss", "bits_per_byte")
 
@@ -101,7 +101,7 @@ def newest_row(run: Path, step: int) -> Mapping[str, Any]:
     """
     try:
         rows = [row for row in read_rows(run / "metrics.jsonl") if row["step"] <= step]
-    except OSError:
+    except InputError:
         return {}
     found: dict[str, Any] = {}
     for row in rows:

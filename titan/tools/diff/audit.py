@@ -216,7 +216,7 @@ def audit(run: Path, step: int, *, keys: Sequence[str] = (), nproc: int | None =
         first = compute("first")
         # The job and the facts of a run folder are those of its last start.
         starts = [e for e in read_events(run / "events.jsonl") if e["event"] == "resume"]
-        is_last = all(start.get("step", 0) < step for start in starts)
+        is_last = all((number(start.get("step")) or 0) < step for start in starts)
         found.is_same = is_same_job and is_last and first.facts == original.facts
         _compare(found, original, first, None)
         if found.equal_bits:
