@@ -18,7 +18,7 @@ ALLOWED = {
     "async_scalars": "",
     "loss_kernels": "",
     "parallel": "untrusted",
-    "models": "parallel",
+    "models": "parallel untrusted",
     "vocabulary": "parallel",
     "loss": "loss_kernels parallel vocabulary",
     "config": "titan parallel untrusted",

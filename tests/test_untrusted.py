@@ -12,6 +12,7 @@ import os
 import pickle
 import random
 import resource
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,10 +22,18 @@ from typing import Any
 
 import pytest
 
-from titan.untrusted import InputError, is_plain_name, printable, read_json, tail_lines
+from titan.untrusted import (
+    InputError,
+    PrintableStream,
+    is_plain_name,
+    printable,
+    read_json,
+    tail_lines,
+)
 
 MAX_BYTES, MAX_CPU_S = 200 * 2**20, 10  # over an idle process
-ESCAPE = "\x1b]52;c;aGFoYQ==\x07\x9b31m\u202e"  # into the clipboard, in colour, backwards
+FUZZ = runpy.run_path(str(Path(__file__).parents[1] / "scripts/fuzz_runs.py"))
+ESCAPE = FUZZ["ESCAPE"].strip()  # into the clipboard, in colour, backwards
 
 
 # ---- damages ---------------------------------------------------------------------------------------
@@ -300,18 +309,10 @@ def verify_and_load(step: Path) -> int:
 
     from titan import cli
     from titan.checkpoint.manager import load, read_metadata
-    from titan.checkpoint.manifest import HashingStream, write_manifest
 
     code = cli.main(["verify", str(step)])
     if (step / "manifest.json").is_file() and not (step / "manifest.json").is_symlink():
-        entries = {}
-        for file in sorted(step.iterdir()):
-            small = file.is_file() and not file.is_symlink() and file.stat().st_size < 2**24
-            if small and file.name != "manifest.json":
-                stream = HashingStream(io.BytesIO())
-                stream.write(file.read_bytes())
-                entries[file.name] = stream.entry()
-        write_manifest(step, entries, step=7)
+        FUZZ["seal"](step, number=7)
     try:
         load(step, {f"model.{i}": torch.empty(40, 50) for i in range(4)})
         read_metadata(step, "step", "tokens", "data")
@@ -453,6 +454,10 @@ def test_damaged_files(reader: str, tmp_path: Path) -> None:
     assert not wrong, "\n".join([*wrong, done.stderr[-3000:]])
 
 
+def test_files_of_a_run_damaged_at_random(tmp_path: Path) -> None:
+    assert FUZZ["fuzz"](tmp_path, count=200) == []
+
+
 # ---- the reader itself -----------------------------------------------------------------------------
 
 
@@ -461,6 +466,8 @@ def test_what_reaches_a_terminal() -> None:
     assert printable("straße, 東京, 🙂") == "straße, 東京, 🙂"
     assert printable("x" * 50, 10) == "xxxxxx ..."
     assert str(InputError(f"a\n{ESCAPE}")).count("\n") == 1
+    PrintableStream(shown := io.StringIO()).write(f"a\u200db\n{ESCAPE}")
+    assert shown.getvalue() == "a\u200db\n" + printable(ESCAPE)
 
 
 def test_names_in_a_folder() -> None:

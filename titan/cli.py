@@ -10,7 +10,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from difflib import get_close_matches
 from importlib import import_module
@@ -20,6 +21,9 @@ from typing import TYPE_CHECKING, Any
 from titan.commands import command_names, load_command, summary_of
 from titan.config.options import JOB, add_new_layout, add_quiet, command_parser, positive, whole
 from titan.config.plug_ins import load_plug_ins
+
+# Commands that draw on the terminal. They read the files of a job that was named.
+_DRAWS = ("train", "sim", "plan", "autosac", "preflight")
 
 if TYPE_CHECKING:
     from titan.config.layout import Layout
@@ -55,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # pydantic looks for plug-ins in every installed package, which takes 0.1 s. titan has none.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
-        return load_command(name)(rest)
+        with nullcontext() if name in _DRAWS else _printable_output(name):
+            return load_command(name)(rest)
     except SystemExit as request:  # by argparse, after --help or a wrong option
         return request.code if isinstance(request.code, int) else 1
     # As of `titan config ... | head`; Python would complain again when it flushes.
@@ -73,6 +78,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(error, file=sys.stderr)
         return 2
+
+
+@contextmanager
+def _printable_output(name: str) -> Iterator[None]:
+    """Let no character reach the terminal that could steer it. Files of these commands may be anybody's."""
+    from titan.untrusted import PrintableStream
+
+    plain = sys.stdout, sys.stderr
+    # What a model says stays as it is in a file or a pipe.
+    if name != "generate" or sys.stdout.isatty():
+        sys.stdout = PrintableStream(sys.stdout)
+    # Progress bars of libraries return to the beginning of the line.
+    sys.stderr = PrintableStream(sys.stderr, allowed="\r")
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = plain
 
 
 def _overview() -> str:

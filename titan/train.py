@@ -11,13 +11,11 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import os
-import stat
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -44,7 +42,7 @@ from titan.health.signals import (
     has_agent,
 )
 from titan.run_folder import read_status
-from titan.untrusted import InputError
+from titan.untrusted import InputError, printable, why_not_private
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -218,29 +216,27 @@ def set_compile_cache(folder: str) -> None:
 
     Its default is in /tmp, which a restart may find empty. So a single node uses the user's cache
     folder, usually in $HOME. On several nodes that folder is on a network disk, which all ranks
-    would write at once: there each node has a folder in its temporary folder, if no other user can
-    write into it. So does a user who cannot write into a cache folder.
+    would write at once: there each node has a folder in its temporary folder. So does a user who
+    cannot write into a cache folder. Programs are code: a folder that somebody else owns or can
+    write into is not used, and a line says so.
     """
     from titan.checks.machine import why_unwritable
     from titan.data import default_cache_folder
 
-    if not folder and "TORCHINDUCTOR_CACHE_DIR" in os.environ:
-        return
-    path = Path(folder) if folder else default_cache_folder() / "compile"
+    asked = folder or os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
+    local = Path(tempfile.gettempdir()) / f"titan-compile-{os.getuid()}"
+    usual = default_cache_folder() / "compile"
     ranks = os.environ.get("WORLD_SIZE", "1")
     is_cluster = os.environ.get("LOCAL_WORLD_SIZE", ranks) != ranks
-    if not folder and (is_cluster or why_unwritable(path)):
-        local = Path(tempfile.gettempdir()) / f"titan-compile-{os.getuid()}"
-        with suppress(OSError):
-            local.mkdir(mode=0o700, exist_ok=True)
-            state = local.lstat()
-            # Programs are code: do not use another user's folder of this name, or a link.
-            if (
-                stat.S_ISDIR(state.st_mode)
-                and state.st_uid == os.getuid()
-                and not state.st_mode & 0o022
-            ):
-                path = local
+    others = [local, usual] if is_cluster or why_unwritable(usual) else [usual, local]
+    for path in [*[Path(asked)] * bool(asked), *others]:
+        if not (reason := why_not_private(path)):
+            break
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            text = f"titan: {path} is not used for compiled programs, which run as you do: {reason}"
+            print(printable(text), file=sys.stderr)
+    else:
+        path = Path(tempfile.mkdtemp(prefix="titan-compile-"))
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(path.absolute())
 
 

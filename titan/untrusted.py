@@ -14,7 +14,7 @@ import io
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import IO, Annotated, Any, TypeVar
@@ -32,6 +32,12 @@ MAX_TEXT = 4000  # characters of a text or a line for people
 # Control characters (C0, C1), marks that change the direction of text or are invisible, line separators, surrogates.
 _UNPRINTABLE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb\ud800-\udfff]"
+)
+
+
+# As above, without line ends, tabs and the invisible characters that scripts and emoji need.
+_STEERS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u2028-\u202e\u2066-\u2069\ufff9-\ufffb\ud800-\udfff]"
 )
 
 
@@ -53,6 +59,30 @@ def printable(text: str, limit: int = 0) -> str:
     if limit and len(text) > limit:
         text = f"{text[: limit - 4]} ..."
     return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+class PrintableStream:
+    """Output stream that escapes characters that could steer a terminal, whoever prints them.
+
+    It is the net below `printable`: a message or a model's text may quote a file of anybody.
+    """
+
+    def __init__(self, stream: Any, *, allowed: str = "") -> None:
+        self._stream, self._allowed = stream, allowed
+
+    def write(self, text: str) -> int:
+        self._stream.write(_STEERS.sub(self._escape, text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def _escape(self, match: re.Match[str]) -> str:
+        return match[0] if match[0] in self._allowed else printable(match[0])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def is_plain_name(name: object) -> bool:
@@ -95,6 +125,25 @@ def open_regular(path: Path, *, within: Path | None = None) -> IO[bytes]:
 def is_there(file: Path) -> bool:
     """Return whether a file, folder or link has this name. Readers refuse anything but a regular file."""
     return file.is_symlink() or file.exists()
+
+
+def why_not_private(folder: Path) -> str:
+    """Return why a folder is not one that only this user and root may write into; "" if it is.
+
+    A folder that does not exist is created with mode 0700.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        link, state = folder.lstat(), folder.stat()
+    except OSError as error:
+        return error.strerror or str(error)
+    if not {link.st_uid, state.st_uid} <= {os.getuid(), 0}:
+        return "another user owns it"
+    if state.st_mode & 0o022:
+        mode = stat.S_IMODE(state.st_mode)
+        return f"others can write into it (mode {mode:o}); chmod -R go-w {folder}"
+    return ""
 
 
 def root_of(folder: Path) -> Path:

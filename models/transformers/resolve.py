@@ -12,6 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from titan.untrusted import InputError, is_there, read_json
+
 from .config import NAMES, ModelSource, TransformersConfig
 from .errors import UnsupportedModelError, WrongKeyError, message_of
 
@@ -65,7 +67,7 @@ def _read(path: str, architecture: str, overrides: str, trusted: bool) -> ModelS
             if not trusted:
                 raise UnsupportedModelError(
                     "its model is Python code in the folder, which could do anything: set model.trust_remote_code = true if you "
-                    "have read it"
+                    "have read it, or --trust-remote-code of a command that reads a checkpoint"
                 )
             code = path if Path(path).is_dir() else str(Path(path).parent)
             config = _checked(
@@ -235,14 +237,11 @@ def _checked(build: Any) -> Any:
 def _config_json(path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     try:
-        content = json.loads(file.read_text(encoding="utf-8"), object_hook=_as_float)
-    except FileNotFoundError:
-        raise UnsupportedModelError(f"there is no {file}") from None
-    except (OSError, ValueError) as error:
-        raise UnsupportedModelError(f"{file} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise UnsupportedModelError(f"{file} is not a table of fields")
-    return content
+        content = read_json(file, dict[str, Any])  # of a regular file of bounded size
+    except InputError as error:
+        text = str(error) if is_there(file) else f"there is no {file}"
+        raise UnsupportedModelError(text) from error
+    return json.loads(json.dumps(content), object_hook=_as_float)
 
 
 def _as_float(table: dict[str, Any]) -> Any:

@@ -97,20 +97,23 @@ def test_the_lease_of_a_dead_owner_is_taken_over(
 
 
 def test_a_process_id_used_again_is_no_owner(tmp_path: Path) -> None:
-    before = replace(ProcessId.this(), pid=os.getppid(), started="1")
-    (tmp_path / "lock.json").write_text(json.dumps(asdict(before)))
-    RunLock(tmp_path).require_free()
+    """Nor is one that no system has."""
+    for pid, machine in ((os.getppid(), ProcessId.this().machine), (2**70, "")):
+        before = replace(ProcessId.this(), pid=pid, started="1", machine=machine)
+        (tmp_path / "lock.json").write_text(json.dumps(asdict(before)))
+        RunLock(tmp_path).require_free()
 
 
 def test_the_owner_ends_when_another_takes_over(
     holder: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    other = replace(ProcessId.this(), host="node7", machine="other", job="12")
+    other = replace(ProcessId.this(), host="node7\n\x1b", machine="other", job="12")
     (tmp_path / "lock.json").write_text(json.dumps(asdict(other)))
     _, errors = holder.communicate(timeout=20)
     assert holder.returncode == 1
     assert re.search(
-        r"process \d+ on node7 \(job 12\) has taken over this run: process \d+ ends", errors
+        r"process \d+ on node7\\u000a\\u001b \(job 12\) has taken over this run: process \d+ ends",
+        errors,
     )
 
 

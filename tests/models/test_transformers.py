@@ -21,10 +21,13 @@ from tests.support.hf_families import LAYOUTS, PACKED, PROOFS, families, overrid
 from tests.support.ranks import Pool
 from titan.checkpoint.export import Export
 from titan.checkpoint.hf_model import HFModel
+from titan.checkpoint.manager import CheckpointManager
+from titan.cli import main
 from titan.config.errors import ConfigError
 from titan.config.load import load_config
 from titan.config.model import model_config, resolve_model
-from titan.config.schema import ModelSection
+from titan.config.render import to_toml
+from titan.config.schema import CheckpointSection, JobConfig, ModelSection
 from titan.models import RETIRED
 from titan.models.transformers.attention import spec_of
 from titan.models.transformers.errors import UnsupportedModelError
@@ -197,23 +200,43 @@ def test_mistakes(keys: dict[str, Any], key: str, words: str) -> None:
     assert found == key and words in message and "\n" not in message
 
 
+def own_model(folder: Path, code: str) -> str:
+    content = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}
+    (folder / "config.json").write_text(json.dumps(content))
+    (folder / "own.py").write_text(code)
+    return str(folder)
+
+
 def test_code_of_a_folder_runs_only_if_asked_for(tmp_path: Path) -> None:
-    content = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    (tmp_path / "own.py").write_text("raise SystemExit('ran')")
-    _, [(_, message)] = resolve_model(section(hf_path=str(tmp_path)))
-    assert "trust_remote_code" in message
-    with pytest.raises(SystemExit, match="ran"):
-        resolve_model(section(hf_path=str(tmp_path), trust_remote_code=True))
+    path = own_model(tmp_path, "import no_such_package")
+    for trusts, words in ((False, "set model.trust_remote_code"), (True, "no_such_package")):
+        _, [(key, message)] = resolve_model(section(hf_path=path, trust_remote_code=trusts))
+        assert key == "model.hf_path" and words in message and "\n" not in message
 
 
-def test_code_of_a_folder_that_needs_another_package(tmp_path: Path) -> None:
-    content = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    (tmp_path / "own.py").write_text("import no_such_package\n")
-    _, [(key, message)] = resolve_model(section(hf_path=str(tmp_path), trust_remote_code=True))
-    assert key == "model.hf_path"
-    assert "no_such_package" in message and "\n" not in message
+COMMANDS = """generate --checkpoint STEP
+convert to-hf STEP STEP/out
+evaluate STEP --tasks stdlib_cloze
+audit RUN --step 1"""
+
+
+@pytest.mark.parametrize("words", COMMANDS.splitlines())
+def test_code_of_a_checkpoint_runs_only_if_the_command_line_says_so(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever its titan.json and config.toml say."""
+    path = own_model(tmp_path, "raise SystemExit('ran')")
+    job = to_toml(JobConfig(model=section(hf_path=path, trust_remote_code=True)))
+    facts = {"step": 1, "tokens": 0, "data": {}, "config": job}
+    manager = CheckpointManager(CheckpointSection(), run_dir=tmp_path)
+    step = manager.save(1, {"model.w": torch.zeros(1)}, metadata=facts)
+    if "RUN" in words:
+        (tmp_path / "config.toml").write_text(job)
+        (tmp_path / "environment.json").write_text("{}")
+    argv = words.replace("STEP", str(step)).replace("RUN", str(tmp_path)).split()
+    assert main(argv) == 2
+    assert "model.trust_remote_code: true is not obeyed" in capsys.readouterr().err
+    assert main([*argv, "--trust-remote-code"]) == 1, "SystemExit"
 
 
 def test_a_version_outside_of_the_range(monkeypatch: pytest.MonkeyPatch) -> None:

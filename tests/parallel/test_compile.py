@@ -227,18 +227,26 @@ def test_what_costs_no_speed_is_not_warned_of(monkeypatch: pytest.MonkeyPatch) -
     ]
 
 
-def test_the_cache_s_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As asked; else the environment's; else the user's cache folder."""
-    variable = "TORCHINDUCTOR_CACHE_DIR"
+def test_the_cache_s_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As asked; else the environment's; else the user's cache folder. Others cannot write into it."""
+    variable, usual = "TORCHINDUCTOR_CACHE_DIR", tmp_path / "titan" / "compile"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv(variable, "/environment")
-    set_compile_cache("")
-    assert os.environ[variable] == "/environment"
-    monkeypatch.delenv(variable)
-    set_compile_cache("")
-    assert os.environ[variable] == str(tmp_path / "titan" / "compile")
-    set_compile_cache(str(tmp_path / "programs"))
-    assert os.environ[variable] == str(tmp_path / "programs")
+    for asked, set_, expected in (
+        ("", str(tmp_path / "environment"), tmp_path / "environment"),
+        ("", "", usual),
+        (str(tmp_path / "programs"), "", tmp_path / "programs"),
+    ):
+        monkeypatch.setenv(variable, set_)
+        set_compile_cache(asked)
+        assert os.environ[variable] == str(expected)
+        assert expected.stat().st_mode & 0o777 == 0o700
+    expected.chmod(0o775)
+    set_compile_cache(asked)
+    assert os.environ[variable] == str(usual)
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"{expected} is not used" in line and "chmod -R go-w" in line
 
 
 def test_a_user_without_a_home_has_a_folder_of_programs(
@@ -246,7 +254,6 @@ def test_a_user_without_a_home_has_a_folder_of_programs(
 ) -> None:
     variable = "TORCHINDUCTOR_CACHE_DIR"
     monkeypatch.setenv(variable, "")
-    monkeypatch.delenv(variable)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("titan.checks.machine.why_unwritable", lambda folder: "no permission")
     set_compile_cache("")
@@ -258,21 +265,16 @@ def test_the_cache_of_several_nodes_is_on_each_node(
 ) -> None:
     """Not in $HOME, which is a network's disk there; and never in a folder that others can write to."""
     variable, local = "TORCHINDUCTOR_CACHE_DIR", tmp_path / f"titan-compile-{os.getuid()}"
-    monkeypatch.setenv(variable, "")  # so that it comes back as it was
+    usual = tmp_path / "home" / "titan" / "compile"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("WORLD_SIZE", "16")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    for expected in (local, tmp_path / "home" / "titan" / "compile"):
-        monkeypatch.delenv(variable)
+    for ranks, expected in (("8", local), ("8", usual), ("16", usual)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        monkeypatch.setenv(variable, "")
         set_compile_cache("")
         assert os.environ[variable] == str(expected)
         local.chmod(0o777)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
-    local.chmod(0o700)
-    monkeypatch.delenv(variable)
-    set_compile_cache("")
-    assert os.environ[variable] == str(tmp_path / "home" / "titan" / "compile")
 
 
 @pytest.mark.slow

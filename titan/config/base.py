@@ -6,7 +6,9 @@ including the one that is being imported.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -65,6 +67,60 @@ class ReadWith:
 
     def holds(self, value: Any) -> bool:
         return value in self.choices if self.choices else bool(value) and value != "off"
+
+
+@dataclass(frozen=True)
+class Permission:
+    """What a key allows, as metadata of the key's type. Only a person at the keyboard gives it.
+
+    A config that comes with data loses it (permissions.py): that of a checkpoint, or of a run folder that was not named as a job.
+    Reading a local file as data is no permission, since every reader of data expects a hostile file.
+
+    Attributes:
+        to: "code" runs programs that the person did not install. "network" reaches another machine. "read" copies a file into
+            what titan writes, or reads weights. "write" writes files.
+        unless: values that need no permission. Paths below the run folder need none either, unless they name code.
+        below_run: a relative path begins in the run folder, not in the working folder.
+        option: how a tool's command line gives the permission. Empty: --KEY=VALUE.
+    """
+
+    to: Literal["code", "network", "read", "write"]
+    unless: tuple[str, ...] = ()
+    below_run: bool = False
+    option: str = ""
+
+    def is_needed(self, value: Any, run: Path | None) -> bool:
+        """Return whether a value of the key needs the permission.
+
+        Args:
+            value: the value.
+            run: folder of the run or the step that the config belongs to. None: it has no local folder.
+        """
+        if not value or value in self.unless:
+            return False
+        return self.to in ("code", "network") or not self._is_within(str(value), run)
+
+    def _is_within(self, path: str, run: Path | None) -> bool:
+        if run is None or "://" in path or "\0" in path:
+            return False
+        if self.below_run:  # links are the owner's: he may keep checkpoints on another disk
+            return Path(os.path.normpath(run / path)).is_relative_to(os.path.normpath(run))
+        try:
+            return Path(path).expanduser().resolve().is_relative_to(run.resolve())
+        except (OSError, RuntimeError):  # links in a circle; ~nobody
+            return False
+
+
+HUB_DATASET = Permission(
+    "network",
+    unless=(
+        *("stdlib", "synthetic", "text", "jsonl", "csv", "parquet", "conversations", "shards"),
+        "c4_test",
+    ),
+)
+"""Of names of datasets: other names are of the Hugging Face hub."""
+TOKENIZER_FILE = Permission("read", option="--tokenizer PATH")
+"""Of paths of a tokenizer, whose files are copied into run folders and exports."""
 
 
 class Section(BaseModel):

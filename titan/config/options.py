@@ -12,6 +12,10 @@ from typing import Any
 
 _QUIET = "TITAN_QUIET"
 JOB = "JOB.toml [OVERLAY.toml ...] [--section.key=value ...]"
+TRUST_OPTION: dict[str, Any] = {
+    "action": "store_true",
+    "help": "run the Python code that the checkpoint's model has in the folder of model.hf_path; read it first",
+}
 
 
 def command_parser(name: str, arguments: str, *, summary: str) -> argparse.ArgumentParser:

@@ -20,10 +20,12 @@ from pydantic import BeforeValidator, Field, PrivateAttr
 
 from .added_sections import extend
 from .base import (
+    HUB_DATASET,
     LIMIT,
     DocumentOptions,
     DType,
     NonNegative,
+    Permission,
     Positive,
     PositiveOrAuto,
     Section,
@@ -159,7 +161,7 @@ class DataloaderSection(Section):
 class TrainingSection(Section):
     """The training step: its data, its size and its precision."""
 
-    dataset: str = "stdlib"
+    dataset: Annotated[str, HUB_DATASET] = "stdlib"
     """What to train on: a preset (stdlib, synthetic, text, jsonl, csv, parquet, shards, c4,
     c4_test, fineweb-edu) or the name of a Hugging Face dataset (owner/name). For several sources, or options
     of one, use [[data.sources]] instead."""
@@ -286,7 +288,7 @@ class HuggingFaceSource(DocumentOptions):
     """A dataset of the Hugging Face hub, or a local copy of one, read through `datasets`."""
 
     type: Literal["huggingface"] = "huggingface"
-    path: str
+    path: Annotated[str, Permission("network")]
     """Name at the hub, or a local folder that `datasets` can load."""
     name: str | None = None
     """Configuration of the dataset, such as "en" of allenai/c4."""
@@ -352,7 +354,7 @@ class DataSection(Section):
     then not predicted from the document before it."""
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the documents, chosen by a hash, kept from training for validation."""
-    cache_folder: str = ""
+    cache_folder: Annotated[str, Permission("write")] = ""
     """Folder for tokenized text. Empty: titan/ in the user's cache folder."""
 
 

@@ -6,8 +6,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from .base import NonNegative, Positive, Section
+from .base import NonNegative, Permission, Positive, Section
 
+_BELOW_RUN = Permission("write", below_run=True)
 _Blocks = Annotated[int | None, Field(ge=1, le=64)]
 
 
@@ -63,9 +64,9 @@ class CommSection(Section):
     trace_buf_size: Annotated[int, Field(ge=0, le=10_000_000)] = 2_000
     """Number of the newest collectives that the flight recorder keeps. Writing 20,000 takes a rank
     some seconds, 2,000 a tenth of that. 0 disables the recorder."""
-    save_traces_folder: str = "flight_recorder"
+    save_traces_folder: Annotated[str, _BELOW_RUN] = "flight_recorder"
     """Folder of the flight recorder's dumps, below the run folder."""
-    save_traces_file_prefix: str = "rank-"
+    save_traces_file_prefix: Annotated[str, _BELOW_RUN] = "rank-"
     """Beginning of a dump's file name; the rank follows."""
     numa_binding: bool = True
     """Whether a rank's threads stay on the cores of its GPU's NUMA node, among those that they may

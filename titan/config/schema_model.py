@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from .base import ReadWith, Section, StrList
+from .base import TOKENIZER_FILE, Permission, ReadWith, Section, StrList
 
 _OF_TRANSFORMERS = ReadWith("name", ("transformers",))
+_CODE = Permission("code", option="--trust-remote-code")
 
 
 class ModelSection(Section):
@@ -24,9 +25,9 @@ class ModelSection(Section):
     """For name = "transformers", in place of hf_path: a class, such as "Qwen3ForCausalLM". `overrides` are fields of its config."""
     plan: Annotated[dict[str, str], _OF_TRANSFORMERS] = {}
     """For name = "transformers": tensor-parallel styles of modules by pattern (docs/parallelism.md), before the derived ones."""
-    trust_remote_code: Annotated[bool, _OF_TRANSFORMERS] = False
+    trust_remote_code: Annotated[bool, _OF_TRANSFORMERS, _CODE] = False
     """For name = "transformers": run the Python code in the folder of hf_path."""
-    hf_assets_path: str = ""
+    hf_assets_path: Annotated[str, TOKENIZER_FILE] = ""
     """Folder with the tokenizer (tokenizer.json or tokenizer.model) and, for conversion from and to
     Hugging Face, safetensors and config.json."""
     attention_backend: Literal["auto", "cudnn", "flash", "efficient", "math", "fa3", "fa4"] = "auto"

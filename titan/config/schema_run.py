@@ -10,9 +10,12 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from .base import (
+    HUB_DATASET,
     LIMIT,
+    TOKENIZER_FILE,
     NonNegative,
     NonNegativeOrAuto,
+    Permission,
     Positive,
     PositiveList,
     PositiveOrAuto,
@@ -21,11 +24,14 @@ from .base import (
     StrList,
 )
 
+_BELOW_RUN = Permission("write", below_run=True)
+_CHECKPOINTS = Permission("read", below_run=True, option="naming a step, or its URL,")
+
 
 class JobSection(Section):
     """The run folder, and what people call the run."""
 
-    dump_folder: str = "./outputs"
+    dump_folder: Annotated[str, Permission("write")] = "./outputs"
     """The run folder. Config, metrics, logs and checkpoints are written below it. Start the same
     job with the same folder to resume it."""
     description: str = ""
@@ -39,7 +45,7 @@ class ProfilingSection(Section):
 
     enable_profiling: bool = False
     """Record a profiler trace every profile_freq steps. A recorded step is slower."""
-    save_traces_folder: str = "traces"
+    save_traces_folder: Annotated[str, _BELOW_RUN] = "traces"
     """Folder of the traces, below the run folder."""
     profile_freq: Positive = 10
     """Steps between traces or snapshots; at least profiler_warmup + profiler_active."""
@@ -53,7 +59,7 @@ class ProfilingSection(Section):
     enable_memory_snapshot: bool = False
     """Write the CUDA allocator's history every profile_freq steps, and when memory runs out. View
     it at pytorch.org/memory_viz."""
-    save_memory_snapshot_folder: str = "memory_snapshot"
+    save_memory_snapshot_folder: Annotated[str, _BELOW_RUN] = "memory_snapshot"
     """Folder of the memory snapshots, below the run folder."""
 
 
@@ -66,11 +72,11 @@ class MetricsSection(Section):
     """Also write TensorBoard event files."""
     disable_color_printing: bool = False
     """Print to the terminal without colors."""
-    save_tb_folder: str = "tensorboard"
+    save_tb_folder: Annotated[str, _BELOW_RUN] = "tensorboard"
     """Folder of the TensorBoard files, below the run folder."""
     save_for_all_ranks: bool = False
     """Let every rank write its own metrics (metrics.rank-N.jsonl). By default only rank 0 does."""
-    enable_wandb: bool = False
+    enable_wandb: Annotated[bool, Permission("network")] = False
     """Also log to Weights & Biases. Without a network it logs offline, below the run folder."""
     wandb_project: str = "titan"
     """Project name at Weights & Biases."""
@@ -176,14 +182,14 @@ class CheckpointSection(Section):
 
     enable: bool = True
     """Save checkpoints, and resume from the newest one in the run folder."""
-    folder: str = "checkpoint"
+    folder: Annotated[str, _CHECKPOINTS] = "checkpoint"
     """Folder of the checkpoints, below the run folder. Also a URL that fsspec knows, such as
     "s3://bucket/run", "gs://..." or "file:///..."."""
     interval: Positive = 500
     """Steps from one save to the next. The last step is always saved."""
     interval_minutes: Annotated[float, Field(ge=0)] = 0.0
     """Also save if the last save is this many minutes ago. 0: save by steps only."""
-    initial_load_path: str | None = None
+    initial_load_path: Annotated[str | None, Permission("read")] = None
     """A checkpoint (its step-N folder) to start from if the run folder has none."""
     initial_load_model_only: Annotated[bool, ReadWith("initial_load_path")] = True
     """Load only weights from initial_load_path. false: the whole state."""
@@ -270,8 +276,8 @@ class CompileSection(Section):
     """Mode of inductor. "max-autotune-no-cudagraphs" measures which kernels are fastest, for a
     longer first step. "reduce-overhead" replays CUDA graphs, on one rank in one precision only.
     "max-autotune" does both."""
-    cache_folder: str = ""
-    """Folder for compiled programs. Empty: TORCHINDUCTOR_CACHE_DIR, else titan/compile in the
+    cache_folder: Annotated[str, Permission("code")] = ""
+    """Folder for compiled programs, which nobody else may write into. Empty: TORCHINDUCTOR_CACHE_DIR, else titan/compile in the
     user's cache folder, or on several nodes titan-compile-UID in each node's temporary folder (TMPDIR)."""
 
     def backend_of(self, component: str) -> str:
@@ -351,7 +357,7 @@ class ValidationSection(Section):
 
     enable: bool = False
     """Validate every freq steps and after the last step."""
-    dataset: str = ""
+    dataset: Annotated[str, HUB_DATASET] = ""
     """As training.dataset. Empty: the documents of data.validation_fraction."""
     dataset_path: str | None = None
     """File, folder or glob of a local dataset."""
@@ -395,9 +401,9 @@ class TokenizerSection(Section):
     """Kind of tokenizer. "auto" recognizes the file in `path`, and is "bytes" if path is empty.
     "bytes" needs no file: one token for each byte. "tiktoken" reads a rank file (Llama 3's
     tokenizer.model). "huggingface" reads a tokenizer.json."""
-    path: str = ""
+    path: Annotated[str, TOKENIZER_FILE] = ""
     """The tokenizer's file, or its folder. Empty: model.hf_assets_path."""
-    chat_template: str = ""
+    chat_template: Annotated[str, TOKENIZER_FILE] = ""
     """Jinja file that makes conversations text. The run folder and exported folders get a copy.
     Empty: the tokenizer's own (chat_template.jinja or tokenizer_config.json)."""
     bos_token: str = ""

@@ -24,8 +24,12 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from titan.run_folder import write_text_atomically
+from titan.untrusted import Count, InputError, printable, read_json
 
 LOCK_FILE = "lock.json"
 # Seconds: between two heartbeats; of silence until a holder elsewhere counts as dead; to watch a
@@ -54,12 +58,12 @@ class ProcessId:
     """
 
     host: str
-    pid: int
+    pid: Annotated[int, Field(ge=1, lt=2**31)]
     started: str
     machine: str
     job: str
     attempt: str
-    beat: int = 0
+    beat: Count = 0
 
     @staticmethod
     def this() -> ProcessId:
@@ -96,7 +100,8 @@ class ProcessId:
         return replace(self, beat=0) == replace(other, beat=0)
 
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}" + (f" (job {self.job})" if self.job else "")
+        job = f" (job {printable(self.job, 80)})" if self.job else ""
+        return f"process {self.pid} on {printable(self.host, 80)}{job}"
 
 
 class RunLock:
@@ -214,8 +219,8 @@ class RunLock:
         for _ in range(3):
             if not self.path.exists():
                 return None
-            with suppress(OSError, ValueError, TypeError):
-                return ProcessId(**json.loads(self.path.read_text()))
+            with suppress(InputError):
+                return read_json(self.path, ProcessId, limit=2**16, within=self.path.parent)
             time.sleep(0.05)  # its holder may be writing a heartbeat
         return None
 

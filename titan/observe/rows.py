@@ -11,6 +11,7 @@ Used by `titan watch`, `titan plot` and the log of metrics. Imports no torch.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -19,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from titan.untrusted import open_regular
+from titan.untrusted import InputError, open_regular
 
 Row = dict[str, Any]
 MAX_ROWS = 4000
@@ -46,9 +47,29 @@ def number(value: Any) -> float | None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Read all rows of a metrics.jsonl. A torn last row is left out."""
+    """Read all rows of a metrics.jsonl. Lines that are no rows, such as a torn last one, are left out.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
+    try:
+        rows = filter(None, map(parse, lines_of(path)))
+        return [row for row in rows if type(row["step"]) is int]
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file of rows.
+
+    Raises:
+        OSError: the file cannot be read, or has a line that is too long for a row.
+    """
     with open_regular(path, within=path.parent) as file:
-        return [row for line in file if (row := parse(line))]
+        while line := file.readline(_MAX_LINE_BYTES):
+            if len(line) == _MAX_LINE_BYTES:
+                raise OSError(errno.EFBIG, "a line is too long for a row")
+            yield line
 
 
 def final_loss(rows: list[Row]) -> float | None:

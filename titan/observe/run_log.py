@@ -25,6 +25,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from titan.observe.rows import lines_of, parse
+
 _LOG = logging.getLogger("titan")
 
 WASTED = ("trained", "data_wait", "validation", "checkpoint", "profiling", "quorum")
@@ -42,13 +44,11 @@ def goodput(seconds: Mapping[str, float]) -> float:
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Read the events of a run, oldest first, without torn lines. A missing file has no events."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     with suppress(OSError):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            # A line that is no JSON was torn by a crash.
-            with suppress(ValueError):
-                row = json.loads(line)
-                rows += [row] if isinstance(row, dict) and "event" in row else []
+        for line in lines_of(path):
+            row = parse(line, key="event")  # None: torn by a crash
+            rows += [row] if row else []
     return rows
 
 

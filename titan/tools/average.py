@@ -9,7 +9,6 @@ run folder with one step, for `titan generate`, `titan convert to-hf` and
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,9 +25,9 @@ from titan.checks.text_identity import require_one_tokenizer
 from titan.config.load import ConfigError
 from titan.config.render import to_toml
 from titan.config.schema import CheckpointSection
-from titan.data.tokenizer_files import FOLDER
+from titan.data.tokenizer_files import FOLDER, read_asset, with_tokenizer, write_files
 from titan.tools.convert import check_new, mapped
-from titan.tools.saved_model import find_checkpoint
+from titan.tools.saved_model import find_saved
 from titan.untrusted import InputError
 
 
@@ -52,8 +51,10 @@ def average(sources: Sequence[Location], output: Path, *, weights: Sequence[floa
         raise InputError(f"{len(weights)} weights for {len(sources)} checkpoints")
     if min(weights) <= 0:
         raise InputError("weights must be positive")
-    found = [find_checkpoint(source) for source in sources]
-    steps, (config, last) = [step for _, step in found], found[-1]
+    found = [find_saved(source) for source in sources]
+    # No key of the job is obeyed: it is copied, with its permissions, which no tool gives.
+    steps, (config, folder, last) = [step for *_, step in found], found[-1]
+    config = with_tokenizer(config, run=folder)
     require_one_tokenizer(steps)
     shapes = {k: v for k, v in checkpoints.stored_shapes(last).items() if k.startswith("model.")}
     saved = checkpoints.read_metadata(last, "step", "tokens")
@@ -72,8 +73,8 @@ def average(sources: Sequence[Location], output: Path, *, weights: Sequence[floa
         written = manager.save(saved["step"], state, metadata=metadata | facts)
     (output / "config.toml").write_text(to_toml(config), encoding="utf-8")
     run = Path(str(last)).parents[1]
-    if (run / FOLDER).is_dir():
-        shutil.copytree(run / FOLDER, output / FOLDER)
+    if files := list((run / FOLDER).glob("[!.]*")):  # read_asset refuses links out of it
+        write_files({f.name: read_asset(f) for f in files}, output / FOLDER)
     return f"{written}: the mean of {', '.join(name_of(step) for step in steps)}"
 
 

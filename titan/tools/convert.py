@@ -47,6 +47,7 @@ from titan.checkpoint.quantized import values_name
 from titan.checkpoint.storage import Location, as_location
 from titan.checks.text_identity import tokenizer_facts
 from titan.config.load import ConfigError
+from titan.config.options import TRUST_OPTION
 from titan.config.plug_ins import load_plug_ins
 from titan.config.schema import CheckpointSection
 from titan.config.task import reads_text
@@ -57,6 +58,7 @@ from titan.tools.saved_model import (
     AVERAGE_OPTION,
     TOKENIZER_OPTION,
     find_checkpoint,
+    find_saved,
     open_run_tokenizer,
     require_average,
 )
@@ -175,6 +177,7 @@ def to_hf(
     file_bytes: int,
     tokenizer: str,
     average: bool = False,
+    trust_remote_code: bool = False,
 ) -> list[str]:
     """Write the weights of a step as a Hugging Face folder.
 
@@ -186,12 +189,13 @@ def to_hf(
         tokenizer: path of a tokenizer; "": the run's.
         average: whether to write the average of the weights, which the job must keep
             ([average]).
+        trust_remote_code: as for `find_checkpoint`.
 
     Returns:
         Messages.
     """
     check_new(output)
-    config, step = find_checkpoint(source, tokenizer=tokenizer)
+    config, step = find_checkpoint(source, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
     if average:
         require_average(step)
     opened = open_run_tokenizer(config) if reads_text(config) else None
@@ -226,7 +230,7 @@ def to_hf(
     about = {"what": f"{model.architecture}, {size}", "saved": saved, "is_average": average}
     # What packages write beside the weights: each is called with the folder, the job, its run, and these facts.
     for write in load_plug_ins("titan.extensions", of="convert"):
-        write(output, config, run, **about)
+        write(output, find_saved(step)[0], run, **about)
     messages = [f"{output}: {model.architecture}, {size}"]
     if opened and not export.assets:
         text = f'no tokenizer files: the run used "{opened.kind}", which has none'
@@ -276,6 +280,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     size = {"type": _size, "default": DEFAULT_FILE_BYTES, "metavar": "SIZE"}
     add("--max-shard-size", **size, help="the largest size of a file; default: 5GB")
     add("--tokenizer", **TOKENIZER_OPTION)
+    add("--trust-remote-code", **TRUST_OPTION)
     add("--average", **AVERAGE_OPTION)
     return parser.parse_args(argv)
 
@@ -289,7 +294,7 @@ def main(argv: Sequence[str]) -> int:
         else:
             dtype = getattr(torch, args.dtype) if args.dtype else None
             options = {"file_bytes": args.max_shard_size, "tokenizer": args.tokenizer}
-            options["average"] = args.average
+            options |= {"average": args.average, "trust_remote_code": args.trust_remote_code}
             messages = to_hf(args.source, args.output, dtype=dtype, **options)
     except (ConfigError, InputError, SaveFailed) as error:
         print(f"titan convert: {error}", file=sys.stderr)

@@ -20,7 +20,7 @@ from titan.checkpoint import huggingface
 from titan.checkpoint.storage import Location
 from titan.checks.rules import check_to_run
 from titan.config.layout import AXES, Layout
-from titan.config.options import command_parser, positive, whole
+from titan.config.options import TRUST_OPTION, command_parser, positive, whole
 from titan.config.plug_ins import load_plug_ins
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
@@ -88,6 +88,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         extension.add_options(parser)
     add("--batch-size", type=positive, default=8, metavar="B", help="rows of a rank; default: 8")
     add("--tokenizer", **TOKENIZER_OPTION)
+    add("--trust-remote-code", **TRUST_OPTION)
     add("--json", type=Path, metavar="FILE", help="also write the figures there")
     args, overrides = parser.parse_known_args(argv)
     return args, [override.removeprefix("--") for override in overrides]
@@ -108,7 +109,12 @@ class Weights(NamedTuple):
 
 
 def find_weights(
-    where: Location, overrides: Sequence[str], *, tokenizer: str, world_size: int
+    where: Location,
+    overrides: Sequence[str],
+    *,
+    tokenizer: str,
+    world_size: int,
+    trust_remote_code: bool = False,
 ) -> Weights:
     """Find the weights of a folder.
 
@@ -118,6 +124,7 @@ def find_weights(
         overrides: overrides of the job's keys, such as "training.seq_len=128".
         tokenizer: as for `find_checkpoint`.
         world_size: number of ranks.
+        trust_remote_code: as for `find_checkpoint`.
 
     Raises:
         InputError: the folder cannot be read.
@@ -128,7 +135,7 @@ def find_weights(
         training = run.training.model_copy(update={"seq_len": hf_length(where)})
         run = run.model_copy(update={"training": training})
     else:
-        run, step = find_checkpoint(where, tokenizer=tokenizer)
+        run, step = find_checkpoint(where, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
     require_text(run)
     # The model and its text are the run's, but not the training: one process can score a model of many ranks.
     keys = {
@@ -232,7 +239,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     split_tasks(args)  # mistakes are reported before the ranks start
     if args.json and not args.json.absolute().parent.is_dir():
         raise DataError(f"--json {args.json}: there is no such folder")
-    weights = find_weights(args.folder, overrides, tokenizer=args.tokenizer, world_size=world_size)
+    weights = find_weights(
+        args.folder,
+        overrides,
+        tokenizer=args.tokenizer,
+        world_size=world_size,
+        trust_remote_code=args.trust_remote_code,
+    )
     if args.average:
         require_average(weights.where)
     if is_hf_folder(weights.where) and (is_launcher or "RANK" not in os.environ):

@@ -29,7 +29,7 @@ from titan.checkpoint.storage import Location
 from titan.checkpoint.tensors import reason
 from titan.config.errors import COMMAND_LINE, ConfigError, Problem
 from titan.config.model import family, model_config
-from titan.config.options import positive
+from titan.config.options import TRUST_OPTION, positive
 from titan.config.schema import JobConfig
 from titan.config.task import predicts_tokens
 from titan.data import DataError
@@ -67,6 +67,7 @@ def load_model(
     tokenizer: str = "",
     dtype: str = "float32",
     average: bool = False,
+    trust_remote_code: bool = False,
 ) -> tuple[nn.Module, Tokenizer, Location]:
     """Load a model on a device.
 
@@ -78,20 +79,23 @@ def load_model(
         tokenizer: as for `find_checkpoint`.
         dtype: dtype of the weights.
         average: whether to load the average of the weights, which the step must hold.
+        trust_remote_code: as for `find_checkpoint`.
 
     Returns:
         The model, its tokenizer, and the step or folder.
     """
-    config, step = _find(where, tokenizer)
+    config, step = _find(where, tokenizer, trust_remote_code=trust_remote_code)
     opened = _open_tokenizer(config)  # before the weights, which take longer
     return _load(config, step, device=device, dtype=dtype, average=average), opened, step
 
 
-def _find(where: Location, tokenizer: str) -> tuple[JobConfig, Location]:
+def _find(
+    where: Location, tokenizer: str, *, trust_remote_code: bool
+) -> tuple[JobConfig, Location]:
     """Return the job of a checkpoint or a Hugging Face folder, and the step or folder."""
     if is_hf_folder(where):
         return hf_job(where, tokenizer=tokenizer), where
-    return find_checkpoint(where, tokenizer=tokenizer)
+    return find_checkpoint(where, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
 
 
 def _open_tokenizer(config: JobConfig) -> Tokenizer:
@@ -306,6 +310,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--top-p", type=float, default=1.0, help=help_)
     add("--seed", type=int, default=0)
     add("--tokenizer", **TOKENIZER_OPTION)
+    add("--trust-remote-code", **TRUST_OPTION)
     help_ = "processes that share the model by tensor parallelism; default: 1"
     add("--nproc", type=positive, default=1, metavar="N", help=help_)
     add("--device", default="", help="cpu, cuda, ...; default: an accelerator if there is one")
@@ -393,7 +398,8 @@ def _draw(config: JobConfig, step: Location, args: argparse.Namespace, **options
 
 
 def _answer(args: argparse.Namespace, device: torch.device) -> None:
-    config, step = _find(args.checkpoint, args.tokenizer)
+    trusts = args.trust_remote_code
+    config, step = _find(args.checkpoint, args.tokenizer, trust_remote_code=trusts)
     dtype = args.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     options = {"device": device, "dtype": dtype, "average": args.average}
     if args.output:

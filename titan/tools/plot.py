@@ -48,6 +48,8 @@ def main(argv: list[str] | None = None) -> int:
     runs = dict(zip(run_names(folders), map(read_metrics, files), strict=True))
     starts = [read_starts(file.with_name("events.jsonl")) for file in files]
     output = arguments.output or files[0].with_name("curves.png")
+    if not arguments.output and output.is_symlink():
+        output.unlink()  # rather than write to where the author of the folder points
     try:
         draw(runs, starts, output=output, x=arguments.x)
     except OSError as error:
@@ -77,7 +79,7 @@ def read_metrics(file: Path) -> list[Row]:
 
 def read_starts(file: Path) -> list[Row]:
     """Read the events after which a run continued from a checkpoint. A missing file has none."""
-    with suppress(OSError):
+    with suppress(InputError):
         return [row for row in read_rows(file) if str(row.get("event")) in MARKS]
     return []
 

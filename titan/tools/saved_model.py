@@ -25,12 +25,13 @@ from titan.checkpoint.manifest import NAME as MANIFEST
 from titan.checkpoint.saved import read_metadata
 from titan.checkpoint.storage import Location, as_location, join, storage_of
 from titan.config.errors import ConfigError
-from titan.config.load import load_config
+from titan.config.load import load_config, print_warnings
+from titan.config.permissions import without_permissions
 from titan.config.schema import CheckpointSection, JobConfig
 from titan.config.task import reads_text
 from titan.data import DataError
 from titan.data.tokenizer import Tokenizer, open_tokenizer
-from titan.data.tokenizer_files import with_tokenizer
+from titan.data.tokenizer_files import tokenizer_path, with_tokenizer
 
 LOCATION_OPTION: dict[str, Any] = {
     "type": as_location,
@@ -47,17 +48,44 @@ TOKENIZER_OPTION: dict[str, Any] = {
 }
 
 
-def find_checkpoint(where: Location, *, tokenizer: str = "") -> tuple[JobConfig, Location]:
-    """Find the job and the checkpoint of a location.
+def find_checkpoint(
+    where: Location, *, tokenizer: str = "", trust_remote_code: bool = False
+) -> tuple[JobConfig, Location]:
+    """Find the job and the checkpoint of a location. The job has no permissions (titan/config/permissions.py).
 
     Args:
         where: a run folder or a folder of checkpoints, which stand for the newest whole step;
             or a step.
         tokenizer: path of a tokenizer for the job; "": the copy in the run folder or, without a
             copy, the job's.
+        trust_remote_code: obey model.trust_remote_code of the job.
 
     Returns:
         The job and the step.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or missing, or its tokenizer is elsewhere.
+    """
+    saved, run, step = find_saved(where)
+    granted = ["model.trust_remote_code"] * trust_remote_code + ["tokenizer.path"] * bool(tokenizer)
+    asked = with_tokenizer(saved, run=run, path=tokenizer)
+    folder = run or (step if isinstance(step, Path) else None)
+    config, lost = without_permissions(asked, run=folder, granted=granted)
+    if reads_text(config) and tokenizer_path(asked) != tokenizer_path(config):
+        # Another tokenizer would give other text without a word.
+        key = "tokenizer.path" if asked.tokenizer.path else "model.hf_assets_path"
+        raise CheckpointError(str(lost[key].problem))
+    # The other keys are of training, and no tool reads them here.
+    spoken = ("model.trust_remote_code", "tokenizer.chat_template")
+    print_warnings(str(loss.problem) for key, loss in lost.items() if key in spoken)
+    return config, step
+
+
+def find_saved(where: Location) -> tuple[JobConfig, Path | None, Location]:
+    """Find the checkpoint of a location, and the job as it was saved, to describe it or to copy it.
+
+    Returns:
+        The job with its permissions, its run folder, if there is one, and the step.
 
     Raises:
         CheckpointError: the checkpoint is damaged or missing.
@@ -69,6 +97,9 @@ def find_checkpoint(where: Location, *, tokenizer: str = "") -> tuple[JobConfig,
         if (run / "config.toml").is_file():
             config, run_dir = load_config(run / "config.toml"), run
             if run == where:
+                _, lost = without_permissions(config, run=run)
+                if "checkpoint.folder" in lost:
+                    raise CheckpointError(str(lost["checkpoint.folder"].problem))
                 folder = CheckpointManager(config.checkpoint, run_dir=run).folder
             break
     manager = CheckpointManager(
@@ -83,7 +114,7 @@ def find_checkpoint(where: Location, *, tokenizer: str = "") -> tuple[JobConfig,
         raise CheckpointError(
             f"{folder} holds no checkpoint; name a run folder (with a config.toml) or a step of it"
         )
-    return with_tokenizer(config or _config_within(step), run=run_dir, path=tokenizer), step
+    return config or _config_within(step), run_dir, step
 
 
 def require_text(config: JobConfig) -> None:
@@ -135,12 +166,18 @@ def load_text(text: str, *, name: str, overrides: Iterable[str] = ()) -> JobConf
         file.write(text.encode())
         file.flush()
         try:
-            return load_config(file.name, overrides=overrides)
+            config = load_config(file.name, overrides=overrides)
         except ConfigError as error:
             raise ConfigError(
                 replace(problem, file=name) if problem.file == file.name else problem
                 for problem in error.problems
             ) from None
+    places = config.source_map
+    places.file = name
+    for key, place in places.locations.items():
+        if place.file == file.name:
+            places.locations[key] = replace(place, file=name)
+    return config
 
 
 def is_hf_folder(where: Location) -> bool:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 from pydantic import Field
 
-from titan.config.base import NonNegative, Positive, Section
+from titan.config.base import NonNegative, Permission, Positive, Section
 
 if TYPE_CHECKING:
     from titan.config.schema import JobConfig
@@ -23,7 +23,7 @@ class GroupsSection(Section):
     """Number of this group, from 0. `titan train --elastic` sets it."""
     min_replicas: Positive = 1
     """Groups without which no step is made: fewer wait for the others."""
-    lighthouse: str = ""
+    lighthouse: Annotated[str, Permission("network")] = ""
     """Address of torchft's lighthouse, such as "http://node0:29510", or the absolute path of a file that holds
     it and is read again while nobody answers. Empty: the variable TORCHFT_LIGHTHOUSE."""
     healing_timeout_seconds: Positive = 600

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from titan.config.options import command_parser, positive, whole
+from titan.config.options import TRUST_OPTION, command_parser, positive, whole
 from titan.observe.sinks import require
 from titan.sim.report.text import require_writable
 from titan.untrusted import InputError, read_json
@@ -48,12 +48,15 @@ def main(argv: list[str] | None = None) -> int:
     add("--seed", type=whole, default=0, help="seed of the draws; default: 0")
     add("--out", type=Path, metavar="FILE.json", help="write the law, for `titan budget`")
     add("--plot", type=Path, metavar="FILE.png", help="draw losses over FLOPs, and what the law leaves")  # fmt: skip
+    add("--trust-remote-code", **TRUST_OPTION)
     options = parser.parse_args(sys.argv[1:] if argv is None else argv)
     require("scipy", extra="scaling", asked_by="titan scaling")
     if options.plot:
         require("matplotlib", extra="plot", asked_by="--plot")
     require_writable(options, "out", "plot")
-    runs, shared = reading.read(options.runs, total=options.total)
+    runs, shared = reading.read(
+        options.runs, total=options.total, trust_remote_code=options.trust_remote_code
+    )
     kept, left = (runs[:-options.leave_out], runs[-options.leave_out :]) if options.leave_out else (runs, [])  # fmt: skip
     reading.require_enough(kept, left_out=len(left))
     if left:

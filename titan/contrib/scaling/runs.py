@@ -11,6 +11,7 @@ from typing import Any
 
 from titan.config.load import load_config
 from titan.config.model import model_config
+from titan.config.permissions import without_permissions
 from titan.config.schema import JobConfig
 from titan.observe.rows import final_loss, number, read_rows, runs_near
 from titan.untrusted import InputError, printable, read_text
@@ -27,12 +28,15 @@ _COLUMNS = {
 }
 
 
-def read(paths: Sequence[Path], *, total: bool = False) -> tuple[list[Run], dict[str, Any]]:
+def read(
+    paths: Sequence[Path], *, total: bool = False, trust_remote_code: bool = False
+) -> tuple[list[Run], dict[str, Any]]:
     """Read runs, sorted by their FLOPs, and what all of them were trained on.
 
     Args:
         paths: Run folders, folders of run folders, or one CSV file.
         total: Count all parameters of a model with experts, and not those of a token.
+        trust_remote_code: Obey model.trust_remote_code of the runs' jobs.
 
     Raises:
         InputError: A file is wrong, or runs differ in text or tokenizer.
@@ -41,7 +45,8 @@ def read(paths: Sequence[Path], *, total: bool = False) -> tuple[list[Run], dict
         runs, shared = _of_csv(paths[0]), {}
     else:
         folders = {folder.resolve() for path in paths for folder in _folders(path)}
-        found = [_of_folder(folder, total=total) for folder in sorted(folders)]
+        granted = ["model.trust_remote_code"] * trust_remote_code
+        found = [_of_folder(folder, total=total, granted=granted) for folder in sorted(folders)]
         shared = _shared([about for _, about in found])
         runs = [run for run, _ in found]
     return sorted(runs, key=lambda run: run.flops), shared
@@ -75,10 +80,11 @@ def _folders(path: Path) -> list[Path]:
     raise InputError(f"titan scaling: {path}: no run, and no folder of runs{hint}")
 
 
-def _of_folder(folder: Path, *, total: bool) -> tuple[Run, dict[str, Any]]:
+def _of_folder(folder: Path, *, total: bool, granted: Sequence[str]) -> tuple[Run, dict[str, Any]]:
     """Return a run, and the settings that all runs must share."""
     config = load_config(folder / "config.toml")
-    sizes: Any = model_config(config.model)
+    obeyed, _ = without_permissions(config, run=folder, granted=granted)
+    sizes: Any = model_config(obeyed.model)
     rows = [row for row in read_rows(folder / "metrics.jsonl") if number(row.get("tokens"))]
     # A run may have been stopped early on the schedule of a whole one.
     steps = max(config.training.steps, config.lr_scheduler.total_steps or 0)

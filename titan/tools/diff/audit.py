@@ -22,11 +22,14 @@ from titan.checkpoint.storage import Location, as_location, join
 from titan.checks.rules import check_to_run, load_to_run, resolve_layout
 from titan.commands import summary_of
 from titan.config.errors import ConfigError
-from titan.config.load import load_config, load_from_argv
-from titan.config.options import command_parser, positive
+from titan.config.keys import field_at
+from titan.config.load import load_config, load_from_argv, print_warnings
+from titan.config.options import TRUST_OPTION, command_parser, positive
+from titan.config.permissions import Loss, permission_of, without_permissions
 from titan.config.phases import phases_of
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
+from titan.data.tokenizer_files import with_tokenizer
 from titan.observe.recorded import FOLDER, RecordedStep, read_steps
 from titan.observe.rows import Row, number, read_rows
 from titan.observe.run_log import read_events
@@ -54,6 +57,7 @@ _OFF = (
     *(*RECORDS, "checkpoint.load_only", "checkpoint.create_seed_checkpoint"),
     *("checkpoint.last_save_model_only", "checkpoint.last_save_in_hf"),
 )
+_REPLACED = ("job.dump_folder", "metrics.enable_wandb")
 _SHOWN = 8
 
 
@@ -135,7 +139,7 @@ class Audit:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command. Return 0 if the records of the run are equal but for rounding, else 1."""
-    usage = "RUN --step N [--KEY=VALUE ...] [--nproc M] [--json FILE]"
+    usage = "RUN --step N [--KEY=VALUE ...] [--nproc M] [--trust-remote-code] [--json FILE]"
     parser = command_parser("audit", usage, summary=summary_of("audit"))
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     about = "the step to compute again, from the newest checkpoint before it"
@@ -143,7 +147,9 @@ def main(argv: Sequence[str]) -> int:
     about = "ranks; default: those of the run, or the next larger number that the layout fits"
     parser.add_argument("--nproc", type=positive, metavar="M", help=about)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON")
+    parser.add_argument("--trust-remote-code", **TRUST_OPTION)
     options, keys = parser.parse_known_args(argv)
+    keys += ["--model.trust_remote_code=true"] * options.trust_remote_code
     check_place(options.json)
     found = audit(options.run, options.step, keys=keys, nproc=options.nproc)
     print("\n".join(found.lines()))
@@ -158,15 +164,26 @@ def audit(run: Path, step: int, *, keys: Sequence[str] = (), nproc: int | None =
     Args:
         run: run folder.
         step: the step.
-        keys: "--section.key=value", such as another layout.
+        keys: "--section.key=value", such as another layout, or a permission that the run's job needs.
         nproc: ranks. None: those of the run, or the next larger number that the layout fits.
 
     Raises:
         InputError: the folder is no run, or has no records of the step.
+        ConfigError: the run's job needs permissions that the keys do not give.
     """
     if not (run / "config.toml").is_file():
         raise InputError(f"{run} is no run folder: it has no config.toml")
-    config = load_config(run / "config.toml")
+    granted, written = _granted(keys), load_config(run / "config.toml")
+    config = load_config(run / "config.toml", overrides=granted.values())
+    is_same_job = {*keys} <= {*granted.values()} and config == written
+    config = with_tokenizer(config, run=run)  # its copy
+    config, lost = without_permissions(
+        config, run=run, granted=[*granted, *_REPLACED], takes_keys=True
+    )
+    if "checkpoint.folder" in lost:  # only a part of what is asked below, which may need it
+        raise ConfigError([lost["checkpoint.folder"].problem])
+    # It says where the run's checkpoints are. Those of the recomputation are elsewhere.
+    keys = [key for key in keys if not key.startswith("--checkpoint.folder=")]
     named = config.checkpoint.folder
     folder = as_location(named) if "://" in named else run / named
     saved = {n: join(folder, f"step-{n}") for n in list_steps(folder)}
@@ -176,6 +193,11 @@ def audit(run: Path, step: int, *, keys: Sequence[str] = (), nproc: int | None =
         lacks = f"neither a row of metrics nor a checkpoint of step {step}"
         raise InputError(f"{run} has {lacks}; the last steps that have: {known}")
     bases = [n for n in sorted(saved, reverse=True) if n < step and _is_start(saved[n])]
+    if bases:  # the recomputation begins from one of them
+        lost.pop("checkpoint.initial_load_path", None)
+    if config.tokenizer.path and (bases or not config.checkpoint.initial_load_in_hf):
+        lost.pop("model.hf_assets_path", None)  # nothing is read there
+    _require_permissions(lost)
     found = Audit(step, since=bases[0] if bases else 0)
     config = _job(config, original, saved[bases[0]] if bases else None, step)
     with tempfile.TemporaryDirectory(prefix="titan-audit-") as place:
@@ -194,8 +216,8 @@ def audit(run: Path, step: int, *, keys: Sequence[str] = (), nproc: int | None =
         first = compute("first")
         # The job and the facts of a run folder are those of its last start.
         starts = [e for e in read_events(run / "events.jsonl") if e["event"] == "resume"]
-        is_last = all(start.get("step", 0) < step for start in starts)
-        found.is_same = not keys and is_last and first.facts == original.facts
+        is_last = all((number(start.get("step")) or 0) < step for start in starts)
+        found.is_same = is_same_job and is_last and first.facts == original.facts
         _compare(found, original, first, None)
         if found.equal_bits:
             return found
@@ -206,6 +228,24 @@ def audit(run: Path, step: int, *, keys: Sequence[str] = (), nproc: int | None =
         found = Audit(step, since=found.since, is_same=found.is_same, equal_bits=False)
         _compare(found, original, first, again)
         return found
+
+
+def _granted(keys: Sequence[str]) -> dict[str, str]:
+    """Return those of the command line's `--key=value` that are permissions, by key."""
+    given = {key.lstrip("-").partition("=")[0]: key for key in keys}
+    fields = {name: field_at(tuple(name.split("."))) for name in given}
+    return {name: given[name] for name, field in fields.items() if field and permission_of(field)}
+
+
+def _require_permissions(lost: Mapping[str, Loss]) -> None:
+    """Print the keys that a job lost and that only say where files are written.
+
+    Raises:
+        ConfigError: without another key, the job would compute something else.
+    """
+    if needed := [loss.problem for loss in lost.values() if loss.permission.to != "write"]:
+        raise ConfigError(needed)
+    print_warnings(str(loss.problem) for loss in lost.values())
 
 
 def _is_start(saved: Location) -> bool:
