@@ -64,20 +64,23 @@ class _Underivable(ValueError):
     """Module without a style. The message names it."""
 
 
-def derive_plan(model: Any, parts: list[Part], given: dict[str, str]) -> tuple[dict[str, str], str]:
+def derive_plan(
+    model: Any, parts: list[Part], given: dict[str, str], *, whole_heads: bool = False
+) -> tuple[dict[str, str], str]:
     """Return the style of each module by pattern, and the reason why there is no plan, or "".
 
     Args:
         model: the `TransformersModel`.
         parts: modules and their calls, of the forward pass on meta.
         given: styles of [model.plan], which take precedence.
+        whole_heads: each rank computes all heads of attention, from all columns of its matrices.
 
     Raises:
         WrongKeyError: `given` names no module, or no style.
     """
     _check_given(model, given)
     try:
-        styles = _Plan(model, parts, given).styles()
+        styles = _Plan(model, parts, given, whole_heads=whole_heads).styles()
     except _Underivable as error:
         return {}, str(error)
     return {**given, **_by_pattern(styles)}, ""
@@ -110,8 +113,10 @@ def _near(word: str, known: list[str]) -> str:
 class _Plan:
     """Derivation of one model's plan."""
 
-    def __init__(self, model: Any, parts: list[Part], given: dict[str, str]) -> None:
-        self.model, self.given = model, given
+    def __init__(
+        self, model: Any, parts: list[Part], given: dict[str, str], *, whole_heads: bool
+    ) -> None:
+        self.model, self.given, self.whole_heads = model, given, whole_heads
         self.parts = {part.name: part for part in parts}
         theirs = dict(getattr(model.base, "_tp_plan", None) or {}) or {}
         theirs = dict(model.base.config.base_model_tp_plan or theirs or {})
@@ -264,6 +269,7 @@ class _Plan:
         shares_heads = call is not None and call.kv_heads < call.heads
         is_fused = any(self.parts[n].is_cut for n in columns if n in self.parts)
         is_fused = is_fused or (shares_heads and bool(columns & queries & keys))
+        is_fused = is_fused or (attends and self.whole_heads)
         if not attends:  # their plan may say more than the cuts
             is_fused |= any(self._their_style(n) == "colwise_gather_output" for n in inside)
         number = (
