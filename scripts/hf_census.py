@@ -210,9 +210,9 @@ def line_of(kind: str, rows: dict[str, dict[str, Any]]) -> tuple[str, bool]:
         names = ", ".join(dict.fromkeys(name for _, name in places))
         sizes = ", ".join(sorted({v for v, _ in places}))
         of = f" (sizes {sizes})" if len(sizes) < len(", ".join(rows)) else ""
-        notes.append(f"{names}{of}: {text}")
+        notes.append(f"{names}{of}: {_cell(text, 140)}")
     good = sum(map(holds, rows.values()))
-    line = f"| `{families()[kind]}` | {good} of {len(rows)} | {' | '.join(cells)} | {_cell('; '.join(notes))} |"
+    line = f"| `{families()[kind]}` | {good} of {len(rows)} | {' | '.join(cells)} | {'; '.join(notes)} |"
     return line, good == len(rows)
 
 
@@ -280,8 +280,9 @@ def _mapping() -> dict[str, Any]:
     return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "/").split())[:200]
+def _cell(text: str, longest: int = 200) -> str:
+    text = " ".join(text.replace("|", "/").split())
+    return text if len(text) <= longest else f"{text[: longest - 4]} ..."
 
 
 def save(results: dict[str, Any], file: Path) -> None:

@@ -265,6 +265,11 @@ class _Plan:
             for n, m in inside.items()
             if self._their_style(n) in COLUMNS and isinstance(m, nn.Linear)
         }
+        rows = {
+            n
+            for n, m in inside.items()
+            if self._their_style(n) in ROWS and isinstance(m, nn.Linear)
+        }
         # Of a fused matrix, a rank's columns would be parts of different things.
         shares_heads = call is not None and call.kv_heads < call.heads
         is_fused = any(self.parts[n].is_cut for n in columns if n in self.parts)
@@ -277,10 +282,8 @@ class _Plan:
         )
         gather = "gather_whole" if is_fused else "gather_heads"
         self._put(name, gather if own_parameters else "gather_input")
-        for inner, part_module in inside.items():
-            if inner == name:
-                continue
-            style, part = self._their_style(inner), self.parts.get(inner)
+        for inner in (n for n in inside if n != name):
+            part = self.parts.get(inner)
             if part is None or part.input is None:
                 self._put(inner, None)
                 continue
@@ -292,7 +295,7 @@ class _Plan:
             elif inner in columns:
                 is_shared = shares_heads and inner in keys | values and inner not in queries
                 self._put(inner, f"kv_colwise{number}" if is_shared else "colwise")
-            elif style in ROWS and isinstance(part_module, nn.Linear):
+            elif inner in rows:
                 self._put(inner, "rowwise_split" if is_fused else "rowwise")
             elif not is_fused and self._is_width_norm(part, columns):
                 is_of_keys = shares_heads and bool({*part.sources} & (keys | values))
@@ -301,8 +304,9 @@ class _Plan:
                 # All ranks have the one key/value head.
                 is_whole = is_of_keys and parts == 1
                 self._put(inner, "partial" if is_whole else f"width_norm:{parts}")
-            else:
-                self._put(inner, "replicated" if is_fused else "partial")
+            else:  # after the last matrix, a rank has its own tokens
+                is_whole = is_fused and not rows & part.sources.keys()
+                self._put(inner, "replicated" if is_whole else "partial")
 
     def _is_width_norm(self, part: Part, columns: set[str]) -> bool:
         """Return whether a module normalizes over all channels that the ranks share, of split matrices or of attention."""

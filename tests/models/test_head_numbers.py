@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.models.stablelm import modeling_stablelm
 
 from tests.support import hf_families, hf_sizes
 from tests.support.hf_families import is_equal, job_of, overrides_of
@@ -55,6 +56,28 @@ def test_a_layout_equals_transformers(
     kind: str, change: dict[str, Any], degrees: dict[str, int], pool: Pool
 ) -> None:
     found = pool.run(hf_families.num_ranks(degrees), row_with, kind, change, degrees)[0]
+    assert is_equal(found), found
+
+
+def with_a_norm_after_the_last_matrix() -> str:
+    """Run on each rank: StableLM with a norm of the output of attention, inside of its module."""
+    kind: Any = modeling_stablelm.StableLmAttention
+    init, forward = kind.__init__, kind.forward
+
+    def begin(self: Any, *args: Any, **keys: Any) -> None:
+        init(self, *args, **keys)
+        self.after = nn.LayerNorm(self.hidden_size)
+
+    def run(self: Any, *args: Any, **keys: Any) -> Any:
+        output, weights = forward(self, *args, **keys)
+        return self.after(output), weights
+
+    kind.__init__, kind.forward = begin, run
+    return row_with("stablelm", {}, {"tp": 2})
+
+
+def test_gradients_of_each_ranks_own_tokens_are_added_up(pool: Pool) -> None:
+    found = pool.run(2, with_a_norm_after_the_last_matrix)[0]
     assert is_equal(found), found
 
 
