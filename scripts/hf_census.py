@@ -1,10 +1,11 @@
 """Compare transformers' causal language models on titan's layouts with transformers alone.
 
     python scripts/hf_census.py --write docs/zoo.md     # all families: the page, for the transformers that is installed
+    python scripts/hf_census.py --missing --minutes 30  # what has no result yet, for half an hour
     python scripts/hf_census.py qwen3 phi3 -v           # some of them, with each gradient that differs
-    python scripts/hf_census.py qwen3 --read FILE --json FILE --write docs/zoo.md   # once more, into the results of an earlier run
+    python scripts/hf_census.py --columns "" --write docs/zoo.md   # the page alone
 
-Each family is made small. Its reference is transformers' own model with its own attention, masks and experts, in one process. Each
+The results are in docs/zoo.json, which is written after each family. Each family is made small, in three ways. Its reference is transformers' own model with its own attention, masks and experts, in one process. Each
 layout takes three steps of AdamW on gloo ranks, and its loss, each gradient of the first step and each updated weight are compared
 with the reference's. `resumed`, `exported`: a checkpoint of another layout, and a Hugging Face folder there and back. `speed`: the
 simulator, on the sizes that the class has by default.
@@ -17,6 +18,7 @@ import json
 import os
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,9 +31,60 @@ warnings.filterwarnings("ignore")
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.support.hf_families import LAYOUTS, PROOFS, families, is_equal, row_of  # noqa: E402
+from tests.support.hf_families import LAYOUTS, PROOFS, is_equal, row_of  # noqa: E402
+from tests.support.hf_sizes import SETTINGS, families  # noqa: E402
 from tests.support.ranks import Pool  # noqa: E402
 
+RESULTS = ROOT / "docs/zoo.json"
+VARIANTS = ("0", "1", "2")
+TEMPLATE = """\
+# The zoo
+
+Causal language models of transformers {version} as `model.name = "transformers"`. The results are in zoo.json, and
+`python scripts/hf_census.py --missing --minutes 30 --write docs/zoo.md` runs what it lacks and writes this page. For another version of
+transformers, install it and leave out `--missing` (some hours on two idle cores).
+
+**{whole} classes are equal in all columns, and {some} in some.** The other {refused} are refused. A class counts once:
+{shares} more model types share one of them (InternLM 3 is a `LlamaForCausalLM`).
+
+Each class is made small in three ways, and trains three steps of AdamW in fp32 on each layout. A cell is the largest relative difference of a
+loss, a gradient of the first step or an updated weight from transformers alone, with its own attention and experts, in one
+process. At most 1e-5 is equal. `draw 2`: with other weights and tokens, since rounding flipped a ReLU or the choice of an expert
+with the first ones.
+
+- **sizes**: with how many sizes the class is equal in all columns, of how many that were run. Sizes 0 are the same for all classes. Sizes 1 and
+  2 are drawn by the name of the class: 4 or 8 query heads and 1 to 8 for keys and values, another head_dim, 4 to 6 layers, of different
+  kinds where the class has them, 4 or 6 experts, tied embeddings, biases, a vocabulary of 131. Of the classes that are equal, {thrice} were run with
+  all three.
+- **PP** is run with untied embeddings: titan refuses tied ones.
+- **resumed**: two steps on FSDP2 (with EP, if there are experts), and the third from titan's checkpoint on TP+SP (on CP where TP+SP is
+  refused). It is compared with the third step of one process that was not interrupted.
+- **exported**: a folder that transformers wrote is read on FSDP2 x TP, saved as titan's checkpoint, loaded and exported. `equal`: the same
+  names, each tensor the same bits, the same config.json, and transformers misses nothing.
+- **notes**: settings that the class needs in its config.json (its default config has others, and `titan check` refuses them), and why a
+  column is not equal.
+
+| class | sizes | {columns} | notes |
+|{rule}
+{lines}
+
+## Sizes and speed
+
+With the sizes that a class has by default, simulated: FSDP2 on {ranks} H100 (`--hardware {hardware}`), bf16, selective recomputation, one sequence
+of {tokens} tokens a GPU, or of the model's maximum if that is less. A sequence a GPU is little work: many of them run faster.
+
+| class | parameters (active) | tokens/s | GiB of a GPU | |
+|---|--:|--:|--:|---|
+{speeds}
+
+## Refused
+
+With the default config of the class.
+
+| model type | reason |
+|---|---|
+{reasons}
+"""
 RANKS, TOKENS, HARDWARE = 8, 4096, "h100-sxm"
 # The formula is within a fifth of the simulator: with more, the simulator need not look.
 MOST_GIB = 100
@@ -102,72 +155,105 @@ def _limit(seconds: int) -> Iterator[None]:
         signal.alarm(0)
 
 
+def is_missing(row: dict[str, Any], name: str) -> bool:
+    """Return whether a column of a class was not run and can be."""
+    return name not in row and (name != "EP" or bool(row.get("experts", 1)))
+
+
+def is_built(row: dict[str, Any]) -> bool:
+    """Return whether titan builds a class, with the sizes of a row."""
+    return not row.keys() & {"refused", "error", "reference"}
+
+
+def holds(row: dict[str, Any]) -> bool:
+    """Return whether a class is equal in all columns, with the sizes of a row."""
+    names = [n for n in (*LAYOUTS, *PROOFS) if n in row or is_missing(row, n)]
+    return is_built(row) and all(is_equal(row.get(n, "not run")) for n in names)
+
+
+def is_whole(row: dict[str, Any]) -> bool:
+    """Return whether all columns of a class were run, with the sizes of a row."""
+    return not is_built(row) or not any(is_missing(row, n) for n in (*LAYOUTS, *PROOFS))
+
+
+def line_of(kind: str, rows: dict[str, dict[str, Any]]) -> tuple[str, bool]:
+    """Return the line of a class in the table, and whether it is equal in all columns with all sizes that were run.
+
+    Args:
+        kind: model type.
+        rows: results with each variant of the sizes that was run.
+    """
+    cells, why = [], {}
+    for name in (*LAYOUTS, *PROOFS):
+        texts = {v: row.get(name, "not run") for v, row in rows.items() if is_built(row)}
+        texts = {v: t for v, t in texts.items() if t != "not run" or is_missing(rows[v], name)}
+        for variant, text in texts.items():
+            if not is_equal(text):
+                why.setdefault(text.removeprefix("refused: "), []).append((variant, name))
+        if not texts:
+            cells.append("-")
+        elif all(map(is_equal, texts.values())):
+            cells.append(
+                max(
+                    texts.values(),
+                    key=lambda text: float(text.split(",")[0]) if text != "equal" else 0,
+                )
+            )
+        else:
+            cells.append("no")
+    for variant, row in rows.items():
+        if not is_built(row):
+            text = row.get("refused") or row.get("error") or row.get("reference")
+            why.setdefault(text, []).append((variant, "all"))
+    notes = [f"{key} = {json.dumps(value)}" for key, value in SETTINGS.get(kind, {}).items()]
+    for text, places in why.items():
+        names = ", ".join(dict.fromkeys(name for _, name in places))
+        sizes = ", ".join(sorted({v for v, _ in places}))
+        of = f" (sizes {sizes})" if len(sizes) < len(", ".join(rows)) else ""
+        notes.append(f"{names}{of}: {_cell(text, 140)}")
+    good = sum(map(holds, rows.values()))
+    line = f"| `{families()[kind]}` | {good} of {len(rows)} | {' | '.join(cells)} | {'; '.join(notes)} |"
+    return line, good == len(rows)
+
+
 def page(results: dict[str, Any]) -> str:
     """Return docs/zoo.md: families that train on every layout, on some, and on none, with the reasons."""
     import transformers
 
-    names = [*LAYOUTS, *PROOFS]
     known = families()
-    lines, sizes, refused, counts = [], [], [], {"all": 0, "some": 0}
-    for kind in sorted(results.keys() & known.keys()):
-        row = results[kind]
-        why = row.get("refused") or row.get("error") or row.get("reference")
-        if why:
+    lines, speeds, refused, some, whole = [], [], [], 0, []
+    for kind in sorted(kind for kind in known if "0" in results.get(kind, {})):
+        found = results[kind]
+        first = found["0"]
+        if not is_built(first):
+            why = first.get("refused") or first.get("error") or first.get("reference")
             refused.append(f"| `{kind}` | {_cell(why)} |")
             continue
-        cells, notes = [], []
-        for name in names:
-            text = row.get(name, "not run")
-            lacks = text == "not run" and name == "EP" and not row.get("experts")
-            cells.append(text if is_equal(text) else "-" if lacks else "no")
-            if cells[-1] == "no":
-                notes.append(f"{name}: {text.removeprefix('refused: ')}")
-        counts["some" if notes else "all"] += 1
-        note = _cell("; ".join(dict.fromkeys(notes)))
-        lines.append(f"| `{known[kind]}` | {' | '.join(cells)} | {note} |")
-        sizes.append(_sizes_line(known[kind], row.get("speed", {})))
-    shares = len(_mapping()) - len(known)
-    return "\n".join(
-        [
-            "# The zoo",
-            "",
-            f'Causal language models of transformers {transformers.__version__} as `model.name = "transformers"`. For another version, install it and run',
-            "`python scripts/hf_census.py --write docs/zoo.md`, which writes this page (about an hour on two idle cores).",
-            "",
-            f"**{counts['all']} classes are equal in all columns, and {counts['some']} in some.** The other {len(refused)} are refused. A class counts once:",
-            f"{shares} more model types share one of them (InternLM 3 is a `LlamaForCausalLM`).",
-            "",
-            "Each class is made small, and trains three steps of AdamW in fp32 on each layout. A cell is the largest relative difference of a",
-            "loss, a gradient of the first step or an updated weight from transformers alone, with its own attention and experts, in one",
-            "process. At most 1e-5 is equal. `draw 2`: with other weights and tokens, since rounding flipped a ReLU or the choice of an expert",
-            "with the first ones.",
-            "",
-            "- **resumed**: two steps on FSDP2 (with EP, if there are experts), and the third from titan's checkpoint on TP+SP (on CP where TP+SP is",
-            "  refused). It is compared with the third step of one process that was not interrupted.",
-            "- **exported**: a folder that transformers wrote is read on FSDP2 x TP, saved as titan's checkpoint, loaded and exported. `equal`: the same",
-            "  names, each tensor the same bits, the same config.json, and transformers misses nothing.",
-            "",
-            f"| class | {' | '.join(names)} | why not |",
-            "|---|" + "---|" * (len(names) + 1),
-            *lines,
-            "",
-            "## Sizes and speed",
-            "",
-            f"With the sizes that a class has by default, simulated: FSDP2 on {RANKS} H100 (`--hardware {HARDWARE}`), bf16, selective recomputation, one sequence",
-            f"of {TOKENS:,} tokens a GPU, or of the model's maximum if that is less. A sequence a GPU is little work: many of them run faster.",
-            "",
-            "| class | parameters (active) | tokens/s | GiB of a GPU | |",
-            "|---|--:|--:|--:|---|",
-            *sizes,
-            "",
-            "## Refused",
-            "",
-            "| model type | reason |",
-            "|---|---|",
-            *refused,
-            "",
-        ]
-    )
+        rows = {v: found[v] for v in VARIANTS if v in found and (v == "0" or is_whole(found[v]))}
+        line, is_good = line_of(kind, rows)
+        lines.append(line)
+        whole += [len(rows)] if is_good else []
+        some += not is_good
+        speeds.append(_sizes_line(known[kind], found.get("speed", {})))
+    text = TEMPLATE.replace("{columns}", " | ".join([*LAYOUTS, *PROOFS]))
+    text = text.replace("{rule}", "---|" * (len([*LAYOUTS, *PROOFS]) + 3))
+    figures = {
+        "version": transformers.__version__,
+        "whole": len(whole),
+        "thrice": whole.count(len(VARIANTS)),
+        "some": some,
+        "refused": len(refused),
+        "shares": len(_mapping()) - len(known),
+        "ranks": RANKS,
+        "hardware": HARDWARE,
+        "tokens": f"{TOKENS:,}",
+        "lines": "\n".join(lines),
+        "speeds": "\n".join(speeds),
+        "reasons": "\n".join(refused),
+    }
+    for name, value in figures.items():
+        text = text.replace("{" + name + "}", str(value))
+    return text
 
 
 def _sizes_line(architecture: str, row: dict[str, Any]) -> str:
@@ -194,8 +280,15 @@ def _mapping() -> dict[str, Any]:
     return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "/").split())[:200]
+def _cell(text: str, longest: int = 200) -> str:
+    text = " ".join(text.replace("|", "/").split())
+    return text if len(text) <= longest else f"{text[: longest - 4]} ..."
+
+
+def save(results: dict[str, Any], file: Path) -> None:
+    """Write the results, a line for each class."""
+    lines = [f"{json.dumps(k)}: {json.dumps(results[k], sort_keys=True)}" for k in sorted(results)]
+    file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def main() -> None:
@@ -203,44 +296,63 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("families", nargs="*", help="model types; all, if there is no --read")
+    parser.add_argument("families", nargs="*", help="model types; default: all")
     parser.add_argument("-v", "--verbose", action="store_true")
-    parser.add_argument("--json", type=Path, help="write the results, after each family")
-    parser.add_argument(
-        "--read", type=Path, help="results of an earlier run, to which this one adds"
-    )
+    parser.add_argument("--json", type=Path, default=RESULTS, help="default: %(default)s")
     parser.add_argument("--write", type=Path, help="write the page")
     columns = [*LAYOUTS, *PROOFS, "speed"]
     parser.add_argument("--columns", default=",".join(columns), help="default: %(default)s")
+    parser.add_argument("--variants", default="0,1,2", help="of the sizes; default: %(default)s")
+    parser.add_argument("--missing", action="store_true", help="only what has no result yet")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no class after them")
     parser.add_argument("--limit", type=int, default=120, help="most seconds of a simulation")
     args = parser.parse_args()
-    known = families()
-    kinds = args.families or ([] if args.read else [*known])
+    known, begun = families(), time.monotonic()
+    results = json.loads(args.json.read_text()) if args.json.exists() else {}
     names = args.columns.split(",")
-    chosen = {k: v for k, v in (LAYOUTS | PROOFS).items() if k in names}
-    results = json.loads(args.read.read_text()) if args.read else {}
-
     preload = ("tests.support.hf_warm", "torch.distributed.checkpoint")
     preload += ("titan.sim.record.fake_world", "titan.sim.record.tracer")
     pool = Pool(preload)
-    for kind in kinds:
-        row = row_of(pool, kind, chosen, verbose=args.verbose) if chosen else {}
-        # What refused the family before may be repaired.
-        before = results.get(kind, {})
-        stale = {"refused", "error", "reference"} if chosen else set()
-        row = {k: v for k, v in before.items() if k not in stale} | row
-        if "speed" in names and not row.keys() & {"refused", "error", "reference"}:
-            row["speed"] = speed_of(known[kind], limit_s=args.limit)
-        results[kind] = row
-        print(f"{kind:22s} {row}", file=sys.stderr, flush=True)
-        if args.json:
-            args.json.write_text(json.dumps(results, indent=1))
-    for kind, row in results.items():
-        print(kind)
-        for name, text in row.items():
-            print(f"    {name:14s} {text}")
+    kinds = sorted(
+        args.families or known,
+        key=lambda kind: not holds(results.get(kind, {}).get("0", {"error": ""})),
+    )
+    for variant in args.variants.split(",") if names else ():
+        for kind in kinds:
+            if time.monotonic() - begun > 60 * args.minutes:
+                break
+            run_class(pool, kind, variant, results, args)
     if args.write:
         args.write.write_text(page(results))
+
+
+def run_class(
+    pool: Pool, kind: str, variant: str, results: dict[str, Any], args: argparse.Namespace
+) -> None:
+    """Run columns of a class with one variant of its sizes, and save the results.
+
+    A class that titan does not build with the first variant is not tried with the others.
+    """
+    found = results.setdefault(kind, {})
+    before, names = found.get(variant, {}), args.columns.split(",")
+    if variant != "0" and not is_built(found.get("0", {})):
+        return
+    if args.missing and not is_built(before):
+        return
+    chosen = {k: v for k, v in (LAYOUTS | PROOFS).items() if k in names}
+    if args.missing:
+        chosen = {k: v for k, v in chosen.items() if is_missing(before, k)}
+    if chosen:
+        row = row_of(pool, kind, chosen, verbose=args.verbose, variant=int(variant))
+        # What refused the class before may be repaired.
+        stale = {"refused", "error", "reference"}
+        found[variant] = {k: v for k, v in before.items() if k not in stale} | row
+        save(results, args.json)
+        print(f"{kind:22s} {variant} {row}", file=sys.stderr, flush=True)
+    wanted = "speed" in names and not (args.missing and "speed" in found)
+    if wanted and variant == "0" and is_built(found.get("0", {})):
+        found["speed"] = speed_of(families()[kind], limit_s=args.limit)
+        save(results, args.json)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,9 @@ from .probe import fails, fails_in_parts, place_plain_modules, run_once
 from .recurrence import prepare_recurrences
 from .stand_ins import Blocks, StandIn
 
+# Plans, and what models refuse, by source: a process builds a model several times, and trying takes three forward passes.
+_LAYOUTS: dict[ModelSource, tuple[dict[str, str], dict[str, str]]] = {}
+
 
 class TransformersModel(nn.Module):
     """Causal language model of transformers, from token ids to logits.
@@ -72,29 +75,49 @@ class TransformersModel(nn.Module):
             block: Any = self.layers[name.split(".")[1]]
             block.traits = experts.traits_of_experts(block)
         probe = run_once(self)
+        ends = _by_use(ends, probe)
         shared = place_plain_modules(self, probe, ends[1])
-        self.tensor_plan: dict[str, str] = {}
         self.config = _sizes(self, source, ends, probe, expert_modules)
-        whole = self._modules
-        refuses = dict(self.config.refuses)
-        for lacking in (ends[0], ends[1]):  # as a later stage, and as an earlier one
-            self._modules = {**whole, **dict.fromkeys(lacking)}
-            refuses |= {"pipeline_parallel_degree": text} if (text := fails(self, ends[0])) else {}
-        self._modules = whole
-        if shared:
-            refuses["pipeline_parallel_degree"] = f"{shared} is called before and after its blocks"
-        if name := self.__dict__.get("reads_twice"):
-            why = f"{name} reads two hidden states, and a stage sends one"
-            refuses["pipeline_parallel_degree"] = why
-        plan, reason = derive_plan(self, probe, dict(source.plan))
-        self.tensor_plan = plan
-        reason = reason or fails_in_parts(self, plan)
-        if reason:
-            refuses["tensor_parallel_degree"] = reason
+        if source not in _LAYOUTS:
+            plan, reason = self._try_heads(probe, dict(source.plan))
+            refuses = {"tensor_parallel_degree": reason} if reason else {}
+            _LAYOUTS[source] = plan, refuses | self._try_stages(ends[0], ends[1], shared)
+        plan, refuses = _LAYOUTS[source]
+        self.tensor_plan, refuses = dict(plan), {**dict(self.config.refuses), **refuses}
         if reason := self._lacks_folder(probe):
             refuses |= dict.fromkeys(("initial_load_in_hf", "last_save_in_hf"), reason)
         object.__setattr__(self.config, "refuses", tuple(refuses.items()))
         hf.config._attn_implementation = attention.RUN
+
+    def _try_heads(self, probe: list[Part], given: dict[str, str]) -> tuple[dict[str, str], str]:
+        """Return the tensor-parallel plan, and why there is none, or "".
+
+        Code that does not run with a part of the heads gets all of them, as from a fused matrix.
+        """
+        plan, reason = derive_plan(self, probe, given)
+        if reason or not (reason := fails_in_parts(self, plan)) or given:
+            return plan, reason
+        other, why = derive_plan(self, probe, given, whole_heads=True)
+        return (plan, reason) if why or fails_in_parts(self, other) else (other, "")
+
+    def _try_stages(self, first: list[str], last: list[str], shared: str) -> dict[str, str]:
+        """Return why the model does not run as a pipeline stage, by the key of the layout.
+
+        Args:
+            first: names of the modules before the blocks.
+            last: names of those after them.
+            shared: name of a module that is called before and after the blocks, or "".
+        """
+        whole, why = self._modules, ""
+        for lacking in (first, last):  # as a later stage, and as an earlier one
+            self._modules = {**whole, **dict.fromkeys(lacking)}
+            why = fails(self, first) or why
+        self._modules = whole
+        if shared:
+            why = f"{shared} is called before and after its blocks"
+        if name := self.__dict__.get("reads_twice"):
+            why = f"{name} reads two hidden states, and a stage sends one"
+        return {"pipeline_parallel_degree": why} if why else {}
 
     def _adopt(self, hf: Any, base: Any) -> tuple[list[str], list[str]]:
         """Take over all modules of transformers' model. Return our names of those with parameters before and after the blocks."""
@@ -259,6 +282,15 @@ class TransformersModel(nn.Module):
         """Return the standard deviation of a parameter's initial weights, as transformers draws them, or values by seed. None: ones."""
         parent = name.rpartition(".")[0]
         return self.inits[name if name in self.inits else f"{parent}.gate_up_proj"]
+
+
+def _by_use(ends: tuple[list[str], list[str]], probe: list[Part]) -> tuple[list[str], list[str]]:
+    """Return the modules before and after the blocks by their calls, which may come in another order than their names."""
+    names = [part.name for part in probe]
+    is_late = {name: n > names.index("layers.0") for n, name in enumerate(names)}
+    both = [*ends[0], *ends[1]]
+    first = [name for name in both if not is_late.get(name, name in ends[1])]
+    return first, [name for name in both if name not in first]
 
 
 def _numbered(names: list[str]) -> str:

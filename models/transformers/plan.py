@@ -64,20 +64,23 @@ class _Underivable(ValueError):
     """Module without a style. The message names it."""
 
 
-def derive_plan(model: Any, parts: list[Part], given: dict[str, str]) -> tuple[dict[str, str], str]:
+def derive_plan(
+    model: Any, parts: list[Part], given: dict[str, str], *, whole_heads: bool = False
+) -> tuple[dict[str, str], str]:
     """Return the style of each module by pattern, and the reason why there is no plan, or "".
 
     Args:
         model: the `TransformersModel`.
         parts: modules and their calls, of the forward pass on meta.
         given: styles of [model.plan], which take precedence.
+        whole_heads: each rank computes all heads of attention, from all columns of its matrices.
 
     Raises:
         WrongKeyError: `given` names no module, or no style.
     """
     _check_given(model, given)
     try:
-        styles = _Plan(model, parts, given).styles()
+        styles = _Plan(model, parts, given, whole_heads=whole_heads).styles()
     except _Underivable as error:
         return {}, str(error)
     return {**given, **_by_pattern(styles)}, ""
@@ -110,8 +113,10 @@ def _near(word: str, known: list[str]) -> str:
 class _Plan:
     """Derivation of one model's plan."""
 
-    def __init__(self, model: Any, parts: list[Part], given: dict[str, str]) -> None:
-        self.model, self.given = model, given
+    def __init__(
+        self, model: Any, parts: list[Part], given: dict[str, str], *, whole_heads: bool
+    ) -> None:
+        self.model, self.given, self.whole_heads = model, given, whole_heads
         self.parts = {part.name: part for part in parts}
         theirs = dict(getattr(model.base, "_tp_plan", None) or {}) or {}
         theirs = dict(model.base.config.base_model_tp_plan or theirs or {})
@@ -260,10 +265,16 @@ class _Plan:
             for n, m in inside.items()
             if self._their_style(n) in COLUMNS and isinstance(m, nn.Linear)
         }
+        rows = {
+            n
+            for n, m in inside.items()
+            if self._their_style(n) in ROWS and isinstance(m, nn.Linear)
+        }
         # Of a fused matrix, a rank's columns would be parts of different things.
         shares_heads = call is not None and call.kv_heads < call.heads
         is_fused = any(self.parts[n].is_cut for n in columns if n in self.parts)
         is_fused = is_fused or (shares_heads and bool(columns & queries & keys))
+        is_fused = is_fused or (attends and self.whole_heads)
         if not attends:  # their plan may say more than the cuts
             is_fused |= any(self._their_style(n) == "colwise_gather_output" for n in inside)
         number = (
@@ -271,10 +282,8 @@ class _Plan:
         )
         gather = "gather_whole" if is_fused else "gather_heads"
         self._put(name, gather if own_parameters else "gather_input")
-        for inner, part_module in inside.items():
-            if inner == name:
-                continue
-            style, part = self._their_style(inner), self.parts.get(inner)
+        for inner in (n for n in inside if n != name):
+            part = self.parts.get(inner)
             if part is None or part.input is None:
                 self._put(inner, None)
                 continue
@@ -286,7 +295,7 @@ class _Plan:
             elif inner in columns:
                 is_shared = shares_heads and inner in keys | values and inner not in queries
                 self._put(inner, f"kv_colwise{number}" if is_shared else "colwise")
-            elif style in ROWS and isinstance(part_module, nn.Linear):
+            elif inner in rows:
                 self._put(inner, "rowwise_split" if is_fused else "rowwise")
             elif not is_fused and self._is_width_norm(part, columns):
                 is_of_keys = shares_heads and bool({*part.sources} & (keys | values))
@@ -295,8 +304,9 @@ class _Plan:
                 # All ranks have the one key/value head.
                 is_whole = is_of_keys and parts == 1
                 self._put(inner, "partial" if is_whole else f"width_norm:{parts}")
-            else:
-                self._put(inner, "replicated" if is_fused else "partial")
+            else:  # after the last matrix, a rank has its own tokens
+                is_whole = is_fused and not rows & part.sources.keys()
+                self._put(inner, "replicated" if is_whole else "partial")
 
     def _is_width_norm(self, part: Part, columns: set[str]) -> bool:
         """Return whether a module normalizes over all channels that the ranks share, of split matrices or of attention."""

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.models.stablelm import modeling_stablelm
 
-from tests.support import hf_families
+from tests.support import hf_families, hf_sizes
 from tests.support.hf_families import is_equal, job_of, overrides_of
 from tests.support.ranks import Pool
 from titan.config.layout import check_layout
@@ -22,15 +23,15 @@ from titan.models.transformers.probe import Watch
 
 def row_with(kind: str, change: dict[str, Any], degrees: dict[str, int]) -> str:
     """Run on each rank: the largest difference of a family with other fields, or why it is refused."""
-    whole = dict(hf_families.LAYERS)
-    hf_families.LAYERS[kind] = whole.get(kind, {}) | change
+    whole = dict(hf_sizes.LAYERS)
+    hf_sizes.LAYERS[kind] = whole.get(kind, {}) | change
     try:
         with TemporaryDirectory() as folder:
             chosen = {kind: hf_families.families()[kind]}
             row = hf_families.run_rank(chosen, {"it": degrees}, False, Path(folder))[kind]
     finally:
-        hf_families.LAYERS.clear()
-        hf_families.LAYERS.update(whole)
+        hf_sizes.LAYERS.clear()
+        hf_sizes.LAYERS.update(whole)
     return row.get("it", str(row))
 
 
@@ -44,6 +45,9 @@ CASES: list[tuple[str, dict[str, Any], dict[str, int]]] = [
     ("olmo2", {"num_key_value_heads": 1}, {"tp": 2}),
     # Biases that are wider than the heads.
     ("llama", {"attention_bias": True, "head_dim": 8}, {"tp": 2}),
+    # Code that counts the heads of the whole model: one weight for each head, norms in a list.
+    ("cohere", {"use_qk_norm": True}, {"tp": 2}),
+    ("stablelm", {"qk_layernorm": True}, {"tp": 2}),
 ]
 
 
@@ -55,10 +59,32 @@ def test_a_layout_equals_transformers(
     assert is_equal(found), found
 
 
+def with_a_norm_after_the_last_matrix() -> str:
+    """Run on each rank: StableLM with a norm of the output of attention, inside of its module."""
+    kind: Any = modeling_stablelm.StableLmAttention
+    init, forward = kind.__init__, kind.forward
+
+    def begin(self: Any, *args: Any, **keys: Any) -> None:
+        init(self, *args, **keys)
+        self.after = nn.LayerNorm(self.hidden_size)
+
+    def run(self: Any, *args: Any, **keys: Any) -> Any:
+        output, weights = forward(self, *args, **keys)
+        return self.after(output), weights
+
+    kind.__init__, kind.forward = begin, run
+    return row_with("stablelm", {}, {"tp": 2})
+
+
+def test_gradients_of_each_ranks_own_tokens_are_added_up(pool: Pool) -> None:
+    found = pool.run(2, with_a_norm_after_the_last_matrix)[0]
+    assert is_equal(found), found
+
+
 def test_a_layer_that_cannot_be_shared_is_refused_by_check() -> None:
     architecture = "MiMoV2FlashForCausalLM"
     fields = overrides_of(architecture) | {"num_attention_heads": 12, "num_key_value_heads": 6}
-    job = job_of(architecture, {"tp": 4}, {k: v for k, v in fields.items() if v is not None})
+    job = job_of(architecture, {"tp": 4}, fields)
     sizes, problems = resolve_model(job.model)
     assert not problems and {block.kv_heads for block in sizes.heads_of_blocks} == {6, 12}
     found = str(check_layout(job, world_size=4))
@@ -118,8 +144,10 @@ def test_what_follows_a_matmul_is_another_output() -> None:
 
 
 def test_flops_of_layers_with_other_heads() -> None:
-    fields = {k: v for k, v in overrides_of("Gemma4ForCausalLM").items() if v is not None}
-    sizes, _ = resolve_model(job_of("Gemma4ForCausalLM", {}, fields).model)
+    name = "Gemma4ForCausalLM"
+    sizes, _ = resolve_model(job_of(name, {}, overrides_of(name)).model)
+    # Its embeddings of each layer come after the blocks by name, and before them by use.
+    assert "embed_tokens_per_layer" in dict(sizes.refuses)["tensor_parallel_degree"]
     with torch.device("meta"):
         model: Any = build_model(sizes)
     widths = [layer.self_attn.q_proj.out_features for layer in model.layers.values()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -25,9 +24,10 @@ from tests.support.hf_families import (
     overrides_of,
     row_of,
     std_of,
+    twin_with,
     whole_weights,
 )
-from tests.support.hf_folders import save_twin, twin_of
+from tests.support.hf_folders import save_twin
 from tests.support.linear_attention import plant
 from tests.support.ranks import Pool
 from tests.support.trainers import PoolTrainer
@@ -133,17 +133,10 @@ def test_initial_decays_are_those_of_transformers() -> None:
 
 def test_logits_are_those_of_transformers() -> None:
     """Over 200 tokens, which are several chunks of the recurrence."""
-    sizes, model = qwen3_next()
+    _, model = qwen3_next()
     initialize(model, seed=1, std_of=std_of)
-    twin = twin_of(json.loads(sizes.source.hf)).eval()
-    theirs = dict(twin.named_parameters())
+    twin = twin_with(model).eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parent, _, leaf = model.hf_name(name).rpartition(".")
-            whole = theirs.get(f"{parent}.{leaf}")
-            if whole is None:
-                whole = theirs[f"{parent}.gate_up_proj"].chunk(2, 1)[leaf == "up_proj"]
-            whole.copy_(parameter)
         tokens = torch.randint(3, VOCABULARY, (2, 200))
         ours, true = model(tokens), twin(input_ids=tokens, use_cache=False).logits
     assert (ours - true).norm() < 1e-5 * true.norm()

@@ -16,6 +16,7 @@ from tests.support.hf_families import (
     compare,
     families,
     overrides_of,
+    part_of,
     reference,
     std_of,
     train,
@@ -74,11 +75,7 @@ def test_logits_are_transformers(
     theirs = dict(twin.named_parameters())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parent, _, leaf = model.hf_name(name).rpartition(".")
-            whole = theirs.get(f"{parent}.{leaf}")
-            if whole is None:
-                whole = theirs[f"{parent}.gate_up_proj"].chunk(2, 1)[leaf == "up_proj"]
-            parameter.copy_(whole)
+            parameter.copy_(part_of(model, name, theirs))
         tokens = torch.randint(128, (2, length))
         expected = twin(tokens, use_cache=False).logits
         difference = (model(tokens) - expected).norm() / expected.norm()

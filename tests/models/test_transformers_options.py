@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ import transformers
 
 from tests.support.hf_families import (
     BOUND,
-    STEPS,
     compare,
     families,
+    is_equal,
     job_of,
     num_ranks,
     overrides_of,
@@ -24,22 +25,18 @@ from tests.support.hf_families import (
     row_of,
     std_of,
     train,
-    train_a_step,
-    whole_weights,
+    twin_with,
 )
 from tests.support.ranks import Pool
-from titan.checkpoint import manager, state
 from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
-from titan.config.layout import _check_plug_in, resolve_layout
+from titan.config.layout import _check_plug_in
 from titan.config.model import model_config, resolve_model
-from titan.config.schema import JobConfig, ModelSection
+from titan.config.schema import ModelSection
 from titan.generation import Generator
 from titan.models.transformers import build_model
 from titan.parallel import apply_tp, build_mesh, initialize, materialize
-from titan.resolved import resolve_job
 from titan.tools import evaluate
-from titan.train_step import TrainStep, build_train_step
 
 COMPILED = {
     "compile": {"enable": True, "backend": "aot_eager"},
@@ -47,31 +44,23 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "layouts", "more"),
-    [
-        ("qwen3", {"TP": {"tp": 2}, "PP": {"pp": 2}}, COMPILED),
-    ],
-    ids=["qwen3"],
-)
-def test_recomputed_and_compiled(kind: str, layouts: Any, more: Any, pool: Pool) -> None:
-    keys: dict[str, Any] = dict.fromkeys(layouts, more)
-    row = row_of(pool, kind, layouts, more=keys)
-    assert {name: row[name][:7] for name in layouts} == {name: row[name] for name in layouts}, row
-    assert all(float(row[name]) < BOUND for name in layouts)
+def test_recomputed_and_compiled(pool: Pool) -> None:
+    layouts = {"TP": {"tp": 2}, "PP": {"pp": 2}}
+    row = row_of(pool, "qwen3", layouts, more=dict.fromkeys(layouts, COMPILED))
+    assert all(is_equal(row[name]) for name in layouts), row
 
 
 # ---- float8 --------------------------------------------------------------------------------------
 
 
 def train_in_float8(
-    kind: str, degrees: dict[str, int], recipe: str, draw: int, kept: list[str]
+    kind: str, degrees: dict[str, int], draw: int, kept: list[str]
 ) -> dict[str, Any]:
     fields = overrides_of(families()[kind]) | {"num_hidden_layers": 1, "first_k_dense_replace": 0}
     fields |= {"num_key_value_heads": fields["num_attention_heads"]}
     fields |= {key: 32 for key in ("q_lora_rank", "kv_lora_rank") if key in fields}
     names = [name for name in fields if hasattr(_config_class(kind)(), name)]
-    float8 = {"emulate": True, "recipe_name": recipe, "filter_fqns": ["output", *kept]}
+    float8 = {"emulate": True, "recipe_name": "tensorwise", "filter_fqns": ["output", *kept]}
     more = {
         "model": {
             "name": "transformers",
@@ -88,16 +77,13 @@ def _config_class(kind: str) -> Any:
     return getattr(transformers, families()[kind]).config_class
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise"])
 @pytest.mark.parametrize("kind", ["qwen3", "phi3", "deepseek_v3"])
-def test_scales_of_tensor_parallel_ranks_are_one_process(
-    kind: str, recipe: str, pool: Pool
-) -> None:
+def test_scales_of_tensor_parallel_ranks_are_one_process(kind: str, pool: Pool) -> None:
     """As tests/parallel/test_float8.py: some draw flips no rounding, and with another scale none would be equal."""
     distances = []
     for draw in range(8):
-        runs = pool.run(2, train_in_float8, kind, {"tp": 2}, recipe, draw, [])
-        [alone] = pool.run(1, train_in_float8, kind, {}, recipe, draw, runs[0]["kept"])
+        runs = pool.run(2, train_in_float8, kind, {"tp": 2}, draw, [])
+        [alone] = pool.run(1, train_in_float8, kind, {}, draw, runs[0]["kept"])
         found = [compare(run, alone) for run in runs]
         away = {name: max(run[name] for run in found) for name in found[0]}
         distances.append(max(v for n, v in away.items() if n.startswith("gradients")))
@@ -107,35 +93,6 @@ def test_scales_of_tensor_parallel_ranks_are_one_process(
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
-
-
-def build(architecture: str, degrees: dict[str, int]) -> TrainStep:
-    config = job_of(architecture, degrees, overrides_of(architecture))
-    mesh = build_mesh("cpu", **{k: v for k, v in degrees.items() if k != "ep"})
-    job = resolve_job(config, resolve_layout(config, mesh.size()), device="cpu")
-    step = build_train_step(job, device=torch.device("cpu"), mesh=mesh)
-    for part in step.model_parts:
-        initialize(part, seed=0, std_of=std_of)
-    return step
-
-
-def first_leg(architecture: str, degrees: dict[str, int], folder: Path) -> None:
-    step = build(architecture, degrees)
-    train_a_step(step, 1)
-    tensors = state.model_state(step.model_parts)
-    tensors |= state.optimizer_state(step.model_parts, step.optimizer)
-    section = JobConfig().checkpoint
-    manager.CheckpointManager(section, run_dir=folder).save(1, tensors, metadata={})
-
-
-def second_leg(architecture: str, degrees: dict[str, int], folder: Path) -> dict[str, Any]:
-    step = build(architecture, degrees)
-    path = folder / "checkpoint" / "step-1"
-    manager.load(path, state.model_state(step.model_parts))
-    manager.load(path, state.empty_optimizer_state(path, step.model_parts, step.optimizer))
-    reports = [train_a_step(step, number) for number in range(2, STEPS + 1)]
-    found = {"losses": [r.loss.item() for r in reports], "weights": whole_weights(step)}
-    return found | {"norms": [r.grad_norm.item() for r in reports], "gradients": {}}
 
 
 def alone(architecture: str) -> dict[str, Any]:
@@ -162,10 +119,12 @@ def test_resumed_on_another_layout(
     """The losses and weights are those of transformers alone, which never stopped."""
     architecture = families()[kind]
     [true] = pool.run(1, alone, architecture)
-    pool.run(2, first_leg, architecture, before, tmp_path)
+    fields = overrides_of(architecture)
+    legs = (partial(train, steps=steps, folder=tmp_path) for steps in ((1,), (2, 3)))
+    pool.run(2, next(legs), architecture, before, fields)
     true = true | {name: true[name][1:] for name in ("losses", "norms")}
-    for found in pool.run(num_ranks(after), second_leg, architecture, after, tmp_path):
-        away = compare(found, true)
+    for found in pool.run(num_ranks(after), next(legs), architecture, after, fields):
+        away = compare({**found, "gradients": {}}, true)
         assert max(away.values()) < BOUND, max(away.items(), key=lambda pair: pair[1])
 
 
@@ -198,7 +157,7 @@ def their_greedy(architecture: str, prompts: list[list[int]], fields: dict[str, 
         model = build_model(model_config(job_of(architecture, {}, fields).model))
     materialize(model, device="cpu")
     initialize(model, seed=0, std_of=std_of)
-    twin = twin_of(model)
+    twin = twin_with(model).eval()
     answers = []
     for prompt in prompts:
         tokens = torch.tensor([prompt])
@@ -207,25 +166,6 @@ def their_greedy(architecture: str, prompts: list[list[int]], fields: dict[str, 
         )
         answers.append(made[0, len(prompt) :].tolist())
     return answers
-
-
-def twin_of(model: Any) -> Any:
-    """Return transformers' model with the weights of ours."""
-    content = json.loads(model.config.source.hf)
-    config = transformers.CONFIG_MAPPING[content["model_type"]].from_dict(content)
-    twin = getattr(transformers, content["architectures"][0])(config)
-    twin.set_attn_implementation("eager")
-    theirs = dict(twin.named_parameters())
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            their_name = model.hf_name(name)
-            if their_name in theirs:
-                theirs[their_name].copy_(parameter)
-                continue
-            parent, _, leaf = their_name.rpartition(".")
-            fused = theirs[f"{parent}.gate_up_proj"]
-            fused.chunk(2, 1)[leaf == "up_proj"].copy_(parameter)
-    return twin.eval()
 
 
 @pytest.mark.parametrize(

@@ -1,46 +1,46 @@
-"""The rows of docs/zoo.md: each class is equal to transformers alone where the page says so."""
+"""The results in docs/zoo.json: each class is equal to transformers alone where they say so, and the pages say what they are."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.support.hf_families import LAYOUTS, PROOFS, families, is_equal, row_of
+from tests.support.hf_families import LAYOUTS, PROOFS, is_equal, row_of
+from tests.support.hf_sizes import overrides_of
 from tests.support.ranks import Pool
 
-PAGE = (Path(__file__).parents[2] / "docs/zoo.md").read_text(encoding="utf-8")
-COLUMNS = [*LAYOUTS, *PROOFS]
-
-
-def rows() -> dict[str, dict[str, str]]:
-    """Return the cells of each class of the page's first table, by column."""
-    found = {}
-    for line in PAGE.partition("\n## ")[0].splitlines():
-        name, *cells = line.strip("| ").split(" | ")
-        if name == "class":
-            assert cells == [*COLUMNS, "why not"]
-        elif name.startswith("`") and cells:
-            found[name.strip("`")] = dict(zip(COLUMNS, cells, strict=False))
-    return found
-
-
-def equal_columns(row: dict[str, str]) -> set[str]:
-    """Return the columns in which a class is equal."""
-    return {name for name in COLUMNS if is_equal(row.get(name, "-"))}
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/zoo.md").read_text(encoding="utf-8")
+RESULTS = json.loads((ROOT / "docs/zoo.json").read_text(encoding="utf-8"))
+CASES = [(k, v) for k, found in RESULTS.items() for v in "012" if "FSDP2" in found.get(v, {})]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", rows())
-def test_a_class_is_equal_where_the_page_says_so(architecture: str, pool: Pool) -> None:
-    [kind] = [k for k, name in families().items() if name == architecture]
-    row = row_of(pool, kind, LAYOUTS | PROOFS)
-    assert equal_columns(row) == equal_columns(rows()[architecture]), row
+@pytest.mark.parametrize(("kind", "variant"), CASES)
+def test_a_class_is_equal_where_the_results_say_so(kind: str, variant: str, pool: Pool) -> None:
+    row = row_of(pool, kind, LAYOUTS | PROOFS, variant=int(variant))
+    for name in (LAYOUTS | PROOFS).keys() & row.keys():
+        assert is_equal(row[name]) == is_equal(RESULTS[kind][variant][name]), (name, row)
 
 
-def test_the_page_counts_what_it_lists() -> None:
-    cells = rows().values()
-    whole = sum("no" not in row.values() for row in cells)
-    [told] = re.findall(r"^\*\*(\d+) classes .*, and (\d+) in some\.\*\*", PAGE, re.MULTILINE)
-    assert told == (str(whole), str(len(cells) - whole))
+def test_the_pages_count_what_the_table_lists() -> None:
+    sizes = re.findall(r"^\| `\w+` \| (\d) of (\d) \|", PAGE, re.MULTILINE)
+    whole = sum(good == total for good, total in sizes)
+    assert (
+        f"**{whole} classes are equal in all columns, and {len(sizes) - whole} in some.**" in PAGE
+    )
+    assert f"{(*sizes,).count(('3', '3'))} were run with\n  all three" in PAGE
+    assert (
+        f"[{whole} more classes of transformers](docs/zoo.md)" in (ROOT / "README.md").read_text()
+    )
+
+
+def test_variants_differ_in_heads_and_layers() -> None:
+    first, second = (overrides_of("AfmoeForCausalLM", variant) for variant in (1, 2))
+    assert first == overrides_of("AfmoeForCausalLM", 1)
+    assert {"tie_word_embeddings", "vocab_size", "layer_types"} <= {
+        k for k, v in first.items() if v != second[k]
+    }

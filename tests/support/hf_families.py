@@ -15,16 +15,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
 
 from tests.support.hf_folders import difference, save_twin, through_titan, twin_of
+from tests.support.hf_sizes import VOCABULARY, drawn, families, overrides_of
 from tests.support.layouts import whole_gradients
 from tests.support.ranks import Pool, RankFailed
 from titan.checkpoint import CheckpointError
@@ -47,7 +49,7 @@ from titan.train_step import TrainStep, build_train_step
 DRAWS = 3
 # Values of a job's keys, by section.
 Keys = dict[str, dict[str, Any]]
-STEPS, BATCH, SEQUENCE, VOCABULARY, BOUND = 3, 4, 32, 128, 1e-5
+STEPS, BATCH, SEQUENCE, BOUND = 3, 4, 32, 1e-5
 LAYOUTS: dict[str, dict[str, int]] = {
     "FSDP2": {"dp_shard": 2},
     "TP+SP": {"tp": 2},
@@ -68,78 +70,6 @@ PACKED: dict[str, dict[str, int]] = {
     "PP, documents": {"pp": 2},
     "TP+SP, documents": {"tp": 2},
 }
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "sliding_window": 8,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,  # a pipeline cannot have them
-    # Latent attention
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    # Linear attention
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 16,
-    "linear_num_heads": 4,
-    "linear_head_dim": 16,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 16,
-    "mamba_d_state": 16,
-    "mamba_n_groups": 2,
-    "mamba_d_ssm": 128,
-    # Experts
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_k": 2,
-    "moe_topk": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "moe_layer_start_index": 1,
-    **dict.fromkeys(("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"), 0.0),
-    **dict.fromkeys(("attn_pdrop", "residual_dropout", "embedding_dropout", "resid_dropout"), 0.0),
-    **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
-    **dict.fromkeys(("activation_dropout", "dropout", "layerdrop", "attn_dropout"), 0.0),
-}
-# Layers of both kinds among few.
-LAYERS: dict[str, dict[str, Any]] = {
-    "kimi_linear": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
-    "bamba": {"attn_layer_indices": [3]},
-    "granitemoehybrid": {"layer_types": ["mamba"] * 3 + ["attention"]},
-    "bailing_hybrid": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
-    "lfm2": {"layer_types": ["conv"] * 3 + ["full_attention"], "block_auto_adjust_ff_dim": False},
-    "lfm2_moe": {"layer_types": ["conv"] * 3 + ["full_attention"], "num_dense_layers": 1},
-    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2},
-    "nemotron_h": {
-        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
-        **{"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2},
-        **{"moe_shared_expert_intermediate_size": 32, "num_hidden_layers": None},
-    },
-    "zamba2": {
-        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
-        **{"mamba_d_state": 16, "adapter_rank": 8, "n_mamba_heads": 8, "head_dim": None},
-        "tie_word_embeddings": True,  # so that its blocks share theirs
-    },
-    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
-}
 
 
 def num_ranks(degrees: dict[str, int]) -> int:
@@ -147,48 +77,13 @@ def num_ranks(degrees: dict[str, int]) -> int:
     return math.prod(degree for axis, degree in degrees.items() if axis != "ep")
 
 
-# Fields without which a class whose default is None does not build.
-NEEDED = {"vocab_size", "hidden_size", "pad_token_id", "num_experts_per_tok", "n_routed_experts"}
-NEEDED |= {"moe_intermediate_size", "head_dim"}
-
-
-def families() -> dict[str, str]:
-    """Return transformers' causal language models: class by model_type, each class once."""
-    import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
-
-    found = {kind: n if isinstance(n, str) else n[0] for kind, n in names.items()}
-    # Of the model types that share a class, the one that its config class names.
-    kinds = {architecture: kind for kind, architecture in reversed(found.items())}
-    shared = {n for n in kinds if [*found.values()].count(n) > 1}
-    kinds |= {n: getattr(transformers, n).config_class.model_type for n in shared}
-    return {kind: n for kind, n in found.items() if kinds[n] == kind}
-
-
-def overrides_of(architecture: str) -> dict[str, Any]:
-    """Return the fields that make a model small."""
-    import transformers
-
-    kind = getattr(transformers, architecture).config_class
-    config, fields = kind(), {}
-    for key, value in SMALL.items():
-        try:
-            now = getattr(config, key)
-        except Exception:
-            continue
-        is_off = key not in NEEDED and (now is None or (key == "sliding_window" and not now))
-        if is_off or isinstance(getattr(kind, key, None), property):
-            continue  # turned off, or derived
-        fields[key] = value
-    if getattr(config, "qk_nope_head_dim", None) and getattr(config, "head_dim", None):
-        fields["head_dim"] = 8 if config.head_dim == config.qk_rope_head_dim else fields["head_dim"]
-    if (
-        config.num_key_value_heads == config.num_attention_heads
-        if hasattr(config, "num_key_value_heads")
-        else False
-    ):
-        fields["num_key_value_heads"] = 4
-    return fields | LAYERS.get(config.model_type, {})
+@cache
+def _folder_of(architecture: str, fields: str) -> Path:
+    """Return a folder with a config.json."""
+    folder = Path(mkdtemp())
+    kind: Any = getattr(transformers, architecture).config_class
+    kind(**json.loads(fields), architectures=[architecture]).save_pretrained(folder)
+    return folder
 
 
 def job_of(
@@ -211,10 +106,11 @@ def job_of(
         more: keys by section, which replace those of the small job.
     """
     get = degrees.get
+    if source is None and None in fields.values():  # TOML has no null, and config.json has
+        source = _folder_of(architecture, json.dumps(fields))
     model: dict[str, Any] = {"hf_path": str(source)}
     if source is None:
-        overrides = {k: v for k, v in fields.items() if v is not None}
-        model = {"architecture": architecture, "overrides": overrides}
+        model = {"architecture": architecture, "overrides": fields}
     sections: dict[str, Any] = {
         "training": {
             "steps": STEPS,
@@ -273,6 +169,27 @@ def _kda_in_steps() -> Iterator[None]:
         yield
 
 
+def part_of(model: Any, name: str, tensors: dict[str, Any]) -> Any:
+    """Return the tensor of one of our parameters, which may be a half of theirs."""
+    their_name = model.hf_name(name)
+    if their_name in tensors:
+        return tensors[their_name]
+    parent, _, leaf = their_name.rpartition(".")
+    tensor = tensors[f"{parent}.gate_up_proj"]
+    return tensor if tensor is None else tensor.chunk(2, 1)[leaf == "up_proj"]
+
+
+def twin_with(model: Any) -> Any:
+    """Return transformers' model with the weights of ours, whole and on the CPU."""
+    twin = twin_of(json.loads(model.config.source.hf))
+    twin.set_attn_implementation("eager")
+    theirs = dict(twin.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            part_of(model, name, theirs).copy_(parameter)
+    return twin
+
+
 @_kda_in_steps()
 def reference(model: Any, *, packed: bool = False, draw: int = 0) -> dict[str, Any]:
     """Return losses, gradients and weights of transformers alone, by our names.
@@ -280,24 +197,10 @@ def reference(model: Any, *, packed: bool = False, draw: int = 0) -> dict[str, A
     Args:
         model: our model, whole and on the CPU, with weights.
     """
-    twin = twin_of(json.loads(model.config.source.hf))
-    twin.set_attn_implementation("eager")
-    twin.train()
+    twin = twin_with(model).train()
     theirs = dict(twin.named_parameters())
-
-    def part(name: str, tensors: dict[str, Any]) -> Any:
-        """Return the tensor of one of our parameters, which may be a half of theirs."""
-        their_name = model.hf_name(name)
-        if their_name in theirs:
-            return tensors[their_name]
-        parent, _, leaf = their_name.rpartition(".")
-        tensor = tensors[f"{parent}.gate_up_proj"]
-        return tensor if tensor is None else tensor.chunk(2, 1)[leaf == "up_proj"]
-
+    part = partial(part_of, model)
     names = [name for name, _ in model.named_parameters()]
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            part(name, theirs).copy_(parameter)
     optimizer = torch.optim.AdamW(
         twin.parameters(), lr=1e-3, eps=1e-6, weight_decay=0.0, betas=(0.9, 0.95)
     )
@@ -381,7 +284,7 @@ def train(
     manager = checkpoints.CheckpointManager(CheckpointSection(), run_dir=folder or Path())
     if steps[0] > 1:
         before = Path(manager.folder) / f"step-{steps[0] - 1}"
-        checkpoints.load_model(before, parts)
+        checkpoints.load(before, checkpoints.model_state(parts))
         checkpoints.load(before, checkpoints.empty_optimizer_state(before, parts, optimizer))
     gradients: dict[str, Tensor] = {}
 
@@ -448,11 +351,11 @@ def _refused(prove: Callable[[], str]) -> str:
         return f"refused: {' '.join(str(error).split())[:250]}"
 
 
-def export(architecture: str, folder: Path) -> str:
+def export(architecture: str, folder: Path, fields: dict[str, Any]) -> str:
     """Return "equal" if a folder of transformers' own comes back bit for bit, or in what it differs."""
     is_first, source = dist.get_rank() == 0, folder / "source"
     if is_first:
-        save_twin(architecture, overrides_of(architecture), source)
+        save_twin(architecture, fields, source)
     dist.barrier()
     degrees = {"dp_shard": 2, "tp": 2}
     sizes, _ = resolve_model(job_of(architecture, degrees, {}, source=source).model)
@@ -496,6 +399,7 @@ def row_of(
     verbose: bool = False,
     more: dict[str, Keys] | None = None,
     plant: Callable[[pytest.MonkeyPatch], None] | None = None,
+    variant: int = 0,
 ) -> dict[str, Any]:
     """Return the result of each layout of a family, as text: the largest difference, or why there is none.
 
@@ -506,17 +410,23 @@ def row_of(
         verbose: name each tensor that differs.
         more: keys of the job, by layout.
         plant: plants a fault in each rank, after the reference.
+        variant: of the sizes. A pipeline runs with untied embeddings.
     """
     row: dict[str, Any] = {}
-    for world in sorted({num_ranks(axes) for axes in layouts.values()}):
-        left = {name: axes for name, axes in layouts.items() if num_ranks(axes) == world}
+    is_tied = variant and overrides_of(families()[kind], variant).get("tie_word_embeddings")
+
+    def run_of(axes: dict[str, int]) -> tuple[int, bool]:
+        return num_ranks(axes), bool(is_tied and "pp" in axes)
+
+    for world, untied in sorted({run_of(axes) for axes in layouts.values()}):
+        left = {name: axes for name, axes in layouts.items() if run_of(axes) == (world, untied)}
         while left:
             chosen = {kind: families()[kind]}
             try:
                 with TemporaryDirectory() as folder:
                     place = Path(folder)
                     [rows, *_] = pool.run(
-                        world, run_rank, chosen, left, verbose, place, more, plant
+                        world, run_rank, chosen, left, verbose, place, more, plant, variant
                     )
                 row |= rows[kind]
                 break
@@ -567,19 +477,24 @@ def run_rank(
     folder: Path,
     more: dict[str, Keys] | None = None,
     plant: Callable[[pytest.MonkeyPatch], None] | None = None,
+    variant: int = 0,
 ) -> dict[str, Any]:
     """Run families on layouts of this many ranks, as `row_of` says. Return results by family and layout."""
     results: dict[str, Any] = {}
     for kind, architecture in kinds.items():
         row = results[kind] = {}
         try:
-            fields = overrides_of(architecture)
+            fields = overrides_of(architecture, variant)
+            if variant:
+                row["draws"] = 1 + drawn(architecture, variant)[1]
+                if all("pp" in axes for axes in layouts.values()):
+                    fields |= dict.fromkeys(fields.keys() & {"tie_word_embeddings"}, False)
             sizes, problems = resolve_model(job_of(architecture, {}, fields).model)
             if problems:
                 row["refused"] = problems[0][1]
                 continue
             if "exported" in layouts:
-                row["exported"] = _refused(partial(export, architecture, folder))
+                row["exported"] = _refused(partial(export, architecture, folder, fields))
                 layouts = {name: axes for name, axes in layouts.items() if name != "exported"}
             if not layouts:
                 continue
