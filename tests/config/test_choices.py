@@ -99,7 +99,7 @@ def test_every_declared_key_is_tried() -> None:
 
 def test_a_key_whose_text_names_a_choice_is_declared() -> None:
     """A docstring that begins with For name = "..." is a promise that the key is refused elsewhere."""
-    for key, field in keys(JobConfig):
+    for _, field in keys(JobConfig):
         assert has(field, ReadWith) or not (field.description or "").startswith("For name = ")
 
 
