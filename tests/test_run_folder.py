@@ -12,8 +12,8 @@ from titan.run_folder import (
     open_rank_log,
     write_environment,
     write_status,
-    write_text_atomically,
 )
+from titan.run_writer import write_text_atomically
 
 
 def test_environment_has_what_matters_and_no_secrets(

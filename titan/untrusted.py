@@ -14,7 +14,8 @@ import io
 import os
 import re
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import IO, Annotated, Any, TypeVar
@@ -35,6 +36,12 @@ _UNPRINTABLE = re.compile(
 )
 
 
+# Errors that say nothing about a file, and may pass: a file server that fails over, a network, a signal.
+_PASSING = {errno.EINTR, errno.EAGAIN, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN}
+_PASSING |= {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH}
+PAUSES_S = (0.05, 0.25, 1.0, 3.0)
+
+
 class InputError(ValueError):
     """Error: a file cannot be used. The message is for the user, and safe to print."""
 
@@ -53,6 +60,35 @@ def printable(text: str, limit: int = 0) -> str:
     if limit and len(text) > limit:
         text = f"{text[: limit - 4]} ..."
     return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def retry(
+    action: Callable[[], T], *, pauses_s: Sequence[float] = PAUSES_S, of_any: bool = False
+) -> T:
+    """Call `action`, again after errors of the file system that may pass.
+
+    Args:
+        action: reads or writes a file.
+        pauses_s: seconds before each further call.
+        of_any: whether to call again after any OSError.
+    """
+    for pause_s in pauses_s:
+        try:
+            return action()
+        except (ConnectionError, TimeoutError):  # of a network disk or an object store
+            pass
+        except OSError as error:
+            if not of_any and error.errno not in _PASSING:
+                raise
+        time.sleep(pause_s)
+    return action()
+
+
+def is_lost(error: OSError) -> bool:
+    """Return whether a file cannot be read now, so that nothing is known about it: it may be whole."""
+    is_gone = isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError))
+    # EINVAL and ELOOP: `open_regular` refuses what is no file of this folder.
+    return not is_gone and error.errno not in (errno.EINVAL, errno.ELOOP)
 
 
 def is_plain_name(name: object) -> bool:
@@ -173,9 +209,13 @@ def read_bytes(path: Path, *, limit: int = MAX_BYTES, within: Path | None = None
     Raises:
         InputError: the file cannot be read, or is too large.
     """
-    try:
+
+    def read() -> bytes:
         with open_regular(path, within=within) as file:
             return read_stream(file, os.fstat(file.fileno()).st_size, name=path, limit=limit)
+
+    try:
+        return retry(read)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
 

@@ -72,7 +72,7 @@ def test_a_second_copy_is_refused(
     *said, has_torch = result.stderr.splitlines(keepends=True)
     assert has_torch == "False\n", "refused before torch is imported"
     assert "".join(said) == (
-        f"{tmp_path}: this run is already going on, in process {holder.pid} on {socket.gethostname()} "
+        f"{tmp_path}/lock.json: this run is already going on, in process {holder.pid} on {socket.gethostname()} "
         "(job 4711); end it first, or choose another job.dump_folder\n"
     )
     assert set(tmp_path.rglob("*")) == before
