@@ -63,16 +63,16 @@ def printable(text: str, limit: int = 0) -> str:
 
 
 def retry(
-    action: Callable[[], T], *, pauses_s: Sequence[float] = PAUSES_S, of_any: bool = False
+    action: Callable[[], T], *, pauses_s: Sequence[float] | None = None, of_any: bool = False
 ) -> T:
     """Call `action`, again after errors of the file system that may pass.
 
     Args:
         action: reads or writes a file.
-        pauses_s: seconds before each further call.
+        pauses_s: seconds before each further call; None: `PAUSES_S`.
         of_any: whether to call again after any OSError.
     """
-    for pause_s in pauses_s:
+    for pause_s in PAUSES_S if pauses_s is None else pauses_s:
         try:
             return action()
         except (ConnectionError, TimeoutError):  # of a network disk or an object store

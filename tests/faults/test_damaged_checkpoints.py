@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
@@ -21,10 +22,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+import titan
 from tests.support.jobs import job
 from tests.support.ranks import Pool
 from tests.support.trainers import Trainer
-from titan import cli
+from titan import cli, untrusted
 from titan.checkpoint import tensor_index
 from titan.checkpoint.manager import CheckpointError, CheckpointManager, list_steps, load
 from titan.checkpoint.manifest import HashingStream, find_damage, read_manifest, render
@@ -77,6 +79,12 @@ def files_found(folder: Path) -> set[str]:
 def test_what_was_saved_is_whole(run_dir: Path) -> None:
     assert sorted(p.name for p in step_dir(run_dir).iterdir()) == FILES
     assert not any(find_damage(step_dir(run_dir, step)) for step in STEPS)
+    manifest = read_manifest(step_dir(run_dir))
+    assert (manifest.titan, manifest.torch) == (titan.__version__, torch.__version__)
+    old = render(replace(manifest, titan="", torch=""))  # as titan wrote it before
+    assert b"torch" not in old
+    (step_dir(run_dir) / "manifest.json").write_bytes(old)
+    assert not find_damage(step_dir(run_dir))
     assert sorted(p.name for p in (run_dir / "checkpoint").iterdir()) == [
         f"step-{s}" for s in STEPS
     ]
@@ -191,6 +199,43 @@ def test_all_ranks_agree_though_each_looks_at_a_part(run_dir: Path, pool: Pool) 
     results = pool.run(3, resume, run_dir)
     assert {path for path, _ in results} == {step_dir(run_dir, 20)}
     assert all("STEP 30 IS DAMAGED" in heard[0] for _, heard in results)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_unreadable_is_not_damaged(name: str, run_dir: Path, monkeypatch: Any) -> None:
+    left, really_open = [0], os.open
+
+    def fail(path: Any, *args: Any) -> int:
+        if path == step_dir(run_dir) / name and left[0]:
+            left[0] -= 1
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return really_open(path, *args)
+
+    monkeypatch.setattr(os, "open", fail)
+    monkeypatch.setattr(untrusted, "PAUSES_S", (0.0, 0.0))
+    manager = CheckpointManager(section(), run_dir=run_dir)
+    for act in (manager.step_to_resume, lambda: load(step_dir(run_dir), state_of(30))):
+        left[0] = 1
+        act()
+        left[0] = 1000
+        with pytest.raises(CheckpointError, match=r"cannot be read.*Stale") as caught:
+            act()
+        assert caught.value.kind == "disk_lost"
+        assert list_steps(run_dir / "checkpoint") == list(STEPS)
+        if name in (".metadata", "titan.json"):  # `load` reads neither
+            break
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "tensors.json", "titan.json"])
+def test_newer_is_not_damaged(name: str, run_dir: Path) -> None:
+    file = step_dir(run_dir) / name
+    file.write_text('{"format": 2,' + file.read_text()[1:])
+    told = rf"{name}: was written by a newer titan \(format 2, titan {titan.__version__}\)"
+    with pytest.raises(CheckpointError, match=told) as caught:
+        CheckpointManager(section(), run_dir=run_dir).step_to_resume()
+    assert caught.value.kind == "checkpoint_newer"
+    assert list_steps(run_dir / "checkpoint") == list(STEPS)
+    assert verify.main([str(file.parent)]) == 2
 
 
 def test_where_none_is_whole_the_run_does_not_start(run_dir: Path) -> None:

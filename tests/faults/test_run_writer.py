@@ -14,6 +14,7 @@ import torch
 from tests.support.jobs import job
 from tests.support.metrics import read_json_lines
 from tests.support.trainers import Trainer
+from titan.health.run_lock import RunLock
 from titan.observe.run_log import read_events
 
 FILES = ("status.json", "config.toml", "environment.json", "metrics.jsonl", "events.jsonl")
@@ -95,6 +96,8 @@ def test_no_link_is_followed(tmp_path: Path) -> None:
     for name in (*FILES, *LOGS[:1], ".config.toml"):
         (folder / name).symlink_to(secret)
     os.link(secret, folder / LOGS[1])
+    (folder / "lock.json").symlink_to(tmp_path / "nowhere")
+    RunLock(folder).acquire()
     run(folder)
     linked.mkdir()
     (linked / "logs").symlink_to(tmp_path)

@@ -105,12 +105,12 @@ def test_a_process_id_used_again_is_no_owner(tmp_path: Path) -> None:
 def test_the_owner_ends_when_another_takes_over(
     holder: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    other = replace(ProcessId.this(), host="node7", machine="other", job="12")
+    other = replace(ProcessId.this(), host="node\n7", machine="other", job="12")
     (tmp_path / "lock.json").write_text(json.dumps(asdict(other)))
     _, errors = holder.communicate(timeout=20)
     assert holder.returncode == 1
     assert re.search(
-        r"process \d+ on node7 \(job 12\) has taken over this run: process \d+ ends", errors
+        r"process \d+ on node\\u000a7 \(job 12\) has taken over this run: process \d+ ends", errors
     )
 
 
@@ -132,12 +132,18 @@ def test_on_another_machine_the_age_of_the_beat_decides(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["lock.json"]
 
 
-def test_the_same_job_requeued_watches_the_beat(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("job", "host", "age_s"),
+    [("8", "node1", 5), ("9", "node1", -7200), ("9", "node7", 5)],
+    ids=["the same job requeued", "a time in the future", "another boot"],
+)
+def test_the_beat_is_watched(
+    job: str, host: str, age_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "8")
+    monkeypatch.setattr(run_lock.socket, "gethostname", lambda: host)
     monkeypatch.setattr(run_lock, "WATCH_S", 1.2)
-    owner = on_another_machine(tmp_path, job="8", age_s=5)
+    owner = on_another_machine(tmp_path, job=job, age_s=age_s)
     RunLock(tmp_path).require_free()  # no beat: it is dead
     monkeypatch.setattr(
         run_lock.time,

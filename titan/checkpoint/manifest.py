@@ -20,7 +20,7 @@ from xxhash import xxh3_128
 
 from titan import __version__
 from titan.checkpoint import CheckpointError, tensor_index
-from titan.checkpoint.formats import DAMAGED, LOST, require_known, require_known_file
+from titan.checkpoint.formats import DAMAGED, LOST, require_known, require_known_file, unreadable
 from titan.checkpoint.storage import Location, join, name_of, read_file, storage_of
 from titan.untrusted import Count, InputError, is_lost, is_plain_name, parse_json, printable, retry
 
@@ -291,17 +291,23 @@ def _check_file(location: Location, entry: FileEntry, blocks: list[int]) -> Iter
 
 
 def file_sizes(folder: Location) -> Mapping[str, int]:
-    """Return the sizes of a checkpoint's files: from its manifest or, without a usable manifest, from the files themselves."""
+    """Return the sizes of a checkpoint's files: from its manifest or, without a usable manifest, from the files themselves.
+
+    Raises:
+        CheckpointError: the manifest cannot be read now, or is of a newer titan.
+    """
     try:
         return read_manifest(folder).sizes
-    except (
-        OSError,
-        InputError,
-    ) as error:  # only with checkpoint.verify = "off": find_damage reports it
-        if isinstance(error, CheckpointError) or (isinstance(error, OSError) and is_lost(error)):
-            raise
-        storage = storage_of(folder)
-        return {name: storage.size(join(folder, name)) for name in storage.listdir(folder)}
+    except OSError as error:
+        if is_lost(error):
+            raise unreadable(join(folder, NAME), error) from error
+    except CheckpointError:
+        raise
+    except InputError:
+        pass
+    # Only with checkpoint.verify = "off": find_damage reports it.
+    storage = storage_of(folder)
+    return {name: storage.size(join(folder, name)) for name in storage.listdir(folder)}
 
 
 def describe(damages: Iterable[Damage]) -> str:
