@@ -4,8 +4,8 @@
     append      files of lines (metrics.jsonl, events.jsonl, logs/rank-N.log, logs/rank-N.times.jsonl)
 
 These files only tell about a run, so none of them ends it. An error that passes is tried again at once. After any other
-error (a full disk) there is one warning, the text waits in memory, and later writes try again. `close` counts the lines
-that stayed unwritten.
+error (a full disk) there is one warning, the text waits in memory, and later writes try again. `unwritten` counts the lines
+that stayed so.
 
 A run folder may come from anybody, so no link is followed: neither a link in place of a file, nor a folder that leads
 out of the run folder.
@@ -112,6 +112,18 @@ def _write_atomically(path: Path, data: bytes, durable: bool, within: Path | Non
         raise
 
 
+def _overwrite(path: Path, data: bytes, *, within: Path) -> None:
+    """Write a file in the room of its old content, which says what is no longer true. The disk is full."""
+    descriptor = open_to_write(path, os.O_WRONLY, within=within)
+    try:
+        if os.fstat(descriptor).st_blocks * 512 < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        _write(descriptor, data)
+        os.ftruncate(descriptor, len(data))
+    finally:
+        os.close(descriptor)
+
+
 def _write(descriptor: int, data: bytes) -> None:
     """Write all bytes. On a full disk a write can be short without an error."""
     view = memoryview(data)
@@ -153,9 +165,16 @@ class RunFiles:
         """
         self._texts[name] = text
         path, data = self.folder / name, text.encode(errors="backslashreplace")
-        if self.attempt(
-            name, lambda: _write_atomically(path, data, durable, self.folder), last=last
-        ):
+
+        def write() -> None:
+            try:
+                _write_atomically(path, data, durable, self.folder)
+            except OSError as error:
+                if not last or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                _overwrite(path, data, within=self.folder)
+
+        if self.attempt(name, write, last=last):
             self._texts.pop(name, None)
 
     def append(self, name: str, text: str) -> None:
@@ -214,20 +233,23 @@ class RunFiles:
         for name in [*self._lines]:
             self._append_waiting(name, last=last)
 
-    def close(self) -> list[str]:
-        """Close the files. Return a line for each file that lacks something, for people."""
+    def unwritten(self) -> list[str]:
+        """Try a last time what waits. Return a line for each file that lacks something, for people."""
         self.flush(last=True)
-        for name in [*self._descriptors]:
-            self._close(name)
         counts = self._lost + Counter({name: len(lines) for name, lines in self._lines.items()})
         found = [
             f"{count:,} line{'s' * (count > 1)} of {name} could not be written ({self._reasons.get(name, 'too many')})"
             for name, count in counts.items()
         ]
         found += [f"{n} could not be written ({self._reasons.get(n, '')})" for n in self._texts]
+        return found
+
+    def close(self) -> None:
+        """Close the files, and forget what could not be written."""
+        for name in [*self._descriptors]:
+            self._close(name)
         for state in (self._lines, self._texts, self._lost, self._reasons, self._told):
             state.clear()
-        return found
 
     def _warn(self, name: str, reason: str) -> None:
         self._reasons[name] = reason

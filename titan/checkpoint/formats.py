@@ -11,11 +11,11 @@ files `format` is the first field.
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from contextlib import suppress
 
 from titan.checkpoint import CheckpointError
-from titan.checkpoint.storage import Location, storage_of
-from titan.untrusted import is_lost, printable, retry
+from titan.checkpoint.storage import Location, folder_of, join, read_file, storage_of
+from titan.untrusted import InputError, is_lost, retry
 
 FORMAT = 1
 # Kinds of failures (titan/health/errors.py).
@@ -28,14 +28,13 @@ _TITAN = re.compile(rb'"titan"\s*:\s*"([^"\\]{1,40})"')
 _HEAD_BYTES = 4096
 
 
-def require_known(text: bytes, *, name: object, is_first: bool = True, titan: str = "") -> None:
+def require_known(text: bytes, *, file: Location, is_first: bool = True) -> None:
     """Check that this titan knows the format of a file.
 
     Args:
-        text: the file, or its beginning.
-        name: name of the file in the error.
+        text: the file's content, or its beginning.
+        file: the file.
         is_first: whether `format` must be the first field.
-        titan: version that wrote the file, if the file itself does not have it.
 
     Raises:
         CheckpointError: a newer titan wrote the file.
@@ -44,11 +43,13 @@ def require_known(text: bytes, *, name: object, is_first: bool = True, titan: st
     number = int(found[1]) if found else FORMAT
     if number <= FORMAT or number in _NEVER:
         return
-    if version := _TITAN.search(text):
-        titan = version[1].decode(errors="replace")
-    by = f"format {number}" + (f", titan {printable(titan)}" if titan else "")
+    manifest = b""
+    with suppress(OSError, InputError):
+        manifest = read_file(join(folder_of(file), "manifest.json"))
+    version = _TITAN.search(manifest)
+    by = f"format {number}" + (f", titan {version[1].decode(errors='replace')}" if version else "")
     raise CheckpointError(
-        f"{name}: was written by a newer titan ({by}); this titan knows format {FORMAT}. Use that titan, or a newer one",
+        f"{file}: was written by a newer titan ({by}); this titan knows format {FORMAT}. Use that titan, or a newer one",
         kind=NEWER,
     )
 
@@ -62,11 +63,10 @@ def unreadable(location: Location, error: OSError) -> CheckpointError:
             "same command continues",
             kind=LOST,
         )
-    folder = location.parent if isinstance(location, Path) else location.rpartition("/")[0]
-    return CheckpointError(f"{folder} is not a checkpoint: {location}: {why}")
+    return CheckpointError(f"{folder_of(location)} is not a checkpoint: {location}: {why}")
 
 
-def require_known_file(location: Location, *, titan: str) -> None:
+def require_known_file(location: Location) -> None:
     """Check the format of a file by its beginning.
 
     Raises:
@@ -78,4 +78,4 @@ def require_known_file(location: Location, *, titan: str) -> None:
         with storage_of(location).open(location, "rb") as stream:
             return stream.read(_HEAD_BYTES)
 
-    require_known(retry(read), name=location, titan=titan)
+    require_known(retry(read), file=location)

@@ -187,7 +187,7 @@ def read_manifest(folder: Location) -> Manifest:
     """
     where = join(folder, NAME)
     text = read_file(where)
-    require_known(text, name=where, is_first=False)
+    require_known(text, file=where, is_first=False)
     manifest = parse_json(text, Manifest, name=where, values=_MAX_VALUES)
     # Require names without a path, the right number of blocks for each size, and exactly the bytes that `render` writes.
     fits = all(
@@ -241,7 +241,7 @@ def find_damage(folder: Location, *, part: int = 0, parts: int = 1) -> list[Dama
             damages += _check_file(join(folder, file), entry, mine)
     if part == 0:
         for file in (TITAN_JSON, tensor_index.NAME):
-            damages += _find_newer(folder, file, titan=manifest.titan)
+            damages += _find_newer(folder, file)
     # One rank checks the index, which is a single small file.
     if part == 0 and tensor_index.NAME not in {damage.file for damage in damages}:
         try:
@@ -251,10 +251,10 @@ def find_damage(folder: Location, *, part: int = 0, parts: int = 1) -> list[Dama
     return damages
 
 
-def _find_newer(folder: Location, file: str, *, titan: str) -> Iterator[Damage]:
+def _find_newer(folder: Location, file: str) -> Iterator[Damage]:
     """Yield the file if it is of a newer titan. A missing or unreadable file is found by the check of its bytes."""
     try:
-        require_known_file(join(folder, file), titan=titan)
+        require_known_file(join(folder, file))
     except CheckpointError as error:
         yield _explain(folder, file, error)
     except OSError:

@@ -46,7 +46,7 @@ def read_metadata(path: Location, *required: str) -> dict[str, Any]:
     name = join(path, TITAN_JSON)
     try:
         text = read_file(name)
-        require_known(text, name=name)
+        require_known(text, file=name)
         parse_json(text, _Saved, name=name)
         content = parse_json(text, dict[str, Any], name=name)
     except OSError as error:

@@ -31,6 +31,11 @@ def join(location: Location, name: str) -> Location:
     return location / name if isinstance(location, Path) else f"{location.rstrip('/')}/{name}"
 
 
+def folder_of(location: Location) -> Location:
+    """Return the folder of a file."""
+    return location.parent if isinstance(location, Path) else location.rpartition("/")[0]
+
+
 def name_of(location: Location) -> str:
     """Return the last part of a location."""
     return str(location).rstrip("/").rsplit("/", 1)[-1]

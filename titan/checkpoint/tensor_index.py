@@ -85,7 +85,7 @@ def read_index(folder: Location, sizes: Mapping[str, int]) -> TensorIndex:
     try:
         # A chunk takes more bytes in its file than in the index, so this limit bounds the memory of parsing.
         text = read_file(where, limit=min(2**20 + sum(sizes.values()), _MAX_BYTES))
-        require_known(text, name=where)
+        require_known(text, file=where)
         index = parse_json(text, TensorIndex, name=where, values=len(text))
     except OSError as error:
         raise unreadable(where, error) from error
