@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,24 +35,21 @@ class Faults:
     """Functions of os that write. Of the calls for files of a folder, but not its checkpoints, every `stride`-th fails."""
 
     def __init__(self, folder: Path, code: int, *, first: int, stride: int) -> None:
-        self.folder, self.code, self.calls, self.first, self.stride = folder, code, 0, first, stride
+        self.folder, self.error, self.calls = folder, OSError(code, os.strerror(code)), 0
+        self.first, self.stride = first, stride
 
     def wrap(self, name: str) -> Any:
         real = getattr(os, name)
 
         def call(place: Any, *args: Any, **options: Any) -> Any:
-            path = (
-                place if not isinstance(place, int) else Path(f"/proc/self/fd/{place}").readlink()
-            )
+            path = Path(f"/proc/self/fd/{place}").readlink() if isinstance(place, int) else place
             is_write = name != "open" or args[0] & (os.O_WRONLY | os.O_RDWR)
-            if (
-                str(path).startswith(f"{self.folder}/")
-                and "/checkpoint" not in str(path)
-                and is_write
-            ):
+            if is_write and re.match(f"{self.folder}/(?!checkpoint)", str(path)):
                 self.calls += 1
                 if self.calls % self.stride == self.first:
-                    raise OSError(self.code, os.strerror(self.code))
+                    if name == "write":
+                        real(place, args[0][:9])  # a part, as on a disk that becomes full
+                    raise self.error
             return real(place, *args, **options)
 
         return call
