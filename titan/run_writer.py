@@ -4,8 +4,8 @@
     append      files of lines (metrics.jsonl, events.jsonl, logs/rank-N.log, logs/rank-N.times.jsonl)
 
 These files only tell about a run, so none of them ends it. An error that passes is tried again at once. After any other
-error (a full disk) there is one warning, the text waits in memory, and later writes try again. `unwritten` counts the lines
-that stayed so.
+error (a full disk) there is one warning, the text waits in memory, and later writes try again. `report` counts the lines
+that stayed unwritten.
 
 A run folder may come from anybody, so no link is followed: neither a link in place of a file, nor a folder that leads
 out of the run folder.
@@ -233,19 +233,16 @@ class RunFiles:
         for name in [*self._lines]:
             self._append_waiting(name, last=last)
 
-    def unwritten(self) -> list[str]:
-        """Try a last time what waits. Return a line for each file that lacks something, for people."""
+    def report(self) -> None:
+        """End a run: try a last time what waits, warn of what stays unwritten, and close the files."""
         self.flush(last=True)
+        found = [f"{name} could not be written" for name in self._texts]
         counts = self._lost + Counter({name: len(lines) for name, lines in self._lines.items()})
-        found = [
-            f"{count:,} line{'s' * (count > 1)} of {name} could not be written ({self._reasons.get(name, 'too many')})"
-            for name, count in counts.items()
-        ]
-        found += [f"{n} could not be written ({self._reasons.get(n, '')})" for n in self._texts]
-        return found
-
-    def close(self) -> None:
-        """Close the files, and forget what could not be written."""
+        for name, count in counts.items():
+            found.append(f"{count:,} line{'s' * (count > 1)} of {name} could not be written")
+        reasons = {name: f" ({why})" for name, why in self._reasons.items()}
+        for text, name in zip(found, [*self._texts, *counts], strict=True):
+            _LOG.warning(text + reasons.get(name, ""))
         for name in [*self._descriptors]:
             self._close(name)
         for state in (self._lines, self._texts, self._lost, self._reasons, self._told):

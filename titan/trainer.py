@@ -352,15 +352,12 @@ class Trainer(RunProgress):
         for hook in self.hooks:
             hook.close()
         if is_last:
-            for text in self.files.unwritten():
-                _LOG.warning(text)
+            self.files.report()
         if hasattr(self, "console"):
             self.console.close()
         self.loader.close()
         _LOG.removeHandler(self.rank_log)
         self.rank_log.close()
-        if is_last:
-            self.files.close()
 
 
 def _why_unsaved(config: JobConfig, first_step: int) -> str:

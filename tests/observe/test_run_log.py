@@ -150,7 +150,7 @@ def test_odd_rows_do_no_harm(tmp_path: Path) -> None:
         with (tmp_path / "events.jsonl").open("a") as file:
             file.write(f'{{"event": "end", "unix_s": 1, {row}}}')  # also torn: it has no end
         beat(tmp_path, step=-1, unix_s=math.nan)
-        run_files(tmp_path).close()
+        run_files(tmp_path).report()
     assert len(read_events(tmp_path / "events.jsonl")) == len(odd)
 
 

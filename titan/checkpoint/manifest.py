@@ -200,16 +200,23 @@ def read_manifest(folder: Location) -> Manifest:
 
 
 def list_steps(folder: Location) -> list[int]:
-    """Return the steps with a committed checkpoint in a folder, oldest first."""
+    """Return the steps with a committed checkpoint in a folder, oldest first.
+
+    Raises:
+        CheckpointError: the folder cannot be read now, which does not mean that it has no steps.
+    """
     storage = storage_of(folder)
     # A local step is committed by its name, so a step without a manifest is listed, and then refused as damaged.
     marks = (NAME, METADATA) if storage.has_rename else (NAME,)
-    return sorted(
-        int(name.removeprefix("step-"))
-        for name in storage.listdir(folder)
-        if re.fullmatch(r"step-\d+", name)
-        and any(storage.exists(join(join(folder, name), mark)) for mark in marks)
-    )
+    try:
+        return sorted(
+            int(name.removeprefix("step-"))
+            for name in storage.listdir(folder)
+            if re.fullmatch(r"step-\d+", name)
+            and any(storage.exists(join(join(folder, name), mark)) for mark in marks)
+        )
+    except OSError as error:
+        raise unreadable(folder, error) from error
 
 
 def find_damage(folder: Location, *, part: int = 0, parts: int = 1) -> list[Damage]:

@@ -113,7 +113,7 @@ def require_startable(config: JobConfig) -> dict[str, Any]:
     folder = Path(config.job.dump_folder) / section.folder
     try:
         numbers = reversed(list_steps(folder))
-    except OSError:
+    except CheckpointError:
         return {}  # the manager tries again, and reports it
     steps = [join(folder, f"step-{n}") for n in numbers if section.load_step in (-1, n)]
     other = section.initial_load_path or "://"

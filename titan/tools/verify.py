@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _require_step(step)
     except (CheckpointError, OSError) as error:
         print(error, file=sys.stderr)
-        return 2 if isinstance(error, CheckpointError) else 1
+        return 1 if isinstance(error, OSError) or error.kind == LOST else 2
     damages = sorted(find_damage(step))
     if args.json:
         answer = {"whole": not damages, "damages": [asdict(damage) for damage in damages]}
