@@ -23,14 +23,15 @@ ALLOWED = {
     "loss": "loss_kernels parallel vocabulary",
     "config": "titan parallel untrusted",
     "commands": "config",
-    "run_folder": "titan untrusted",
-    "data": "config loss parallel untrusted",
+    "run_writer": "untrusted",
+    "run_folder": "run_writer titan untrusted",
+    "data": "config loss parallel run_writer untrusted",
     "optim": "config models parallel",
     "generation": "data models",
     "tasks": "config data generation loss models parallel untrusted",
-    "health": "async_scalars config hardware parallel run_folder untrusted",
-    "observe": "async_scalars config hardware optim parallel run_folder untrusted",
-    "checkpoint": "config data health optim parallel untrusted",
+    "health": "async_scalars config hardware parallel run_folder run_writer untrusted",
+    "observe": "async_scalars config hardware optim parallel run_writer untrusted",
+    "checkpoint": "config data health optim parallel titan untrusted",
     "checks": "checkpoint config data hardware optim parallel untrusted",
     # The program of a step: titan.train_step builds it, and the simulator and the tests build the same one.
     "resolved": "config parallel tasks",
@@ -43,9 +44,9 @@ ALLOWED = {
     "recording": "config observe parallel run_folder tasks titan train_step whole_model",
     # The run.
     "hook": "async_scalars config data hardware observe resolved tasks train_step",
-    "hooks": "async_scalars checkpoint checks config data health hook observe optim parallel parallelize recording train_step untrusted",
-    "progress": "config data hook observe resolved run_folder train_step",
-    "trainer": "async_scalars checks config data hardware health hook observe parallel progress random_draws resolved run_folder tasks train_step",
+    "hooks": "async_scalars checkpoint checks config data health hook observe optim parallel parallelize recording run_writer train_step untrusted",
+    "progress": "config data hook observe resolved run_folder run_writer train_step",
+    "trainer": "async_scalars checks config data hardware health hook observe parallel progress random_draws resolved run_folder run_writer tasks train_step",
     "train": "checkpoint checks config data health hooks parallel refusals run_folder trainer untrusted",
 }
 # Who may import these. They may import all parts, but not each other against this order.

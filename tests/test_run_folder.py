@@ -12,7 +12,6 @@ from titan.run_folder import (
     open_rank_log,
     write_environment,
     write_status,
-    write_text_atomically,
 )
 
 
@@ -31,15 +30,8 @@ def test_environment_has_what_matters_and_no_secrets(
     assert content["variables"]["NCCL_DEBUG"] == "WARN"
     assert content["variables"]["OMP_NUM_THREADS"] == "3"
     assert "hunter2" not in text
-
-
-def test_git_commit_of_a_checkout(tmp_path: Path) -> None:
-    write_environment(tmp_path, device_names=[], world_size=1)
-    git = json.loads((tmp_path / "environment.json").read_text())["git"]
-    if not (Path(titan.__file__).parents[1] / ".git").exists():
-        assert git is None
-    elif git is not None:  # git itself may be absent
-        assert len(git["commit"]) == 40 and isinstance(git["dirty"], bool)
+    git = content["git"]  # none in an installed copy, or without the command
+    assert git is None or (len(git["commit"]) == 40 and isinstance(git["dirty"], bool))
 
 
 def test_status_is_replaced_whole(tmp_path: Path) -> None:
@@ -52,21 +44,13 @@ def test_status_is_replaced_whole(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
 
 
-def test_failed_write_leaves_the_old_content(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    write_text_atomically(path, "old")
-    with pytest.raises(UnicodeEncodeError):
-        write_text_atomically(path, "new \ud800")
-    assert path.read_text() == "old"
-
-
 def test_rank_log(tmp_path: Path) -> None:
     handler = open_rank_log(tmp_path, 3)
-    logging.getLogger("titan.data").info("opened %d files", 7)
+    logging.getLogger("titan.data").info("opened %d files\x1b[2J", 7)
     logging.getLogger("titan").removeHandler(handler)
     handler.close()
     text = (tmp_path / "logs" / "rank-3.log").read_text()
-    assert text.endswith("INFO    titan.data: opened 7 files\n")
+    assert text.endswith("INFO    titan.data: opened 7 files\\u001b[2J\n")
 
 
 def test_peak_memory_of_this_process() -> None:

@@ -18,6 +18,7 @@ from titan.observe.console import Console
 from titan.observe.run_log import EventLog
 from titan.resolved import ResolvedJob
 from titan.run_folder import write_status
+from titan.run_writer import run_files
 from titan.train_step import TrainStep
 
 _LOG = logging.getLogger("titan")
@@ -81,6 +82,7 @@ class RunProgress:
         """Write how far the run is to status.json."""
         if self.rank == 0:
             write_status(self.run_dir, state="running", step=self.step, reason=self.decision)
+            run_files(self.run_dir).flush()  # what could not be written before
 
     def advance(self, step: int, *, tokens: int) -> None:
         """Take over the counters of a checkpoint or a peer, and enter the phase of its step."""

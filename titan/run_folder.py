@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import titan
+from titan.run_writer import LineHandler, run_files
 from titan.untrusted import MAX_TEXT, Count, Finite, InputError, Rank, printable, read_json
 
 State = Literal["running", "done", "stopped", "failed", "hung"]
@@ -29,26 +30,6 @@ _VARIABLES = (
 )
 _PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_", "PYTORCH_", "FI_", "UCX_")
 _PACKAGES = ("numpy", "pydantic", "tiktoken", "tokenizers", "datasets", "torchao", "triton")
-
-
-def write_text_atomically(path: Path, text: str, *, durable: bool = True) -> None:
-    """Write a file so that a reader sees the old or the new content, even after a crash.
-
-    Args:
-        path: the file.
-        text: its new content.
-        durable: whether this holds over a power failure, too, which means waiting for the disk.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same folder, since a rename does not cross file systems. The process id avoids collisions.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    # A rename is atomic: a reader sees one of the two files.
-    temporary.replace(path)
 
 
 def write_environment(run_dir: Path, *, device_names: Iterable[str], world_size: int) -> None:
@@ -79,7 +60,7 @@ def write_environment(run_dir: Path, *, device_names: Iterable[str], world_size:
         },
         "written_unix_s": round(time.time(), 3),
     }
-    write_text_atomically(run_dir / "environment.json", json.dumps(content, indent=2) + "\n")
+    run_files(run_dir).replace("environment.json", json.dumps(content, indent=2) + "\n")
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
@@ -109,7 +90,7 @@ def write_status(
     kind: str = "",
     rank: int = 0,
 ) -> None:
-    """Write status.json: the state of the run, and its exit code (null while it runs).
+    """Write status.json: the state of the run, and its exit code (null while it runs). It raises no OSError.
 
     torchrun turns every exit code but 0 into 1; this file keeps the real one.
 
@@ -131,7 +112,8 @@ def write_status(
         content |= {"kind": kind, "rank": rank}
     text = json.dumps(content | {"unix_s": round(time.time(), 3)}, indent=2) + "\n"
     # While running, this is written every few seconds, and training must not wait for the disk.
-    write_text_atomically(run_dir / "status.json", text, durable=state != "running")
+    is_last = state != "running"
+    run_files(run_dir).replace("status.json", text, durable=is_last, last=is_last)
 
 
 @dataclass(frozen=True)
@@ -181,9 +163,7 @@ def open_rank_log(run_dir: Path, rank: int) -> logging.Handler:
     Returns:
         The handler. Call `logging.getLogger("titan").removeHandler` with it at the end.
     """
-    path = run_dir / "logs" / f"rank-{rank}.log"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = LineHandler(run_files(run_dir), f"logs/rank-{rank}.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
     logger = logging.getLogger("titan")
     logger.addHandler(handler)

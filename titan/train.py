@@ -16,6 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,7 +29,7 @@ from titan.config.options import add_quiet
 from titan.config.resume_diff import changed_settings
 from titan.config.schema import JobConfig
 from titan.health import flight_recorder
-from titan.health.errors import NO_ROOM
+from titan.health.errors import kind_of
 from titan.health.flight_recorder import FlightRecorder
 from titan.health.monitor import Monitor
 from titan.health.run_lock import RunLock, RunLocked
@@ -85,8 +86,7 @@ def before_start(config: JobConfig) -> int | None:
     except RunLocked as error:
         return _refuse(error)
     except (OSError, ValueError) as error:
-        problem = config.source_map.problem("job.dump_folder", f"cannot be written: {error}")
-        return _refuse(ConfigError([problem]))
+        return _refuse_folder(config, error)
     return None
 
 
@@ -117,6 +117,11 @@ def _require_same_job(saved: Mapping[str, Any], config: JobConfig) -> None:
         raise InputError(config.source_map.problem(key, message))
 
 
+def _refuse_folder(config: JobConfig, error: Exception) -> int:
+    problem = config.source_map.problem("job.dump_folder", f"cannot be written: {error}")
+    return _refuse(ConfigError([problem]))
+
+
 def _refuse(error: Exception) -> int:
     """Print an error once for all ranks, which read the same file, and return the exit code."""
     # But each rank has its own environment.
@@ -141,7 +146,10 @@ def _train(argv: Sequence[str], stop: StopRequest) -> int:
     try:
         # Only rank 0 holds the lock. `before_start` has admitted the other ranks.
         if rank == 0:
-            lock.acquire()
+            try:
+                lock.acquire()
+            except OSError as error:
+                return _refuse_folder(config, error)
         # torch reads the recorder's variables when it is imported.
         flight_recorder.install(FlightRecorder(config.comm, folder, rank, world_size))
         monitor = Monitor(
@@ -193,12 +201,14 @@ def _run(config: JobConfig, stop: StopRequest, monitor: Monitor) -> int:
         return code
     # The user's mistakes: their messages are written for people.
     except REFUSALS as error:
-        return monitor.fail(error, EXIT_USER_ERROR)
+        # A file server that is away is no mistake of the user: the same command continues.
+        is_lost = kind_of(error) == "disk_lost"
+        return monitor.fail(error, EXIT_FAILED if is_lost else EXIT_USER_ERROR)
     # Failures of a run that explain themselves: no traceback.
     except (NonFiniteError, SpikeError, SaveFailed, ReplicaError, BitsError) as error:
         return monitor.fail(error, EXIT_FAILED)
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in NO_ROOM:
+        if isinstance(error, OSError) and kind_of(error) in ("disk_full", "disk_lost"):
             return monitor.fail(error, EXIT_FAILED)
         traceback.print_exc()
         return monitor.fail(error, EXIT_FAILED, expected=False)
@@ -253,8 +263,9 @@ def run_rank() -> NoReturn:
     if has_agent():
         die_with_parent()
     code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # a file on a full disk
+            stream.flush()
     # Not sys.exit: gloo's threads may still free a work object while the interpreter is torn down, and abort a
     # run that has ended well (docs/architecture.md).
     os._exit(code)

@@ -17,6 +17,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -50,6 +51,7 @@ from titan.progress import RunProgress
 from titan.random_draws import seed_all
 from titan.resolved import resolve_job
 from titan.run_folder import open_rank_log, write_environment, write_status
+from titan.run_writer import run_files
 from titan.tasks.trial import try_loss
 from titan.train_step import build_train_step
 
@@ -84,6 +86,7 @@ class Trainer(RunProgress):
         self.rank = int(os.environ.get("RANK", 0))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         self.run_dir = Path(config.job.dump_folder)
+        self.files = run_files(self.run_dir)
         self.rank_log = open_rank_log(self.run_dir, self.rank)
         if self.rank == 0:
             write_status(self.run_dir, state="running")
@@ -265,9 +268,10 @@ class Trainer(RunProgress):
             host=socket.gethostname(),
         )
         if self.rank == 0:
-            (self.run_dir / "config.toml").write_text(to_toml(config))
+            self.files.replace("config.toml", to_toml(config))
             if self.tokenizer is not None:
-                keep_tokenizer(self.tokenizer, self.run_dir)
+                keep = partial(keep_tokenizer, self.tokenizer, self.run_dir)
+                self.files.attempt("tokenizer", keep, last=True)
             write_environment(self.run_dir, device_names=[device_name], world_size=self.world_size)
         self.write_status()
         self.console.startup(
@@ -337,16 +341,18 @@ class Trainer(RunProgress):
 
         Ending the group waits for collectives that the other ranks of a failed run may never join.
         """
-        if hasattr(self, "console"):  # set-up and resume may have failed
+        if hasattr(self, "events"):  # set-up and resume may have failed
             self.events.end("failed", step=self.step)
-        self._end_parts()
+        self._end_parts(is_last=True)
         # Last: closing hooks may still communicate.
         if dist.is_initialized() and not failed:
             dist.destroy_process_group()
 
-    def _end_parts(self) -> None:
+    def _end_parts(self, *, is_last: bool = False) -> None:
         for hook in self.hooks:
             hook.close()
+        if is_last:
+            self.files.report()
         if hasattr(self, "console"):
             self.console.close()
         self.loader.close()

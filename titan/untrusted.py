@@ -14,7 +14,8 @@ import io
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import IO, Annotated, Any, TypeVar
@@ -39,6 +40,10 @@ _UNPRINTABLE = re.compile(
 _STEERS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u2028-\u202e\u2066-\u2069\ufff9-\ufffb\ud800-\udfff]"
 )
+# Errors that say nothing about a file, and may pass: a file server that fails over, a network, a signal.
+_PASSING = {errno.EINTR, errno.EAGAIN, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN}
+_PASSING |= {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH}
+PAUSES_S = (0.05, 0.25, 1.0, 3.0)
 
 
 class InputError(ValueError):
@@ -83,6 +88,35 @@ class PrintableStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def retry(
+    action: Callable[[], T], *, pauses_s: Sequence[float] | None = None, of_any: bool = False
+) -> T:
+    """Call `action`, again after errors of the file system that may pass.
+
+    Args:
+        action: reads or writes a file.
+        pauses_s: seconds before each further call; None: `PAUSES_S`.
+        of_any: whether to call again after any OSError.
+    """
+    for pause_s in PAUSES_S if pauses_s is None else pauses_s:
+        try:
+            return action()
+        except (ConnectionError, TimeoutError):  # of a network disk or an object store
+            pass
+        except OSError as error:
+            if not of_any and error.errno not in _PASSING:
+                raise
+        time.sleep(pause_s)
+    return action()
+
+
+def is_lost(error: OSError) -> bool:
+    """Return whether a file cannot be read now, so that nothing is known about it: it may be whole."""
+    is_gone = isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError))
+    # EINVAL and ELOOP: `open_regular` refuses what is no file of this folder.
+    return not is_gone and error.errno not in (errno.EINVAL, errno.ELOOP)
 
 
 def is_plain_name(name: object) -> bool:
@@ -222,9 +256,13 @@ def read_bytes(path: Path, *, limit: int = MAX_BYTES, within: Path | None = None
     Raises:
         InputError: the file cannot be read, or is too large.
     """
-    try:
+
+    def read() -> bytes:
         with open_regular(path, within=within) as file:
             return read_stream(file, os.fstat(file.fileno()).st_size, name=path, limit=limit)
+
+    try:
+        return retry(read)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
@@ -21,10 +22,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+import titan
 from tests.support.jobs import job
+from tests.support.metrics import read_json_lines
 from tests.support.ranks import Pool
 from tests.support.trainers import Trainer
-from titan import cli
+from titan import cli, untrusted
 from titan.checkpoint import tensor_index
 from titan.checkpoint.manager import CheckpointError, CheckpointManager, list_steps, load
 from titan.checkpoint.manifest import HashingStream, find_damage, read_manifest, render
@@ -77,43 +80,34 @@ def files_found(folder: Path) -> set[str]:
 def test_what_was_saved_is_whole(run_dir: Path) -> None:
     assert sorted(p.name for p in step_dir(run_dir).iterdir()) == FILES
     assert not any(find_damage(step_dir(run_dir, step)) for step in STEPS)
+    manifest = read_manifest(step_dir(run_dir))
+    assert (manifest.titan, manifest.torch) == (titan.__version__, torch.__version__)
+    old = render(replace(manifest, titan="", torch=""))  # as titan wrote it before
+    assert b"torch" not in old
+    (step_dir(run_dir) / "manifest.json").write_bytes(old)
+    assert not find_damage(step_dir(run_dir))
     assert sorted(p.name for p in (run_dir / "checkpoint").iterdir()) == [
         f"step-{s}" for s in STEPS
     ]
 
 
-def test_a_thousand_flipped_bits(run_dir: Path) -> None:
-    dice = random.Random(0)
-    originals = {name: (step_dir(run_dir) / name).read_bytes() for name in FILES}
-    for number in range(1000):
-        name = FILES[number % len(FILES)]
-        bad = bytearray(originals[name])
-        bad[dice.randrange(len(bad))] ^= 1 << dice.randrange(8)
-        (step_dir(run_dir) / name).write_bytes(bad)
-        assert files_found(step_dir(run_dir)) == {name}
-        (step_dir(run_dir) / name).write_bytes(originals[name])
-    assert not find_damage(step_dir(run_dir))
-
-
-def test_a_hundred_zeroed_pages_and_a_hundred_truncations(run_dir: Path) -> None:
-    dice = random.Random(1)
-    originals = {name: (step_dir(run_dir) / name).read_bytes() for name in FILES}
-    for number in range(200):
-        name = FILES[number % len(FILES)]
-        good = originals[name]
-        place = dice.randrange(len(good)) // 4096 * 4096
-        zeroed = good[:place] + bytes(min(4096, len(good) - place)) + good[place + 4096 :]
-        bad = zeroed if number < 100 else good[: dice.randrange(len(good))]
-        assert bad != good
-        (step_dir(run_dir) / name).write_bytes(bad)
-        assert files_found(step_dir(run_dir)) == {name}
-        (step_dir(run_dir) / name).write_bytes(good)
-
-
 @pytest.mark.parametrize("name", FILES)
-def test_a_missing_file(name: str, run_dir: Path) -> None:
-    (step_dir(run_dir) / name).unlink()
-    assert files_found(step_dir(run_dir)) == {name}
+def test_flipped_bits_zeroed_pages_truncations_and_a_missing_file(name: str, run_dir: Path) -> None:
+    dice, file = random.Random(name), step_dir(run_dir) / name
+    good = file.read_bytes()
+    for number in range(200):
+        place, bad = dice.randrange(len(good)), bytearray(good)
+        if number < 170:
+            bad[place] ^= 1 << dice.randrange(8)
+        elif number < 185:
+            page = slice(place // 4096 * 4096, place // 4096 * 4096 + 4096)
+            bad[page] = bytes(len(bad[page]))
+        else:
+            del bad[place:]
+        file.write_bytes(bad)
+        assert files_found(file.parent) == {name}
+    file.unlink()
+    assert files_found(file.parent) == {name}
 
 
 def test_swapped_files_and_files_of_another_step(run_dir: Path) -> None:
@@ -193,6 +187,43 @@ def test_all_ranks_agree_though_each_looks_at_a_part(run_dir: Path, pool: Pool) 
     assert all("STEP 30 IS DAMAGED" in heard[0] for _, heard in results)
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_unreadable_is_not_damaged(name: str, run_dir: Path, monkeypatch: Any) -> None:
+    left, really_open = [0], os.open
+
+    def fail(path: Any, *args: Any) -> int:
+        if path == step_dir(run_dir) / name and left[0]:
+            left[0] -= 1
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return really_open(path, *args)
+
+    monkeypatch.setattr(os, "open", fail)
+    monkeypatch.setattr(untrusted, "PAUSES_S", (0.0, 0.0))
+    manager = CheckpointManager(section(), run_dir=run_dir)
+    for act in (manager.step_to_resume, lambda: load(step_dir(run_dir), state_of(30))):
+        left[0] = 1
+        act()
+        left[0] = 1000
+        with pytest.raises(CheckpointError, match=r"cannot be read.*Stale") as caught:
+            act()
+        assert caught.value.kind == "disk_lost"
+        assert list_steps(run_dir / "checkpoint") == list(STEPS)
+        if name in (".metadata", "titan.json"):  # `load` reads neither
+            break
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "tensors.json", "titan.json"])
+def test_newer_is_not_damaged(name: str, run_dir: Path) -> None:
+    file = step_dir(run_dir) / name
+    file.write_text('{"format": 2,' + file.read_text()[1:])
+    told = rf"{name}: was written by a newer titan \(format 2, titan {titan.__version__}\)"
+    with pytest.raises(CheckpointError, match=told) as caught:
+        CheckpointManager(section(), run_dir=run_dir).step_to_resume()
+    assert caught.value.kind == "checkpoint_newer"
+    assert list_steps(run_dir / "checkpoint") == list(STEPS)
+    assert verify.main([str(file.parent)]) == 2
+
+
 def test_where_none_is_whole_the_run_does_not_start(run_dir: Path) -> None:
     for step in STEPS:
         flip(step_dir(run_dir, step) / "titan.json")
@@ -263,29 +294,13 @@ def test_titan_verify_imports_no_torch(run_dir: Path) -> None:
     assert subprocess.run(command, capture_output=True).returncode == 0
 
 
-def test_a_training_run_falls_back_bit_for_bit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def run(folder: Path, steps: int) -> list[tuple[int, float]]:
-        config = job(
-            folder,
-            model={"overrides": {"n_layers": 1}},
-            training={"steps": steps},
-            lr_scheduler={"warmup_steps": 2, "total_steps": 6},
-            checkpoint={"interval": 2},
-        )
-        trainer = Trainer(config)
-        assert trainer.run() == 0
-        trainer.close()
-        rows = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
-        return [(row["step"], row["loss"]) for row in rows]
-
-    run(tmp_path / "damaged", 4)
-    flip(step_dir(tmp_path / "damaged", 4) / "__0_0.distcp")
-    capsys.readouterr()
-    resumed = run(tmp_path / "damaged", 6)
-    assert "CHECKPOINT STEP 4 IS DAMAGED AND NOT USED: __0_0" in capsys.readouterr().out
-    assert resumed == run(tmp_path / "whole", 6)
+def test_a_training_run_falls_back_bit_for_bit(trained: Path, tmp_path: Path, capsys: Any) -> None:
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    flip(step_dir(run, 2) / "__0_0.distcp")
+    train(run)
+    assert "CHECKPOINT STEP 2 IS DAMAGED AND NOT USED: __0_0" in capsys.readouterr().out
+    again, whole = (read_json_lines(folder / "metrics.jsonl") for folder in (run, trained))
+    assert [(x["step"], x["loss"]) for x in again] == [(x["step"], x["loss"]) for x in whole]
 
 
 # ---- what a checkpoint must not do -----------------------------------------------------------------
@@ -457,14 +472,17 @@ def test_the_index_reads_back_as_torch_wrote_it(run_dir: Path) -> None:
 # ---- what reads a checkpoint besides a run ---------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps, both kept."""
-    folder = tmp_path_factory.mktemp("trained")
+def train(folder: Path) -> None:
     config = job(folder, model={"overrides": {"n_layers": 1}}, checkpoint={"interval": 1})
     trainer = Trainer(config)
     assert trainer.run() == 0
     trainer.close()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps, both kept."""
+    train(folder := tmp_path_factory.mktemp("trained"))
     return folder
 
 
@@ -483,6 +501,3 @@ def test_generate_uses_what_a_resume_would(trained: Path, tmp_path: Path, capsys
     flip(step_dir(run, 1) / "titan.json")
     assert cli.main([*command, str(run)]) == 2
     assert "NO CHECKPOINT IS WHOLE" in capsys.readouterr().err
-    (step_dir(run, 2) / ".metadata").unlink()
-    assert cli.main([*command, str(step_dir(run, 2))]) == 2
-    assert ".metadata: cannot be read" in capsys.readouterr().err

@@ -72,7 +72,7 @@ def test_a_second_copy_is_refused(
     *said, has_torch = result.stderr.splitlines(keepends=True)
     assert has_torch == "False\n", "refused before torch is imported"
     assert "".join(said) == (
-        f"{tmp_path}: this run is already going on, in process {holder.pid} on {socket.gethostname()} "
+        f"{tmp_path}/lock.json: this run is already going on, in process {holder.pid} on {socket.gethostname()} "
         "(job 4711); end it first, or choose another job.dump_folder\n"
     )
     assert set(tmp_path.rglob("*")) == before
@@ -135,12 +135,18 @@ def test_on_another_machine_the_age_of_the_beat_decides(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["lock.json"]
 
 
-def test_the_same_job_requeued_watches_the_beat(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("job", "host", "age_s"),
+    [("8", "node1", 5), ("9", "node1", -7200), ("9", "node7", 5)],
+    ids=["the same job requeued", "a time in the future", "another boot"],
+)
+def test_the_beat_is_watched(
+    job: str, host: str, age_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "8")
+    monkeypatch.setattr(run_lock.socket, "gethostname", lambda: host)
     monkeypatch.setattr(run_lock, "WATCH_S", 1.2)
-    owner = on_another_machine(tmp_path, job="8", age_s=5)
+    owner = on_another_machine(tmp_path, job=job, age_s=age_s)
     RunLock(tmp_path).require_free()  # no beat: it is dead
     monkeypatch.setattr(
         run_lock.time,

@@ -153,13 +153,3 @@ def test_curves_of_each_layer(tmp_path: Path) -> None:
         "experts_dead/layers.1": [(7, 0.0)],
         "experts_dead/layers.3": [(7, 1.0)],
     }
-
-
-def test_a_table_that_cannot_be_written_is_reported_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    log = MetricsLog(tmp_path, section=MetricsSection())
-    (tmp_path / "experts.json").mkdir()
-    for step in range(3):
-        log.write_loads(step, [0], [[1, 2]])
-    assert caplog.text.count("experts.json cannot be written") == 1

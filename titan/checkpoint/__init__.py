@@ -2,6 +2,7 @@
 
 manager.py        decides when to save, which steps to keep, and which step to resume from
 commit.py         writes one step, all of it or nothing
+formats.py        versions of the files' formats, which are read first
 manifest.py       hashes of a step's files, and the check for damage
 tensor_index.py   tensors.json: the file and bytes of each tensor
 tensors.py        DCP's reader and writer on our storage

@@ -24,6 +24,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -140,7 +141,7 @@ def write_step(
 
     def commit(entries: dict[str, Any]) -> None:
         # Write the manifest last: a folder without it is no checkpoint.
-        write_manifest(target, entries, step=step)
+        write_manifest(target, entries, step=step, torch=torch.__version__)
         if storage.has_rename:
             storage.fsync_folder(target)
             replaced = join(folder, f".removing-{step}")

@@ -2,7 +2,8 @@
 
 commit.py writes steps, and manifest.py checks them. A save that fails is reported at once, and nothing else is lost: older
 steps are deleted only after a new step is committed, and the next save is tried when it is due. A damaged step is reported in
-capital letters and set aside, and the newest whole step is used. If no step is whole, the run does not start.
+capital letters and set aside, and the newest whole step is used. If no step is whole, the run does not start. A step that cannot
+be read now, or that a newer titan wrote, is not damaged: the run ends, and nothing is renamed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 
 from titan.checkpoint import CheckpointError, SaveFailed, commit
 from titan.checkpoint.commit import CheckpointGroup
+from titan.checkpoint.formats import LOST, NEWER
 from titan.checkpoint.manifest import NAME as MANIFEST
 from titan.checkpoint.manifest import Damage, describe, find_damage, list_steps
 from titan.checkpoint.saved import read_metadata
@@ -318,12 +320,13 @@ class CheckpointManager:
         return None
 
     def _find_damage(self, path: Location) -> list[Damage]:
-        """Return the damage, the same on all ranks. Each rank checks its share of the blocks."""
+        """Return the damage, the same on all ranks. Each rank checks its share of the blocks. See `_without_unknown`."""
         if self.section.verify == "off":
             return []
         # All ranks get the union of their findings, so that they decide alike.
         mine = find_damage(path, part=self.group.rank, parts=self.group.size)
-        return [damage for of_rank in self.group.gather(mine) for damage in of_rank]
+        found = self.group.gather(mine)
+        return _without_unknown(path, [damage for of_rank in found for damage in of_rank])
 
     def _set_aside(self, step: int) -> None:
         """Rename a damaged step, or a remote step's manifest, so that no reader takes it for a step."""
@@ -359,6 +362,23 @@ class CheckpointManager:
                 + (f", but {', '.join(names[:5])}" if names else "")
                 + (f"; there are checkpoints in {', '.join(others)}" if others else "")
             )
+
+
+def _without_unknown(path: Location, damages: list[Damage]) -> list[Damage]:
+    """Return the damages of a step that can be read and is of no newer titan. Any other step may be whole: it keeps its name.
+
+    Raises:
+        CheckpointError: it cannot, or it is.
+    """
+    if newer := [d for d in damages if d.kind == NEWER]:
+        raise CheckpointError(f"{path}: {describe(newer)}", kind=NEWER)
+    if lost := [d for d in damages if d.kind == LOST]:
+        raise CheckpointError(
+            f"{path} cannot be read now: {describe(lost)}. It may be whole, so it keeps its name, and no older step is used. Look at "
+            "the mount and the file server; the same command continues",
+            kind=LOST,
+        )
+    return damages
 
 
 def _hint(damages: list[Damage]) -> str:

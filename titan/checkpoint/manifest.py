@@ -12,14 +12,17 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import ceil
 from typing import IO, Any
 
 from xxhash import xxh3_128
 
-from titan.checkpoint import tensor_index
-from titan.checkpoint.storage import Location, join, name_of, storage_of
-from titan.untrusted import Count, InputError, is_plain_name, parse_json, printable, read_stream
+from titan import __version__
+from titan.checkpoint import CheckpointError, tensor_index
+from titan.checkpoint.formats import DAMAGED, LOST, require_known, require_known_file, unreadable
+from titan.checkpoint.storage import Location, join, name_of, read_file, storage_of
+from titan.untrusted import Count, InputError, is_lost, is_plain_name, parse_json, printable, retry
 
 NAME, TITAN_JSON = "manifest.json", "titan.json"
 # DCP's index. It is the only mark of steps that titan wrote before it wrote manifests.
@@ -47,6 +50,8 @@ class Manifest:
         format: version of the format.
         block_bytes: bytes of a block.
         hash: hash of all other fields.
+        titan: version of titan that wrote the step; empty in older steps.
+        torch: version of torch, likewise.
     """
 
     step: Count
@@ -54,6 +59,8 @@ class Manifest:
     format: int = 1
     block_bytes: int = BLOCK_BYTES
     hash: str = ""
+    titan: str = ""
+    torch: str = ""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -71,6 +78,7 @@ class Damage:
         first: first damaged byte.
         last: end of the damaged bytes, exclusive. 0 means that the whole file is damaged.
         unreadable: the file is missing, or cannot be read.
+        kind: kind of failure (titan/health/errors.py). A step that cannot be read now, or is of a newer titan, may be whole.
     """
 
     file: str
@@ -78,6 +86,15 @@ class Damage:
     first: int = 0
     last: int = 0
     unreadable: bool = False
+    kind: str = DAMAGED
+
+    @staticmethod
+    def of(file: str, error: OSError) -> Damage:
+        """Return the damage of a file that could not be read."""
+        is_missing = isinstance(error, FileNotFoundError)
+        why = "it is missing" if is_missing else error.strerror or error
+        kind = LOST if is_lost(error) else DAMAGED
+        return Damage(file, f"cannot be read ({why})", unreadable=True, kind=kind)
 
     def __str__(self) -> str:
         where = f" bytes {self.first:,} to {self.last - 1:,}" if self.last else ""
@@ -146,13 +163,19 @@ class HashingStream:
 def render(manifest: Manifest) -> bytes:
     """Return the bytes of a manifest.json, with its hash."""
     body = {name: value for name, value in asdict(manifest).items() if name != "hash"}
+    for name in ("titan", "torch"):
+        if not body[name]:  # of a step without versions
+            del body[name]
     digest = xxh3_128(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return (json.dumps(body | {"hash": digest}, indent=1, sort_keys=True) + "\n").encode()
 
 
-def write_manifest(folder: Location, entries: dict[str, FileEntry], *, step: int) -> None:
-    """Write the manifest of a step with these files."""
-    storage_of(folder).write(join(folder, NAME), render(Manifest(step, entries)))
+def write_manifest(
+    folder: Location, entries: dict[str, FileEntry], *, step: int, torch: str = ""
+) -> None:
+    """Write the manifest of a step with these files, which this version of torch has written."""
+    manifest = Manifest(step, entries, titan=__version__, torch=torch)
+    storage_of(folder).write(join(folder, NAME), render(manifest))
 
 
 def read_manifest(folder: Location) -> Manifest:
@@ -160,11 +183,11 @@ def read_manifest(folder: Location) -> Manifest:
 
     Raises:
         OSError: the file is missing, or cannot be read.
-        InputError: the file is not as it was written.
+        InputError: the file is not as it was written, or a newer titan wrote it.
     """
-    storage, where = storage_of(folder), join(folder, NAME)
-    with storage.open(where, "rb") as stream:
-        text = read_stream(stream, storage.size(where), name=where)
+    where = join(folder, NAME)
+    text = read_file(where)
+    require_known(text, file=where, is_first=False)
     manifest = parse_json(text, Manifest, name=where, values=_MAX_VALUES)
     # Require names without a path, the right number of blocks for each size, and exactly the bytes that `render` writes.
     fits = all(
@@ -177,16 +200,23 @@ def read_manifest(folder: Location) -> Manifest:
 
 
 def list_steps(folder: Location) -> list[int]:
-    """Return the steps with a committed checkpoint in a folder, oldest first."""
+    """Return the steps with a committed checkpoint in a folder, oldest first.
+
+    Raises:
+        CheckpointError: the folder cannot be read now, which does not mean that it has no steps.
+    """
     storage = storage_of(folder)
     # A local step is committed by its name, so a step without a manifest is listed, and then refused as damaged.
     marks = (NAME, METADATA) if storage.has_rename else (NAME,)
-    return sorted(
-        int(name.removeprefix("step-"))
-        for name in storage.listdir(folder)
-        if re.fullmatch(r"step-\d+", name)
-        and any(storage.exists(join(join(folder, name), mark)) for mark in marks)
-    )
+    try:
+        return sorted(
+            int(name.removeprefix("step-"))
+            for name in storage.listdir(folder)
+            if re.fullmatch(r"step-\d+", name)
+            and any(storage.exists(join(join(folder, name), mark)) for mark in marks)
+        )
+    except OSError as error:
+        raise unreadable(folder, error) from error
 
 
 def find_damage(folder: Location, *, part: int = 0, parts: int = 1) -> list[Damage]:
@@ -200,15 +230,15 @@ def find_damage(folder: Location, *, part: int = 0, parts: int = 1) -> list[Dama
     try:
         manifest = read_manifest(folder)
     except OSError as error:
-        missing = isinstance(error, FileNotFoundError)
-        why = "it is missing" if missing else error.strerror or error
-        return [Damage(NAME, f"cannot be read ({why})", unreadable=True)]
+        return [Damage.of(NAME, error)]
+    except CheckpointError as error:
+        return [_explain(folder, NAME, error)]
     except InputError:
         return [Damage(NAME, "is not what was saved")]
     name = name_of(folder)
     if name.startswith("step-") and name != f"step-{manifest.step}":
         return [Damage(NAME, f"belongs to step {manifest.step}")]
-    damages, number = [], 0
+    damages, number = list[Damage](), 0
     # Blocks are numbered through all files, and dealt to the ranks by number.
     for file, entry in sorted(manifest.files.items()):
         num_blocks = max(len(entry.blocks), 1)  # some rank must check the size of an empty file
@@ -216,43 +246,75 @@ def find_damage(folder: Location, *, part: int = 0, parts: int = 1) -> list[Dama
         number += num_blocks
         if mine:
             damages += _check_file(join(folder, file), entry, mine)
+    if part == 0:
+        for file in (TITAN_JSON, tensor_index.NAME):
+            damages += _find_newer(folder, file)
     # One rank checks the index, which is a single small file.
     if part == 0 and tensor_index.NAME not in {damage.file for damage in damages}:
         try:
             tensor_index.read_index(folder, manifest.sizes)
-        except InputError as error:
-            reason = str(error).removeprefix(f"{join(folder, tensor_index.NAME)}: ")
-            damages.append(Damage(tensor_index.NAME, reason))
+        except CheckpointError as error:
+            damages.append(_explain(folder, tensor_index.NAME, error))
     return damages
+
+
+def _find_newer(folder: Location, file: str) -> Iterator[Damage]:
+    """Yield the file if it is of a newer titan. A missing or unreadable file is found by the check of its bytes."""
+    try:
+        require_known_file(join(folder, file))
+    except CheckpointError as error:
+        yield _explain(folder, file, error)
+    except OSError:
+        pass
+
+
+def _explain(folder: Location, file: str, error: CheckpointError) -> Damage:
+    reason = str(error).removeprefix(f"{join(folder, file)}: ")
+    return Damage(file, reason, kind=error.kind)
 
 
 def _check_file(location: Location, entry: FileEntry, blocks: list[int]) -> Iterator[Damage]:
     file, storage = name_of(location), storage_of(location)
+
+    def block(stream: IO[bytes], number: int) -> bytes:
+        stream.seek(number * BLOCK_BYTES)
+        return stream.read(BLOCK_BYTES)
+
     try:
         if (size := storage.size(location)) != entry.bytes:
             # The blocks of a file with another size cannot be compared.
             reason = f"has {size:,} bytes, not the {entry.bytes:,} that were saved"
             yield Damage(file, reason)
             return
-        with storage.open(location, "rb") as stream:
+        with retry(lambda: storage.open(location, "rb")) as stream:
             for number in blocks if entry.blocks else []:
                 first = number * BLOCK_BYTES
-                stream.seek(first)
-                if xxh3_128(stream.read(BLOCK_BYTES)).hexdigest() != entry.blocks[number]:
+                data = retry(partial(block, stream, number))
+                if xxh3_128(data).hexdigest() != entry.blocks[number]:
                     last = min(first + BLOCK_BYTES, entry.bytes)
                     yield Damage(file, "are not what was saved", first, last)
     except OSError as error:
-        reason = f"cannot be read ({error.strerror or 'it is missing'})"
-        yield Damage(file, reason, unreadable=True)
+        yield Damage.of(file, error)
 
 
 def file_sizes(folder: Location) -> Mapping[str, int]:
-    """Return the sizes of a checkpoint's files: from its manifest or, without a usable manifest, from the files themselves."""
+    """Return the sizes of a checkpoint's files: from its manifest or, without a usable manifest, from the files themselves.
+
+    Raises:
+        CheckpointError: the manifest cannot be read now, or is of a newer titan.
+    """
     try:
         return read_manifest(folder).sizes
-    except (OSError, InputError):  # only with checkpoint.verify = "off": find_damage reports it
-        storage = storage_of(folder)
-        return {name: storage.size(join(folder, name)) for name in storage.listdir(folder)}
+    except OSError as error:
+        if is_lost(error):
+            raise unreadable(join(folder, NAME), error) from error
+    except CheckpointError:
+        raise
+    except InputError:
+        pass
+    # Only with checkpoint.verify = "off": find_damage reports it.
+    storage = storage_of(folder)
+    return {name: storage.size(join(folder, name)) for name in storage.listdir(folder)}
 
 
 def describe(damages: Iterable[Damage]) -> str:

@@ -6,18 +6,18 @@ titan.train asks before it imports anything, and titan/checkpoint/manager.py ask
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from titan.checkpoint import CheckpointError
+from titan.checkpoint.formats import LOST, NEWER, require_known, unreadable
 from titan.checkpoint.manifest import TITAN_JSON, list_steps
-from titan.checkpoint.storage import Location, join, storage_of
+from titan.checkpoint.storage import Location, join, read_file
 from titan.config.resume_diff import changed_model
 from titan.config.schema import JobConfig
 from titan.config.toml import format_value
-from titan.untrusted import Count, InputError, parse_json, read_stream
+from titan.untrusted import Count, InputError, parse_json
 
 
 @dataclass
@@ -43,13 +43,17 @@ def read_metadata(path: Location, *required: str) -> dict[str, Any]:
     Raises:
         CheckpointError: the file is unusable, or lacks a required key.
     """
-    storage, name = storage_of(path), join(path, TITAN_JSON)
+    name = join(path, TITAN_JSON)
     try:
-        with storage.open(name, "rb") as stream:
-            text = read_stream(stream, storage.size(name), name=name)
+        text = read_file(name)
+        require_known(text, file=name)
         parse_json(text, _Saved, name=name)
         content = parse_json(text, dict[str, Any], name=name)
-    except (OSError, InputError) as error:
+    except OSError as error:
+        raise unreadable(name, error) from error
+    except CheckpointError:
+        raise
+    except InputError as error:
         raise CheckpointError(f"{path} is not a checkpoint of titan: {error}") from error
     if missing := [key for key in required if key not in content]:
         raise CheckpointError(f"{name}: lacks {', '.join(missing)}")
@@ -86,6 +90,8 @@ def require_same_model(path: Location, config: JobConfig, *, but: Collection[str
 def step_to_continue(config: JobConfig) -> int:
     """Return the step that a run continues after, or 0. Only local folders are read, so the trainer may find another."""
     section, saved = config.checkpoint, require_startable(config)
+    if not saved:
+        return 0
     is_own = list_steps(Path(config.job.dump_folder) / section.folder)
     return saved.get("step", 0) if is_own or not section.initial_load_model_only else 0
 
@@ -99,21 +105,29 @@ def require_startable(config: JobConfig) -> dict[str, Any]:
         The contents, or {} if there is no step or none can be read.
 
     Raises:
-        CheckpointError: the step has another model.
+        CheckpointError: the step has another model, or a newer titan wrote it.
     """
     section, may_differ = config.checkpoint, list[str]()
     if not section.enable or "://" in section.folder:
         return {}
     folder = Path(config.job.dump_folder) / section.folder
-    numbers = reversed(list_steps(folder))
+    try:
+        numbers = reversed(list_steps(folder))
+    except CheckpointError:
+        return {}  # the manager tries again, and reports it
     steps = [join(folder, f"step-{n}") for n in numbers if section.load_step in (-1, n)]
     other = section.initial_load_path or "://"
     if not steps and "://" not in other and not section.initial_load_in_hf:
         steps, may_differ = [Path(other)], section.initial_load_changes
     for path in steps:
-        with suppress(CheckpointError):
+        try:
             found = read_metadata(path)
             break
+        except CheckpointError as error:
+            if error.kind == NEWER:
+                raise
+            if error.kind == LOST:
+                return {}  # as above
     else:
         return {}
     require_same_model(path, config, but=may_differ)

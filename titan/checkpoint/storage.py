@@ -10,23 +10,30 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from titan.checkpoint import CheckpointError
-from titan.untrusted import open_regular
+from titan.untrusted import MAX_BYTES, is_lost, open_regular, read_stream, retry
 
 # File systems of fsspec that wrap another file system or read an archive. They may write copies on this machine.
 _WRAPPERS = {
     *("simplecache", "filecache", "blockcache", "cached", "dir", "reference", "generic"),
     *("async_wrapper", "zip", "tar", "libarchive", "data"),
 }
+T = TypeVar("T")
 Location = str | Path  # a path, or a URL as str, since a Path would collapse the slashes of a URL
 
 
 def join(location: Location, name: str) -> Location:
     """Return the location of `name` in a folder."""
     return location / name if isinstance(location, Path) else f"{location.rstrip('/')}/{name}"
+
+
+def folder_of(location: Location) -> Location:
+    """Return the folder of a file."""
+    return location.parent if isinstance(location, Path) else location.rpartition("/")[0]
 
 
 def name_of(location: Location) -> str:
@@ -62,6 +69,22 @@ def storage_of(location: Location) -> LocalStorage:
     return RemoteStorage(str(location)) if "://" in str(location) else LocalStorage()
 
 
+def read_file(location: Location, *, limit: int = MAX_BYTES) -> bytes:
+    """Read a file, again after errors that may pass.
+
+    Raises:
+        OSError: it is missing, or cannot be read.
+        InputError: it is too large.
+    """
+    storage = storage_of(location)
+
+    def read() -> bytes:
+        with storage.open(location, "rb") as stream:
+            return read_stream(stream, storage.size(location), name=location, limit=limit)
+
+    return retry(read)
+
+
 class LocalStorage:
     """Files of a local or shared file system.
 
@@ -78,11 +101,22 @@ class LocalStorage:
 
     def exists(self, location: Location) -> bool:
         """Return whether there is a file or folder with this name."""
-        return Path(location).exists()
+        return self._found(location, os.stat) is not None
 
     def listdir(self, folder: Location) -> list[str]:
         """Return the names in a folder, sorted. A folder that does not exist has none."""
-        return sorted(p.name for p in Path(folder).iterdir()) if Path(folder).is_dir() else []
+        return sorted(self._found(folder, os.listdir) or ())
+
+    def _found(self, location: Location, look: Callable[[Location], T]) -> T | None:
+        """Look at a file or folder; None if there is none. A folder that cannot be read now is not an empty one."""
+        try:
+            return retry(lambda: look(location))
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the name
+            return None
+        except OSError as error:
+            if is_lost(error):
+                raise
+            return None
 
     def size(self, location: Location) -> int:
         """Return the bytes of a file.
@@ -90,7 +124,7 @@ class LocalStorage:
         Raises:
             FileNotFoundError: there is no such file.
         """
-        return Path(location).stat().st_size
+        return retry(lambda: Path(location).stat().st_size)
 
     def make_folder(self, folder: Location) -> None:
         """Create a folder, and the folders above it, unless they exist."""

@@ -20,8 +20,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 
 from titan.checkpoint import CheckpointError
-from titan.checkpoint.storage import Location, join, storage_of
-from titan.untrusted import Count, InputError, is_plain_name, parse_json, printable, read_stream
+from titan.checkpoint.formats import require_known, unreadable
+from titan.checkpoint.storage import Location, join, read_file
+from titan.untrusted import Count, InputError, is_plain_name, parse_json, printable
 
 NAME = "tensors.json"
 _MAX_BYTES = 2**30
@@ -80,17 +81,16 @@ def read_index(folder: Location, sizes: Mapping[str, int]) -> TensorIndex:
     Raises:
         CheckpointError: the index is missing, or does not describe whole tensors in these files.
     """
-    storage, where = storage_of(folder), join(folder, NAME)
+    where = join(folder, NAME)
     try:
-        with storage.open(where, "rb") as stream:
-            # A chunk takes more bytes in its file than in the index, so this limit bounds the memory of parsing.
-            limit = min(2**20 + sum(sizes.values()), _MAX_BYTES)
-            text = read_stream(stream, storage.size(where), name=where, limit=limit)
+        # A chunk takes more bytes in its file than in the index, so this limit bounds the memory of parsing.
+        text = read_file(where, limit=min(2**20 + sum(sizes.values()), _MAX_BYTES))
+        require_known(text, file=where)
         index = parse_json(text, TensorIndex, name=where, values=len(text))
     except OSError as error:
-        raise CheckpointError(
-            f"{folder} is not a checkpoint: {where}: {error.strerror or 'it is missing'}"
-        ) from error
+        raise unreadable(where, error) from error
+    except CheckpointError:
+        raise
     except InputError as error:
         raise CheckpointError(error) from error
     # Check everything that a reader relies on before it reads a byte of a tensor.

@@ -29,9 +29,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from titan.checkpoint import CheckpointError, tensor_index
+from titan.checkpoint.formats import DAMAGED, LOST
 from titan.checkpoint.manifest import FileEntry, HashingStream, file_sizes
 from titan.checkpoint.storage import Location, join, name_of, storage_of
 from titan.checkpoint.tensor_index import Chunk, StoredTensor, TensorIndex
+from titan.untrusted import is_lost, retry
 
 StateDict = dict[str, Tensor]
 # Bytes at the end of a zip archive that list its entries. torch's archive of one tensor has about four entries.
@@ -251,21 +253,33 @@ def load(location: Location, state: StateDict) -> None:
             f"{location} holds other shapes: {some(other)}: saved from another model?",
             kind="checkpoint_differs",
         )
-    reader, cause, failure = CheckpointReader(location, metadata), None, ""
+    cause, failure, is_gone = None, "", False
+
+    def read() -> None:
+        try:
+            # DCP reads only the slices that this rank's placements need. Each rank plans alone, since it has the whole index.
+            reader = CheckpointReader(location, metadata)
+            dcp.load(state, storage_reader=reader, no_dist=True)
+        except dcp.CheckpointException as error:  # a BaseException
+            for part, _ in error.failures.values():
+                if isinstance(part, OSError):
+                    raise part from error
+            raise
+
     try:
-        # DCP reads only the slices that this rank's placements need. Each rank plans alone, since it has the whole index.
-        dcp.load(state, storage_reader=reader, no_dist=True)
-    except dcp.CheckpointException as error:  # a BaseException
+        retry(read)
+    except (OSError, dcp.CheckpointException) as error:
+        is_gone = isinstance(error, OSError) and is_lost(error)
         # DCP has planned for a single rank, which it calls rank 0.
         cause, failure = error, reason(error).removeprefix("rank 0: ")
-    failures = [failure]
+    failures = [(failure, is_gone)]
     if dist.is_initialized():
         failures *= dist.get_world_size()
-        dist.all_gather_object(failures, failure)
-    for rank, failure in enumerate(failures):
+        dist.all_gather_object(failures, (failure, is_gone))
+    for rank, (failure, is_gone) in enumerate(failures):
         if failure:
             text = f"{location} cannot be read: rank {rank}: {failure}"
-            raise CheckpointError(text) from cause
+            raise CheckpointError(text, kind=LOST if is_gone else DAMAGED) from cause
 
 
 def reason(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from titan.config.schema import JobConfig, TokenizerSection
 from titan.data.named_tokens import BESIDE
 from titan.data.tokenizer import CHAT_TEMPLATE, Tokenizer
+from titan.run_writer import require_inside, write_atomically
 from titan.untrusted import InputError, decode, is_there, parse_json, read_bytes, root_of
 
 FOLDER = "tokenizer"
@@ -68,14 +69,18 @@ def keep_tokenizer(tokenizer: Tokenizer, run: Path) -> None:
     """Copy a tokenizer's files into a run folder. One rank calls this at each start.
 
     A later start writes nothing while the files are the same, and replaces the copy if the job names other files.
+
+    Raises:
+        OSError: the copy cannot be written.
     """
     used, folder = tokenizer.file, run / FOLDER
     if used is None:
         if tokenizer.chat_template:
-            write_files({CHAT_TEMPLATE: tokenizer.chat_template.encode()}, folder)
+            write_files({CHAT_TEMPLATE: tokenizer.chat_template.encode()}, folder, within=run)
         return
     if used.resolve().is_relative_to(folder.resolve()):
         return
+    require_inside(folder / f".{used.name}", run)  # before files of these names are removed
     # The tokenizer's own files may be links to anywhere, since they have been read already.
     read = {used.name, *(BESIDE if tokenizer.kind == "huggingface" else ())}
     contents = {}
@@ -93,17 +98,21 @@ def keep_tokenizer(tokenizer: Tokenizer, run: Path) -> None:
     # Remove the files of an earlier job's tokenizer: one of another kind could be found first.
     for name in {*TOKENIZER_FILES, *BESIDE} - contents.keys():
         (folder / name).unlink(missing_ok=True)
-    write_files(contents, folder)
+    write_files(contents, folder, within=run)
 
 
-def write_files(contents: Mapping[str, bytes], folder: Path) -> None:
-    """Write the files of a tokenizer, by name, into a folder. A file that has the same content already stays untouched."""
-    folder.mkdir(parents=True, exist_ok=True)
+def write_files(contents: Mapping[str, bytes], folder: Path, *, within: Path | None = None) -> None:
+    """Write the files of a tokenizer, by name, into a folder. A file that has the same content already stays untouched.
+
+    Args:
+        contents: content of each file.
+        folder: folder of the files.
+        within: folder that no link may lead out of.
+    """
     for name, data in contents.items():
-        file, temporary = folder / name, folder / f".{name}"
+        file = folder / name
         if not (file.is_file() and file.read_bytes() == data):
-            temporary.write_bytes(data)
-            temporary.replace(file)  # so that a reader never sees half a file
+            write_atomically(file, data, durable=False, within=within)
 
 
 def with_tokenizer(config: JobConfig, *, run: Path | None, path: str = "") -> JobConfig:

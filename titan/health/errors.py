@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import errno
 import faulthandler
+import os
 import pickle
 import re
 import sys
@@ -27,10 +28,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import IO, Any
 
 from titan.health.signals import EXIT_FAILED, EXIT_USER_ERROR
 from titan.run_folder import State
+from titan.run_writer import open_to_write, run_files
 
 # gloo, NCCL and the store raise RuntimeErrors without a number: only torch's words tell them apart.
 _COMMUNICATION = re.compile(
@@ -39,9 +41,9 @@ _COMMUNICATION = re.compile(
 _TIMEOUT = re.compile(r"timed out|timeout", re.I)
 LOST_CONNECTION, TIMED_OUT = "connection_lost", "collective_timeout"
 COMMUNICATION = (LOST_CONNECTION, TIMED_OUT)
-NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 _DISK = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "disk_full")
-_DISK |= dict.fromkeys((errno.EROFS, errno.ESTALE, errno.EIO), "disk_lost")
+_LOST = (errno.EROFS, errno.ESTALE, errno.EIO, errno.ENOTCONN, errno.EHOSTDOWN)
+_DISK |= dict.fromkeys(_LOST, "disk_lost")
 
 _UNNAMED = "a collective"
 _POINT_TO_POINT = "a send or receive between pipeline stages"
@@ -190,13 +192,26 @@ def stacks_file(run_dir: Path, rank: int) -> Path:
     return run_dir / "logs" / f"rank-{rank}.stacks.txt"
 
 
+def open_stacks(run_dir: Path, rank: int) -> IO[str] | None:
+    """Open a rank's file of stacks to append; None after a warning if that fails."""
+    opened: list[IO[str]] = []
+    path = stacks_file(run_dir, rank)
+    run_files(run_dir).attempt(f"logs/{path.name}", lambda: opened.append(_open(path)))
+    return opened[0] if opened else None
+
+
+def _open(path: Path) -> IO[str]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    return os.fdopen(open_to_write(path, flags, within=path.parents[1]), "a")
+
+
 def dump_stacks(path: Path, title: str) -> None:
     """Append the stacks of all threads to a file, and the error that the main thread handles, if any.
 
     The error comes last: its traceback reads source files, and a disk may hang.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
+    with _open(path) as file:
         file.write(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')} {title}\n")
         file.flush()  # faulthandler writes to the descriptor, past Python's buffer
         faulthandler.dump_traceback(file, all_threads=True)

@@ -33,6 +33,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,11 @@ from titan.health.errors import (
     frames_of,
     locate,
     main_thread,
+    open_stacks,
     recorded_collectives,
     stacks_file,
 )
-from titan.run_folder import write_text_atomically
+from titan.run_writer import run_files, write_text_atomically
 
 # Version of the dump's format. `titan doctor` reads it.
 VERSION = 2
@@ -101,10 +103,14 @@ def install(recorder: FlightRecorder) -> None:
     global installed
     installed = recorder
     # A dump of an earlier run would pass for this run's.
-    recorder.path.unlink(missing_ok=True)
+    old = [recorder.path]
     if recorder.rank == 0:
-        for path in recorder.run_dir.glob("logs/launch-*.json"):
-            path.unlink(missing_ok=True)
+        old += recorder.run_dir.glob("logs/launch-*.json")
+    if recorder.world_size > 1:
+        old.append(stacks_file(recorder.run_dir, recorder.rank))
+    files = run_files(recorder.run_dir)
+    for path in old:
+        files.remove(os.path.relpath(path, recorder.run_dir))
     num = recorder.section.trace_buf_size
     # torch's own files after a NCCL time-out, for torchfrtrace; torch appends the rank.
     own = str((recorder.path.parent / "nccl_trace_rank_").absolute())
@@ -116,20 +122,21 @@ def install(recorder: FlightRecorder) -> None:
     }.items():
         os.environ.setdefault(name, value)
     if num > 0:
-        recorder.path.parent.mkdir(parents=True, exist_ok=True)  # torch would not
-    if recorder.world_size > 1:  # a single rank's stacks go to the terminal
-        stacks = stacks_file(recorder.run_dir, recorder.rank)
-        stacks.parent.mkdir(parents=True, exist_ok=True)
-        stacks.unlink(missing_ok=True)
-        faulthandler.enable(file=stacks.open("a"))
+        folder = recorder.path.parent
+        # torch would not.
+        files.attempt(folder.name, partial(folder.mkdir, parents=True, exist_ok=True))
+    # A single rank's stacks go to the terminal.
+    if recorder.world_size > 1 and (stacks := open_stacks(recorder.run_dir, recorder.rank)):
+        faulthandler.enable(file=stacks)
 
 
 def close() -> None:
     """Remove the stacks file of a rank that has ended well, if it is empty."""
     if installed is not None:
         stacks = stacks_file(installed.run_dir, installed.rank)
-        if stacks.exists() and not stacks.stat().st_size:
-            stacks.unlink()
+        with suppress(OSError):
+            if not stacks.stat().st_size:
+                stacks.unlink()
 
 
 def begin() -> None:
@@ -168,7 +175,9 @@ def dump(failure: Failure, *, stacks: bool = True, at: Activity | None = None) -
         if installed.section.trace_buf_size:
             content = _contents(installed, failure, at or main_thread())
             text = json.dumps(content, separators=(",", ":"))
-            write_text_atomically(installed.path, text + "\n", durable=False)
+            write_text_atomically(
+                installed.path, text + "\n", durable=False, within=installed.run_dir
+            )
     with suppress(RuntimeError):  # the lock was not ours after 5 seconds, and the owner released it
         _writing.release()
 

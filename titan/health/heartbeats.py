@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.health.run_lock import ProcessId
-from titan.run_folder import write_text_atomically
+from titan.run_writer import write_text_atomically
 
 _FIRST_VALUE_S = 60.0  # ranks start together
 

@@ -34,7 +34,8 @@ from titan.health.signals import (
     EXIT_USER_ERROR,
     die_with_parent,
 )
-from titan.run_folder import read_status, write_status, write_text_atomically
+from titan.run_folder import read_status, write_status
+from titan.run_writer import run_files
 
 if TYPE_CHECKING:
     from titan.config.schema import JobConfig
@@ -221,7 +222,7 @@ def _write_failures(
     }
     host = socket.gethostname()
     content = {"host": host, "ranks": ranks, "oom_kills": num_oom_kills}
-    write_text_atomically(run_dir / "logs" / f"launch-{host}.json", json.dumps(content) + "\n")
+    run_files(run_dir).replace(f"logs/launch-{host}.json", json.dumps(content) + "\n", last=True)
     status = read_status(run_dir)
     # A fault in native code outranks the reports of its peers, which lost their connection.
     faults = {rank: failure for rank, failure in failures.items() if -failure.exitcode in FAULTS}

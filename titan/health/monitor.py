@@ -40,7 +40,14 @@ from pathlib import Path
 from typing import IO
 
 from titan.health import flight_recorder
-from titan.health.errors import COMMUNICATION, Failure, main_thread, stacks_file, where_failed
+from titan.health.errors import (
+    COMMUNICATION,
+    Failure,
+    main_thread,
+    open_stacks,
+    stacks_file,
+    where_failed,
+)
 from titan.health.heartbeats import describe_hang, describe_silence, store_host, why_silent
 from titan.health.peers import LINGER_S, Peers, call_with_timeout
 from titan.health.run_lock import BEAT_S, RunLock, RunLocked
@@ -100,9 +107,8 @@ class Monitor:
         """Start to watch this rank."""
         # Only a step limit needs the file now. Other failures open it when they write.
         if self.step_limit_s:
-            path = stacks_file(self.run_dir, self.rank)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._stacks = path.open("a")  # now, since a locked interpreter opens no file
+            # Now, since a locked interpreter opens no file.
+            self._stacks = open_stacks(self.run_dir, self.rank)
         threading.Thread(target=self._watch, name="monitor", daemon=True).start()
 
     def connect(self) -> None:
@@ -149,10 +155,8 @@ class Monitor:
         agreed = self.report_failure(mine)
         if self.world_size > 1 or not expected:
             flight_recorder.dump(mine, at=where_failed(error), stacks=not expected)
-        # All ranks write the same text, so the order does not matter.
-        with suppress(OSError):  # the disk may have failed
-            # The failure that the ranks agreed on may be another rank's.
-            self._write_status(agreed)
+        # All ranks write the same text, so the order does not matter. The failure that the ranks agreed on may be another rank's.
+        self._write_status(agreed)
         logging.getLogger("titan").error(mine.reason, extra={"last_words": True})
         self._print(mine.reason)
         if self.rank == 0 and agreed.reason != mine.reason:
@@ -184,7 +188,7 @@ class Monitor:
             self._stacks.close()
             self._stacks = None
             # A file that stayed empty would only raise questions.
-            with suppress(FileNotFoundError):
+            with suppress(OSError):
                 if not (path := stacks_file(self.run_dir, self.rank)).stat().st_size:
                     path.unlink()
 
@@ -354,7 +358,8 @@ class Monitor:
 
     def _print(self, text: str) -> None:
         name = "" if self.rank == 0 else f"[rank {self.rank}] "
-        print(f"{name}{text}", file=sys.stderr, flush=True)
+        with suppress(OSError):  # standard error may be a file on a full disk
+            print(f"{name}{text}", file=sys.stderr, flush=True)
 
 
 def _end_agent() -> None:

@@ -6,8 +6,9 @@ about every second (titan/health/monitor.py calls `touch`). The holder is alive
     on this machine       while its process is: process id and start time, boot and pid namespace, so that a process id
                           that is used again is no holder
     on another machine    while its last heartbeat is younger than DEAD_AFTER_S, by the file server's clock, since the
-                          clocks of two machines differ. A restart or requeue of the very same job may find its own lock
-                          from another machine. It watches the heartbeat for WATCH_S instead
+                          clocks of two machines differ. The heartbeat itself is watched for WATCH_S instead if the age
+                          says little: the lock is of the very same job (a restart or requeue), of this host before it
+                          was booted again, or from the future
 
 This relies on a file system that creates a file exclusively (O_EXCL), replaces a file by a rename,
 and shows a file's new content to others who open it. It does not use flock, which network file
@@ -28,13 +29,23 @@ from typing import Annotated
 
 from pydantic import Field
 
-from titan.run_folder import write_text_atomically
-from titan.untrusted import Count, InputError, printable, read_json
+from titan.run_writer import open_to_write, write_text_atomically
+from titan.untrusted import (
+    Count,
+    InputError,
+    is_lost,
+    is_there,
+    open_regular,
+    parse_json,
+    printable,
+    retry,
+)
 
 LOCK_FILE = "lock.json"
 # Seconds: between two heartbeats; of silence until a holder elsewhere counts as dead; to watch a
 # holder of the same job; until a run that took over a dead lock checks that it still has it.
 BEAT_S, DEAD_AFTER_S, WATCH_S, SETTLE_S = 1.0, 60.0, 10.0, 0.2
+_MAX_BYTES = 2**16
 # Variables that all ranks of an attempt share, with values that no other attempt has.
 _ATTEMPT = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
@@ -100,8 +111,9 @@ class ProcessId:
         return replace(self, beat=0) == replace(other, beat=0)
 
     def __str__(self) -> str:
-        job = f" (job {printable(self.job, 80)})" if self.job else ""
-        return f"process {self.pid} on {printable(self.host, 80)}{job}"
+        # A file says this, which anyone may have written.
+        job = f" (job {printable(self.job, 100)})" if self.job else ""
+        return f"process {self.pid} on {printable(self.host, 100)}{job}"
 
 
 class RunLock:
@@ -123,8 +135,7 @@ class RunLock:
         if holder is None or self._is_of_this_run(holder) or not self._is_alive(holder):
             return
         raise RunLocked(
-            f"{self.path.parent}: this run is already going on, in {holder}; end it first, or choose another "
-            "job.dump_folder"
+            f"{self.path}: this run is already going on, in {holder}; end it first, or choose another job.dump_folder"
         )
 
     def acquire(self) -> None:
@@ -137,13 +148,13 @@ class RunLock:
         # Again from the top if another run creates the file between the check and `open`.
         while True:
             self.require_free()
-            if self.path.exists():  # its holder has died
+            if is_there(self.path):  # its holder has died
                 write_text_atomically(self.path, self._text(), durable=False)
                 time.sleep(SETTLE_S)  # another run may do the same now
                 break
-            # "x": if two runs begin at once, one creates the file, and the other checks again.
-            with suppress(FileExistsError), self.path.open("x") as file:
-                file.write(self._text())
+            # O_EXCL: if two runs begin at once, one creates the file, and the other checks again.
+            with suppress(FileExistsError):
+                self._write(os.O_CREAT | os.O_EXCL)
                 break
         # If two runs took over at once, the earlier writer ends here.
         self._require_mine()
@@ -157,21 +168,21 @@ class RunLock:
         """
         if not self.is_held:
             return
-        # A file server that is away for a while is no reason to end: the run itself will report it.
+        # A file server that is away for a while is no reason to end, nor is a full disk.
         with suppress(OSError):
             self._require_mine()
             self.me = replace(self.me, beat=self.me.beat + 1)
             # In place: readers get an opened file from the server, but may find a new name in a cache.
-            with self.path.open("r+") as file:
-                file.write(self._text())
+            self._write()
 
     def release(self) -> None:
         """Release the lock, unless another run has taken it over."""
         if self.is_held:
             self.is_held = False
-            holder = self._read()
-            if holder is not None and holder.is_same(self.me):
-                self.path.unlink(missing_ok=True)
+            with suppress(OSError):  # the next run finds that the process has ended
+                holder = self._read()
+                if holder is not None and holder.is_same(self.me):
+                    self.path.unlink(missing_ok=True)
 
     def _require_mine(self) -> None:
         # No file at all is no reason to end: an operator may have removed it.
@@ -191,38 +202,69 @@ class RunLock:
             return holder.is_running()
         if not holder.machine and holder.host == self.me.host:  # no /proc
             return _has_process(holder.pid)
-        if holder.job and holder.job == self.me.job:  # a job has one run at a time, as a rule
-            deadline = time.monotonic() + WATCH_S
-            while time.monotonic() < deadline:
-                # Twice per heartbeat, so that none is missed.
-                time.sleep(BEAT_S / 2)
-                now = self._read()
-                if now is not None and now != holder:
-                    return not self._is_of_this_run(now)
-            return False
-        return self._age_s() < DEAD_AFTER_S
+        # A job has one run at a time, as a rule.
+        is_same_job = holder.job != "" and holder.job == self.me.job
+        age_s = self._age_s()
+        # A host that was booted again may have had another clock before. A clock that was set back makes ages negative.
+        if is_same_job or holder.host == self.me.host or age_s < -BEAT_S:
+            return self._beats(holder)
+        return age_s < DEAD_AFTER_S
+
+    def _beats(self, holder: ProcessId) -> bool:
+        """Watch the heartbeat of a holder. Return whether another run writes it."""
+        deadline = time.monotonic() + WATCH_S
+        while time.monotonic() < deadline:
+            # Twice per heartbeat, so that none is missed.
+            time.sleep(BEAT_S / 2)
+            now = self._read()
+            if now is not None and now != holder:
+                return not self._is_of_this_run(now)
+        return False
 
     def _age_s(self) -> float:
         """Return the seconds since the last heartbeat, by the clock that stamps files."""
         # A new file gets its time from the server's clock, which stamped the lock, too.
         probe = self.path.with_name(f".{LOCK_FILE}.{self.me.host}.{self.me.pid}")
+        probe.unlink(missing_ok=True)
+        descriptor = open_to_write(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
-            probe.touch()
-            return probe.stat().st_mtime - self.path.stat().st_mtime
+            return os.fstat(descriptor).st_mtime - self.path.stat().st_mtime
         except FileNotFoundError:  # released in the meantime
             return DEAD_AFTER_S
         finally:
+            os.close(descriptor)
             probe.unlink(missing_ok=True)
 
     def _read(self) -> ProcessId | None:
-        """Read the holder; None if there is no lock, or the file is not readable."""
+        """Read the holder; None if there is no lock, or the file is none.
+
+        Raises:
+            OSError: the file cannot be read now, so nothing is known about a holder.
+        """
+
+        def read() -> bytes:
+            with open_regular(self.path, within=self.path.parent) as file:
+                return file.read(_MAX_BYTES)
+
         for _ in range(3):
-            if not self.path.exists():
-                return None
+            try:
+                text = retry(read)
+            except OSError as error:
+                if is_lost(error):
+                    raise
+                return None  # missing, or a link or a folder, which no run has made
             with suppress(InputError):
-                return read_json(self.path, ProcessId, limit=2**16, within=self.path.parent)
+                return parse_json(text, ProcessId, name=self.path)
             time.sleep(0.05)  # its holder may be writing a heartbeat
         return None
+
+    def _write(self, flags: int = 0) -> None:
+        """Write the lock in place."""
+        descriptor = open_to_write(self.path, os.O_WRONLY | flags)
+        try:
+            os.write(descriptor, self._text().encode())
+        finally:
+            os.close(descriptor)
 
     def _text(self) -> str:
         """Return the file's content. Its length is constant, since each heartbeat overwrites the last one."""

@@ -21,6 +21,7 @@ from titan.config.model import num_blocks
 from titan.hook import Hook, RunContext, StepResult
 from titan.hooks.metrics import Metrics
 from titan.observe.clock import Window
+from titan.run_writer import run_files
 from titan.train_step import StepReport
 
 
@@ -43,7 +44,7 @@ class ExpertLoads(Hook):
     def start(self) -> None:
         if self.trainer.rank == 0 and self.trainer.step == 0:
             # Left by the run that was in this folder before.
-            (self.trainer.run_dir / "experts.json").unlink(missing_ok=True)
+            run_files(self.trainer.run_dir).remove("experts.json")
 
     def updated(self, report: StepReport) -> None:
         trainer = self.trainer

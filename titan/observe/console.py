@@ -13,6 +13,7 @@ import math
 import os
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TextIO
@@ -172,10 +173,12 @@ class Console(logging.Handler):
 
     def _print(self, text: Text, *, always: bool = False) -> None:
         if self._is_rank_0 and (always or not self._is_quiet):
-            # A log file keeps long lines whole, so that they can be searched.
-            self._console.print(text, soft_wrap=not self._console.is_terminal)
-            # A log file of a batch job is read while the job runs.
-            self._console.file.flush()
+            # Standard output may be a file on a full disk, or a pipe that nobody reads any more.
+            with suppress(OSError):
+                # A log file keeps long lines whole, so that they can be searched.
+                self._console.print(text, soft_wrap=not self._console.is_terminal)
+                # A log file of a batch job is read while the job runs.
+                self._console.file.flush()
 
     def _aligned(self, columns: list[_Column]) -> list[_Column]:
         """Pad the columns of a step's line to their widest texts so far."""

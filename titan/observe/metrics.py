@@ -2,16 +2,14 @@
 
 metrics.jsonl holds one JSON object for each logged step, in order and each step once. This holds
 over crashes: a resume at step N cuts the rows after N, which the crashed run wrote, and a torn last
-line. docs/evaluation.md defines every key. If a sink fails (disk full, server down), it warns once and
-training continues.
+line. docs/evaluation.md defines every key. If a sink fails (disk full, server down), it warns once,
+training continues, and rows of metrics.jsonl wait until they can be written (titan/run_writer.py).
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,9 +18,8 @@ from typing import Any
 from titan.config.schema import MetricsSection
 from titan.observe.rows import Row, cut_after, number
 from titan.observe.sinks import Sink, TensorBoardSink, WandbSink, require
-from titan.run_folder import write_text_atomically
+from titan.run_writer import RunFiles, run_files
 
-_LOG = logging.getLogger("titan")
 _LOADS = "experts.json"
 _SAMPLES = "samples.json"
 
@@ -34,35 +31,50 @@ class JsonlSink:
         lacks_row: whether an earlier start wrote no row of the step that the run continues from.
     """
 
-    def __init__(self, path: Path, *, resume_step: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # In a new folder, no row was lost.
-        existed = path.exists()
-        last = (cut_after(path, step=resume_step) if existed else None) or {}
-        self.lacks_row = existed and last.get("step") != resume_step
-        unix_s, time_s = number(last.get("unix_s")), number(last.get("time_s"))
+    def __init__(self, files: RunFiles, name: str, *, resume_step: int) -> None:
+        self._files, self._name, self._resume_step = files, name, resume_step
+        self.lacks_row = self._is_cut = False
         # time_s counts from the first start, over every pause and crash since.
         self._started_unix_s = time.time()
-        if unix_s is not None and time_s is not None:
-            self._started_unix_s = unix_s - time_s
-        self._file = path.open("ab", buffering=0)
+        self._waiting: list[Row] = []  # rows until the file is cut
+        # Rows that an earlier sink of this process could not write, up to the step to go on from.
+        rows = (json.loads(line) for line in files.take_waiting(name))
+        self._kept: list[Row] = [row for row in rows if row["step"] <= resume_step]
+        self._cut_once()
 
     def write(self, row: Row) -> None:
-        row = row | {"time_s": round(max(row["unix_s"] - self._started_unix_s, 0.0), 3)}
-        line = (json.dumps(row, allow_nan=False) + "\n").encode()
-        before = os.fstat(self._file.fileno()).st_size
-        # Without a buffer, a write on a full disk can be short without an error.
-        try:
-            written = self._file.write(line)
-            if written != len(line):
-                raise OSError(f"only {written} of {len(line)} bytes could be written")
-        except OSError:
-            if os.fstat(self._file.fileno()).st_size > before:
-                self._file.truncate(before)  # the next row must not follow half a row
-            raise
+        self._waiting.append(row)
+        if not self._cut_once():
+            return
+        for each in self._waiting:
+            time_s = round(max(each["unix_s"] - self._started_unix_s, 0.0), 3)
+            line = json.dumps(each | {"time_s": time_s}, allow_nan=False)
+            self._files.append(self._name, f"{line}\n")
+        self._waiting.clear()
 
     def close(self) -> None:
-        self._file.close()
+        """Count the rows that wait for the cut. The writer of the run folder has the file."""
+        if not self._cut_once():
+            for _ in self._waiting:
+                self._files.lose(self._name)
+
+    def _cut_once(self) -> bool:
+        """Cut the rows after the step to go on from, unless that is done. Return whether it is done."""
+        self._is_cut = self._is_cut or self._files.attempt(self._name, self._cut)
+        return self._is_cut
+
+    def _cut(self) -> None:
+        path = self._files.folder / self._name
+        # In a new folder, no row was lost.
+        existed = path.exists()
+        last = (cut_after(path, step=self._resume_step) if existed else None) or {}
+        unix_s, time_s = number(last.get("unix_s")), number(last.get("time_s"))
+        if unix_s is not None and time_s is not None:
+            self._started_unix_s = unix_s - time_s
+        newest = self._kept[-1] if self._kept else last
+        self.lacks_row = existed and newest.get("step") != self._resume_step
+        for row in self._kept:
+            self._files.append(self._name, f"{json.dumps(row)}\n")
 
 
 class MetricsLog:
@@ -95,21 +107,21 @@ class MetricsLog:
         for extra in ("tensorboard", "wandb"):
             if getattr(section, f"enable_{extra}"):
                 require(extra, extra=extra, asked_by=f"metrics.enable_{extra}")
-        self._failed: set[str] = set()
-        self._run_dir = None if rank else run_dir
+        self._files, self._is_main = run_files(run_dir), rank == 0
         self._sinks: dict[str, Sink] = {}
         if rank and not section.save_for_all_ranks:
             return
         # Readers look for the name of rank 0's file.
         name = f"metrics.rank-{rank}.jsonl" if rank else "metrics.jsonl"
-        self._open(name, lambda: JsonlSink(run_dir / name, resume_step=resume_step))
+        self._open(name, lambda: JsonlSink(self._files, name, resume_step=resume_step))
         if section.enable_tensorboard:
             folder = run_dir / section.save_tb_folder
             folder = folder / f"rank-{rank}" if section.save_for_all_ranks else folder
-            self._open("TensorBoard", lambda: TensorBoardSink(folder, resume_step=resume_step))
+            options = {"within": run_dir, "resume_step": resume_step}
+            self._open("TensorBoard", lambda: TensorBoardSink(folder, **options))
         if section.enable_wandb and rank == 0:
-            options = {"section": section, "resume_step": resume_step, "job_config": job_config}
-            self._open("Weights & Biases", lambda: WandbSink(run_dir, **options))
+            about = {"section": section, "resume_step": resume_step, "job_config": job_config}
+            self._open("Weights & Biases", lambda: WandbSink(run_dir, **about))
         rows = self._sinks.get(name)
         is_lost = isinstance(rows, JsonlSink) and rows.lacks_row
         if is_lost and resume_row and resume_row.get("step") == resume_step:
@@ -130,11 +142,10 @@ class MetricsLog:
             layers: layers with experts.
             loads: tokens of each expert, for each of the layers.
         """
-        if self._run_dir is not None:
-            path = self._run_dir / _LOADS
+        if self._is_main:
             # Only one step's loads: all loads of a long run would fill the disk.
             text = json.dumps({"step": step, "layers": layers, "loads": loads}) + "\n"
-            self._guard(_LOADS, lambda: write_text_atomically(path, text, durable=False))
+            self._files.replace(_LOADS, text)
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         """Write generated samples: samples/step-N.txt, samples.json with the newest, and TensorBoard.
@@ -143,17 +154,12 @@ class MetricsLog:
             step: number of the step.
             texts: generated text by its prompt.
         """
-        if (run_dir := self._run_dir) is None:
+        if not self._is_main:
             return
         page = "\n\n".join(f"{prompt}[...]{text}" for prompt, text in texts.items()) + "\n"
         newest = json.dumps({"step": step, "texts": [*texts.items()]}) + "\n"
-
-        def write() -> None:
-            (run_dir / "samples").mkdir(exist_ok=True)
-            write_text_atomically(run_dir / f"samples/step-{step}.txt", page, durable=False)
-            write_text_atomically(run_dir / _SAMPLES, newest, durable=False)
-
-        self._guard(_SAMPLES, write)
+        self._files.replace(f"samples/step-{step}.txt", page)
+        self._files.replace(_SAMPLES, newest)
         board = self._sinks.get("TensorBoard")
         if isinstance(board, TensorBoardSink):
             self._guard("TensorBoard", lambda: board.write_texts(step, texts))
@@ -171,11 +177,7 @@ class MetricsLog:
         try:
             action()
         except Exception as error:
-            # A full disk fails at each row; warn once.
-            if name not in self._failed:
-                self._failed.add(name)
-                reason = f"{type(error).__name__}: {error}"
-                _LOG.warning(f"metrics: {name} cannot be written ({reason}); training goes on")
+            self._files.lose(name, f"{type(error).__name__}: {error}")
 
 
 def finite(row: Row) -> Row:

@@ -29,6 +29,7 @@ from titan.config.schema import ProfilingSection
 from titan.observe.trace import MODULE
 from titan.parallel.init_weights import canonical_name
 from titan.parallel.torch_compat import dump_memory_history, enclose_calls, record_memory_history
+from titan.run_writer import require_inside, run_files
 
 # A block, a child of a block, or a module outside the blocks.
 _NAMED = re.compile(r"layers\.\w+(\.\w+)?|(?!layers$)\w+")
@@ -58,6 +59,7 @@ class Profiler:
         say: Callable[[str], None],
     ) -> None:
         self._section, self._rank, self._device, self._say = section, rank, device, say
+        self._run_dir = run_dir
         self._traces_dir = run_dir / section.save_traces_folder
         self._snapshots_dir = run_dir / section.save_memory_snapshot_folder
         self._parts, self._step = list(parts), 0
@@ -146,15 +148,22 @@ class Profiler:
 
     def _write_trace(self, recording: profile) -> None:
         path = self._traces_dir / f"step-{self._step}" / f"rank-{self._rank}.json.gz"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        recording.export_chrome_trace(str(path))
-        self._say(f"wrote {path}: see `titan profile`")
+        self._write(path, lambda: recording.export_chrome_trace(str(path)), "see `titan profile`")
 
     def _write_snapshot(self, folder: str) -> None:
         path = self._snapshots_dir / folder / f"rank-{self._rank}.pickle"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        dump_memory_history(path)
-        self._say(f"wrote {path}; drop it on https://pytorch.org/memory_viz")
+        self._write(
+            path, lambda: dump_memory_history(path), "drop it on https://pytorch.org/memory_viz"
+        )
+
+    def _write(self, path: Path, write: Callable[[], object], hint: str) -> None:
+        def make() -> None:
+            require_inside(path, self._run_dir)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write()
+
+        if run_files(self._run_dir).attempt(path.name, make):
+            self._say(f"wrote {path}: {hint}")
 
 
 def name_modules(parts: Iterable[nn.Module]) -> list[Callable[[], None]]:

@@ -15,10 +15,10 @@ logs/rank-N.times.jsonl.
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -28,8 +28,7 @@ import torch
 from torch import nn
 
 from titan.parallel.fsdp_compat import after_gathering
-
-_LOG = logging.getLogger("titan")
+from titan.run_writer import run_files
 
 # A rank is a straggler from SLOW times the median rank's own time, until it is below RECOVERED times the median.
 SLOW = 1.5
@@ -219,16 +218,13 @@ def times_file(run_dir: Path, rank: int) -> Path:
 
 
 class TimesLog:
-    """File of a rank's times, written at most every two seconds.
-
-    If the disk fails, it warns once and training continues.
-    """
+    """File of a rank's times, written at most every two seconds."""
 
     def __init__(self, run_dir: Path, *, rank: int, host: str) -> None:
         self.path, self.host = times_file(run_dir, rank), host
+        self._files, self._name = run_files(run_dir), f"logs/{self.path.name}"
         self._lines: list[str] = []
         self._written_s = float("-inf")
-        self._failed = False
 
     def write(self, **row: Any) -> None:
         """Add a row with time and host."""
@@ -242,13 +238,9 @@ class TimesLog:
         self._written_s = time.monotonic()
         if not lines:
             return
-        try:
-            # Two files, so that the newest rows always stay.
-            if self.path.exists() and self.path.stat().st_size > _MAX_BYTES:
+        # Two files, so that the newest rows always stay.
+        with suppress(OSError):
+            if self.path.lstat().st_size > _MAX_BYTES:
                 self.path.replace(self.path.with_suffix(".previous.jsonl"))
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write("".join(f"{line}\n" for line in lines))
-        except OSError as error:
-            if not self._failed:
-                self._failed = True
-                _LOG.warning(f"{self.path} cannot be written ({error}); training goes on")
+        for line in lines:
+            self._files.append(self._name, f"{line}\n")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titan.run_folder import write_text_atomically
+from titan.run_writer import run_files
 from titan.untrusted import InputError
 
 FOLDER = "recorded"
@@ -63,9 +63,10 @@ class RecordedStep:
 
 def write_step(folder: Path, step: RecordedStep) -> None:
     """Write a step into a run folder."""
-    (folder / FOLDER).mkdir(exist_ok=True)
     content = {"format": FORMAT, **vars(step), "tensors": [vars(tensor) for tensor in step.tensors]}
-    write_text_atomically(folder / FOLDER / f"step-{step.step}.json", json.dumps(content) + "\n")
+    run_files(folder).replace(
+        f"{FOLDER}/step-{step.step}.json", json.dumps(content) + "\n", durable=True
+    )
 
 
 def read_steps(folder: Path) -> list[RecordedStep]:

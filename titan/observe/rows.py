@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from titan.run_writer import open_to_write
 from titan.untrusted import InputError, open_regular
 
 Row = dict[str, Any]
@@ -303,7 +304,7 @@ def cut_after(path: Path, *, step: int) -> Row | None:
     """
     any_row = False
     # A run of weeks has a large file, and the row is near its end: read backwards.
-    with open_regular(path, within=path.parent) as file:
+    with os.fdopen(open_to_write(path, os.O_RDWR), "r+b") as file:
         for line, end in _lines_backwards(file):
             row = parse(line)
             if row is None or not isinstance(row["step"], int):
@@ -311,10 +312,10 @@ def cut_after(path: Path, *, step: int) -> Row | None:
             any_row = True
             if row["step"] > step:
                 continue
-            os.truncate(path, end)
+            file.truncate(end)
             if not line.endswith(b"\n"):  # the crash came between a row and its end
-                with path.open("ab") as appended:
-                    appended.write(b"\n")
+                file.seek(end)
+                file.write(b"\n")
             return row
     if any_row:
         path.replace(path.with_name(f"{path.stem}.previous{path.suffix}"))

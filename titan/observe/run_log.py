@@ -17,23 +17,48 @@ logs/rank-0.times.jsonl. Only rank 0 writes. Imports no torch.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from titan.observe.rows import lines_of, parse
+from pydantic import AllowInfNan, Field
 
-_LOG = logging.getLogger("titan")
+from titan.run_writer import run_files
+from titan.untrusted import Count, Finite, InputError, parse_json, read_bytes, tail_lines
 
 WASTED = ("trained", "data_wait", "validation", "checkpoint", "profiling", "quorum")
 """Parts that become `lost` when their steps are lost."""
 PARTS = (*WASTED, "setup", "compile", "lost", "down")
 Seconds = dict[str, float]
+# Up to the year 5138. A part is negative for a while after `repeat`.
+_Seconds = Annotated[float, AllowInfNan(False), Field(gt=-1e11, lt=1e11)]
+EVENTS = "events.jsonl"
 _DATA = "data"  # StepTimer's name of data_wait
+
+
+@dataclass
+class _Event:
+    """Fields of an event that are read again, with the types to check: anyone may have written the file."""
+
+    event: str
+    unix_s: _Seconds
+    step: Count
+    state: str = ""
+    restarts: Count = 0
+    lost_steps: Count = 0
+    seconds: dict[str, _Seconds] = field(default_factory=dict)
+
+
+@dataclass
+class _Beat:
+    """Fields of a row of a rank's times that tell how long the run lived."""
+
+    unix_s: Finite
+    step: Count
 
 
 def goodput(seconds: Mapping[str, float]) -> float:
@@ -43,12 +68,14 @@ def goodput(seconds: Mapping[str, float]) -> float:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Read the events of a run, oldest first, without torn lines. A missing file has no events."""
-    rows: list[dict[str, Any]] = []
-    with suppress(OSError):
-        for line in lines_of(path):
-            row = parse(line, key="event")  # None: torn by a crash
-            rows += [row] if row else []
+    """Read the events of a run, oldest first, without torn and odd lines. A missing file has no events."""
+    rows = []
+    with suppress(InputError):
+        for line in read_bytes(path, within=path.parent).splitlines():
+            # A line that is no JSON was torn by a crash.
+            with suppress(InputError):
+                parse_json(line, _Event, name=path)
+                rows.append(parse_json(line, dict[str, Any], name=path))
     return rows
 
 
@@ -74,7 +101,7 @@ class EventLog:
         clock: Callable[[], float] = time.time,
         **facts: Any,
     ) -> None:
-        self.path, self.clock = run_dir / "events.jsonl", clock
+        self.path, self.clock, self._files = run_dir / EVENTS, clock, run_files(run_dir)
         self.is_on, self.restarts, self.lost_steps = rank == 0, 0, 0
         self.seconds: Seconds = dict.fromkeys(PARTS, 0.0)
         self.is_over, self._part = False, "setup"
@@ -136,13 +163,7 @@ class EventLog:
         row |= {"restarts": self.restarts, "lost_steps": self.lost_steps}
         row["seconds"] = {part: round(s, 3) for part, s in self.seconds.items()}
         self._rows.append(row)
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-        except OSError as error:
-            # A full disk must not end the run: one warning, and no further events.
-            self.is_on = False
-            _LOG.warning(f"{self.path} cannot be written ({error}); training goes on without it")
+        self._files.append(EVENTS, json.dumps(row) + "\n")
 
     def rewind(self, step: int, *, to: int, spent: Mapping[str, float]) -> None:
         """Account for a return to a checkpoint within the process: the time since its save is lost.
@@ -210,7 +231,8 @@ class EventLog:
         # The last event's account covers all starts before this one.
         last = rows[-1]
         if step == 0 and last["event"] == "end" and last.get("state") == "done":
-            self.path.replace(self.path.with_name("events.previous.jsonl"))  # of another run
+            previous = self.path.with_name("events.previous.jsonl")  # of another run
+            self._files.attempt(EVENTS, lambda: self.path.replace(previous))
             return
         self._rows = rows
         self.restarts, self.lost_steps = last.get("restarts", 0) + 1, last.get("lost_steps", 0)
@@ -240,11 +262,11 @@ class EventLog:
 
 def _last_beat(run_dir: Path) -> tuple[float, int]:
     """Return time and step of rank 0's newest row of times, or zeros."""
-    with suppress(OSError, ValueError, KeyError, IndexError, TypeError):
-        text = (run_dir / "logs" / "rank-0.times.jsonl").read_text(encoding="utf-8")
-        row = json.loads(text[: text.rindex("\n")].rpartition("\n")[2])
+    path = run_dir / "logs" / "rank-0.times.jsonl"
+    with suppress(InputError, IndexError):
         # The last whole line: a killed process may have left half a row after it.
-        return float(row["unix_s"]), int(row["step"])
+        beat = parse_json(tail_lines(path, within=run_dir)[-2], _Beat, name=path)
+        return beat.unix_s, beat.step
     return 0.0, 0
 
 

@@ -6,9 +6,11 @@ metrics.py opens them and guards their failures.
 from __future__ import annotations
 
 import logging
+import math
 import os
+import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,9 +18,13 @@ from typing import Any, Protocol
 from titan.config.schema import MetricsSection
 from titan.observe.columns import curves
 from titan.observe.rows import Row
+from titan.run_writer import require_inside, write_text_atomically
 from titan.untrusted import InputError
 
 _LOG = logging.getLogger("titan")
+_AGAIN_S = (
+    60.0  # from an error of TensorBoard to the next file: a full disk would get one for each row
+)
 
 
 class Sink(Protocol):
@@ -50,27 +56,52 @@ def require(package: str, *, extra: str, asked_by: str) -> None:
 class TensorBoardSink:
     """TensorBoard's event files.
 
-    A resume hides the events of later steps (`purge_step`), as it cuts metrics.jsonl.
+    A resume hides the events of later steps (`purge_step`), as it cuts metrics.jsonl. After an error, TensorBoard's thread
+    has ended. Then a new file begins, at the earliest a minute later.
     """
 
-    def __init__(self, folder: Path, *, resume_step: int) -> None:
+    def __init__(self, folder: Path, *, within: Path, resume_step: int) -> None:
+        self._folder, self._within, self._next_step = folder, within, resume_step + 1
+        self._writer: Any = None
+        self._tried_s, self._reason = -math.inf, ""
+
+    def _use(self, add: Callable[[Any], None]) -> None:
+        """Call `add` with the open writer."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1)
+        if self._writer is None and time.monotonic() - self._tried_s < _AGAIN_S:
+            raise OSError(self._reason)
+        try:
+            if self._writer is None:
+                self._tried_s = time.monotonic()
+                require_inside(self._folder / "events", self._within)
+                self._writer = SummaryWriter(str(self._folder), purge_step=self._next_step)
+            add(self._writer)
+        except Exception as error:
+            self._writer, self._reason = None, str(error)
+            raise
 
     def write(self, row: Row) -> None:
-        for tag, value in curves(row).items():
-            self._writer.add_scalar(tag, value, row["step"])
-        self._writer.flush()  # otherwise a crash loses two minutes of curves
+        def add(writer: Any) -> None:
+            for tag, value in curves(row).items():
+                writer.add_scalar(tag, value, row["step"])
+            writer.flush()  # otherwise a crash loses two minutes of curves
+
+        self._use(add)
+        self._next_step = row["step"] + 1
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        for number, (prompt, text) in enumerate(texts.items()):
-            # Markdown: four spaces keep a text unchanged.
-            lines = "".join(f"    {line}\n" for line in (prompt + text).splitlines())
-            self._writer.add_text(f"samples/prompt_{number}", lines, step)
+        def add(writer: Any) -> None:
+            for number, (prompt, text) in enumerate(texts.items()):
+                # Markdown: four spaces keep a text unchanged.
+                lines = "".join(f"    {line}\n" for line in (prompt + text).splitlines())
+                writer.add_text(f"samples/prompt_{number}", lines, step)
+
+        self._use(add)
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class WandbSink:
@@ -126,8 +157,7 @@ class WandbSink:
 def _run_id(path: Path, *, fresh: bool) -> str:
     if not fresh and path.exists():
         return path.read_text(encoding="utf-8").strip()
-    path.parent.mkdir(parents=True, exist_ok=True)
     # W&B takes any id that is new in the project.
     run_id = uuid.uuid4().hex[:8]
-    path.write_text(run_id, encoding="utf-8")
+    write_text_atomically(path, run_id, within=path.parents[1])
     return run_id

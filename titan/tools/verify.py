@@ -9,16 +9,20 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from titan.checkpoint import CheckpointError
+from titan.checkpoint.formats import DAMAGED, LOST, NEWER
 from titan.checkpoint.manifest import METADATA, NAME, find_damage, list_steps
 from titan.checkpoint.storage import Location, as_location, join, name_of, storage_of
+
+# What is said of a step with damages of several kinds: the first of them.
+_WORDS = {NEWER: "is of a newer titan", LOST: "cannot be read", DAMAGED: "is damaged"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Returns:
-        0 for a whole checkpoint, 1 for a damaged one (it prints a line for each damage), 2 if
-        there is none.
+        0 for a whole checkpoint, 1 for a damaged one (it prints a line for each damage) and one
+        that cannot be read, 2 if there is none, or a newer titan wrote it.
     """
     parser = argparse.ArgumentParser(
         prog="titan verify",
@@ -30,16 +34,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     step = as_location(args.step)
     try:
         _require_step(step)
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         print(error, file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, OSError) or error.kind == LOST else 2
     damages = sorted(find_damage(step))
     if args.json:
         answer = {"whole": not damages, "damages": [asdict(damage) for damage in damages]}
         print(json.dumps(answer, indent=2))
     else:
-        print(f"{step} is {'damaged' if damages else 'whole'}", *damages, sep="\n")
-    return 1 if damages else 0
+        kinds = {damage.kind for damage in damages}
+        what = next((_WORDS[kind] for kind in _WORDS if kind in kinds), "is whole")
+        print(f"{step} {what}", *damages, sep="\n")
+    return 2 if any(damage.kind == NEWER for damage in damages) else bool(damages)
 
 
 def _require_step(folder: Location) -> None:

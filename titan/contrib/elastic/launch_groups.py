@@ -26,7 +26,7 @@ from titan.config.options import positive
 from titan.config.schema import JobConfig
 from titan.health.launch import FORWARDED, LaunchExtension, environment
 from titan.health.signals import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR
-from titan.run_folder import write_text_atomically
+from titan.run_writer import write_text_atomically
 from titan.untrusted import InputError
 
 from .section import groups_of

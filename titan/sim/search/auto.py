@@ -27,7 +27,7 @@ from titan.config.schema import JobConfig
 from titan.config.toml import read_toml
 from titan.data import default_cache_folder
 from titan.hardware import count_accelerators, recognise
-from titan.run_folder import write_text_atomically
+from titan.run_writer import write_text_atomically
 from titan.sim.price.profiles import Profile, load_profile
 from titan.sim.record.trace_cache import source_hash
 from titan.sim.report.text import say

@@ -28,7 +28,8 @@ from titan.config.options import JOB, command_parser, positive
 from titan.config.quantize import eight_bit_sections, quantize_section
 from titan.config.schema import JobConfig
 from titan.config.schema_comm import NcclGroupSection
-from titan.run_folder import git_state, write_text_atomically
+from titan.run_folder import git_state
+from titan.run_writer import write_text_atomically
 from titan.tools.certify.ranks import MORE, Pool, RankFailed
 from titan.tools.certify.shrink import BATCH, changed, small_keys
 from titan.tools.diff.compare import compare, parameters_only

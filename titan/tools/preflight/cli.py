@@ -229,6 +229,6 @@ def _profile(config: JobConfig, device: str) -> Any:
 
 def _write(file: Path | None, report: dict[str, Any]) -> None:
     if file is not None:
-        from titan.run_folder import write_text_atomically
+        from titan.run_writer import write_text_atomically
 
         write_text_atomically(file, json.dumps(report, indent=1) + "\n")
