@@ -32,6 +32,7 @@ from titan.config.schema import JobConfig
 from titan.health import flight_recorder
 from titan.health.errors import NO_ROOM
 from titan.health.flight_recorder import FlightRecorder
+from titan.health.memory_limit import out_of_memory, require_address_space
 from titan.health.monitor import Monitor
 from titan.health.run_lock import RunLock, RunLocked
 from titan.health.signals import (
@@ -54,6 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         add_quiet(parser)  # an option of `titan train`, for ranks that torchrun starts
         code = _train(parser.parse_known_args(argv)[1], stop)
+    except Exception as error:  # such as one while torch is imported
+        if not (shortage := out_of_memory(error)):
+            raise
+        print(shortage, file=sys.stderr)
+        code = EXIT_FAILED
     finally:
         stop.disarm()
     return for_agent(code) if stop.requested else code
@@ -68,6 +74,7 @@ def before_start(config: JobConfig) -> int | None:
     """
     # Neither changes a file.
     try:
+        require_address_space()
         saved = require_startable(config)
         finished = is_finished(config)
         if finished:
@@ -204,6 +211,8 @@ def _run(config: JobConfig, stop: StopRequest, monitor: Monitor) -> int:
     except Exception as error:
         if isinstance(error, OSError) and error.errno in NO_ROOM:
             return monitor.fail(error, EXIT_FAILED)
+        if shortage := out_of_memory(error):
+            return monitor.fail(shortage, EXIT_FAILED)
         traceback.print_exc()
         return monitor.fail(error, EXIT_FAILED, expected=False)
     finally:

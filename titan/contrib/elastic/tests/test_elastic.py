@@ -249,9 +249,7 @@ def lighthouse(port: int, min_replicas: int = 1) -> Any:
         ("fault_tolerance.replica_id=0", "replica_id: group-0 trains already"),
     ],
 )
-def test_a_group_of_another_job_is_refused_by_name(
-    tmp_path: Path, setting: str, said: str
-) -> None:
+def test_a_group_of_another_job_is_refused_by_name(tmp_path: Path, setting: str, said: str) -> None:
     server = lighthouse(0)
     address = "http://127.0.0.1:" + server.address().rpartition(":")[2]
     # Both wait for the other, so that they begin together.
@@ -266,6 +264,7 @@ def test_a_group_of_another_job_is_refused_by_name(
         text = refused.communicate()[0]
         assert refused.returncode == 2, text
         assert said in text and setting.partition("=")[0] in text, text
+        assert "[INFO]" not in text  # of torchft, several at each step
     finally:
         for process in (first, second):
             process.kill()
