@@ -19,19 +19,19 @@ _SHORTAGE = re.compile(
 LEAST_BYTES = 2**30
 
 
-class OutOfMemory(RuntimeError):
+class HostMemoryError(RuntimeError):
     """Error: the host's memory was not enough. The message is one line for the user."""
 
     kind = "out_of_host_memory"
 
 
-def out_of_memory(error: BaseException | None) -> OutOfMemory | None:
+def out_of_memory(error: BaseException | None) -> HostMemoryError | None:
     """Return an error that explains an exception, or None if its cause is no shortage of host memory."""
     while error is not None:
         is_known = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
         if is_known or _SHORTAGE.search(str(error)):
             line = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-            return OutOfMemory(f"out of memory: {line}; {_advice()}")
+            return HostMemoryError(f"out of memory: {line}; {_advice()}")
         error = error.__cause__ or error.__context__
     return None
 

@@ -32,8 +32,8 @@ from titan.optim.optimizers import allocate_state
 from titan.train_step import StepReport
 from titan.untrusted import InputError
 
+from .agreement import differences
 from .replica_groups import ReplicaGroups
-from .same_job import differences
 from .section import groups_of
 
 
@@ -152,13 +152,17 @@ class Elastic(Hook):
             checkpointing.save_now()
 
     def _require_same(self, name: str, other: str) -> None:
-        """Check that another group's job, as TOML, has the same settings, except harmless ones.
+        """Check that another group's job, as TOML, has another number and the same settings, except harmless ones.
 
         Raises:
-            InputError: A setting differs.
+            InputError: A setting differs, or the number does not.
         """
+        mine = f"group-{groups_of(self.trainer.config).replica_id}"
+        if name == mine:
+            raise InputError(
+                f"fault_tolerance.replica_id: {name} trains already; give each group its own number"
+            )
         if changes := differences(other, to_toml(self.trainer.config)):
-            mine = f"group-{groups_of(self.trainer.config).replica_id}"
             raise InputError(f"{mine} runs another job than {name}: {'; '.join(changes)}")
 
     # ---- healing

@@ -38,6 +38,10 @@ _HEARTBEAT = re.compile(r'class="heartbeat\s+(old)?\s*">\s*(\S+): seen ')
 _QUORUM = re.compile(r"Current quorum_id: (\d+)")
 
 
+# torchft's class, which is imported for a run in groups only, comes after this one in the order of `super()`.
+_Base: Any = object
+
+
 class SumGivenUp(RuntimeError):
     """A sum that some group will not take part in. The message names the group."""
 
@@ -78,18 +82,107 @@ def group_name(member: str) -> str:
     return member.partition(":")[0]
 
 
-def connect_groups(
-    device: torch.device, timeout: timedelta, *, host: str, lighthouse: Callable[[], str]
-) -> Any:
-    """Return torchft's group of the same ranks of all groups.
+class _Linked(_Base):
+    """What titan adds to torchft's process groups; `connect_groups` makes the class with both.
 
-    Its attributes, besides torchft's:
+    Attributes:
+        host: Address by which other groups reach this rank.
+        lighthouse: Function that returns the lighthouse's address.
         control: A gloo group for the groups' status.
         member: This group's replica id, of torchft. The caller sets it.
         members: The replica ids of the groups in the newest quorum.
         num_failed: How many quorums of these members in a row have failed to connect.
         has_joined: Whether this group has trained with the others. It tells them.
         has_veterans: Whether another group of the quorum has.
+        given_up: Operations that still run, with their groups. gloo cannot end one, and its group's destructor would wait.
+    """
+
+    def __init__(
+        self, device: torch.device, timeout: timedelta, host: str, lighthouse: Callable[[], str]
+    ) -> None:
+        super().__init__(timeout)
+        self.device, self.limit, self.host, self.lighthouse = device, timeout, host, lighthouse
+        self.connect_limit = min(timeout, timedelta(seconds=_CONNECT_S))
+        self.control: Any = None
+        self.member, self.attempt = "", ""
+        self.members: list[str] = []
+        self.has_joined = self.has_veterans = False
+        self.num_failed = self.quorum = 0
+        self.given_up: list[tuple[Any, Any]] = []
+
+    def get_reconfigure_handle(self) -> str:
+        # torchft's own has this machine's name, which others may not know.
+        if self._rendezvous_store is None:
+            self._rendezvous_store = dist.TCPStore(self.host, 0, is_master=True)
+        handle = json.loads(super().get_reconfigure_handle())
+        handle["store"] = f"{self.host}:{self._rendezvous_store.port}"
+        about = {"member": self.member, "has_joined": self.has_joined}
+        return json.dumps(handle | about | {"attempt": time.time_ns()})
+
+    def reconfigure(self, opts: Any) -> Any:
+        handles = [json.loads(handle) for handle in opts.handles]
+        # A quorum's number may come again, and its keys are still in the store.
+        self.attempt, self.control = str(handles[0]["attempt"]), None
+        others = [each for each in handles if each["member"] != self.member]
+        self.has_veterans = any(each["has_joined"] for each in others)
+        members = [each["member"] for each in handles]
+        # Counted before it is tried, for it may fail.
+        self.num_failed = 1 + (self.num_failed if members == self.members else 0)
+        self.members, self.quorum = members, opts.uuid
+        self.given_up = [each for each in self.given_up if not each[1].is_completed()]
+        # A group that does not come must not hold the others for long.
+        self.set_timeout(self.connect_limit)
+        try:
+            done = super().reconfigure(opts)
+        finally:
+            self.set_timeout(self.limit)
+        self.num_failed = 0
+        return done
+
+    def gloo(self, name: str, store: Any, rank: int, world_size: int) -> Any:
+        """Return a gloo group of one rank of each group."""
+        address = "" if "GLOO_SOCKET_IFNAME" in os.environ else self.host
+        options: Any = gloo_options(self.connect_limit, host=address)
+        group = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, world_size, options)
+        group._set_default_timeout(self.limit)
+        return group
+
+    def gather(self, rows: torch.Tensor) -> None:
+        """Sum rows of the groups' status, each of which one group has filled."""
+        control = self.control
+        _Watched(self, control, control.allreduce([rows], dist.AllreduceOptions())).wait()
+
+    def await_device(self) -> None:
+        """Wait for the sums that the device still has to do."""
+        if self.device.type == "cpu":
+            return
+        event = torch.accelerator.current_stream().record_event()
+        try:
+            self.watch(lambda: event.query() or time.sleep(0.001) or False)
+        except SumGivenUp:
+            self.abort()  # NCCL ends its kernels
+            raise
+
+    def watch(self, wait: Callable[[], bool]) -> None:
+        """Call `wait`, which returns whether an operation is done, until it is or the lighthouse has lost a group.
+
+        Raises:
+            SumGivenUp: A group will not take part.
+        """
+        looks_s = time.monotonic() + _PATIENCE_S
+        while not wait():
+            if (now_s := time.monotonic()) < looks_s:
+                continue
+            page = read_page(self.lighthouse())
+            if why := why_given_up(page, self.members, own=self.member, quorum=self.quorum):
+                raise SumGivenUp(why)
+            looks_s = now_s + _TICK_S
+
+
+def connect_groups(
+    device: torch.device, timeout: timedelta, *, host: str, lighthouse: Callable[[], str]
+) -> Any:
+    """Return torchft's process group of the same ranks of all groups, with the attributes of `_Linked`.
 
     Args:
         device: Device of this rank.
@@ -100,62 +193,13 @@ def connect_groups(
     from torchft import ProcessGroupGloo, ProcessGroupNCCL
 
     kind: Any = ProcessGroupGloo if device.type == "cpu" else ProcessGroupNCCL
-    connect = min(timeout, timedelta(seconds=_CONNECT_S))
-    address = "" if "GLOO_SOCKET_IFNAME" in os.environ else host
 
-    class Group(kind):
-        def __init__(self) -> None:
-            super().__init__(timeout)
-            self.control: Any = None
-            self.member = ""
-            self.members: list[str] = []
-            self.has_joined = self.has_veterans = False
-            self.num_failed = self.quorum = 0
-            # gloo cannot end an operation, and its group's destructor would wait for it.
-            self.given_up: list[tuple[Any, Any]] = []
-
-        def get_reconfigure_handle(self) -> str:
-            # torchft's own has this machine's name, which others may not know.
-            if self._rendezvous_store is None:
-                self._rendezvous_store = dist.TCPStore(host, 0, is_master=True)
-            handle = json.loads(super().get_reconfigure_handle())
-            handle["store"] = f"{host}:{self._rendezvous_store.port}"
-            about = {"member": self.member, "has_joined": self.has_joined}
-            return json.dumps(handle | about | {"attempt": time.time_ns()})
-
-        def reconfigure(self, opts: Any) -> Any:
-            handles = [json.loads(handle) for handle in opts.handles]
-            # A quorum's number may come again, and its keys are still in the store.
-            self.attempt, self.control = str(handles[0]["attempt"]), None
-            others = [each for each in handles if each["member"] != self.member]
-            self.has_veterans = any(each["has_joined"] for each in others)
-            members = [each["member"] for each in handles]
-            # Counted before it is tried, for it may fail.
-            self.num_failed = 1 + (self.num_failed if members == self.members else 0)
-            self.members, self.quorum = members, opts.uuid
-            self.given_up = [each for each in self.given_up if not each[1].is_completed()]
-            # A group that does not come must not hold the others for long.
-            self.set_timeout(connect)
-            try:
-                done = super().reconfigure(opts)
-            finally:
-                self.set_timeout(timeout)
-            self.num_failed = 0
-            return done
-
+    class Group(_Linked, kind):
         def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
             store = dist.PrefixStore(self.attempt, store)
-
-            def gloo(name: str) -> Any:
-                options: Any = gloo_options(connect, host=address)
-                named = dist.PrefixStore(name, store)
-                group = dist.ProcessGroupGloo(named, rank, world_size, options)
-                group._set_default_timeout(timeout)
-                return group
-
-            self.control = gloo("control")
+            self.control = self.gloo("control", store, rank, world_size)
             if kind is ProcessGroupGloo:
-                return gloo("sums")
+                return self.gloo("sums", store, rank, world_size)
             return super()._create_pg(store, rank, world_size)
 
         def _wrap_work(self, work: Any, opts: Any) -> Any:
@@ -163,39 +207,7 @@ def connect_groups(
                 return _Watched(self, self._pg, work)
             return super()._wrap_work(work, opts)
 
-        def gather(self, rows: torch.Tensor) -> None:
-            """Sum rows of the groups' status, each of which one group has filled."""
-            control = self.control
-            _Watched(self, control, control.allreduce([rows], dist.AllreduceOptions())).wait()
-
-        def await_device(self) -> None:
-            """Wait for the sums that the device still has to do."""
-            if device.type == "cpu":
-                return
-            event = torch.accelerator.current_stream().record_event()
-            try:
-                self.watch(lambda: event.query() or time.sleep(0.001) or False)
-            except SumGivenUp:
-                self.abort()  # NCCL ends its kernels
-                raise
-
-        def watch(self, wait: Callable[[], bool]) -> None:
-            """Call `wait`, which returns whether an operation is done, until it is or the lighthouse has lost a group.
-
-            Raises:
-                SumGivenUp: A group will not take part.
-            """
-            looks_s = time.monotonic() + _PATIENCE_S
-            while not wait():
-                if (now_s := time.monotonic()) < looks_s:
-                    continue
-                page = read_page(lighthouse())
-                own = self.member
-                if why := why_given_up(page, self.members, own=own, quorum=self.quorum):
-                    raise SumGivenUp(why)
-                looks_s = now_s + _TICK_S
-
-    return Group()
+    return Group(device, timeout, host, lighthouse)
 
 
 class _Watched:

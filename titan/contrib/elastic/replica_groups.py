@@ -28,7 +28,6 @@ import os
 import re
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -41,9 +40,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan.parallel.replicas import ReplicaError
 from titan.untrusted import InputError
 
+from .agreement import MOST_APART, GroupLeaves, apart, require_same_samples
 from .healing import Healing
 from .launch_groups import LOCAL
 from .process_group import connect_groups, group_name
@@ -54,17 +53,10 @@ LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # torchft's name
 _RETRY_S = 5  # how long a quorum is waited for at a time
 _MOST_BYTES = 2**16  # of a group's name, text and status
 _MOST_FAILURES = 2  # in a row, of a group that would join the others
-_MOST_APART = 3  # quorums in a row whose groups cannot connect. More than above: a group that would join ends first
 
 # Status of a rank, a group, or all groups after a quorum. The worst status counts.
 # _OURS is the failure of this group, which would join others. _APART: groups that live cannot connect, and this one ends.
 _READY, _HEALING, _LOST, _OURS, _APART = range(5)
-
-
-class GroupLeaves(ReplicaError):
-    """Error: this group ends, so that the others go on. It may be started again, and takes their state then."""
-
-    kind = "group_leaves"
 
 
 class ReplicaGroups:
@@ -178,7 +170,6 @@ class ReplicaGroups:
 
         Raises:
             GroupLeaves: This group has failed to join the others twice, or to connect to them three times.
-            InputError: Another group has this group's number.
         """
         num_failures = 0
         while True:
@@ -197,12 +188,7 @@ class ReplicaGroups:
             reason = reason or "another rank of this group has no quorum"
             num_failures += code == _OURS
             if code == _APART:
-                names = ", ".join(map(group_name, self.group.members))
-                stays = f"{self._name} ends, so that {group_name(self.group.members[0])} goes on"
-                raise GroupLeaves(
-                    f"{names} reach the lighthouse, but not each other ({_MOST_APART} quorums: {reason.rstrip('.')}). {stays}; "
-                    "GLOO_SOCKET_IFNAME chooses the network card"
-                )
+                raise apart([*map(group_name, self.group.members)], self._name, reason)
             if num_failures == _MOST_FAILURES:
                 ends = f"{self._name} ends, so that the others go on; start it again"
                 raise GroupLeaves(f"cannot join the other replica groups: {reason}. {ends}")
@@ -221,7 +207,7 @@ class ReplicaGroups:
             return _LOST, "there are fewer, or one is busy" if is_late else _first_line(error)
         if error := self.manager.errored() or self.group.errored():
             reason = _first_line(getattr(error, "original_exception", error))
-            if self.group.num_failed >= _MOST_APART and self.rank:
+            if self.group.num_failed >= MOST_APART and self.rank:
                 return _APART, reason
             # Groups that all begin cannot know which of them cannot connect.
             joins = self.group.has_veterans or not self.group.num_failed
@@ -251,10 +237,6 @@ class ReplicaGroups:
             pass  # the group that heals tells it once a second
         worst, texts, failed = found
         for name, other in texts if worst == _READY else ():
-            if name == self._name:
-                raise InputError(
-                    f"fault_tolerance.replica_id: {name} trains already; give each group its own number"
-                )
             require_same(name, other)
         if worst == _READY and state is not None:
             for key, load in self.manager._load_state_dict_fns.items():
@@ -331,8 +313,7 @@ class ReplicaGroups:
             facts: Numbers that must be the same in all groups, by name.
 
         Raises:
-            GroupLeaves: This group differs from most groups. If as many say one as the other, those that
-                have trained together for fewer steps are wrong, then those with the higher rank.
+            GroupLeaves: This group is wrong, as `require_same_samples` decides.
         """
         rows = torch.zeros(self.size, len(facts) + 1, dtype=torch.int64)
         rows[self.rank] = torch.tensor([*facts.values(), self._num_steps])
@@ -341,20 +322,8 @@ class ReplicaGroups:
         except RuntimeError as error:
             self.manager.report_error(error)
             return
-        told = [tuple(row) for row in rows[:, :-1].tolist()]
-        votes, steps = Counter(told), rows[:, -1].tolist()
-        right = max(range(self.size), key=lambda rank: (votes[told[rank]], steps[rank], -rank))
-        wrong = [
-            f"{name} {mine}, not {theirs}"
-            for name, mine, theirs in zip(facts, told[self.rank], told[right], strict=True)
-            if mine != theirs
-        ]
-        if wrong:
-            other = group_name(self.group.members[right])
-            raise GroupLeaves(
-                f"{self._name} would train other samples than {other}: {', '.join(wrong)}. "
-                f"{self._name} ends; started again, it takes the state of {other}"
-            )
+        names = [*map(group_name, self.group.members)]
+        require_same_samples(names, rows.tolist(), own=self.rank, facts=[*facts])
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Sum tensors over the groups, in place, in buckets of one dtype."""
@@ -366,8 +335,6 @@ class ReplicaGroups:
         for bucket in (b for same in by_dtype.values() for b in in_buckets(same, Tensor.numel)):
             flat = torch.cat([tensor.flatten() for tensor in bucket])
             self.manager.allreduce(flat, reduce_op=dist.ReduceOp.SUM).wait()
-            if self.manager.errored():
-                return
             parts = flat.split([tensor.numel() for tensor in bucket])
             torch._foreach_copy_(bucket, [p.view_as(t) for p, t in zip(parts, bucket, strict=True)])
         try:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
-import torch
 
 from tests.support.jobs import job
 from titan.config.render import to_toml
+from titan.contrib.elastic.agreement import GroupLeaves, differences, require_same_samples
 from titan.contrib.elastic.process_group import why_given_up
-from titan.contrib.elastic.replica_groups import GroupLeaves, ReplicaGroups
-from titan.contrib.elastic.same_job import differences
 
 # What may differ from group to group, and no more.
 HARMLESS_SECTIONS = {"job", "metrics", "profiling", "hardware", "simulator", "simulator.run", "training.dataloader"}  # fmt: skip
@@ -56,18 +51,11 @@ def test_every_key_that_is_not_harmless_is_compared() -> None:
     ],
 )
 def test_a_group_at_other_samples_leaves(told: list[list[int]], leaves: list[int]) -> None:
+    names = [f"group-{number}" for number in range(len(told))]
+
     def leave(rank: int) -> str:
-        groups: Any = object.__new__(ReplicaGroups)
-        members = [f"group-{n}:of-torchft" for n in range(len(told))]
-        groups.group = SimpleNamespace(
-            gather=lambda rows: rows.copy_(torch.tensor(told)), members=members
-        )
-        groups.manager = SimpleNamespace(
-            participating_rank=lambda: rank, num_participants=lambda: len(told)
-        )
-        groups._name, groups._num_steps = f"group-{rank}", told[rank][-1]
         try:
-            groups.agree({"step": told[rank][0], "first_sample": told[rank][1]})
+            require_same_samples(names, told, own=rank, facts=["step", "first_sample"])
         except GroupLeaves as error:
             return str(error)
         return ""
