@@ -74,10 +74,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         from titan.config.errors import ConfigError
         from titan.untrusted import InputError
 
-        if not isinstance(error, ConfigError | InputError):
+        if isinstance(error, ConfigError | InputError):
+            print(error, file=sys.stderr)
+            return 2
+        from titan.health.memory_limit import out_of_memory
+
+        if not (shortage := out_of_memory(error)):
             raise
-        print(error, file=sys.stderr)
-        return 2
+        print(shortage, file=sys.stderr)
+        return 1
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from titan.config.schema import JobConfig
 from titan.health import flight_recorder
 from titan.health.errors import kind_of
 from titan.health.flight_recorder import FlightRecorder
+from titan.health.memory_limit import out_of_memory, require_address_space
 from titan.health.monitor import Monitor
 from titan.health.run_lock import RunLock, RunLocked
 from titan.health.signals import (
@@ -53,6 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         add_quiet(parser)  # an option of `titan train`, for ranks that torchrun starts
         code = _train(parser.parse_known_args(argv)[1], stop)
+    except Exception as error:  # such as one while torch is imported
+        if not (shortage := out_of_memory(error)):
+            raise
+        print(shortage, file=sys.stderr)
+        code = EXIT_FAILED
     finally:
         stop.disarm()
     return for_agent(code) if stop.requested else code
@@ -67,6 +73,7 @@ def before_start(config: JobConfig) -> int | None:
     """
     # Neither changes a file.
     try:
+        require_address_space()
         saved = require_startable(config)
         finished = is_finished(config)
         if finished:
@@ -210,6 +217,8 @@ def _run(config: JobConfig, stop: StopRequest, monitor: Monitor) -> int:
     except Exception as error:
         if isinstance(error, OSError) and kind_of(error) in ("disk_full", "disk_lost"):
             return monitor.fail(error, EXIT_FAILED)
+        if shortage := out_of_memory(error):
+            return monitor.fail(shortage, EXIT_FAILED)
         traceback.print_exc()
         return monitor.fail(error, EXIT_FAILED, expected=False)
     finally:

@@ -26,6 +26,13 @@ ESCAPE = "\x1b]52;c;aGk=\x07"
 WORDS = "The quick brown fox, it's 1234 jumps\n\nover the lazy dog.\n    return x\n"
 
 
+def repeats() -> bytes:
+    """Return a Parquet file of some kilobytes with a text of 30 MB: a dictionary holds each text once."""
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pa.table({"text": ["x" * 2**19] * 60}), file := pa.BufferOutputStream())
+    return file.getvalue().to_pybytes()
+
+
 def damage(folder: Path) -> dict[Path, str]:
     """Write the files; what the message about each says."""
     packed = gzip.compress(b'{"text": "fine"}\n' * 1000)
@@ -54,6 +61,7 @@ def damage(folder: Path) -> dict[Path, str]:
         "latin.txt": (b"fine\n" * 10**5 + b"Stra\xdfe\n", ":100001: not UTF-8 at byte 500004"),
         "cut.txt": ("naïve".encode()[:3] * 2, ":1: not UTF-8 at byte 2"),
         "junk.parquet": (b"PAR1" + os.urandom(1000) + b"PAR1", "not a Parquet file"),
+        "repeats.parquet": (repeats(), "which no text does"),
     }
     for name, (content, _) in contents.items():
         (folder / name).write_bytes(content)

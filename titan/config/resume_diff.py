@@ -109,7 +109,7 @@ def changed_settings(
         sequences: sequences in a step, then (None if unknown) and now. Their distribution over ranks does not matter.
     """
     # Compare resolved TOML, which has every default.
-    before, now = (dict(_leaves(tomllib.loads(text))) for text in (saved, to_toml(config)))
+    before, now = (dict(leaves(tomllib.loads(text))) for text in (saved, to_toml(config)))
     watched = {path for path in now if path[0] in _SECTIONS or path in _KEYS} - _HARMLESS
     if config.lr_scheduler.total_steps:
         watched -= {("training", "steps")}  # the schedule does not depend on them
@@ -124,10 +124,10 @@ def changed_settings(
     return [f"{key}: {format_value(old)} -> {format_value(new)}" for key, old, new in changes]
 
 
-def _leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
     """Yield the path and value of every key that is not a table."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            yield from _leaves(inner, (*path, key))
+            yield from leaves(inner, (*path, key))
     else:
         yield path, value

@@ -315,6 +315,7 @@ def read_parquet(
         columns = [key, *(name for name in names if take and name in BESIDE)]
         others = tuple(name for name in names if name not in columns)
         size, first = file.stat().st_size, meter.group
+        num_chars, most_chars = 0, max(Unpacked.RATIO_FROM_BYTES, Unpacked.MAX_RATIO * size)
         rows = count(1 + sum(table.metadata.row_group(n).num_rows for n in range(first)))
         for number in range(first, table.num_row_groups):
             meter.group = number
@@ -327,12 +328,28 @@ def read_parquet(
             )
             while (values := next_batch(batches, where=where)) is not None:
                 for value, row in zip(values, rows):  # noqa: B905 (rows has no end)
+                    # A dictionary holds a text once, and a few bytes say that it is that of all rows.
+                    num_chars += _num_chars(value)
+                    if num_chars > most_chars:
+                        raise DataError(
+                            f"{file}: its {size:,} bytes hold more than {most_chars:,} characters, which no text does; "
+                            "replace the file or leave it out"
+                        )
                     if take is None:
                         yield row_text(plain_text(value[key], key, where=where), others)
                     else:
                         fields = without_nulls(value) | dict.fromkeys(others, True)
                         yield take(fields, key, where=f"{file}, row {row}")
             meter.here = size * (number + 1) // table.num_row_groups
+
+
+def _num_chars(value: Any) -> int:
+    """Return the number of characters of all texts in a value."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, dict):
+        value = [*value.values()]
+    return sum(map(_num_chars, value)) if isinstance(value, list) else 0
 
 
 def open_parquet(file: Path) -> Any:

@@ -262,6 +262,7 @@ def test_ranks_are_counted_on_the_node(tmp_path: Path) -> None:
         (["--account=$(x)"], "--account: "),
         (["--time=soon"], "--time: "),
         (["--nodes=0"], "--nodes: "),
+        (["--hardware=../../etc/passwd"], "hardware: no profile '../../etc/passwd'"),
         (["--training.step=5"], "training.step: "),
         (["--parallelism.tensor_parallel_degree=3"], "parallelism.tensor_parallel_degree: "),
         # What `titan check` looks for on this machine.
@@ -309,6 +310,31 @@ def test_what_becomes_of_an_exit_code(
         exit_code,
         requeued and "requeue 5\n",
     )
+
+
+@pytest.mark.parametrize(
+    ("srun", "lost_before", "said", "code"),
+    [
+        ("touch $TITAN_BAD_EXIT; exec sleep 60", 0, "lost node 1", 137),
+        ("touch $TITAN_BAD_EXIT; exec sleep 60", 2, "lost node 3", 137),
+        ("exit 1", 0, "lost node 1", 1),  # which Slurm has noticed
+    ],
+)
+def test_a_lost_node_is_no_crash(
+    tmp_path: Path, srun: str, lost_before: int, said: str, code: int
+) -> None:
+    """srun waits for a node that never ends; MAX_RESTARTS counts crashes only."""
+    script = (ROOT / "scripts/slurm/train.sbatch").read_text()
+    arguments_in(script, tmp_path)  # makes the stand-ins
+    (tmp_path / "bin/srun").write_text(f"#!/bin/bash\n{srun}\n")
+    (tmp_path / "bin/sinfo").write_text(f"#!/bin/bash\necho mixed{'*' * (code == 1)}\n")
+    (tmp_path / "bin/sinfo").chmod(0o755)
+    (tmp_path / "log").write_text("".join(f"titan: lost node {i}\n" for i in range(lost_before)))
+    limits = {"MAX_RESTARTS": "0", "MAX_LOST_NODES": "2", "LOST_AFTER": "1"}
+    assert run_script(script, tmp_path, JOB, **limits).returncode == code
+    assert f"titan: {said} of job 5, on n1; MAX_LOST_NODES=2" in (tmp_path / "log").read_text()
+    assert (tmp_path / "scontrol.txt").exists() == (lost_before < 2)
+    assert not [*tmp_path.glob(".bad-exit*")]
 
 
 def example(name: str) -> dict[str, Any]:

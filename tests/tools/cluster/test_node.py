@@ -62,6 +62,16 @@ def test_a_signal_before_there_are_ranks(tmp_path: Path, number: signal.Signals,
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("code", "is_bad"), [(0, False), (2, False), (75, False), (1, True)])
+def test_train_sbatch_learns_of_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, is_bad: bool
+) -> None:
+    monkeypatch.setenv("TITAN_BAD_EXIT", str(tmp_path / "bad"))
+    monkeypatch.setattr(os, "_exit", lambda _: None)
+    node._end(code)
+    assert (tmp_path / "bad").exists() == is_bad
+
+
 def test_a_mistake(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", "--training.step=3", program=PROGRAM)
     assert run.end() == 2

@@ -90,7 +90,6 @@ def launch_groups(
         InputError: torchft is not installed.
     """
     address, lighthouse = groups_of(config).lighthouse, None
-    os.environ.setdefault("RUST_LOG", "error")  # torchft reports every quorum
     if not address:
         lighthouse = _lighthouse(config, "127.0.0.1:0")
         address = f"http://127.0.0.1:{lighthouse.address().rpartition(':')[2]}"
@@ -172,6 +171,7 @@ def _devices_of(group: int, num_processes: int) -> dict[str, str]:
 
 
 def _lighthouse(config: JobConfig, bind: str) -> Any:
+    os.environ.setdefault("RUST_LOG", "error")  # torchft reports every quorum; groups inherit this
     try:
         from torchft.coordination import LighthouseServer
     except ImportError:

@@ -24,8 +24,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan.config.render import to_toml
-from titan.config.resume_diff import changed_settings
-from titan.config.toml import tomllib
 from titan.data.base import ShardSpec
 from titan.hook import Hook, RunContext
 from titan.hooks.checkpointing import Checkpointing
@@ -34,6 +32,7 @@ from titan.optim.optimizers import allocate_state
 from titan.train_step import StepReport
 from titan.untrusted import InputError
 
+from .agreement import differences
 from .replica_groups import ReplicaGroups
 from .section import groups_of
 
@@ -87,6 +86,14 @@ class Elastic(Hook):
         trainer.reshare(share, num_groups=groups.size, is_writer=groups.rank == 0)
         trainer.train_step.join_groups(groups.size, groups.sum_)
         self.before, self.began_s = trainer.loader.state_dict(), time.monotonic()
+        groups.agree(
+            {
+                "step": trainer.step,
+                "first_sample": self.before["position"],
+                "tokens": trainer.tokens_seen,
+                "samples of the step": trainer.sequences_per_step,
+            }
+        )
         if groups.size != self.size:
             if self.size:
                 trainer.announce(
@@ -99,7 +106,10 @@ class Elastic(Hook):
         if self.is_committed:
             return
         trainer = self.trainer
-        trainer.announce(f"step {trainer.step}: a replica group was lost; its samples come again")
+        why = self.groups.failure
+        trainer.announce(
+            f"step {trainer.step}: a replica group was lost ({why}); its samples come again"
+        )
         trainer.events.repeat(time.monotonic() - self.began_s)
         trainer.repeat(self.before)
 
@@ -121,9 +131,9 @@ class Elastic(Hook):
         text = to_toml(trainer.config)
         pause = trainer.timer.pause("quorum") if trainer.is_started else nullcontext()
         with pause:
-            others = self.groups.begin(step=trainer.step, text=text, waiting=self._wait)
-        for name, other in others:
-            self._require_same(other, name=name)
+            self.groups.begin(
+                step=trainer.step, text=text, waiting=self._wait, require_same=self._require_same
+            )
 
     def _wait(self, reason: str) -> None:
         """Report the reason of waiting, and save unsaved steps, once."""
@@ -141,18 +151,18 @@ class Elastic(Hook):
         if checkpointing and checkpointing.manager.can_save and trainer.saved_step != trainer.step:
             checkpointing.save_now()
 
-    def _require_same(self, other: str, *, name: str) -> None:
-        """Check that another group's job, as TOML, has the same settings that decide about numbers.
+    def _require_same(self, name: str, other: str) -> None:
+        """Check that another group's job, as TOML, has another number and the same settings, except harmless ones.
 
         Raises:
-            InputError: A setting differs.
+            InputError: A setting differs, or the number does not.
         """
-        trainer = self.trainer
-        sequences = (None, trainer.sequences_per_step)
-        changes = changed_settings(other, trainer.config, sequences=sequences)
-        changes += _changes_of_shape(other, to_toml(trainer.config))
-        if changes:
-            mine = f"group-{groups_of(trainer.config).replica_id}"
+        mine = f"group-{groups_of(self.trainer.config).replica_id}"
+        if name == mine:
+            raise InputError(
+                f"fault_tolerance.replica_id: {name} trains already; give each group its own number"
+            )
+        if changes := differences(other, to_toml(self.trainer.config)):
             raise InputError(f"{mine} runs another job than {name}: {'; '.join(changes)}")
 
     # ---- healing
@@ -166,7 +176,6 @@ class Elastic(Hook):
     @torch.no_grad()
     def _load(self, state: dict[str, Any]) -> None:
         trainer, metadata = self.trainer, json.loads(state["metadata"])
-        self._require_same(metadata["config"], name="the others")
         checkpointing = trainer.hook(Checkpointing)
         assert checkpointing is not None
         if not allocate_state(trainer.train_step.optimizer):
@@ -182,15 +191,3 @@ class Elastic(Hook):
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _changes_of_shape(other: str, mine: str) -> list[str]:
-    """Return settings that differ and that rank r of two groups must share to hold the same tensors."""
-    jobs = [tomllib.loads(text) for text in (other, mine)]
-    return [
-        f"{section}.{key}: {theirs.get(key)} -> {ours.get(key)}"
-        for section in ("model", "parallelism")
-        for theirs, ours in [[job.get(section, {}) for job in jobs]]
-        for key in sorted({*theirs, *ours})
-        if theirs.get(key) != ours.get(key)
-    ]

@@ -6,11 +6,15 @@ behind gets weights, optimizer and counters from a peer's memory.
 
     begin   makes the quorum of the next step, and heals this group if it is behind (healing.py)
     sum_    sums tensors over the groups; after an error it does nothing, and the step does not commit
+    agree   compares what groups tell each other about a step, such as its first sample
     commit  returns whether the step commits, the same on all ranks of a group
 
 Example: groups 0, 1, 2 have `rank` 0, 1, 2 and `size` 3. Group 1 is lost while gradients are summed: `sum_` fails in groups
 0 and 2, and their `commit` returns False. Their next `begin` makes a quorum of two, in which group 0 has rank 0, group 2 has
 rank 1, and `size` is 2. membership.py shows which samples each group gets before and after.
+
+A group that must give way, because it differs or cannot be reached, raises GroupLeaves. Groups that trained before stay, and
+among equals the one with the lowest rank.
 
 torchft's manager listens on every interface, on random ports (docs/cluster.md). The state that heals a group is read without
 unpickling.
@@ -21,6 +25,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -35,24 +40,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan.parallel.torch_compat import gloo_options
 from titan.untrusted import InputError
 
+from .agreement import MOST_APART, GroupLeaves, apart, require_same_samples
 from .healing import Healing
 from .launch_groups import LOCAL
+from .process_group import connect_groups, group_name
 from .section import GroupsSection
 from .tensor_lists import in_buckets
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # torchft's name
 _RETRY_S = 5  # how long a quorum is waited for at a time
 _MOST_BYTES = 2**16  # of a group's name, text and status
-_CONNECT_S = 10  # how long groups take to connect
 _MOST_FAILURES = 2  # in a row, of a group that would join the others
 
 # Status of a rank, a group, or all groups after a quorum. The worst status counts.
-_READY, _HEALING, _LOST, _OURS = range(
-    4
-)  # _OURS: the failure of this group, which would join others
+# _OURS is the failure of this group, which would join others. _APART: groups that live cannot connect, and this one ends.
+_READY, _HEALING, _LOST, _OURS, _APART = range(5)
 
 
 class ReplicaGroups:
@@ -81,8 +85,10 @@ class ReplicaGroups:
         Raises:
             InputError: torchft is not installed, or no lighthouse is named.
         """
+        os.environ.setdefault("RUST_LOG", "error")  # torchft reports every quorum and step
         try:
             from torchft import Manager
+            from torchft.manager import REPLICA_ID_KEY
         except ImportError:
             raise InputError(
                 "fault_tolerance.enable needs torchft: pip install 'titan-pretrain[elastic]'"
@@ -90,7 +96,7 @@ class ReplicaGroups:
         for name in ("torchft", "torchft.manager", "torchft_quorums", "torchft_commits"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
         self.device, self._quorum_id = device, -1
-        self._has_joined = False
+        self._num_steps = 0  # that this group has done with the others
         self._min_replicas = section.min_replicas
         self._name = f"group-{section.replica_id}"
         self._where = section.lighthouse or os.environ.get(LIGHTHOUSE, "")
@@ -99,7 +105,7 @@ class ReplicaGroups:
         timeout = timedelta(milliseconds=section.process_group_timeout_ms)
         self._lighthouse, route = _await_lighthouse(self._where)
         host = _host(route)
-        self.group = _group(device, timeout, host)
+        self.group = connect_groups(device, timeout, host=host, lighthouse=lambda: self._lighthouse)
         self._healing = Healing(
             host,
             device=device,
@@ -126,6 +132,7 @@ class ReplicaGroups:
             checkpoint_transport=self._healing,  # pyright: ignore[reportArgumentType]
             init_sync=False,  # weights come from the seed, or all groups load one checkpoint
         )
+        self.group.member = self.manager._store.get(REPLICA_ID_KEY).decode()
         # torchft would transfer states within a quorum, and all groups would wait: `_meet` does it instead.
         whole_state, self.manager._manager_state_dict = self.manager._manager_state_dict, dict
         self.manager._apply_pending_state_dict = lambda: None
@@ -145,41 +152,46 @@ class ReplicaGroups:
         self.manager.load_state_dict({"step": step, "batches_committed": 0})
 
     def begin(
-        self, *, step: int, text: str, waiting: Callable[[str], None]
-    ) -> list[tuple[str, str]]:
+        self,
+        *,
+        step: int,
+        text: str,
+        waiting: Callable[[str], None],
+        require_same: Callable[[str, str], None],
+    ) -> None:
         """Wait until enough groups live, and heal this group if it is behind.
 
         Args:
             step: Steps that this group has done.
             text: Text that the other groups get from this group, below 64 KiB.
             waiting: Function that is called with the reason, on all ranks, each time that a quorum has not come within seconds.
-
-        Returns:
-            Names and texts of the groups with a lower rank if the set of groups has changed, otherwise nothing.
+            require_same: Function that is called, if the set of groups has changed, with the name and text of each group
+                to which this one must give way.
 
         Raises:
-            ConnectionError: This group has failed to join the others twice.
+            GroupLeaves: This group has failed to join the others twice, or to connect to them three times.
         """
         num_failures = 0
         while True:
             self.at(step)
             self._healing.disallow_checkpoint()
-            texts = []
             code, reason = self._quorum()
             code = self._worst(code)
             if code == _READY and self.manager._quorum_id != self._quorum_id:
-                code, reason, texts = self._meet(text)
+                code, reason = self._meet(text, require_same)
             if code == _READY:
-                self._quorum_id, self._has_joined = self.manager._quorum_id, True
-                return texts
+                self._quorum_id, self.group.has_joined = self.manager._quorum_id, True
+                return
             self.group.control = None  # so that no group waits for this group there
             # The next quorum connects all again, also if it has the same number: a new lighthouse counts from 1.
             self._quorum_id = self.manager._quorum_id = -1
             reason = reason or "another rank of this group has no quorum"
             num_failures += code == _OURS
+            if code == _APART:
+                raise apart([*map(group_name, self.group.members)], self._name, reason)
             if num_failures == _MOST_FAILURES:
                 ends = f"{self._name} ends, so that the others go on; start it again"
-                raise ConnectionError(f"cannot join the other replica groups: {reason}. {ends}")
+                raise GroupLeaves(f"cannot join the other replica groups: {reason}. {ends}")
             # Other groups may already sum by this quorum. The next must connect all again, or sums of two attempts would mix.
             self.manager._commit_failures += 1
             waiting(reason)
@@ -195,15 +207,19 @@ class ReplicaGroups:
             return _LOST, "there are fewer, or one is busy" if is_late else _first_line(error)
         if error := self.manager.errored() or self.group.errored():
             reason = _first_line(getattr(error, "original_exception", error))
-            joins = not self._has_joined and self.size > 1
+            if self.group.num_failed >= MOST_APART and self.rank:
+                return _APART, reason
+            # Groups that all begin cannot know which of them cannot connect.
+            joins = self.group.has_veterans or not self.group.num_failed
+            joins &= not self.group.has_joined and self.size > 1
             return _OURS if joins else _LOST, f"one was lost ({reason})"
         if self.size < self._min_replicas:  # the lighthouse may be content with fewer
             time.sleep(1)
             return _LOST, f"there are {self.size}"
         return _READY, ""
 
-    def _meet(self, text: str) -> tuple[int, str, list[tuple[str, str]]]:
-        """Exchange texts until all groups that were behind have a peer's state. Return status, reason and texts."""
+    def _meet(self, text: str, require_same: Callable[[str, str], None]) -> tuple[int, str]:
+        """Exchange texts until all groups that were behind have a peer's state. Return status and reason."""
 
         def tick() -> None:
             if (code := self._tell(text, _HEALING)[0]) != _HEALING:
@@ -214,36 +230,45 @@ class ReplicaGroups:
             if self._healing.source:
                 state = self._healing.receive(tick)
         except _MeetingEnded as end:
-            return end.code, "one was lost", []
+            return end.code, "one was lost"
         except Exception as error:
             code, reason = _OURS, f"a peer's state did not come ({_first_line(error)})"
         while (found := self._tell(text, code))[0] == _HEALING:
             pass  # the group that heals tells it once a second
         worst, texts, failed = found
+        for name, other in texts if worst == _READY else ():
+            require_same(name, other)
         if worst == _READY and state is not None:
             for key, load in self.manager._load_state_dict_fns.items():
                 load(state[key])
-        return worst, reason or failed, texts
+            self._num_steps = 0
+        return worst, reason or failed
 
     def _tell(self, text: str, code: int) -> tuple[int, list[tuple[str, str]], str]:
         """Exchange this rank's status and text with the other groups.
 
         Returns:
-            The worst status of all groups' ranks, names and texts of the groups with a lower rank, and the failure.
+            The worst status of all groups' ranks, names and texts of the groups to which this one must give way, and the failure.
         """
-        mine = torch.frombuffer(
-            bytearray(json.dumps([self._name, text, min(code, _LOST)]).encode()), dtype=torch.uint8
-        )
+        # A group that takes a peer's state gives way to all, and one that begins to those that have trained.
+        standing = 0 if self._healing.source else 1 + self.group.has_joined
+        told = json.dumps([self._name, text, min(code, _LOST), standing])
+        mine = torch.frombuffer(bytearray(told.encode()), dtype=torch.uint8)
         # Each group fills its own row and leaves zeros in the others, so that a sum gathers all rows.
         rows = torch.zeros(self.size, _MOST_BYTES, dtype=torch.uint8)
         rows[self.rank, : len(mine)] = mine
-        told: list[tuple[str, str, int]] = [("one", "", _LOST)]
+        found: list[tuple[str, str, int, int]] = [("one", "", _LOST, 0)]
         with suppress(RuntimeError, ValueError):  # its connections have ended
-            self.group.control.allreduce([rows], dist.AllreduceOptions()).wait()
-            told = [tuple(json.loads(row.numpy().tobytes().rstrip(b"\0"))) for row in rows]
-        worst = self._worst(max(code, *(code for *_, code in told)))
-        failed = ", ".join(name for name, _, code in told if code == _LOST)
-        return worst, [(name, text) for name, text, _ in told[: self.rank]], f"{failed} was lost"
+            self.group.gather(rows)
+            found = [tuple(json.loads(row.numpy().tobytes().rstrip(b"\0"))) for row in rows]
+        worst = self._worst(max(code, *(code for _, _, code, _ in found)))
+        failed = ", ".join(name for name, _, code, _ in found if code == _LOST)
+        stay = [
+            (name, text)
+            for rank, (name, text, _, other) in enumerate(found)
+            if (other, -rank) > (standing, -self.rank)
+        ]
+        return worst, stay, f"{failed} was lost"
 
     def _worst(self, code: int) -> int:
         """Return the worst status of this group's ranks, which may have given up at different moments."""
@@ -281,6 +306,25 @@ class ReplicaGroups:
             self._lighthouse = found[0]
             manager._client = ManagerClient(found[1], connect_timeout=connect)
 
+    def agree(self, facts: dict[str, int]) -> None:
+        """Compare facts about the next step with the other groups'. After an error, the step does not commit.
+
+        Args:
+            facts: Numbers that must be the same in all groups, by name.
+
+        Raises:
+            GroupLeaves: This group is wrong, as `require_same_samples` decides.
+        """
+        rows = torch.zeros(self.size, len(facts) + 1, dtype=torch.int64)
+        rows[self.rank] = torch.tensor([*facts.values(), self._num_steps])
+        try:
+            self.group.gather(rows)
+        except RuntimeError as error:
+            self.manager.report_error(error)
+            return
+        names = [*map(group_name, self.group.members)]
+        require_same_samples(names, rows.tolist(), own=self.rank, facts=[*facts])
+
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Sum tensors over the groups, in place, in buckets of one dtype."""
         if self.device.type != "cpu":  # a sum's time limit must not include kernels that still run
@@ -293,10 +337,22 @@ class ReplicaGroups:
             self.manager.allreduce(flat, reduce_op=dist.ReduceOp.SUM).wait()
             parts = flat.split([tensor.numel() for tensor in bucket])
             torch._foreach_copy_(bucket, [p.view_as(t) for p, t in zip(parts, bucket, strict=True)])
+        try:
+            self.group.await_device()
+        except RuntimeError as error:
+            self.manager.report_error(error)
 
     def commit(self) -> bool:
         """Return whether the step commits: no group was lost in it."""
-        return self.manager.should_commit()
+        commits = self.manager.should_commit()
+        self._num_steps += commits
+        return commits
+
+    @property
+    def failure(self) -> str:
+        """Return why the step did not commit, if this rank knows it."""
+        error = self.manager.errored()
+        return _first_line(error.original_exception) if error else "another rank's sum failed"
 
     def close(self) -> None:
         """Leave the groups."""
@@ -362,52 +418,6 @@ def _host(route: str) -> str:
     return socket.gethostname() if ":" in route or route.startswith("127.") else route
 
 
-def _group(device: torch.device, timeout: timedelta, host: str) -> Any:
-    """Return torchft's group of the same ranks of all groups. Its `control` is a gloo group for the groups' status."""
-    from torchft import ProcessGroupGloo, ProcessGroupNCCL
-
-    kind: Any = ProcessGroupGloo if device.type == "cpu" else ProcessGroupNCCL
-    connect = min(timeout, timedelta(seconds=_CONNECT_S))
-    address = "" if "GLOO_SOCKET_IFNAME" in os.environ else host
-
-    class Group(kind):
-        control: Any = None
-
-        def get_reconfigure_handle(self) -> str:
-            # torchft's own has this machine's name, which others may not know.
-            if self._rendezvous_store is None:
-                self._rendezvous_store = dist.TCPStore(host, 0, is_master=True)
-            handle = json.loads(super().get_reconfigure_handle())
-            handle["store"] = f"{host}:{self._rendezvous_store.port}"
-            return json.dumps(handle | {"attempt": time.time_ns()})
-
-        def reconfigure(self, opts: Any) -> Any:
-            # A quorum's number may come again, and its keys are still in the store.
-            self.attempt, self.control = str(json.loads(opts.handles[0])["attempt"]), None
-            # A group that does not come must not hold the others for long.
-            self.set_timeout(connect)
-            try:
-                return super().reconfigure(opts)
-            finally:
-                self.set_timeout(timeout)
-
-        def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
-            store = dist.PrefixStore(self.attempt, store)
-
-            def gloo(name: str) -> Any:
-                options: Any = gloo_options(connect, host=address)
-                named = dist.PrefixStore(name, store)
-                group = dist.ProcessGroupGloo(named, rank, world_size, options)
-                group._set_default_timeout(timeout)
-                return group
-
-            self.control = gloo("control")
-            if kind is ProcessGroupGloo:
-                return gloo("sums")
-            return super()._create_pg(store, rank, world_size)
-
-    return Group(timeout)
-
-
 def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+    line = (str(error) or type(error).__name__).splitlines()[0]
+    return re.sub(r"^\[\S+:\d+\] ", "", line)  # gloo begins with its source file

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from titan.hardware import count_accelerators
@@ -119,7 +118,8 @@ def _shares(at_a_time: int, processes: int) -> list[dict[str, str]]:
 def run_on_ray(trials: Sequence[Trial], address: str, *, processes: int, say: Say) -> int:
     """Run trials as tasks of a Ray cluster, whose nodes see the folder of the sweep. A task whose node is lost begins elsewhere.
 
-    Return an exit code: 0, or that of a command which Ctrl-C has stopped.
+    A run that goes on without its task, since Ray has ended before it, is known by its lock. Its new task waits for its end.
+    Return an exit code: 0, or that of a command which Ctrl-C or SIGTERM has stopped.
 
     Args:
         trials: Runs that are not done.
@@ -130,19 +130,28 @@ def run_on_ray(trials: Sequence[Trial], address: str, *, processes: int, say: Sa
     ray = connect(address, asked_by="--ray")
     resource = "num_gpus" if ray.cluster_resources().get("GPU") else "num_cpus"
 
-    def train(words: list[str], log: str) -> int:
-        with Path(log).open("ab") as file:
-            process = subprocess.Popen(words, stdout=file, stderr=file)
+    def train(trial: Trial) -> int:
+        process = None
         try:
+            while _goes_on(trial):
+                time.sleep(1)
+            with trial.log.open("ab") as file:
+                process = subprocess.Popen(command(trial, processes), stdout=file, stderr=file)
             while process.poll() is None:
                 time.sleep(0.2)
         except KeyboardInterrupt:  # by ray.cancel
+            if process is None:
+                return STOPPED
             process.terminate()
         return process.wait()
 
     options: dict[str, Any] = {resource: processes, "max_retries": 3}
     remote: Any = ray.remote(**options)(train)
-    tasks = {remote.remote(command(t, processes), str(t.log)): t for t in trials}
+    for trial in filter(_goes_on, trials):
+        say(f"{trial.name}: goes on since an earlier command; its task waits for its end")
+    tasks = {remote.remote(trial): trial for trial in trials}
+    # After `connect`, since Ray ends the command at once. Slurm and Kubernetes send SIGTERM.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         while tasks:
             [done, *_], _ = ray.wait(list(tasks))
@@ -155,5 +164,6 @@ def run_on_ray(trials: Sequence[Trial], address: str, *, processes: int, say: Sa
             ray.wait([task], timeout=120)
         return STOPPED
     finally:
+        signal.signal(signal.SIGTERM, before)
         ray.shutdown()
     return 0

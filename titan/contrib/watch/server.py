@@ -79,10 +79,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         # Against DNS rebinding: a web page may point its own name at 127.0.0.1.
-        name = urlsplit(f"//{self.headers.get('Host', '')}").hostname
+        try:
+            name = urlsplit(f"//{self.headers.get('Host', '')}").hostname
+            address = urlsplit(self.path)
+        except ValueError:  # a bracket without its partner
+            return self.send_error(400)
         if self.server.host in LOOPBACK and name not in LOOPBACK:
             return self.send_error(403, "this page is for this machine only")
-        address = urlsplit(self.path)
         if address.path == "/":
             text = page()
             return self._answer("text/html", text, {"Content-Security-Policy": _policy(text)})

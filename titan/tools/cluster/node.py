@@ -10,7 +10,7 @@ for them without a limit.
     exit code   meaning
     0, 2, 75    the ranks' exit code, if they agree; 75 also if SIGUSR1 came before there were ranks
     143         SIGTERM came before there were ranks
-    1           any other end. This includes ranks that have ended while torchrun waits for a store whose host is gone:
+    1           any other end, for which the file TITAN_BAD_EXIT is made, if the variable is set. This includes ranks that have ended while torchrun waits for a store whose host is gone:
                 TCP alone would wait for a quarter of an hour
 
 `prepare_host` first corrects unsuitable settings of a login shell or an image: limits, the
@@ -32,9 +32,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from titan.health.launch import ranks_of, torchrun
-from titan.health.signals import EXIT_FAILED, EXIT_STOPPED
+from titan.health.signals import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR
 
 LEFT_TO_RANKS = (signal.SIGTERM, signal.SIGUSR1)
 LINGER_S = 30.0  # seconds without an answer of the store's host after the ranks have ended
@@ -151,7 +152,16 @@ def _end_with_store(host: str, port: int) -> None:
         time.sleep(1)
     words = f"{socket.gethostname()}: all ranks of this node have ended, and {host} does not answer: given up"
     print(words, file=sys.stderr, flush=True)
-    os._exit(EXIT_FAILED)
+    _end(EXIT_FAILED)
+
+
+def _end(code: int) -> NoReturn:
+    """End this process. train.sbatch learns of an error here: srun tells it when all nodes have ended."""
+    mark = os.environ.get("TITAN_BAD_EXIT")
+    if mark and code not in (EXIT_DONE, EXIT_USER_ERROR, EXIT_STOPPED):
+        with suppress(OSError):
+            Path(mark).touch()
+    os._exit(code)
 
 
 def store_address(arguments: Sequence[str]) -> tuple[str, int] | None:
@@ -172,4 +182,4 @@ if __name__ == "__main__":
     sys.stdout.flush()
     sys.stderr.flush()
     # An interpreter that shuts down removes its handlers, and a signal would then change the exit code.
-    os._exit(code)
+    _end(code)

@@ -131,6 +131,8 @@ def main(argv: list[str] | None = None) -> int:
             raise ConfigError([Problem(COMMAND_LINE, 0, "--hardware", fault)])
         return auto.on_nodes(load_profile(name), ranks)
 
+    if options.hardware:
+        load_profile(options.hardware)  # also where the job does not need it
     job, choice = auto.resolve(job, world_size=size, profile=profile, keep=not options.new_layout)
     config, _ = load_to_run(job, world_size=size, options=known, here=here, device=device)
     # Nothing is written before everything is checked.

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.hosts import Hosts, why_not
+from tests.support.hosts import Hosts, run, why_not
 from tests.support.runs import logged_steps
 from titan.contrib.elastic.tests.test_elastic import JOB, ROOT, drill, needs_torchft
 
@@ -125,12 +125,47 @@ def kill_and_return(groups: Groups, kills: int, *, seed: int) -> None:
             )
         )
     print(f"next steps {sorted(waits)}, median {median(waits):.1f}; returns {sorted(returns)}")
+    require_equal_to_one_process(groups)
+
+
+def require_equal_to_one_process(groups: Groups) -> None:
     steps = min(groups.row(n)["step"] for n in (0, 1))
     for number in (0, 1):
         groups.kill(number)
     # Every step is that of one process, so whoever came back has the weights of the other.
     options = argparse.Namespace(steps=steps, seq_len=64, more=RATE)
     assert drill.replay(groups.folder, options) < drill.BOUND
+
+
+def test_a_silent_host_costs_the_seconds_that_the_lighthouse_needs(groups: Groups) -> None:
+    """It does not cost the minute that a sum may take, and its group comes back without a restart."""
+    for number in (0, 1):
+        groups.start(number)
+    groups.wait_for(lambda: groups.row(0)["replica_groups"] == 2)
+    groups.hosts.cut(2)
+    before = groups.row(0)["step"]
+    groups.wait_for(lambda: groups.row(0)["step"] > before + 2, within_s=30)
+    assert "a replica group was lost (group-1 fell silent)" in groups.text(0)
+    groups.hosts.mend(2)
+    before = groups.row(0)["step"]
+    groups.wait_for(lambda: groups.row(1)["step"] > before + 2, within_s=30)
+    assert groups.row(1)["replica_groups"] == 2
+    require_equal_to_one_process(groups)
+
+
+@pytest.mark.slow
+def test_of_groups_that_reach_only_the_lighthouse_the_lowest_goes_on(groups: Groups) -> None:
+    for number in (0, 1):
+        groups.start(number, "--fault_tolerance.process_group_timeout_ms=5000")
+    groups.wait_for(lambda: groups.row(0)["replica_groups"] == 2)
+    nobody = f"{groups.hosts.subnet}.2 lladdr 00:00:00:00:00:01 dev eth0 nud permanent"
+    run("ip", "-n", "ft1", "neigh", "replace", *nobody.split())
+    assert groups.processes.pop(1).wait(timeout=120) == 1
+    before = groups.row(0)["step"]
+    groups.wait_for(lambda: groups.row(0)["step"] > before + 2)
+    last = groups.text(1).strip().splitlines()[-1]
+    assert "group-0, group-1 reach the lighthouse, but not each other" in last, last
+    assert "group-1 ends, so that group-0 goes on" in last and "Traceback" not in groups.text(1)
 
 
 def test_a_group_on_a_machine_of_its_own_comes_back(groups: Groups) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from titan.config.load import load_config
 from titan.contrib.sweep import grid, results
 from titan.contrib.sweep.execute import run_here, run_on_ray
 from titan.contrib.sweep.results import Setting
+from titan.health.run_lock import RunLock
 from titan.untrusted import InputError
 
 JOB = """
@@ -253,9 +256,42 @@ def test_no_cluster_at_the_address() -> None:
         run_on_ray([], "127.0.0.1:1", processes=1, say=print)
 
 
+def test_sigterm_cancels_the_tasks_of_ray_and_orphans_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As Ctrl-C does; and a run whose lock is held is said to go on."""
+
+    class Ray:
+        def __init__(self) -> None:
+            self.cancelled: list[str] = []
+
+        def remote(self, **_: object) -> object:
+            return lambda _: SimpleNamespace(remote=lambda trial: trial.name)
+
+        def wait(self, tasks: list[str], **_: object) -> object:
+            if not self.cancelled:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return tasks, []
+
+        def cancel(self, task: str) -> None:
+            self.cancelled.append(task)
+
+        def cluster_resources(self) -> dict[str, float]:
+            return {}
+
+        def shutdown(self) -> None: ...
+
+    ray, trials = Ray(), [grid.Trial(name, tmp_path, {}, 0, 12) for name in ("a", "b")]
+    RunLock(trials[1].run).acquire()
+    monkeypatch.setattr("titan.contrib.sweep.execute.connect", lambda *_, **__: ray)
+    assert run_on_ray(trials, "auto", processes=1, say=print) == 75
+    assert ray.cancelled == ["a", "b"]
+    assert capsys.readouterr().out.startswith("b: goes on since an earlier command; its task waits")
+
+
 @pytest.mark.slow
 def test_a_sweep_on_two_nodes_of_ray_stops_and_goes_on(job: Path, tmp_path: Path) -> None:
-    """Ctrl-C stops the tasks, whose runs save, and the same command finishes them."""
+    """SIGTERM stops the tasks, whose runs save, and the same command finishes them."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
@@ -269,7 +305,7 @@ def test_a_sweep_on_two_nodes_of_ray_stops_and_goes_on(job: Path, tmp_path: Path
         while len([*folder.glob("lr=*/metrics.jsonl")]) < 2:
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
         said, _ = process.communicate(timeout=240)
         assert process.returncode == 75 and "stopping: runs save a checkpoint" in said
         stopped = {name: row["step"] for name, row in rows_of(folder).items()}

@@ -167,6 +167,7 @@ def test_the_server_gives_nothing_else_away(get: Get, run_dir: Path) -> None:
         assert get(path)[0] == 404
     assert get("/data", host="evil.example")[0] == 403
     assert get("/", host="evil.example:6060")[0] == 403
+    assert get("/", host="[::1")[0] == get("http://[x/data")[0] == 400
     status, page = get("/")
     assert status == 200 and "script-src 'sha256-" in page and "const STATIC = null" in page
 

@@ -1,0 +1,88 @@
+"""Groups agree or part: keys of the job, facts about a step, and what the lighthouse's page says about a sum that waits."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.jobs import job
+from titan.config.render import to_toml
+from titan.contrib.elastic.agreement import GroupLeaves, differences, require_same_samples
+from titan.contrib.elastic.process_group import why_given_up
+
+# What may differ from group to group, and no more.
+HARMLESS_SECTIONS = {"job", "metrics", "profiling", "hardware", "simulator", "simulator.run", "training.dataloader"}  # fmt: skip
+HARMLESS = {
+    *("training.gc_freq", "training.expandable_segments", "data.cache_folder"),
+    *("compile.cache_folder", "comm.trace_buf_size", "comm.save_traces_folder"),
+    *("comm.save_traces_file_prefix", "comm.numa_binding"),
+    *("fault_tolerance.replica_id", "fault_tolerance.lighthouse"),
+}
+
+
+def test_every_key_that_is_not_harmless_is_compared() -> None:
+    """With another value, and where one group does not set it."""
+    ours = to_toml(job(fault_tolerance={"enable": True}))
+    lines, section, seen = ours.splitlines(), "", set()
+    for number, line in enumerate(lines):
+        if line.startswith("["):
+            section = line.strip("[]")
+        key, equals, value = line.partition(" = ")
+        if not equals:
+            continue
+        name = f"{section}.{key}"
+        harmless = name in HARMLESS or section in HARMLESS_SECTIONS
+        for changed, text in ((f'{key} = "other"', '"other"'), ("", "unset")):
+            theirs = "\n".join([*lines[:number], changed, *lines[number + 1 :]])
+            assert differences(theirs, ours) == [f"{name}: {text} -> {value}"] * (not harmless)
+        seen.add(name)
+    assert len(seen) > 200 and seen >= HARMLESS
+    assert "training.local_batch_size" in seen and "optimizer.implementation" in seen
+
+
+@pytest.mark.parametrize(
+    ("told", "leaves"),
+    [
+        ([[5, 8, 40], [5, 8, 40]], []),
+        ([[5, 8, 40], [5, 9, 0]], [1]),  # the one that joined
+        ([[5, 9, 0], [5, 8, 40]], [0]),
+        ([[5, 8, 3], [5, 9, 3]], [1]),
+        ([[5, 8, 90], [5, 9, 3], [5, 9, 3]], [0]),  # most decide
+        ([[5, 8, 90], [6, 8, 1], [5, 9, 3]], [1, 2]),
+    ],
+)
+def test_a_group_at_other_samples_leaves(told: list[list[int]], leaves: list[int]) -> None:
+    names = [f"group-{number}" for number in range(len(told))]
+
+    def leave(rank: int) -> str:
+        try:
+            require_same_samples(names, told, own=rank, facts=["step", "first_sample"])
+        except GroupLeaves as error:
+            return str(error)
+        return ""
+
+    texts = {rank: text for rank in range(len(told)) if (text := leave(rank))}
+    assert [*texts] == leaves
+    if told[-1] == [5, 9, 0]:
+        assert texts[1].startswith("group-1 would train other samples than group-0: first_sample 9, not 8.")  # fmt: skip
+
+
+PAGE = "Current quorum_id: 3 <br>"
+for line in ("group-0:a", "old group-1:b", "group-2:c"):
+    old, _, member = line.rpartition(" ")
+    PAGE += f'\n  <li class="heartbeat\n    {old}\n  ">\n    {member}: seen 1.5s ago\n  </li>'
+
+
+@pytest.mark.parametrize(
+    ("own", "members", "quorum", "why"),
+    [
+        ("group-0:a", ["group-0:a", "group-1:b"], 3, "group-1 fell silent"),
+        ("group-0:a", ["group-0:a", "group-2:c"], 3, ""),
+        ("group-2:c", ["group-1:b", "group-2:c"], 2, "the others have gone on"),
+        # The lighthouse does not hear this group either, or has just begun.
+        ("group-1:b", ["group-0:a", "group-1:b"], 3, ""),
+        ("group-3:d", ["group-1:b", "group-3:d"], 9, ""),
+    ],
+)
+def test_what_the_page_says(own: str, members: list[str], quorum: int, why: str) -> None:
+    assert why_given_up(PAGE, members, own=own, quorum=quorum) == why
+    assert why_given_up("", members, own=own, quorum=quorum) == ""
