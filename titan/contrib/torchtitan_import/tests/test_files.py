@@ -229,57 +229,6 @@ dataset = "c4_validation"
 freq = 500
 
 """
-LLAMA_70B = """
-[model]
-name = "llama3"
-flavor = "70B"
-converters = ["quantize.linear.float8"]
-[optimizer]
-name = "AdamW"
-lr = 1.5e-4
-[lr_scheduler]
-warmup_steps = 200
-[training]
-local_batch_size = 8
-seq_len = 8192
-steps = 1000
-dataset = "c4"
-[parallelism]
-tensor_parallel_degree = 8
-pipeline_parallel_degree = 1
-enable_async_tensor_parallel = false
-[activation_checkpoint]
-mode = "full"
-[quantize.linear.float8]
-enable_fsdp_float8_all_gather = true
-precompute_float8_dynamic_scale_for_fsdp = true
-"""
-LLAMA_405B = """
-[model]
-name = "llama3"
-flavor = "405B"
-converters = ["quantize.linear.float8"]
-[optimizer]
-lr = 8e-5
-[lr_scheduler]
-warmup_steps = 600
-[training]
-local_batch_size = 2
-seq_len = 8192
-steps = 3000
-dataset = "c4"
-[compile]
-enable = true
-[parallelism]
-tensor_parallel_degree = 8
-enable_async_tensor_parallel = true
-[activation_checkpoint]
-mode = "full"
-[quantize.linear.float8]
-enable_fsdp_float8_all_gather = true
-precompute_float8_dynamic_scale_for_fsdp = true
-filter_fqns = ["output"]
-"""
 
 
 def load_text(text: str, folder: Path) -> JobConfig:
@@ -327,42 +276,6 @@ def test_a_key_that_has_another_name_here_is_moved(tmp_path: Path) -> None:
     assert config.tokenizer.path == "./tokenizer"
     [warning] = config.source_map.warnings
     assert warning == f"{tmp_path}/job.toml:2: model.tokenizer_path is now tokenizer.path"
-
-
-@pytest.mark.parametrize(
-    ("text", "hint"),
-    [
-        ("[training]\nbatch_size = 8\n", "did you mean 'local_batch_size'?"),
-        ("[training]\ntensor_parallel_degree = 2\n", "[parallelism] tensor_parallel_degree?"),
-        ("[checkpoint]\nenable_checkpoint = true\n", "unknown key"),
-        ("[float8]\nemulate = true\n", "unknown section"),
-    ],
-)
-def test_keys_from_before_that_version_are_unknown(text: str, hint: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_text(text, tmp_path)
-    [problem] = caught.value.problems
-    assert hint in str(problem)
-
-
-@pytest.mark.parametrize(
-    ("text", "world_size", "expected"),
-    [
-        (LLAMA_8B, 8, {"lr": 3e-4, "converters": [], "tp": 1}),
-        (LLAMA_70B, 256, {"lr": 1.5e-4, "converters": ["quantize.linear.float8"], "tp": 8}),
-        (LLAMA_405B, 512, {"lr": 8e-5, "converters": ["quantize.linear.float8"], "tp": 8}),
-    ],
-)
-def test_published_sizes(
-    text: str, world_size: int, expected: dict[str, object], tmp_path: Path
-) -> None:
-    config = load_text(text, tmp_path)
-    assert check(config) == [] and check_layout(config, world_size=world_size) == []
-    assert {
-        "lr": config.optimizer.lr,
-        "converters": config.model.converters,
-        "tp": config.parallelism.tensor_parallel_degree,
-    } == expected
 
 
 NORMS = "optimizer.decay_norms: false spares norms from weight decay; TorchTitan does not"
@@ -467,18 +380,6 @@ def test_gpt_oss_files_load_as_written(flavor: str, ep: int, tmp_path: Path) -> 
         f"model.overrides.global_balance_coeff: 0.001; {flavor} has 0.0 there",
     ]
     assert differences(config) == [*(balance if flavor != "debugmodel" else []), NORMS]
-
-
-def test_how_experts_are_balanced_there(tmp_path: Path) -> None:
-    text = DEEPSEEK.replace("FLAVOR", "16B").replace("EP", "1").replace("4096", "8192")
-    assert differences(load_text(text, tmp_path)) == [
-        "data.document_mask: false; TorchTitan masks documents in 16B",
-        "model.overrides.norm_eps: 1e-06; 16B has 1e-05 there",
-        "model.overrides.rope_mscale: 0.707; 16B has 0.7 there",
-        "model.overrides.load_balance_coeff: 0.0; 16B has 0.001 there",
-        "model.overrides.sequence_balance_coeff: 0.001; 16B has 0.0 there",
-        NORMS,
-    ]
 
 
 def test_an_overlay_may_use_the_new_name(tmp_path: Path) -> None:
