@@ -271,13 +271,6 @@ def test_unused_keys_are_ignored_at_their_defaults_and_refused_otherwise(tmp_pat
     ]
 
 
-def test_a_key_that_has_another_name_here_is_moved(tmp_path: Path) -> None:
-    config = load_text('[model]\ntokenizer_path = "./tokenizer"\n', tmp_path)
-    assert config.tokenizer.path == "./tokenizer"
-    [warning] = config.source_map.warnings
-    assert warning == f"{tmp_path}/job.toml:2: model.tokenizer_path is now tokenizer.path"
-
-
 NORMS = "optimizer.decay_norms: false spares norms from weight decay; TorchTitan does not"
 
 
@@ -380,14 +373,6 @@ def test_gpt_oss_files_load_as_written(flavor: str, ep: int, tmp_path: Path) -> 
         f"model.overrides.global_balance_coeff: 0.001; {flavor} has 0.0 there",
     ]
     assert differences(config) == [*(balance if flavor != "debugmodel" else []), NORMS]
-
-
-def test_an_overlay_may_use_the_new_name(tmp_path: Path) -> None:
-    base, top = tmp_path / "base.toml", tmp_path / "top.toml"
-    base.write_text('[model]\ntokenizer_path = "a"\n')
-    top.write_text('[tokenizer]\npath = "b"\n')
-    assert load_config(base, overlays=[top]).tokenizer.path == "b"
-    assert load_config(top, overrides=["model.tokenizer_path=c"]).tokenizer.path == "c"
 
 
 def test_a_flavor_with_flexattention_is_the_flavor_and_the_mask(tmp_path: Path) -> None:
