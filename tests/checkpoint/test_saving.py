@@ -557,9 +557,10 @@ def test_a_run_with_a_remote_folder_resumes(url: str, mode: str, tmp_path: Path)
     run(job(tmp_path / "whole"))
     assert numbers(tmp_path / "parts") == numbers(tmp_path / "whole")
     assert list_steps(url) == [3, 6]
-    for where in (tmp_path / "parts", url, f"{url}/step-6"):  # the last two lie in no run folder
-        config, step = find_checkpoint(where)
-        assert (config.checkpoint.folder, step) == (url, f"{url}/step-6")
+    for where in (url, f"{url}/step-6"):
+        assert find_checkpoint(where)[1] == f"{url}/step-6"
+    with pytest.raises(CheckpointError, match="naming a step, or its URL"):
+        find_checkpoint(tmp_path / "parts")
 
 
 def test_a_moved_run_is_used_from_another_folder(
@@ -607,7 +608,7 @@ def test_a_moved_run_is_used_from_another_folder(
     capsys.readouterr()
     for command in (["generate", "--checkpoint", "moved"], ["convert", "to-hf", "moved", "none"]):
         assert titan(command) == 2
-        assert "--tokenizer PATH names it" in capsys.readouterr().err
+        assert "--tokenizer PATH gives the permission" in capsys.readouterr().err
 
 
 def test_generate_refuses_what_no_model_can_do(capsys: pytest.CaptureFixture[str]) -> None:
