@@ -41,6 +41,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, int]]] = [
     ("phi3", {"num_key_value_heads": 1}, {"tp": 2}),
     # One key/value head in layers of full attention, two in the others.
     ("mimo_v2_flash", {"num_key_value_heads": 1}, {"tp": 2}),
+    # Sinks, with values that are narrower than keys.
+    ("mimo_v2_flash", {"v_head_dim": 8}, {"tp": 2}),
     # A norm over all channels of one key/value head, which all ranks have.
     ("olmo2", {"num_key_value_heads": 1}, {"tp": 2}),
     # Biases that are wider than the heads.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .block_attention import AttentionSpec, attend, attend_backward
@@ -36,7 +37,15 @@ def attend_with_sinks(
         mask_BST: as for `attend`.
         ends: as for `attend`.
     """
-    return _AttentionWithSinks.apply(q_BHSK, k_BGTK, v_BGTK, sinks_H, mask_BST, ends, spec, scale)
+    size, v_size = q_BHSK.shape[-1], v_BGTK.shape[-1]
+    heads = q_BHSK, k_BGTK, v_BGTK
+    if size == v_size:
+        return _AttentionWithSinks.apply(*heads, sinks_H, mask_BST, ends, spec, scale)
+    # Kernels take heads of one size. Zeros change no score, and those of the values are cut off.
+    scale = size**-0.5 if scale is None else scale
+    heads = [F.pad(x, (0, max(size, v_size) - x.shape[-1])) for x in heads]
+    out = _AttentionWithSinks.apply(*heads, sinks_H, mask_BST, ends, spec, scale)
+    return out[..., :v_size]
 
 
 def add_sinks(out_BHSK: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
