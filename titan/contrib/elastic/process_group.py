@@ -67,14 +67,19 @@ def why_given_up(page: str, members: list[str], *, own: str, quorum: int) -> str
         own: The replica id of this group.
         quorum: The number of the quorum.
     """
-    is_old = {name: bool(old) for old, name in _HEARTBEAT.findall(page)}
-    newest = _QUORUM.search(page)
-    if newest and int(newest[1]) > quorum:
+    if has_newer(page, quorum):
         return "the others have gone on"
+    is_old = {name: bool(old) for old, name in _HEARTBEAT.findall(page)}
     if is_old.get(own, True):  # the lighthouse does not hear this group either
         return ""
     silent = [group_name(member) for member in members if is_old.get(member)]
     return f"{' and '.join(silent)} fell silent" if silent else ""
+
+
+def has_newer(page: str, quorum: int) -> bool:
+    """Return whether the lighthouse has made a newer quorum."""
+    newest = _QUORUM.search(page)
+    return newest is not None and int(newest[1]) > quorum
 
 
 def group_name(member: str) -> str:
@@ -108,6 +113,7 @@ class _Linked(_Base):
         self.members: list[str] = []
         self.has_joined = self.has_veterans = False
         self.num_failed = self.quorum = 0
+        self.gathered_s = 0.0
         self.given_up: list[tuple[Any, Any]] = []
 
     def get_reconfigure_handle(self) -> str:
@@ -149,8 +155,28 @@ class _Linked(_Base):
 
     def gather(self, rows: torch.Tensor) -> None:
         """Sum rows of the groups' status, each of which one group has filled."""
-        control = self.control
+        control, self.gathered_s = self.control, time.monotonic()
         _Watched(self, control, control.allreduce([rows], dist.AllreduceOptions())).wait()
+
+    def require_current(self) -> None:
+        """Check that no newer quorum has repeated the step that was begun with `gather`.
+
+        A process that was stopped may find that its sums are complete, since gloo has gone on in the others, which gave them up.
+        While the lighthouse hears this group, it makes no quorum without it.
+
+        Raises:
+            SumGivenUp: There is a newer quorum, or the lighthouse does not hear this group.
+        """
+        if time.monotonic() - self.gathered_s < _PATIENCE_S:
+            return
+        for _ in range(30):
+            page = read_page(self.lighthouse())
+            if has_newer(page, self.quorum):
+                raise SumGivenUp("the others have gone on")
+            if not page or ("", self.member) in _HEARTBEAT.findall(page):
+                return
+            time.sleep(0.1)
+        raise SumGivenUp("the lighthouse does not hear this group")
 
     def await_device(self) -> None:
         """Wait for the sums that the device still has to do."""

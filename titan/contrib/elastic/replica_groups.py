@@ -337,13 +337,11 @@ class ReplicaGroups:
             self.manager.allreduce(flat, reduce_op=dist.ReduceOp.SUM).wait()
             parts = flat.split([tensor.numel() for tensor in bucket])
             torch._foreach_copy_(bucket, [p.view_as(t) for p, t in zip(parts, bucket, strict=True)])
-        try:
-            self.group.await_device()
-        except RuntimeError as error:
-            self.manager.report_error(error)
+        _report_failure(self.manager, self.group.await_device)
 
     def commit(self) -> bool:
         """Return whether the step commits: no group was lost in it."""
+        _report_failure(self.manager, self.group.require_current)
         commits = self.manager.should_commit()
         self._num_steps += commits
         return commits
@@ -416,6 +414,14 @@ def _host(route: str) -> str:
             probe.connect(("192.0.2.1", 9))  # an address of nobody (RFC 5737); this sends nothing
             route = probe.getsockname()[0]
     return socket.gethostname() if ":" in route or route.startswith("127.") else route
+
+
+def _report_failure(manager: Any, wait: Callable[[], None]) -> None:
+    """Call a function, and let the step not commit if it fails."""
+    try:
+        wait()
+    except RuntimeError as error:
+        manager.report_error(error)
 
 
 def _first_line(error: Exception) -> str:

@@ -137,16 +137,24 @@ def require_equal_to_one_process(groups: Groups) -> None:
     assert drill.replay(groups.folder, options) < drill.BOUND
 
 
-def test_a_silent_host_costs_the_seconds_that_the_lighthouse_needs(groups: Groups) -> None:
+@pytest.mark.parametrize("is_cut", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_silent_host_costs_the_seconds_that_the_lighthouse_needs(
+    groups: Groups, is_cut: bool
+) -> None:
     """It does not cost the minute that a sum may take, and its group comes back without a restart."""
+
+    def signal_all(number: signal.Signals) -> None:
+        for pid in groups.hosts.processes(2):
+            os.kill(pid, number)
+
     for number in (0, 1):
         groups.start(number)
     groups.wait_for(lambda: groups.row(0)["replica_groups"] == 2)
-    groups.hosts.cut(2)
+    groups.hosts.cut(2) if is_cut else signal_all(signal.SIGSTOP)
     before = groups.row(0)["step"]
     groups.wait_for(lambda: groups.row(0)["step"] > before + 2, within_s=30)
     assert "a replica group was lost (group-1 fell silent)" in groups.text(0)
-    groups.hosts.mend(2)
+    groups.hosts.mend(2) if is_cut else signal_all(signal.SIGCONT)
     before = groups.row(0)["step"]
     groups.wait_for(lambda: groups.row(1)["step"] > before + 2, within_s=30)
     assert groups.row(1)["replica_groups"] == 2
