@@ -285,6 +285,11 @@ class RunFiles:
         """Open a file of lines. Return its descriptor, and whether a crash left half a line at its end."""
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):
+            state = os.lstat(path)
+            # A backup by hard links, or a file elsewhere, keeps its content: the lines go into a copy.
+            if stat.S_ISREG(state.st_mode) and state.st_nlink > 1:
+                _write_atomically(path, path.read_bytes(), False, self.folder)
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
         descriptor = self._descriptors[name] = open_to_write(path, flags, within=self.folder)
         size = os.fstat(descriptor).st_size
