@@ -354,6 +354,14 @@ def test_jobs_are_trained_and_a_changed_key_is_named(
     assert "the largest difference is 0%" in capsys.readouterr().out
 
 
+def test_a_phase_may_have_another_layout(tmp_path: Path) -> None:
+    (path := tmp_path / "job.toml").write_text(f"{JOB}global_batch_size = 2\n")
+    phase = "[[phase]]\nfrom_step = 2\ntensor_parallel_degree = 2\ndata_parallel_shard_degree = 1\n"
+    (other := tmp_path / "other.toml").write_text(path.read_text() + phase)
+    keys = ["--training.local_batch_size=1", "--nproc-a=2", "--nproc-b=2"]
+    assert titan(["diff", str(path), str(other), *keys]) == 0
+
+
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_what_is_recomputed_is_recorded_and_disturbed(mode: str, tmp_path: Path) -> None:
     def steps(name: str, **sections: Any) -> list[RecordedStep]:

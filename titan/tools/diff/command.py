@@ -22,6 +22,7 @@ from titan.commands import summary_of
 from titan.config.errors import COMMAND_LINE, ConfigError, Problem
 from titan.config.load import load_from_argv
 from titan.config.options import command_parser, positive
+from titan.config.phases import DEGREES
 from titan.config.schema import JobConfig
 from titan.observe.recorded import RecordedStep, read_steps
 from titan.tools.certify.command import least_world
@@ -34,7 +35,7 @@ _OTHER = {"a": "b", "b": "a"}
 ROUNDED = " with one rounding more in each output"
 # Records that a repeated run need not write.
 RECORDS = ("metrics.enable_tensorboard", "metrics.enable_wandb", "profiling.enable_profiling")
-_OFF = ("checkpoint.enable", "validation.enable", *RECORDS)
+_OFF = ("validation.enable", *RECORDS)
 
 
 def main(argv: list[str]) -> int:
@@ -190,8 +191,11 @@ def train(job: Sequence[str], *, ranks: int, what: str) -> None:
 def _short(config: JobConfig, steps: int, folder: Path, *, perturbed: bool) -> list[str]:
     """Return the keys that make a job a short one that records its steps."""
     total = config.lr_scheduler.total_steps or config.training.steps
+    # A checkpoint carries a run over the border of its layouts.
+    saves = any(p.model_dump(include=DEGREES, exclude_none=True) for p in config.phase)
     return [
-        *(f"--{key}=false" for key in _OFF),
+        *(f"--{key}=false" for key in (*_OFF, "checkpoint.load_only")),
+        *(f"--checkpoint.enable={str(saves).lower()}", "--checkpoint.folder=checkpoint"),
         f"--training.steps={min(steps, config.training.steps)}",
         f"--lr_scheduler.total_steps={total}",
         f"--debug.record_steps={[*range(1, steps + 1)]}",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from titan.checks.rules import check, check_layout
-from titan.config.load import ConfigError, load_config, load_from_argv
+from titan.config.load import ConfigError, load_config
 from titan.config.schema import JobConfig
 from titan.contrib.torchtitan_import.differences import differences
 
@@ -386,15 +386,3 @@ def test_a_flavor_with_flexattention_is_the_flavor_and_the_mask(tmp_path: Path) 
     config = load_config(path, overrides=["data.document_mask=false", "model.flavor=8B_varlen"])
     assert (config.model.flavor, config.data.document_mask) == ("8B", False)
     assert load_config(path, overrides=["model.flavor=9B_flex"]).model.flavor == "9B_flex"
-
-
-def test_warnings_are_printed_once_a_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "job.toml"
-    path.write_text("[model]\ntokenizer_path = ''\n")
-    load_from_argv([str(path)])
-    assert capsys.readouterr().err == f"{path}:2: model.tokenizer_path is now tokenizer.path\n"
-    monkeypatch.setenv("RANK", "1")
-    load_from_argv([str(path)])
-    assert capsys.readouterr().err == ""
