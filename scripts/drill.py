@@ -82,7 +82,7 @@ def main() -> int:
         state = json.loads(args.state.read_text())
         if state["commit"] != commit:
             print(
-                f"{args.state} is of commit {state['commit']}, and this is {commit}: --again begins anew"
+                f"{args.state} is of commit {state['commit']}, and this is {commit}: pass --again to start over"
             )
             return 2
     rows, verdicts, end = faults(), state["verdicts"], time.monotonic() + 60 * args.minutes

@@ -101,7 +101,7 @@ def main() -> int:
     if args.state.exists() and not args.again:
         state = json.loads(args.state.read_text())
         if other := {k: state[k] for k in about if state[k] != about[k]}:
-            print(f"{args.state} is of {other}, and this is {about}: --again begins anew")
+            print(f"{args.state} is of {other}, and this is {about}: pass --again to start over")
             return 2
     if git("status", "--porcelain", "--untracked-files=no"):
         print("the checkout has changes that no commit has: commit them first")

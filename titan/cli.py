@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _printable_output(name: str) -> Iterator[None]:
-    """Let no character reach the terminal that could steer it. Files of these commands may be anybody's."""
+    """Escape characters that could control the terminal. The files that these commands print may come from anybody."""
     from titan.untrusted import PrintableStream
 
     plain = sys.stdout, sys.stderr

@@ -1,4 +1,4 @@
-"""What keys are, by their metadata: read with one choice of another key, and permissions."""
+"""Tests of the metadata of keys: the choice of another key that a key belongs to, and permissions."""
 
 from __future__ import annotations
 

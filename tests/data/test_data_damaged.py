@@ -11,6 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 
 import titan.data.writer as writer
@@ -28,7 +30,6 @@ WORDS = "The quick brown fox, it's 1234 jumps\n\nover the lazy dog.\n    return 
 
 def repeats() -> bytes:
     """Return a Parquet file of some kilobytes with a text of 30 MB: a dictionary holds each text once."""
-    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pa.table({"text": ["x" * 2**19] * 60}), file := pa.BufferOutputStream())
     return file.getvalue().to_pybytes()
 
@@ -93,7 +94,6 @@ def test_damaged_files_are_one_line_each_in_bounded_memory(tmp_path: Path) -> No
 
 
 def test_a_flipped_parquet_page_names_the_file(tmp_path: Path) -> None:
-    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     table = pa.table({"text": [f"document {n} " * 20 for n in range(2000)]})
     parquet.write_table(table, tmp_path / "a.parquet", use_dictionary=False, row_group_size=500)
     whole = (tmp_path / "a.parquet").read_bytes()
@@ -105,7 +105,6 @@ def test_a_flipped_parquet_page_names_the_file(tmp_path: Path) -> None:
 
 
 def test_a_null_is_no_document_in_every_format(tmp_path: Path, hub: Path) -> None:
-    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     pytest.importorskip("datasets")
     rows = ["a", None, "", "b"]
     parquet.write_table(pa.table({"text": rows}), tmp_path / "a.parquet")

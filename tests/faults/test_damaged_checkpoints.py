@@ -216,8 +216,8 @@ def test_unreadable_is_not_damaged(name: str, run_dir: Path, monkeypatch: Any) -
 def test_newer_is_not_damaged(name: str, run_dir: Path) -> None:
     file = step_dir(run_dir) / name
     file.write_text('{"format": 2,' + file.read_text()[1:])
-    told = rf"{name}: was written by a newer titan \(format 2, titan {titan.__version__}\)"
-    with pytest.raises(CheckpointError, match=told) as caught:
+    expected = rf"{name}: was written by a newer titan \(format 2, titan {titan.__version__}\)"
+    with pytest.raises(CheckpointError, match=expected) as caught:
         CheckpointManager(section(), run_dir=run_dir).step_to_resume()
     assert caught.value.kind == "checkpoint_newer"
     assert list_steps(run_dir / "checkpoint") == list(STEPS)

@@ -96,7 +96,7 @@ def test_modes_keep_the_numbers_and_save_memory(group: None) -> None:
     assert peaks["none"] > peaks["every 2nd"] > peaks["op"] > peaks["full"], peaks
     assert peaks["none"] > peaks["offload"], peaks
     # With "full", memory peaks in the first block's backward pass, when no other block's input is left to offload. The two are equal
-    # but for the allocator, whose large blocks may be up to 1 MiB larger than the tensor.
+    # except for the allocator, whose large blocks may be up to 1 MiB larger than the tensor.
     assert abs(peaks["full, offload"] - peaks["full"]) < BLOCK_INPUT_BYTES, peaks
     # After the forward pass, all blocks but the last have offloaded their input.
     saved_bytes = runs["full"].after_forward_bytes - runs["full, offload"].after_forward_bytes

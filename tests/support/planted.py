@@ -293,7 +293,7 @@ def damaged_between_stages(config: JobConfig, *options: Any) -> dict[str, Any]:
 
 
 def reads_before_2(_: JobConfig, modules: list[list[str]]) -> dict[str, float]:
-    """Say of each cut that it is right, but for that before block 2."""
+    """Report one wrong cut, the one before block 2."""
     return {name: float(name == "layers.2") for names in modules for name in names}
 
 

@@ -168,7 +168,7 @@ def test_what_passes_between_blocks_is_found_by_cutting_them_apart(kept: str) ->
 
 
 def test_the_pipeline_of_the_job_is_cut_at_its_own_depth() -> None:
-    """Of 32 layers, two stages begin with the 16th. An odd number of layers stays odd."""
+    """The second of two stages of 32 layers begins with layer 16. An odd number of layers stays odd."""
     config = model("llama3", "8B")
     assert model_config(Certifier(config, resolve_layout(config, 1)).small.model).n_layers == 4
     odd = changed(config, {"model.overrides": {"n_layers": 33}})

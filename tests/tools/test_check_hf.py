@@ -177,7 +177,7 @@ def test_the_page_in_the_docs(tmp_path: Path, monkeypatch, capsys) -> None:
 
 
 def test_a_job_names_keys_that_nothing_reads(tmp_path: Path, capsys) -> None:
-    """Of the folder that describes its model, and of the one that has its first weights."""
+    """The keys are those of the folder that describes the model, and of the folder with its first weights."""
     hf = transformers.Phi3Config(**GROUPED, pad_token_id=0).to_dict() | {"logit_scale": 0.5}
     model, start = (write(tmp_path / name / "config.json", hf).parent for name in "ab")
     keys = {"name": "transformers", "hf_path": str(model)}

@@ -51,7 +51,7 @@ class Manifest:
         block_bytes: bytes of a block.
         hash: hash of all other fields.
         titan: version of titan that wrote the step; empty in older steps.
-        torch: version of torch, likewise.
+        torch: version of torch that wrote it.
     """
 
     step: Count

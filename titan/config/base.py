@@ -71,7 +71,7 @@ class ReadWith:
 
 @dataclass(frozen=True)
 class Permission:
-    """What a key allows, as metadata of the key's type. Only a person at the keyboard gives it.
+    """Permission that a key gives, as metadata of the key's type. Only the command line or the named job can give it.
 
     A config that comes with data loses it (permissions.py): that of a checkpoint, or of a run folder that was not named as a job.
     Reading a local file as data is no permission, since every reader of data expects a hostile file.
@@ -118,9 +118,9 @@ HUB_DATASET = Permission(
         "c4_test",
     ),
 )
-"""Of names of datasets: other names are of the Hugging Face hub."""
+"""Permission of dataset names: names that titan does not know are fetched from the Hugging Face hub."""
 TOKENIZER_FILE = Permission("read", option="--tokenizer PATH")
-"""Of paths of a tokenizer, whose files are copied into run folders and exports."""
+"""Permission of tokenizer paths: their files are copied into run folders and exports."""
 
 
 class Section(BaseModel):

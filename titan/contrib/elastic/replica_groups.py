@@ -252,8 +252,8 @@ class ReplicaGroups:
         """
         # A group that takes a peer's state gives way to all, and one that begins to those that have trained.
         standing = 0 if self._healing.source else 1 + self.group.has_joined
-        told = json.dumps([self._name, text, min(code, _LOST), standing])
-        mine = torch.frombuffer(bytearray(told.encode()), dtype=torch.uint8)
+        message = json.dumps([self._name, text, min(code, _LOST), standing])
+        mine = torch.frombuffer(bytearray(message.encode()), dtype=torch.uint8)
         # Each group fills its own row and leaves zeros in the others, so that a sum gathers all rows.
         rows = torch.zeros(self.size, _MOST_BYTES, dtype=torch.uint8)
         rows[self.rank, : len(mine)] = mine

@@ -10,7 +10,15 @@ from titan.contrib.elastic.agreement import GroupLeaves, differences, require_sa
 from titan.contrib.elastic.process_group import why_given_up
 
 # What may differ from group to group, and no more.
-HARMLESS_SECTIONS = {"job", "metrics", "profiling", "hardware", "simulator", "simulator.run", "training.dataloader"}  # fmt: skip
+HARMLESS_SECTIONS = {
+    "job",
+    "metrics",
+    "profiling",
+    "hardware",
+    "simulator",
+    "simulator.run",
+    "training.dataloader",
+}
 HARMLESS = {
     *("training.gc_freq", "training.expandable_segments", "data.cache_folder"),
     *("compile.cache_folder", "comm.trace_buf_size", "comm.save_traces_folder"),
@@ -63,7 +71,9 @@ def test_a_group_at_other_samples_leaves(told: list[list[int]], leaves: list[int
     texts = {rank: text for rank in range(len(told)) if (text := leave(rank))}
     assert [*texts] == leaves
     if told[-1] == [5, 9, 0]:
-        assert texts[1].startswith("group-1 would train other samples than group-0: first_sample 9, not 8.")  # fmt: skip
+        assert texts[1].startswith(
+            "group-1 would train other samples than group-0: first_sample 9, not 8."
+        )
 
 
 PAGE = "Current quorum_id: 3 <br>"
