@@ -10,6 +10,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -18,7 +19,17 @@ from typing import Any, Literal
 
 import titan
 from titan.run_writer import LineHandler, run_files
-from titan.untrusted import MAX_TEXT, Count, Finite, InputError, Rank, printable, read_json
+from titan.untrusted import (
+    MAX_TEXT,
+    Count,
+    Finite,
+    InputError,
+    Rank,
+    parse_json,
+    printable,
+    read_json,
+    tail_lines,
+)
 
 State = Literal["running", "done", "stopped", "failed", "hung"]
 
@@ -98,14 +109,14 @@ def write_status(
         run_dir: run folder.
         state: state of the run.
         exit_code: exit code of the run; None while it runs.
-        step: number of the step; None keeps the file's step, for a process that has not loaded
-            its checkpoint yet.
+        step: number of the step; None: the last one that the folder tells of, for a process that
+            has trained none.
         reason: cause of a failure, for people.
         kind: kind of a failure (titan/health/errors.py).
         rank: rank that noticed the failure.
     """
     if step is None:
-        step = read_status(run_dir).get("step", 0)
+        step = _last_step(run_dir)
     # Only failures have a kind.
     content = {"state": state, "exit_code": exit_code, "step": step, "reason": reason}
     if kind:
@@ -114,6 +125,22 @@ def write_status(
     # While running, this is written every few seconds, and training must not wait for the disk.
     is_last = state != "running"
     run_files(run_dir).replace("status.json", text, durable=is_last, last=is_last)
+
+
+@dataclass(frozen=True)
+class _Row:
+    step: Count
+
+
+def _last_step(run_dir: Path) -> int:
+    """Return the last step of a run. status.json, written every two seconds, may be behind metrics.jsonl."""
+    step = read_status(run_dir).get("step", 0)
+    with suppress(InputError):
+        # A crash may have torn the last line.
+        for line in tail_lines(run_dir / "metrics.jsonl", limit=2**14, within=run_dir):
+            with suppress(InputError):
+                step = max(step, parse_json(line, _Row, name="").step)
+    return step
 
 
 @dataclass(frozen=True)

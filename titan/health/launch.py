@@ -234,8 +234,7 @@ def _write_failures(
             None, (_describe_kill(*item) for item in sorted((faults or failures).items()))
         )
         reason = "; ".join(texts) or f"all ranks on {host} ended without a report"
-        step = status.get("step")
-        write_status(run_dir, state="failed", exit_code=EXIT_FAILED, step=step, reason=reason)
+        write_status(run_dir, state="failed", exit_code=EXIT_FAILED, reason=reason)
 
 
 def environment(num_processes: int) -> dict[str, str]:
