@@ -28,7 +28,7 @@ ALLOWED = {
     "data": "config loss parallel run_writer untrusted",
     "optim": "config models parallel",
     "generation": "data models",
-    "tasks": "config data generation loss models parallel untrusted",
+    "tasks": "config data generation loss models parallel run_writer untrusted",
     "health": "async_scalars config hardware parallel run_folder run_writer untrusted",
     "observe": "async_scalars config hardware optim parallel run_writer untrusted",
     "checkpoint": "config data health optim parallel titan untrusted",

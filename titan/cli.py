@@ -39,6 +39,7 @@ _FORMER = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit code."""
+    _open_missing_streams()
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help", "help"):
         print(_overview())
@@ -58,6 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     # pydantic looks for plug-ins in every installed package, which takes 0.1 s. titan has none.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    try:
+        Path.cwd()
+    except OSError:
+        print("the current folder does not exist any more; cd into another one", file=sys.stderr)
+        return 2
     try:
         with nullcontext() if name in _DRAWS else _printable_output(name):
             return load_command(name)(rest)
@@ -83,6 +89,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(shortage, file=sys.stderr)
         return 1
+
+
+def _open_missing_streams() -> None:
+    """Open /dev/null for streams that a daemon did not give: a file opened later would get their text."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+            setattr(sys, name, os.fdopen(number, "w" if number else "r"))
 
 
 @contextmanager

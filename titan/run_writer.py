@@ -221,6 +221,27 @@ class RunFiles:
         self._reasons.pop(name, None)
         return True
 
+    def make(self, name: str, write: Callable[[Path], object]) -> bool:
+        """Let a function write a whole file of its own format, such as a trace or a picture.
+
+        Args:
+            name: path of the file in the run folder.
+            write: writes the file with this path.
+
+        Returns:
+            Whether it worked.
+        """
+        path = self.folder / name
+
+        def make() -> None:
+            require_inside(path, self.folder)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # A FIFO would wait for its reader, and a hard link may have its other name outside.
+            path.unlink(missing_ok=True)
+            write(path)
+
+        return self.attempt(path.name, make)
+
     def remove(self, name: str) -> None:
         """Remove a file that another run has left, if it is there."""
         path = self.folder / name

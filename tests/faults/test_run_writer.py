@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ from titan.observe.run_log import read_events
 
 FILES = ("status.json", "config.toml", "environment.json", "metrics.jsonl", "events.jsonl")
 LOGS = ("logs/rank-0.log", "logs/rank-0.times.jsonl")
+TRACE = "traces/step-2/rank-0.json.gz"
+CODES = ["ENOSPC", "EROFS", "ESTALE", "EDQUOT", "EIO", "EACCES", "EMFILE", "ENOENT", "ETIMEDOUT"]
 
 
-def run(folder: Path) -> torch.Tensor:
+def run(folder: Path, **tables: Any) -> torch.Tensor:
     """Train two steps. Return a weight that was saved, after a look at all files."""
-    trainer = Trainer(job(folder, model={"overrides": {"n_layers": 1}}))
+    trainer = Trainer(job(folder, model={"overrides": {"n_layers": 1}}, **tables))
     assert trainer.run() == 0
     trainer.close()
     assert json.loads((folder / "status.json").read_text())["state"] == "done"
@@ -55,16 +58,16 @@ class Faults:
         return call
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.ESTALE], ids=errno.errorcode.get)
+@pytest.mark.parametrize("code", CODES)
 def test_each_write_may_fail_once(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = run(tmp_path / "whole")
     stride = 8  # more than the calls of one write, so that its second try works
     for first in range(stride):
         folder = tmp_path / str(first)
         with monkeypatch.context() as patch:
-            faults = Faults(folder, code, first=first, stride=stride)
+            faults = Faults(folder, getattr(errno, code), first=first, stride=stride)
             for name in ("open", "write", "fsync", "replace", "mkdir", "unlink", "ftruncate"):
                 patch.setattr(os, name, faults.wrap(name))
             assert torch.equal(run(folder), whole)
@@ -86,20 +89,26 @@ def test_what_stays_unwritten_is_counted_at_the_end(tmp_path: Path, capsys: Any)
     assert "status.json could not be written (Is a directory)" in out
 
 
-def test_no_link_is_followed(tmp_path: Path) -> None:
-    secret = tmp_path / "secret"
+OBSTACLES: dict[str, Callable[[Path, Path], object]] = {
+    "link": Path.symlink_to,
+    "hard link": Path.hardlink_to,
+    "loop": lambda path, _: path.symlink_to(path),
+    "FIFO": lambda path, _: os.mkfifo(path),
+    "folder": lambda path, secret: path.symlink_to(secret.parent),
+}
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_no_link_is_followed(obstacle: str, tmp_path: Path) -> None:
+    secret, folder = tmp_path / "secret", tmp_path / "run"
     secret.write_text("kept")
-    folder, linked = tmp_path / "run", tmp_path / "linked"
-    (folder / "logs").mkdir(parents=True)
-    for name in (*FILES, *LOGS[:1], ".config.toml"):
-        (folder / name).symlink_to(secret)
-    os.link(secret, folder / LOGS[1])
-    (folder / "lock.json").symlink_to(tmp_path / "nowhere")
+    files = (*FILES, *LOGS, TRACE, "lock.json", ".config.toml")
+    for name in ("logs", "tensorboard", "traces") if obstacle == "folder" else files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        OBSTACLES[obstacle](folder / name, secret)
     RunLock(folder).acquire()
-    run(folder)
-    linked.mkdir()
-    (linked / "logs").symlink_to(tmp_path)
-    (linked / "tensorboard").symlink_to(tmp_path)
-    run(linked)
-    assert secret.read_text() == "kept" and (folder / LOGS[1]).read_text() > "kept"
-    assert {path.name for path in tmp_path.iterdir()} == {"secret", "run", "linked"}
+    run(folder, profiling={"enable_profiling": True, "profile_freq": 2, "profiler_warmup": 0})
+    assert secret.read_text() == "kept"
+    if obstacle in ("hard link", "FIFO"):  # replaced, where links are refused
+        assert (folder / TRACE).stat().st_size > 1000
+    assert {path.name for path in tmp_path.iterdir()} == {"secret", "run"}

@@ -56,7 +56,7 @@ def test_a_killed_rank_is_restarted_and_four_signals_stop_the_run_once(start: St
     newest = max(run.steps())
     run.wait_until_training(step=newest + 1)
     ranks = [run.rank(0), run.rank(1)]
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
+    for number in (signal.SIGHUP, signal.SIGXCPU, signal.SIGUSR1, signal.SIGTERM):
         for pid in ranks:  # as schedulers do, beside torchrun's own
             os.kill(pid, number)
     assert run.end() == 75, run.said()
@@ -88,6 +88,33 @@ def test_a_signal_in_a_collective_that_never_ends(start: Start) -> None:
         stacks = (run.folder / "logs" / f"rank-{rank}.stacks.txt").read_text()
         assert f"asked rank {rank} to stop" in stacks and "in train_one_step" in stacks
     assert not run.processes()
+
+
+# ---- shells ----------------------------------------------------------------------------------------
+
+SHELLS = {
+    "a reader that ends": ('set -o pipefail; "$@" | true', 0, ""),
+    "a full disk behind standard output": ('exec "$@" > /dev/full 2>&1', 0, ""),
+    "no standard streams": ('exec "$@" <&- >&- 2>&-', 0, ""),
+    "a working folder that was removed": (
+        'cd $(mktemp -d); rmdir $PWD; exec "$@"',
+        2,
+        "the current folder does not exist any more; cd into another one",
+    ),
+    "a limit on the size of files": (
+        'ulimit -f 99; exec "$@"',
+        1,
+        "step 3 could not be saved: rank 0: [Errno 27] File too large",
+    ),
+}
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_what_a_shell_may_do(shell: str, start: Start) -> None:
+    script, code, said = SHELLS[shell]
+    run = start("--training.steps=3", before=("bash", "-c", script, "-"))
+    assert run.end() == code and said in run.said()
+    assert code or run.status()["state"] == "done"
 
 
 # ---- killed processes ------------------------------------------------------------------------------

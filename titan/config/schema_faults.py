@@ -13,7 +13,7 @@ class FaultToleranceSection(Section):
     """Reaction of a run to bad losses, differing weights, slow steps and signals. See docs/cluster.md."""
 
     grace_seconds: Positive = 120
-    """Seconds to finish the step and save after SIGTERM, SIGUSR1 or SIGINT; then the process ends.
+    """Seconds to finish the step and save after SIGTERM, SIGUSR1, SIGINT, SIGHUP or SIGXCPU; then the process ends.
     Set it below what the scheduler grants before SIGKILL."""
     on_nonfinite: Literal["stop", "skip", "rewind"] = "stop"
     """What to do when a step's loss or gradient norm is NaN or infinite. "stop" ends the run.

@@ -32,6 +32,7 @@ from titan.health.signals import (
     EXIT_FAILED,
     EXIT_STOPPED,
     EXIT_USER_ERROR,
+    STOPPING,
     die_with_parent,
 )
 from titan.run_folder import read_status, write_status
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 # Faults in native code, which Python cannot report.
 FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, ASKING)
+FORWARDED = (*STOPPING, ASKING)
 
 
 class LaunchExtension:
@@ -93,7 +94,10 @@ def launch(
     command += [f"--nproc-per-node={num_processes}", f"--max-restarts={max_restarts}"]
     command += ["-m", "titan.train", *argv]
     if not is_quiet():
-        print(f"titan: starting {num_processes} processes; each imports torch first", flush=True)
+        with suppress(OSError):  # a full disk, a pipe that nobody reads
+            print(
+                f"titan: starting {num_processes} processes; each imports torch first", flush=True
+            )
     # Its own session: a Ctrl-C reaches this process alone, which passes it on once.
     agent = subprocess.Popen(command, env=environment(num_processes), start_new_session=True)
     handlers = {number: signal.signal(number, _forwarder(agent)) for number in FORWARDED}
@@ -107,7 +111,8 @@ def launch(
         # Its ranks end with it, and no other process is left to report this.
         name = signal.Signals(-code).name
         reason = f"torchrun (pid {agent.pid}), which `titan train` starts the ranks with, was ended by {name}"
-        print(reason, file=sys.stderr)
+        with suppress(OSError):
+            print(reason, file=sys.stderr)
         if read_status(run_dir).get("state") == "running":
             kind = "launcher_killed"
             write_status(run_dir, state="failed", exit_code=EXIT_FAILED, reason=reason, kind=kind)

@@ -206,7 +206,7 @@ class Monitor:
         if not saved:
             self._write_status(failure)
         stacks = stacks_file(self.run_dir, self.rank)
-        print(f"{reason}. Stacks of all threads: {stacks}", file=sys.stderr, flush=True)
+        self._print(f"{reason}. Stacks of all threads: {stacks}")
         flight_recorder.dump(failure)  # last, for it takes longest, and there is not much time
 
     def dump_on_request(self) -> None:
@@ -255,7 +255,7 @@ class Monitor:
                 self.lock.touch()
         except RunLocked as error:
             if not self._closed.is_set():
-                print(f"{error}: process {os.getpid()} ends", file=sys.stderr, flush=True)
+                self._print(f"{error}: process {os.getpid()} ends")
                 # Another run owns the folder now: end without writing into it.
                 os._exit(EXIT_FAILED)
 
@@ -358,7 +358,8 @@ class Monitor:
 
     def _print(self, text: str) -> None:
         name = "" if self.rank == 0 else f"[rank {self.rank}] "
-        with suppress(OSError):  # standard error may be a file on a full disk
+        # Standard error may be a file on a full disk, or a pipe that nobody reads any more.
+        with suppress(OSError):
             print(f"{name}{text}", file=sys.stderr, flush=True)
 
 

@@ -1,7 +1,7 @@
 """Signals that stop a run: it finishes its step, saves, and leaves with exit code 75 (please requeue me).
 
-SIGTERM and SIGUSR1 come from schedulers, SIGINT from a person, whose second Ctrl-C ends the program
-at once. The handlers are installed before torch is imported, which takes seconds in which a signal
+SIGTERM and SIGUSR1 come from schedulers, SIGXCPU from a limit of processor time, SIGHUP from a
+terminal that closes, SIGINT from a person, whose second Ctrl-C ends the program at once. The handlers are installed before torch is imported, which takes seconds in which a signal
 would end the process.
 
 A Python handler does not run while the main thread waits inside a collective, which may last
@@ -23,6 +23,9 @@ from types import FrameType
 
 EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR, EXIT_STOPPED = 0, 1, 2, 75
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+for _number in (signal.SIGHUP, signal.SIGXCPU):
+    if signal.getsignal(_number) is not signal.SIG_IGN:  # otherwise as under nohup: the run goes on
+        STOPPING = (*STOPPING, _number)
 ASKING = signal.SIGUSR2  # "where are you?"; the run goes on
 _REPORT_S = 5  # limit of a last report: the disk may hang
 _PR_SET_PDEATHSIG = 1

@@ -48,6 +48,14 @@ class _Column:
     style: str = ""
 
 
+class _Console(RichConsole):
+    """Console that outlives the reader of its pipe, as of `titan train ... | tee log`."""
+
+    def on_broken_pipe(self) -> None:
+        # rich would end the process.
+        self.quiet = True
+
+
 class Console(logging.Handler):
     """Console of rank 0, which also prints the warnings that any part of titan logs."""
 
@@ -80,7 +88,7 @@ class Console(logging.Handler):
         # The bar needs a terminal that can move its cursor, and has colours.
         no_color = section.disable_color_printing or os.environ.get("NO_COLOR")
         live = is_terminal and not no_color
-        self._console = RichConsole(
+        self._console = _Console(
             file=out,
             force_terminal=live,
             no_color=None if live else True,

@@ -29,7 +29,7 @@ from titan.config.schema import ProfilingSection
 from titan.observe.trace import MODULE
 from titan.parallel.init_weights import canonical_name
 from titan.parallel.torch_compat import dump_memory_history, enclose_calls, record_memory_history
-from titan.run_writer import require_inside, run_files
+from titan.run_writer import run_files
 
 # A block, a child of a block, or a module outside the blocks.
 _NAMED = re.compile(r"layers\.\w+(\.\w+)?|(?!layers$)\w+")
@@ -60,8 +60,6 @@ class Profiler:
     ) -> None:
         self._section, self._rank, self._device, self._say = section, rank, device, say
         self._run_dir = run_dir
-        self._traces_dir = run_dir / section.save_traces_folder
-        self._snapshots_dir = run_dir / section.save_memory_snapshot_folder
         self._parts, self._step = list(parts), 0
         self._ranges: list[Callable[[], None]] = []  # each removes the range of a module
         self._profile: profile | None = None  # a new one for each trace
@@ -147,23 +145,21 @@ class Profiler:
         return ProfilerAction.NONE
 
     def _write_trace(self, recording: profile) -> None:
-        path = self._traces_dir / f"step-{self._step}" / f"rank-{self._rank}.json.gz"
-        self._write(path, lambda: recording.export_chrome_trace(str(path)), "see `titan profile`")
-
-    def _write_snapshot(self, folder: str) -> None:
-        path = self._snapshots_dir / folder / f"rank-{self._rank}.pickle"
+        folder = f"{self._section.save_traces_folder}/step-{self._step}"
         self._write(
-            path, lambda: dump_memory_history(path), "drop it on https://pytorch.org/memory_viz"
+            f"{folder}/rank-{self._rank}.json.gz",
+            lambda path: recording.export_chrome_trace(str(path)),
+            "see `titan profile`",
         )
 
-    def _write(self, path: Path, write: Callable[[], object], hint: str) -> None:
-        def make() -> None:
-            require_inside(path, self._run_dir)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write()
+    def _write_snapshot(self, folder: str) -> None:
+        folder = f"{self._section.save_memory_snapshot_folder}/{folder}"
+        hint = "drop it on https://pytorch.org/memory_viz"
+        self._write(f"{folder}/rank-{self._rank}.pickle", dump_memory_history, hint)
 
-        if run_files(self._run_dir).attempt(path.name, make):
-            self._say(f"wrote {path}: {hint}")
+    def _write(self, name: str, write: Callable[[Path], object], hint: str) -> None:
+        if run_files(self._run_dir).make(name, write):
+            self._say(f"wrote {self._run_dir / name}: {hint}")
 
 
 def name_modules(parts: Iterable[nn.Module]) -> list[Callable[[], None]]:

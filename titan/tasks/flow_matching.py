@@ -27,6 +27,7 @@ from titan.data.base import Samples, TensorBatch
 from titan.data.loader import Collate
 from titan.data.order import derive_key
 from titan.parallel.context import unshard_sequence
+from titan.run_writer import run_files
 from titan.tasks.base import LossFunction, Microbatch, SampleContext, Task
 from titan.tasks.flow_data import Encoded, FlowSamples, Rows, open_samples
 from titan.tasks.flow_options import SHAPES, FlowOptions
@@ -160,10 +161,9 @@ class FlowMatching(Task):
         """Draw pictures, a column for each label, into samples/step-N.png, or latents into a file .npy. They are the same on every layout."""
         patches = self.drawn(run.train_step)
         if run.rank == 0:
-            file = run.run_dir / "samples" / f"step-{run.step}.png"
-            file.parent.mkdir(exist_ok=True)
-            draws = self.options.channels in (1, 3)
-            self._write(patches, file if draws else file.with_suffix(".npy"))
+            kind = "png" if self.options.channels in (1, 3) else "npy"
+            name = f"samples/step-{run.step}.{kind}"
+            run_files(run.run_dir).make(name, lambda file: self._write(patches, file))
 
     def draw(self, model: nn.Module, text: str, *, seed: int, file: Path) -> None:
         """Draw pictures of a label, or without a label a column for each one, into a file .png or .npy.

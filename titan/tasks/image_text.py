@@ -41,6 +41,7 @@ from titan.models.llava.huggingface import IMAGE_MEAN, IMAGE_STD
 from titan.models.llava.model import Llava
 from titan.parallel import materialize
 from titan.parallel.init_weights import canonical_name
+from titan.run_writer import run_files
 from titan.tasks.base import Microbatch, SampleContext
 from titan.tasks.image_text_options import ImageTextOptions
 from titan.tasks.next_token import NextToken
@@ -353,11 +354,13 @@ class DescribePictures(NextToken):
         expected = [self.pictures.texts[number] for number in numbers]
         self.described = sum(map(str.__eq__, found, expected)) / len(numbers)
         pixels = [self.pictures.pixels(n, side=self.sizes.image_size) for n in numbers[:_DRAWN]]
-        file = run.run_dir / "samples" / f"step-{run.step}.png"
-        file.parent.mkdir(exist_ok=True)
         for entry in plug_ins("titan.pictures"):
             if entry.name == "captions":
-                load_plug_in(entry)(file, pixels, found, expected)
+                draw = load_plug_in(entry)
+                run_files(run.run_dir).make(
+                    f"samples/step-{run.step}.png",
+                    lambda file, draw=draw: draw(file, pixels, found, expected),
+                )
 
     def _describe(self, model: nn.Module, images_NPC: Tensor) -> list[str]:
         """Return a description of each picture."""
