@@ -38,10 +38,10 @@ def settings(options: argparse.Namespace) -> list[str]:
     return [*_JOB, *_SETTINGS, *sizes, *getattr(options, "more", ())]
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of all groups, those of one step beside each other."""
+def rows_of(folder: Path, groups: str = "group-*") -> list[dict[str, Any]]:
+    """Return the rows of the groups, those of one step beside each other."""
     found: list[dict[str, Any]] = []
-    for file in sorted(folder.glob("group-*/metrics.jsonl")):
+    for file in sorted(folder.glob(f"{groups}/metrics.jsonl")):
         lines = file.read_text().splitlines()
         found += [
             json.loads(line) | {"group": file.parent.name} for line in lines if line.endswith("}")

@@ -27,6 +27,7 @@ from titan.config.render import to_toml
 from titan.data.base import ShardSpec
 from titan.hook import Hook, RunContext
 from titan.hooks.checkpointing import Checkpointing
+from titan.hooks.step_limit import StepLimit
 from titan.observe.clock import Window
 from titan.optim.optimizers import allocate_state
 from titan.train_step import StepReport
@@ -38,7 +39,9 @@ from .section import groups_of
 
 
 class Elastic(Hook):
-    """Membership of a replica group. It must be the first hook: it decides whether a step commits or is repeated.
+    """Membership of a replica group.
+
+    It is the first hook. A step that a lost group broke has wrong numbers: it is repeated before another hook judges or records it.
 
     With n groups, a step has n times the samples of one group. Losses and gradients are divided by the tokens of all groups. If
     a group is lost, the step does not commit: the other groups repeat it, with the samples after the last committed step.
@@ -54,7 +57,7 @@ class Elastic(Hook):
             state=self.state,
             load=self._load,
         )
-        self.is_committed = self.is_first = False
+        self.is_committed = self.has_quorum = False
         self.before: dict[str, Any] = {}
         self.began_s = 0.0
         self.size = 0
@@ -65,13 +68,13 @@ class Elastic(Hook):
         This is also the quorum of the first step: groups that know each other wait for each other's sums.
         """
         self._begin()
-        self.is_first = True
+        self.has_quorum = True
 
     def before_step(self) -> None:
         """Make the quorum of the next step."""
-        if not self.is_first:
+        if not self.has_quorum:
             self._begin()
-        self.is_first = False
+        self.has_quorum = False
 
     def step_begin(self) -> None:
         """Take this group's share of the step's samples, and report a change of the number of groups."""
@@ -112,6 +115,8 @@ class Elastic(Hook):
         )
         trainer.events.repeat(time.monotonic() - self.began_s)
         trainer.repeat(self.before)
+        if limit := trainer.hook(StepLimit):
+            limit.step_end()  # the next quorum may take long
 
     def columns(self, window: Window, result: Any) -> dict[str, Any]:
         """Return the number of groups and the step's first sample."""

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from datetime import timedelta
+from unittest.mock import Mock
+
 import pytest
+import torch
 
 from tests.support.jobs import job
 from titan.config.render import to_toml
+from titan.contrib.elastic import process_group
 from titan.contrib.elastic.agreement import GroupLeaves, differences, require_same_samples
-from titan.contrib.elastic.process_group import why_given_up
+from titan.contrib.elastic.process_group import SumGivenUp, why_given_up
 
 # What may differ from group to group, and no more.
 HARMLESS_SECTIONS = {
@@ -96,3 +102,24 @@ for line in ("group-0:a", "old group-1:b", "group-2:c"):
 def test_what_the_page_says(own: str, members: list[str], quorum: int, why: str) -> None:
     assert why_given_up(PAGE, members, own=own, quorum=quorum) == why
     assert why_given_up("", members, own=own, quorum=quorum) == ""
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_kernels_of_a_sum_that_lost_a_group_are_aborted(
+    monkeypatch: pytest.MonkeyPatch, is_done: bool
+) -> None:
+    """By torchft's group for NCCL, over a stand-in for torch's."""
+    pytest.importorskip("torchft")
+    event, of_torch = Mock(**{"query.return_value": is_done}), Mock(spec=["abort"])
+    stream = Mock(**{"record_event.return_value": event})
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27))
+    monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "9")  # torchft would set it for good
+    monkeypatch.setattr(process_group, "read_page", lambda _: PAGE)
+    device, limit = torch.device("cuda"), timedelta(seconds=9)
+    group = process_group.connect_groups(device, limit, host="", lighthouse=str)
+    group.member, group.members = "group-0:a", ["group-0:a", "group-1:b"]
+    group.quorum, group._pg = 3, of_torch
+    with nullcontext() if is_done else pytest.raises(SumGivenUp, match="group-1 fell silent"):
+        group.await_device()
+    assert of_torch.abort.call_count == (not is_done)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,17 +24,22 @@ from tests.support.runs import logged_rows, logged_steps, saved_tensors
 from titan.checks.rules import check
 from titan.cli import main
 from titan.config.load import load_from_argv
+from titan.contrib.elastic import membership
 from titan.contrib.elastic.section import groups_of
 from titan.untrusted import InputError
+
+sys.path.append(str(ROOT / "scripts"))
+import elastic_drill as drill
 
 needs_torchft = pytest.mark.skipif(
     importlib.util.find_spec("torchft") is None, reason="needs torchft"
 )
-spec = importlib.util.spec_from_file_location("elastic_drill", ROOT / "scripts/elastic_drill.py")
-assert spec is not None and spec.loader is not None
-drill = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(drill)
 JOB = (*drill._JOB, *drill._SETTINGS, "--training.seq_len=64")
+
+
+def test_groups_judge_a_step_before_all_other_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "ReplicaGroups", Mock())
+    assert membership.Elastic(Mock(config=job())).is_first
 
 
 @needs_torchft
@@ -111,6 +117,7 @@ def test_below_min_replicas_a_group_waits_and_saves(tmp_path: Path, of_lighthous
         "--fault_tolerance.min_replicas=2",
         "--training.steps=100000",
         "--checkpoint.interval=99999",
+        "--fault_tolerance.step_timeout_seconds=4",  # of a step, not of the wait for groups
     )
     groups = [start_group(number, tmp_path, address, *both) for number in (0, 1)]
     folder = tmp_path / "group-0"
