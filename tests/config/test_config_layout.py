@@ -28,8 +28,6 @@ FITTING = {
     "demo_moe": 2,
     "qwen3_30b_a3b": 16,
     "deepseek_v3_16b": 8,
-    "mixtral_8x7b": 16,
-    "olmoe_1b_7b": 8,
     "gpt_oss_20b": 8,
     "gpt_oss_120b": 64,
     "starter": 2,
