@@ -432,7 +432,9 @@ def test_a_routing_bias_that_transformers_has_not(sources, tmp_path: Path, capsy
         for ours, shape in model.shapes.items()
     }
     state["model.layers.1.moe.bias"][3] = 1e-3
-    message = "layers.1.moe.bias is not zero: Qwen3MoeForCausalLM of transformers has no routing bias"
+    message = (
+        "layers.1.moe.bias is not zero: Qwen3MoeForCausalLM of transformers has no routing bias"
+    )
     with pytest.raises(SaveFailed, match=message):
         export_state(out, state, Export(model, torch.float32), group=CheckpointGroup())
     assert convert.main(["from-hf", str(sources["Qwen3Moe"]), str(there)]) == 0

@@ -15,6 +15,7 @@ from titan.config.errors import ConfigError
 from titan.config.load import load_config
 from titan.config.model import model_config
 from titan.config.schema import JobConfig, ModelSection
+from titan.parallel.traits import ModelSizes
 
 FITTING = {
     "debug_model": 1,
@@ -106,7 +107,7 @@ def test_model_overrides() -> None:
 
 
 @dataclass(frozen=True)
-class OwnHeads:
+class OwnHeads(ModelSizes):
     """A size of somebody else's family, whose head_dim is its own, though it is dim / n_heads."""
 
     dim: int = 32
