@@ -126,5 +126,4 @@ def test_the_page_of_models_counts_the_rows_that_are_there() -> None:
     """`python -m tests.support.models_page` writes the table."""
     page = models_page.PAGE.read_text(encoding="utf-8")
     assert models_page.table() in page
-    # Mixtral is Qwen3's experts in other sizes.
-    assert {*models_page.rows(), "mixtral"} == FAMILIES | {"transformers"}
+    assert {*models_page.rows()} == FAMILIES | {"transformers"}

@@ -188,7 +188,7 @@ def test_models_import_only_torch_and_plans() -> None:
 
 
 # A family that is another one with changed parts may import these of it. All else that families share is in models/common.
-SUBCLASSES = {"llama3.model": "deepseek_v3 gpt_oss llava mixtral olmoe qwen3"}
+SUBCLASSES = {"llama3.model": "deepseek_v3 gpt_oss llava qwen3"}
 # LLaVA has a whole Llama as its language model.
 CONTAINED = {"llama3.config": "llava", "llama3.huggingface": "llava"}
 

@@ -379,7 +379,7 @@ def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[s
             "name": config.model.name,
             "flavor": model_title(config.model),
             "parameters": model.num_params,
-            "active_parameters": getattr(model, "num_active_params", model.num_params),
+            "active_parameters": model.num_active_params,
         },
         "local_batch_size": training.local_batch_size,
         "global_batch_size": sequences,

@@ -372,7 +372,7 @@ def build_train_step(job: ResolvedJob, *, device: torch.device, mesh: DeviceMesh
     model, float8 = build_whole_model(job)
     # Experts are laid out like everything else unless ranks share them, or tensor parallelism would leave them whole.
     sparse_mesh, ep = None, config.parallelism.expert_parallel_degree
-    if getattr(sizes, "num_experts", 0) and (ep > 1 or axis_size(mesh, "tp") > 1):
+    if sizes.num_experts and (ep > 1 or axis_size(mesh, "tp") > 1):
         sparse_mesh = build_sparse_mesh(mesh, ep=ep)
     async_tp, tp = None, submesh(mesh, "tp")
     if tp is not None and config.parallelism.enable_async_tensor_parallel:

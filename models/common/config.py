@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from titan.parallel.traits import ModelSizes
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
@@ -19,7 +21,7 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlamaConfig:
+class LlamaConfig(ModelSizes):
     """Sizes of a decoder like Llama.
 
     Attributes:
@@ -105,10 +107,6 @@ class LlamaConfig:
         # The last norm counts once.
         blocks = self.num_blocks * self.num_block_params + self.num_mtp_params
         return embeddings + blocks + self.dim
-
-    def window_of(self, layer: int) -> int:
-        """Return the number of keys that a query of a layer sees, its own included. 0: all keys up to its own."""
-        return 0
 
     def flops_per_token(self, seq_len: int, *, causal: bool = False) -> int:
         """Return the floating-point operations of forward and backward for one token.

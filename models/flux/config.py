@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from titan.parallel.traits import ModelSizes
+
 TIME_CHANNELS = 256  # sines and cosines of the time
 
 
 @dataclass(frozen=True, kw_only=True)
-class FluxConfig:
+class FluxConfig(ModelSizes):
     """Sizes of Flux.1.
 
     Attributes:
@@ -44,7 +46,7 @@ class FluxConfig:
     rope_theta: float = 10_000.0
     guidance_embed: bool = False
     gate_init_std: float = 0.0
-    tied_embeddings = False
+    vocab_size = 0
 
     @property
     def head_dim(self) -> int:

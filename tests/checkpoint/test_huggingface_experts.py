@@ -101,8 +101,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
     },
-    "Mixtral": {"num_local_experts": 4, "num_key_value_heads": 2},
-    "Olmoe": {"num_experts": 8},
     "GptOss": {
         "num_local_experts": 4,
         "num_key_value_heads": 2,
@@ -174,7 +172,7 @@ def through_ranks(source: Path, degrees: Degrees, ep: int, folder: Path) -> tupl
     return held, sum(p.numel() for key, p in state.items() if ".experts.w" in key)
 
 
-@pytest.mark.parametrize("name", ["DeepseekV3", "Mixtral", "GptOss"])
+@pytest.mark.parametrize("name", ["DeepseekV3", "Qwen3Moe", "GptOss"])
 def test_the_same_folder_from_every_degree(name: str, sources, pool: Pool, tmp_path: Path) -> None:
     layouts = [({"dp_shard": 4}, 1), ({"dp_shard": 4}, 2), ({"dp_shard": 2, "tp": 2}, 4)]
     folders = []
@@ -213,9 +211,9 @@ def test_training_from_and_to_a_folder(sources, pool: Pool, tmp_path: Path) -> N
     assert after[bias].dtype == torch.float32 and 1e-4 < moved.max() < 3e-3
     assert after["model.norm.weight"].dtype == torch.bfloat16
     # Refused before the first step, not after the last one.
-    olmoe = job(sources["Olmoe"], {}, folder=tmp_path / "c", **last)
-    with pytest.raises(RankFailed, match="OlmoeForCausalLM of transformers has no routing bias"):
-        pool.run(1, train, with_ep(olmoe, 1, load_balance_coeff=1e-3))
+    qwen = job(sources["Qwen3Moe"], {}, folder=tmp_path / "c", **last)
+    with pytest.raises(RankFailed, match="Qwen3MoeForCausalLM of transformers has no routing bias"):
+        pool.run(1, train, with_ep(qwen, 1, load_balance_coeff=1e-3))
 
 
 # ---- what is released ------------------------------------------------------------------------------
@@ -393,7 +391,7 @@ def test_mxfp4_that_is_refused(
 def test_another_quantization_is_refused(packed, sources) -> None:
     for source, method, message in (
         (packed[0], "fp8", "titan reads mxfp4 in this family and no other"),
-        (sources["Mixtral"], "mxfp4", "titan reads fp8 in blocks of 128 x 128 and no other"),
+        (sources["Qwen3Moe"], "mxfp4", "titan reads fp8 in blocks of 128 x 128 and no other"),
     ):
         config = json.loads((source / "config.json").read_text())
         config["quantization_config"] = {"quant_method": method, "weight_block_size": [128, 64]}
@@ -412,9 +410,6 @@ PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text())
         ("DeepSeek-V3", "deepseek_v3", "671B"),
         ("DeepSeek-V2", "deepseek_v3", "236B"),
         ("DeepSeek-V2-Lite", "deepseek_v3", "16B"),
-        ("Mixtral-8x7B", "mixtral", "8x7B"),
-        ("Mixtral-8x22B", "mixtral", "8x22B"),
-        ("OLMoE-1B-7B", "olmoe", "1B-7B"),
         ("gpt-oss-20b", "gpt_oss", "20b"),
         ("gpt-oss-120b", "gpt_oss", "120b"),
     ],
@@ -430,17 +425,19 @@ def test_published_configs_are_our_flavors(published: str, name: str, flavor: st
 
 def test_a_routing_bias_that_transformers_has_not(sources, tmp_path: Path, capsys) -> None:
     there, out = tmp_path / "there", tmp_path / "out"
-    name, sizes = read_sizes(open_folder(sources["Olmoe"]))
+    name, sizes = read_sizes(open_folder(sources["Qwen3Moe"]))
     model = HFModel.of(name, sizes)
     state = {
         f"model.{ours}": torch.zeros(shape, dtype=model.buffers.get(ours))
         for ours, shape in model.shapes.items()
     }
     state["model.layers.1.moe.bias"][3] = 1e-3
-    message = "layers.1.moe.bias is not zero: OlmoeForCausalLM of transformers has no routing bias"
+    message = (
+        "layers.1.moe.bias is not zero: Qwen3MoeForCausalLM of transformers has no routing bias"
+    )
     with pytest.raises(SaveFailed, match=message):
         export_state(out, state, Export(model, torch.float32), group=CheckpointGroup())
-    assert convert.main(["from-hf", str(sources["Olmoe"]), str(there)]) == 0
+    assert convert.main(["from-hf", str(sources["Qwen3Moe"]), str(there)]) == 0
     step = there / "checkpoint" / "step-0"
     metadata = json.loads((step / "titan.json").read_text())
     manager = checkpoints.CheckpointManager(convert.CheckpointSection(), run_dir=there)

@@ -15,6 +15,7 @@ from titan.config.errors import ConfigError
 from titan.config.load import load_config
 from titan.config.model import model_config
 from titan.config.schema import JobConfig, ModelSection
+from titan.parallel.traits import ModelSizes
 
 FITTING = {
     "debug_model": 1,
@@ -28,8 +29,6 @@ FITTING = {
     "demo_moe": 2,
     "qwen3_30b_a3b": 16,
     "deepseek_v3_16b": 8,
-    "mixtral_8x7b": 16,
-    "olmoe_1b_7b": 8,
     "gpt_oss_20b": 8,
     "gpt_oss_120b": 64,
     "starter": 2,
@@ -108,7 +107,7 @@ def test_model_overrides() -> None:
 
 
 @dataclass(frozen=True)
-class OwnHeads:
+class OwnHeads(ModelSizes):
     """A size of somebody else's family, whose head_dim is its own, though it is dim / n_heads."""
 
     dim: int = 32

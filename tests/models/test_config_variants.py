@@ -59,8 +59,6 @@ FAMILIES: dict[str, tuple[str, str, Table]] = {
         SIZES | EXPERTS | {"head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16},
     ),
     "mistral": ("Mistral", "mistral", SIZES | {"sliding_window": None}),
-    "mixtral": ("Mixtral", "mixtral", SIZES | EXPERTS | {"num_local_experts": 4}),
-    "olmoe": ("Olmoe", "olmoe", SIZES | EXPERTS | {"num_experts": 4}),
     "gpt_oss": (
         "GptOss",
         "gpt_oss",
@@ -235,13 +233,6 @@ DEFAULT: dict[str, tuple[str, ...]] = {
         "window 16",
         "window Ellipsis",
         "head_dim 16",
-    ),
-    "mixtral": ("nothing", "default: both thetas", "window 16", "null tables"),
-    "olmoe": (
-        "default: both thetas",
-        "clipped at 0.5",
-        "weights normalized True",
-        "kv heads Ellipsis",
     ),
     "gpt_oss": (
         *(

@@ -32,9 +32,9 @@ from titan.models.transformers.attention import spec_of
 from titan.models.transformers.errors import UnsupportedModelError
 from titan.tools import convert
 
-# Fused matrices; norms over all heads; latent attention with experts; scaled embeddings, norms on both sides and windows; parallel
+# Fused matrices; norms over all heads, and experts; latent attention with experts; scaled embeddings, norms on both sides and windows; parallel
 # attention and feed-forward with logits that are scaled; experts whose router has groups and a shared expert.
-SIX = ("phi3", "olmo2", "deepseek_v3", "gemma3_text", "cohere2", "glm4_moe")
+SIX = ("phi3", "olmoe", "deepseek_v3", "gemma3_text", "cohere2", "glm4_moe")
 
 
 @pytest.mark.parametrize("kind", SIX)

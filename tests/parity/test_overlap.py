@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.parity.conftest import References
-from tests.parity.test_moe import BY_OP, DEEPSEEK, FULL, GPT_OSS, OLMOE, TERMS, ep
+from tests.parity.test_moe import BY_OP, DEEPSEEK, FULL, GPT_OSS, TERMS, ep
 from tests.support.layouts import (
     BOUND,
     IN_UNITS,
@@ -67,7 +67,6 @@ LAYOUTS = [
         ("shared expert, two targets, FSDP2", fsdp(2), (), {"model": DEEPSEEK, "overrides": (("num_mtp_modules", 2),), **SLOW}),
         ("shared expert, CP x TP+SP", (*cp(2), *tp(2)), (), {"model": DEEPSEEK, **SLOW}),
         ("sinks and biases, FSDP2 x TP+SP", (*fsdp(2), *tp(2)), (), {"model": GPT_OSS, **SLOW}),
-        ("wide norms, TP+SP", tp(2), (), {"model": OLMOE, **SLOW}),
     )
 ]  # fmt: skip
 

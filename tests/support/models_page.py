@@ -16,7 +16,6 @@ _NAMES = {
     "llama3": "Llama 3",
     "qwen3": "Qwen3, with experts",
     "deepseek_v3": "DeepSeek-V3",
-    "olmoe": "OLMoE",
     "gpt_oss": "gpt-oss",
     "transformers": "Mistral, Gemma 3 of transformers",
     "llava": "LLaVA",

@@ -83,8 +83,6 @@ CHANGES: list[tuple[str, dict[str, Any], bool]] = [
     ("Qwen3Moe", {"head_dim": ...}, True),  # missing, so derived
     ("Qwen3Moe", {"mlp_only_layers": [0]}, False),
     ("Qwen3Moe", {"decoder_sparse_step": 2}, False),
-    ("Mixtral", {"sliding_window": 8}, False),
-    ("Olmoe", {"clip_qkv": 0.5}, False),
     ("DeepseekV3", {"q_lora_rank": None, "n_group": 1, "topk_group": 1}, True),
     ("DeepseekV3", {"rope_interleave": False}, False),
     ("DeepseekV3", {"rope_parameters": YARN | {"truncate": False}}, False),

@@ -120,7 +120,7 @@ class Export:
         ids = {key: config.get(key) if value is None else value for key, value in ids.items()}
         # The model was trained on positions up to seq_len, so they are valid even beyond the family's default.
         length = config["max_position_embeddings"]
-        if not getattr(self.model.sizes, "fixes_positions", False):
+        if not self.model.sizes.fixes_positions:
             length = max(length, self.seq_len)
         return {
             **config,

@@ -156,7 +156,7 @@ def read_sizes(folder: HFFolder, *, mtp: bool = False, of: str = "") -> tuple[st
         )
     try:
         sizes = hooks.read_config(config)
-        drops = not mtp and getattr(sizes, "num_mtp_modules", 0)
+        drops = not mtp and sizes.num_mtp_modules
         return name, dataclasses.replace(sizes, num_mtp_modules=0) if drops else sizes
     # The values may be of any type and size, so a family's code may raise any of these errors.
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:

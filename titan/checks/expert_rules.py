@@ -24,7 +24,7 @@ def check_experts(config: JobConfig) -> Iterator[RuleViolation]:
     if routing.endswith(".json") and not Path(routing).is_file():
         yield "simulator.routing", f"there is no file {routing}; name the experts.json of a run"
     model = resolve_model(config.model)[0]
-    if model is None or getattr(model, "num_experts", 0):
+    if model is None or model.num_experts:
         return
     if grouped_section(config) is not None:
         yield "model.converters", "there are no experts to convert in this model; remove it"

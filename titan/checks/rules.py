@@ -34,6 +34,7 @@ from titan.config.plug_ins import load_plug_in, plug_ins
 from titan.config.schema import JobConfig
 from titan.hardware import count_accelerators
 from titan.optim.schedule import phases
+from titan.parallel.traits import UnknownSizes
 
 MACHINE = "machine"  # section of a package's rule that is about no section: machine.py asks it
 
@@ -145,7 +146,7 @@ def _problems(
 
 def _check_axes(config: JobConfig, world_size: int) -> Iterator[RuleViolation]:
     """Check that each axis with options of NCCL has ranks that communicate, in one phase at least."""
-    num_experts = getattr(resolve_model(config.model)[0], "num_experts", 0)
+    num_experts = (resolve_model(config.model)[0] or UnknownSizes()).num_experts
     ranks = Counter[str]()  # the most of any phase
     for phase in phases_of(config, world_size=world_size):
         layout, ep = phase.layout, phase.config.parallelism.expert_parallel_degree

@@ -30,6 +30,7 @@ from titan.data.sources import resolve_sources
 from titan.hardware import HARDWARE
 from titan.parallel.sac_save_list import SaveListError, parse_blocks, parse_rule
 from titan.parallel.schedules import canonical_schedule, splits_backward
+from titan.parallel.traits import UnknownSizes
 
 STACKS_S = 15  # from a step's time limit until the stacks of all ranks are written; titan/health
 LOCAL_PRESETS = ("text", "jsonl", "csv", "parquet", "conversations", "shards")
@@ -238,15 +239,13 @@ def _context(config: JobConfig) -> Iterator[RuleViolation]:
         return
     if parallel.context_parallel_load_balancer == "ptrr":
         yield "context_parallel_load_balancer", '"ptrr" is for block masks; use "headtail"'
-    model = resolve_model(config.model)[0]
+    model = resolve_model(config.model)[0] or UnknownSizes()
     pieces = cp * (2 if parallel.splits_from_both_ends else 1)
-    if config.training.seq_len < pieces * (reach := getattr(model, "reach", 0)):
-        what = f"each of {pieces} pieces of a sequence needs {reach} tokens for short convolutions"
-        yield "context_parallel_degree", f"{what}; set training.seq_len = {pieces * reach} or more"
-    numbers = {
-        getattr(model, "n_heads", 0),
-        *(b.heads for b in getattr(model, "heads_of_blocks", ())),
-    }
+    if config.training.seq_len < pieces * model.reach:
+        what = f"each of {pieces} pieces of a sequence needs {model.reach} tokens for short convolutions"
+        fix = f"set training.seq_len = {pieces * model.reach} or more"
+        yield "context_parallel_degree", f"{what}; {fix}"
+    numbers = {model.n_heads, *(b.heads for b in model.heads_of_blocks)}
     of_ranks = [divmod(number, parallel.tensor_parallel_degree) for number in sorted(numbers)]
     # layout.py reports a remainder
     heads = next((heads for heads, rest in of_ranks if not rest and heads % cp), 0)
@@ -265,8 +264,8 @@ _MASKED_RING = 8192
 
 
 def _recomputation(config: JobConfig) -> Iterator[RuleViolation]:
-    section, model = config.activation_checkpoint, resolve_model(config.model)[0]
-    option, layers = str(section.selective_ac_option), getattr(model, "n_layers", 0)
+    section, model = config.activation_checkpoint, resolve_model(config.model)[0] or UnknownSizes()
+    option, layers = str(section.selective_ac_option), model.n_layers
     selective = section.mode == "selective"
     by_op = selective and option == "op"
     if option != "op" and not _is_count(option):

@@ -8,13 +8,13 @@ from titan.config.errors import RuleViolation, did_you_mean
 from titan.config.model import family, resolve_model
 from titan.config.schema import JobConfig
 from titan.parallel.stage_split import split_modules
-from titan.parallel.traits import USUAL_ENDS, ends_of
+from titan.parallel.traits import USUAL_ENDS, UnknownSizes, ends_of
 
 
 def check_modules(config: JobConfig) -> Iterator[RuleViolation]:
     """Check that the listed stages hold each module once."""
-    parallel, model = config.parallelism, resolve_model(config.model)[0]
-    stages, layers = parallel.module_fqns_per_model_part, getattr(model, "n_layers", 0)
+    parallel, model = config.parallelism, resolve_model(config.model)[0] or UnknownSizes()
+    stages, layers = parallel.module_fqns_per_model_part, model.n_layers
     if not stages or not layers or parallel.pipeline_parallel_degree == 1:
         return
     if not family(config.model.name).__name__.startswith("titan.models."):

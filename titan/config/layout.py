@@ -15,7 +15,7 @@ from typing import Any
 
 from titan.parallel.schedules import canonical_schedule
 from titan.parallel.stage_split import StageSplit, split_stages
-from titan.parallel.traits import ends_of
+from titan.parallel.traits import UnknownSizes, ends_of
 
 from .errors import (
     ConfigError,
@@ -66,9 +66,9 @@ def check_layout(config: JobConfig, *, world_size: int) -> list[Problem]:
 
 def _check_layout(config: JobConfig, world_size: int) -> list[Problem]:
     try:
-        model = resolve_model(config.model)[0]
+        model = resolve_model(config.model)[0] or UnknownSizes()
     except UnknownValue:
-        model = None
+        model = UnknownSizes()
 
     def check(*rules: Callable[..., Iterator[RuleViolation]]) -> list[RuleViolation]:
         # Run each rule separately, so that a rule that needs an unknown value does not stop the others.
@@ -144,7 +144,7 @@ def _check_sequence(config: JobConfig, model: Any, world_size: int) -> Iterator[
     lengths = {"training.seq_len": config.training.seq_len}
     if validation.enable and validation.seq_len:
         lengths["validation.seq_len"] = validation.seq_len
-    positions = getattr(model, "table_positions", 0)
+    positions = model.table_positions
     for key, length in lengths.items():
         if length > positions > 0:
             yield (
@@ -181,16 +181,16 @@ def _check_plug_in(config: JobConfig, model: Any, world_size: int) -> Iterator[R
     """
     parallel = config.parallelism
     pp, tp = parallel.pipeline_parallel_degree, parallel.tensor_parallel_degree
-    refused = dict(getattr(model, "refuses", ()))
+    refused = dict(model.refuses or ())
     for name, reason in refused.items():
         sections = ("parallelism", "data", "debug", "checkpoint")
         section = next(s for s in sections if name in type(getattr(config, s)).model_fields)
         value = getattr(getattr(config, section), name)
         if value is True or value > 1:
             yield f"{section}.{name}", reason
-    foreign = is_plug_in(config.model.name) or hasattr(model, "refuses")
+    foreign = is_plug_in(config.model.name) or model.refuses is not None
     splits = {"pipeline_parallel_degree", "tensor_parallel_degree"}
-    if foreign and model is not None and max(pp, tp) > 1 and not splits & refused.keys():
+    if foreign and model.n_layers and max(pp, tp) > 1 and not splits & refused.keys():
         stages = stage_split(config, num_layers=model.n_layers).modules if pp > 1 else []
         yield from check_split(config.model.name, model, stages=stages, tp=tp)
 
@@ -200,19 +200,18 @@ def _check_matrices(config: JobConfig, model: Any, world_size: int) -> Iterator[
     tp = config.parallelism.tensor_parallel_degree
     if reasons := [*_uneven(model, tp)]:
         # Divisors of the heads that also divide everything else.
-        possible = [n for n in divisors(getattr(model, "n_heads", tp)) if not [*_uneven(model, n)]]
+        possible = [n for n in divisors(model.n_heads or tp) if not [*_uneven(model, n)]]
         for reason in reasons:
             fix = either(neighbours(tp, possible))
             yield "parallelism.tensor_parallel_degree", f"{reason}; use {fix}"
 
 
 def _uneven(model: Any, tp: int) -> Iterator[str]:
-    """Yield the reasons why `tp` ranks cannot share the model's matrices. Fields that a family lacks are skipped."""
-    names = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
-    heads, kv_heads, width, vocabulary = (getattr(model, name, 0) for name in names)
+    """Yield the reasons why `tp` ranks cannot share the model's matrices."""
+    width, vocabulary = model.ffn_dim, model.vocab_size
     # Attention is split by heads, of which layers may have different numbers.
-    of_blocks = getattr(model, "heads_of_blocks", ())
-    pairs = {(heads, kv_heads), *((block.heads, block.kv_heads) for block in of_blocks)}
+    pairs = {(block.heads, block.kv_heads) for block in model.heads_of_blocks}
+    pairs.add((model.n_heads, model.n_kv_heads))
     for number, kv_number in sorted(pairs):
         if number % tp:
             yield f"{tp} does not divide the model's {number} heads"
@@ -221,7 +220,7 @@ def _uneven(model: Any, tp: int) -> Iterator[str]:
             yield f"{tp} neither divides the model's {kv_number} key/value heads nor is a multiple of them"
     if width % tp:
         yield f"{tp} does not divide the model's ffn_dim {width}"
-    shared = getattr(model, "num_shared_experts", 0) * getattr(model, "expert_dim", 0)
+    shared = model.num_shared_experts * model.expert_dim
     if shared % tp:
         yield f"{tp} does not divide the {shared} channels of the model's shared experts"
     # The last rank's part may be shorter, but not empty, since torch cannot look up ids in an empty embedding.
@@ -233,8 +232,8 @@ def _uneven(model: Any, tp: int) -> Iterator[str]:
 def _check_experts(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:
     """Check that expert-parallel ranks can share the experts, and that the other axes have enough ranks for them."""
     parallel, ep = config.parallelism, config.parallelism.expert_parallel_degree
-    experts, key = getattr(model, "num_experts", 0), "parallelism.expert_parallel_degree"
-    if ep == 1 or model is None:
+    experts, key = model.num_experts, "parallelism.expert_parallel_degree"
+    if ep == 1 or not model.n_layers:
         return
     if not experts:
         flavor = f'"{config.model.name}" {model_title(config.model)}'
@@ -254,7 +253,7 @@ def _check_experts(config: JobConfig, model: Any, world_size: int) -> Iterator[R
 def _check_units(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:
     parallel = config.parallelism
     shards = layout_of(config, world_size).dp_shard * parallel.context_parallel_degree
-    blocks = getattr(model, "n_layers", 0) // parallel.pipeline_parallel_degree
+    blocks = model.n_layers // parallel.pipeline_parallel_degree
     is_ddp = shards == 1 < parallel.data_parallel_replicate_degree
     # Tensor-parallel ranks shard experts even if nothing else is sharded.
     is_whole = is_ddp and parallel.tensor_parallel_degree == 1
@@ -265,7 +264,7 @@ def _check_units(config: JobConfig, model: Any, world_size: int) -> Iterator[Rul
         number = getattr(parallel, name)
         if number > 1 and is_ddp:
             yield f"parallelism.{name}", "DDP gathers no parameters; use 1, or shard them"
-        elif number > 1 and model is not None and number > blocks:
+        elif number > 1 and model.n_layers and number > blocks:
             each = " on each pipeline rank" if parallel.pipeline_parallel_degree > 1 else ""
             reason = f"{number} are more than the model's {blocks} blocks{each}"
             yield f"parallelism.{name}", f"{reason}; use at most {blocks}"
@@ -292,18 +291,16 @@ def _check_stages(config: JobConfig, model: Any, world_size: int) -> Iterator[Ru
         yield "training.local_batch_size", _not_a_multiple(batch, size, unit)
         return
     # The shared weight would need a sum of gradients over two ranks after each step.
-    if getattr(model, "tied_embeddings", False):
+    if model.tied_embeddings:
         fix = "use 1, or model.overrides.tied_embeddings = false"
         yield degree_key, f"tied embeddings would be on the first and on the last rank; {fix}"
     try:
         canonical_schedule(schedule, csv=csv)
     except ValueError:
         return  # rules.py reports it
-    if model is None:
+    if not model.n_layers:
         return  # the number of layers is unknown
-    if not getattr(model, "n_layers", 0):
-        yield degree_key, f'model family "{config.model.name}" has no n_layers to split; use 1'
-    elif problem := _stage_problem(config, model.n_layers):
+    if problem := _stage_problem(config, model.n_layers):
         yield _stage_violation(config, model.n_layers, problem)
 
 
@@ -320,7 +317,7 @@ def stage_split(config: JobConfig, *, num_layers: int, **changes: int) -> StageS
         OSError: the schedule's CSV file cannot be read.
     """
     section = config.parallelism.model_copy(update=changes)
-    sizes, _ = resolve_model(config.model)
+    sizes = resolve_model(config.model)[0] or UnknownSizes()
     batch = changes.get("local_batch_size", config.training.local_batch_size)
     return split_stages(
         num_layers,
@@ -332,8 +329,7 @@ def stage_split(config: JobConfig, *, num_layers: int, **changes: int) -> StageS
         first_less=section.pipeline_parallel_first_stage_less_layers,
         # Each multi-token prediction module replaces a layer of the last stage. The key accounts for its output layer together
         # with the model's own.
-        last_less=section.pipeline_parallel_last_stage_less_layers
-        + getattr(sizes, "num_mtp_modules", 0),
+        last_less=section.pipeline_parallel_last_stage_less_layers + sizes.num_mtp_modules,
         modules=section.module_fqns_per_model_part,
         ends=ends_of(sizes),
     )

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
 
+from titan.parallel.traits import add_defaults
 from titan.untrusted import InputError
 
 from .errors import ConfigError, Problem, RuleViolation, choose, divisors, either, neighbours
@@ -91,7 +92,7 @@ def model_title(section: ModelSection) -> str:
 
 def num_blocks(sizes: Any) -> int:
     """Return the number of blocks of a model, including multi-token prediction modules."""
-    return getattr(sizes, "num_blocks", sizes.n_layers)
+    return sizes.num_blocks
 
 
 @cache
@@ -127,7 +128,14 @@ def family(name: str) -> ModuleType:
     if name not in families():
         raise KeyError(name)
     entry = plug_in_families().get(name)
-    return load_plug_in(entry) if entry else import_module(f"titan.models.{name}")
+    if entry is None:
+        return import_module(f"titan.models.{name}")
+    package = load_plug_in(entry)
+    # A user's sizes need no base class of titan's. resolve_model reports flavors that are none.
+    for flavor in vars(package).get("FLAVORS", {}).values():
+        if dataclasses.is_dataclass(flavor):
+            add_defaults(flavor)
+    return package
 
 
 def _problem_of_sizes(flavor: Any) -> str:
@@ -301,7 +309,7 @@ def replace_fields(flavor: Any, overrides: dict[str, Any]) -> Any:
 
 def _check_experts(config: Any) -> Iterator[RuleViolation]:
     """Check that a router can choose the configured numbers of experts and groups."""
-    prefix, experts = "model.overrides", getattr(config, "num_experts", 0)
+    prefix, experts = "model.overrides", config.num_experts
     # A package's family may have its own router, without groups.
     if not experts or not hasattr(config, "num_groups"):
         return

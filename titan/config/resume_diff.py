@@ -48,7 +48,7 @@ def job_facts(config: JobConfig) -> dict[str, Any]:
     sizes, module = model_config(config.model), task_module(config)
     names = [field.name for field in dataclasses.fields(sizes) if field.init]
     # A family may say in other words what its sizes follow from.
-    of_sizes = getattr(sizes, "facts", None) or {n: getattr(sizes, n) for n in names}
+    of_sizes = sizes.facts or {n: getattr(sizes, n) for n in names}
     facts = {"model.name": config.model.name} | {_MODEL + n: v for n, v in of_sizes.items()}
     facts["task.name"] = NEXT_TOKEN
     if module is not None:

@@ -54,7 +54,7 @@ def standard_hooks(trainer: RunContext, *, monitor: Monitor | None = None) -> li
         Evaluation(trainer),
         ExpertLoads(trainer),
         *([Recording(trainer)] if trainer.config.debug.record_steps else []),
-        *([MTPMetrics(trainer)] if getattr(trainer.sizes, "num_mtp_modules", 0) else []),
+        *([MTPMetrics(trainer)] if trainer.sizes.num_mtp_modules else []),
         *([TWIN.load()(trainer)] if trainer.config.simulator.twin else []),
         # Last, since a checkpoint has the step's row, and a row has the columns of all other hooks.
         Checkpointing(trainer),

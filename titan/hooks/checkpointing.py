@@ -329,7 +329,7 @@ def _describe_export(config: JobConfig, tokenizer: Tokenizer | None) -> Export |
     if not (section.initial_load_in_hf or section.last_save_in_hf):
         return None
     export = Export.of(config, tokenizer=tokenizer, dtype=torch_dtype(section.export_dtype))
-    has_bias = getattr(export.model.sizes, "load_balance_coeff", 0) > 0
+    has_bias = export.model.sizes.load_balance_coeff > 0
     if section.last_save_in_hf and has_bias and export.model.off_disk:
         raise CheckpointError(no_routing_bias(export.model))
     return export

@@ -36,7 +36,7 @@ class ExpertLoads(Hook):
 
     def __init__(self, trainer: RunContext) -> None:
         self.trainer, sizes = trainer, trainer.sizes
-        self.num_experts: int = getattr(sizes, "num_experts", 0)
+        self.num_experts: int = sizes.num_experts
         is_moe = [self.num_experts > 0 and sizes.is_moe_layer(n) for n in range(num_blocks(sizes))]
         self.layers = [layer for layer, has_experts in enumerate(is_moe) if has_experts]
         self.measured: AsyncScalars | None = None

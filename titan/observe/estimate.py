@@ -99,14 +99,14 @@ def _in_blocks(model: ModelSizes, layers: int) -> int:
 
     Dense blocks come first, and are smaller than blocks with experts.
     """
-    if not getattr(model, "num_experts", 0):
+    if not model.num_experts:
         return layers * model.num_block_params
     return sum(map(model.block_params, range(num_blocks(model) - layers, num_blocks(model))))
 
 
 def stacked_params(model: ModelSizes) -> int:
     """Return the parameters of a block's experts, which expert parallelism splits; 0 for a dense model."""
-    num_experts = getattr(model, "num_experts", 0)
+    num_experts = model.num_experts
     return num_experts and num_experts * model.num_expert_params
 
 
@@ -151,7 +151,7 @@ def activation_elements(
 
 
 def _feed_forward_elements(config: JobConfig, model: ModelSizes, layout: Layout) -> float:
-    if not getattr(model, "num_experts", 0):
+    if not model.num_experts:
         return 4 * model.ffn_dim
     dim, ffn = model.dim, model.expert_dim
     arriving = (dim + 4 * ffn) * busiest_rank(config, model, layout)
@@ -191,7 +191,7 @@ def _kept_by_op(op_keep: Sequence[str], model: ModelSizes) -> float:
     """
     heads, kv_heads = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
     dim, ffn, k = model.dim, model.ffn_dim, 1
-    if getattr(model, "num_experts", 0):
+    if model.num_experts:
         ffn, k = model.expert_dim, model.top_k
     # In the order of execution: q, k, v, o, w1, w3, w2.
     products = [heads, kv_heads, kv_heads, dim, k * ffn, k * ffn, k * dim]
@@ -232,7 +232,7 @@ def _logits_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, token
     They cover one chunk, with the gradients of the output layer's input and, in float32, of its
     weight; or all tokens, if the output layer is not computed in chunks.
     """
-    if layout.pp > 1 or not hasattr(model, "vocab_size"):
+    if layout.pp > 1 or not model.vocab_size:
         return 0.0
     # 0 tokens a chunk means all at once.
     chunk = min(config.loss.chunk_tokens or tokens, tokens)

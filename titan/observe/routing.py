@@ -44,7 +44,7 @@ def busiest_rank(config: JobConfig, model: Any, layout: Layout) -> float:
         ConfigError: the file of simulator.routing is wrong.
     """
     section, ep = config.simulator, config.parallelism.expert_parallel_degree
-    if ep == 1 or not getattr(model, "num_experts", 0):
+    if ep == 1 or not model.num_experts:
         return 1.0
     most = most_imbalance(config, model)
     if ep > model.num_experts:  # a search asks before the layout is refused

@@ -120,9 +120,9 @@ def startup_page(
 def _model(model: ModelSizes) -> str:
     kv = f" sharing {model.n_kv_heads} key/value heads" if model.n_kv_heads != model.n_heads else ""
     # A model may have experts in all of its blocks.
-    has_dense = not getattr(model, "num_experts", 0) or getattr(model, "n_dense_layers", 0)
+    has_dense = not model.num_experts or model.n_dense_layers
     ffn = f", ffn {model.ffn_dim:,}" if has_dense else ""
-    words = getattr(model, "vocab_size", 0)  # a model of pictures has none
+    words = model.vocab_size  # a model of pictures has none
     vocabulary = f", vocabulary {words:,}" if words else ""
     return (
         f"{_count(model.n_layers, 'layers')}, dim {model.dim:,}, {_count(model.n_heads, 'heads')}"
@@ -141,13 +141,13 @@ def _units(config: JobConfig) -> tuple[str, str]:
 
 def _parameters(model: ModelSizes) -> str:
     total = f"{model.num_params:,} parameters"
-    active = getattr(model, "num_active_params", model.num_params)
+    active = model.num_active_params
     return total if active == model.num_params else f"{total}, {active:,} of them active"
 
 
 def _experts(config: JobConfig, model: Any, layout: Layout, ranks_per_node: int) -> dict[str, str]:
     """Describe the experts and their ranks; {} for a dense model."""
-    if not getattr(model, "num_experts", 0):
+    if not model.num_experts:
         return {}
     ep, shared = config.parallelism.expert_parallel_degree, model.num_shared_experts
     parts = [f"{model.num_experts:,} of width {model.expert_dim:,}, top {model.top_k}"]

@@ -78,6 +78,79 @@ def ends_of(sizes: Any) -> ModelEnds:
     return ModelEnds(**{end: names for end, names in named.items() if names})
 
 
+class ModelSizes:
+    """Base class of the sizes of a family, with what a model has none of unless its sizes say so.
+
+    titan gives the sizes of another package's family the names that they lack (titan/config/model.py).
+
+    Attributes:
+        num_experts: Routed experts of a block.
+        num_shared_experts: Experts that all tokens go to.
+        expert_dim: Width of an expert.
+        n_dense_layers: First blocks, which have no experts.
+        load_balance_coeff: Step of the routing bias.
+        num_mtp_modules: Modules of multi-token prediction.
+        tied_embeddings: Whether the output layer is the embedding.
+        original_context: Positions that the frequencies were made for, before they were stretched.
+        table_positions: Positions that the model has in a table.
+        fixes_positions: Whether the largest position decides what the model computes.
+        reach: Tokens before a token that a short convolution needs.
+        heads_of_blocks: Attention heads of each block, if blocks have other numbers.
+        refuses: Techniques that the model cannot have, each with the reason. None: titan checks all of them.
+        facts: Values that decide what the model computes, in place of the fields.
+    """
+
+    num_experts: Any = 0
+    num_shared_experts: Any = 0
+    expert_dim: Any = 0
+    n_dense_layers: Any = 0
+    load_balance_coeff: Any = 0.0
+    num_mtp_modules: Any = 0
+    tied_embeddings: Any = False
+    original_context: Any = 0
+    table_positions: Any = 0
+    fixes_positions: Any = False
+    reach: Any = 0
+    heads_of_blocks: Any = ()
+    refuses: Any = None
+    facts: Any = None
+
+    @property
+    def num_blocks(self: Any) -> int:
+        """Return the number of blocks, those of multi-token prediction included."""
+        return self.n_layers
+
+    @property
+    def num_active_params(self: Any) -> int:
+        """Return the number of parameters that act on one token."""
+        return self.num_params
+
+    def window_of(self, layer: int) -> int:
+        """Return the number of keys that a query of a layer sees, its own included. 0: all keys up to its own."""
+        return 0
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Return whether a block has experts."""
+        return False
+
+
+class UnknownSizes(ModelSizes):
+    """Sizes in place of those of a [model] section with a mistake, so that all other rules are checked."""
+
+    n_layers = n_heads = n_kv_heads = ffn_dim = vocab_size = 0
+
+
+def add_defaults(sizes: Any) -> None:
+    """Give a class of sizes the defaults of `ModelSizes` that it lacks.
+
+    Args:
+        sizes: An object of the class, such as a flavor of a user's family.
+    """
+    for name, default in vars(ModelSizes).items():
+        if not name.startswith("_") and not hasattr(sizes, name):
+            setattr(type(sizes), name, default)
+
+
 def blocks_in(model: Any, container: str) -> tuple[Any, dict[str, Any]]:
     """Return a container of blocks, and the blocks by their names in it.
 

@@ -377,7 +377,7 @@ def _kin(simulation: StepSimulation) -> dict[str, float]:
 def _experts(simulation: Simulation) -> Facts:
     """Return the facts about experts, if the model has any."""
     config, model = simulation.config, simulation.model
-    if not getattr(model, "num_experts", 0):
+    if not model.num_experts:
         return {}
     ep = config.parallelism.expert_parallel_degree
     experts = {

@@ -173,7 +173,7 @@ class Task(ABC):
         def draw(name: str, x: Tensor) -> Tensor:
             if x.is_floating_point():
                 return torch.rand(x.shape, generator=generator)
-            highest = getattr(self.sizes, "vocab_size", 1) if name in batch.ALONG_SEQUENCE else 1
+            highest = (self.sizes.vocab_size or 1) if name in batch.ALONG_SEQUENCE else 1
             return torch.randint(highest, x.shape, generator=generator) if highest > 1 else x + 1
 
         return batch.map(draw)

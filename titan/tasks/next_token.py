@@ -117,7 +117,7 @@ class NextToken(Task):
     @cached_property
     def num_mtp_modules(self) -> int:
         """Return the number of modules for multi-token prediction."""
-        return getattr(self.sizes, "num_mtp_modules", 0)
+        return self.sizes.num_mtp_modules
 
     def microbatch(self, batch: Any) -> Microbatch:
         names = ("positions_BS", "document_ids_BS", "cu_seqlens_BN", "mtp_targets_BSM")

@@ -88,7 +88,7 @@ def describe(path: Path) -> dict[str, Any]:
     return {
         "config": str(file),
         "parameters": sizes.num_params,
-        "active_parameters": getattr(sizes, "num_active_params", sizes.num_params),
+        "active_parameters": sizes.num_active_params,
         "family": keys,
         "tokenizer": {"path": where} if has_tokenizer else {},
         "loads": loads,

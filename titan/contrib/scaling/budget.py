@@ -179,7 +179,7 @@ def _simulated(job: list[str], file: Path, profile: Profile, options: Namespace)
         figures = read_json(file, dict)
         if figures["fits"] or figures["tight"]:
             sizes = _model(job)
-            params = float(getattr(sizes, "num_active_params", sizes.num_params))
+            params = float(sizes.num_active_params)
             return Size(f"{config.model.name} {config.model.flavor}", words, params, figures)
         reason = f"its layout {figures['layout']}, by formula, needs {figures['memory']['needed_gib']:.1f} GiB by simulation"  # fmt: skip
         file.unlink()

@@ -93,9 +93,7 @@ def _of_folder(folder: Path, *, total: bool, granted: Sequence[str]) -> tuple[Ru
         raise InputError(
             f"titan scaling: {folder}: step {done} of {steps}: only finished runs have a final loss"
         )
-    params = sizes.num_params
-    if not total:  # only models with experts have others
-        params = getattr(sizes, "num_active_params", params)
+    params = sizes.num_params if total else sizes.num_active_params
     if not (loss := final_loss(rows)):
         raise InputError(f"titan scaling: {folder}: its last rows have no loss: did it diverge?")
     return Run(folder.name, float(params), float(rows[-1]["tokens"]), loss), _trained_on(config)

@@ -104,11 +104,11 @@ def _in_model(config: JobConfig) -> Iterator[RuleViolation]:
         yield "data.document_mask", f"false; TorchTitan masks documents in {model.flavor}"
     flavor = family(model.name).FLAVORS[model.flavor]
     others = dict(_OTHERS.get((model.name, model.flavor), {}))
-    if getattr(flavor, "num_experts", 0):
+    if flavor.num_experts:
         others |= _BALANCE.get(model.name, {})
     # TorchTitan applies DeepSeek's YaRN only to sequences longer than those of pretraining. titan always does, as transformers.
     has_yarn = model.name == "deepseek_v3"
-    if has_yarn and config.training.seq_len <= getattr(flavor, "original_context", 0):
+    if has_yarn and config.training.seq_len <= flavor.original_context:
         others["rope_factor"] = 0.0
     for name in {**model.overrides, **others}:
         value = model.overrides.get(name, getattr(flavor, name))

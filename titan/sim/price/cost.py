@@ -241,7 +241,7 @@ def routing_exponent(config: JobConfig, model: Any) -> float:
         ConfigError: the file of simulator.routing is wrong.
     """
     routing = config.simulator.routing
-    if not getattr(model, "num_experts", 0) or routing == "even":
+    if not model.num_experts or routing == "even":
         return 0.0
     if config.debug.moe_force_load_balance:
         return 0.0

@@ -66,7 +66,7 @@ class Dispatch(NamedTuple):
     @classmethod
     def of(cls, model: Any) -> Dispatch | None:
         """Return the choice that a model's config describes, or None for a model without experts."""
-        if not getattr(model, "num_experts", 0):
+        if not model.num_experts:
             return None
         groups = (model.num_groups, model.top_groups) if model.num_groups else (1, 1)
         return cls(model.num_experts, model.top_k, *groups)

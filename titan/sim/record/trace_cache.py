@@ -287,10 +287,9 @@ def shallow(request: TraceRequest, deeper: int = 0) -> list[Depth] | None:
         return None  # blocks differ
     size = config.parallelism.fsdp_blocks_per_unit
     model = model_config(config.model)
-    window_of = getattr(model, "window_of", lambda _: 0)
-    if len({window_of(layer) for layer in range(model.n_layers)}) > 1:
+    if len({model.window_of(layer) for layer in range(model.n_layers)}) > 1:
         return None  # local and global layers
-    if size > 1 and getattr(model, "num_mtp_modules", 0):
+    if size > 1 and model.num_mtp_modules:
         return None  # a unit may have one of its modules and a block
     if ends_of(model).first != USUAL_ENDS.first:
         return None  # an encoder's results are read past the first block
@@ -324,15 +323,11 @@ def shallow_depths(request: TraceRequest, deeper: int = 0) -> Recorded:
     size, kept = parallel.fsdp_blocks_per_unit, parallel.fsdp_kept_blocks
     # If all units stay gathered, they are alike.
     last = 1 if kept >= model.n_layers else max(1, -(-kept // size))
-    dense = -(-getattr(model, "n_dense_layers", 0) // size)
+    dense = -(-model.n_dense_layers // size)
     # -1 is 0, or 1 for experts.
-    ahead = (
-        abs(parallel.fsdp_prefetch)
-        if getattr(model, "num_experts", 0)
-        else max(0, parallel.fsdp_prefetch)
-    )
+    ahead = abs(parallel.fsdp_prefetch) if model.num_experts else max(0, parallel.fsdp_prefetch)
     # The first unit may be incomplete, and a list of one tensor is a special case for experts' biases.
-    fewest = dense + 1 + (size > 1 or bool(getattr(model, "num_experts", 0)))
+    fewest = dense + 1 + (size > 1 or bool(model.num_experts))
     more = deeper + (request.layout.tp > 1 or parallel.fsdp_prefetch > 0)
     depth = _DEPTH + last - 1 + ahead + dense + more
     return Recorded(fewest, depth, dense, last)

@@ -118,7 +118,7 @@ class Search:
             return None
         point = Point(
             **{axis.removeprefix("dp_"): getattr(layout, axis) for axis in AXES},
-            ep=parallel.expert_parallel_degree if getattr(self.model, "num_experts", 0) else 0,
+            ep=parallel.expert_parallel_degree if self.model.num_experts else 0,
             batch=training.local_batch_size,
             recompute=recompute,
             zero=2 if keeps_gathered(self.config, layout) else 3,
@@ -370,7 +370,7 @@ def _batches(
     per_rank = search.global_batch // (replicate * shard)
     layout = Point(replicate=replicate, shard=shard, tp=tp, cp=cp, pp=pp, batch=per_rank)
     # Expert parallelism borrows the ranks of these axes.
-    lent, experts = shard * cp * tp, getattr(search.model, "num_experts", 0)
+    lent, experts = shard * cp * tp, search.model.num_experts
     eps = search.values("parallelism.expert_parallel_degree", _powers(lent))
     eps = [n for n in eps if lent % n == 0 and experts % n == 0] if experts else [0]
     kept = search.values(_RESHARD, ())

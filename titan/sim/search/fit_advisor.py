@@ -61,7 +61,7 @@ def candidates(
 def _experts(config: JobConfig, layout: Layout) -> list[Settings]:
     """Return settings of experts that need less memory."""
     model, training, parallel = model_config(config.model), config.training, config.parallelism
-    if not getattr(model, "num_experts", 0):
+    if not model.num_experts:
         return []
     # A part of the mean number of tokens sent: then the chunks of experts do not depend on the number that arrives.
     tokens = training.local_batch_size * training.seq_len // (layout.cp * layout.tp)

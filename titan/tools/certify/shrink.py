@@ -135,9 +135,9 @@ def small_sizes(sizes: Any, *, tp: int, longest: int, unit: int = UNIT) -> dict[
     small = {"n_heads": groups * ratio, "n_kv_heads": groups, "head_dim": head, "dim": dim}
     # The remainder decides whether ranks share the vocabulary evenly, and whether float8 takes the matrix.
     small["vocab_size"] = min(sizes.vocab_size, VOCABULARY + sizes.vocab_size % unit)
-    for name in ("n_dense_layers", "num_mtp_modules"):
-        small[name] = min(getattr(sizes, name, 0), 1)
-    if getattr(sizes, "num_experts", 0):
+    small["n_dense_layers"] = min(sizes.n_dense_layers, 1)
+    small["num_mtp_modules"] = min(sizes.num_mtp_modules, 1)
+    if sizes.num_experts:
         small["num_experts"] = _num_experts(sizes)
     for name in sorted(fields - small.keys() - {"n_layers"}):
         value = getattr(sizes, name)
@@ -177,8 +177,8 @@ def _num_layers(sizes: Any) -> int:
     """Return the least number of layers, four or five or more, with a layer of each kind."""
 
     def kinds(number: int) -> set[tuple[bool, bool]]:
-        window, moe = (getattr(sizes, n, lambda _: 0) for n in ("window_of", "is_moe_layer"))
-        return {(bool(window(layer)), bool(moe(layer))) for layer in range(number)}
+        layers = range(number)
+        return {(bool(sizes.window_of(n)), bool(sizes.is_moe_layer(n))) for n in layers}
 
     whole, least = kinds(sizes.n_layers), 4 + sizes.n_layers % 2
     fit = (n for n in count(least, 2) if n >= sizes.n_layers or kinds(n) == whole)
