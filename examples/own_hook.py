@@ -6,15 +6,16 @@ python examples/own_hook.py train_configs/debug_model.toml --training.steps=20
 import sys
 
 from titan.checks.rules import load_to_run
-from titan.hook import Hook, RunContext, StepResult
+from titan.hook import Hook, StepResult
 from titan.hooks import standard_hooks
+from titan.progress import RunProgress
 from titan.trainer import Trainer
 
 
 class LossSpread(Hook):
     """Record how far apart the losses of this rank's micro-batches are."""
 
-    def __init__(self, trainer: RunContext) -> None:
+    def __init__(self, trainer: RunProgress) -> None:
         self.trainer = trainer
 
     def columns(self, window, result: StepResult) -> dict[str, float]:

@@ -14,6 +14,9 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.test_cli import install
+from titan.config.toml import tomllib
+
 ROOT = Path(__file__).parents[1]
 COPIED = ("titan", "models", "train_configs", "tests", "conftest.py", "pyproject.toml")
 # In a test that is itself the change: the line without which it must fail.
@@ -84,6 +87,8 @@ def restore(before: dict[Path, str | None]) -> None:
 
 def run(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    project = tomllib.loads((tree / "pyproject.toml").read_text())["project"]
+    install(tree, "titan-pretrain", **{k[6:]: v for k, v in project["entry-points"].items()})
     variables = dict(os.environ) | {"PYTHONPATH": str(tree)}
     return subprocess.run(command, cwd=tree, env=variables, capture_output=True, text=True)
 

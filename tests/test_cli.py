@@ -192,7 +192,7 @@ def test_options_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
 def install(folder: Path, package: str, **groups: dict[str, str]) -> None:
     """What pip leaves of a package's metadata: its entry points, as titan.GROUP = {name: object}."""
     metadata = folder / f"{package}-0.1.dist-info"
-    metadata.mkdir()
+    metadata.mkdir(exist_ok=True)
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 0.1\n")
     lines = [
         line

@@ -10,7 +10,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from difflib import get_close_matches
@@ -77,18 +77,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except Exception as error:
         # Imported here, so that --help imports neither pydantic nor other large modules.
-        from titan.config.errors import ConfigError
-        from titan.untrusted import InputError
+        from titan.run.supervisor import explain
 
-        if isinstance(error, ConfigError | InputError):
-            print(error, file=sys.stderr)
-            return 2
-        from titan.health.memory_limit import out_of_memory
-
-        if not (shortage := out_of_memory(error)):
+        failure = explain(error)
+        if failure is None:
             raise
-        print(shortage, file=sys.stderr)
-        return 1
+        print(failure, file=sys.stderr)
+        return failure.exit_code
 
 
 def _open_missing_streams() -> None:
@@ -173,7 +168,6 @@ def train(argv: list[str]) -> int:
     # torchrun sets RANK. Then this process is a rank already, and starts no others.
     if "RANK" not in os.environ:
         from titan.hardware import count_accelerators
-        from titan.health.launch import launch
 
         known = [f"--{name.replace('_', '-')}" for name in vars(options)]
         num_processes = options.nproc or max(1, count_accelerators())
@@ -204,13 +198,24 @@ def train(argv: list[str]) -> int:
             choice.write(config)
         # One process without restarts needs no launcher.
         if num_processes > 1 or options.max_restarts:
-            return launch(
+            return _launcher(num_processes)(
                 job,
                 num_processes=num_processes,
                 dump_folder=config.job.dump_folder,
                 max_restarts=options.max_restarts or 0,
             )
     return import_module("titan.train").main(job)
+
+
+def _launcher(num_processes: int) -> Callable[..., int]:
+    """Return the function that starts the processes of a run on this machine, such as titan.health.launch.launch."""
+    from titan.config.errors import COMMAND_LINE, ConfigError, Problem
+
+    for launch in load_plug_ins("titan.extensions", of="launch"):
+        return launch
+    fix = f"torchrun --nproc-per-node={num_processes} -m titan.train JOB.toml"
+    text = f"the launcher of several processes is not installed; start them by `{fix}`"
+    raise ConfigError([Problem(COMMAND_LINE, 0, "--nproc", text)])
 
 
 def check(argv: list[str]) -> int:

@@ -1,53 +1,30 @@
 """Hooks of a run: their events, and when the loop of titan/trainer.py calls them. Hooks observe; the trainer acts.
 
-    resume          load a state to continue from
-    start           the run continues at trainer.step; console, timer and event log are open
-      before_step       the next step may begin; trainer.step is still the last one
-      step_begin        the clock of a step starts
-      before_forward    the step's batches are there
-      accept            a hook with `judges` decides whether the weights are updated
-      updated           the step is computed, its numbers are still on the device
-      flags             numbers of which every rank gets the maximum, in one all-reduce for all hooks
-      result            a step's numbers have reached the host: on a device one step late, unless
-      needs_results     some hook needs them in this very step
-      step_end          the step is over: validate, save, log
-      columns           more columns for the row of metrics.jsonl that a logged step writes
-      rewound           back at an earlier step
-    failed          the loop raised an exception
-    close           end threads and files, after a failure too
+    resume, start
+      before_step, step_begin, before_forward, accept, updated, flags, result, needs_results, step_end, columns
+      rewound         in place of the rest of a step
+    failed, close
 
 Every rank calls each event of every hook, in the order of `trainer.hooks`. A hook that communicates must do so on all
-ranks, so the order of hooks is the order of their collectives. The standard hooks are in titan/hooks/, and
-docs/api.md shows how to add one.
+ranks, so the order of hooks is the order of their collectives: first those of the lowest `priority`, then by the name of
+the entry point. titan's own hooks are in titan/hooks/, and docs/api.md shows how to add one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from importlib import import_module
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from titan.async_scalars import AsyncScalars
-from titan.config.layout import Layout
-from titan.config.phases import Phase
-from titan.config.schema import JobConfig
-from titan.data.base import ShardSpec, TensorBatch
-from titan.data.loader import Loader
-from titan.data.tokenizer import Tokenizer
-from titan.hardware import Hardware
-from titan.observe.clock import StepTimer, Window
-from titan.observe.console import Console
+from titan.data.base import TensorBatch
+from titan.observe.clock import Window
 from titan.observe.run_log import EventLog
-from titan.resolved import ResolvedJob
-from titan.tasks.base import Task
-from titan.train_step import StepReport, TrainStep
-
-_Hook = TypeVar("_Hook", bound="Hook")
+from titan.train_step import StepReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,155 +66,80 @@ class StepResult:
 
 
 class Hook:
-    """One concern of a run. A subclass overrides the events that it needs (see the table above).
+    """One concern of a run. A subclass overrides the events that it needs.
 
     Attributes:
+        priority: place among the hooks of a run: titan's begin at 0, and all but Checkpointing (900) and Metrics (910) are
+            below 200. A row of metrics has the columns of the hooks before Metrics, and a checkpoint has its step's row.
         state_key: if set, `state_dict` is saved under this name in each checkpoint's titan.json and given back on a resume.
         judges: `accept` decides about each step. The host then waits for the device in each step.
-        is_first: a package's hook comes before the standard ones, not after them.
+        is_first: former way to come before all other hooks. Set a negative priority instead.
     """
 
+    priority: ClassVar[int] = 500
     state_key = ""
     judges = False
     is_first = False
 
-    def resume(self) -> None: ...
+    def resume(self) -> None:
+        """Load a state to continue from, before anything of the run is open."""
 
-    def start(self) -> None: ...
+    def start(self) -> None:
+        """Begin: the run continues at `trainer.step`. Console, timer and event log are open."""
 
-    def before_step(self) -> None: ...
+    def before_step(self) -> None:
+        """Prepare the next step, which may not come. `trainer.step` is still the last one."""
 
-    def step_begin(self) -> None: ...
+    def step_begin(self) -> None:
+        """Begin a step: its clock starts."""
 
-    def before_forward(self, batches: Sequence[TensorBatch]) -> None: ...
+    def before_forward(self, batches: Sequence[TensorBatch]) -> None:
+        """Look at the micro-batches of the step, before the model does."""
 
     def accept(self, loss: Tensor, grad_norm: Tensor) -> bool:
+        """Return whether the step updates the weights. Only a hook with `judges` is asked."""
         return True
 
-    def updated(self, report: StepReport) -> None: ...
+    def updated(self, report: StepReport) -> None:
+        """Act on the computed step, whose numbers are still on the device."""
 
     def flags(self) -> Sequence[float]:
+        """Return numbers of which every rank gets the maximum, in one all-reduce for all hooks."""
         return ()
 
-    def result(self, result: StepResult) -> None: ...
+    def result(self, result: StepResult) -> None:
+        """Read the numbers of a step that have reached the host: on a device one step late, unless a hook needs them."""
 
     def needs_results(self) -> bool:
+        """Return whether this hook needs the numbers of this very step."""
         return False
 
-    def step_end(self) -> None: ...
+    def step_end(self) -> None:
+        """End the step: validate, save, log."""
 
     def columns(self, window: Window, result: StepResult) -> dict[str, Any]:
+        """Return more columns for the row of metrics.jsonl that a logged step writes."""
         return {}
 
-    def rewound(self) -> None: ...
+    def rewound(self) -> None:
+        """Forget later steps: the run is back at an earlier one."""
 
-    def failed(self, error: Exception) -> None: ...
+    def failed(self, error: Exception) -> None:
+        """Write what helps to find the cause of an exception in the loop."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End threads and files, after a failure too."""
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint, as values that JSON can hold."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the state of a checkpoint."""
 
 
-class RunPlace(Protocol):
-    """Where a rank runs, and what it runs. Nothing here changes during a run."""
-
-    job: ResolvedJob
-    config: JobConfig
-    sizes: Any  # the model's, as its family defines them
-    layout: Layout
-    hardware: Hardware | None  # from `start` on
-    rank: int
-    dp_rank: int  # among the ranks that read different samples
-    world_size: int
-    device: torch.device
-    mesh: DeviceMesh
-    run_dir: Path
-
-
-class RunModel(Protocol):
-    """The program of a run and its data."""
-
-    task: Task
-    train_step: TrainStep
-    loader: Loader
-    validation_loader: Loader | None
-    tokenizer: Tokenizer | None  # None: of a task without text
-
-
-class RunState(Protocol):
-    """How far a run is, and the methods that change it. Every rank calls them together."""
-
-    step: int  # the one that runs, or the last that is done
-    first_step: int  # of this start
-    last_step: int
-    saved_step: int | None  # the last that a checkpoint holds
-    phases: tuple[Phase, ...]
-    phase: Phase  # of the newest step
-    is_stopping: bool
-    is_writer: bool  # this replica group writes the checkpoints; False for all groups but one
-    tokens_seen: int
-    result: StepResult  # the last that has reached the host
-    timer: StepTimer  # from `start` on
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Return the tokens of a step over all ranks and replica groups."""
-        ...
-
-    @property
-    def sequences_per_step(self) -> int:
-        """Return the sequences of a step over all ranks and replica groups."""
-        ...
-
-    @property
-    def is_at_border(self) -> bool:
-        """Return whether the next step has another layout."""
-        ...
-
-    @property
-    def logs_this_step(self) -> bool:
-        """Return whether this step writes a row of metrics."""
-        ...
-
-    def advance(self, step: int, *, tokens: int) -> None:
-        """Take over the counters of a checkpoint or a peer, and enter the phase of its step."""
-
-    def rewind(self, *, failed_at: int) -> None:
-        """Restart from `step`, whose state a hook has just loaded, after step `failed_at` went wrong."""
-
-    def repeat(self, data: dict[str, Any]) -> None:
-        """Take back the step that runs. The next one begins at `data`, a state of the loader."""
-
-    def reshare(self, share: ShardSpec, *, num_groups: int, is_writer: bool) -> None:
-        """Continue as a data-parallel rank of another share of the samples, in a run of `num_groups` replica groups."""
-
-    def saved(self) -> None:
-        """Record that a checkpoint holds this step."""
-
-    def stop(self) -> None:
-        """Make this step the last one of the run."""
-
-
-class RunLog(Protocol):
-    """The records of a run, from `start` on, and its other hooks."""
-
-    console: Console
-    events: EventLog
-    hooks: list[Hook]
-    is_started: bool
-
-    def hook(self, kind: type[_Hook]) -> _Hook | None:
-        """Return the first hook of a class, or None."""
-
-    def announce(self, text: str) -> None:
-        """Report a decision in the log of every rank, on the console, in events.jsonl and in status.json."""
-
-    def write_status(self) -> None:
-        """Write how far the run is to status.json."""
-
-
-class RunContext(RunPlace, RunModel, RunState, RunLog, Protocol):
-    """A run as its hooks see it: the trainer, or anything else with these attributes. Hooks read them, and call the methods."""
+def __getattr__(name: str) -> Any:
+    """Return RunProgress under its former name, for packages of one more release."""
+    if name == "RunContext":
+        return import_module("titan.progress").RunProgress
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

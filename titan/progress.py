@@ -1,4 +1,4 @@
-"""How far a run is, and the methods by which its hooks change that (titan.hook.RunState)."""
+"""A run as its hooks see it: what runs, how far it is, and the methods by which hooks change that."""
 
 from __future__ import annotations
 
@@ -7,18 +7,25 @@ from collections import deque
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
 from titan.config.layout import Layout
 from titan.config.phases import Phase, phase_at
 from titan.config.schema import JobConfig
 from titan.data.base import ShardSpec
 from titan.data.loader import Loader
+from titan.data.tokenizer import Tokenizer
+from titan.hardware import Hardware
 from titan.hook import Hook, StepResult
 from titan.observe.clock import StepTimer
 from titan.observe.console import Console
 from titan.observe.run_log import EventLog
 from titan.resolved import ResolvedJob
+from titan.run.supervisor import Supervisor
 from titan.run_folder import write_status
 from titan.run_writer import run_files
+from titan.tasks.base import Task
 from titan.train_step import TrainStep
 
 _LOG = logging.getLogger("titan")
@@ -26,19 +33,54 @@ _Hook = TypeVar("_Hook", bound=Hook)
 
 
 class RunProgress:
-    """Counters and phase of a run. The trainer derives from this class, and makes the objects that it names."""
+    """A run as its hooks see it. They read the attributes, and change the run through its methods alone.
 
+    The trainer derives from this class, and makes the objects that it names. All ranks call a method that changes the run
+    together.
+
+    Attributes:
+        step: the step that runs, or the last that is done.
+        first_step: the first step of this start.
+        saved_step: the last step that a checkpoint holds.
+        phase: that of the newest step.
+        num_groups: replica groups whose samples a step trains on.
+        is_writer: whether this replica group writes the checkpoints. All groups but one do not.
+        is_void: whether the step that runs does not count.
+        decision: the last decision about a step that was not taken.
+        result: numbers of the last step that has reached the host.
+        pending: steps whose numbers are still on the device, oldest first.
+        dp_rank: rank among those that read different samples.
+        sizes: the model's, as its family defines them.
+        tokenizer: None for a task without text.
+    """
+
+    # What runs, and where: nothing of it changes during a run.
     config: JobConfig
     job: ResolvedJob
+    sizes: Any
     layout: Layout
     rank: int
+    dp_rank: int
+    world_size: int
+    device: torch.device
+    mesh: DeviceMesh
     run_dir: Path
-    loader: Loader
+    supervisor: Supervisor
+    # The program and its data.
+    task: Task
     train_step: TrainStep
+    loader: Loader
+    validation_loader: Loader | None
+    tokenizer: Tokenizer | None
+    # How far the run is.
     hooks: list[Hook]
     phases: tuple[Phase, ...]
-    phase: Phase  # of the newest step
+    phase: Phase
+    first_step: int
+    last_step: int
+    result: StepResult
     # From `start` on.
+    hardware: Hardware | None
     timer: StepTimer
     console: Console
     events: EventLog
@@ -46,13 +88,12 @@ class RunProgress:
     def __init__(self) -> None:
         """Begin before the first step."""
         self.step = self.tokens_seen = 0
-        self.saved_step: int | None = None  # the last step that a checkpoint holds
-        self.num_groups = 1  # replica groups whose samples a step trains on
+        self.saved_step: int | None = None
+        self.num_groups = 1
         self.is_writer = True
         self.is_stopping = self.is_started = False
-        self.is_void = False  # the step that runs does not count
-        self.decision = ""  # the last about a step that was not taken
-        # Steps whose numbers are still on the device, oldest first.
+        self.is_void = False
+        self.decision = ""
         self.pending: deque[StepResult] = deque()
 
     def hook(self, kind: type[_Hook]) -> _Hook | None:
@@ -64,6 +105,11 @@ class RunProgress:
         """Return whether the next step has another layout."""
         is_over = self.step >= self.last_step
         return not is_over and phase_at(self.phases, self.step + 1) not in self.job.own_phases
+
+    @property
+    def compiles_this_step(self) -> bool:
+        """Return whether this step is the first one of this start or of a phase, which compiles."""
+        return self.step in {self.first_step, *(phase.first_step for phase in self.phases)}
 
     @property
     def logs_this_step(self) -> bool:

@@ -1,16 +1,11 @@
-"""Errors of a job that are the user's to mend. `titan train` prints them without a traceback, and `titan certify` as refusals."""
+"""Errors of titan.parallel's helpers, as those of a job."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from titan.parallel.compile import BackendError
-from titan.parallel.float8 import Float8Error
-from titan.parallel.sac_save_list import SaveListError
 from titan.untrusted import InputError
-
-REFUSALS = (InputError, Float8Error, SaveListError, BackendError)
 
 
 @contextmanager

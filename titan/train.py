@@ -17,10 +17,10 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from titan.base.failure import RunFailure
 from titan.checkpoint.saved import require_startable, step_to_continue
 from titan.checks.environment import check_environment
 from titan.checks.rules import load_to_run
@@ -28,21 +28,16 @@ from titan.config.errors import ConfigError
 from titan.config.options import add_quiet
 from titan.config.resume_diff import changed_settings
 from titan.config.schema import JobConfig
-from titan.health import flight_recorder
-from titan.health.errors import kind_of
-from titan.health.flight_recorder import FlightRecorder
-from titan.health.memory_limit import out_of_memory, require_address_space
-from titan.health.monitor import Monitor
-from titan.health.run_lock import RunLock, RunLocked
+from titan.health.errors import explains_itself
 from titan.health.signals import (
     EXIT_DONE,
-    EXIT_FAILED,
     EXIT_USER_ERROR,
     StopRequest,
     die_with_parent,
     for_agent,
     has_agent,
 )
+from titan.run.supervisor import Supervisor, explain, supervisor_class
 from titan.run_folder import read_status
 from titan.untrusted import InputError, printable, why_not_private
 
@@ -55,10 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         add_quiet(parser)  # an option of `titan train`, for ranks that torchrun starts
         code = _train(parser.parse_known_args(argv)[1], stop)
     except Exception as error:  # such as one while torch is imported
-        if not (shortage := out_of_memory(error)):
+        failure = explain(error)
+        if failure is None:
             raise
-        print(shortage, file=sys.stderr)
-        code = EXIT_FAILED
+        print(failure, file=sys.stderr)
+        code = failure.exit_code
     finally:
         stop.disarm()
     return for_agent(code) if stop.requested else code
@@ -71,9 +67,7 @@ def before_start(config: JobConfig) -> int | None:
         None if it may; otherwise an exit code: the run is finished, already going on, or
         another job's.
     """
-    # Neither changes a file.
     try:
-        require_address_space()
         saved = require_startable(config)
         finished = is_finished(config)
         if finished:
@@ -86,11 +80,11 @@ def before_start(config: JobConfig) -> int | None:
         return EXIT_DONE
     folder = Path(config.job.dump_folder)
     try:
+        supervisor_class().admit(config)
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as probe:  # a full disk still makes folders
             probe.write(bytes(4096))
-        RunLock(folder).require_free()
-    except RunLocked as error:
+    except RunFailure as error:
         return _refuse(error)
     except (OSError, ValueError) as error:
         return _refuse_folder(config, error)
@@ -147,87 +141,53 @@ def _train(argv: Sequence[str], stop: StopRequest) -> int:
     # Refuse before importing torch, which takes seconds.
     if (code := before_start(config)) is not None:
         return code
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    folder, grace_s = Path(config.job.dump_folder), config.fault_tolerance.grace_seconds
-    lock = RunLock(folder)
+    supervisor = supervisor_class()(config, stop)
     try:
-        # Only rank 0 holds the lock. `before_start` has admitted the other ranks.
-        if rank == 0:
-            try:
-                lock.acquire()
-            except OSError as error:
-                return _refuse_folder(config, error)
-        # torch reads the recorder's variables when it is imported.
-        flight_recorder.install(FlightRecorder(config.comm, folder, rank, world_size))
-        monitor = Monitor(
-            folder,
-            rank=rank,
-            world_size=world_size,
-            heartbeat_s=config.comm.heartbeat_timeout_seconds,
-            step_limit_s=config.fault_tolerance.step_timeout_seconds,
-            lock=lock,
-        )
-        monitor.start()
-        stop.allow(grace_s, report=lambda: monitor.stop_too_late(stop, grace_s))
-        stop.on_ask = monitor.dump_on_request
-        flight_recorder.catch_terminate(monitor.terminate)
-        return _run(config, stop, monitor)
-    except RunLocked as error:
-        return _refuse(error)
+        try:
+            supervisor.begin()
+        except RunFailure as error:
+            return _refuse(error)
+        except OSError as error:
+            return _refuse_folder(config, error)
+        return _run(config, stop, supervisor)
     finally:
-        lock.release()
+        supervisor.close()
 
 
-def _run(config: JobConfig, stop: StopRequest, monitor: Monitor) -> int:
+def _run(config: JobConfig, stop: StopRequest, supervisor: Supervisor) -> int:
     """Run the trainer. Return the exit code for any kind of end."""
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    if monitor.rank == 0 and restarts:
+    if os.environ.get("RANK", "0") == "0" and restarts:
         allowed = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
         print(f"started again by torchrun, {restarts} of {allowed} times", file=sys.stderr)
     set_compile_cache(config.compile.cache_folder)
     # Import these after everything that needs no torch.
-    from titan.checkpoint import SaveFailed
-    from titan.health.recovery import NonFiniteError, SpikeError
     from titan.hooks import standard_hooks
-    from titan.parallel.replay import BitsError
-    from titan.parallel.replicas import ReplicaError
     from titan.parallel.torch_compat import forget_mesh
-    from titan.refusals import REFUSALS
     from titan.trainer import Begin, Trainer
+
+    def build(begin: Begin) -> Trainer:
+        return Trainer(config, hooks=standard_hooks, stop=stop, supervisor=supervisor, begin=begin)
 
     trainer, failed = None, True
     try:
-        hooks = partial(standard_hooks, monitor=monitor)
-        build = partial(Trainer, config, hooks=hooks, stop=stop, connected=monitor.connect)
-        trainer = build(begin=Begin(step=step_to_continue(config)))
+        trainer = build(Begin(step=step_to_continue(config)))
         while (code := trainer.run()) is None:
             begin, trainer = trainer.leave(), None  # frees the model
             forget_mesh()
-            trainer = build(begin=begin)
+            trainer = build(begin)
         failed = False
         return code
-    # The user's mistakes: their messages are written for people.
-    except REFUSALS as error:
-        # A file server that is away is no mistake of the user: the same command continues.
-        is_lost = kind_of(error) == "disk_lost"
-        return monitor.fail(error, EXIT_FAILED if is_lost else EXIT_USER_ERROR)
-    # Failures of a run that explain themselves: no traceback.
-    except (NonFiniteError, SpikeError, SaveFailed, ReplicaError, BitsError) as error:
-        return monitor.fail(error, EXIT_FAILED)
     except Exception as error:
-        if isinstance(error, OSError) and kind_of(error) in ("disk_full", "disk_lost"):
-            return monitor.fail(error, EXIT_FAILED)
-        if shortage := out_of_memory(error):
-            return monitor.fail(shortage, EXIT_FAILED)
-        traceback.print_exc()
-        return monitor.fail(error, EXIT_FAILED, expected=False)
+        failure = explain(error) or error
+        if not explains_itself(failure):
+            traceback.print_exc()
+        return supervisor.fail(failure)
     finally:
         # In this order: first the peers stop expecting heartbeats, then hooks end their threads.
-        monitor.finish()
+        supervisor.end()
         if trainer:
             trainer.close(failed=failed)
-        flight_recorder.close()
-        monitor.close()  # last, for it keeps the run lock alive while a save ends
 
 
 def set_compile_cache(folder: str) -> None:
@@ -262,8 +222,11 @@ def set_compile_cache(folder: str) -> None:
 def import_all() -> None:
     """Import the modules of `_run`, for a launcher whose forks are the ranks (titan/health/warm_start.py)."""
     import titan.checkpoint
-    import titan.hooks
     import titan.trainer  # noqa: F401
+    from titan.hooks import load_hooks
+
+    load_hooks()
+    supervisor_class()
 
 
 def run_rank() -> NoReturn:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -50,13 +49,13 @@ from titan.parallel.torch_compat import set_sm_carveout, set_timeout
 from titan.progress import RunProgress
 from titan.random_draws import seed_all
 from titan.resolved import resolve_job
+from titan.run.supervisor import Supervisor
 from titan.run_folder import open_rank_log, write_environment, write_status
 from titan.run_writer import run_files
 from titan.tasks.trial import try_loss
 from titan.train_step import build_train_step
 
 _LOG = logging.getLogger("titan")
-_Hook = TypeVar("_Hook", bound=Hook)
 
 
 class Trainer(RunProgress):
@@ -68,7 +67,7 @@ class Trainer(RunProgress):
         *,
         hooks: Callable[[Trainer], Iterable[Hook]] = lambda _: (),
         stop: StopRequest | None = None,
-        connected: Callable[[], None] = lambda: None,
+        supervisor: Supervisor | None = None,
         begin: Begin = Begin(),  # noqa: B008 (frozen)
     ) -> None:
         """Set the run up. `run` trains.
@@ -77,12 +76,13 @@ class Trainer(RunProgress):
             config: must have passed titan.checks.rules.
             hooks: returns the hooks of this trainer in their order; titan.hooks.standard_hooks returns those of `titan train`.
             stop: asked after each step whether to stop.
-            connected: called once the process group exists.
+            supervisor: is told of the progress of the run; None: nobody is.
             begin: step and process of the beginning. It decides the layout of a job whose phases have several.
         """
         super().__init__()
         self.config, self.begin = config, begin
         self.stop_request = stop or StopRequest()
+        self.supervisor = supervisor or Supervisor(config, self.stop_request)
         self.rank = int(os.environ.get("RANK", 0))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         self.run_dir = Path(config.job.dump_folder)
@@ -99,8 +99,7 @@ class Trainer(RunProgress):
             loads = {"load_step": begin.step, "exclude_from_loading": []}
             sections["checkpoint"] = config.checkpoint.model_copy(update=loads)
         self.config = config = config.with_sections(sections)
-        if begin.device is None:
-            connected()
+        self.supervisor.beat()
         seed_all(config.debug)
         # The order is the user's: cheap checks first, then what reads files, then the model.
         self.layout = resolve_layout(first, self.world_size)

@@ -22,6 +22,8 @@ from typing import IO, Annotated, Any, TypeVar
 
 from pydantic import AllowInfNan, Field, TypeAdapter, ValidationError
 
+from titan.base.failure import UserError
+
 T = TypeVar("T")
 Finite = Annotated[float, AllowInfNan(False)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -46,11 +48,11 @@ _PASSING |= {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH}
 PAUSES_S = (0.05, 0.25, 1.0, 3.0)
 
 
-class InputError(ValueError):
+class InputError(UserError, ValueError):
     """Error: a file cannot be used. The message is for the user, and safe to print."""
 
-    def __init__(self, message: object) -> None:
-        super().__init__("\n".join(map(printable, str(message).split("\n"))))
+    def __init__(self, message: object, *, kind: str = "") -> None:
+        super().__init__("\n".join(map(printable, str(message).split("\n"))), kind=kind)
 
 
 def printable(text: str, limit: int = 0) -> str:

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titan.hook import Hook, RunContext
+from titan.hook import Hook
 from titan.optim.clipping import local_gradients, local_sum_of_squares, sharding_groups
 from titan.parallel.init_weights import canonical_name
+from titan.progress import RunProgress
 
 KINDS = ("grad_norm", "weight_norm")
 
@@ -28,7 +29,7 @@ KINDS = ("grad_norm", "weight_norm")
 class LayerNorms(Hook):
     """Measure between the backward pass and clipping, on all ranks, and write on rank 0."""
 
-    def __init__(self, trainer: RunContext) -> None:
+    def __init__(self, trainer: RunProgress) -> None:
         self.trainer = trainer
         self.every = int(os.environ.get("TITAN_NORMS_EVERY", "100"))
         # There is one function: go on calling the one that was there, such as that of debug.record_steps.

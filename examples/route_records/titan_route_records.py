@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan.data.packing import Batch
-from titan.hook import Hook, RunContext
+from titan.hook import Hook
 from titan.models.common.moe import MoE
 from titan.parallel.expert import is_recomputation, local_tokens
+from titan.progress import RunProgress
 from titan.train_step import StepReport
 from titan.untrusted import InputError
 
@@ -31,7 +32,7 @@ class Routes(Hook):
     """Give the experts' routers recorded routes, and write those that they take."""
 
     def __init__(
-        self, trainer: RunContext, *, record: str = "", replay: str = "", every: int = 1
+        self, trainer: RunProgress, *, record: str = "", replay: str = "", every: int = 1
     ) -> None:
         """Args:
         record: folder below the run folder to write to; "": write nothing.
@@ -116,7 +117,7 @@ class Routes(Hook):
         raise ValueError(f"no record in {self.replay} has sample {sample}")
 
 
-def from_environment(trainer: RunContext) -> Hook:
+def from_environment(trainer: RunProgress) -> Hook:
     """Return the hook that the variables TITAN_RECORD_ROUTES and TITAN_REPLAY_ROUTES ask for; it does nothing without them."""
     asked = {key: os.environ.get(f"TITAN_{key.upper()}_ROUTES", "") for key in ("record", "replay")}
     if not any(asked.values()):

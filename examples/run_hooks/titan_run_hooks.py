@@ -14,7 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from titan.hook import Hook, RunContext
+from titan.hook import Hook
+from titan.progress import RunProgress
 
 # The events that are sent, with the fields that are said.
 _FACTS = {
@@ -45,7 +46,7 @@ class NewRows:
 class Alerts(Hook):
     """Post what happens to the run. One thread sends, so that a slow server delays no step."""
 
-    def __init__(self, trainer: RunContext) -> None:
+    def __init__(self, trainer: RunProgress) -> None:
         self.trainer = trainer
         url = os.environ.get("TITAN_ALERT_URL", "") if trainer.rank == 0 else ""
         # urllib opens files, too.
@@ -90,7 +91,7 @@ def _open(request: urllib.request.Request) -> None:
 class MLflow(Hook):
     """Log rows of metrics.jsonl. A row is sent at the next logged step, the last one at the end."""
 
-    def __init__(self, trainer: RunContext) -> None:
+    def __init__(self, trainer: RunProgress) -> None:
         self.trainer = trainer
         self.is_on = trainer.rank == 0 and "MLFLOW_TRACKING_URI" in os.environ
 

@@ -198,6 +198,6 @@ def test_an_unexpected_error_is_reported_with_its_type_in_one_line() -> None:
     try:
         raise KeyError("no_such\nfield")
     except KeyError as error:
-        failure = Failure.of(error, rank=3, step=9, exit_code=1)
+        failure = Failure.of(error, rank=3, step=9)
     assert failure.reason.startswith("rank 3 failed in step 9: KeyError: ")
     assert "\n" not in failure.reason and failure.kind == "error"

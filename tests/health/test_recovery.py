@@ -20,14 +20,9 @@ from tests.support.jobs import job
 from tests.support.ranks import Pool
 from tests.support.runs import same_tensors
 from tests.support.trainers import PoolTrainer
+from titan.base.spikes import spike_score
 from titan.config.schema import FaultToleranceSection
-from titan.health.recovery import (
-    NonFiniteError,
-    Recovery,
-    SpikeError,
-    StepAction,
-    spike_score,
-)
+from titan.health.recovery import NonFiniteError, Recovery, SpikeError, StepAction
 from titan.parallel.replicas import ReplicaError
 
 BATCH = 4  # samples of a step, on every layout

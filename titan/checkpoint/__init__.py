@@ -12,20 +12,17 @@ storage.py        local folders and URLs
 huggingface.py, export.py, convert.py   Hugging Face folders, both ways
 """
 
+from titan.base.failure import RunFailure
 from titan.untrusted import InputError
 
 
 class CheckpointError(InputError):
     """Error about a checkpoint that is missing, damaged or does not fit. The message is for the user."""
 
-    def __init__(self, message: object, *, kind: str = "checkpoint_damaged") -> None:
-        super().__init__(message)
-        self.kind = kind  # titan/health/errors.py
+    kind = "checkpoint_damaged"
 
 
-class SaveFailed(RuntimeError):
+class SaveFailed(RunFailure, RuntimeError):
     """Error about a checkpoint that some rank could not write. The message says which rank, and why."""
 
-    def __init__(self, message: object, *, kind: str = "save_failed") -> None:
-        super().__init__(message)
-        self.kind = kind
+    kind = "save_failed"

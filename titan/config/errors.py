@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from math import isqrt
 from typing import Any
 
+from titan.base.failure import UserError
 from titan.untrusted import MAX_TEXT, printable
 
 KeyPath = tuple[str | int, ...]
@@ -49,7 +50,7 @@ class Problem:
         return "\n".join([*lines, *(f"    {printable(line, MAX_TEXT)}" for line in self.paste)])
 
 
-class ConfigError(Exception):
+class ConfigError(UserError):
     """Error about an unusable configuration. `str()` has a line for each problem, in the order of the files, and their count.
 
     Attributes:

@@ -1,17 +1,22 @@
 """Entry points, through which an installed package extends titan. Imports no large package.
 
-A package names them in its pyproject.toml, under `[project.entry-points."GROUP"]`. titan's own optional parts in
-titan/contrib do the same, and no other part of titan imports them:
+A package names them in its pyproject.toml, under `[project.entry-points."GROUP"]`. titan's own optional parts do the
+same, and no other part of titan imports them:
 
-    titan.hooks        NAME = a function of the run that returns a titan.hook.Hook, or None for a run that needs none
+    titan.hooks        NAME = a subclass of titan.hook.Hook, or a function of the run that returns a hook, or None for a run
+                       that needs none
     titan.rules        SECTION.NAME = a rule like those of titan/checks/section_rules.py, between the sections of a job.
                        machine.NAME = a rule that asks the machine that is to run the job, as titan/checks/machine.py does
     titan.commands     NAME = the function behind `titan NAME`: it takes the arguments and returns the exit code. The first
                        line of its docstring is its line in `titan --help`
     titan.sections     SECTION.NAME = a base.py `Section`, whose keys are added to [SECTION]. A section of a new name is
                        a new table of the job
+    titan.supervisors  NAME = the class that watches over each rank of a run: a titan.run.supervisor.Supervisor
     titan.extensions   COMMAND.NAME = a part of `titan COMMAND`, such as an option: a subclass of the class that the
-                       command names
+                       command names.
+                       launch.NAME = the function by which `titan train --nproc` starts its processes.
+                       failure.NAME = a function that returns the titan.base.failure.RunFailure that explains an exception,
+                       or None
     titan.tasks, titan.models, titan.optimizers, titan.losses, titan.sources
                        NAME = a choice of task.name, model.name, optimizer.name, loss.name, type of [[data.sources]]
     titan.pictures     NAME = a value of task.options.source of flow matching: a titan.tasks.flow_data.FlowSamples.
@@ -27,7 +32,7 @@ from typing import Any
 GROUPS = (
     *("titan.hooks", "titan.rules", "titan.commands", "titan.sections", "titan.extensions"),
     *("titan.tasks", "titan.models", "titan.optimizers", "titan.losses", "titan.sources"),
-    *("titan.pictures", "torch_dynamo_backends"),
+    *("titan.supervisors", "titan.pictures", "torch_dynamo_backends"),
 )
 
 

@@ -5,8 +5,8 @@ has fifty lines of torch. `Failure.of` combines the operation with the line of t
 If that line only waits for a result, torch's flight recorder knows which operation began last.
 
 `kind` is set here, from the type of the error and not from its words. All later readers
-(status.json, the dumps of flight_recorder.py, `titan doctor`) decide by it. An exception may carry
-its kind as an attribute `kind`.
+(status.json, the dumps of flight_recorder.py, `titan doctor`) decide by it. A RunFailure of
+titan/base/failure.py carries its kind and its exit code.
 
 Nothing in this module waits for another thread or imports anything: it runs in processes whose main
 thread may hang.
@@ -30,6 +30,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Any
 
+from titan.base.failure import RunFailure
 from titan.health.signals import EXIT_FAILED, EXIT_USER_ERROR
 from titan.run_folder import State
 from titan.run_writer import open_to_write, run_files
@@ -97,19 +98,18 @@ class Failure:
         return "hung" if self.kind in ("hang", "rank_silent") else "failed"
 
     @staticmethod
-    def of(
-        error: Exception, *, rank: int, step: int, exit_code: int, expected: bool = False
-    ) -> Failure:
+    def of(error: Exception, *, rank: int, step: int) -> Failure:
         """Describe an error in one line.
 
         Args:
             error: exception that ends the run, with its traceback.
             rank: this rank.
             step: training step of the error.
-            exit_code: exit code that the run would end with.
-            expected: whether the error's own message is written for the user and suffices.
         """
+        exit_code = error.exit_code if isinstance(error, RunFailure) else EXIT_FAILED
         kind = kind_of(error, default="user_error" if exit_code == EXIT_USER_ERROR else "error")
+        if kind == "disk_lost":  # no mistake of the user: the same command continues
+            exit_code = EXIT_FAILED
         operation, line = locate(frames_of(error.__traceback__))
         if kind in COMMUNICATION:
             # torch's Python frames name the operation only where they call it; a wait for its
@@ -122,7 +122,7 @@ class Failure:
                 f"rank {rank} failed in step {step} in {operation}{line}: {text}. Another rank has "
                 "probably ended or hangs: look at its message first"
             )
-        elif expected:
+        elif explains_itself(error):
             reason = str(error)
         else:
             text = " ".join(str(error).split())
@@ -140,8 +140,8 @@ def kind_of(error: BaseException, *, default: str = "error") -> str:
     # First the kinds and numbers of the error and all its causes: words are the last resort.
     chain = [*_chain(error)]
     for cause in chain:
-        if isinstance(kind := getattr(cause, "kind", None), str):
-            return kind
+        if isinstance(cause, RunFailure) and cause.kind:
+            return cause.kind
         if isinstance(cause, OSError) and cause.errno in _DISK:
             return _DISK[cause.errno]
         if type(cause).__name__ == "OutOfMemoryError":  # torch's; torch may not be imported yet
@@ -154,6 +154,12 @@ def kind_of(error: BaseException, *, default: str = "error") -> str:
     if any("(titan/data/" in locate(frames_of(cause.__traceback__))[1] for cause in chain):
         return "data_source"
     return default
+
+
+def explains_itself(error: Exception) -> bool:
+    """Return whether an error's message suffices for the user, without a traceback."""
+    is_of_disk = isinstance(error, OSError) and kind_of(error) in ("disk_full", "disk_lost")
+    return is_of_disk or isinstance(error, RunFailure)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -90,9 +90,7 @@ def launch(
     run_dir = Path(dump_folder)
     # status.json of an earlier run may still be there.
     before = _version(run_dir)
-    command = [sys.executable, "-m", "titan.health.launch", "--standalone"]
-    command += [f"--nproc-per-node={num_processes}", f"--max-restarts={max_restarts}"]
-    command += ["-m", "titan.train", *argv]
+    command = _torchrun_command("titan.train", argv, num_processes, max_restarts)
     if not is_quiet():
         with suppress(OSError):  # a full disk, a pipe that nobody reads
             print(
@@ -153,9 +151,15 @@ def launch_module(name: str, argv: Sequence[str], *, num_processes: int) -> int:
     Returns:
         torchrun's exit code.
     """
-    command = [sys.executable, "-m", "titan.health.launch", "--standalone", "--max-restarts=0"]
-    command += [f"--nproc-per-node={num_processes}", "-m", name, *argv]
+    command = _torchrun_command(name, argv, num_processes)
     return subprocess.call(command, env=environment(num_processes))
+
+
+def _torchrun_command(
+    module: str, argv: Sequence[str], num_processes: int, max_restarts: int = 0
+) -> list[str]:
+    how = [f"--nproc-per-node={num_processes}", f"--max-restarts={max_restarts}"]
+    return [sys.executable, "-m", __name__, "--standalone", *how, "-m", module, *argv]
 
 
 def torchrun(argv: Sequence[str]) -> int:

@@ -1,6 +1,6 @@
 """One line about a process whose memory was not enough, such as under `ulimit -v`. Imports no torch.
 
-titan.cli, titan.train and its `before_start` call it. Python, the loader of libraries, torch's allocator and C++ report a
+titan.run.supervisor.explain and the supervisor of a run call it. Python, the loader of libraries, torch's allocator and C++ report a
 shortage as five kinds of exceptions, which differ in their words only.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import re
 
+from titan.base.failure import RunFailure
 from titan.untrusted import InputError
 
 _SHORTAGE = re.compile(
@@ -19,7 +20,7 @@ _SHORTAGE = re.compile(
 LEAST_BYTES = 2**30
 
 
-class HostMemoryError(RuntimeError):
+class HostMemoryError(RunFailure):
     """Error: the host's memory was not enough. The message is one line for the user."""
 
     kind = "out_of_host_memory"

@@ -43,6 +43,7 @@ from titan.health import flight_recorder
 from titan.health.errors import (
     COMMUNICATION,
     Failure,
+    explains_itself,
     main_thread,
     open_stacks,
     stacks_file,
@@ -139,19 +140,11 @@ class Monitor:
             self._deadline = float("inf")
             faulthandler.cancel_dump_traceback_later()
 
-    def fail(self, error: Exception, exit_code: int, *, expected: bool = True) -> int:
-        """Report an error that ends the run, to the user and to the other ranks. Return the exit code.
-
-        Args:
-            error: the error.
-            exit_code: exit code of this rank.
-            expected: whether the error's message is written for the user, so that no stacks are
-                needed.
-        """
-        mine = Failure.of(
-            error, rank=self.rank, step=self.step, exit_code=exit_code, expected=expected
-        )
-        expected = expected and mine.kind not in COMMUNICATION
+    def fail(self, error: Exception) -> int:
+        """Report an error that ends the run, to the user and to the other ranks. Return the exit code."""
+        mine = Failure.of(error, rank=self.rank, step=self.step)
+        # The message is written for the user, so that no stacks are needed.
+        expected = explains_itself(error) and mine.kind not in COMMUNICATION
         agreed = self.report_failure(mine)
         if self.world_size > 1 or not expected:
             flight_recorder.dump(mine, at=where_failed(error), stacks=not expected)
@@ -163,7 +156,7 @@ class Monitor:
             self._print(agreed.reason)
         # Other ranks must read the failure before the store's process or agent is gone.
         self.peers.wait()
-        return exit_code
+        return mine.exit_code
 
     def report_failure(self, mine: Failure) -> Failure:
         """Publish this rank's failure. Return the run's failure, which may be another rank's."""

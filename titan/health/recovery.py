@@ -1,9 +1,6 @@
 """Recovery from steps whose loss is not finite or far off: train, skip, rewind or stop.
 
-A loss is far off if its robust z-score is high: its distance from the median of the losses before
-it, in units of their median absolute deviation times 1.4826. For normal losses this unit is the
-standard deviation, and a few outliers do not move it (Iglewicz and Hoaglin, "How to Detect and
-Handle Outliers", 1993).
+A loss is far off if its robust z-score among the losses before it is high (titan/base/spikes.py).
 
     skip      no update by this step; its samples are used up
     rewind    back to the newest checkpoint, and on without the samples that led here (PaLM, arXiv:2204.02311, section 5.1)
@@ -27,12 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan.async_scalars import AsyncScalars
+from titan.base.failure import RunFailure
+from titan.base.spikes import spike_score
 from titan.config.schema import FaultToleranceSection
-
-# 1 / 0.6745; 0.6745 is the third quartile of the standard normal distribution.
-_MAD_TO_SIGMA = 1.4826
-# Share of the median: if the loss hardly moves, small changes are no spikes.
-_LEAST_SIGMA = 0.01
 
 
 class StepAction(IntEnum):
@@ -48,13 +42,13 @@ class StepAction(IntEnum):
 _ACTIONS = {"off": StepAction.TRAIN} | {action.name.lower(): action for action in StepAction}
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(RunFailure):
     """Error: a loss or gradient norm is not finite. The message names the step, the ranks and the samples."""
 
     kind = "loss_not_finite"
 
 
-class SpikeError(RuntimeError):
+class SpikeError(RunFailure):
     """Error: a loss is far off and the policy is to stop, or too many losses were far off.
 
     The message has the z-score.
@@ -176,19 +170,3 @@ class Recovery:
                     f"{decision.reason}, after fault_tolerance.max_rewinds = {section.max_rewinds}"
                 )
                 self.decision = StepDecision(StepAction.STOP, reason)
-
-
-def spike_score(loss: float, before: deque[float]) -> float:
-    """Return the robust z-score of a loss.
-
-    Args:
-        loss: loss of a step.
-        before: losses of the steps before it.
-
-    Returns:
-        The score, below zero if the loss is below the median.
-    """
-    middle = median(before)
-    sigma = _MAD_TO_SIGMA * median(abs(x - middle) for x in before)
-    # Never 0: equal losses have no deviation.
-    return (loss - middle) / max(sigma, _LEAST_SIGMA * abs(middle), 1e-12)

@@ -29,6 +29,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from titan.base.failure import UserError
 from titan.run_writer import open_to_write, write_text_atomically
 from titan.untrusted import (
     Count,
@@ -50,7 +51,7 @@ _MAX_BYTES = 2**16
 _ATTEMPT = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
-class RunLocked(RuntimeError):
+class RunLocked(UserError):
     """Error: another run is alive in this folder. The message is for the user."""
 
 

@@ -1,67 +1,53 @@
-"""Standard hooks of a run, and hooks of other packages.
+"""Hooks of a run: titan's own, and those of other packages.
 
-An installed package adds a hook through the entry point group "titan.hooks":
+All of them are entry points of the group "titan.hooks", titan's own in its pyproject.toml:
 
     [project.entry-points."titan.hooks"]
-    my_hook = "my_package.hooks:MyHook"       # called with the trainer, returns a titan.hook.Hook, or None: this run needs none
+    my_hook = "my_package.hooks:MyHook"       # called with the run, returns a titan.hook.Hook, or None: this run needs none
 """
 
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint
+import sys
+from collections.abc import Callable
+from typing import Any
 
-from titan.config.plug_ins import plug_ins
-from titan.health.monitor import Monitor
-from titan.hook import Hook, RunContext
-from titan.hooks.checkpointing import Checkpointing
-from titan.hooks.compilation import Compilation
-from titan.hooks.evaluation import Evaluation
-from titan.hooks.experts import ExpertLoads
-from titan.hooks.metrics import Metrics
-from titan.hooks.mtp import MTPMetrics
-from titan.hooks.profiling import Profiling
-from titan.hooks.rank_times import RankTimes
-from titan.hooks.recording import Recording
-from titan.hooks.recovery import StepRecovery
-from titan.hooks.replay import Replay
-from titan.hooks.replica_check import ReplicaCheck
-from titan.hooks.run_events import RunEvents
-from titan.hooks.step_limit import StepLimit
-from titan.hooks.validation import Validation
+from titan.config.plug_ins import load_plug_in, plug_ins
+from titan.hook import Hook
+from titan.progress import RunProgress
+from titan.untrusted import InputError
 
-# By name: the simulator is above the trainer.
-TWIN = EntryPoint("twin", "titan.sim.twin.hook:Twin", "titan.hooks")
+HookFactory = Callable[[RunProgress], Hook | None]
 
 
-def standard_hooks(trainer: RunContext, *, monitor: Monitor | None = None) -> list[Hook]:
-    """Return the hooks of `titan train` in their order, with those of installed packages.
+def load_hooks() -> dict[str, HookFactory]:
+    """Import all hooks. Return their classes or functions by name, in the order of the classes' priorities.
+
+    Raises:
+        InputError: titan's own hooks are not registered.
+    """
+    loaded: dict[str, Any] = {entry.name: load_plug_in(entry) for entry in plug_ins("titan.hooks")}
+    if "metrics" not in loaded:
+        fix = f"install it again ({sys.executable} -m pip install ...)"
+        raise InputError(
+            f"the installation of titan is older than its code, and has no hooks: {fix}"
+        )
+    # A function has no priority before it returns a hook.
+    return dict(
+        sorted(loaded.items(), key=lambda item: getattr(item[1], "priority", Hook.priority))
+    )
+
+
+def standard_hooks(trainer: RunProgress) -> list[Hook]:
+    """Return the hooks of `titan train`, in the order of their priorities and then of their names.
 
     Args:
         trainer: the run.
-        monitor: monitor of the run; None: no limit on the time of a step.
     """
-    hooks: list[Hook] = [
-        # First, so that it times the work of all other hooks in a step.
-        StepLimit(trainer, monitor),
-        StepRecovery(trainer),
-        ReplicaCheck(trainer),
-        *([Replay(trainer)] if trainer.config.fault_tolerance.replay_every else []),
-        RunEvents(trainer),
-        RankTimes(trainer),
-        Profiling(trainer),
-        Compilation(trainer),
-        Validation(trainer),
-        Evaluation(trainer),
-        ExpertLoads(trainer),
-        *([Recording(trainer)] if trainer.config.debug.record_steps else []),
-        *([MTPMetrics(trainer)] if trainer.sizes.num_mtp_modules else []),
-        *([TWIN.load()(trainer)] if trainer.config.simulator.twin else []),
-        # Last, since a checkpoint has the step's row, and a row has the columns of all other hooks.
-        Checkpointing(trainer),
-        Metrics(trainer),
-    ]
-    # Sorted by name, since every rank must call hooks in the same order.
-    for entry in plug_ins("titan.hooks"):
-        if hook := entry.load()(trainer):
-            hooks.insert(0 if hook.is_first else -2, hook)
-    return hooks
+    built: list[tuple[int, str, Hook]] = []
+    # Every rank builds them in the same order, too: some communicate.
+    for name, factory in load_hooks().items():
+        hook = factory(trainer)
+        if hook is not None:
+            built.append((-1 if hook.is_first else hook.priority, name, hook))
+    return [hook for *_, hook in sorted(built, key=lambda row: row[:2])]

@@ -21,17 +21,20 @@ from titan.config.render import to_toml
 from titan.config.resume_diff import changed_model, changed_settings, job_facts
 from titan.config.schema import JobConfig
 from titan.data.tokenizer import Tokenizer
-from titan.hook import Hook, RunContext, StepResult
+from titan.hook import Hook, StepResult
 from titan.optim.schedule import rate_jump
 from titan.parallel.torch_compat import set_timeout
 from titan.parallelize import torch_dtype
+from titan.progress import RunProgress
 from titan.untrusted import InputError
 
 
 class Checkpointing(Hook):
     """Checkpoints of a run, due by step, by time, or because the run has to stop. All ranks save together."""
 
-    def __init__(self, trainer: RunContext) -> None:
+    priority = 900  # a checkpoint has the columns of all hooks before it, and its own row after it
+
+    def __init__(self, trainer: RunProgress) -> None:
         self.trainer, self.section = trainer, trainer.config.checkpoint
         self.manager = CheckpointManager(
             self.section,
@@ -335,7 +338,7 @@ def _describe_export(config: JobConfig, tokenizer: Tokenizer | None) -> Export |
     return export
 
 
-def _wait_for_copy(trainer: RunContext, manager: CheckpointManager, *_: Any) -> None:
+def _wait_for_copy(trainer: RunProgress, manager: CheckpointManager, *_: Any) -> None:
     """Wait until the asynchronous copy of the state is done, before the optimizer changes it."""
     with trainer.timer.pause("checkpoint"):
         manager.staging.before_update()

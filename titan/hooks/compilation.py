@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 from datetime import timedelta
 
-from titan.hook import Hook, RunContext
+from titan.hook import Hook
 from titan.hooks.checkpointing import Checkpointing
 from titan.hooks.evaluation import Evaluation
 from titan.hooks.validation import Validation
 from titan.parallel.torch_compat import set_timeout, start_compile_workers
+from titan.progress import RunProgress
 
 _LOG = logging.getLogger("titan")
 
@@ -24,7 +25,9 @@ class Compilation(Hook):
     recompilations at logged steps.
     """
 
-    def __init__(self, trainer: RunContext) -> None:
+    priority = 70
+
+    def __init__(self, trainer: RunProgress) -> None:
         self.trainer = trainer
         self._seconds = trainer.config.comm.init_timeout_seconds  # the limit at the trainer's start
         section = trainer.config.compile
@@ -36,7 +39,7 @@ class Compilation(Hook):
 
         The first step of the run and of each phase compiles, and gets the longer limit.
         """
-        self._limit(is_long=self.trainer.step in self._first_steps)
+        self._limit(is_long=self.trainer.compiles_this_step)
 
     def step_end(self) -> None:
         trainer = self.trainer
@@ -50,11 +53,6 @@ class Compilation(Hook):
         if log is not None and trainer.logs_this_step:
             for warning in log.warnings():
                 _LOG.warning(f"step {trainer.step}: {warning}")
-
-    @property
-    def _first_steps(self) -> set[int]:
-        trainer = self.trainer
-        return {trainer.first_step, *(phase.first_step for phase in trainer.phases)}
 
     def _limit(self, *, is_long: bool) -> None:
         """Set the limit of all groups. If no rank connects or compiles, a slow collective hangs."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from titan.data.examples import read_task
-from titan.hook import Hook, RunContext, StepResult
+from titan.hook import Hook, StepResult
 from titan.observe.clock import Window
 from titan.observe.rows import Row
 from titan.optim.average import averaged
+from titan.progress import RunProgress
 
 
 class Evaluation(Hook):
@@ -24,7 +25,9 @@ class Evaluation(Hook):
         rows: encoded examples of each task.
     """
 
-    def __init__(self, trainer: RunContext) -> None:
+    priority = 90
+
+    def __init__(self, trainer: RunProgress) -> None:
         self.trainer = trainer
         self.row: Row = {}
         self.scorer: Any = None

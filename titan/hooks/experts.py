@@ -18,9 +18,10 @@ from torch import Tensor
 
 from titan.async_scalars import AsyncScalars
 from titan.config.model import num_blocks
-from titan.hook import Hook, RunContext, StepResult
+from titan.hook import Hook, StepResult
 from titan.hooks.metrics import Metrics
 from titan.observe.clock import Window
+from titan.progress import RunProgress
 from titan.run_writer import run_files
 from titan.train_step import StepReport
 
@@ -34,7 +35,9 @@ class ExpertLoads(Hook):
         measured: loads and biases of the last step, if it was logged.
     """
 
-    def __init__(self, trainer: RunContext) -> None:
+    priority = 100
+
+    def __init__(self, trainer: RunProgress) -> None:
         self.trainer, sizes = trainer, trainer.sizes
         self.num_experts: int = sizes.num_experts
         is_moe = [self.num_experts > 0 and sizes.is_moe_layer(n) for n in range(num_blocks(sizes))]

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from titan.config.phases import Phase
-from titan.hook import Hook, RunContext, StepResult
+from titan.hook import Hook, StepResult
 from titan.hooks.evaluation import Evaluation
 from titan.hooks.validation import Validation
 from titan.observe.columns import empty_row
@@ -20,6 +20,7 @@ from titan.observe.flops import flops_by_dtype, model_tflops, utilization
 from titan.observe.memory import peak_memory
 from titan.observe.metrics import MetricsLog, finite
 from titan.observe.rows import Row
+from titan.progress import RunProgress
 
 _STATUS_S = 2.0  # seconds between writes of status.json: a rename may wait for the disk, as long as some steps of a small model
 
@@ -35,9 +36,10 @@ class Metrics(Hook):
         row: the newest row.
     """
 
+    priority = 910
     state_key = "metrics"
 
-    def __init__(self, trainer: RunContext) -> None:
+    def __init__(self, trainer: RunProgress) -> None:
         self.trainer = trainer
         self.log: MetricsLog | None = None
         self.losses: list[float] = []

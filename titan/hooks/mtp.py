@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from titan.async_scalars import AsyncScalars
 from titan.data.base import TensorBatch
-from titan.hook import Hook, RunContext, StepResult
+from titan.hook import Hook, StepResult
 from titan.observe.clock import Window
+from titan.progress import RunProgress
 from titan.train_step import StepReport
 
 
@@ -23,7 +24,9 @@ class MTPMetrics(Hook):
         measured: loss of the last step, if it was logged.
     """
 
-    def __init__(self, trainer: RunContext) -> None:
+    priority = 120
+
+    def __init__(self, trainer: RunProgress) -> None:
         self.trainer = trainer
         self.means: list[torch.Tensor] = getattr(trainer.train_step.loss_sum, "means", [])
         self.measured: AsyncScalars | None = None
@@ -46,3 +49,8 @@ class MTPMetrics(Hook):
 
     def columns(self, window: Window, result: StepResult) -> dict[str, Any]:
         return {} if self.measured is None else {"mtp_loss": self.measured.values()[0]}
+
+
+def hook(trainer: RunProgress) -> MTPMetrics | None:
+    """Return the hook of a model with modules for multi-token prediction."""
+    return MTPMetrics(trainer) if getattr(trainer.sizes, "num_mtp_modules", 0) else None

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from titan.hook import Hook, RunContext
+from titan.hook import Hook
 from titan.observe.profiler import Profiler
+from titan.progress import RunProgress
 
 
 class Profiling(Hook):
     """Profiler around each step. Its own time is taken out of the throughput."""
 
-    def __init__(self, trainer: RunContext) -> None:
+    priority = 60
+
+    def __init__(self, trainer: RunProgress) -> None:
         self.trainer = trainer
         self.profiler: Profiler | None = None
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from titan.hook import Hook, RunContext, StepResult
+from titan.hook import Hook, StepResult
 from titan.observe.clock import Window
 from titan.observe.ranks import ForwardClock, Stragglers, TimesLog
+from titan.progress import RunProgress
 
 _LOG = logging.getLogger("titan")
 
@@ -20,7 +21,9 @@ _LOG = logging.getLogger("titan")
 class RankTimes(Hook):
     """Own times, which ranks share at logged steps and write to logs/rank-N.times.jsonl."""
 
-    def __init__(self, trainer: RunContext) -> None:
+    priority = 50
+
+    def __init__(self, trainer: RunProgress) -> None:
         self.trainer = trainer
         self.hosts: list[str] = [socket.gethostname()] * trainer.world_size
         if trainer.world_size > 1:

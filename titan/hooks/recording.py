@@ -6,8 +6,9 @@ import logging
 from collections.abc import Sequence
 
 from titan.data.base import TensorBatch
-from titan.hook import Hook, RunContext
+from titan.hook import Hook
 from titan.observe.recorded import FOLDER, write_step
+from titan.progress import RunProgress
 from titan.recording import StepRecorder
 from titan.train_step import StepReport
 
@@ -17,7 +18,9 @@ _LOG = logging.getLogger("titan")
 class Recording(Hook):
     """Record of the steps of `debug.record_steps`, in the folder `recorded` of the run."""
 
-    def __init__(self, trainer: RunContext) -> None:
+    priority = 110
+
+    def __init__(self, trainer: RunProgress) -> None:
         debug = trainer.config.debug
         self.trainer, self.steps = trainer, frozenset(debug.record_steps)
         self.recorder = StepRecorder(trainer.train_step, perturbed=debug.record_perturbed)
@@ -33,3 +36,8 @@ class Recording(Hook):
             if trainer.rank == 0:
                 write_step(trainer.run_dir, recorded)
                 _LOG.info("recorded step %s in %s/%s", trainer.step, trainer.run_dir, FOLDER)
+
+
+def hook(trainer: RunProgress) -> Recording | None:
+    """Return the hook of a run with `debug.record_steps`."""
+    return Recording(trainer) if trainer.config.debug.record_steps else None

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from titan.async_scalars import AsyncScalars
 from titan.health.recovery import NonFiniteError, Recovery, SpikeError, StepAction
-from titan.hook import Hook, RunContext, StepResult
+from titan.hook import Hook, StepResult
 from titan.hooks.checkpointing import Checkpointing
 from titan.observe.clock import Window
+from titan.progress import RunProgress
 from titan.train_step import StepReport
 
 
@@ -32,9 +33,10 @@ class StepRecovery(Hook):
         skipped: skipped steps whose results were not read yet.
     """
 
+    priority = 10
     state_key = "recovery"
 
-    def __init__(self, trainer: RunContext) -> None:
+    def __init__(self, trainer: RunProgress) -> None:
         self.trainer = trainer
         self.recovery = Recovery(trainer.config.fault_tolerance, device=trainer.device)
         # Judging needs the loss before the update, so the host waits for the device in each step.

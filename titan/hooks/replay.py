@@ -11,14 +11,17 @@ import torch
 import torch.distributed as dist
 
 from titan.data.base import TensorBatch
-from titan.hook import Hook, RunContext
+from titan.hook import Hook
 from titan.parallel.replay import BitsError, bits_of, describe, first_difference
+from titan.progress import RunProgress
 
 
 class Replay(Hook):
     """Check of the devices before a step. The step itself computes what it would compute without it."""
 
-    def __init__(self, trainer: RunContext) -> None:
+    priority = 30
+
+    def __init__(self, trainer: RunProgress) -> None:
         self.trainer, self.section = trainer, trainer.config.fault_tolerance
 
     def before_forward(self, batches: Sequence[TensorBatch]) -> None:
@@ -77,3 +80,8 @@ class Replay(Hook):
 _ORDER = (
     "an operation adds up in another order each time: debug.deterministic = true rules that out"
 )
+
+
+def hook(trainer: RunProgress) -> Replay | None:
+    """Return the hook of a run with `fault_tolerance.replay_every`."""
+    return Replay(trainer) if trainer.config.fault_tolerance.replay_every else None

@@ -5,15 +5,18 @@ It runs every `fault_tolerance.check_replicas_every_n_steps`.
 
 from __future__ import annotations
 
-from titan.hook import Hook, RunContext
+from titan.hook import Hook
 from titan.parallel.replicas import require_equal_replicas
+from titan.progress import RunProgress
 from titan.train_step import StepReport
 
 
 class ReplicaCheck(Hook):
     """Check of replicas. All ranks raise ReplicaError if replicas differ."""
 
-    def __init__(self, trainer: RunContext) -> None:
+    priority = 20
+
+    def __init__(self, trainer: RunProgress) -> None:
         self.trainer = trainer
         self.every = trainer.config.fault_tolerance.check_replicas_every_n_steps
 

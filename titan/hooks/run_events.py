@@ -6,15 +6,18 @@ import math
 from collections import deque
 from typing import Any
 
-from titan.health.recovery import spike_score
-from titan.hook import Hook, RunContext, StepResult
+from titan.base.spikes import spike_score
+from titan.hook import Hook, StepResult
 from titan.observe.clock import Window
+from titan.progress import RunProgress
 
 
 class RunEvents(Hook):
     """Events of a run: the beginning of its steps, spikes, and goodput."""
 
-    def __init__(self, trainer: RunContext) -> None:
+    priority = 40
+
+    def __init__(self, trainer: RunProgress) -> None:
         self.trainer = trainer
         section = trainer.config.fault_tolerance
         self.threshold = section.spike_threshold
@@ -48,7 +51,7 @@ class RunEvents(Hook):
 
 
 class Spikes:
-    """Robust z-scores (titan/health/recovery.py) of loss and gradient norm among recent steps."""
+    """Robust z-scores (titan/base/spikes.py) of loss and gradient norm among recent steps."""
 
     def __init__(self, *, window: int, min_steps: int) -> None:
         self._before = (deque[float](maxlen=window), deque[float](maxlen=window))

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from titan.health.monitor import Monitor
-from titan.hook import Hook, RunContext
+from titan.hook import Hook
+from titan.progress import RunProgress
 
 
 class StepLimit(Hook):
-    """Time limit of steps, kept by the monitor. Validation and saving are not limited."""
+    """Time limit of steps, kept by the run's supervisor. Validation and saving are not limited."""
 
-    def __init__(self, trainer: RunContext, monitor: Monitor | None) -> None:
+    priority = 0  # the first hook, so that it times the work of all others in a step
+
+    def __init__(self, trainer: RunProgress) -> None:
         self.trainer = trainer
-        self.monitor = monitor or Monitor(trainer.run_dir)  # not started, so it does not watch
 
     def step_begin(self) -> None:
         trainer = self.trainer
-        # The first step of the run and of each phase compiles, and the very first connects to other ranks.
-        is_first = trainer.step in {trainer.first_step, *(p.first_step for p in trainer.phases)}
-        set_up_s = trainer.config.comm.init_timeout_seconds if is_first else 0
-        self.monitor.begin(trainer.step, extra_s=set_up_s)
+        # The very first step also connects to other ranks.
+        set_up_s = trainer.config.comm.init_timeout_seconds if trainer.compiles_this_step else 0
+        trainer.supervisor.beat(trainer.step, extra_s=set_up_s)
 
     def step_end(self) -> None:
-        self.monitor.end()
+        self.trainer.supervisor.beat()
 
     rewound = step_end

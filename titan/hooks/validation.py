@@ -9,10 +9,11 @@ import torch.distributed as dist
 
 from titan.async_scalars import AsyncScalars, to_device
 from titan.data.base import TensorBatch
-from titan.hook import Hook, RunContext, StepResult
+from titan.hook import Hook, StepResult
 from titan.observe.clock import Window
 from titan.observe.rows import Row
 from titan.optim.average import averaged
+from titan.progress import RunProgress
 
 
 class Validation(Hook):
@@ -23,7 +24,9 @@ class Validation(Hook):
         texts: newest generated texts by their prompts.
     """
 
-    def __init__(self, trainer: RunContext) -> None:
+    priority = 80
+
+    def __init__(self, trainer: RunProgress) -> None:
         self.trainer, self.section = trainer, trainer.config.validation
         self.row: Row | None = None
         self.texts: Mapping[str, str] | None = None

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from titan.base.failure import UserError
+
 from .activation import selection_of
 from .random_numbers import require_restored
 from .selective import outside_selection, show_programs_to_checkpoints
@@ -32,7 +34,7 @@ from .traits import blocks_in, traits_of
 CompileMode = Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"]
 
 
-class BackendError(ValueError):
+class BackendError(UserError, ValueError):
     """Name of a compiler backend that torch does not have. The message is for the user."""
 
 

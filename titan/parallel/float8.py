@@ -33,6 +33,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from titan.base.failure import UserError
+
 # The oldest compute capability with such matmuls: Ada, Hopper, Blackwell; MI300 (gfx942), MI350 (gfx950).
 _NVIDIA = {"tensorwise": (8, 9), "rowwise": (9, 0), "mxfp8": (10, 0)}
 _AMD = {"tensorwise": (9, 4), "rowwise": (9, 4), "mxfp8": (9, 5)}
@@ -43,7 +45,7 @@ _SMALL = "auto_filter_small_kn"
 _OWN_PARTS = ("local_tokens", "partial", "colwise_part")  # styles on plain tensors
 
 
-class Float8Error(ValueError):
+class Float8Error(UserError, ValueError):
     """Float8 that this device or installation cannot do. The message is for the user."""
 
 

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten
 
+from titan.base.failure import RunFailure
+
 from .module_hooks import hook_outputs, is_recomputation
 
 Place = tuple[str, str, int]
@@ -25,10 +27,10 @@ _WORDS = 2**20  # of 8 bytes, at a time: memory for 24 MiB
 _MULTIPLIER = 0x2545F4914F6CDD1D  # odd, so that no bit is lost
 
 
-class BitsError(RuntimeError):
+class BitsError(RunFailure):
     """Different bits of the same computation. The message names rank, host and module."""
 
-    kind = "replay_differs"  # of a failure
+    kind = "replay_differs"
 
 
 def bits_of(parts: Sequence[nn.Module], passes: Callable[[], object]) -> Bits:

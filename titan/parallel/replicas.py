@@ -15,15 +15,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from titan.base.failure import RunFailure
+
 from .float8 import plain
 
 ReplicaGroups = dict[dist.ProcessGroup, list[tuple[str, Tensor]]]
 
 
-class ReplicaError(RuntimeError):
+class ReplicaError(RunFailure):
     """Different weights on replicas. The message names ranks and parameters."""
 
-    kind = "replicas_differ"  # of a failure
+    kind = "replicas_differ"
 
 
 @torch.no_grad()

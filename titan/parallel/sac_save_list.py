@@ -22,6 +22,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from titan.base.failure import UserError
+
 GROUPS: dict[str, tuple[str, ...]] = {
     "matmul": ("aten.mm", "aten.addmm", "aten.bmm", "aten._scaled_mm", "aten._grouped_mm"),
     "attention": (
@@ -40,7 +42,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 DEFAULT_KEEP = ("matmul/2", "attention", "network", "scales")
 
 
-class SaveListError(ValueError):
+class SaveListError(UserError, ValueError):
     """Entry without a meaning, or operation or module that does not exist. The message is for the user."""
 
 

@@ -17,12 +17,12 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from titan.checkpoint import CheckpointError, SaveFailed
+from titan.base.failure import RunFailure
+from titan.checkpoint import CheckpointError
 from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.manifest import list_steps
 from titan.checkpoint.storage import Location, as_location, join, name_of
 from titan.checks.text_identity import require_one_tokenizer
-from titan.config.load import ConfigError
 from titan.config.render import to_toml
 from titan.config.schema import CheckpointSection
 from titan.data.tokenizer_files import FOLDER, read_asset, with_tokenizer, write_files
@@ -118,9 +118,9 @@ def main(argv: Sequence[str]) -> int:
             sources = _newest(sources, args.last)
         weights = [float(weight) for weight in (args.weights or "").split(",") if weight]
         print(average(sources, args.output, weights=weights))
-    except (ConfigError, InputError, SaveFailed, ValueError) as error:
+    except (RunFailure, ValueError) as error:
         print(f"titan average: {error}", file=sys.stderr)
-        return 1 if isinstance(error, SaveFailed) else 2
+        return error.exit_code if isinstance(error, RunFailure) else 2
     return 0
 
 

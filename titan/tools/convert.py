@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan.checkpoint import CheckpointError, SaveFailed
+from titan.base.failure import RunFailure
+from titan.checkpoint import CheckpointError
 from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.commit import CheckpointGroup
 from titan.checkpoint.export import (
@@ -46,7 +47,6 @@ from titan.checkpoint.huggingface import (
 from titan.checkpoint.quantized import values_name
 from titan.checkpoint.storage import Location, as_location
 from titan.checks.text_identity import tokenizer_facts
-from titan.config.load import ConfigError
 from titan.config.options import TRUST_OPTION
 from titan.config.plug_ins import load_plug_ins
 from titan.config.schema import CheckpointSection
@@ -62,7 +62,6 @@ from titan.tools.saved_model import (
     open_run_tokenizer,
     require_average,
 )
-from titan.untrusted import InputError
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -296,8 +295,8 @@ def main(argv: Sequence[str]) -> int:
             options = {"file_bytes": args.max_shard_size, "tokenizer": args.tokenizer}
             options |= {"average": args.average, "trust_remote_code": args.trust_remote_code}
             messages = to_hf(args.source, args.output, dtype=dtype, **options)
-    except (ConfigError, InputError, SaveFailed) as error:
+    except RunFailure as error:
         print(f"titan convert: {error}", file=sys.stderr)
-        return 1 if isinstance(error, SaveFailed) else 2
+        return error.exit_code
     print("\n".join(messages))
     return 0

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from titan.hook import Hook, RunContext
+    from titan.hook import Hook
+    from titan.progress import RunProgress
 
 
-def hook(run: RunContext) -> Hook | None:
+def hook(run: RunProgress) -> Hook | None:
     """Return the hook of a run with `fault_tolerance.enable`."""
     from .section import groups_of
 

@@ -25,11 +25,12 @@ from torch.distributed.tensor import DTensor
 
 from titan.config.render import to_toml
 from titan.data.base import ShardSpec
-from titan.hook import Hook, RunContext
+from titan.hook import Hook
 from titan.hooks.checkpointing import Checkpointing
 from titan.hooks.step_limit import StepLimit
 from titan.observe.clock import Window
 from titan.optim.optimizers import allocate_state
+from titan.progress import RunProgress
 from titan.train_step import StepReport
 from titan.untrusted import InputError
 
@@ -49,7 +50,7 @@ class Elastic(Hook):
 
     judges = is_first = True
 
-    def __init__(self, trainer: RunContext) -> None:
+    def __init__(self, trainer: RunProgress) -> None:
         self.trainer = trainer
         self.groups = ReplicaGroups(
             groups_of(trainer.config),

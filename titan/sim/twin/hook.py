@@ -29,11 +29,12 @@ import torch.distributed as dist
 
 from titan import bench
 from titan.data.packing import Batch
-from titan.hook import Hook, RunContext, StepResult
+from titan.hook import Hook, StepResult
 from titan.hooks.rank_times import RankTimes
 from titan.observe.clock import Window
 from titan.observe.memory import allocator_retries
 from titan.observe.ranks import PhaseClock
+from titan.progress import RunProgress
 from titan.sim.twin.drift import Drift, DriftWatch, RowTimes, SlowLink
 from titan.train_step import StepReport
 
@@ -57,7 +58,9 @@ _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROU
 class Twin(Hook):
     """Hook that writes predicted and measured times at logged steps, and reports drifts."""
 
-    def __init__(self, trainer: RunContext) -> None:
+    priority = 130
+
+    def __init__(self, trainer: RunProgress) -> None:
         self.trainer, config = trainer, trainer.config
         self.clock = PhaseClock(device=trainer.device)
         trainer.train_step.call_on_event(self.clock.mark)
@@ -289,10 +292,15 @@ class Twin(Hook):
             self.prediction.stop()
 
 
+def hook(trainer: RunProgress) -> Twin | None:
+    """Return the hook of a run with `simulator.twin`."""
+    return Twin(trainer) if trainer.config.simulator.twin else None
+
+
 class Prediction:
     """Simulation of the job in a separate process."""
 
-    def __init__(self, trainer: RunContext) -> None:
+    def __init__(self, trainer: RunProgress) -> None:
         self.trainer = trainer
         self.file = trainer.run_dir / "twin.json"
         self.messages = trainer.run_dir / "logs" / "twin.txt"

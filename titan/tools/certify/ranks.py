@@ -22,6 +22,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from titan.base.failure import UserError
 from titan.health.errors import COMMUNICATION, kind_of
 
 AFTER_FAILURE_S = 2
@@ -49,9 +50,7 @@ class RankError:
     @staticmethod
     def of(error: BaseException, *, rank: int, world: int) -> RankError:
         """Return the record of the error that this process handles."""
-        from titan.refusals import REFUSALS
-
-        refuses = isinstance(error, REFUSALS)
+        refuses = isinstance(error, UserError)
         first = next(iter(str(error).splitlines()), "")
         return RankError(
             text=f"rank {rank} of {world}:\n{traceback.format_exc()}",

@@ -18,19 +18,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from titan.base.failure import UserError
 from titan.config.layout import AXES, resolve_layout
 from titan.config.phases import Phase
 from titan.config.schema import JobConfig
 from titan.data.base import TensorBatch
 from titan.parallel import build_mesh
-from titan.parallel.float8 import Float8Error
 from titan.parallel.init_weights import canonical_name
 from titan.parallel.mesh import axis_rank, axis_size
 from titan.recording import StepRecorder
 from titan.resolved import resolve_job
 from titan.tasks import task_of
 from titan.train_step import TrainStep, build_train_step
-from titan.untrusted import InputError
 
 CPU, BOUND = torch.device("cpu"), 1e-5
 WHAT = ("losses", "norms", "gradients", "weights")
@@ -70,7 +69,7 @@ def train_job(config: JobConfig, recorded: bool = False, perturbed: int = 0) -> 
     job = resolve_job(config, layout, device="cpu")
     try:
         train_step = build_train_step(job, device=CPU, mesh=mesh)
-    except (InputError, Float8Error) as error:  # on all ranks: only the model tells
+    except UserError as error:  # on all ranks: only the model tells
         return {"refused": str(error)}
     recorder = StepRecorder(train_step, perturbed=perturbed) if recorded else None
     names = ("torch", "transformers", "torchao")

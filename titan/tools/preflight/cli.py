@@ -124,9 +124,9 @@ def check_all(
     """Measure, find problems and print; then run the steps of `job`. All ranks call it in a process group."""
     import torch.distributed as dist
 
+    from titan.base.failure import RunFailure
     from titan.observe.estimate import estimate_memory
     from titan.parallelize import torch_dtype
-    from titan.refusals import REFUSALS
     from titan.tools.preflight import judge, measure
     from titan.tools.preflight.dry_run import dry_run, explain, out_of_memory
 
@@ -166,7 +166,7 @@ def check_all(
             result = dry_run(config, layout, device=device, mesh=mesh)
         except Exception as error:
             text = explain(error, rank=rank, host=mine.host)
-            is_known = isinstance(error, REFUSALS)
+            is_known = isinstance(error, RunFailure)
             if not is_known and not out_of_memory(error):
                 traceback.print_exc()
             print(f"PROBLEM  {text}", flush=True)

@@ -1,0 +1,1 @@
+"""Parts that everything else may use. They import nothing of titan outside this folder."""

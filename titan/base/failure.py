@@ -1,0 +1,28 @@
+"""Base classes of the errors by which a run, or another command, ends with a line instead of a traceback.
+
+`titan train` and the other commands know these classes alone: an error says itself how the process ends.
+"""
+
+from __future__ import annotations
+
+
+class RunFailure(Exception):
+    """Failure whose message explains it to the user.
+
+    Attributes:
+        kind: key of the doctor's table (titan/tools/doctor/diagnosis.py); empty: that of its cause.
+        exit_code: exit code of the process.
+    """
+
+    kind: str = ""
+    exit_code: int = 1
+
+    def __init__(self, message: object = "", *, kind: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind or self.kind
+
+
+class UserError(RunFailure):
+    """Failure that is the user's to mend."""
+
+    exit_code = 2

@@ -1,0 +1,1 @@
+"""Supervision of runs, which the core does without."""

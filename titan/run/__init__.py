@@ -1,0 +1,1 @@
+"""The run around the training step."""
