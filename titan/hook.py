@@ -10,6 +10,7 @@
       flags             numbers of which every rank gets the maximum, in one all-reduce for all hooks
       result            a step's numbers have reached the host: on a device one step late, unless
       needs_results     some hook needs them in this very step
+      validates         `step_end` of this step runs the model on other samples: it may compile, and the step gets a row
       step_end          the step is over: validate, save, log
       columns           more columns for the row of metrics.jsonl that a logged step writes
       rewound           back at an earlier step
@@ -121,8 +122,11 @@ class Hook:
 
     def result(self, result: StepResult) -> None: ...
 
-    def needs_results(self) -> bool:
+    def validates(self) -> bool:
         return False
+
+    def needs_results(self) -> bool:
+        return self.validates()
 
     def step_end(self) -> None: ...
 
