@@ -60,6 +60,10 @@ ABOVE = {
     "cli": {"cli"},
     "contrib": {"contrib"},
 }
+# Parts behind entry points, beside those in titan/contrib: none but the part itself imports these modules. Each can be deleted.
+OPTIONAL = {
+    "evaluation": "checks.evaluation_rules data.examples data.passes data.scoring hooks.evaluation tools.evaluate",
+}
 # They build the model of a plug-in, and call the loss of one, to check it.
 TORCH_IN_CONFIG = {"titan.config.loss", "titan.config.model"}
 
@@ -155,6 +159,13 @@ def test_nothing_knows_titan_contrib() -> None:
         if names - {file.split("/")[2] if file.startswith("titan/contrib/") else ""}
     }
     assert strangers == {}
+
+
+def test_no_part_imports_an_optional_one() -> None:
+    for part in OPTIONAL.values():
+        own = {f"titan.{name}" for name in part.split()}
+        users = {m for m in SOURCES if imports(m) & own} - own
+        assert {m for m in users if not m.startswith("titan.contrib.")} == set(), part
 
 
 def test_config_imports_no_torch() -> None:

@@ -82,10 +82,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "let the shell complete commands, files and keys",
         "titan.tools.completion:main",
     ),
-    "evaluate": (
-        "score tasks with a checkpoint or a Hugging Face folder",
-        "titan.tools.evaluate:main",
-    ),
 }
 
 

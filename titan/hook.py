@@ -1,7 +1,7 @@
 """Hooks of a run: their events, and when the loop of titan/trainer.py calls them. Hooks observe; the trainer acts.
 
     resume, start
-      before_step, step_begin, before_forward, accept, updated, flags, result, needs_results, step_end, columns
+      before_step, step_begin, before_forward, accept, updated, flags, result, validates, needs_results, step_end, columns
       rewound         in place of the rest of a step
     failed, close
 
@@ -110,9 +110,13 @@ class Hook:
     def result(self, result: StepResult) -> None:
         """Read the numbers of a step that have reached the host: on a device one step late, unless a hook needs them."""
 
+    def validates(self) -> bool:
+        """Return whether `step_end` of this step runs the model on other samples: it may compile, and the step gets a row."""
+        return False
+
     def needs_results(self) -> bool:
         """Return whether this hook needs the numbers of this very step."""
-        return False
+        return self.validates()
 
     def step_end(self) -> None:
         """End the step: validate, save, log."""

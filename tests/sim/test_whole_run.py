@@ -23,7 +23,7 @@ from titan.checkpoint.interval import (
 )
 from titan.cli import main
 from titan.config.model import model_config
-from titan.config.schema import EvaluationSection
+from titan.contrib.evaluation.section import EvaluationSection
 from titan.models.llama3 import build_model
 from titan.sim.price.profiles import load_profile
 from titan.sim.report.whole_run import phase_facts, save_times_s, state_bytes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +13,6 @@ import torch
 from tests.support.ranks import Pool
 from tests.support.scripted import SHAPES, write_folder
 from titan.cli import main as titan
-from titan.tasks import task_of
-from titan.tasks.next_token import NextToken
 from titan.tools import evaluate
 
 transformers = pytest.importorskip("transformers")
@@ -108,13 +105,9 @@ def scored(
     weights = evaluate.find_weights(Path(folder), [], tokenizer="", world_size=1)
     scorer = evaluate.build_scorer(weights, device=torch.device("cpu"))
     scores = scorer.score([scorer.row(*pair) for pair in pairs], batch=4)
-    task = task_of(weights.config)
-    assert isinstance(task, NextToken)
-    section = {"enable": True, "prompts": PROMPTS, "prompt_tokens": 12}
+    section = {"prompts": PROMPTS, "prompt_tokens": 12}
     section = weights.config.validation.model_copy(update=section)
-    task.config = weights.config.model_copy(update={"validation": section})
-    task.cached_scorer = scorer
-    return scores, task.generate(SimpleNamespace(train_step=scorer.train_step))  # pyright: ignore
+    return scores, scorer.continue_prompts(section)
 
 
 def test_log_likelihoods_are_transformers(

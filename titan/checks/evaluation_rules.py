@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from titan.config.errors import RuleViolation
 from titan.config.schema import JobConfig
 from titan.config.task import task_module
-from titan.data.examples import read_task
-from titan.untrusted import InputError
+from titan.data.examples import is_file, read_task
+from titan.data.tokenizer_base import fingerprint
+from titan.untrusted import InputError, read_bytes
 
 
 def check_evaluation(config: JobConfig) -> Iterator[RuleViolation]:
@@ -18,29 +20,57 @@ def check_evaluation(config: JobConfig) -> Iterator[RuleViolation]:
 
     Two tasks must not have columns of one name.
     """
+    job: Any = config
     with suppress(KeyError):  # `check_task` reports it
         if task_module(config) is not None:
-            wanted = {
-                "evaluation": config.evaluation,
-                "validation.prompts": config.validation.prompts,
-            }
+            wanted = {"evaluation": job.evaluation, "validation.prompts": job.validation.prompts}
             for key in (key for key, value in wanted.items() if value):
                 yield key, "needs next-token prediction, and this model has another task; remove it"
-    if config.validation.prompts and not config.validation.enable:
+    if job.validation.prompts and not job.validation.enable:
         yield "validation.prompts", "has no effect: set validation.enable = true, or remove it"
     used: set[str] = set()
-    for number, section in enumerate(config.evaluation):
-        for task in section.tasks:
-            if (name := Path(task).stem) in used:
-                yield f"evaluation[{number}].tasks", f'two tasks are named "{name}"; rename a file'
-            used.add(name)
+    for key, task, _ in _tasks(config):
+        if (name := Path(task).stem) in used:
+            yield key, f'two tasks are named "{name}"; rename a file'
+        used.add(name)
 
 
 def check_task_files(config: JobConfig) -> Iterator[RuleViolation]:
-    """Read the tasks as the run will. This is part of the checks of a machine."""
+    """Read the tasks as the run will, and look for answers that no row can hold. This is part of the checks of a machine."""
+    from titan.checks.machine import try_tokenizer  # opens files of data
+
+    length = config.training.seq_len
+    for key, task, num_examples in _tasks(config):
+        try:
+            pairs = read_task(task, num_examples=num_examples).pairs
+        except InputError as error:
+            yield key, str(error)
+            continue
+        # A token has at least one byte, so few answers have to be encoded.
+        long = [answer for _, answer in pairs if len(answer.encode()) > length]
+        tokenizer = try_tokenizer(config) if long else None
+        for answer in long if tokenizer else ():
+            if (count := len(tokenizer.encode(answer))) > length:  # pyright: ignore[reportOptionalMemberAccess]
+                fault = (
+                    f"{task}: an answer has {count:,} tokens, and training.seq_len is {length:,}"
+                )
+                yield key, f"{fault}: raise that, or shorten {answer[:40]!r}..."
+                break
+
+
+def task_facts(config: JobConfig) -> dict[str, Any]:
+    """Return the identity of each file of a task, for titan.json."""
+    facts = {}
+    for key, task, _ in _tasks(config):
+        if is_file(task):
+            content = read_bytes(Path(task).expanduser())
+            identity = fingerprint(content)
+            facts[f"{key}, {task}"] = {"files": 1, "bytes": len(content), "identity": identity}
+    return facts
+
+
+def _tasks(config: Any) -> Iterator[tuple[str, str, int]]:
+    """Yield each task of a job, with its key before it and the number of its examples after it."""
     for number, section in enumerate(config.evaluation):
         for task in section.tasks:
-            try:
-                read_task(task, num_examples=section.num_examples)
-            except InputError as error:  # noqa: PERF203 (each task has its own line)
-                yield f"evaluation[{number}].tasks", str(error)
+            yield f"evaluation[{number}].tasks", task, section.num_examples

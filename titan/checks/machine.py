@@ -16,7 +16,6 @@ from typing import Any
 
 from titan.checkpoint.manifest import METADATA, NAME, list_steps
 from titan.checkpoint.storage import as_location, join, storage_of
-from titan.checks.evaluation_rules import check_task_files
 from titan.checks.text_identity import other_tokenizer, sources_of
 from titan.config import schema as s
 from titan.config.errors import Problem, RuleViolation, violations_of
@@ -27,7 +26,6 @@ from titan.config.quantize import eight_bit_sections
 from titan.config.schema import JobConfig
 from titan.config.task import check_task, reads_text, task_options
 from titan.data import DataError, default_cache_folder
-from titan.data.examples import read_task
 from titan.data.sources import open_documents
 from titan.data.special_tokens import SpecialTokens
 from titan.data.tokenizer import Tokenizer, open_tokenizer
@@ -50,8 +48,6 @@ def check_machine(config: JobConfig, *, device: str | None = None) -> list[Probl
     rules = (
         _check_folders,
         _check_data,
-        check_task_files,
-        _check_answers,
         _check_checkpoints,
         partial(_check_packages, device=device),
         *load_plug_ins("titan.rules", of="machine"),
@@ -236,7 +232,7 @@ def _check_checkpoints(config: JobConfig) -> Iterator[RuleViolation]:
         yield "checkpoint.load_step", message
     starts = steps or section.initial_load_in_hf or section.initial_load_path
     is_far = "://" in (section.initial_load_path or "")
-    tokenizer = _try_tokenizer(config) if starts and not is_far else None
+    tokenizer = try_tokenizer(config) if starts and not is_far else None
     if tokenizer and (why := other_tokenizer(config, tokenizer, folder)):
         yield "tokenizer.path" if config.tokenizer.path else "tokenizer.name", why
     if steps or section.load_step != -1:
@@ -261,28 +257,7 @@ def _check_checkpoints(config: JobConfig) -> Iterator[RuleViolation]:
         yield key, f"'{path}' is no {what}: it has no {' and no '.join(names)}{hint}"
 
 
-def _check_answers(config: JobConfig) -> Iterator[RuleViolation]:
-    """Look for answers of tasks that no row can hold."""
-    length = config.training.seq_len
-    for number, section in enumerate(config.evaluation):
-        for task in section.tasks:
-            pairs = []
-            with suppress(InputError):  # `check_task_files` reports it
-                pairs = read_task(task, num_examples=section.num_examples).pairs
-            # A token has at least one byte, so few answers have to be encoded.
-            long = [answer for _, answer in pairs if len(answer.encode()) > length]
-            tokenizer = _try_tokenizer(config) if long else None
-            for answer in long if tokenizer else ():
-                if (count := len(tokenizer.encode(answer))) > length:  # pyright: ignore[reportOptionalMemberAccess]
-                    fault = f"{task}: an answer has {count:,} tokens, and training.seq_len is {length:,}"
-                    yield (
-                        f"evaluation[{number}].tasks",
-                        f"{fault}: raise that, or shorten {answer[:40]!r}...",
-                    )
-                    break
-
-
-def _try_tokenizer(config: JobConfig) -> Tokenizer | None:
+def try_tokenizer(config: JobConfig) -> Tokenizer | None:
     """Return a job's tokenizer, if it can be opened. `_check_data` reports the error."""
     with suppress(Exception):
         return open_tokenizer(config) if reads_text(config) else None
@@ -290,7 +265,7 @@ def _try_tokenizer(config: JobConfig) -> Tokenizer | None:
 
 def advise_text(config: JobConfig) -> list[str]:
     """Return warnings about the limits of a job's tokenizer."""
-    tokenizer, warnings = _try_tokenizer(config), {}
+    tokenizer, warnings = try_tokenizer(config), {}
     if tokenizer and tokenizer.eos_id is None:
         warnings["tokenizer.eos_token"] = (
             f"{tokenizer.file} names no token that ends texts: documents run into each other, and an exported model never "
@@ -304,7 +279,7 @@ def advise_text(config: JobConfig) -> list[str]:
 
 def advise_rows(config: JobConfig) -> list[str]:
     """Return a line for each source with keys that nothing reads: of prepared rows, or of the first rows."""
-    tokenizer, lines = _try_tokenizer(config), []
+    tokenizer, lines = try_tokenizer(config), []
     if tokenizer is None:
         return lines
     for key, source in sources_of(config, "training"):

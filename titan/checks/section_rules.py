@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from titan.checks.choice_rules import check_choices
-from titan.checks.evaluation_rules import check_evaluation
 from titan.checks.expert_rules import check_experts
 from titan.checks.phase_rules import check_phases, has_conversations
 from titan.checks.stage_rules import check_modules
@@ -420,7 +419,6 @@ RULES: tuple[tuple[str, Callable[[JobConfig], Iterator[RuleViolation]]], ...] = 
     ("hardware", _hardware),
     ("data", _data),
     ("validation", _validation),
-    ("evaluation", check_evaluation),
     ("training", _training),
     ("phase", check_phases),
     ("optimizer", _optimizer),

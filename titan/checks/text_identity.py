@@ -22,15 +22,15 @@ from titan.checkpoint.manifest import TITAN_JSON, list_steps
 from titan.checkpoint.saved import read_metadata
 from titan.checkpoint.storage import Location, as_location, join
 from titan.config import schema as s
+from titan.config.plug_ins import load_plug_ins
 from titan.config.schema import JobConfig
 from titan.config.task import reads_text
 from titan.data import DataError
-from titan.data.examples import is_file
 from titan.data.sources import open_documents, resolve_sources
 from titan.data.tokenizer import Tokenizer, tokenizer_named
 from titan.data.tokenizer_base import fingerprint
 from titan.data.tokenizer_files import FOLDER, tokenizer_files
-from titan.untrusted import InputError, read_bytes
+from titan.untrusted import InputError
 
 
 def sources_of(config: JobConfig, section: str) -> Iterator[tuple[str, s.Section]]:
@@ -57,11 +57,8 @@ def text_facts(config: JobConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     if sources and config.validation.enable and config.validation.dataset:
         sources += sources_of(config, "validation")
     data = {key: facts for key, source in sources if (facts := _source_facts(source))}
-    for number, section in enumerate(config.evaluation):
-        for task in filter(is_file, section.tasks):
-            content = read_bytes(Path(task).expanduser())
-            facts = {"files": 1, "bytes": len(content), "identity": fingerprint(content)}
-            data[f"evaluation[{number}].tasks, {task}"] = facts
+    for facts_of in load_plug_ins("titan.extensions", of="text"):
+        data |= facts_of(config)
     template = fingerprint(tokenizer.chat_template) if tokenizer.chat_template else ""
     return {"tokenizer": tokenizer_facts(tokenizer), "chat_template": template, "data": data}
 

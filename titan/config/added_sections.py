@@ -40,6 +40,9 @@ def extend(job: type[Job], names: dict[str, Any]) -> type[Job]:
         sections[name] = names[known.__name__] = type(known.__name__, (known, more), about)
     if not sections:
         return job
-    fields: dict[str, Any] = {name: (section, section()) for name, section in sections.items()}
+    fields: dict[str, Any] = {
+        name: (list[section], []) if section.is_list else (section, section())
+        for name, section in sections.items()
+    }
     about = {"__doc__": job.__doc__, "__module__": job.__module__}
     return create_model(job.__name__, __base__=job, **about, **fields)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -124,7 +124,13 @@ TOKENIZER_FILE = Permission("read", option="--tokenizer PATH")
 
 
 class Section(BaseModel):
-    """Base of every section. It is frozen and strict about types, and refuses unknown keys."""
+    """Base of every section. It is frozen and strict about types, and refuses unknown keys.
+
+    Attributes:
+        is_list: a new table that a package adds may stand several times in a job, as [[NAME]].
+    """
+
+    is_list: ClassVar[bool] = False
 
     # use_attribute_docstrings: the string below a field is its help.
     model_config = ConfigDict(

@@ -33,7 +33,7 @@ from .base import (
 from .errors import SourceMap
 from .plug_ins import load_plug_in, plug_ins
 from .schema_comm import CommSection
-from .schema_course import EvaluationSection, PhaseSection
+from .schema_course import PhaseSection
 from .schema_faults import FaultToleranceSection
 from .schema_model import ModelSection, TaskSection
 from .schema_run import (
@@ -374,7 +374,6 @@ class JobConfig(Section):
     parallelism: ParallelismSection = ParallelismSection()
     checkpoint: CheckpointSection = CheckpointSection()
     validation: ValidationSection = ValidationSection()
-    evaluation: list[EvaluationSection] = []
     average: AverageSection = AverageSection()
     moe: MoESection = MoESection()
     metrics: MetricsSection = MetricsSection()

@@ -1,4 +1,4 @@
-"""Sections about the course of a run: its phases and evaluations. Imports no torch."""
+"""Sections about the course of a run: its phases. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,20 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .base import LIMIT, NonNegative, Positive, PositiveOrAuto, Section, StrList
-
-
-class EvaluationSection(Section):
-    """Tasks that are scored during a run. docs/evaluation.md has the format of their files."""
-
-    tasks: Annotated[StrList, Field(min_length=1)]
-    """Names of shipped tasks (stdlib_choice, stdlib_cloze), or .jsonl files."""
-    interval: Positive = 500
-    """Steps from one evaluation to the next. The last step always evaluates."""
-    num_examples: NonNegative = 0
-    """Examples of each task, from its beginning. 0: all. Fewer take less time and say less."""
-    local_batch_size: Positive = 8
-    """Sequences, one for each choice of an example, that each rank computes in one forward pass."""
+from .base import LIMIT, Positive, PositiveOrAuto, Section
 
 
 class PhaseSection(Section):

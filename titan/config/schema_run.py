@@ -372,11 +372,6 @@ class ValidationSection(Section):
     hang, and the samples are the same each time; more data-parallel ranks read more of them. A
     finite text is read once at most. -1: the whole text, which gives the same loss for every batch
     size and layout."""
-    prompts: list[str] = []
-    """Beginnings of texts that the model continues after each validation. Its likeliest tokens are written to
-    samples/step-N.txt, TensorBoard and the live page. Works on any layout, without a cache."""
-    prompt_tokens: Positive = 32
-    """Tokens that continue each of prompts. Each is a forward pass of all ranks."""
 
 
 class AverageSection(Section):

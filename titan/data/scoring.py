@@ -20,24 +20,22 @@ B texts in a forward pass, S tokens of a text, V vocabulary, D model, N tokens t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 
-from titan.config.schema import JobConfig
 from titan.data import DataError
 from titan.data.packing import Batch
 from titan.data.passes import UNIT, plan_passes
 from titan.data.special_tokens import begin_ids, start_ids
 from titan.data.tokenizer import Tokenizer
 from titan.loss import IGNORED, LossSum
-from titan.parallel.mesh import StepGroups, axis_rank, axis_size
+from titan.parallel.mesh import axis_rank, axis_size
 
 _WIDTH = 3  # figures of a text
 # Scored positions are padded to a multiple of this: there are fewer distinct shapes, and float8 matmuls need it.
@@ -91,35 +89,17 @@ def score_rows(loss_sum: LossSum, output: Tensor, labels_BS: Tensor) -> Tensor:
     return scores_B3
 
 
-class Scorable(Protocol):
-    """Part of a training step that scores and generates: the model parts, and where they run."""
-
-    config: JobConfig
-    mesh: DeviceMesh
-    device: torch.device
-    groups: StepGroups
-    context: DeviceMesh | None
-    model_parts: list[nn.Module]
-    loss_sum: Any  # of next tokens: a LossSum
-    num_replicas: int
-
-    def score(
-        self, batches: Iterable[Any], of_rows: Callable[[Tensor, Tensor], Tensor], *, width: int
-    ) -> Tensor: ...
-
-    def to_local(self, batch: Any) -> Any: ...
-
-
 class Scorer:
     """Scorer of texts with the model of a training step. All ranks call the same methods with the same texts.
 
     Attributes:
+        train_step: the training step, a titan.tasks.base.Scorable.
         max_length: inputs of the longest text. Of a longer text, the model sees only the end.
         unit: number that divides the length of a forward pass.
         begin: ids that begin every text.
     """
 
-    def __init__(self, train_step: Scorable, tokenizer: Tokenizer) -> None:
+    def __init__(self, train_step: Any, tokenizer: Tokenizer) -> None:
         self.train_step, self.tokenizer, config = train_step, tokenizer, train_step.config
         mesh = train_step.mesh
         self.rank = axis_rank(mesh, "dp_replicate", "dp_shard")
@@ -207,6 +187,15 @@ class Scorer:
                 if is_end or is_over(n, new[n]):
                     open_prompts.remove(n)
         return new
+
+    def continue_prompts(self, section: Any) -> dict[str, str]:
+        """Return the greedy continuations of the prompts of [validation]."""
+        prompts = [self.encode(prompt) for prompt in section.prompts]
+        new = self.continue_greedily(
+            prompts, num_new=section.prompt_tokens, batch=section.local_batch_size
+        )
+        texts = map(self.tokenizer.continuation, prompts, new)
+        return dict(zip(section.prompts, texts, strict=True))
 
     def _figures(self, rows: Sequence[ScoredText], batch: int) -> list[list[float]]:
         """Return the three figures of `score_rows` for each text."""

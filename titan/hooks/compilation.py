@@ -10,8 +10,6 @@ from datetime import timedelta
 
 from titan.hook import Hook
 from titan.hooks.checkpointing import Checkpointing
-from titan.hooks.evaluation import Evaluation
-from titan.hooks.validation import Validation
 from titan.parallel.torch_compat import set_timeout, start_compile_workers
 from titan.progress import RunProgress
 
@@ -46,9 +44,8 @@ class Compilation(Hook):
         # The first step of this start, also after a resume.
         if trainer.step == trainer.first_step:
             self._after_first_step()
-        # Validation and evaluation run after this hook, and may compile, too.
-        checks = trainer.hook(Validation), trainer.hook(Evaluation)
-        self._limit(is_long=any(hook is not None and hook.needs_results() for hook in checks))
+        # Validations run after this hook, and may compile, too.
+        self._limit(is_long=any(hook.validates() for hook in trainer.hooks))
         log = trainer.train_step.compile_log
         if log is not None and trainer.logs_this_step:
             for warning in log.warnings():

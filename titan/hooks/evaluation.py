@@ -1,13 +1,15 @@
-"""Hook that scores tasks every `interval` steps of each [[evaluation]].
+"""Hook that scores tasks every `interval` steps of each [[evaluation]], and continues the prompts of [validation].
 
 titan/data/examples.py defines the figures.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 from titan.data.examples import read_task
+from titan.data.scoring import Scorer
 from titan.hook import Hook, StepResult
 from titan.observe.clock import Window
 from titan.observe.rows import Row
@@ -20,7 +22,6 @@ class Evaluation(Hook):
 
     Attributes:
         row: figures of this step, with names such as "eval/stdlib_cloze/acc".
-        scorer: scorer of the task; None without evaluations.
         tasks: section and task of each evaluation.
         rows: encoded examples of each task.
     """
@@ -30,27 +31,31 @@ class Evaluation(Hook):
     def __init__(self, trainer: RunProgress) -> None:
         self.trainer = trainer
         self.row: Row = {}
-        self.scorer: Any = None
         # Each rank reads the files, so an error in them ends all ranks alike, before the first step.
         self.tasks = [
             (section, read_task(task, num_examples=section.num_examples))
-            for section in trainer.config.evaluation
+            for section in getattr(trainer.config, "evaluation", ())
             for task in section.tasks
         ]
-        if self.tasks:
-            self.scorer = trainer.task.scorer(trainer.train_step)  # pyright: ignore[reportAttributeAccessIssue]
-            # Encode once: a task has thousands of rows, and is scored often.
-            self.rows = [[self.scorer.row(*pair) for pair in task.pairs] for _, task in self.tasks]
+        # Encode once: a task has thousands of rows, and is scored often.
+        self.rows = [[self.scorer.row(*pair) for pair in task.pairs] for _, task in self.tasks]
+
+    @cached_property
+    def scorer(self) -> Scorer:
+        """Return the scorer of texts with the model of the run."""
+        tokenizer = self.trainer.tokenizer
+        assert tokenizer is not None, "the rules demand next-token prediction"
+        return Scorer(self.trainer.train_step, tokenizer)
 
     def _is_due(self, interval: int) -> bool:
         step, last_step = self.trainer.step, self.trainer.last_step
         return step == last_step or step % interval == 0
 
-    def needs_results(self) -> bool:
+    def validates(self) -> bool:
         return any(self._is_due(section.interval) for section, _ in self.tasks)
 
     def step_end(self) -> None:
-        self.row = self._evaluate() if self.needs_results() else {}
+        self.row = self._evaluate() if self.validates() else {}
 
     def columns(self, window: Window, result: StepResult) -> dict[str, Any]:
         return self.row
@@ -74,3 +79,10 @@ class Evaluation(Hook):
         )
         trainer.console.message(f"step {trainer.step:,}  evaluation: {text}")
         return row
+
+
+def continue_prompts(run: RunContext) -> dict[str, str]:
+    """Return the continuations of the prompts of [validation], by their prompts."""
+    section: Any = run.config.validation
+    hook = run.hook(Evaluation) if section.prompts else None
+    return hook.scorer.continue_prompts(section) if hook else {}

@@ -13,7 +13,6 @@ from typing import Any
 
 from titan.config.phases import Phase
 from titan.hook import Hook, StepResult
-from titan.hooks.evaluation import Evaluation
 from titan.hooks.validation import Validation
 from titan.observe.columns import empty_row
 from titan.observe.flops import flops_by_dtype, model_tflops, utilization
@@ -110,13 +109,10 @@ class Metrics(Hook):
         trainer = self.trainer
         if self.row.get("step") == trainer.step:
             return True
-        validation, evaluation = trainer.hook(Validation), trainer.hook(Evaluation)
         # A step whose numbers have not reached the host is not over.
         result: StepResult | None = getattr(trainer, "result", None)
         has_row = (result is not None and result.step == trainer.step) and (
-            trainer.logs_this_step
-            or (validation is not None and bool(validation.row))
-            or (evaluation is not None and bool(evaluation.row))
+            trainer.logs_this_step or any(hook.validates() for hook in trainer.hooks)
         )
         if has_row:
             self.row = self._row()

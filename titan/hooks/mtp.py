@@ -53,4 +53,4 @@ class MTPMetrics(Hook):
 
 def hook(trainer: RunProgress) -> MTPMetrics | None:
     """Return the hook of a model with modules for multi-token prediction."""
-    return MTPMetrics(trainer) if getattr(trainer.sizes, "num_mtp_modules", 0) else None
+    return MTPMetrics(trainer) if trainer.sizes.num_mtp_modules else None

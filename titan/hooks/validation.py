@@ -31,12 +31,12 @@ class Validation(Hook):
         self.row: Row | None = None
         self.texts: Mapping[str, str] | None = None
 
-    def needs_results(self) -> bool:
+    def validates(self) -> bool:
         step, last_step = self.trainer.step, self.trainer.last_step
         return self.section.enable and (step == last_step or step % self.section.freq == 0)
 
     def step_end(self) -> None:
-        self.row = self._validate() if self.needs_results() else None
+        self.row = self._validate() if self.validates() else None
 
     def columns(self, window: Window, result: StepResult) -> dict[str, Any]:
         return self.row or {}

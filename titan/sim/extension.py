@@ -61,6 +61,10 @@ class SimExtension:
         """
         return {}
 
+    def forward_tokens(self, simulation: Simulation) -> int:
+        """Return the tokens of each rank's forward passes beside training, over a phase of the run."""
+        return 0
+
     def lines(self, facts: Facts) -> Iterable[str]:
         """Return additional lines of the page."""
         return ()

@@ -20,7 +20,7 @@ micro-batches. So every layout and every accumulation computes the same. Random 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -35,11 +35,30 @@ from titan.config.schema import JobConfig
 from titan.data import DataError
 from titan.data.base import Samples, ShardSpec, TensorBatch
 from titan.data.loader import Collate, Loader
-from titan.data.scoring import Scorable
 from titan.data.tokenizer import Tokenizer
 from titan.parallel.float8 import Conversion
+from titan.parallel.mesh import StepGroups
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+class Scorable(Protocol):
+    """Part of a training step that scores and generates: the model parts, and where they run."""
+
+    config: JobConfig
+    mesh: DeviceMesh
+    device: torch.device
+    groups: StepGroups
+    context: DeviceMesh | None
+    model_parts: list[nn.Module]
+    loss_sum: Any  # of next tokens: a LossSum
+    num_replicas: int
+
+    def score(
+        self, batches: Iterable[Any], of_rows: Callable[[Tensor, Tensor], Tensor], *, width: int
+    ) -> Tensor: ...
+
+    def to_local(self, batch: Any) -> Any: ...
 
 
 class SampleContext(Protocol):

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan.config.loss import loss_function
+from titan.config.plug_ins import load_plug_ins
 from titan.data.base import Samples, TensorBatch
 from titan.data.loader import Collate
 from titan.data.packing import Batch
-from titan.data.scoring import Scorable, Scorer
 from titan.data.special_tokens import SpecialTokens
 from titan.data.statistics import unigram_bits_per_byte
 from titan.data.text import (
@@ -165,26 +165,12 @@ class NextToken(Task):
             "unigram_bits_per_byte": self._unigram_bits(run) if run.rank == 0 else None,
         }
 
-    def scorer(self, train_step: Scorable) -> Scorer:
-        """Return the scorer of texts with the model of the run. The first call makes it."""
-        if not hasattr(self, "cached_scorer"):
-            self.cached_scorer = Scorer(train_step, self.tokenizer)
-        return self.cached_scorer
-
     def generate(self, run: SampleContext) -> Mapping[str, str]:
-        """Return the greedy continuations of validation.prompts."""
-        section = self.config.validation
-        if not section.prompts:
-            return {}
-        scorer = self.scorer(run.train_step)
-        prompts = [scorer.encode(prompt) for prompt in section.prompts]
-        new = scorer.continue_greedily(
-            prompts,
-            num_new=section.prompt_tokens,
-            batch=section.local_batch_size,
-        )
-        texts = map(self.tokenizer.continuation, prompts, new)
-        return dict(zip(section.prompts, texts, strict=True))
+        """Return texts by their prompts, of the installed parts that generate (validation.NAME of `titan.extensions`)."""
+        texts = {}
+        for generate in load_plug_ins("titan.extensions", of="validation"):
+            texts |= generate(run)
+        return texts
 
     def _unigram_bits(self, run: SampleContext) -> float | None:
         """Return the bits per byte of a model that knows byte frequencies alone, on the validation text."""

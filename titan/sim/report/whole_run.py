@@ -21,12 +21,9 @@ from titan.checkpoint.interval import (
 )
 from titan.config.model import model_config
 from titan.config.phases import mesh_of
-from titan.config.schema import EvaluationSection, JobConfig
-from titan.data import DataError
-from titan.data.examples import read_task
-from titan.data.passes import UNIT, plan_passes
-from titan.data.tokenizer import open_tokenizer
+from titan.config.schema import JobConfig
 from titan.observe.estimate import estimate_memory
+from titan.sim.extension import sim_extensions
 from titan.sim.report.text import duration
 from titan.sim.simulate import Facts, Simulation
 
@@ -149,10 +146,7 @@ def _validation_s(simulation: Simulation) -> float:
     """
     config, by_phase = simulation.config, simulation.timeline.mean_by("by_phase_s")
     section, training = config.validation, config.training
-    tokens = sum(
-        ceil(training.steps / evaluation.interval) * _evaluation_tokens(simulation, evaluation)
-        for evaluation in config.evaluation
-    )
+    tokens = sum(extension.forward_tokens(simulation) for extension in sim_extensions())
     # -1 asks for all of a text, whose length is not known here.
     if section.enable and section.steps > 0:
         tokens_of_batch = section.local_batch_size * (section.seq_len or training.seq_len)
@@ -160,24 +154,6 @@ def _validation_s(simulation: Simulation) -> float:
     forward_s = simulation.timeline.step_s * by_phase["forward"] / sum(by_phase.values())
     tokens_of_step = training.local_batch_size * training.seq_len * simulation.layout.accumulation
     return forward_s * tokens / tokens_of_step
-
-
-def _evaluation_tokens(simulation: Simulation, section: EvaluationSection) -> int:
-    """Return the tokens of a rank's forward passes in one evaluation, with their padding."""
-    config, layout = simulation.config, simulation.layout
-    try:
-        encode = open_tokenizer(config).encode
-    except DataError:  # it may be on another machine: four characters a token, as English text has
-        encode = lambda text: text[::4]  # noqa: E731
-    unit, total = UNIT * layout.cp * layout.tp, 0
-    for name in section.tasks:
-        pairs = read_task(name, num_examples=section.num_examples).pairs
-        inputs = [min(len(encode("".join(pair))), config.training.seq_len) for pair in pairs]
-        batch = min(section.local_batch_size, ceil(len(inputs) / layout.dp))
-        how = {"batch": batch, "world": layout.dp, "unit": unit}
-        passes = plan_passes(inputs, config.training.seq_len, **how)
-        total += sum(batch * length for _, length in passes)
-    return total
 
 
 def whole_run(simulations: Sequence[Simulation]) -> Facts:

@@ -265,7 +265,6 @@ def _job(config: JobConfig, original: _Record, base: Location | None, step: int)
         "training.global_batch_size": batch,  # that of the run, on any number of ranks
         "lr_scheduler.total_steps": schedule.total_steps or training.steps,
         "metrics.log_freq": 1,
-        "evaluation": [],
         "checkpoint.enable": base is not None or original.saved is not None,
         "checkpoint.folder": "checkpoint",
         "checkpoint.interval": step,
@@ -274,6 +273,8 @@ def _job(config: JobConfig, original: _Record, base: Location | None, step: int)
         "fault_tolerance.replay_every": 0,
         "debug.record_steps": [n for n in original.recorded if n <= step],
     }
+    if hasattr(config, "evaluation"):
+        changes["evaluation"] = []
     if base is not None:
         changes |= {
             "checkpoint.initial_load_path": str(base),
