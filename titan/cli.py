@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan.commands import command_names, load_command, summary_of
 from titan.config.options import JOB, add_new_layout, add_quiet, command_parser, positive, whole
-from titan.config.plug_ins import load_plug_ins
+from titan.config.plug_ins import load_plug_in, load_plug_ins, plug_ins
 
 # Commands that draw on the terminal. They read the files of a job that was named.
 _DRAWS = ("train", "sim", "plan", "autosac", "preflight")
@@ -221,7 +221,11 @@ def check(argv: list[str]) -> int:
     if options.hf:
         if job or options.hardware or options.formula:
             parser.error("--hf goes with --json, and with no job")
-        return import_module("titan.tools.check_hf").main(options)
+        for entry in plug_ins("titan.extensions", of="folder"):
+            return load_plug_in(entry)(options)
+        parser.error(
+            "--hf: this titan was installed without titan/huggingface, which reads folders"
+        )
     from titan.config.errors import ConfigError
 
     profile = None

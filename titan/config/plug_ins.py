@@ -11,7 +11,8 @@ titan/contrib do the same, and no other part of titan imports them:
     titan.sections     SECTION.NAME = a base.py `Section`, whose keys are added to [SECTION]. A section of a new name is
                        a new table of the job
     titan.extensions   COMMAND.NAME = a part of `titan COMMAND`, such as an option: a subclass of the class that the
-                       command names
+                       command names. checkpoint.NAME = a module that reads and writes folders of models;
+                       folder.NAME = the function behind `titan check --hf`
     titan.tasks, titan.models, titan.optimizers, titan.losses, titan.sources
                        NAME = a choice of task.name, model.name, optimizer.name, loss.name, type of [[data.sources]]
     titan.pictures     NAME = a value of task.options.source of flow matching: a titan.tasks.flow_data.FlowSamples.
