@@ -61,7 +61,8 @@ ABOVE = {
 RINGS = re.compile(
     r"titan\.(models\.(transformers|flux|llava)|tasks\.(flow|image_text|patches)|parallel\.linear_attention"
     r"|models\.common\.(linear_attention|short_convolution)|contrib"
-    r"|checkpoint\.(huggingface|export|quantized|hf_)|tools\.(?!saved_model)|sim|cli)"
+    r"|checkpoint\.(huggingface|export|quantized|hf_)|tools\.(?!saved_model)|sim|cli"
+    r"|observe\.(estimate|routing|trace))"
 )
 # They build the model of a plug-in, and call the loss of one, to check it.
 TORCH_IN_CONFIG = {"titan.config.loss", "titan.config.model"}

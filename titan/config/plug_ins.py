@@ -12,7 +12,8 @@ titan/contrib do the same, and no other part of titan imports them:
                        a new table of the job
     titan.extensions   COMMAND.NAME = a part of `titan COMMAND`, such as an option: a subclass of the class that the
                        command names. checkpoint.NAME = a module that reads and writes folders of models;
-                       folder.NAME = the function behind `titan check --hf`
+                       folder.NAME = the function behind `titan check --hf`; estimate.NAME = a function that estimates
+                       the memory of a job; measured.NAME = a function that reads the parts of a step from a run's trace
     titan.tasks, titan.models, titan.optimizers, titan.losses, titan.sources
                        NAME = a choice of task.name, model.name, optimizer.name, loss.name, type of [[data.sources]]
     titan.pictures     NAME = a value of task.options.source of flow matching: a titan.tasks.flow_data.FlowSamples.
