@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.config.keys import models_at
-from titan.config.model import families, family
+from titan.config.model import families, family, is_plug_in
 from titan.config.render import json_schema
 from titan.config.schema import JobConfig
 from titan.config.toml import KeyPath, format_value, key_text
@@ -78,7 +78,7 @@ def _overrides() -> Iterator[str]:
     kinds = {
         name: type(next(iter(family(name).FLAVORS.values())))
         for name in families()
-        if family(name).__name__.startswith("titan.models.") and family(name).FLAVORS
+        if not is_plug_in(name) and family(name).FLAVORS
     }
     # A class comes before those that build on it.
     for kind in sorted(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan.commands import command_names, load_command, summary_of
 from titan.config.options import JOB, add_new_layout, add_quiet, command_parser, positive, whole
-from titan.config.plug_ins import load_plug_ins
+from titan.config.plug_ins import load_plug_in, load_plug_ins, plug_ins
 
 # Commands that draw on the terminal. They read the files of a job that was named.
 _DRAWS = ("train", "sim", "plan", "autosac", "preflight")
@@ -240,7 +240,11 @@ def check(argv: list[str]) -> int:
     if options.hf:
         if job or options.hardware or options.formula:
             parser.error("--hf goes with --json, and with no job")
-        return import_module("titan.tools.check_hf").main(options)
+        for entry in plug_ins("titan.extensions", of="folder"):
+            return load_plug_in(entry)(options)
+        parser.error(
+            "--hf: this titan was installed without titan/huggingface, which reads folders"
+        )
     from titan.config.errors import ConfigError
 
     profile = None
@@ -268,7 +272,7 @@ def check(argv: list[str]) -> int:
         return 2
     device = import_module("titan.checks.rules").device_of(config)
     facts = _facts(config.on_device(device), layout, profile)
-    if device == "cpu" and here:
+    if device == "cpu" and here and facts["memory_gib"]:
         gpu = _facts(config.on_device("cuda"), layout, None)
         facts["on_gpus"] = {"gib": gpu["memory_gib"]["total"], "precision": gpu["precision"]}
     config = config.on_device(device)
@@ -362,14 +366,15 @@ def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[s
     """Return the answer of `titan check` as data. A profile of the simulator replaces the job's hardware."""
     from titan.checks.extension import check_extensions
     from titan.config.model import model_config, model_title
-    from titan.config.phases import phases_of
+    from titan.config.phases import memory_of, phases_of
     from titan.hardware import MARGIN, by_name
-    from titan.observe.estimate import estimate_memory
 
     model, training = model_config(config.model), config.training
     phases = phases_of(config, world_size=layout.world_size)
-    memory = [estimate_memory(phase.config, model, phase.layout) for phase in phases]
-    memory_gib = max(memory, key=lambda gib: gib["total"])  # the phase that needs the most memory
+    memory = memory_of(phases, model)
+    # Of the phase that needs the most memory. Empty: nothing that estimates it is installed.
+    memory_gib = max(memory, key=lambda gib: gib["total"], default={})
+    total_gib = memory_gib.get("total")
     named = config.hardware.name != "auto"
     hardware = profile or (by_name(config.hardware.name) if named else None)
     available_gib = hardware.memory_gib if hardware else None
@@ -392,7 +397,7 @@ def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[s
         "tokens_per_step": sequences * training.seq_len,
         "phases": [
             {"about": str(phase), "memory_gib": gib["total"]}
-            for phase, gib in zip(phases, memory, strict=True)
+            for phase, gib in zip(phases, memory, strict=False)
         ],
         "precision": training.compute_dtype,
         **{k: v for part in check_extensions() for k, v in part.facts(config).items()},
@@ -400,8 +405,8 @@ def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[s
         "memory_method": "formula",
         "hardware": hardware.name if hardware else None,
         "hardware_memory_gib": available_gib,
-        "fits": None if available_gib is None else memory_gib["total"] <= usable_gib,
-        "tight": available_gib is not None and usable_gib < memory_gib["total"] <= available_gib,
+        "fits": None if None in (available_gib, total_gib) else total_gib <= usable_gib,
+        "tight": None not in (available_gib, total_gib) and usable_gib < total_gib <= available_gib,
     }
 
 
@@ -430,6 +435,9 @@ def _page(facts: dict[str, Any], judged: dict[str, Any]) -> str:
     active = "" if num_active == model["parameters"] else f", {num_active:,} of them active"
     holds = "the simulation below holds" if "simulation" in judged else "not measured"
     memory = [f"    {name:<12} {gib:10.3f}" for name, gib in facts["memory_gib"].items()]
+    if memory:
+        precision = facts["precision"]
+        memory.insert(0, f"memory   GiB on the fullest rank, in {precision}, by formula ({holds})")
     if gpus := facts.get("on_gpus"):
         what = f"{gpus['gib']:.1f} GiB in {gpus['precision']}"
         memory.append(f"    counted as for this machine's CPU; on GPUs {what}: --hardware H")
@@ -444,7 +452,6 @@ def _page(facts: dict[str, Any], judged: dict[str, Any]) -> str:
             *([f"chosen   {facts['layout_reason']}"] if facts["layout_reason"] else []),
             f"step     {batch} = {facts['tokens_per_step']:,} tokens",
             *phases,
-            f"memory   GiB on the fullest rank, in {facts['precision']}, by formula ({holds})",
             *memory,
             *(line for part in check_extensions() for line in part.lines(facts)),
             *verdict,

@@ -27,20 +27,19 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from titan.parallel.documents import DocumentMask
-from titan.parallel.linear_attention import SequenceBorders, pass_through
+from titan.parallel.linear_attention import BorderedModule, pass_through
 from titan.parallel.linear_attention_kernels import attend_with_kernel, has_kernel
 
 
-class LinearAttention(nn.Module):
+class LinearAttention(BorderedModule):
     """Linear attention over grouped heads, optionally only within documents.
 
     Attributes:
         scale: Factor of the output. None: 1 / sqrt(K).
         chunk: Number of positions that are computed at once, a power of two.
-        borders: Borders of this rank's part of the sequence. Context parallelism replaces them.
     """
 
     def __init__(self, *, scale: float | None = None, chunk: int = 64) -> None:
@@ -50,7 +49,6 @@ class LinearAttention(nn.Module):
             raise ValueError(f"a chunk of {chunk} positions: must be a power of two, such as 64")
         self.scale = scale
         self.chunk = chunk
-        self.borders = SequenceBorders()
 
     def forward(
         self,

@@ -10,23 +10,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan.parallel.documents import DocumentMask
-from titan.parallel.linear_attention import SequenceBorders
+from titan.parallel.linear_attention import BorderedModule, SequenceBorders
 
 
-class ShortConvolution(nn.Module):
+class ShortConvolution(BorderedModule):
     """Causal depthwise convolution, optionally only within documents. It has no activation.
 
     Attributes:
         weight: Factors of a position and the W - 1 positions before it, (D, 1, W) as in `nn.Conv1d`. The last is the position's own.
         bias: Bias of each channel, (D,), or None.
-        borders: Borders of this rank's part of the sequence. Context parallelism replaces them.
     """
 
     def __init__(self, channels: int, *, kernel: int = 4, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, kernel))
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
-        self.borders = SequenceBorders()
 
     def forward(
         self, x_BSD: Tensor, document_ids_BS: Tensor | DocumentMask | None = None

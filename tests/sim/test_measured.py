@@ -11,7 +11,7 @@ import pytest
 
 from titan.cli import main
 from titan.config.errors import ConfigError
-from titan.observe.trace_kinds import PARTS
+from titan.observe.step_parts import PARTS
 
 JOB = ["sim", "train_configs/debug_model.toml", "--training.seq_len=64", "--hardware=h100-sxm"]
 JOB += ["--training.mixed_precision_param=float32"]

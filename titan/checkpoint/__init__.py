@@ -9,7 +9,7 @@ tensors.py        DCP's reader and writer on our storage
 state.py          names and values of everything that a step contains
 staging.py        copies in host memory, which are written while training goes on
 storage.py        local folders and URLs
-huggingface.py, export.py, convert.py   Hugging Face folders, both ways
+model_folders.py  Hugging Face folders, by an entry point (hf_folders.py)
 """
 
 from titan.base.failure import RunFailure

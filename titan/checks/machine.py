@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from titan.checkpoint.manifest import METADATA, NAME, list_steps
+from titan.checkpoint.model_folders import model_folders
 from titan.checkpoint.storage import as_location, join, storage_of
 from titan.checks.text_identity import other_tokenizer, sources_of
 from titan.config import schema as s
 from titan.config.errors import Problem, RuleViolation, violations_of
-from titan.config.model import model_config, resolve_model
+from titan.config.model import resolve_model
 from titan.config.phases import sequence_lengths
 from titan.config.plug_ins import load_plug_ins
 from titan.config.quantize import eight_bit_sections
@@ -32,7 +33,7 @@ from titan.data.tokenizer import Tokenizer, open_tokenizer
 from titan.data.tokenizer_base import LOSSY
 from titan.data.unread import unread_line
 from titan.hardware import count_accelerators
-from titan.untrusted import InputError, read_json
+from titan.untrusted import InputError
 
 _TRIED_ROWS = 100  # rows of a source that `titan check` reads
 
@@ -305,14 +306,10 @@ def advise_config(config: JobConfig, folder: str) -> list[str]:
     """
     if not folder:
         return []
-    from titan.checkpoint.hf_model import hooks_of, unread_keys  # imports torch
-
     path = Path(folder)
     file = path / "config.json" if path.is_dir() else path
     with suppress(InputError):  # another error of the file is the check's, or the loader's
-        content, hooks = read_json(file, dict[str, Any]), hooks_of(config.model.name)
-        if hooks is not None:
-            return unread_keys(file, content, hooks, model_config(config.model))
+        return model_folders().unread_keys(file, config)  # imports torch
     return []
 
 

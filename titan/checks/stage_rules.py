@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from titan.config.errors import RuleViolation, did_you_mean
-from titan.config.model import family, resolve_model
+from titan.config.model import is_plug_in, resolve_model
 from titan.config.schema import JobConfig
 from titan.parallel.stage_split import split_modules
 from titan.parallel.traits import USUAL_ENDS, UnknownSizes, ends_of
@@ -17,7 +17,7 @@ def check_modules(config: JobConfig) -> Iterator[RuleViolation]:
     stages, layers = parallel.module_fqns_per_model_part, model.n_layers
     if not stages or not layers or parallel.pipeline_parallel_degree == 1:
         return
-    if not family(config.model.name).__name__.startswith("titan.models."):
+    if is_plug_in(config.model.name):
         return  # a plug-in's modules may have other names, which only its model knows
     key = "module_fqns_per_model_part"
     # One stage has all modules, in the order of the model.

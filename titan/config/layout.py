@@ -389,3 +389,10 @@ def _nearest_fits(config: JobConfig, num_layers: int, name: str, values: range) 
 
 def _not_a_multiple(value: int, unit: int, unit_text: str) -> str:
     return f"{value} is not a multiple of {unit_text}; use {either(around(value, unit))}"
+
+
+def keeps_gathered(config: JobConfig, layout: Layout) -> bool:
+    """Return whether FSDP keeps gathered parameters for the backward pass (ZeRO-2)."""
+    policy = config.parallelism.fsdp_reshard_after_forward
+    usual = layout.pp > 1 or layout.dp_shard * layout.cp == 1
+    return policy == "never" or (policy == "default" and usual)

@@ -12,6 +12,7 @@ from math import prod
 from typing import Any
 
 from .errors import Problem, UnknownValue
+from .plug_ins import load_plug_ins
 from .schema import JobConfig
 from .schema_course import PhaseSection
 from .toml import format_value
@@ -251,3 +252,19 @@ def sequence_lengths(config: JobConfig) -> set[int]:
 def longest_sequence(config: JobConfig) -> int:
     """Return the tokens of the longest sequence that any phase trains on."""
     return max(sequence_lengths(config))
+
+
+def memory_of(phases: Sequence[Phase], model: Any) -> list[dict[str, float]]:
+    """Return the estimated memory of the fullest rank in each phase, in GiB by category, with the "total".
+
+    Args:
+        phases: the phases of a job.
+        model: sizes of the model.
+
+    Returns:
+        The estimates of an entry point of the group `titan.extensions`, estimate.NAME. Without one, an empty list.
+    """
+    estimators = load_plug_ins("titan.extensions", of="estimate")
+    return [
+        estimate(phase.config, model, phase.layout) for estimate in estimators for phase in phases
+    ]

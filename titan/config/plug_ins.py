@@ -13,10 +13,11 @@ same, and no other part of titan imports them:
                        a new table of the job
     titan.supervisors  NAME = the class that watches over each rank of a run: a titan.run.supervisor.Supervisor
     titan.extensions   COMMAND.NAME = a part of `titan COMMAND`, such as an option: a subclass of the class that the
-                       command names.
-                       launch.NAME = the function by which `titan train --nproc` starts its processes.
+                       command names. More: launch.NAME = the function by which `titan train --nproc` starts its processes.
                        failure.NAME = a function that returns the titan.base.failure.RunFailure that explains an exception,
-                       or None
+                       or None. checkpoint.NAME = a module that reads and writes folders of models. folder.NAME = the
+                       function behind `titan check --hf`. estimate.NAME = a function that estimates the memory of a job.
+                       measured.NAME = a function that reads the parts of a step from a run's trace
     titan.tasks, titan.models, titan.optimizers, titan.losses, titan.sources
                        NAME = a choice of task.name, model.name, optimizer.name, loss.name, type of [[data.sources]]
     titan.pictures     NAME = a value of task.options.source of flow matching: a titan.tasks.flow_data.FlowSamples.

@@ -1,15 +1,13 @@
 """Module of a job's task, and checks of its options. Imports no torch.
 
 The module of a task has `TaskOptions`, a frozen dataclass of its options, and `build_task(config, options)`, which returns a
-`titan.tasks.base.Task`. A family names its task in `TASK`, or its package is such a module itself. Another package registers
-its task under the entry point `titan.tasks`. docs/models.md has an example.
+`titan.tasks.base.Task`. A family names its task in `TASK`, or its package is such a module itself. All tasks but next-token
+prediction are entry points of the group `titan.tasks`. docs/models.md has an example.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from importlib.metadata import EntryPoint
 from types import ModuleType
 from typing import Any
 
@@ -21,37 +19,7 @@ from .schema import JobConfig, TaskSection
 NEXT_TOKEN = "next_token"
 
 
-@dataclass(frozen=True)
-class BuiltInTask:
-    """A task of titan, in place of a package's module. Both fields are "module:class", since config must not import tasks.
-
-    Attributes:
-        options: class of the options. Importing it imports no torch.
-        task: class of the task.
-    """
-
-    options: str
-    task: str
-
-    @property
-    def TaskOptions(self) -> type[Any]:
-        return EntryPoint("", self.options, "").load()
-
-    def build_task(self, config: JobConfig, options: Any) -> Any:
-        return EntryPoint("", self.task, "").load()(config, options)
-
-
-BUILT_IN = {
-    "flow_matching": BuiltInTask(
-        "titan.tasks.flow_options:FlowOptions", "titan.tasks.flow_matching:FlowMatching"
-    ),
-    "image_text": BuiltInTask(
-        "titan.tasks.image_text_options:ImageTextOptions", "titan.tasks.image_text:DescribePictures"
-    ),
-}
-
-
-def task_module(config: JobConfig) -> ModuleType | BuiltInTask | None:
+def task_module(config: JobConfig) -> ModuleType | None:
     """Return the module of a job's task, or None for next-token prediction.
 
     Raises:
@@ -66,8 +34,6 @@ def task_module(config: JobConfig) -> ModuleType | BuiltInTask | None:
         return package
     if name == NEXT_TOKEN:
         return None
-    if name in BUILT_IN:
-        return BUILT_IN[name]
     return load_plug_in({entry.name: entry for entry in plug_ins("titan.tasks")}[name])
 
 
@@ -77,7 +43,7 @@ def task_options(config: JobConfig) -> Any:
     return None if module is None else options_of(module, config.task)
 
 
-def options_of(module: ModuleType | BuiltInTask, section: TaskSection) -> Any:
+def options_of(module: ModuleType, section: TaskSection) -> Any:
     """Return the options of a task, as the dataclass of its module."""
     return replace_fields(module.TaskOptions(), section.options)
 
@@ -112,7 +78,7 @@ def check_task(config: JobConfig) -> Iterator[RuleViolation]:
         module = task_module(config)
     except KeyError:
         if section.name:
-            names = [NEXT_TOKEN, *BUILT_IN, *(entry.name for entry in plug_ins("titan.tasks"))]
+            names = [NEXT_TOKEN, *(entry.name for entry in plug_ins("titan.tasks"))]
             yield "name", f'unknown task "{section.name}"{choose(section.name, names)}'
         return
     if module is None:

@@ -9,22 +9,18 @@ from typing import Any
 
 import torch.distributed as dist
 
-from titan.checkpoint import huggingface
 from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.commit import TIMEOUT
-from titan.checkpoint.export import Export, export_state, no_routing_bias
 from titan.checkpoint.manager import CheckpointError, CheckpointManager, SaveFailed
+from titan.checkpoint.model_folders import model_folders
 from titan.checkpoint.saved import require_same_model
 from titan.checkpoint.storage import Location, as_location
 from titan.checks.text_identity import other_tokenizer, text_changes, text_facts
 from titan.config.render import to_toml
 from titan.config.resume_diff import changed_model, changed_settings, job_facts
-from titan.config.schema import JobConfig
-from titan.data.tokenizer import Tokenizer
 from titan.hook import Hook, StepResult
 from titan.optim.schedule import rate_jump
 from titan.parallel.torch_compat import set_timeout
-from titan.parallelize import torch_dtype
 from titan.progress import RunProgress
 from titan.untrusted import InputError
 
@@ -43,7 +39,10 @@ class Checkpointing(Hook):
             kept=frozenset(phase.first_step - 1 for phase in trainer.phases[1:]),
             require_same=partial(require_same_model, config=trainer.config),
         )
-        self.export = _describe_export(trainer.config, trainer.tokenizer)
+        # Described at the start, so that an error shows before the last step.
+        self.export: Any = None
+        if self.section.initial_load_in_hf or self.section.last_save_in_hf:
+            self.export = model_folders().describe(trainer.config, trainer.tokenizer)
         self.resumed_from: Location | None = None
         self.changes: list[str] = []  # settings that differ from the checkpoint's
         # Differences of tokenizer, template and data; tensors of a folder that the model lacks.
@@ -207,7 +206,7 @@ class Checkpointing(Hook):
         folder = folder if isinstance(folder, Path) else self.trainer.run_dir / "huggingface"
         folder = folder / f"step-{self.trainer.step}"
         state = checkpoints.model_state(self.trainer.train_step.model_parts)
-        export_state(folder, state, self.export, group=self.manager.group)
+        model_folders().save(folder, state, self.export, group=self.manager.group)
         self.trainer.console.message(f"saved {folder} for transformers")
 
     def _print_messages(self) -> None:
@@ -233,7 +232,7 @@ class Checkpointing(Hook):
             path = Path(section.initial_load_path or trainer.config.model.hf_assets_path)
             state = checkpoints.model_state(trainer.train_step.model_parts)
             model, group = self.export.model, self.manager.group
-            self.notes = huggingface.load(path, state, model=model, group=group)
+            self.notes = model_folders().load(path, state, model=model, group=group)
             if trainer.train_step.average is not None:
                 trainer.train_step.average.restart()
         elif path is None and section.enable and section.initial_load_path:
@@ -324,18 +323,6 @@ class Checkpointing(Hook):
         for hook in trainer.hooks:
             if hook.state_key:
                 hook.load_state_dict(metadata.get(hook.state_key, {}))
-
-
-def _describe_export(config: JobConfig, tokenizer: Tokenizer | None) -> Export | None:
-    """Describe the export if the job needs one, at the start, so that an error shows before the last step."""
-    section = config.checkpoint
-    if not (section.initial_load_in_hf or section.last_save_in_hf):
-        return None
-    export = Export.of(config, tokenizer=tokenizer, dtype=torch_dtype(section.export_dtype))
-    has_bias = export.model.sizes.load_balance_coeff > 0
-    if section.last_save_in_hf and has_bias and export.model.off_disk:
-        raise CheckpointError(no_routing_bias(export.model))
-    return export
 
 
 def _wait_for_copy(trainer: RunProgress, manager: CheckpointManager, *_: Any) -> None:

@@ -81,7 +81,7 @@ class Evaluation(Hook):
         return row
 
 
-def continue_prompts(run: RunContext) -> dict[str, str]:
+def continue_prompts(run: RunProgress) -> dict[str, str]:
     """Return the continuations of the prompts of [validation], by their prompts."""
     section: Any = run.config.validation
     hook = run.hook(Evaluation) if section.prompts else None

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from math import ceil
 from typing import Any, TypeAlias
 
-from titan.config.layout import Layout
+from titan.config.layout import Layout, keeps_gathered
 from titan.config.model import num_blocks
 from titan.config.schema import ActivationCheckpointSection, JobConfig
 from titan.observe.routing import busiest_rank
@@ -291,10 +291,3 @@ def _unsharded_bytes(config: JobConfig, model: ModelSizes, layout: Layout, *, la
     if _num_microbatches(config, layout) > 1 or (is_sharded and once):
         unreduced = reduce_bytes * (layers * block + model.num_embedding_params)
     return (gathered + unreduced) / layout.tp
-
-
-def keeps_gathered(config: JobConfig, layout: Layout) -> bool:
-    """Return whether FSDP keeps gathered parameters for the backward pass (ZeRO-2)."""
-    policy = config.parallelism.fsdp_reshard_after_forward
-    usual = layout.pp > 1 or layout.dp_shard * layout.cp == 1
-    return policy == "never" or (policy == "default" and usual)

@@ -26,7 +26,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from titan.config.schema import ProfilingSection
-from titan.observe.trace import MODULE
+from titan.observe.step_parts import MODULE
 from titan.parallel.init_weights import canonical_name
 from titan.parallel.torch_compat import dump_memory_history, enclose_calls, record_memory_history
 from titan.run_writer import run_files

@@ -9,13 +9,12 @@ from typing import Any
 
 from rich.text import Text
 
-from titan.config.layout import Layout, is_replica_group, replica_groups
+from titan.config.layout import Layout, is_replica_group, keeps_gathered, replica_groups
 from titan.config.model import model_title, num_blocks, num_frozen
-from titan.config.phases import mesh_of, phase_at, phases_of
+from titan.config.phases import memory_of, mesh_of, phase_at, phases_of
 from titan.config.schema import JobConfig
 from titan.config.task import reads_text
 from titan.hardware import MARGIN, Hardware
-from titan.observe.estimate import ModelSizes, estimate_memory, keeps_gathered
 from titan.optim.schedule import learning_rate_factor, phases
 
 _MAX_WIDTH = 120  # columns of the page: longer lines are hard to read on a wide terminal
@@ -51,7 +50,7 @@ class StartupPage:
 
 def startup_page(
     config: JobConfig,
-    model_config: ModelSizes,
+    model_config: Any,
     layout: Layout,
     *,
     run_dir: Path,
@@ -91,8 +90,7 @@ def startup_page(
     frozen = num_frozen(config.model, model_config)
     reason = config.parallelism.layout_reason  # of the first phase's layout
     # Show the phase that needs the most memory.
-    memory = (estimate_memory(phase.config, model_config, phase.layout) for phase in phases)
-    most = max(memory, key=lambda gib: gib["total"])
+    most = max(memory_of(phases, model_config), key=lambda gib: gib["total"], default={})
     return StartupPage(
         title=f"titan: {config.model.name} {model_title(config.model)}, {_parameters(model_config)}",
         description=config.job.description,
@@ -110,14 +108,14 @@ def startup_page(
             "steps": f"{config.training.steps:,}{resumed}; {in_all:,} {_units(config)[1]} in all",
             **{f"phase {p.number}": str(p).partition(", ")[2] for p in phases[1:]},
             "schedule": _schedule(config),
-            "memory": _memory(most, hardware),
+            **({"memory": _memory(most, hardware)} if most else {}),
             "hardware": _hardware(config, device_name, hardware),
             "written to": _outputs(config, run_dir),
         },
     )
 
 
-def _model(model: ModelSizes) -> str:
+def _model(model: Any) -> str:
     kv = f" sharing {model.n_kv_heads} key/value heads" if model.n_kv_heads != model.n_heads else ""
     # A model may have experts in all of its blocks.
     has_dense = not model.num_experts or model.n_dense_layers
@@ -139,7 +137,7 @@ def _units(config: JobConfig) -> tuple[str, str]:
     return ("sequences", "tokens") if reads_text(config) else ("samples", "positions")
 
 
-def _parameters(model: ModelSizes) -> str:
+def _parameters(model: Any) -> str:
     total = f"{model.num_params:,} parameters"
     active = model.num_active_params
     return total if active == model.num_params else f"{total}, {active:,} of them active"

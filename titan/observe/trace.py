@@ -19,16 +19,9 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
-from titan.observe.trace_kinds import (
-    COMMUNICATION,
-    HOST,
-    PARTS,
-    kind_of_kernel,
-    kind_of_operator,
-    surroundings,
-)
+from titan.observe.step_parts import COMMUNICATION, HOST, MODULE, PARTS
+from titan.observe.trace_kinds import kind_of_kernel, kind_of_operator, surroundings
 
-MODULE = "titan: "  # prefix of a module's name in its range
 ELSEWHERE = "(elsewhere)"
 PHASES = ("forward", "recompute", "backward")
 _NODE = "autograd::engine::evaluate_function"

@@ -71,6 +71,15 @@ def find_traces(run: Path, *, step: int | None, rank: int | None) -> list[Path]:
     return [ranks.pop(rank), *(ranks[other] for other in sorted(ranks))]
 
 
+def measured_parts(run: Path) -> tuple[int, dict[str, float]] | None:
+    """Return the rank of a run's last trace and the seconds of each of PARTS in a step, or None without a trace."""
+    try:
+        path, *_ = find_traces(run, step=None, rank=None)
+        return int(re.findall(r"\d+", path.name)[0]), read_report(path).parts_s
+    except TraceFileError:
+        return None
+
+
 def _some(numbers: Iterable[int]) -> str:
     first = sorted(numbers)
     return ", ".join(map(str, first[:10])) + (" ..." if len(first) > 10 else "")

@@ -11,16 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Set
 
-COMMUNICATION, HOST = "communication_exposed", "host_idle"
-PARTS = {
-    "matmul": "matrix products",
-    "attention": "attention",
-    "elementwise": "elementwise, norms, casts, reductions",
-    "copies": "copies, memory",
-    "optimizer": "optimizer",
-    COMMUNICATION: "communication, exposed",
-    HOST: "host, idle",
-}
+from titan.observe.step_parts import COMMUNICATION, HOST
 
 # Kinds of kernels and operators. The order of the checks below matters: a fused name may match several.
 _ATTENTION = re.compile(r"attention|scaled_?dot_?product|sdpa|fmha|flash", re.I)

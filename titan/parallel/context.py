@@ -2,8 +2,8 @@
 
 The caller splits all tensors with a sequence dimension (tokens, labels, positions, document ids) with `shard_sequence`.
 `apply_cp` replaces every attention module by a `ContextParallelAttention`, which takes local queries, keys and values and
-returns the local part of attention over the whole sequence. It also connects the parts of linear attention and of short convolutions
-(linear_attention.py). Attention has three methods, all exact:
+returns the local part of attention over the whole sequence. Modules of the class `SequenceModule` (documents.py) connect their
+parts themselves. Attention has three methods, all exact:
 
     ring       keys and values travel from rank to rank behind the computation (ring.py): needs the least memory, and is the
                only method whose transfers hide completely; for long sequences
@@ -34,8 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .block_attention import CAUSAL, AttentionSpec
 from .collectives import all_gather, all_to_all
-from .documents import DocumentMask, MaskForm, mask_of
-from .linear_attention import SequenceBorders
+from .documents import DocumentMask, MaskForm, SequenceModule, mask_of
 from .ring import SequencePart, chunks_held, ring_attention
 
 Method = Literal["ring", "allgather", "ulysses"]
@@ -51,7 +50,7 @@ def apply_cp(
 ) -> None:
     """Replace each `attention_type` in `model`, in place, by a module that works on parts of the sequence.
 
-    Modules with `borders` (linear_attention.py) stay, and get the borders of this rank's part.
+    Each `SequenceModule` stays, and learns this rank's part of the sequence.
 
     Args:
         model: the model.
@@ -74,15 +73,13 @@ def apply_cp(
         for name, child in parent._modules.items()  # named_children() has each child once
         if isinstance(child, attention_type)
     ]
-    linear: list[Any] = [
-        m for m in model.modules() if isinstance(getattr(m, "borders", None), SequenceBorders)
-    ]
-    if not attentions and not linear:
+    carrying = [module for module in model.modules() if isinstance(module, SequenceModule)]
+    if not attentions and not carrying:
         raise ValueError(
             f"context parallelism found no {attention_type.__name__} in {type(model).__name__}"
         )
-    for module in linear:
-        module.borders = SequenceBorders(part)
+    for module in carrying:
+        module.share_sequence(part)
     for kind in {type(child) for _, _, child, _ in attentions} if method != "ulysses" else ():
         # Ask the class itself: a derived class may compute another function.
         if not vars(kind).get("is_causal_softmax"):

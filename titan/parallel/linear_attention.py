@@ -26,15 +26,13 @@ import torch
 from torch import Tensor
 
 from .collectives import all_gather
-from .documents import DocumentMask
+from .documents import DocumentMask, SequenceModule
 from .ring import SequencePart, chunks_held
 
 
 @dataclass(frozen=True)
 class SequenceBorders:
     """The borders of this rank's part of a sequence, and what crosses them.
-
-    A module that carries something over positions has one as its attribute `borders`, which `apply_cp` replaces.
 
     Attributes:
         part: the part of the sequence that this rank holds. None: all of it.
@@ -118,6 +116,24 @@ class SequenceBorders:
         every = torch.stack(pieces)
         own = [every[number] for number in order[start : start + self.num_pieces]]
         return torch.stack(own, dim=1).flatten(0, 1)
+
+
+class BorderedModule(SequenceModule):
+    """Base class of linear attention and of short convolutions.
+
+    Attributes:
+        borders: the borders of this rank's part of the sequence. `apply_cp` replaces them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.borders = SequenceBorders()
+
+    def share_sequence(self, part: SequencePart) -> None:
+        self.borders = SequenceBorders(part)
+
+    def document_starts(self, ids_BS: Tensor) -> Tensor | None:
+        return self.borders.starts(ids_BS)
 
 
 def pass_through(linear: Tensor, state: Tensor) -> Tensor:

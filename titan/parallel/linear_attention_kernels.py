@@ -22,10 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .linear_attention import pass_through
-from .torch_compat import compute_capability
+from .torch_compat import GPU_TYPES, compute_capability
 
-DEVICES = {"cuda"}
-"""Types of devices that the kernels run on."""
 _MOST_CHANNELS = 256  # of a key, which the kernels take
 
 
@@ -35,12 +33,12 @@ def has_kernel(q: Tensor, v: Tensor, gates: Tensor | None, betas: Tensor | None)
     There is none in fp32, for gates of channels without the delta rule, and where torch is to be deterministic.
     """
     return (
-        v.device.type in DEVICES
+        v.device.type in GPU_TYPES
         and v.dtype in (torch.bfloat16, torch.float16)
         and q.shape[-1] <= _MOST_CHANNELS
         and (betas is not None or (gates is not None and gates.ndim == 3))
         and not torch.are_deterministic_algorithms_enabled()
-        and is_installed()
+        and (v.device.type != "cuda" or is_installed())
     )
 
 

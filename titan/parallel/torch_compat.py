@@ -42,6 +42,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils import flop_counter
 
 __all__ = [
+    "GPU_TYPES",
     "ActivationWrapper",
     "CompileEvent",
     "can_split_custom_functions",
@@ -68,6 +69,10 @@ __all__ = [
     "traced_module_path",
     "waited",
 ]
+
+
+GPU_TYPES = {"cuda"}
+"""Types of devices that run kernels of GPUs. The simulator adds its own."""
 
 
 def micro_pipeline_module() -> Any:

@@ -16,7 +16,7 @@ from itertools import starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titan.checkpoint import huggingface
+from titan.checkpoint.model_folders import model_folders
 from titan.checkpoint.storage import Location
 from titan.checks.rules import check_to_run
 from titan.config.layout import AXES, Layout
@@ -155,8 +155,8 @@ def hf_length(where: Location) -> int:
 
     It is the number of the model's positions, but at most 8,192.
     """
-    positions = huggingface.open_folder(Path(str(where))).config.get("max_position_embeddings")
-    return min(positions, _MAX_LENGTH) if isinstance(positions, int) else _UNKNOWN_LENGTH
+    positions = model_folders().num_positions(Path(str(where)))
+    return _UNKNOWN_LENGTH if positions is None else min(positions, _MAX_LENGTH)
 
 
 def split_tasks(args: argparse.Namespace) -> tuple[list[ExampleTask], list[str]]:

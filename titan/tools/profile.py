@@ -15,9 +15,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from titan.observe.step_parts import COMMUNICATION, HOST, PARTS
 from titan.observe.trace import PHASES, Report
 from titan.observe.trace_files import TraceFileError, find_traces, read_report
-from titan.observe.trace_kinds import COMMUNICATION, HOST, PARTS
 
 _MAX_RANKS = 8  # ranks to read: a large trace takes seconds
 

@@ -10,9 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from titan.checkpoint import huggingface
 from titan.checkpoint.commit import CheckpointGroup
-from titan.checkpoint.hf_model import HFModel
 from titan.checkpoint.manager import (
     CheckpointError,
     CheckpointManager,
@@ -22,6 +20,7 @@ from titan.checkpoint.manager import (
 )
 from titan.checkpoint.manifest import METADATA, TITAN_JSON
 from titan.checkpoint.manifest import NAME as MANIFEST
+from titan.checkpoint.model_folders import model_folders
 from titan.checkpoint.saved import read_metadata
 from titan.checkpoint.storage import Location, as_location, join, storage_of
 from titan.config.errors import ConfigError
@@ -187,18 +186,7 @@ def is_hf_folder(where: Location) -> bool:
     """
     if not isinstance(where, Path):
         return False
-    return (where / huggingface.CONFIG).is_file() and not (where / METADATA).is_file()
-
-
-def read_hf_sizes(where: Location) -> tuple[str, Any]:
-    """Read the family and the sizes of the model in a Hugging Face folder.
-
-    Raises:
-        InputError: the folder cannot be read.
-    """
-    name, sizes = huggingface.read_sizes(folder := huggingface.open_folder(Path(str(where))))
-    huggingface.require_weights_for(sizes, folder)
-    return name, sizes
+    return (where / "config.json").is_file() and not (where / METADATA).is_file()
 
 
 def hf_job(where: Location, *, tokenizer: str = "") -> JobConfig:
@@ -211,8 +199,7 @@ def hf_job(where: Location, *, tokenizer: str = "") -> JobConfig:
     Raises:
         InputError: the folder cannot be read.
     """
-    name, sizes = read_hf_sizes(where)
-    keys = huggingface.model_keys(name, sizes, Path(str(where))) | {"hf_assets_path": str(where)}
+    keys = model_folders().job_keys(Path(str(where))) | {"hf_assets_path": str(where)}
     config = with_tokenizer(JobConfig.model_validate({"model": keys}), run=None, path=tokenizer)
     # No run records whether its documents began with a token, so follow the tokenizer.
     data = {"add_bos": bool(open_run_tokenizer(config).begin_ids)}
@@ -244,7 +231,7 @@ def load_weights(
     """
     state = model_state(parts, average=average)
     if isinstance(step, Path) and is_hf_folder(step):
-        model = HFModel.of(name, sizes)
-        huggingface.load(step, state, model=model, group=CheckpointGroup())
+        folders = model_folders()
+        folders.load(step, state, model=folders.model_of(name, sizes), group=CheckpointGroup())
     else:
         load(step, state)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan.config.layout import Layout
 from titan.parallel import build_mesh, offload
-from titan.parallel import linear_attention_kernels as kernels
+from titan.parallel.torch_compat import GPU_TYPES
 from titan.sim.record import device, torch_compat
 
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -85,8 +85,7 @@ def _replace_generic_names() -> None:
     torch.random.fork_rng = partial(torch.random.fork_rng, device_type=device.NAME)
     Tensor.pin_memory = lambda tensor, *_, **__: tensor  # pyright: ignore
     # Linear attention of GPUs is a kernel.
-    kernels.DEVICES.add(device.NAME)
-    kernels.is_installed = lambda: True  # pyright: ignore
+    GPU_TYPES.add(device.NAME)
     # Only titan.parallel.offload calls it (FSDP2 waits for events instead). Not modelled: memory that is copied to the
     # host is freed when the copy ends, a block later than here.
     Tensor.record_stream = lambda *_: None  # pyright: ignore

@@ -1,21 +1,19 @@
 """Simulated and measured step of a run (`titan sim JOB --measured RUN`): time by kind of work, and memory.
 
 The step time and the memory come from the run's metrics.jsonl, and the kinds of work from its last
-profiler trace, if it has one (titan/observe/trace.py). The simulated kernels are sorted in the same
-way.
+profiler trace, if it has one. An entry point of the group `titan.extensions`, measured.NAME, reads it.
+The simulated kernels are sorted in the same way.
 """
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
-from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
+from titan.config.plug_ins import load_plug_ins
 from titan.observe.rows import read_rows
-from titan.observe.trace_files import TraceFileError, find_traces, read_report
-from titan.observe.trace_kinds import COMMUNICATION, HOST, PARTS
+from titan.observe.step_parts import COMMUNICATION, HOST, PARTS
 from titan.sim.record.trace import KernelKind, Launch
 from titan.sim.simulate import GIB, Facts, Simulation
 
@@ -45,11 +43,12 @@ def compare(simulation: Simulation, run: Path) -> list[Facts]:
     later = [row for row in logged[len(logged) // 2 :] if row.get("step_s")]
     step_s = median(row["step_s"] for row in later) if later else 0.0
     rows = [("step", "s", simulation.timeline.step_s, step_s)]
-    with suppress(TraceFileError):  # where it was not profiled
-        path, *_ = find_traces(run, step=None, rank=None)
-        parts_s = read_report(path).parts_s
+    for measured_parts in load_plug_ins("titan.extensions", of="measured"):
+        if (found := measured_parts(run)) is None:
+            continue
+        rank, parts_s = found
         # Ranks are numbered stage by stage, and one of each stage is simulated.
-        stage = int(re.findall(r"\d+", path.name)[0]) * len(ranks) // simulation.layout.world_size
+        stage = rank * len(ranks) // simulation.layout.world_size
         predicted_s = _parts_s(simulation, ranks[stage])
         rows += [(PARTS[part], "s", predicted_s[part], parts_s[part]) for part in PARTS]
     memory = simulation.memory[ranks[0]]

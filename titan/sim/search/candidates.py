@@ -22,12 +22,12 @@ from typing import Any
 
 from titan.checks.rules import check_to_run, resolve_layout
 from titan.config.errors import ConfigError, divisors
-from titan.config.layout import AXES, Layout
+from titan.config.layout import AXES, Layout, keeps_gathered
 from titan.config.load import load_from_argv
 from titan.config.model import model_config
 from titan.config.phases import longest_sequence
 from titan.config.schema import JobConfig
-from titan.observe.estimate import estimate_memory, keeps_gathered, stacked_params
+from titan.observe.estimate import estimate_memory, stacked_params
 from titan.parallel.schedules import build_schedule, stages_per_rank
 from titan.sim.price.profiles import Profile
 from titan.sim.search.point import ALSO, RESHARD, Kind, Point, distance

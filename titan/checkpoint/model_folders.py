@@ -1,0 +1,81 @@
+"""Access to Hugging Face folders, which an entry point of the group `titan.extensions` reads and writes. Imports no torch.
+
+The entry point is a module named checkpoint.NAME, with the functions of `ModelFolders`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from titan.checkpoint import CheckpointError
+from titan.config.plug_ins import load_plug_ins
+from titan.config.schema import JobConfig
+
+
+class ModelFolders(Protocol):
+    """Functions that read and write folders of models."""
+
+    def job_keys(self, folder: Path) -> dict[str, Any]:
+        """Return the keys of [model] for the model in a folder."""
+        ...
+
+    def num_positions(self, folder: Path) -> int | None:
+        """Return the number of the model's positions, or None if the folder does not say it."""
+        ...
+
+    def unread_keys(self, file: Path, config: JobConfig) -> list[str]:
+        """Return a line about keys of a config.json that nothing reads, or nothing without such keys."""
+        ...
+
+    def model_of(self, name: str, sizes: Any) -> Any:
+        """Return the model of a family with these sizes, for `load`."""
+        ...
+
+    def load(self, folder: Path, state: Any, *, model: Any, group: Any) -> list[str]:
+        """Fill the tensors "model.<parameter>" of `state`. All ranks call this together.
+
+        Args:
+            folder: the folder.
+            state: tensors to fill, by name.
+            model: the model.
+            group: the ranks' `CheckpointGroup`.
+
+        Returns:
+            Messages about what was left out.
+        """
+        ...
+
+    def describe(self, config: JobConfig, tokenizer: Any) -> Any:
+        """Return the export of a job's model, for `save`. Its `model` is for `load`.
+
+        Args:
+            config: the job.
+            tokenizer: its tokenizer, or None.
+
+        Raises:
+            CheckpointError: the model has no such form.
+        """
+        ...
+
+    def save(self, folder: Path, state: Any, export: Any, *, group: Any) -> None:
+        """Write the tensors "model.<parameter>" as a folder. All ranks call this together.
+
+        Raises:
+            SaveFailed: the folder could not be written. All ranks raise it.
+        """
+        ...
+
+
+def model_folders() -> ModelFolders:
+    """Return what reads and writes Hugging Face folders.
+
+    Raises:
+        CheckpointError: nothing that does is installed.
+    """
+    found = load_plug_ins("titan.extensions", of="checkpoint")
+    if not found:
+        raise CheckpointError(
+            "this titan was installed without titan/huggingface, which reads and writes Hugging Face folders"
+        )
+    return found[0]
