@@ -9,6 +9,7 @@ The files have the figures of titan/sim/price/library.py, with fewer rows of pro
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,14 @@ def thinned(dtype: str, part: dict[str, Any], *, is_odd: bool = False) -> dict[s
             return not is_odd and (m % 256 == 0 or m in (1, 16, 64, 128))
         return m >= 32 or m in (1, 4, 9, 16, 17)
 
-    rows = [place for place, m in enumerate(part["m"]) if is_kept(m)]
-    axes = [[size for size in part[axis] if size != LEFT_OUT and rows] for axis in ("n", "k")]
-    width = len(part["k"])
-    places = [part["n"].index(n) * width + part["k"].index(k) for n in axes[0] for k in axes[1]]
-    lines = ["".join(part["letters"][row][place] for place in places) for row in rows]
-    return {"m": [part["m"][row] for row in rows], "n": axes[0], "k": axes[1], "letters": lines}
+    points = product(*part["axes"])
+    letters = {
+        point: letter
+        for point, letter in zip(points, part["values"], strict=True)
+        if point and is_kept(point[0]) and LEFT_OUT not in point[1:]
+    }
+    axes = [sorted({*sizes}) for sizes in zip(*letters, strict=True)]
+    return {"axes": axes, "values": "".join(letters.values())}
 
 
 def main() -> None:

@@ -6,14 +6,15 @@ The package is read once for each card and version, and kept in the user's cache
 from __future__ import annotations
 
 import json
-import os
 import warnings
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from itertools import product
 from math import log, log2
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 from titan.data import default_cache_folder
 from titan.hardware import by_name
+from titan.run_writer import write_text_atomically
 from titan.sim.price.measured import (
     ALIGNED,
     LARGE_FLOPS,
@@ -79,27 +81,19 @@ def library_tables(card: str) -> dict[str, Any] | None:
     """Return all that the installed package has on a card, or None if it is not installed."""
     if find_spec("aiconfigurator_core") is None:
         return None
-    root = default_cache_folder() / "measured"
     # Another version of the package, or of this file, has other tables.
     form = blake2b(Path(__file__).read_bytes(), digest_size=6).hexdigest()
-    kept = root / f"{card}-{version(PACKAGE)}-{form}.json"
-    try:
+    kept = default_cache_folder() / "measured" / f"{card}-{version(PACKAGE)}-{form}.json"
+    with suppress(OSError, ValueError):
         return json.loads(kept.read_text("utf-8"))
-    except (OSError, ValueError):
-        pass
     try:
         raw = read(card)
     except (OSError, LookupError, ValueError) as error:
         text = f"{PACKAGE} {version(PACKAGE)} has no tables of {card} as titan reads them ({error}); titan's own are used"
         warnings.warn(text, stacklevel=2)
         return None
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        beside = kept.with_suffix(f".{os.getpid()}")
-        beside.write_text(json.dumps(raw), "utf-8")
-        beside.replace(kept)
-    except OSError:
-        pass  # read again next time
+    with suppress(OSError):  # read again next time
+        write_text_atomically(kept, json.dumps(raw))
     return raw
 
 
@@ -137,11 +131,23 @@ def read(card: str) -> dict[str, Any]:
 
 
 def _rows(file: Path, *columns: str) -> Iterator[tuple[Any, ...]]:
-    """Yield some columns of a table, row by row."""
+    """Yield some columns of a table, row by row. Older tables of attention lack a window, which is None then."""
     from pyarrow import parquet
 
-    table = parquet.read_table(file, columns=list(columns))
+    table = parquet.read_table(file)
+    if "window_size" not in table.column_names:
+        table = table.append_column("window_size", [[None] * len(table)])
     yield from zip(*(table[name].to_pylist() for name in columns), strict=True)
+
+
+def _table(points: Mapping[tuple[int, ...], float]) -> dict[str, Any]:
+    """Return measured points as a table (measured.Grid), by their sizes."""
+    axes = [sorted({*sizes}) for sizes in zip(*points, strict=True)]
+    return {"axes": axes, "values": [points.get(point, 0.0) for point in product(*axes)]}
+
+
+def _rounded(value: float, digits: int) -> float:
+    return float(f"{value:.{digits}g}")
 
 
 def roofline_s(
@@ -209,14 +215,10 @@ def _without_casts(folder: Path) -> Iterator[tuple[int, int, int, float]]:
 
 
 def _letters(points: dict[tuple[int, int, int], float], *, aligned: bool) -> dict[str, Any]:
-    """Return the products of a dtype as letters, with a line for each number of rows."""
-    every = sorted({m for m, _, _ in points})
-    rows = [m for m in every if (m % ALIGNED == 0 or m < ALIGNED) == aligned]
-    columns, summed = ([*sorted({point[axis] for point in points})] for axis in (1, 2))
-    if not rows:
-        columns = summed = []
-    lines = ["".join(_letter(points.get((m, n, k))) for n in columns for k in summed) for m in rows]
-    return {"m": rows, "n": columns, "k": summed, "letters": lines}
+    """Return the products of a dtype whose rows are aligned, or all others, as a table of letters."""
+    own = {p: v for p, v in points.items() if (p[0] % ALIGNED == 0 or p[0] < ALIGNED) == aligned}
+    axes = _table(own)["axes"]
+    return {"axes": axes, "values": "".join(_letter(own.get(p)) for p in product(*axes))}
 
 
 def _letter(value: float | None) -> str:
@@ -228,20 +230,13 @@ def _letter(value: float | None) -> str:
 
 def _collectives(folder: Path) -> dict[str, Any]:
     """Return the microseconds of collectives, by kind, number of ranks and bytes."""
-    found: dict[str, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    found: dict[str, dict[tuple[int, ...], float]] = defaultdict(dict)
     columns = ("nccl_dtype", "op_name", "num_gpus", "message_size", "latency")
     for dtype, op, ranks, elements, ms in _rows(folder / "nccl_perf.parquet", *columns):
         if dtype == "half":
             kind = "all_to_all" if op == "alltoall" else op
-            found[kind][ranks][2 * elements] = float(f"{ms * 1e3:.4g}")
-    tables = {}
-    for kind, by_ranks in sorted(found.items()):
-        sizes = sorted(set.intersection(*(set(line) for line in by_ranks.values())))
-        us = {
-            str(ranks): [line[size] for size in sizes] for ranks, line in sorted(by_ranks.items())
-        }
-        tables[kind] = {"bytes": sizes, "us": us}
-    return tables
+            found[kind][ranks, 2 * elements] = _rounded(ms * 1e3, 4)
+    return {kind: _table(points) for kind, points in sorted(found.items())}
 
 
 def _attention(folder: Path) -> dict[str, Any]:
@@ -251,26 +246,17 @@ def _attention(folder: Path) -> dict[str, Any]:
     writes into its cache, and does for each sequence, is little then.
     """
     columns = ("attn_dtype", "kv_cache_dtype", "window_size", "head_dim", "batch_size", "isl", "num_heads", "num_key_value_heads", "latency")  # fmt: skip
-    found: dict[tuple[int, int, int], list[float]] = defaultdict(list)
-    rows = _with_defaults(folder / "context_attention_perf.parquet", columns)
+    found: dict[tuple[int, ...], list[float]] = defaultdict(list)
+    rows = _rows(folder / "context_attention_perf.parquet", *columns)
     for dtype, kv_dtype, window, dim, batch, length, heads, groups, ms in rows:
         if dtype != "bfloat16" or kv_dtype == "fp8" or window not in (None, 0, -1) or ms <= 0:
             continue
         if heads != 4 * groups or heads < min(16, batch * heads) or length < 128:
             continue
-        if dim in (64, 128, 256):
+        if dim in (64, 128, 256) and (batch * heads).bit_count() == 1:  # a power of two
             flops = 4 * batch * heads * dim * length * (length + 1) / 2
             found[dim, batch * heads, length].append(flops / (ms * 1e-3) / 1e12)
-    dims, heads, lengths = ([*sorted({key[axis] for key in found})] for axis in range(3))
-    heads = [count for count in heads if count & (count - 1) == 0]  # powers of two
-    rates = [
-        [
-            [float(f"{median(found.get((dim, count, length), [0.0])):.3g}") for length in lengths]
-            for count in heads
-        ]
-        for dim in dims
-    ]  # fmt: skip
-    return {"head_dim": dims, "heads": heads, "length": lengths, "tflops": rates}
+    return _table({point: _rounded(median(rates), 3) for point, rates in found.items()})
 
 
 def _recurrence(folder: Path, source: CardSource) -> dict[str, Any]:
@@ -278,41 +264,26 @@ def _recurrence(folder: Path, source: CardSource) -> dict[str, Any]:
 
     They are those of flash-linear-attention's kernels, which TensorRT-LLM and SGLang run. Of Mamba 2, only the convolution was measured.
     """
-    found: dict[str, dict[int, dict[int, list[float]]]] = {}
     files = {
         "gdn": [folder / "linear_attention" / "trtllm" / source.trtllm / "gdn_perf.parquet"],
         "kda": sorted(folder.glob("kda/sglang/*/kda_perf.parquet"))[-1:],
     }
     columns = ("kernel_source", "batch_size", "seq_len", "num_v_heads", "head_v_dim", "latency")
+    tables = {}
     for kind, file in ((kind, file) for kind, of_kind in files.items() for file in of_kind):
         if not file.exists():
             continue
-        by_heads = found[kind] = defaultdict(lambda: defaultdict(list))
+        found: dict[tuple[int, ...], list[float]] = defaultdict(list)
         for kernel, batch, length, heads, size, ms in _rows(file, *columns):
             if kernel.startswith("chunk_") and size == 128 and length >= 128 and ms > 0:
-                by_heads[batch * heads][length].append(ms * 1e3)
-    tables = {}
-    for kind, by_heads in found.items():
+                found[batch * heads, length].append(ms * 1e3)
         # Only numbers of heads that were measured at all lengths: long sequences had small batches.
-        lengths = sorted({length for line in by_heads.values() for length in line})
-        us = {
-            str(heads): [float(f"{median(line[length]):.4g}") for length in lengths]
-            for heads, line in sorted(by_heads.items())
-            if {*lengths} <= line.keys()
-        }
-        tables[kind] = {"bytes": lengths, "us": us}
+        num_lengths = Counter(heads for heads, _ in found)
+        most = max(num_lengths.values())
+        tables[kind] = _table(
+            {p: _rounded(median(us), 4) for p, us in found.items() if num_lengths[p[0]] == most}
+        )
     return tables
-
-
-def _with_defaults(file: Path, columns: tuple[str, ...]) -> Iterator[tuple[Any, ...]]:
-    """Yield columns row by row, with None for a column that an older table lacks."""
-    from pyarrow import parquet
-
-    there = set(parquet.read_schema(file).names)
-    known = [name for name in columns if name in there]
-    for row in _rows(file, *known):
-        values = dict(zip(known, row, strict=True))
-        yield tuple(values.get(name) for name in columns)
 
 
 def _uneven(folder: Path) -> list[tuple[int, float]]:

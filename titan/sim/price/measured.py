@@ -16,11 +16,10 @@ Between the sizes of a table, values are interpolated by the logarithms; beyond 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import product
 from math import exp, log
-from typing import Any, TypeAlias
+from typing import Any
 
 SPAN_S = 4e-6
 """Seconds of a launch and of an empty kernel in the roofline that products are compared with."""
@@ -40,44 +39,51 @@ BUS = {
     "p2p_gb_per_s": ("all_to_all", 2),
 }
 """Figures of a profile that a table of collectives has: the kind of collective, and its ranks (0: as many as were measured)."""
-Axes: TypeAlias = tuple[Sequence[int], ...]
+_RATIOS = {letter: STEP * (place - ZERO) for place, letter in enumerate(LETTERS)}
 
 
-@dataclass(frozen=True)
 class Grid:
-    """Values on a grid of sizes.
+    """Positive values on a grid of sizes, interpolated by the logarithms of both.
 
     Attributes:
         axes: Sizes of each axis, increasing.
-        value: Function from a point's sizes to its value, or None for a point that was not measured.
     """
 
-    axes: Axes
-    value: Callable[[Any], float | None]
+    def __init__(self, table: dict[str, Any]) -> None:
+        """Read a table {"axes": sizes of each axis, "values": of all points, the last axis first}.
 
-    def at(self, sizes: Sequence[float]) -> float | None:
+        Values are numbers, 0 for a point that was not measured, or a text of `LETTERS`, with spaces.
+        """
+        self.axes: list[list[int]] = table["axes"]
+        values = table["values"]
+        if isinstance(values, str):
+            self.logs = [*map(_RATIOS.get, values)]
+        else:
+            self.logs = [log(value) if value else None for value in values]
+
+    def at(self, *sizes: float) -> float | None:
         """Return the value at some sizes, or None if no point around them was measured."""
-        places = [_place(axis, size) for axis, size in zip(self.axes, sizes, strict=True)]
+        places = [_places(axis, size) for axis, size in zip(self.axes, sizes, strict=True)]
         total = weights = 0.0
         for corner in product(*places):
-            weight, point = 1.0, []
-            for share, size in corner:
+            weight, index = 1.0, 0
+            for axis, (share, place) in zip(self.axes, corner, strict=True):
                 weight *= share
-                point.append(size)
-            value = self.value(tuple(point)) if weight else None
+                index = index * len(axis) + place
+            value = self.logs[index] if weight else None
             if value is not None:
                 total, weights = total + weight * value, weights + weight
-        return total / weights if weights else None
+        return exp(total / weights) if weights else None
 
 
-def _place(axis: Sequence[int], size: float) -> tuple[tuple[float, int], ...]:
-    """Return the points of an axis around a size, with their weights."""
+def _places(axis: Sequence[int], size: float) -> tuple[tuple[float, int], ...]:
+    """Return the places of an axis around a size, with their weights."""
     right = bisect_left(axis, size)
     if right == 0 or right == len(axis):
-        return ((1.0, axis[min(right, len(axis) - 1)]),)
+        return ((1.0, min(right, len(axis) - 1)),)
     low, high = axis[right - 1], axis[right]
     share = log(size / low) / log(high / low)
-    return (1 - share, low), (share, high)
+    return (1 - share, right - 1), (share, right)
 
 
 class Tables:
@@ -91,12 +97,10 @@ class Tables:
     def __init__(self, raw: dict[str, Any]) -> None:
         self.source: str = raw["source"]
         self.attention_kernel: str = raw["attention_kernel"]
-        self._collectives = {kind: _by_ranks(rows) for kind, rows in raw["collectives"].items()}
-        self._products = {
-            dtype: [_letters(part) for part in parts] for dtype, parts in raw["products"].items()
-        }
-        self._attention = _nested(raw["attention"])
-        self._recurrence = {kind: _by_ranks(rows) for kind, rows in raw["recurrence"].items()}
+        self._collectives = _grids(raw["collectives"])
+        self._products = {dtype: [*map(Grid, parts)] for dtype, parts in raw["products"].items()}
+        self._attention = Grid(raw["attention"])
+        self._recurrence = _grids(raw["recurrence"])
         self._uneven: list[tuple[int, float]] = raw["uneven"]
         self.large_share: dict[str, float] = raw["large_share"]
 
@@ -114,9 +118,8 @@ class Tables:
             return None
         aligned, odd = grids
         # Odd rows were measured up to some thousands: beyond them, what one row more costs does not show.
-        is_odd = rows % ALIGNED and odd.axes[0] and rows <= odd.axes[0][-1]
-        ratio = (odd if is_odd else aligned).at((rows, columns, summed))
-        return None if ratio is None else exp(ratio)
+        is_odd = rows % ALIGNED and odd.axes and rows <= odd.axes[0][-1]
+        return (odd if is_odd else aligned).at(rows, columns, summed)
 
     def collective_s(self, kind: str, ranks: int, size_bytes: float) -> tuple[float, float] | None:
         """Return latency and volume of a collective within a node in seconds, or None if its kind was not measured.
@@ -135,9 +138,9 @@ class Tables:
         if ranks > most:
             scale = (1 - 1 / ranks) / (1 - 1 / most)
         known = min(ranks, most)
-        least, total = grid.at((known, sizes[0])), grid.at((known, min(size_bytes, sizes[-1])))
+        least, total = grid.at(known, sizes[0]), grid.at(known, min(size_bytes, sizes[-1]))
         assert least is not None and total is not None
-        latency, seconds = exp(least) * 1e-6, exp(total) * 1e-6
+        latency, seconds = least * 1e-6, total * 1e-6
         if size_bytes > sizes[-1]:
             seconds *= size_bytes / sizes[-1]
         latency = min(latency, 0.9 * seconds)
@@ -154,7 +157,7 @@ class Tables:
         if not self._uneven or not exponent:
             return 1.0
         sizes, shares = zip(*self._uneven, strict=True)
-        measured = sum(share * shares[sizes.index(size)] for share, size in _place(sizes, rows))
+        measured = sum(share * shares[place] for share, place in _places(sizes, rows))
         return 1 - (1 - measured) * min(1.0, exponent / POWER_LAW)
 
     def bus_gb_per_s(self, figure: str) -> float:
@@ -172,12 +175,12 @@ class Tables:
 
         Args:
             head_dim: Channels of a head.
-            heads: Heads of queries over the batch.
+            heads: Heads of queries over the batch. More than were measured at that length have the rate of the most.
             length: Tokens of a sequence.
         """
-        rate = self._attention.at((head_dim, heads, length))
-        assert rate is not None
-        return exp(rate)
+        while (rate := self._attention.at(head_dim, heads, length)) is None:
+            heads //= 2  # the table has powers of two
+        return rate
 
     def recurrence_s(self, kind: str, heads: int, length: int) -> float | None:
         """Return the seconds of linear attention in the forward pass, with 128 channels, or None if its kind was not measured.
@@ -191,44 +194,10 @@ class Tables:
         if grid is None:
             return None
         most = [axis[-1] for axis in grid.axes]
-        us = grid.at((heads, length))
+        us = grid.at(heads, length)
         assert us is not None
-        return exp(us) * 1e-6 * max(1.0, heads / most[0]) * max(1.0, length / most[1])
+        return us * 1e-6 * max(1.0, heads / most[0]) * max(1.0, length / most[1])
 
 
-def _by_ranks(rows: dict[str, Any]) -> Grid:
-    """Return the grid (ranks, bytes) of the logarithm of a collective's microseconds, or that of linear attention, (heads, tokens)."""
-    values = {
-        (int(ranks), size): log(us)
-        for ranks, line in rows["us"].items()
-        for size, us in zip(rows["bytes"], line, strict=True)
-    }
-    return Grid((sorted(map(int, rows["us"])), rows["bytes"]), values.get)
-
-
-def _letters(part: dict[str, Any]) -> Grid:
-    """Return the grid (rows, columns, summed) of the logarithm of products' ratios, from letters or from numbers."""
-    axes: Axes = (part["m"], part["n"], part["k"])
-    if "values" in part:
-        return Grid(axes, part["values"].get)
-    places = [{size: place for place, size in enumerate(axis)} for axis in axes]
-    width = len(axes[2])
-
-    def value(point: tuple[int, ...]) -> float | None:
-        m, n, k = (place[size] for place, size in zip(places, point, strict=True))
-        letter = part["letters"][m][n * width + k]
-        return None if letter == " " else STEP * (LETTERS.index(letter) - ZERO)
-
-    return Grid(axes, value)
-
-
-def _nested(part: dict[str, Any]) -> Grid:
-    """Return the grid (head dimension, heads, length) of the logarithm of attention's rate."""
-    values = {
-        (head_dim, heads, length): log(rate)
-        for head_dim, block in zip(part["head_dim"], part["tflops"], strict=True)
-        for heads, line in zip(part["heads"], block, strict=True)
-        for length, rate in zip(part["length"], line, strict=True)
-        if rate
-    }
-    return Grid((part["head_dim"], part["heads"], part["length"]), values.get)
+def _grids(tables: dict[str, Any]) -> dict[str, Grid]:
+    return {kind: Grid(table) for kind, table in tables.items()}
