@@ -44,7 +44,7 @@ ALLOWED = {
     "recording": "config observe parallel run_folder tasks titan train_step whole_model",
     # The run.
     "hook": "async_scalars config data hardware observe resolved tasks train_step",
-    "hooks": "async_scalars checkpoint checks config data health hook observe optim parallel parallelize recording run_writer train_step untrusted",
+    "hooks": "async_scalars checkpoint config data health hook observe optim parallel parallelize recording run_writer train_step untrusted",
     "progress": "config data hook observe resolved run_folder run_writer train_step",
     "trainer": "async_scalars checks config data hardware health hook observe parallel progress random_draws resolved run_folder run_writer tasks train_step",
     "train": "checkpoint checks config data health hooks parallel refusals run_folder trainer untrusted",

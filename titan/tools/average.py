@@ -19,9 +19,9 @@ from torch import Tensor
 
 from titan.checkpoint import CheckpointError, SaveFailed
 from titan.checkpoint import manager as checkpoints
+from titan.checkpoint.identity import require_one_tokenizer
 from titan.checkpoint.manifest import list_steps
 from titan.checkpoint.storage import Location, as_location, join, name_of
-from titan.checks.text_identity import require_one_tokenizer
 from titan.config.load import ConfigError
 from titan.config.render import to_toml
 from titan.config.schema import CheckpointSection

@@ -13,6 +13,7 @@ from torch import nn
 from titan.checkpoint import huggingface
 from titan.checkpoint.commit import CheckpointGroup
 from titan.checkpoint.hf_model import HFModel
+from titan.checkpoint.identity import read_metadata
 from titan.checkpoint.manager import (
     CheckpointError,
     CheckpointManager,
@@ -22,7 +23,6 @@ from titan.checkpoint.manager import (
 )
 from titan.checkpoint.manifest import METADATA, TITAN_JSON
 from titan.checkpoint.manifest import NAME as MANIFEST
-from titan.checkpoint.saved import read_metadata
 from titan.checkpoint.storage import Location, as_location, join, storage_of
 from titan.config.errors import ConfigError
 from titan.config.load import load_config, print_warnings

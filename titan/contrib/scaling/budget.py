@@ -62,7 +62,7 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PricedRun:
     """A size that trains for some days.
 
     Attributes:
@@ -216,7 +216,7 @@ def _flavors(family_name: str) -> list[str]:
     return found
 
 
-def _plan(size: Size, found: Fit, options: Namespace) -> Plan:
+def _plan(size: Size, found: Fit, options: Namespace) -> PricedRun:
     """Return a size's run, of the days that are given, or until the loss."""
     run, law, days = size.figures["run"], found.law, options.days
     if not days:
@@ -229,10 +229,10 @@ def _plan(size: Size, found: Fit, options: Namespace) -> Plan:
     parts = ("tokens", "energy_mwh", "cost", "failures", "gpu_hours")
     reached = {part: run[part] * share for part in parts}
     rank = law.loss(size.params, reached["tokens"]) if options.days else reached["gpu_hours"]
-    return Plan(size, days, reached, float(rank))
+    return PricedRun(size, days, reached, float(rank))
 
 
-def _table(plans: list[Plan], found: Fit) -> list[str]:
+def _table(plans: list[PricedRun], found: Fit) -> list[str]:
     """Return the table's lines, and what to beware of."""
     head = (
         *("size", "layout", "tokens/s/GPU", "days", "tokens", "tokens/param"),
@@ -264,7 +264,7 @@ def _table(plans: list[Plan], found: Fit) -> list[str]:
     return lines
 
 
-def _write_jobs(plans: list[Plan], folder: Path) -> None:
+def _write_jobs(plans: list[PricedRun], folder: Path) -> None:
     """Write the best size as a job, the best of the smaller ones, which trains longer, and the best of the other kind of model."""
     best = plans[0].size
     chosen = {"best": plans[0]}
