@@ -47,7 +47,7 @@ ALLOWED = {
     "run": "base config health",
     "hook": "async_scalars data observe train_step",
     "progress": "config data hardware hook observe resolved run run_folder run_writer tasks train_step",
-    "hooks": "async_scalars base checkpoint checks config data health hook observe optim parallel parallelize progress recording run_writer train_step untrusted",
+    "hooks": "async_scalars base checkpoint config data health hook observe optim parallel parallelize progress recording run_writer train_step untrusted",
     "trainer": "async_scalars checks config data hardware health hook observe parallel progress random_draws resolved run run_folder run_writer tasks train_step",
     "train": "base checkpoint checks config data health hooks parallel run run_folder trainer untrusted",
 }

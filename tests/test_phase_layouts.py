@@ -20,7 +20,7 @@ from tests.support.layouts import BOUND
 from tests.support.ranks import Pool
 from tests.support.runs import Run, logged_rows, saved_tensors
 from tests.support.trainers import PoolTrainer, Trainer
-from titan.checkpoint.saved import step_to_continue
+from titan.checkpoint.identity import step_to_continue
 from titan.checks.rules import check_to_run
 from titan.config.phases import DEGREES
 from titan.config.schema import JobConfig

@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from titan.base.failure import RunFailure
-from titan.checkpoint.saved import require_startable, step_to_continue
+from titan.checkpoint.identity import changed_settings, require_startable, step_to_continue
 from titan.checks.environment import check_environment
 from titan.checks.rules import load_to_run
 from titan.config.errors import ConfigError
 from titan.config.options import add_quiet
-from titan.config.resume_diff import changed_settings
 from titan.config.schema import JobConfig
 from titan.health.errors import explains_itself
 from titan.health.signals import (

@@ -132,7 +132,7 @@ def test_what_may_change_at_a_resume_changes_no_output(name: str) -> None:
     """The fields that a resume lets pass: the same weights give the same logits."""
     import dataclasses
 
-    from titan.config.resume_diff import _OF_TRAINING
+    from titan.checkpoint.identity import _OF_TRAINING
 
     package = family(name)
     sizes = min(package.FLAVORS.values(), key=lambda sizes: sizes.num_params)

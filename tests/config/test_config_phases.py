@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from tests.support.jobs import ROOT, job
+from titan.checkpoint.identity import changed_settings
 from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
 from titan.config.load import load_config
 from titan.config.phases import longest_sequence, phases_of
 from titan.config.render import to_toml
-from titan.config.resume_diff import changed_settings
 from titan.config.schema import JobConfig
 from titan.optim.schedule import learning_rate_factor
 

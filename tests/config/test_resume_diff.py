@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from tests.support.jobs import job
+from titan.checkpoint.identity import changed_settings, job_facts
 from titan.config.model import families, family, resolve_model
 from titan.config.render import to_toml
-from titan.config.resume_diff import changed_settings, job_facts
 from titan.config.schema import JobConfig, ModelSection
 from titan.run_folder import write_status
 from titan.train import before_start

@@ -22,9 +22,9 @@ import torch
 from titan.checkpoint import CheckpointError, SaveFailed, commit
 from titan.checkpoint.commit import CheckpointGroup
 from titan.checkpoint.formats import LOST, NEWER
+from titan.checkpoint.identity import read_metadata
 from titan.checkpoint.manifest import NAME as MANIFEST
 from titan.checkpoint.manifest import Damage, describe, find_damage, list_steps
-from titan.checkpoint.saved import read_metadata
 from titan.checkpoint.staging import Staging
 from titan.checkpoint.state import (
     average_state,

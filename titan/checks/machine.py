@@ -14,10 +14,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from titan.checkpoint.identity import other_tokenizer, sources_of
 from titan.checkpoint.manifest import METADATA, NAME, list_steps
 from titan.checkpoint.model_folders import model_folders
 from titan.checkpoint.storage import as_location, join, storage_of
-from titan.checks.text_identity import other_tokenizer, sources_of
 from titan.config import schema as s
 from titan.config.errors import Problem, RuleViolation, violations_of
 from titan.config.model import resolve_model

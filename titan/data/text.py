@@ -134,7 +134,7 @@ def validation_samples(
 def order_of(config: s.JobConfig) -> dict[str, Any]:
     """Return the settings that decide which sample of a job comes next, by key. A resumed run has to keep them.
 
-    Other files are reported (titan/checks/text_identity.py), and other weights begin a part of the run (loader.py).
+    Other files are reported (titan/checkpoint/identity.py), and other weights begin a part of the run (loader.py).
     """
     sources = _training_sources(config)
     others = {*_OF_SAMPLES}

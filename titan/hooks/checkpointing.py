@@ -11,13 +11,19 @@ import torch.distributed as dist
 
 from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.commit import TIMEOUT
+from titan.checkpoint.identity import (
+    changed_model,
+    changed_settings,
+    job_facts,
+    other_tokenizer,
+    require_same_model,
+    text_changes,
+    text_facts,
+)
 from titan.checkpoint.manager import CheckpointError, CheckpointManager, SaveFailed
 from titan.checkpoint.model_folders import model_folders
-from titan.checkpoint.saved import require_same_model
 from titan.checkpoint.storage import Location, as_location
-from titan.checks.text_identity import other_tokenizer, text_changes, text_facts
 from titan.config.render import to_toml
-from titan.config.resume_diff import changed_model, changed_settings, job_facts
 from titan.hook import Hook, StepResult
 from titan.optim.schedule import rate_jump
 from titan.parallel.torch_compat import set_timeout

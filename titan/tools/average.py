@@ -20,9 +20,9 @@ from torch import Tensor
 from titan.base.failure import RunFailure
 from titan.checkpoint import CheckpointError
 from titan.checkpoint import manager as checkpoints
+from titan.checkpoint.identity import require_one_tokenizer
 from titan.checkpoint.manifest import list_steps
 from titan.checkpoint.storage import Location, as_location, join, name_of
-from titan.checks.text_identity import require_one_tokenizer
 from titan.config.render import to_toml
 from titan.config.schema import CheckpointSection
 from titan.data.tokenizer_files import FOLDER, read_asset, with_tokenizer, write_files

@@ -44,9 +44,9 @@ from titan.checkpoint.huggingface import (
     read_sizes,
     require_weights_for,
 )
+from titan.checkpoint.identity import tokenizer_facts
 from titan.checkpoint.quantized import values_name
 from titan.checkpoint.storage import Location, as_location
-from titan.checks.text_identity import tokenizer_facts
 from titan.config.options import TRUST_OPTION
 from titan.config.plug_ins import load_plug_ins
 from titan.config.schema import CheckpointSection

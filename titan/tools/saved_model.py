@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from titan.checkpoint.commit import CheckpointGroup
+from titan.checkpoint.identity import read_metadata
 from titan.checkpoint.manager import (
     CheckpointError,
     CheckpointManager,
@@ -21,7 +22,6 @@ from titan.checkpoint.manager import (
 from titan.checkpoint.manifest import METADATA, TITAN_JSON
 from titan.checkpoint.manifest import NAME as MANIFEST
 from titan.checkpoint.model_folders import model_folders
-from titan.checkpoint.saved import read_metadata
 from titan.checkpoint.storage import Location, as_location, join, storage_of
 from titan.config.errors import ConfigError
 from titan.config.load import load_config, print_warnings

@@ -1,7 +1,7 @@
 """What replica groups compare, and the error of a group that gives way to the others.
 
 Every key of their jobs must be equal, except the keys that are known to be harmless.
-titan.config.resume_diff answers another question, which settings of a run have changed since its checkpoint. A resume may
+titan.checkpoint.identity answers another question, which settings of a run have changed since its checkpoint. A resume may
 have another layout, batch or library. Groups may not: they would hold other tensors, or apply the same sum differently.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from titan.config.resume_diff import leaves
+from titan.checkpoint.identity import leaves
 from titan.config.toml import KeyPath, format_value, key_text, tomllib
 from titan.parallel.replicas import ReplicaError
 

@@ -1,4 +1,4 @@
-"""A scaling law fitted to runs, and what it says of a budget: `titan scaling` and `titan budget`."""
+"""From small runs to a large one: `titan sweep`, `titan scaling` and `titan budget`. docs/scaling.md."""
 
 from __future__ import annotations
 
@@ -15,5 +15,12 @@ def main(argv: Sequence[str]) -> int:
 def price_sizes(argv: Sequence[str]) -> int:
     """Compare sizes of a model by the loss that each would reach on some GPUs in some time."""
     from .budget import main
+
+    return main([*argv])
+
+
+def sweep_jobs(argv: Sequence[str]) -> int:
+    """Train a job with several values of its keys and several seeds, and say which is better."""
+    from .sweep import main
 
     return main([*argv])

@@ -12,19 +12,23 @@ bootstrap: the law is fitted again to losses that differ from it as the runs do 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
+
+from titan.untrusted import Finite
 
 Array = NDArray[np.float64]
 HUBER = 1e-3  # Hoffmann et al., of the logarithm of the loss
 LEVEL = 0.9  # of intervals
-CONSTANTS = ("E", "A", "B", "a", "b")
 _KEPT_STARTS = 12
 LEAST_SHARE, _MOST_EXPONENT = 0.01, 3.0  # of the smallest loss that E is; of either exponent
+Constant = Annotated[Finite, Field(ge=0)]
+Amount = Annotated[float, Field(gt=0, lt=1e18)]
 # Without it, an interval of 90% holds Hoffmann's constants in 87 of 100 simulated fits.
 _WIDER = 1.1
 
@@ -33,9 +37,9 @@ class Run(NamedTuple):
     """A finished run: its name, parameters, tokens and final loss."""
 
     name: str
-    params: float
-    tokens: float
-    loss: float
+    params: Amount
+    tokens: Amount
+    loss: Finite
 
     @property
     def flops(self) -> float:
@@ -46,11 +50,11 @@ class Run(NamedTuple):
 class Law(NamedTuple):
     """Constants of the law."""
 
-    E: float
-    A: float
-    B: float
-    a: float
-    b: float
+    E: Annotated[Finite, Field(gt=0)]
+    A: Constant
+    B: Constant
+    a: Constant
+    b: Constant
 
     def loss(self, params: Array | float, tokens: Array | float) -> Array:
         """Return the loss, in nats per token."""
@@ -64,17 +68,26 @@ class Law(NamedTuple):
 
 @dataclass(frozen=True)
 class Fit:
-    """A law with what is needed for intervals.
+    """A law with what is needed for intervals, as `titan scaling --out` writes it.
 
     Attributes:
+        format: Version of the file.
         law: The best constants.
         draws: Constants fitted to each draw of the bootstrap.
         errors: Logarithm of each run's loss less that of the law.
+        runs: Runs that the law was fitted to.
     """
 
+    format: Literal[1] = field(default=1, kw_only=True)
     law: Law
-    draws: list[Law]
-    errors: list[float]
+    draws: Annotated[list[Law], Field(min_length=1)]
+    errors: Annotated[list[Finite], Field(min_length=1)]
+    runs: Annotated[Sequence[Run], Field(min_length=1)]
+
+    @property
+    def largest(self) -> float:
+        """Return the FLOPs of the largest run."""
+        return max(run.flops for run in self.runs)
 
     def interval(self, constant: str) -> tuple[float, float]:
         """Return the interval of a constant."""
@@ -96,13 +109,9 @@ def fit(runs: Sequence[Run], *, draws: int = 400, seed: int = 0) -> Fit:
         draws: Number of draws of the bootstrap.
         seed: Seed of the draws.
     """
-    params, tokens, losses = (
-        np.array([getattr(run, field) for run in runs]) for field in ("params", "tokens", "loss")
-    )
-    x = np.log(params), np.log(tokens)
-    log_loss = np.log(losses)
-    starts = _starts(*x, log_loss)
-    found = [_minimize(start, *x, log_loss) for start in starts]
+    log_params, log_tokens, log_loss = np.log([run[1:] for run in runs]).T
+    x = log_params, log_tokens
+    found = [_minimize(start, *x, log_loss) for start in _starts(*x, log_loss)]
     best = min(found, key=lambda pair: pair[1])[0]
     expected = _log_loss(best, *x)
     errors = log_loss - expected
@@ -111,16 +120,16 @@ def fit(runs: Sequence[Run], *, draws: int = 400, seed: int = 0) -> Fit:
     drawn = []
     for _ in range(draws):
         # The spread itself is known from few runs only.
-        freedom = max(1, len(wide) - len(CONSTANTS))
+        freedom = max(1, len(wide) - len(Law._fields))
         spread = _WIDER * wide.std() * np.sqrt(freedom / generator.chisquare(freedom))
         noise = spread * generator.standard_normal(len(wide))
         drawn.append(_minimize(best, *x, expected + noise)[0])
-    return Fit(_law(best), [_law(theta) for theta in drawn], errors.tolist())
+    return Fit(_law(best), [_law(theta) for theta in drawn], errors.tolist(), runs)
 
 
 def _widened(errors: Array) -> Array:
     """Return errors with the mean zero and the spread of runs about the true law."""
-    spread = np.sqrt(len(errors) / max(1, len(errors) - len(CONSTANTS)))
+    spread = np.sqrt(len(errors) / max(1, len(errors) - len(Law._fields)))
     return (errors - errors.mean()) * spread
 
 

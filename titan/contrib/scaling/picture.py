@@ -1,25 +1,101 @@
-"""Picture of a law: losses of runs over FLOPs with the least loss that the law allows, and what the law leaves."""
+"""Pictures of a sweep, a law and a budget, for the option --plot of their commands."""
 
 from __future__ import annotations
 
+import math
+from argparse import ArgumentParser, Namespace
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
-import numpy as np
+from titan.observe.sinks import require
+from titan.sim.report.text import require_writable
+from titan.untrusted import InputError
 
 from .law import Fit, Run
 
 
-def draw(found: Fit, runs: list[Run], file: Path) -> None:
-    """Write the picture.
+def add_option(parser: ArgumentParser, about: str) -> None:
+    """Add --plot to a command's options."""
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help=about)
+
+
+def require_option(options: Namespace) -> None:
+    """Raise MissingExtra or ConfigError if there is --plot, and its picture cannot be drawn."""
+    if options.plot:
+        require("matplotlib", extra="plot", asked_by="--plot")
+    require_writable(options, "plot")
+
+
+def _figure(width: int, height: int) -> Any:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _save(figure: Any, file: Path) -> None:
+    figure.savefig(file, dpi=110, format="png")
+    print(f"wrote {file}")
+
+
+def draw_sweep(rows: Sequence[dict[str, Any]], file: Path) -> None:
+    """Draw the losses over the key that has most numbers as values, with a line for each setting of the others.
+
+    Args:
+        rows: Results of the runs.
+        file: PNG file.
+
+    Raises:
+        InputError: No key has numbers, or no run is done.
+    """
+    done = [row for row in rows if row["loss"] is not None and row["state"] == "done"]
+    values: dict[str, set[float]] = {}
+    for key in done[0]["settings"] if done else ():
+        numbers = {_number(row["settings"][key]) for row in done}
+        if all(map(math.isfinite, numbers)):
+            values[key] = numbers
+    if not values:
+        raise InputError("titan sweep: --plot: no key has numbers as values, or no run is done")
+    axis = max(values, key=lambda key: len(values[key]))
+    lines: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in done:
+        others = " ".join(f"{k}={v}" for k, v in row["settings"].items() if k != axis)
+        lines[others][_number(row["settings"][axis])].append(row["loss"])
+    figure = _figure(8, 5)
+    axes = figure.subplots()
+    for others, points in sorted(lines.items()):
+        x = sorted(points)
+        [line] = axes.plot(x, [fmean(points[each]) for each in x], label=others or None)
+        for each, losses in points.items():
+            axes.scatter([each] * len(losses), losses, color=line.get_color(), s=14)
+    if min(values[axis]) > 0 and max(values[axis]) >= 8 * min(values[axis]):
+        axes.set_xscale("log")
+    axes.set(xlabel=axis, ylabel="final loss, nats per token")
+    if any(lines):
+        axes.legend()
+    _save(figure, file)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def draw_law(found: Fit, runs: list[Run], file: Path) -> None:
+    """Draw losses of runs over FLOPs with the least loss that the law allows, and what the law leaves.
 
     Args:
         found: The law.
         runs: Runs that it was fitted to.
         file: PNG file.
     """
-    from matplotlib.figure import Figure
+    import numpy as np
 
-    figure = Figure(figsize=(9, 7), layout="constrained")
+    figure = _figure(9, 7)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     every = np.array([run.flops for run in runs])
     flops = np.geomspace(every.min(), every.max() * 3, 100)
@@ -40,4 +116,22 @@ def draw(found: Fit, runs: list[Run], file: Path) -> None:
     lower.axhline(0, color="black", linewidth=0.8)
     lower.set(xlabel="training FLOPs, 6 N D", ylabel="loss over the law, %")
     upper.legend()
-    figure.savefig(file, dpi=110, format="png")
+    _save(figure, file)
+
+
+def draw_budget(points: Iterable[tuple[str, float, float]], found: Fit, file: Path) -> None:
+    """Draw the expected losses over the sizes.
+
+    Args:
+        points: Name, parameters and tokens of each size.
+        found: The law.
+        file: PNG file.
+    """
+    figure = _figure(8, 5)
+    axes = figure.subplots()
+    for name, params, tokens in points:
+        loss, low, high = found.predict(params, tokens)
+        axes.errorbar(params, loss, [[loss - low], [high - loss]], fmt="o", capsize=3)
+        axes.annotate(f" {name}", (params, loss))
+    axes.set(xscale="log", xlabel="parameters that a token meets", ylabel="expected loss")
+    _save(figure, file)

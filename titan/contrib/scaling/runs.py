@@ -16,9 +16,9 @@ from titan.config.schema import JobConfig
 from titan.observe.rows import final_loss, number, read_rows, runs_near
 from titan.untrusted import InputError, printable, read_text
 
-from .law import CONSTANTS, Run
+from .law import Law, Run
 
-LEAST = len(CONSTANTS) + 1
+LEAST = len(Law._fields) + 1
 _LONGEST = 1 << 17  # characters of a line
 _COLUMNS = {
     "params": ("params", "n", "parameters"),
@@ -57,7 +57,9 @@ def require_enough(runs: Sequence[Run], *, left_out: int = 0) -> None:
     count = f"titan scaling: {len(runs)} runs" + f" after --leave-out {left_out}" * bool(left_out)
     for field in ("params", "tokens"):
         if len({getattr(run, field) for run in runs}) < 3:
-            raise InputError(f"{count} have fewer than three different numbers of {field}: the law needs three of each")  # fmt: skip
+            raise InputError(
+                f"{count} have fewer than three different numbers of {field}: the law needs three of each"
+            )
     if len(runs) < LEAST:
         raise InputError(f"{count}: the law needs at least {LEAST}")
 
@@ -76,7 +78,9 @@ def _folders(path: Path) -> list[Path]:
         return inside
     hint = runs_near(path, ["metrics.jsonl"])
     if path.is_file():
-        raise InputError(f"titan scaling: {path}: expected run folders, or one file that ends in .csv")  # fmt: skip
+        raise InputError(
+            f"titan scaling: {path}: expected run folders, or one file that ends in .csv"
+        )
     raise InputError(f"titan scaling: {path}: no run, and no folder of runs{hint}")
 
 
@@ -115,7 +119,9 @@ def _shared(settings: list[dict[str, Any]]) -> dict[str, Any]:
         values = list(dict.fromkeys(str(each[key]) for each in settings))
         if len(values) > 1:
             shown = ", ".join(map(repr, values[:3]))
-            raise InputError(f"titan scaling: runs differ in {key}: {shown:.300}: their losses do not compare")  # fmt: skip
+            raise InputError(
+                f"titan scaling: runs differ in {key}: {shown:.300}: their losses do not compare"
+            )
     return settings[0] if settings else {}
 
 
@@ -126,35 +132,39 @@ def _of_csv(file: Path) -> list[Run]:
     separator = max(",;\t", key=lines[0].count) if lines else ","
     if max(map(len, lines), default=0) > _LONGEST:
         raise InputError(f"titan scaling: {file}: has a line of more than {_LONGEST:,} characters")
-    reader = csv.DictReader(lines, delimiter=separator)
-    given = {str(name).strip().lower(): name for name in reader.fieldnames or ()}
-    for known in _COLUMNS.values():
-        several = [name for name in reader.fieldnames or () if name.strip().lower() in known]
-        if len(several) > 1:
-            raise InputError(f"titan scaling: {file}: columns {' and '.join(several)} mean the same: remove one")  # fmt: skip
-    names = {
-        field: next((given[name] for name in known if name in given), None)
-        for field, known in _COLUMNS.items()
-    }
-    if missing := [field for field in ("params", "tokens", "loss") if names[field] is None]:
-        raise InputError(
-            f"titan scaling: {file}: no column {missing[0]} ({' or '.join(_COLUMNS[missing[0]])}); it has {', '.join(given) or 'none'}"
-        )
+    reader = csv.reader(lines, delimiter=separator)
+    header = [name.strip() for name in next(reader, [])]
+    places: dict[str, int] = {}
+    for field, known in _COLUMNS.items():
+        found = [place for place, name in enumerate(header) if name.lower() in known]
+        if len(found) > 1:
+            several = " and ".join(header[place] for place in found)
+            raise InputError(f"titan scaling: {file}: columns {several} mean the same: remove one")
+        if found:
+            places[field] = found[0]
+        elif field != "name":
+            has = ", ".join(header).lower() or "none"
+            raise InputError(
+                f"titan scaling: {file}: no column {field} ({' or '.join(known)}); it has {has}"
+            )
     runs = []
-    for row in reader:
-        if None in row or None in row.values():
-            raise InputError(f"titan scaling: {file}:{reader.line_num}: has more or fewer fields than the header, which are separated by {separator!r}")  # fmt: skip
+    for row in filter(None, reader):
+        where = f"titan scaling: {file}:{reader.line_num}"
+        if len(row) != len(header):
+            raise InputError(
+                f"{where}: has more or fewer fields than the header, which are separated by {separator!r}"
+            )
         values = []
-        for field in ("params", "tokens", "loss"):
-            text = str(row[names[field]]).strip()
+        for field in Run._fields[1:]:
+            text = row[places[field]].strip()
             try:
                 value = float(text)
             except ValueError:
                 value = math.nan
             if not (0 if field == "loss" else 1) <= value < 1e18 or not value:
                 rule = "above zero" if field == "loss" else "from 1 to 1e18"
-                raise InputError(f"titan scaling: {file}:{reader.line_num}: {field} is {printable(text)}, not a number {rule}")  # fmt: skip
+                raise InputError(f"{where}: {field} is {printable(text)}, not a number {rule}")
             values.append(value)
-        name = row.get(names["name"]) if names["name"] else None
-        runs.append(Run(str(name or f"line {reader.line_num}"), *values))
+        name = row[places["name"]] if "name" in places else ""
+        runs.append(Run(name or f"line {reader.line_num}", *values))
     return runs

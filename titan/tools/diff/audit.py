@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from titan.checkpoint.identity import read_metadata
 from titan.checkpoint.manifest import find_damage, list_steps
-from titan.checkpoint.saved import read_metadata
 from titan.checkpoint.storage import Location, as_location, join
 from titan.checks.rules import check_to_run, load_to_run, resolve_layout
 from titan.commands import summary_of

@@ -1,9 +1,10 @@
-"""Results of a sweep: a row for each run, a table with intervals, a verdict, and a picture."""
+"""Results of a sweep: a row for each run, a table with intervals, and a verdict."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,13 @@ from titan.observe.rows import final_loss, read_rows
 from titan.run_folder import read_status
 from titan.untrusted import InputError
 
-from .grid import Trial
+from .trials import Trial
 
 # 95% quantiles of Student's distribution by degrees of freedom: a two-sided interval of 90%.
-_STUDENT = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 8: 1.860, 10: 1.812, 15: 1.753, 30: 1.697, 100: 1.660}  # fmt: skip
+_STUDENT = {
+    **{1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 8: 1.860, 10: 1.812},
+    **{15: 1.753, 30: 1.697, 100: 1.660},
+}
 # Keys of what a loss is measured on.
 _OTHER_TEXT = ("tokenizer.", "data.", "training.dataset", "model.hf_assets_path")
 
@@ -44,28 +48,22 @@ class Setting:
 
 def row_of(trial: Trial) -> dict[str, Any]:
     """Return the result of a run: its settings, seed, state, and what its last rows say."""
-    status, file = read_status(trial.run), trial.run / "metrics.jsonl"
     try:
-        rows = read_rows(file) if file.is_file() else []
+        rows = read_rows(trial.run / "metrics.jsonl")
     except InputError:
         rows = []
-    last = rows[-1] if rows else {}
-    state, loss = str(status.get("state") or "waiting"), final_loss(rows)
-    if status.get("kind") == "loss_not_finite":
-        state, loss = "diverged", None
-    elif state == "done" and not trial.is_done:
-        state = "stopped early"
+    last, state = rows[-1] if rows else {}, trial.state
     return {
         "name": trial.name,
         "settings": trial.settings,
         "seed": trial.seed,
         "state": state,
-        "loss": loss,
+        "loss": None if state == "diverged" else final_loss(rows),
         "step": last.get("step", 0),
         "tokens": last.get("tokens", 0),
         "tokens_per_s": last.get("tokens_per_s"),
         "seconds": last.get("time_s"),
-        "reason": status.get("reason") or "",
+        "reason": read_status(trial.run).get("reason", ""),
     }
 
 
@@ -82,18 +80,14 @@ def text_of(settings: dict[str, str]) -> str:
 
 def groups_of(rows: Sequence[dict[str, Any]]) -> list[Setting]:
     """Return the groups of runs, the best first."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    found: dict[str, Setting] = {}
     for row in rows:
-        found.setdefault(text_of(row["settings"]), []).append(row)
-    groups = [
-        Setting(
-            text,
-            [row["loss"] for row in of_group if row["loss"] is not None and row["state"] == "done"],
-            [row["state"] for row in of_group],
-        )
-        for text, of_group in found.items()
-    ]
-    return sorted(groups, key=lambda group: group.loss)
+        text = text_of(row["settings"])
+        group = found.setdefault(text, Setting(text, [], []))
+        group.states.append(row["state"])
+        if row["state"] == "done" and row["loss"] is not None:
+            group.losses.append(row["loss"])
+    return sorted(found.values(), key=lambda group: group.loss)
 
 
 def difference(
@@ -117,14 +111,13 @@ def table(groups: Sequence[Setting]) -> list[str]:
     """Return the table's lines: settings, mean loss, and what it is over the best."""
     lines = ["| settings | loss | over the best | runs |", "|---|--:|--:|---|"]
     for group in groups:
-        states = ", ".join(
-            f"{group.states.count(state)} {state}" for state in dict.fromkeys(group.states)
-        )
-        over = "-"
-        if math.isfinite(group.loss) and group is not groups[0]:
-            gap, width = difference(groups[0], group, groups)
-            over = f"{gap:.4f}" + (f" ± {width:.4f}" if width is not None else "")
-        loss = f"{group.loss:.4f}" if math.isfinite(group.loss) else "-"
+        counts = Counter(group.states).items()
+        states = ", ".join(f"{count} {state}" for state, count in counts)
+        loss = over = "-"
+        if math.isfinite(group.loss):
+            loss = f"{group.loss:.4f}"
+            if group is not groups[0]:
+                over = _interval(*difference(groups[0], group, groups))
         lines.append(f"| {group.settings} | {loss} | {over} | {states} |")
     return lines
 
@@ -138,59 +131,21 @@ def verdict(groups: Sequence[Setting]) -> str:
         words = [[w for w in group.settings.split() if w.startswith(key)] for group in finite]
         if any(of_group != words[0] for of_group in words):
             return f"runs differ in {key}*: losses on other text or tokens do not compare"
-    if len(finite) == 1:
-        return f"{finite[0].settings} alone has finished, with loss {finite[0].loss:.4f}"
-    best, second = finite[:2]
+    best, *others = finite
+    if not others:
+        return f"{best.settings} alone has finished, with loss {best.loss:.4f}"
+    second = others[0]
     gap, width = difference(best, second, finite)
     if width is None:
         return (
             f"{best.settings} is {gap:.4f} nats below {second.settings}, with a seed each: how much seeds differ is unknown; "
             "--seeds 2 measures it"
         )
+    size = f"{_interval(gap, width)} nats"
     if gap > width:
-        return f"{best.settings} is better than {second.settings} by {gap:.4f} ± {width:.4f} nats"
-    return f"{best.settings} and {second.settings} do not differ: {gap:.4f} ± {width:.4f} nats; more seeds or longer runs may tell"
+        return f"{best.settings} is better than {second.settings} by {size}"
+    return f"{best.settings} and {second.settings} do not differ: {size}; more seeds or longer runs may tell"
 
 
-def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
-    """Draw the losses over the key that has most numbers as values, with a line for each setting of the others.
-
-    Raises:
-        InputError: No key has numbers, or no run is done.
-    """
-    from matplotlib.figure import Figure
-
-    done = [row for row in rows if row["loss"] is not None and row["state"] == "done"]
-    numbers = {
-        key: {row["settings"][key] for row in done}
-        for key in (done[0]["settings"] if done else ())
-        if all(_is_number(row["settings"][key]) for row in done)
-    }
-    if not numbers:
-        raise InputError("titan sweep: --plot: no key has numbers as values, or no run is done")
-    axis = max(numbers, key=lambda key: len(numbers[key]))
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for row in done:
-        others = " ".join(f"{k}={v}" for k, v in row["settings"].items() if k != axis)
-        lines.setdefault(others, []).append((float(row["settings"][axis]), row["loss"]))
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    for others, points in sorted(lines.items()):
-        x = sorted({point[0] for point in points})
-        means = [fmean(loss for at, loss in points if at == each) for each in x]
-        [line] = axes.plot(x, means, label=others or None)
-        axes.scatter(*zip(*points, strict=True), color=line.get_color(), s=14)
-    values = [float(value) for value in numbers[axis]]
-    if min(values) > 0 and max(values) >= 8 * min(values):
-        axes.set_xscale("log")
-    axes.set(xlabel=axis, ylabel="final loss, nats per token")
-    if any(lines):
-        axes.legend()
-    figure.savefig(file, dpi=110, format="png")
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
+def _interval(gap: float, width: float | None) -> str:
+    return f"{gap:.4f}" if width is None else f"{gap:.4f} ± {width:.4f}"

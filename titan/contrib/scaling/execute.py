@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from titan.hardware import count_accelerators
@@ -15,64 +15,50 @@ from titan.health.run_lock import RunLock, RunLocked
 from titan.tools.prepare_hosts import connect
 from titan.untrusted import InputError
 
-from .grid import Trial
+from .trials import Trial
 
 STOPPED = 75  # a run that saved when it was asked to stop
-Say = Callable[[str], None]
 
 
-def command(trial: Trial, processes: int) -> list[str]:
-    """Return the command of a run."""
-    words = [sys.executable, "-m", "titan.cli", "train", str(trial.job)]
-    return [*words, "--nproc", str(processes)]
-
-
-def ended(trial: Trial, code: int) -> str:
-    """Return the line about a run that has ended."""
-    return f"{trial.name}: ended with exit code {code}" + f"; see {trial.log}" * (code not in (0, STOPPED))  # fmt: skip
-
-
-def run_here(trials: Sequence[Trial], *, at_a_time: int, processes: int, say: Say) -> int:
+def run_here(trials: Sequence[Trial], *, at_a_time: int, processes: int) -> int:
     """Run trials on this machine, and return 75 if a signal stopped them, otherwise 0.
 
     Args:
         trials: Runs that are not done.
         at_a_time: Number of runs that train together. Each has its share of the accelerators, or of the cores.
         processes: Processes of each run.
-        say: Prints a line.
     """
     shares = _shares(at_a_time, processes)
-    waiting, free = list(trials), list(range(at_a_time))
-    running: dict[int, tuple[subprocess.Popen[bytes], Trial]] = {}
-    stopped = False
+    waiting = list(trials)
+    running: dict[subprocess.Popen[bytes], tuple[Trial, dict[str, str]]] = {}
+    code = 0
 
     def stop(number: int, _: object) -> None:
-        nonlocal stopped
-        stopped = True
-        for process, _ in running.values():
+        nonlocal code
+        code = STOPPED
+        for process in running:
             process.send_signal(number)
 
     handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        while running or (waiting and not stopped):
-            while free and not stopped and (ready := [t for t in waiting if not _goes_on(t)]):
-                trial, place = ready[0], free.pop(0)
+        while running or (waiting and not code):
+            ready = [] if code or not shares else [t for t in waiting if not _goes_on(t)]
+            for trial, share in zip(ready, shares.copy(), strict=False):
                 waiting.remove(trial)
-                say(f"{trial.name}: begins ({len(waiting)} wait)")
-                process = _start(command(trial, processes), trial, shares[place])
-                running[place] = process, trial
-            for place, (process, trial) in list(running.items()):
-                if (code := process.poll()) is not None:
-                    del running[place]
-                    free.append(place)
-                    say(ended(trial, code))
+                shares.remove(share)
+                _say(f"{trial.name}: begins ({len(waiting)} wait)")
+                running[_start(trial, processes, share)] = trial, share
+            for process in [each for each in running if each.poll() is not None]:
+                trial, share = running.pop(process)
+                shares.append(share)
+                _say_ended(trial, process.returncode)
             time.sleep(0.2)
     finally:
-        for process, _ in running.values():
+        for process in running:
             process.terminate()
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    return STOPPED if stopped else 0
+    return code
 
 
 def _goes_on(trial: Trial) -> bool:
@@ -84,7 +70,8 @@ def _goes_on(trial: Trial) -> bool:
     return False
 
 
-def _start(words: list[str], trial: Trial, share: dict[str, str]) -> subprocess.Popen[bytes]:
+def _start(trial: Trial, processes: int, share: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    words = [sys.executable, "-m", "titan.cli", "train", str(trial.job), f"--nproc={processes}"]
     trial.run.mkdir(parents=True, exist_ok=True)
     with trial.log.open("ab") as log:
         # In a separate session, a run gets each signal once, from here.
@@ -93,29 +80,36 @@ def _start(words: list[str], trial: Trial, share: dict[str, str]) -> subprocess.
         )
 
 
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _say_ended(trial: Trial, code: int) -> None:
+    see = "" if code in (0, STOPPED) else f"; see {trial.log}"
+    _say(f"{trial.name}: ended with exit code {code}{see}")
+
+
 def _shares(at_a_time: int, processes: int) -> list[dict[str, str]]:
     """Return the environment of each run that trains at the same time.
 
     Raises:
         InputError: There are accelerators, and too few.
     """
-    devices = count_accelerators()
+    devices, needed = count_accelerators(), at_a_time * processes
     if not devices:
-        threads = max(1, (os.cpu_count() or 1) // (at_a_time * processes))
+        threads = max(1, (os.cpu_count() or 1) // needed)
         return [{"OMP_NUM_THREADS": str(threads)}] * at_a_time
-    if at_a_time * processes > devices:
+    if needed > devices:
         raise InputError(
-            f"titan sweep: {at_a_time} runs of {processes} processes need {at_a_time * processes} accelerators, and there are {devices}: "
+            f"titan sweep: {at_a_time} runs of {processes} processes need {needed} accelerators, and there are {devices}: "
             "use fewer --jobs"
         )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(devices)))).split(",")
-    return [
-        {"CUDA_VISIBLE_DEVICES": ",".join(visible[n * processes : (n + 1) * processes])}
-        for n in range(at_a_time)
-    ]
+    parts = [visible[begin : begin + processes] for begin in range(0, needed, processes)]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(part)} for part in parts]
 
 
-def run_on_ray(trials: Sequence[Trial], address: str, *, processes: int, say: Say) -> int:
+def run_on_ray(trials: Sequence[Trial], address: str, *, processes: int) -> int:
     """Run trials as tasks of a Ray cluster, whose nodes see the folder of the sweep. A task whose node is lost begins elsewhere.
 
     A run that goes on without its task, since Ray has ended before it, is known by its lock. Its new task waits for its end.
@@ -125,7 +119,6 @@ def run_on_ray(trials: Sequence[Trial], address: str, *, processes: int, say: Sa
         trials: Runs that are not done.
         address: Address of the cluster, or "auto".
         processes: Processes of each run, with a GPU for each if the cluster has GPUs, otherwise a core.
-        say: Prints a line.
     """
     ray = connect(address, asked_by="--ray")
     resource = "num_gpus" if ray.cluster_resources().get("GPU") else "num_cpus"
@@ -135,8 +128,7 @@ def run_on_ray(trials: Sequence[Trial], address: str, *, processes: int, say: Sa
         try:
             while _goes_on(trial):
                 time.sleep(1)
-            with trial.log.open("ab") as file:
-                process = subprocess.Popen(command(trial, processes), stdout=file, stderr=file)
+            process = _start(trial, processes, {})
             while process.poll() is None:
                 time.sleep(0.2)
         except KeyboardInterrupt:  # by ray.cancel
@@ -148,16 +140,16 @@ def run_on_ray(trials: Sequence[Trial], address: str, *, processes: int, say: Sa
     options: dict[str, Any] = {resource: processes, "max_retries": 3}
     remote: Any = ray.remote(**options)(train)
     for trial in filter(_goes_on, trials):
-        say(f"{trial.name}: goes on since an earlier command; its task waits for its end")
+        _say(f"{trial.name}: goes on since an earlier command; its task waits for its end")
     tasks = {remote.remote(trial): trial for trial in trials}
     # After `connect`, since Ray ends the command at once. Slurm and Kubernetes send SIGTERM.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         while tasks:
             [done, *_], _ = ray.wait(list(tasks))
-            say(ended(tasks.pop(done), ray.get(done)))
+            _say_ended(tasks.pop(done), ray.get(done))
     except KeyboardInterrupt:
-        say("stopping: runs save a checkpoint, and the same command goes on from there")
+        _say("stopping: runs save a checkpoint, and the same command goes on from there")
         for task in tasks:
             ray.cancel(task)
         for task in tasks:

@@ -16,9 +16,9 @@ import pytest
 
 from titan.cli import main as titan
 from titan.config.load import load_config
-from titan.contrib.sweep import grid, results
-from titan.contrib.sweep.execute import run_here, run_on_ray
-from titan.contrib.sweep.results import Setting
+from titan.contrib.scaling import results, trials
+from titan.contrib.scaling.execute import run_here, run_on_ray
+from titan.contrib.scaling.results import Setting
 from titan.health.run_lock import RunLock
 from titan.untrusted import InputError
 
@@ -182,7 +182,7 @@ def test_a_folder_keeps_the_runs_of_its_sweep(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A report would lose some."""
-    monkeypatch.setattr("titan.contrib.sweep.execute.run_here", lambda *_, **__: 0)
+    monkeypatch.setattr("titan.contrib.scaling.execute.run_here", lambda *_, **__: 0)
     words = ["sweep", str(job), f"--folder={tmp_path / 's'}"]
     assert titan([*words, "--set=optimizer.lr=1e-3,2e-3"]) == 1
     assert "lr=2e-3: waiting" in capsys.readouterr().err
@@ -191,7 +191,11 @@ def test_a_folder_keeps_the_runs_of_its_sweep(
     assert "is the folder of a sweep with lr=1e-3: use another --folder" in capsys.readouterr().err
     assert (tmp_path / "s/sweep.json").read_text() == kept
     assert titan([*words, "--set=optimizer.lr=2e-3,3e-3,1e-3"]) == 1
-    assert [trial.name for trial in grid.read(tmp_path / "s")] == ["lr=1e-3", "lr=2e-3", "lr=3e-3"]
+    assert [trial.name for trial in trials.read(tmp_path / "s")] == [
+        "lr=1e-3",
+        "lr=2e-3",
+        "lr=3e-3",
+    ]
     (tmp_path / "file").touch()
     assert titan(["sweep", str(job), f"--folder={tmp_path / 'file'}"]) == 2
     assert "file: " in capsys.readouterr().err
@@ -201,10 +205,10 @@ def test_a_run_that_fails_names_its_log(
     job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "s"
-    trial = grid.Trial("seed=0", folder, {}, 0, 12)
-    grid.write([(trial, load_config(job))], folder)
+    trial = trials.Trial("seed=0", {}, 0, 12, folder)
+    trials.write([(trial, load_config(job))], folder)
     trial.job.write_text("[model]\nflavor = 1\n")
-    assert run_here([trial], at_a_time=1, processes=1, say=print) == 0
+    assert run_here([trial], at_a_time=1, processes=1) == 0
     assert titan(["sweep", f"--folder={folder}", "--report"]) == 1
     assert f"exit code 2; see {folder}/jobs/seed=0.log" in capsys.readouterr().out
     assert "model.flavor" in (folder / "jobs/seed=0.log").read_text()
@@ -213,29 +217,29 @@ def test_a_run_that_fails_names_its_log(
 def test_another_job_needs_another_folder(job: Path, tmp_path: Path) -> None:
     folder = tmp_path / "s"
     config = load_config(job)
-    trial = grid.Trial("a", folder, {}, 0, 12)
-    grid.write([(trial, config)], folder)
+    trial = trials.Trial("a", {}, 0, 12, folder)
+    trials.write([(trial, config)], folder)
     trial.run.mkdir()
-    grid.write([(trial, config)], folder)
+    trials.write([(trial, config)], folder)
     other = load_config(job, overrides=["training.steps=13"])
     with pytest.raises(InputError, match="use another --folder"):
-        grid.write([(trial, other)], folder)
+        trials.write([(trial, other)], folder)
 
 
 def test_values_with_commas_and_names() -> None:
     given = ["model.overrides.dim=32,64", 'training.dataset="a,b",c', "data.x=[1, 2],[3]"]
-    nested = grid.parse_settings(['a.b=[[1, 2], [3]],{c = {d = 1, e = 2}, f = [3, 4]},"it\'s"'])
+    nested = trials.parse_settings(['a.b=[[1, 2], [3]],{c = {d = 1, e = 2}, f = [3, 4]},"it\'s"'])
     assert nested["a.b"] == ["[[1, 2], [3]]", "{c = {d = 1, e = 2}, f = [3, 4]}", '"it\'s"']
-    settings = grid.parse_settings(given)
+    settings = trials.parse_settings(given)
     assert settings["training.dataset"] == ['"a,b"', "c"] and settings["data.x"] == [
         "[1, 2]",
         "[3]",
     ]
-    assert len(grid.combinations(settings, 2)) == 16
-    name = grid.name_of({"optimizer.lr": "1e-3", "a.dim": "8", "b.dim": "9"}, 1, seeds=2)
+    assert len(trials.combinations(settings, 2)) == 16
+    name = trials.name_of({"optimizer.lr": "1e-3", "a.dim": "8", "b.dim": "9"}, 1, seeds=2)
     assert name == "lr=1e-3,a.dim=8,b.dim=9,seed=1"
     # A name fits a file system, and a long value does not hide the seed behind it.
-    long = {grid.name_of({"a.b": "\u00e9" * 200}, seed, seeds=2) for seed in (0, 1)}
+    long = {trials.name_of({"a.b": "\u00e9" * 200}, seed, seeds=2) for seed in (0, 1)}
     assert len(long) == 2 and max(len(name.encode()) for name in long) < 200
 
 
@@ -253,7 +257,7 @@ def test_losses_on_other_text_do_not_compare() -> None:
 
 def test_no_cluster_at_the_address() -> None:
     with pytest.raises(InputError, match=r"--ray: no Ray cluster answers at '127\.0\.0\.1:1'"):
-        run_on_ray([], "127.0.0.1:1", processes=1, say=print)
+        run_on_ray([], "127.0.0.1:1", processes=1)
 
 
 def test_sigterm_cancels_the_tasks_of_ray_and_orphans_are_named(
@@ -281,10 +285,10 @@ def test_sigterm_cancels_the_tasks_of_ray_and_orphans_are_named(
 
         def shutdown(self) -> None: ...
 
-    ray, trials = Ray(), [grid.Trial(name, tmp_path, {}, 0, 12) for name in ("a", "b")]
-    RunLock(trials[1].run).acquire()
-    monkeypatch.setattr("titan.contrib.sweep.execute.connect", lambda *_, **__: ray)
-    assert run_on_ray(trials, "auto", processes=1, say=print) == 75
+    ray, two = Ray(), [trials.Trial(name, {}, 0, 12, tmp_path) for name in ("a", "b")]
+    RunLock(two[1].run).acquire()
+    monkeypatch.setattr("titan.contrib.scaling.execute.connect", lambda *_, **__: ray)
+    assert run_on_ray(two, "auto", processes=1) == 75
     assert ray.cancelled == ["a", "b"]
     assert capsys.readouterr().out.startswith("b: goes on since an earlier command; its task waits")
 

@@ -1,0 +1,96 @@
+"""Command `titan sweep JOB.toml --set KEY=VALUE,VALUE ... [--seeds N]`."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from titan.checks.rules import load_to_run
+from titan.config.options import JOB, command_parser, positive
+from titan.config.schema import JobConfig
+from titan.untrusted import InputError
+
+from . import execute, picture, results, trials
+from .trials import Trial
+
+SUMMARY = "Train a job with several values of its keys, and say which is better. docs/scaling.md"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command and return its exit code: 0 if all runs are done, 75 if a signal stopped them, 1 if one failed.
+
+    Raises:
+        ConfigError, InputError: A mistake of the user, which titan.cli reports.
+    """
+    usage = (
+        f"{JOB} --set KEY=VALUE,VALUE ... [--seeds N] [--jobs N] [--folder DIR] [--ray [ADDRESS]]"
+    )
+    parser = command_parser("sweep", usage, summary=SUMMARY)
+    add = parser.add_argument
+    about = "a key and its values; may be repeated: all combinations run"
+    add("--set", action="append", default=[], metavar="KEY=V,V", help=about)
+    about = "runs of each combination, with debug.seed 0 to N - 1; default: 1"
+    add("--seeds", type=positive, default=1, metavar="N", help=about)
+    about = "folder of the sweep; default: sweep"
+    add("--folder", type=Path, default=Path("sweep"), metavar="DIR", help=about)
+    about = "runs that train at the same time; default: 1"
+    add("--jobs", type=positive, default=1, metavar="N", help=about)
+    add("--nproc", type=positive, default=1, metavar="N", help="processes of each run; default: 1")
+    about = "run on a Ray cluster; default address: auto"
+    add("--ray", nargs="?", const="auto", metavar="ADDRESS", help=about)
+    picture.add_option(parser, "draw the losses")
+    about = "run nothing: say what the folder's runs have reached"
+    add("--report", action="store_true", help=about)
+    options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    if options.report and (job or options.set):
+        parser.error(f"--report takes the runs of the folder: remove {[*job, *options.set][0]}")
+    picture.require_option(options)
+    folder = options.folder.absolute()
+    every = trials.read(folder) if options.report else _prepare(job, options, folder)
+    code = 0 if options.report else _run(every, options)
+    rows = [results.row_of(trial) for trial in every]
+    results.write_rows(rows, folder)
+    groups = results.groups_of(rows)
+    print("\n".join(["", *results.table(groups), "", results.verdict(groups)]))
+    if options.plot:
+        picture.draw_sweep(rows, options.plot)
+    for row in rows:
+        if row["state"] not in ("done", "diverged", "stopped early"):
+            print(f"{row['name']}: {row['state']} {row['reason']}", file=sys.stderr)
+            code = code or 1
+    return code
+
+
+def _run(every: list[Trial], options: Namespace) -> int:
+    """Run what is not done, and return the exit code."""
+    todo = [trial for trial in every if trial.state not in ("done", "diverged")]
+    print(f"{len(every) - len(todo)} of {len(every)} runs are done", flush=True)
+    if options.ray:
+        return execute.run_on_ray(todo, options.ray, processes=options.nproc)
+    if not todo:
+        return 0
+    return execute.run_here(todo, at_a_time=options.jobs, processes=options.nproc)
+
+
+def _prepare(job: list[str], options: Namespace, folder: Path) -> list[Trial]:
+    """Check the job of each run, write them, and return the runs."""
+    settings = trials.parse_settings(options.set)
+    found: list[tuple[Trial, JobConfig]] = []
+    first: dict[str, Trial] = {}
+    for values, seed in trials.combinations(settings, options.seeds):
+        name = trials.name_of(values, seed, seeds=options.seeds)
+        words = [*job, *trials.arguments(values, seed, folder / name)]
+        config, _ = load_to_run(words, world_size=options.nproc, warn=not found)
+        found.append((Trial(name, values, seed, config.training.steps, folder), config))
+    for trial, config in found:
+        job_of_run = str(config.model_dump() | {"job": config.job.description})
+        for what, same in (("name", trial.name), ("job", job_of_run)):
+            other = first.setdefault(same, trial)
+            if other is not trial:
+                texts = " and ".join(results.text_of(each.settings) for each in (other, trial))
+                raise InputError(
+                    f"titan sweep: two runs have the same {what}: {texts}; remove one, or use another value"
+                )
+    trials.write(found, folder)
+    return [trial for trial, _ in found]
