@@ -48,10 +48,8 @@ class StepRecorder:
         self.recorder = Recorder(
             step.model_parts, shapes, mesh=step.mesh, full=full, perturbed=perturbed
         )
-        others = step.on_gradients
 
         def gradients() -> None:
-            others()
             if self.recorder.active:
                 self.recorder.parameters("gradient")
 

@@ -97,7 +97,7 @@ class TrainStep:
     is_fake: bool = False
 
     def __post_init__(self) -> None:
-        self.on_gradients: Callable[[], None] = lambda: None
+        self.on_gradients: list[Callable[[], None]] = []
         self.on_event: Callable[[str], None] = lambda _: None
         self.before_change: Callable[..., None] = lambda: None
         self.join_groups(1, lambda _: None)
@@ -273,8 +273,8 @@ class TrainStep:
         self.on_event = function
 
     def call_with_gradients(self, function: Callable[[], None]) -> None:
-        """Call a function when the gradients of a step are complete, before they are clipped."""
-        self.on_gradients = function
+        """Also call this function when the gradients of a step are complete, before they are clipped."""
+        self.on_gradients.append(function)
 
     def call_before_change(self, function: Callable[..., None]) -> None:
         """Call a function before each update of the weights, and before they are exchanged for their average."""
@@ -294,7 +294,8 @@ class TrainStep:
         """Clip the gradients by their global norm and return the norm. Updates in the backward pass have used the gradients up."""
         if self.in_backward is not None:
             return self.in_backward.finish()
-        self.on_gradients()
+        for function in self.on_gradients:
+            function()
         with torch.profiler.record_function("titan: clip"):
             return clip_gradients(
                 self.parameters,

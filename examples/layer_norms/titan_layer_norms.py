@@ -32,12 +32,9 @@ class LayerNorms(Hook):
     def __init__(self, trainer: RunProgress) -> None:
         self.trainer = trainer
         self.every = int(os.environ.get("TITAN_NORMS_EVERY", "100"))
-        # There is one function: go on calling the one that was there, such as that of debug.record_steps.
-        self.others = trainer.train_step.on_gradients
         trainer.train_step.call_with_gradients(self.write)
 
     def write(self) -> None:
-        self.others()
         trainer, step = self.trainer, self.trainer.train_step
         if trainer.step % self.every:
             return

@@ -4,6 +4,7 @@ A name is imported at its first use: the checks of a job file need `titan.parall
 """
 
 from importlib import import_module
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,11 +19,13 @@ if TYPE_CHECKING:
     from .offload import apply_offload
     from .overlap import Overlap
     from .pipeline import Pipeline
-    from .recorder import Recorder, whole_shapes
-    from .replicas import require_equal_replicas
     from .stage_split import split_stages
     from .stages import extract_stages
     from .tensor import apply_tp
+
+    Recorder: Any
+    require_equal_replicas: Any
+    whole_shapes: Any
 
 _MODULES = {
     "activation": ("apply_ac",),
@@ -35,14 +38,14 @@ _MODULES = {
     "offload": ("apply_offload",),
     "overlap": ("Overlap",),
     "pipeline": ("Pipeline",),
-    "recorder": ("Recorder", "whole_shapes"),
     "stages": ("extract_stages",),
     "stage_split": ("split_stages",),
-    "replicas": ("require_equal_replicas",),
     "tensor": ("apply_tp",),
     "init_weights": ("initialize", "materialize"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
+# Names of other parts of titan, which are entry points of the group "titan.parallel".
+_ADDED = ("Recorder", "require_equal_replicas", "whole_shapes")
 
 __all__ = [
     "Overlap",
@@ -76,6 +79,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"titan.parallel has no {name}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    if name in _HOME:
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    for entry in entry_points(group=__name__, name=name) if name in _ADDED else ():
+        return entry.load()
+    raise AttributeError(f"titan.parallel has no {name}")

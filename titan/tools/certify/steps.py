@@ -117,10 +117,7 @@ def record(
     parameters = dict(named_parameters(train_step))
     gradients: dict[str, Tensor] = {}
 
-    others = train_step.on_gradients
-
     def keep_gradients() -> None:
-        others()
         if not gradients:
             gradients.update(whole_gradients(train_step))
 
