@@ -37,10 +37,15 @@ from titan.config.model import model_config
 from titan.config.phases import longest_sequence
 from titan.config.schema import JobConfig
 from titan.data.chat import answer_ends
-from titan.data.named_tokens import GENERATION_CONFIG, TOKENIZER_CONFIG
 from titan.data.special_tokens import begin_ids
 from titan.data.tokenizer import CHAT_TEMPLATE, Tokenizer
-from titan.data.tokenizer_files import read_asset, tokenizer_files, tokenizer_path
+from titan.data.tokenizer_files import (
+    GENERATION_CONFIG,
+    TOKENIZER_CONFIG,
+    read_asset,
+    tokenizer_files,
+    tokenizer_path,
+)
 
 _NAMES = ("bos_token", "eos_token")
 DEFAULT_FILE_BYTES = 5_000_000_000

@@ -38,8 +38,8 @@ from titan.config.task import NEXT_TOKEN, reads_text, task_module, task_options
 from titan.config.toml import KeyPath, format_value, tomllib
 from titan.data import DataError
 from titan.data.sources import open_documents, resolve_sources
+from titan.data.special_tokens import fingerprint
 from titan.data.tokenizer import Tokenizer, tokenizer_named
-from titan.data.tokenizer_base import fingerprint
 from titan.data.tokenizer_files import FOLDER, tokenizer_files
 from titan.untrusted import Count, InputError, parse_json
 

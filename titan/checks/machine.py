@@ -28,9 +28,8 @@ from titan.config.schema import JobConfig
 from titan.config.task import check_task, reads_text, task_options
 from titan.data import DataError, default_cache_folder
 from titan.data.sources import open_documents
-from titan.data.special_tokens import SpecialTokens
+from titan.data.special_tokens import LOSSY, SpecialTokens
 from titan.data.tokenizer import Tokenizer, open_tokenizer
-from titan.data.tokenizer_base import LOSSY
 from titan.data.unread import unread_line
 from titan.hardware import count_accelerators
 from titan.untrusted import InputError

@@ -4,7 +4,7 @@ A document passes through these files, in this order. docs/data.md describes the
 
     sources.py, reading.py   read text from files and the hub
     tokenizer.py             turns text into ids
-    special_tokens.py        marks where a document begins and ends
+    special_tokens.py        tokenizers as data sees them, and marks where a document begins and ends
     writer.py, shards.py     store finite text as memory-mapped token shards
     cache.py                 shares the shards of raw text between processes
     streams.py               packs text that is read while training

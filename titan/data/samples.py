@@ -25,10 +25,9 @@ from titan.data.order import Blend, derive_key
 from titan.data.shard_samples import SampleOptions, ShardSamples
 from titan.data.shards import TokenShards
 from titan.data.sources import TextStream, open_documents
-from titan.data.special_tokens import SpecialTokens
+from titan.data.special_tokens import SpecialTokens, text_fingerprint
 from titan.data.streams import StreamSamples
 from titan.data.tokenizer import Tokenizer
-from titan.data.tokenizer_base import text_fingerprint
 from titan.data.unread import unread_line
 from titan.data.writer import TokenizationSpec
 

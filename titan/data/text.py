@@ -17,8 +17,8 @@ from titan.data.loader import Collate
 from titan.data.packing import Batch, pack
 from titan.data.samples import SampleOptions, build_samples
 from titan.data.sources import resolve_sources
+from titan.data.special_tokens import LOSSY
 from titan.data.tokenizer import Tokenizer
-from titan.data.tokenizer_base import LOSSY
 
 logger = logging.getLogger(__name__)
 

@@ -22,9 +22,10 @@ import tiktoken
 from titan.config.model import model_config, model_title
 from titan.config.schema import JobConfig, TokenizerSection
 from titan.data import DataError, require
-from titan.data import named_tokens as beside
+from titan.data import tokenizer_files as beside
 from titan.data.reading import pieces
-from titan.data.tokenizer_base import Tokenizer, fingerprint
+from titan.data.special_tokens import Tokenizer, fingerprint
+from titan.data.tokenizer_files import CHAT_TEMPLATE, TOKENIZER_CONFIG
 from titan.untrusted import printable, read_bytes, read_text
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
@@ -40,9 +41,6 @@ _LLAMA3_RANKS, _LLAMA3_NUM_SPECIALS = 128_000, 256
 _MAX_CHARS, _MAX_RUN = 400_000, 25_000
 _MAX_GAPS = 2**20  # unused ids below the highest id
 _LONG_RUN = re.compile(r"\S{512,}|\s{512,}")
-
-
-CHAT_TEMPLATE = "chat_template.jinja"
 
 
 class TiktokenTokenizer(Tokenizer):
@@ -122,9 +120,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.vocab_size = max(*vocab.values(), self.bos_id or 0, self.eos_id or 0) + 1
         self.end_ids = beside.generation_ends(path.parent)
         self.end_ids |= set() if self.eos_id is None else {self.eos_id}
-        self.begin_ids = self._find_begin(
-            beside.read_beside(path.with_name("tokenizer_config.json"))
-        )
+        self.begin_ids = self._find_begin(beside.read_beside(path.with_name(TOKENIZER_CONFIG)))
         self.token_texts = {
             f"{which}_token": self._names[number]
             for which, number in (("bos", self.bos_id), ("eos", self.eos_id))
@@ -369,8 +365,7 @@ def tokenizer_named(value: str, *, chat_template: str = "") -> Tokenizer:
 def _find_file(folder: Path, kind: str) -> Path:
     # Prefer tokenizer.json, since it names the special tokens, too.
     names = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
-    is_json = {"huggingface": (True,), "tiktoken": (False,), "auto": (True, False)}[kind]
-    wanted = [name for name in names if name.endswith(".json") in is_json]
+    wanted = {"huggingface": names[:1], "tiktoken": names[1:], "auto": names}[kind]
     for name in wanted:
         if (folder / name).is_file():
             return folder / name
@@ -384,8 +379,6 @@ _OWNERS = {
     "meta-llama": "meta-llama",
     "qwen": "Qwen",
     "mixtral": "mistralai",
-}
-_OWNERS |= {
     "mistral": "mistralai",
     "deepseek": "deepseek-ai",
     "olmoe": "allenai",

@@ -51,9 +51,8 @@ from titan.data.shards import (
     write_index,
 )
 from titan.data.sources import Documents, in_validation
-from titan.data.special_tokens import SpecialTokens
+from titan.data.special_tokens import SpecialTokens, text_fingerprint
 from titan.data.tokenizer import Tokenizer
-from titan.data.tokenizer_base import text_fingerprint
 from titan.data.unread import Counts, count, total
 
 logger = logging.getLogger(__name__)
