@@ -80,10 +80,13 @@ def test_each_text_of_a_job_is_a_permission_or_harmless() -> None:
     assert found ^ harmless ^ {"data.sources.path"} == {*PERMISSIONS} - {*OF_NO_TEXT}
 
 
+@pytest.mark.parametrize("value", ["../out", "/out", "a/../../out", "file:///out"])
 @pytest.mark.parametrize("key", PERMISSIONS)
-def test_a_job_that_comes_with_data_gives_no_permission(key: str, tmp_path: Path) -> None:
+def test_a_job_that_comes_with_data_gives_no_permission(
+    key: str, value: str, tmp_path: Path
+) -> None:
     table, name = key.split(".", 1)
-    values: Any = {name: key in OF_NO_TEXT or "../out"}
+    values: Any = {name: key in OF_NO_TEXT or value}
     if name == "sources.path":
         values, key = {"sources": [{"type": "huggingface", "path": "a/b"}]}, "data.sources[0].path"
     config = JobConfig.model_validate({table: values})

@@ -120,24 +120,6 @@ def test_what_a_shell_may_do(shell: str, start: Start) -> None:
 # ---- killed processes ------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_a_killed_rank_is_restarted_at_the_first_attempt(start: Start) -> None:
-    times = 20
-    steps = 60 * times + 40
-    settings = (f"--training.steps={steps}", "--checkpoint.interval=5", f"--max-restarts={times}")
-    run = start(*settings, "--nproc=2")
-    for number in range(times):
-        newest = max(run.steps(), default=0)
-        run.wait_until_training(step=newest + 7)
-        os.kill(run.rank(number % 2), signal.SIGKILL)
-        restarted = f"started again by torchrun, {number + 1} of {times} times"
-        run.wait_until(lambda text=restarted: text in run.said())
-    assert run.end() == 0, run.said()
-    assert run.steps() == list(range(1, steps + 1))
-    assert f"starting from {run.folder}/checkpoint/step-" in run.said()
-    assert run.status()["state"] == "done"
-
-
 @pytest.mark.parametrize(
     "victim", ["torchrun", pytest.param("titan train", marks=pytest.mark.slow)]
 )
