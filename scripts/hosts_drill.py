@@ -502,6 +502,7 @@ def main() -> int:
     parser.add_argument("--write", type=Path, help="page for the table")
     args = parser.parse_args()
     os.environ.setdefault("RUST_LOG", "error")  # torchft's lighthouse reports every quorum
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the replay's matrices are small
     if reason := why_not():
         print(reason)
         return 2
