@@ -417,10 +417,10 @@ def refusals() -> dict[str, Any]:
 
 PIECES: dict[str, list[tuple[int, Callable[..., Iterator[Event]], dict[str, Any]]]] = {
     "killed groups": [(5, kills, {})] * 4,
-    "cut cables": [(5, silences, {"is_cut": True})],
-    "stopped hosts": [(5, silences, {"is_cut": False})],
+    "cut cables": [(count, silences, {"is_cut": True}) for count in (2, 3)],
+    "stopped hosts": [(count, silences, {"is_cut": False}) for count in (2, 3)],
     "groups that reach only the lighthouse": [(1, splits, {})] * 3,
-    "groups with another job": [(4, changed_jobs, {"first": first}) for first in (0, 4)],
+    "groups with another job": [(2, changed_jobs, {"first": first}) for first in (0, 2, 4, 6)],
 }
 
 
