@@ -26,6 +26,7 @@ from titan.cli import main
 from titan.config.load import load_from_argv
 from titan.contrib.elastic import membership
 from titan.contrib.elastic.section import groups_of
+from titan.hooks.step_limit import StepLimit
 from titan.untrusted import InputError
 
 sys.path.append(str(ROOT / "scripts"))
@@ -39,7 +40,11 @@ JOB = (*drill._JOB, *drill._SETTINGS, "--training.seq_len=64")
 
 def test_groups_judge_a_step_before_all_other_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "ReplicaGroups", Mock())
-    assert membership.Elastic(Mock(config=job())).is_first
+    run = Mock(config=job())
+    groups = membership.Elastic(run)
+    groups.updated(Mock())
+    assert groups.is_first and run.repeat.called
+    run.hook(StepLimit).step_end.assert_called_once()  # the next quorum may take longer than a step
 
 
 @needs_torchft
@@ -117,7 +122,6 @@ def test_below_min_replicas_a_group_waits_and_saves(tmp_path: Path, of_lighthous
         "--fault_tolerance.min_replicas=2",
         "--training.steps=100000",
         "--checkpoint.interval=99999",
-        "--fault_tolerance.step_timeout_seconds=4",  # of a step, not of the wait for groups
     )
     groups = [start_group(number, tmp_path, address, *both) for number in (0, 1)]
     folder = tmp_path / "group-0"
