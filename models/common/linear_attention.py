@@ -27,14 +27,14 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from titan.parallel.documents import DocumentMask
-from titan.parallel.linear_attention import SequenceBorders, pass_through
+from titan.parallel.linear_attention import Bordered, pass_through
 from titan.parallel.linear_attention_kernels import attend_with_kernel, has_kernel
 
 
-class LinearAttention(nn.Module):
+class LinearAttention(Bordered):
     """Linear attention over grouped heads, optionally only within documents.
 
     Attributes:
@@ -50,7 +50,6 @@ class LinearAttention(nn.Module):
             raise ValueError(f"a chunk of {chunk} positions: must be a power of two, such as 64")
         self.scale = scale
         self.chunk = chunk
-        self.borders = SequenceBorders()
 
     def forward(
         self,

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan.parallel.documents import DocumentMask
-from titan.parallel.linear_attention import SequenceBorders
+from titan.parallel.linear_attention import Bordered, SequenceBorders
 
 
-class ShortConvolution(nn.Module):
+class ShortConvolution(Bordered):
     """Causal depthwise convolution, optionally only within documents. It has no activation.
 
     Attributes:
@@ -26,7 +26,6 @@ class ShortConvolution(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, kernel))
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
-        self.borders = SequenceBorders()
 
     def forward(
         self, x_BSD: Tensor, document_ids_BS: Tensor | DocumentMask | None = None

@@ -22,7 +22,7 @@ from titan.checkpoint.manifest import TITAN_JSON, list_steps
 from titan.checkpoint.saved import read_metadata
 from titan.checkpoint.storage import Location, as_location, join
 from titan.config import schema as s
-from titan.config.schema import JobConfig
+from titan.config.schema import JobConfig, streams
 from titan.config.task import reads_text
 from titan.data import DataError
 from titan.data.examples import is_file
@@ -68,7 +68,7 @@ def text_facts(config: JobConfig, tokenizer: Tokenizer) -> dict[str, Any]:
 
 def _source_facts(source: s.Section) -> dict[str, Any]:
     """Return sizes and identity of a source, {} for an endless source. Times of files do not count."""
-    if isinstance(source, s.SyntheticSource) or getattr(source, "streaming", False):
+    if isinstance(source, s.SyntheticSource) or streams(source):
         return {}
     if isinstance(source, s.ShardsSource):
         from titan.data.shards import INDEX, read_index  # imports numpy

@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .block_attention import CAUSAL, AttentionSpec
 from .collectives import all_gather, all_to_all
 from .documents import DocumentMask, MaskForm, mask_of
-from .linear_attention import SequenceBorders
+from .module_kinds import SequenceModule, modules_of
 from .ring import SequencePart, chunks_held, ring_attention
 
 Method = Literal["ring", "allgather", "ulysses"]
@@ -51,7 +51,7 @@ def apply_cp(
 ) -> None:
     """Replace each `attention_type` in `model`, in place, by a module that works on parts of the sequence.
 
-    Modules with `borders` (linear_attention.py) stay, and get the borders of this rank's part.
+    Each `SequenceModule` (linear_attention.py) stays, and gets this rank's part.
 
     Args:
         model: the model.
@@ -74,15 +74,13 @@ def apply_cp(
         for name, child in parent._modules.items()  # named_children() has each child once
         if isinstance(child, attention_type)
     ]
-    linear: list[Any] = [
-        m for m in model.modules() if isinstance(getattr(m, "borders", None), SequenceBorders)
-    ]
+    linear = modules_of(model, SequenceModule).values()
     if not attentions and not linear:
         raise ValueError(
             f"context parallelism found no {attention_type.__name__} in {type(model).__name__}"
         )
     for module in linear:
-        module.borders = SequenceBorders(part)
+        module.hold(part)
     for kind in {type(child) for _, _, child, _ in attentions} if method != "ulysses" else ():
         # Ask the class itself: a derived class may compute another function.
         if not vars(kind).get("is_causal_softmax"):

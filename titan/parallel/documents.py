@@ -37,6 +37,7 @@ from .block_attention import (
     match_heads,
     whole_rows,
 )
+from .module_kinds import MaskedAttention, SequenceModule, modules_of
 from .torch_compat import compute_capability
 
 MaskForm = Literal["varlen", "flex", "dense", "ring"]
@@ -253,22 +254,22 @@ def share_document_mask(model: nn.Module, make: Callable[..., DocumentMask] = ma
     """Register a pre-forward hook that builds the document mask once and passes it to every attention module.
 
     The hook replaces the argument `document_ids_BS` of the model's forward by a mask, and removes the argument `cu_seqlens_BN`. The
-    specs of the mask come from all modules with an attribute `spec`, and the starts of documents from one with `borders`.
+    specs of the mask come from all modules with an attribute `spec`, and the starts of documents from a `SequenceModule`.
 
     Args:
         model: the model.
         make: called as `make(ids, cu_seqlens_BN=..., specs=...)`.
     """
-    found = {module.spec for module in model.modules() if hasattr(module, "spec")}
+    found = {module.spec for module in modules_of(model, MaskedAttention).values()}
     specs: Any = tuple(sorted(found)) or (CAUSAL,)  # pyright: ignore
-    linear: Any = [m for m in model.modules() if hasattr(getattr(m, "borders", None), "starts")]
+    linear = [*modules_of(model, SequenceModule).values()]
 
     def before(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         cu_seqlens_BN = kwargs.pop("cu_seqlens_BN", None)
         if isinstance(ids_BS := kwargs.get("document_ids_BS"), Tensor):
             mask = make(ids_BS, cu_seqlens_BN=cu_seqlens_BN, specs=specs)
             if linear:
-                mask = replace(mask, starts_BS=linear[0].borders.starts(ids_BS))
+                mask = replace(mask, starts_BS=linear[0].starts(ids_BS))
             kwargs["document_ids_BS"] = mask
         return args, kwargs
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from .collectives import all_gather
 from .documents import DocumentMask
+from .module_kinds import SequenceModule
 from .ring import SequencePart, chunks_held
 
 
@@ -34,7 +35,7 @@ from .ring import SequencePart, chunks_held
 class SequenceBorders:
     """The borders of this rank's part of a sequence, and what crosses them.
 
-    A module that carries something over positions has one as its attribute `borders`, which `apply_cp` replaces.
+    A `Bordered` module has one.
 
     Attributes:
         part: the part of the sequence that this rank holds. None: all of it.
@@ -118,6 +119,22 @@ class SequenceBorders:
         every = torch.stack(pieces)
         own = [every[number] for number in order[start : start + self.num_pieces]]
         return torch.stack(own, dim=1).flatten(0, 1)
+
+
+class Bordered(SequenceModule):
+    """Module with borders of this rank's part of the sequence, which begin as those of a whole sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.borders = SequenceBorders()
+
+    def hold(self, part: SequencePart) -> None:
+        """Compute with the part of the sequence that this rank holds."""
+        self.borders = SequenceBorders(part)
+
+    def starts(self, document_ids_BS: Tensor) -> Tensor | None:
+        """Return where a document starts in the rank's part of the sequence, as booleans (B, S)."""
+        return self.borders.starts(document_ids_BS)
 
 
 def pass_through(linear: Tensor, state: Tensor) -> Tensor:
