@@ -1,4 +1,4 @@
-"""Kinds of modules that the techniques look for. A class of yours belongs to a kind by its attributes; only sequence modules derive.
+"""Kinds of modules that the techniques look for. A class of yours belongs to a kind by its attributes. Only sequence modules derive.
 
 apply_ep, the overlap of experts, float8, document masks and context parallelism find their modules with `modules_of`.
 """
@@ -43,11 +43,11 @@ class SequenceModule(nn.Module):
     """Base class of modules that carry something over positions, such as linear attention and short convolutions."""
 
     def hold(self, part: Any) -> None:
-        """Compute with the part of the sequence that this rank holds, a `SequencePart`. Context parallelism calls it."""
+        """Compute with the part of the sequence that this rank holds, a `SequencePart`. Context parallelism calls it. A class that lacks it raises NotImplementedError."""
         raise NotImplementedError
 
     def starts(self, document_ids_BS: Tensor) -> Tensor | None:
-        """Return where a document starts in the rank's part of the sequence, as booleans."""
+        """Return where a document starts in the rank's part of the sequence, as booleans. A class that lacks it raises NotImplementedError."""
         raise NotImplementedError
 
 
