@@ -28,7 +28,7 @@ ALLOWED = {
     "run_folder": "run_writer titan untrusted",
     "data": "config loss parallel run_writer untrusted",
     "optim": "config models parallel",
-    "generation": "data models",
+    "generation": "data models parallel",
     "tasks": "config data generation loss models parallel run_writer untrusted",
     "health": "async_scalars base config hardware parallel run_folder run_writer untrusted",
     "observe": "async_scalars config hardware optim parallel run_writer untrusted",

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from titan.data.tokenizer import Tokenizer
 from titan.models.common.attention import CachedAttention, InnerAttention
+from titan.parallel.module_kinds import SequenceModule, modules_of
 
 _GREEDY = 1e-6  # temperatures below it take the likeliest token
 _EVEN = 1e9  # and temperatures above it are infinite in fp32, or as good as that
@@ -98,7 +99,7 @@ class Generator:
         tokens_BS, ids_BS, positions_BS = _padded(texts, ranks=ranks, device=device)
         inputs = inputs_of(tokens_BS.masked_fill(ids_BS == 0, -1)) if inputs_of else {}
         is_padded, has_ended = not ids_BS.all(), [False] * len(prompts)
-        recurs = any(hasattr(module, "borders") for module in self.model.modules())
+        recurs = modules_of(self.model, SequenceModule)
         # The model is left as it was, even if the caller stops half-way.
         undo = cache_attention(self.model) if not recurs else lambda: None
         try:

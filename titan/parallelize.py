@@ -47,6 +47,13 @@ from titan.parallel.fsdp import apply_ddp, apply_fsdp, set_gradient_sync
 from titan.parallel.grouped_float8 import apply_grouped_float8
 from titan.parallel.init_weights import canonical_name
 from titan.parallel.mesh import submesh
+from titan.parallel.module_kinds import (
+    ExpertModule,
+    GroupedExperts,
+    RoutedExperts,
+    modules_of,
+    stacked_experts,
+)
 from titan.parallel.offload import apply_offload
 from titan.parallel.overlap import Overlap
 from titan.parallel.random_numbers import drawing_modules
@@ -112,7 +119,7 @@ def parallelize(
     # What follows leaves out pipeline stages that have nothing for it: without experts, without blocks, or with one block.
     if techniques.grouped is not None:
         recipe, section = techniques.grouped
-        names = [name for name, m in model.named_modules() if hasattr(m, "grouped_dtypes")]
+        names = modules_of(model, GroupedExperts)
         if any(part in name for name in names for part in section.fqns):
             apply_grouped_float8(model, recipe=recipe, fqns=section.fqns, emulate=section.emulate)
     _recompute_and_compile(
@@ -128,8 +135,8 @@ def parallelize(
     if sparse_mesh is not None:
         axes = sparse_mesh.mesh_dim_names or ()
         names = tuple(axis for axis in ("dp_replicate", "efsdp") if axis in axes)
-        dispatching: list[Any] = [m for m in model.modules() if hasattr(m, "dispatcher")]
-        own_mesh = {getattr(moe, "experts", moe): sparse_mesh[names] for moe in dispatching}
+        dispatching = modules_of(model, ExpertModule).values()
+        own_mesh = {stacked_experts(moe): sparse_mesh[names] for moe in dispatching}
     _apply_data_parallel(
         model,
         ends=ends_of(job.sizes),
@@ -148,7 +155,7 @@ def tensor_plan_of(model: nn.Module, job: ResolvedJob) -> Mapping[str, str]:
 
 def moes_of(model: nn.Module) -> dict[str, Any]:
     """Return the model's modules that count their experts' loads, by name: mixtures of experts, or a foreign model's experts."""
-    found = {name: module for name, module in model.named_modules() if hasattr(module, "loads")}
+    found = modules_of(model, RoutedExperts)
     return {canonical_name(name): moe for name, moe in found.items()}
 
 
@@ -158,12 +165,12 @@ def _lay_out_experts(
     """Distribute experts over ranks, and set how mixtures of experts route and compute."""
     config = job.config
     # Before FSDP, which shards the experts that a rank keeps.
-    has_experts = any(hasattr(module, "dispatcher") for module in model.modules())
+    has_experts = bool(modules_of(model, ExpertModule))
     if sparse_mesh is not None and has_experts and (ep := submesh(sparse_mesh, "ep")) is not None:
         apply_ep(model, mesh=ep, moe_type=nn.Module)
     sequence = submesh(mesh, "cp", "tp", flatten=True)
     for moe in moes_of(model).values():
-        getattr(moe, "experts", moe).chunk_tokens = config.moe.expert_chunk_rows
+        stacked_experts(moe).chunk_tokens = config.moe.expert_chunk_rows
         if not isinstance(moe, MoE):
             continue
         if sequence is not None:

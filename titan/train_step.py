@@ -414,7 +414,7 @@ def build_train_step(job: ResolvedJob, *, device: torch.device, mesh: DeviceMesh
         seed=config.debug.seed,
         backend=config.compile.backend_of("optimizer"),
     )
-    early = getattr(config.optimizer, "early_step_in_backward", False)
+    early = config.steps_in_backward
     return TrainStep(
         job=job,
         model_parts=model_parts,

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from titan.async_scalars import AsyncScalars, to_device
 from titan.checks.rules import resolve_layout
-from titan.config.layout import AXES, is_replica_group
+from titan.config.layout import is_replica_group
 from titan.config.phases import phase_at, phases_of
 from titan.config.quantize import eight_bit_sections
 from titan.config.render import to_toml
@@ -227,7 +227,7 @@ class Trainer(RunProgress):
             if not section.emulate:
                 require_hardware(recipe, self.device)
         prefer_backend(self.config.model.attention_backend, self.device.type)
-        degrees = {axis: getattr(self.layout, axis) for axis in AXES}
+        degrees = self.layout.degrees
         nccl = self.config.comm.nccl.options()
         self.mesh = build_mesh(self.device.type, **degrees, nccl=nccl)
         flight_recorder.name_axes(self.mesh)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan.loss import defer_lm_head
 from titan.parallel.float8 import Conversion, Float8Error, apply_float8
+from titan.parallel.module_kinds import GroupedExperts, modules_of
 from titan.parallel.torch_compat import can_split_custom_functions
 from titan.parallelize import default_dtype, freeze, require_trained, tensor_plan_of, torch_dtype
 from titan.resolved import ResolvedJob
@@ -48,7 +49,7 @@ def convert_to_float8(model: nn.Module, job: ResolvedJob) -> list[Conversion]:
     techniques, tp = job.techniques, job.layout.tp
     if techniques.grouped is not None:
         fqns = techniques.grouped[1].fqns
-        experts = [name for name, m in model.named_modules() if hasattr(m, "grouped_dtypes")]
+        experts = modules_of(model, GroupedExperts)
         if not any(part in name for name in experts for part in fqns):
             raise Float8Error(
                 f"no experts have a name with {' or '.join(fqns)}; there are {', '.join(experts) or 'none'}"

@@ -30,11 +30,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan.parallel.documents import DocumentMask
-from titan.parallel.linear_attention import BorderedModule, pass_through
+from titan.parallel.linear_attention import Bordered, pass_through
 from titan.parallel.linear_attention_kernels import attend_with_kernel, has_kernel
 
 
-class LinearAttention(BorderedModule):
+class LinearAttention(Bordered):
     """Linear attention over grouped heads, optionally only within documents.
 
     Attributes:

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan.parallel.documents import DocumentMask
-from titan.parallel.linear_attention import BorderedModule, SequenceBorders
+from titan.parallel.linear_attention import Bordered, SequenceBorders
 
 
-class ShortConvolution(BorderedModule):
+class ShortConvolution(Bordered):
     """Causal depthwise convolution, optionally only within documents. It has no activation.
 
     Attributes:

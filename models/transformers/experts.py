@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from titan.parallel.module_kinds import ExpertModule, modules_of
 from titan.parallel.traits import BlockTraits
 
 from ..common import moe
@@ -88,11 +89,11 @@ def traits_of_experts(block: nn.Module) -> BlockTraits:
     compiled = [
         f"{name}.forward"
         for name, child in block.named_children()
-        if not any(hasattr(module, "dispatcher") for module in child.modules())
+        if not modules_of(child, ExpertModule)
     ]
     recomputed = []
     for path, module in block.named_modules():
-        if hasattr(module, "dispatcher"):
+        if isinstance(module, ExpertModule):
             parent = path.rpartition(".")[0]
             beside = [
                 name for name, m in block.get_submodule(parent).named_children() if m is not module

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from titan.parallel.module_kinds import ExpertModule
 from titan.parallel.tensor import style_names
 
 from .errors import WrongKeyError
@@ -189,7 +190,7 @@ class _Plan:
         ):
             self._recurrence(name, inside)
             return
-        experts = [n for n, m in inside.items() if hasattr(m, "dispatcher")]
+        experts = [n for n, m in inside.items() if isinstance(m, ExpertModule)]
         attends = any(
             part.attention is not None
             for n, part in self.parts.items()

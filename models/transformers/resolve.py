@@ -19,6 +19,7 @@ from .errors import UnsupportedModelError, WrongKeyError, message_of
 
 OLDEST, NEWEST = (5, 20), (5, 99)
 """Versions of transformers whose interfaces for attention, masks and experts this family uses."""
+_MOST_EXPERTS = 2**16  # far beyond any model: each expert has its own names on disk
 
 
 def resolve(section: Any) -> tuple[TransformersConfig | None, list[tuple[str, str]]]:
@@ -109,6 +110,12 @@ def _read(path: str, architecture: str, overrides: str, trusted: bool) -> ModelS
 def _source(config: Any, code: str = "") -> ModelSource:
     """Return the source of a model in high precision: quantized weights are converted when titan reads them."""
     content = {k: v for k, v in config.to_dict().items() if k != "quantization_config"}
+    for key in NAMES["num_experts"]:
+        number = content.get(key)
+        if isinstance(number, int) and number > _MOST_EXPERTS:
+            raise UnsupportedModelError(
+                f"{key} is {number:,}, and titan builds models of at most {_MOST_EXPERTS:,} experts"
+            )
     return ModelSource(json.dumps(content, sort_keys=True, default=str), code=code)
 
 

@@ -33,7 +33,7 @@ from titan.config.errors import ConfigError, key_text
 from titan.config.model import model_config
 from titan.config.plug_ins import load_plug_ins
 from titan.config.render import to_toml
-from titan.config.schema import JobConfig
+from titan.config.schema import JobConfig, streams
 from titan.config.task import NEXT_TOKEN, reads_text, task_module, task_options
 from titan.config.toml import KeyPath, format_value, tomllib
 from titan.data import DataError
@@ -325,7 +325,7 @@ def text_facts(config: JobConfig, tokenizer: Tokenizer) -> dict[str, Any]:
 
 def _source_facts(source: s.Section) -> dict[str, Any]:
     """Return sizes and identity of a source, {} for an endless source. Times of files do not count."""
-    if isinstance(source, s.SyntheticSource) or getattr(source, "streaming", False):
+    if isinstance(source, s.SyntheticSource) or streams(source):
         return {}
     if isinstance(source, s.ShardsSource):
         from titan.data.shards import INDEX, read_index  # imports numpy

@@ -46,6 +46,6 @@ def _overlap(config: JobConfig) -> Iterator[RuleViolation]:
     if parallel.pipeline_parallel_degree > 1:
         fix = 'use false, or pipeline_parallel_schedule = "DualPipeV"'
         yield key, f"a pipeline has its own order of micro-batches; {fix}"
-    if getattr(config.optimizer, "early_step_in_backward", False):
+    if config.steps_in_backward:
         other = "optimizer.early_step_in_backward"
         yield key, f"{other} would update weights that the second micro-batch still needs; use false for one of them"  # fmt: skip

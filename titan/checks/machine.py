@@ -24,7 +24,7 @@ from titan.config.model import resolve_model
 from titan.config.phases import sequence_lengths
 from titan.config.plug_ins import load_plug_ins
 from titan.config.quantize import eight_bit_sections
-from titan.config.schema import JobConfig
+from titan.config.schema import JobConfig, reads_chats, streams
 from titan.config.task import check_task, reads_text, task_options
 from titan.data import DataError, default_cache_folder
 from titan.data.sources import open_documents
@@ -84,7 +84,7 @@ def _check_folders(config: JobConfig) -> Iterator[RuleViolation]:
 def _is_cached(source: s.Section) -> bool:
     """Return whether the tokens of a source are written to the cache."""
     kept = s.ShardsSource | s.SyntheticSource
-    return not isinstance(source, kept) and not getattr(source, "streaming", False)
+    return not isinstance(source, kept) and not streams(source)
 
 
 def why_unwritable(folder: Path) -> str:
@@ -145,7 +145,7 @@ def _check_data(config: JobConfig) -> Iterator[Any]:
             fix = "set data.add_bos or data.add_eos, with a tokenizer that has such a token"
             yield key, f"needs documents that begin or end with a token of that kind; {fix}"
     for key, source in sources:
-        if best_fit and getattr(source, "streaming", False):
+        if best_fit and streams(source):
             yield (
                 "data.packing",
                 f'"best_fit" is not for streams, as {key} is; set streaming = false',
@@ -170,7 +170,7 @@ def _check_source(
     try:
         if isinstance(source, s.TextSource | s.JsonlSource | s.CsvSource | s.ParquetSource):
             open_documents(source).try_first()
-        has_chats = bool(getattr(source, "messages_key", ""))
+        has_chats = reads_chats(source)
         if tokenizer is not None and (has_chats or isinstance(source, s.ShardsSource)):
             _try_rows(config, tokenizer, source, split=split, count=3)
     except (OSError, ValueError) as error:  # DataError too

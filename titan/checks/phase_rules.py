@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from titan.config.errors import RuleViolation
 from titan.config.phases import DEGREES, longest_sequence, phases_of
-from titan.config.schema import JobConfig
+from titan.config.schema import JobConfig, reads_chats, streams
 from titan.config.task import reads_text
 from titan.data import DataError
 from titan.data.sources import resolve_sources
@@ -22,7 +22,7 @@ def has_conversations(config: JobConfig) -> bool:
 
     Shards of conversations show only when they are opened.
     """
-    named = any(getattr(source, "messages_key", "") for source in config.data.sources)
+    named = any(reads_chats(source) for source in config.data.sources)
     return named or config.training.dataset == "conversations"
 
 
@@ -32,7 +32,7 @@ def check_borders(config: JobConfig, world_size: int) -> Iterator[RuleViolation]
     if not sources and reads_text(config):
         with suppress(DataError):  # another rule reports it
             sources = resolve_sources(training.dataset, dataset_path=training.dataset_path)
-    is_stream = any(getattr(source, "streaming", False) for source in sources)
+    is_stream = any(streams(source) for source in sources)
     for before, phase in pairwise(phases_of(config, world_size=world_size)):
         if before.mesh == phase.mesh or phase.section is None:
             continue

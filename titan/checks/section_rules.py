@@ -157,7 +157,7 @@ def _optimizer(config: JobConfig) -> Iterator[RuleViolation]:
 
 
 def _early_step(config: JobConfig) -> Iterator[RuleViolation]:
-    if not getattr(config.optimizer, "early_step_in_backward", False):
+    if not config.steps_in_backward:
         return
     training = config.training
     # Requirement with its reason, and whether the job meets it.
@@ -376,7 +376,7 @@ def _profiling(config: JobConfig) -> Iterator[RuleViolation]:
 
 def _fault_tolerance(config: JobConfig) -> Iterator[RuleViolation]:
     section, checkpoint = config.fault_tolerance, config.checkpoint
-    early = getattr(config.optimizer, "early_step_in_backward", False)
+    early = config.steps_in_backward
     for key, action in (("on_nonfinite", section.on_nonfinite), ("on_spike", section.on_spike)):
         if action == "rewind" and (not checkpoint.enable or checkpoint.load_only):
             fix = "set checkpoint.enable = true and load_only = false"

@@ -53,7 +53,12 @@ class Layout:
         return self.pp * self.dp * self.cp * self.tp
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in AXES)
+        return " x ".join(f"{axis} {degree}" for axis, degree in self.degrees.items())
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Return the degree of each axis of the mesh."""
+        return {axis: getattr(self, axis) for axis in AXES}
 
 
 def replica_groups(config: JobConfig) -> int:
@@ -82,7 +87,7 @@ def layout_of(config: JobConfig, world_size: int) -> Layout:
 def mesh_of(config: JobConfig, layout: Layout) -> str:
     """Describe a job's mesh: its axes longer than 1, and EP."""
     ranks, ep = (
-        ((axis, getattr(layout, axis)) for axis in AXES),
+        layout.degrees.items(),
         config.parallelism.expert_parallel_degree,
     )
     mesh = " x ".join(f"{axis} {n}" for axis, n in ranks if n > 1) or "one rank"

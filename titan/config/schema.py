@@ -302,6 +302,16 @@ class HuggingFaceSource(DocumentOptions):
     """Documents shuffled together while streaming. 0 keeps the order of the files."""
 
 
+def streams(source: Any) -> bool:
+    """Return whether a source, also one of another package, is read while training."""
+    return getattr(source, "streaming", False)
+
+
+def reads_chats(source: Any) -> bool:
+    """Return whether a source has conversations."""
+    return bool(getattr(source, "messages_key", ""))
+
+
 # The built-in members. Type checkers see only these.
 _Optimizers = AdamWSection | AdamSection | AdamW8bitSection | MuonSection
 _LocalSources = TextSource | JsonlSource | CsvSource | ParquetSource | ShardsSource
@@ -389,6 +399,11 @@ class JobConfig(Section):
 
     _source_map: SourceMap = PrivateAttr(default_factory=SourceMap)
     _whole: JobConfig | None = PrivateAttr(default=None)
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Return whether the optimizer, which may be another package's, updates a parameter once its gradient is ready."""
+        return getattr(self.optimizer, "early_step_in_backward", False)
 
     @property
     def source_map(self) -> SourceMap:

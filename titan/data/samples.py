@@ -181,7 +181,7 @@ def _open_source(section: s.Section, number: int, options: SampleOptions) -> Sou
 
 def spec_of(section: s.Section, options: SampleOptions) -> TokenizationSpec:
     """Return the settings by which the documents of a source become tokens."""
-    is_chat = bool(getattr(section, "messages_key", ""))
+    is_chat = s.reads_chats(section)
     return replace(options.spec, template=ChatTemplate.of(options.tokenizer) if is_chat else None)
 
 

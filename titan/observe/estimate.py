@@ -72,7 +72,7 @@ def estimate_memory(
     moments_bytes += params * _BYTES["float32"] * config.average.enable
     # An early step frees each gradient at once, so only the gradients of one FSDP unit exist.
     at_once = 1.0
-    if getattr(config.optimizer, "early_step_in_backward", False) and layout.accumulation == 1:
+    if config.steps_in_backward and layout.accumulation == 1:
         ends = model_config.num_embedding_params  # a unit at each end, as large
         unit = model_config.num_block_params * config.parallelism.fsdp_blocks_per_unit
         at_once = max(unit, ends) / params

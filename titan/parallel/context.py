@@ -34,7 +34,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .block_attention import CAUSAL, AttentionSpec
 from .collectives import all_gather, all_to_all
-from .documents import DocumentMask, MaskForm, SequenceModule, mask_of
+from .documents import DocumentMask, MaskForm, mask_of
+from .module_kinds import SequenceModule, modules_of
 from .ring import SequencePart, chunks_held, ring_attention
 
 Method = Literal["ring", "allgather", "ulysses"]
@@ -50,7 +51,7 @@ def apply_cp(
 ) -> None:
     """Replace each `attention_type` in `model`, in place, by a module that works on parts of the sequence.
 
-    Each `SequenceModule` stays, and learns this rank's part of the sequence.
+    Each `SequenceModule` (linear_attention.py) stays, and gets this rank's part.
 
     Args:
         model: the model.
@@ -73,13 +74,13 @@ def apply_cp(
         for name, child in parent._modules.items()  # named_children() has each child once
         if isinstance(child, attention_type)
     ]
-    carrying = [module for module in model.modules() if isinstance(module, SequenceModule)]
-    if not attentions and not carrying:
+    linear = modules_of(model, SequenceModule).values()
+    if not attentions and not linear:
         raise ValueError(
             f"context parallelism found no {attention_type.__name__} in {type(model).__name__}"
         )
-    for module in carrying:
-        module.share_sequence(part)
+    for module in linear:
+        module.hold(part)
     for kind in {type(child) for _, _, child, _ in attentions} if method != "ulysses" else ():
         # Ask the class itself: a derived class may compute another function.
         if not vars(kind).get("is_causal_softmax"):

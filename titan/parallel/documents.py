@@ -37,7 +37,7 @@ from .block_attention import (
     match_heads,
     whole_rows,
 )
-from .ring import SequencePart
+from .module_kinds import MaskedAttention, SequenceModule, modules_of
 from .torch_compat import compute_capability
 
 MaskForm = Literal["varlen", "flex", "dense", "ring"]
@@ -250,18 +250,6 @@ def _listed(is_in_BQC: Tensor) -> tuple[Tensor, Tensor]:
     return is_in_BQC.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None]
 
 
-class SequenceModule(nn.Module):
-    """Base class of modules that carry a state along the sequence in place of attention, such as linear attention."""
-
-    def share_sequence(self, part: SequencePart) -> None:
-        """Prepare for context parallelism, under which this rank has only a part of each sequence."""
-        raise NotImplementedError
-
-    def document_starts(self, ids_BS: Tensor) -> Tensor | None:
-        """Return `DocumentMask.starts_BS` for the document ids of this rank's positions."""
-        raise NotImplementedError
-
-
 def share_document_mask(model: nn.Module, make: Callable[..., DocumentMask] = mask_of) -> None:
     """Register a pre-forward hook that builds the document mask once and passes it to every attention module.
 
@@ -272,16 +260,16 @@ def share_document_mask(model: nn.Module, make: Callable[..., DocumentMask] = ma
         model: the model.
         make: called as `make(ids, cu_seqlens_BN=..., specs=...)`.
     """
-    found = {module.spec for module in model.modules() if hasattr(module, "spec")}
+    found = {module.spec for module in modules_of(model, MaskedAttention).values()}
     specs: Any = tuple(sorted(found)) or (CAUSAL,)  # pyright: ignore
-    carrying = [module for module in model.modules() if isinstance(module, SequenceModule)]
+    linear = [*modules_of(model, SequenceModule).values()]
 
     def before(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         cu_seqlens_BN = kwargs.pop("cu_seqlens_BN", None)
         if isinstance(ids_BS := kwargs.get("document_ids_BS"), Tensor):
             mask = make(ids_BS, cu_seqlens_BN=cu_seqlens_BN, specs=specs)
-            if carrying:
-                mask = replace(mask, starts_BS=carrying[0].document_starts(ids_BS))
+            if linear:
+                mask = replace(mask, starts_BS=linear[0].starts(ids_BS))
             kwargs["document_ids_BS"] = mask
         return args, kwargs
 

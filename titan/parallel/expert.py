@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from .collectives import AsyncAllToAll, all_to_all_tokens, start_all_to_all, wait
 from .context import shard_sequence
 from .mesh import axis_rank, axis_size
+from .module_kinds import ExpertModule, RoutedExperts, modules_of, stacked_experts
 from .selective import outside_selection
 from .token_order import host_counts, inverted, permute, transposed_blocks
 
@@ -48,8 +49,8 @@ def apply_ep(model: nn.Module, *, mesh: DeviceMesh, moe_type: type[nn.Module]) -
         ValueError: there is no `moe_type`, or one lacks the attribute `dispatcher`, its experts hold no parameters, or the number of ranks does not divide
             the number of experts.
     """
-    found = {name: m for name, m in model.named_modules() if isinstance(m, moe_type)}
-    dispatching = {name: m for name, m in found.items() if hasattr(m, "dispatcher")}
+    found = modules_of(model, moe_type)
+    dispatching = {name: m for name, m in found.items() if isinstance(m, ExpertModule)}
     # nn.Module means any module that dispatches tokens.
     lacking = [name for name in found if name not in dispatching and moe_type is not nn.Module]
     if lacking or not dispatching:
@@ -60,7 +61,7 @@ def apply_ep(model: nn.Module, *, mesh: DeviceMesh, moe_type: type[nn.Module]) -
             else f"expert parallelism found no {where} with the attribute `dispatcher`"
         )
     for name, module in dispatching.items():
-        experts: nn.Module = getattr(module, "experts", module)
+        experts = stacked_experts(module)
         stacked = list(experts.named_parameters(recurse=False))
         if not stacked:
             raise ValueError(
@@ -296,10 +297,10 @@ def keep_routes(
     Returns:
         The function, or None if the block has no experts.
     """
-    moes: list[Any] = [module for module in block.modules() if hasattr(module, "route_sources")]
+    moes = [*modules_of(block, RoutedExperts).values()]
     for moe in moes:
         moe.route_sources.insert(0, KeptRoutes())
-        if hasattr(moe, "router"):
+        if "router" in moe._modules:
             # The recomputation leaves the choice out, so a selective checkpoint must not count its operations.
             moe.router.choose = outside_selection(moe.router.choose)
     return _contexts if moes else None

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .float8 import Float8Error
+from .module_kinds import GroupedExperts, modules_of
 from .token_order import host_counts
 
 _MULTIPLE = {"float8": 16, "mxfp8": 32}
@@ -43,9 +44,7 @@ def apply_grouped_float8(
     """
     multiple, names = _MULTIPLE[recipe], []
     product = _grouped_mm(recipe, emulate=emulate)
-    experts: dict[str, Any] = {
-        n: m for n, m in model.named_modules() if hasattr(m, "grouped_dtypes")
-    }
+    experts = modules_of(model, GroupedExperts)
     for name, module in experts.items():
         if not any(part in name for part in fqns):
             continue

@@ -26,13 +26,16 @@ import torch
 from torch import Tensor
 
 from .collectives import all_gather
-from .documents import DocumentMask, SequenceModule
+from .documents import DocumentMask
+from .module_kinds import SequenceModule
 from .ring import SequencePart, chunks_held
 
 
 @dataclass(frozen=True)
 class SequenceBorders:
     """The borders of this rank's part of a sequence, and what crosses them.
+
+    A `Bordered` module has one.
 
     Attributes:
         part: the part of the sequence that this rank holds. None: all of it.
@@ -118,22 +121,20 @@ class SequenceBorders:
         return torch.stack(own, dim=1).flatten(0, 1)
 
 
-class BorderedModule(SequenceModule):
-    """Base class of linear attention and of short convolutions.
-
-    Attributes:
-        borders: the borders of this rank's part of the sequence. `apply_cp` replaces them.
-    """
+class Bordered(SequenceModule):
+    """Module with borders of this rank's part of the sequence, which begin as those of a whole sequence."""
 
     def __init__(self) -> None:
         super().__init__()
         self.borders = SequenceBorders()
 
-    def share_sequence(self, part: SequencePart) -> None:
+    def hold(self, part: SequencePart) -> None:
+        """Compute with the part of the sequence that this rank holds."""
         self.borders = SequenceBorders(part)
 
-    def document_starts(self, ids_BS: Tensor) -> Tensor | None:
-        return self.borders.starts(ids_BS)
+    def starts(self, document_ids_BS: Tensor) -> Tensor | None:
+        """Return where a document starts in the rank's part of the sequence, as booleans (B, S)."""
+        return self.borders.starts(document_ids_BS)
 
 
 def pass_through(linear: Tensor, state: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from titan.checkpoint.model_folders import model_folders
 from titan.checkpoint.storage import Location
 from titan.checks.rules import check_to_run
-from titan.config.layout import AXES, Layout
+from titan.config.layout import Layout
 from titan.config.options import TRUST_OPTION, command_parser, positive, whole
 from titan.config.plug_ins import load_plug_ins
 from titan.config.render import to_toml
@@ -198,7 +198,7 @@ def build_scorer(weights: Weights, *, device: Any, average: bool = False) -> Sco
 
     config = weights.config
     prefer_backend(config.model.attention_backend, device.type)
-    mesh = build_mesh(device.type, **{axis: getattr(weights.layout, axis) for axis in AXES})
+    mesh = build_mesh(device.type, **weights.layout.degrees)
     job = resolve_job(config, weights.layout, device=device.type)
     train_step = build_train_step(job, device=device, mesh=mesh)
     parts, name = train_step.model_parts, config.model.name

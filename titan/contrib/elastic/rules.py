@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from titan.config.errors import RuleViolation
-from titan.config.schema import JobConfig
+from titan.config.schema import JobConfig, streams
 
 from .section import groups_of
 
@@ -28,9 +28,9 @@ def check_groups(config: JobConfig) -> Iterator[RuleViolation]:
     if where and not where.startswith(("http://", "/")):
         wants = "expected http://HOST:PORT, or the absolute path of a file that holds that"
         yield "lighthouse", f"{wants}, got {where!r}"
-    if getattr(config.optimizer, "early_step_in_backward", False):
+    if config.steps_in_backward:
         yield "enable", "cannot undo optimizer.early_step_in_backward; set that to false"
-    if any(getattr(source, "streaming", False) for source in config.data.sources):
+    if any(streams(source) for source in config.data.sources):
         yield "enable", "divides the samples again in each step, and no stream can do that"
     if config.phase:
         yield "phase[0]", "replica groups train one phase; set fault_tolerance.enable = false"

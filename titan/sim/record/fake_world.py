@@ -20,8 +20,6 @@ from titan.parallel import build_mesh, offload
 from titan.parallel.torch_compat import GPU_TYPES
 from titan.sim.record import device, torch_compat
 
-_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-
 
 @contextmanager
 def fake_world(
@@ -36,7 +34,7 @@ def fake_world(
     fake_device = device.register()
     torch_compat.init_fake_process_group(device.NAME, rank=rank, world_size=world_size)
     _replace_generic_names()
-    mesh = layout and build_mesh(device.NAME, **{axis: getattr(layout, axis) for axis in _AXES})
+    mesh = layout and build_mesh(device.NAME, **layout.degrees)
     # From here on, tensors have shapes and no memory. The mesh above holds real tensors of ranks.
     with torch_compat.fake_tensors():
         yield fake_device, mesh

@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan.config.layout import AXES, Layout
+from titan.config.layout import Layout
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
 from titan.parallel import build_mesh, collectives, expert
@@ -246,7 +246,7 @@ def measure_job(config: JobConfig, layout: Layout, **options: Any) -> dict[str, 
     store = torch_compat.find("torch.testing._internal.distributed.fake_pg", "FakeStore")()
     dist.init_process_group("fake", store=store, rank=0, world_size=layout.world_size)
     try:
-        mesh = build_mesh(device.type, **{axis: getattr(layout, axis) for axis in AXES})
+        mesh = build_mesh(device.type, **layout.degrees)
         return measure(lambda: job_program(config, layout, device, mesh), **options)
     finally:
         dist.destroy_process_group()

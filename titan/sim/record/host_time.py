@@ -50,7 +50,7 @@ def tiny(config: JobConfig, layout: Layout) -> tuple[JobConfig, Layout]:
     overrides |= {"n_heads": _HEADS, "n_layers": min(sizes.n_layers, _BLOCKS)}
     if (shrink := getattr(family(config.model.name), "shrink", None)) is not None:
         overrides = dict(config.model.overrides) | shrink(sizes)["model.overrides"]
-    small = {axis: min(most, getattr(layout, axis)) for axis, most in _DEGREES.items()}
+    small = {axis: min(most, layout.degrees[axis]) for axis, most in _DEGREES.items()}
     ep, lent = parallel.expert_parallel_degree, layout.dp_shard * layout.cp * layout.tp
     if 1 < ep < lent and small["dp_shard"] * small["cp"] * small["tp"] == 2:
         small["dp_shard"] *= 2  # experts are sharded over the rest
@@ -60,7 +60,7 @@ def tiny(config: JobConfig, layout: Layout) -> tuple[JobConfig, Layout]:
     if layout.pp > 1 and resharding == "default":
         resharding = "never"
     parallelism = {
-        **{key.rpartition(".")[2]: getattr(shape, axis) for axis, key in AXES.items()},
+        **{key.rpartition(".")[2]: shape.degrees[axis] for axis, key in AXES.items()},
         "expert_parallel_degree": all_shards if ep == lent else min(2, ep),
         "expert_tensor_parallel_degree": min(shape.tp, parallel.expert_tensor_parallel_degree),
         "pipeline_parallel_layers_per_stage": None,

@@ -46,6 +46,7 @@ from titan.sim.record.trace import (
     Free,
     compared_fields,
     number_of,
+    scope_of,
 )
 
 if TYPE_CHECKING:
@@ -200,7 +201,7 @@ class Microbatches:
                 count = counted.setdefault(key, len(counted)) if is_new else counted.get(key, -1)
                 if isinstance(event, Free) and count >= 0:
                     counted["freed", key[1]] = counted.pop(key)
-            scope = getattr(event, "scope", None)
+            scope = scope_of(event)
             where = scope and (scope.phase, scope.module, scope.call)
             names = compared_fields(type(event))
             # The category is known late.
@@ -253,7 +254,7 @@ class Microbatches:
             tracer.storages.categorize_new("activations")
         scopes: dict[Any, Any] = {None: None}
         for event, count in recorded.events:
-            scope: Any = getattr(event, "scope", None)
+            scope: Any = scope_of(event)
             if scope not in scopes:
                 scopes[scope] = tracer.scopes.in_action(scope)
             # The tensor's memory ends here, even if it has other references.

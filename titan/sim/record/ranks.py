@@ -55,7 +55,7 @@ def _place(rank: int, layout: Layout) -> dict[str, int]:
     place = {}
     # Ranks count row by row, with the last axis of AXES the fastest.
     for axis in reversed(AXES):
-        rank, place[axis] = divmod(rank, getattr(layout, axis))
+        rank, place[axis] = divmod(rank, layout.degrees[axis])
     return place
 
 
@@ -63,11 +63,11 @@ def _rank(place: dict[str, int], layout: Layout) -> int:
     """Return the rank at a place on the mesh."""
     rank = 0
     for axis in AXES:
-        rank = rank * getattr(layout, axis) + place[axis]
+        rank = rank * layout.degrees[axis] + place[axis]
     return rank
 
 
 def _members(place: dict[str, int], axes: Sequence[str], layout: Layout) -> tuple[int, ...]:
     """Return the ranks along some axes that pass through a place on the mesh."""
-    along = itertools.product(*(range(getattr(layout, axis)) for axis in axes))
+    along = itertools.product(*(range(layout.degrees[axis]) for axis in axes))
     return tuple(_rank(place | dict(zip(axes, numbers, strict=True)), layout) for numbers in along)

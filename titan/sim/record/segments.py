@@ -38,6 +38,7 @@ from titan.sim.record.trace import (
     Trace,
     compared_fields,
     number_of,
+    scope_of,
 )
 
 # "layers.3" as a whole component of a module path: of the model itself, whose depth may vary, and anywhere.
@@ -164,7 +165,7 @@ def _labels(events: Sequence[Event], allocations: dict[int, Allocate], depth: in
     for event in events:
         # An event without a scope has the label of the event before it, and so has one of the second of two micro-batches that
         # overlap: it is in the first one's block, or half a block behind.
-        scope = getattr(event, "scope", None)
+        scope = scope_of(event)
         if scope is not None and scope.action == TURNS[1]:
             pass
         elif scope is not None:
@@ -221,7 +222,7 @@ def any_layer(module: str) -> str:
 
 def shape_of(event: Event) -> Any:
     """Return the fields that equal events of different blocks have in common: all but references and the block's number."""
-    kind, scope = type(event), getattr(event, "scope", None)
+    kind, scope = type(event), scope_of(event)
     where = scope and (scope.phase, any_layer(scope.module), scope.action, scope.call)
     return [kind, where, *(getattr(event, name) for name in compared_fields(kind))]
 

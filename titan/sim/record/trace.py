@@ -150,6 +150,11 @@ class _Event:
         return type(self), tuple([getattr(self, name) for name in self.__match_args__])
 
 
+def scope_of(event: Any) -> Any:
+    """Return the `Scope` of an event, or None of events that belong to no place in the program."""
+    return getattr(event, "scope", None)
+
+
 @dataclass(slots=True)
 class Launch(_Event):
     """Launch of a kernel.

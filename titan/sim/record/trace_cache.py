@@ -36,7 +36,7 @@ from titan.sim.record.host_time import with_paces
 from titan.sim.record.ranks import remap_ranks
 from titan.sim.record.repeat import BlocksDiffer, CannotRepeat, Depth, Recorded, repeat_blocks
 from titan.sim.record.segments import LAYER
-from titan.sim.record.trace import Trace
+from titan.sim.record.trace import Trace, scope_of
 from titan.sim.record.trace_jobs import Job, Prepare, distinct_ranks, trace_jobs
 
 logger = logging.getLogger("titan")
@@ -371,7 +371,7 @@ def _renamed(trace: Trace, pattern: re.Pattern[str], name: Callable[..., str]) -
     scopes: dict[events.Scope, events.Scope] = {}
 
     def rename(event: events.Event) -> events.Event:
-        scope = getattr(event, "scope", None)
+        scope = scope_of(event)
         if scope is None:
             return event
         if scope not in scopes:

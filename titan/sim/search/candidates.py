@@ -117,7 +117,7 @@ class Search:
         if recompute not in _RECOMPUTE or self.config.activation_checkpoint.op_keep_by_block:
             return None
         point = Point(
-            **{axis.removeprefix("dp_"): getattr(layout, axis) for axis in AXES},
+            **{axis.removeprefix("dp_"): n for axis, n in layout.degrees.items()},
             ep=parallel.expert_parallel_degree if self.model.num_experts else 0,
             batch=training.local_batch_size,
             recompute=recompute,

@@ -25,7 +25,16 @@ import numpy as np
 from titan.parallel.sac_save_list import GROUPS
 from titan.sim.price.cost import Cost
 from titan.sim.record.segments import block_of
-from titan.sim.record.trace import Allocate, AwaitWork, Event, Free, Launch, Trace, Transfer
+from titan.sim.record.trace import (
+    Allocate,
+    AwaitWork,
+    Event,
+    Free,
+    Launch,
+    Trace,
+    Transfer,
+    scope_of,
+)
 
 Kept: TypeAlias = "frozenset[str] | None"
 """Results that a block keeps: calls such as "aten.mm@2", or None for everything."""
@@ -91,7 +100,7 @@ def find_blocks(trace: Trace, cost: Cost) -> dict[int, Block]:
     for index, event in enumerate(step):
         if isinstance(event, Free):
             freed[event.block] = index
-        scope = getattr(event, "scope", None)
+        scope = scope_of(event)
         if scope is None:
             continue
         if scope is not last:
@@ -395,7 +404,7 @@ def measure(
             if isinstance(event, Free) and phase != "forward" and event.block in made:
                 layer, size = made[event.block]
                 num_bytes[layer] += size // max(map(len, blocks[layer].runs.values()))
-            scope = getattr(event, "scope", None)
+            scope = scope_of(event)
             if scope is None:
                 continue
             phase = scope.phase

@@ -118,7 +118,7 @@ class Certifier:
 
         "job" stands for the job's own, or for all its subsets of three axes. A layout that somebody named is a row in any case.
         """
-        own = {axis: 2 for axis in AXES if getattr(self.layout, axis) > 1}
+        own = {axis: 2 for axis, degree in self.layout.degrees.items() if degree > 1}
         subsets = combinations(own, _MOST_AXES) if len(own) > _MOST_AXES else [tuple(own)]
         found: dict[str, Degrees] = {}
         for axes in subsets if names is None or _OWN in names else ():

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titan.base.failure import UserError
-from titan.config.layout import AXES, resolve_layout
+from titan.config.layout import resolve_layout
 from titan.config.phases import Phase
 from titan.config.schema import JobConfig
 from titan.data.base import TensorBatch
@@ -65,7 +65,7 @@ def train_job(config: JobConfig, recorded: bool = False, perturbed: int = 0) -> 
         perturbed: see `StepRecorder`.
     """
     layout = resolve_layout(config, dist.get_world_size())
-    mesh = build_mesh("cpu", **{axis: getattr(layout, axis) for axis in AXES})
+    mesh = build_mesh("cpu", **layout.degrees)
     job = resolve_job(config, layout, device="cpu")
     try:
         train_step = build_train_step(job, device=CPU, mesh=mesh)
