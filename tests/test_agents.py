@@ -88,7 +88,7 @@ def restore(before: dict[Path, str | None]) -> None:
 def run(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     project = tomllib.loads((tree / "pyproject.toml").read_text())["project"]
-    install(tree, "titan-pretrain", **{k[6:]: v for k, v in project["entry-points"].items()})
+    install(tree, "titan_pretrain", **{k[6:]: v for k, v in project["entry-points"].items()})
     variables = dict(os.environ) | {"PYTHONPATH": str(tree)}
     return subprocess.run(command, cwd=tree, env=variables, capture_output=True, text=True)
 

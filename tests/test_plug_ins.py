@@ -121,4 +121,6 @@ def test_order_of_hooks(folder: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     names = result.stdout.splitlines()[-1]
-    assert names.startswith("['Eager', 'StepLimit'") and names.endswith("'Metrics']")
+    assert names.startswith("['Eager', 'StepLimit'") and names.endswith(
+        "'ExpertLoads', 'Checkpointing', 'Metrics']"
+    )
