@@ -57,10 +57,11 @@ ABOVE = {
     "cli": {"cli"},
     "contrib": {"contrib"},
 }
-# Parts behind entry points, beside those in titan/contrib: none but the part itself imports these modules. Each can be deleted.
-OPTIONAL = {
-    "evaluation": "checks.evaluation_rules data.examples data.passes data.scoring hooks.evaluation tools.evaluate",
-}
+# Modules behind entry points, beside those in titan/contrib: none but themselves imports them, so each can be deleted.
+OPTIONAL = """
+    checks.evaluation_rules data.examples data.passes data.scoring hooks.evaluation tools.evaluate
+    optim.average tools.average
+"""
 # They build the model of a plug-in, and call the loss of one, to check it.
 TORCH_IN_CONFIG = {"titan.config.loss", "titan.config.model"}
 
@@ -159,10 +160,9 @@ def test_nothing_knows_titan_contrib() -> None:
 
 
 def test_no_part_imports_an_optional_one() -> None:
-    for part in OPTIONAL.values():
-        own = {f"titan.{name}" for name in part.split()}
-        users = {m for m in SOURCES if imports(m) & own} - own - {"titan.hooks"}
-        assert {m for m in users if not m.startswith("titan.contrib.")} == set(), part
+    own = {f"titan.{name}" for name in OPTIONAL.split()}
+    users = {m for m in SOURCES if imports(m) & own and part_of(m) != "contrib"}
+    assert users <= {*own, "titan.hooks"}
 
 
 def test_hooks_know_their_run_and_not_the_trainer() -> None:
