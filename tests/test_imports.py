@@ -60,10 +60,6 @@ ABOVE = {
     "cli": {"cli"},
     "contrib": {"contrib"},
 }
-# Parts behind entry points, beside those in titan/contrib: none but the part itself imports these modules. Each can be deleted.
-OPTIONAL = {
-    "evaluation": "checks.evaluation_rules data.examples data.passes data.scoring hooks.evaluation tools.evaluate",
-}
 # Parts that the core does not import: it finds them by entry points.
 RINGS = re.compile(
     r"titan\.(models\.(transformers|flux|llava)|tasks\.(flow|image_text|patches)|parallel\.linear_attention"
@@ -71,6 +67,12 @@ RINGS = re.compile(
     r"|checkpoint\.(huggingface|export|quantized|hf_)|tools\.(?!saved_model)|sim|cli"
     r"|observe\.(estimate|routing|trace))"
 )
+# Modules behind entry points, beside those in titan/contrib: none but themselves imports them, so each can be deleted.
+OPTIONAL = """
+    checks.evaluation_rules data.examples data.passes data.scoring hooks.evaluation tools.evaluate
+    optim.average tools.average
+    data.parts tools.prepare_hosts sim.price.calibrate
+"""
 # They build the model of a plug-in, and call the loss of one, to check it.
 TORCH_IN_CONFIG = {"titan.config.loss", "titan.config.model"}
 
@@ -173,10 +175,9 @@ def test_nothing_knows_titan_contrib() -> None:
 
 
 def test_no_part_imports_an_optional_one() -> None:
-    for part in OPTIONAL.values():
-        own = {f"titan.{name}" for name in part.split()}
-        users = {m for m in SOURCES if imports(m) & own} - own
-        assert {m for m in users if not m.startswith("titan.contrib.")} == set(), part
+    own = {f"titan.{name}" for name in OPTIONAL.split()}
+    users = {m for m in SOURCES if imports(m) & own and part_of(m) != "contrib"}
+    assert users <= own
 
 
 def test_config_imports_no_torch() -> None:

@@ -27,7 +27,7 @@ CORE = (
 
 def without_contrib(pyproject: str) -> str:
     """Return the text of pyproject.toml without what names an optional part."""
-    optional = "|".join(["contrib", *" ".join(OPTIONAL.values()).split()])
+    optional = "|".join(["contrib", *OPTIONAL.split()])
     named = rf'^"?[\w.]+"? = "titan\.({optional})\b.*\n'
     kept = re.sub(named, "", pyproject, flags=re.MULTILINE)
     kept = re.sub(r'^"titan\.contrib[\w.]*" = .*\n', "", kept, flags=re.MULTILINE)

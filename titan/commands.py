@@ -76,7 +76,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "verify": ("check a checkpoint and name any damaged file", "titan.tools.verify:main"),
     "convert": ("Hugging Face folders to checkpoints, and back", "titan.tools.convert:main"),
-    "average": ("write the mean of the weights of checkpoints", "titan.tools.average:main"),
     "generate": ("sample text from a checkpoint", "titan.tools.generate:main"),
     "completion": (
         "let the shell complete commands, files and keys",

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan.async_scalars import AsyncScalars
 from titan.config.phases import Phase
 from titan.config.schema import JobConfig
-from titan.optim.average import WeightAverage
+from titan.optim.averaged import Average, build_average
 from titan.optim.clipping import clip_gradients
 from titan.optim.expert_bias import ExpertBiasBalancer
 from titan.optim.fused_adam import FusedAdam
@@ -92,7 +92,7 @@ class TrainStep:
     compile_log: CompileLog | None
     float8: list[Conversion]
     balance: ExpertBiasBalancer
-    average: WeightAverage | None = None
+    average: Average | None = None
     overlap: Overlap | None = None
     is_fake: bool = False
 
@@ -428,7 +428,7 @@ def build_train_step(job: ResolvedJob, *, device: torch.device, mesh: DeviceMesh
         async_tp=async_tp,
         compile_log=compile_log_of(config.compile, num_blocks),
         float8=float8,
-        average=WeightAverage(model_parts, config.average) if config.average.enable else None,
+        average=build_average(model_parts, config),
         overlap=overlap_of(model, config.parallelism),
         balance=ExpertBiasBalancer.of(
             {n: m for part in model_parts for n, m in moes_of(part).items()}, mesh

@@ -48,7 +48,7 @@ from titan.config.load import load_config
 from titan.config.schema import CheckpointSection, JobConfig
 from titan.health.signals import StopRequest
 from titan.observe.metrics import MetricsLog
-from titan.optim.average import averaged
+from titan.optim.averaged import averaged
 from titan.tools import verify
 from titan.tools.saved_model import find_checkpoint
 

@@ -14,7 +14,8 @@ from tests.support.layouts import REPLICAS, Layout, cp, fsdp, job_of, pp, text_b
 from tests.support.ranks import Pool
 from tests.support.steps import build_step
 from tests.support.trainers import PoolTrainer
-from titan.config.schema import AverageSection, JobConfig
+from titan.config.schema import JobConfig
+from titan.contrib.averages.section import AverageSection
 from titan.parallel import build_mesh
 from titan.parallel.mesh import axis_rank, axis_size
 from titan.train_step import TrainStep

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from titan.checkpoint import CheckpointError
 from titan.checkpoint.storage import Location
 from titan.checkpoint.tensors import StateDict, load, some, stored_shapes
-from titan.optim.average import WeightAverage
+from titan.optim.averaged import Average
 from titan.optim.optimizers import allocate_state
 from titan.parallel.float8 import plain
 from titan.parallel.init_weights import canonical_name
@@ -138,7 +138,7 @@ def _step_device(parameter: Tensor, optimizer: torch.optim.Optimizer) -> torch.d
     return parameter.device if on_device else torch.device("cpu")
 
 
-def average_state(average: WeightAverage | None) -> StateDict:
+def average_state(average: Average | None) -> StateDict:
     """Return the average of the weights, or {} for None."""
     return {f"average.{name}": x for name, x in (average.tensors if average else {}).items()}
 

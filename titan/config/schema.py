@@ -38,7 +38,6 @@ from .schema_faults import FaultToleranceSection
 from .schema_model import ModelSection, TaskSection
 from .schema_run import (
     ActivationCheckpointSection,
-    AverageSection,
     CheckpointSection,
     CompileSection,
     DebugSection,
@@ -384,7 +383,6 @@ class JobConfig(Section):
     parallelism: ParallelismSection = ParallelismSection()
     checkpoint: CheckpointSection = CheckpointSection()
     validation: ValidationSection = ValidationSection()
-    average: AverageSection = AverageSection()
     moe: MoESection = MoESection()
     metrics: MetricsSection = MetricsSection()
     profiling: ProfilingSection = ProfilingSection()

@@ -13,7 +13,7 @@ from titan.data.scoring import Scorer
 from titan.hook import Hook, StepResult
 from titan.observe.clock import Window
 from titan.observe.rows import Row
-from titan.optim.average import averaged
+from titan.optim.averaged import averaged
 from titan.progress import RunProgress
 
 
@@ -62,10 +62,9 @@ class Evaluation(Hook):
 
     def _evaluate(self) -> Row:
         trainer, row = self.trainer, {}
-        wanted = trainer.config.average.validate_with
         with (
             trainer.timer.pause("validation"),
-            averaged(trainer.train_step, wanted=wanted),
+            averaged(trainer.train_step, validates=True),
         ):
             for (section, task), rows in zip(self.tasks, self.rows, strict=True):
                 if self._is_due(section.interval):

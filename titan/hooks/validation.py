@@ -12,7 +12,7 @@ from titan.data.base import TensorBatch
 from titan.hook import Hook, StepResult
 from titan.observe.clock import Window
 from titan.observe.rows import Row
-from titan.optim.average import averaged
+from titan.optim.averaged import averaged
 from titan.progress import RunProgress
 
 
@@ -53,7 +53,7 @@ class Validation(Hook):
                 yield batch
 
         with trainer.timer.pause("validation"):
-            with averaged(trainer.train_step, wanted=trainer.config.average.validate_with):
+            with averaged(trainer.train_step, validates=True):
                 loss_sum, num_valid = trainer.train_step.evaluate(batches())
             total = to_device([sum(measured)], trainer.device)
             if trainer.train_step.groups.data is not None:

@@ -69,7 +69,9 @@ def estimate_memory(
     in_blocks = _in_blocks(model_config, layers)
     moments_bytes = in_blocks * _moment_bytes(config, in_blocks=True)
     moments_bytes += (params - in_blocks) * _moment_bytes(config, in_blocks=False)
-    moments_bytes += params * _BYTES["float32"] * config.average.enable
+    # Of a section that a package adds, such as [average].
+    added = (getattr(section, "bytes_per_parameter", 0) for _, section in config)
+    moments_bytes += params * sum(added)
     # An early step frees each gradient at once, so only the gradients of one FSDP unit exist.
     at_once = 1.0
     if config.steps_in_backward and layout.accumulation == 1:

@@ -10,18 +10,17 @@ forgets the first steps early. Up to start_step it is a copy of the weights.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
-from titan.config.schema import AverageSection
 from titan.parallel.float8 import plain
 from titan.parallel.init_weights import canonical_name
 
 from .adam import local
+from .averaged import reshard
 
 
 class WeightAverage:
@@ -30,12 +29,14 @@ class WeightAverage:
     Attributes:
         parts: The model, or its stages on this rank.
         section: [average].
+        validates: A validation uses the average.
         parameters: Parameters by their plain names.
         tensors: The average in fp32, laid out like the parameters, by their plain names.
     """
 
-    def __init__(self, parts: Sequence[nn.Module], section: AverageSection) -> None:
+    def __init__(self, parts: Sequence[nn.Module], section: Any) -> None:
         self.parts, self.section = parts, section
+        self.validates = section.validate_with
         # A shared parameter comes once.
         self.parameters = {
             canonical_name(name): p for part in parts for name, p in part.named_parameters()
@@ -83,44 +84,9 @@ class WeightAverage:
     def _set(self, weights: Sequence[Tensor], values: Iterator[Tensor] | Sequence[Tensor]) -> None:
         for weight, value in zip(weights, values, strict=True):
             weight.copy_(value)
-        _reshard(self.parts)
+        reshard(self.parts)
 
 
-@contextmanager
-def of_optimizer(optimizer: Any, parts: Sequence[nn.Module]) -> Iterator[None]:
-    """Replace the weights by the optimizer's average within a block (arXiv:2405.15682).
-
-    Args:
-        optimizer: Optimizer with methods `eval` and `train`, which set the average and the weights.
-        parts: The model, or its stages on this rank.
-    """
-    optimizer.eval()
-    _reshard(parts)
-    try:
-        yield
-    finally:
-        optimizer.train()
-        _reshard(parts)
-
-
-def _reshard(parts: Sequence[nn.Module]) -> None:
-    """Make FSDP drop its gathered weights, which may be outdated."""
-    for part in parts:
-        for module in part.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
-
-def averaged(step: Any, *, wanted: bool = True) -> AbstractContextManager[None]:
-    """Return a block in which the model has an average of its weights: the job's, or the optimizer's.
-
-    Args:
-        step: The run's TrainStep.
-        wanted: Use the job's average if there is one.
-    """
-    step.before_change()
-    if step.average is not None and wanted:
-        return step.average.in_place()
-    if hasattr(step.optimizer, "eval"):
-        return of_optimizer(step.optimizer, step.model_parts)
-    return nullcontext()
+def build(parts: Sequence[nn.Module], config: Any) -> WeightAverage | None:
+    """Return the average of a job, or None (step.NAME of `titan.extensions`)."""
+    return WeightAverage(parts, config.average) if config.average.enable else None

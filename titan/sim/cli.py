@@ -22,7 +22,6 @@ from titan.sim.report.text import (
     mistake,
     page,
     put_json,
-    require_no_job,
     require_positive,
     require_writable,
     say,
@@ -39,16 +38,11 @@ def main(argv: list[str] | None = None) -> int:
     # Arguments that argparse does not know are the job: files and overrides, which the config's
     # loader checks.
     options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
-    require_writable(options, "json", "html", "calibrate", folders=["trace", *_files()])
+    require_writable(options, "json", "html", folders=["trace", *_files()])
     for code in (extension.run(options, job) for extension in sim_extensions()):
         if code is not None:
             return code
-    if options.calibrate:
-        require_no_job(job, "--calibrate")
-        from titan.sim.price.calibrate import calibrate
-
-        return calibrate(options.calibrate, base_name=options.hardware, say=say)
-    # Not `required` in argparse, since --calibrate needs neither.
+    # Not `required` in argparse, since an extension may need neither.
     swept = any(text.startswith("world_size=") for text in options.sweep)
     if (options.world_size is None and not swept) or options.hardware is None:
         parser.error("--world-size and --hardware are needed")
@@ -113,12 +107,6 @@ def _parser() -> argparse.ArgumentParser:
         help="in place of a job: a training step of your own, with --KEY=VALUE for the function's arguments",
     )
     parser.add_argument("--no-cache", action="store_true", help="trace again")
-    parser.add_argument(
-        "--calibrate",
-        type=Path,
-        metavar="FILE",
-        help="measure this machine instead, and write a profile; --hardware is then what it is compared with, and no job is needed",
-    )
     return parser
 
 

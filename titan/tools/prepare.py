@@ -6,33 +6,66 @@
 
 It may be interrupted in any way, and the same command continues. The result depends neither on
 interruptions nor on the number of workers and hosts. titan/data/writer.py does the work on one host,
-and prepare_hosts.py on many.
+and a `PrepareExtension` on many.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import sys
-from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from titan.config.options import add_quiet, positive
+from titan.config.plug_ins import load_plug_ins
 from titan.data import DataError
 from titan.data.cache import display, exclusive, usable_cores
 from titan.data.chat import ChatTemplate
-from titan.data.parts import Parts
 from titan.data.shards import Index
 from titan.data.sources import Documents, open_all, resolve_sources, source_of_path
 from titan.data.special_tokens import SpecialTokens
 from titan.data.tokenizer import tokenizer_named
 from titan.data.unread import unread_line
 from titan.data.writer import TokenizationSpec, write_shards
-from titan.tools.prepare_hosts import on_ray, run_here, write_array
 from titan.untrusted import InputError
+
+
+class PrepareExtension:
+    """Another way to do the work of `titan prepare`, with its options.
+
+    A package registers a subclass under the entry point group `titan.extensions` as prepare.NAME (titan/config/plug_ins.py).
+    """
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        """Add options to the command."""
+
+    def check(self, arguments: argparse.Namespace) -> None:
+        """Raise DataError for options that do not go together."""
+
+    def write(
+        self,
+        documents: Documents,
+        spec: TokenizationSpec,
+        arguments: argparse.Namespace,
+        words: list[str],
+    ) -> Index | str | None:
+        """Write the shards, or a part of them, if the options ask for this way.
+
+        Args:
+            documents: the text.
+            spec: how it becomes tokens.
+            arguments: options of the command.
+            words: the same, as they were written.
+
+        Returns:
+            The index of the folder, a text that says what is left to do, or None for another way.
+        """
+        return None
+
+
+def _extensions() -> list[PrepareExtension]:
+    return [extension() for extension in load_plug_ins("titan.extensions", of="prepare")]
+
 
 INPUT_HELP = 'text, JSONL or Parquet (files, folders, globs), or "stdlib"'
 
@@ -51,11 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokenizer", required=True, metavar="PATH", help='file, folder, or "bytes"')
     add("--output", required=True, metavar="DIR", type=Path, help="folder to write, or continue")
     add("--workers", type=positive, help="processes; default: cores, here or of the Ray cluster")
-    help_ = "use many hosts: run on a Ray cluster, or write the script of a Slurm array"
-    add("--engine", choices=("ray", "slurm"), help=help_)
-    add("--address", metavar="HOST:PORT", help="address of the Ray cluster; default: auto")
-    help_ = "do the I-th of N shares, as a task of the array does"
-    add("--share", nargs=2, type=positive, metavar=("I", "N"), help=help_)
+    for extension in _extensions():
+        extension.add_options(parser)
     add("--shard-tokens", type=positive, default=2**27, help="tokens a shard; default: 2^27")
     add("--validation-fraction", type=_fraction, default=0.0, help="share of documents held out")
     add("--no-bos", action="store_true", help="no begin token before a document")
@@ -106,13 +136,9 @@ def _summary(folder: Path, index: Index, unread: list[str]) -> str:
 
 def _prepare(arguments: argparse.Namespace, words: list[str]) -> str:
     """Write the shards, or the script that does. Return a summary."""
-    engine, share = arguments.engine, arguments.share
-    if arguments.address and engine != "ray":
-        raise DataError("--address is that of a Ray cluster: it needs --engine ray")
-    if share and share[0] > share[1]:
-        raise DataError(f"--share {share[0]} {share[1]}: shares are numbered from 1 to {share[1]}")
-    if share and engine != "slurm":
-        raise DataError("--share is for a task of a Slurm array: it needs --engine slurm")
+    extensions = _extensions()
+    for extension in extensions:
+        extension.check(arguments)
     tokenizer = tokenizer_named(arguments.tokenizer, chat_template=arguments.chat_template)
     documents, folder = _open(arguments), arguments.output
     spec = TokenizationSpec(
@@ -123,44 +149,27 @@ def _prepare(arguments: argparse.Namespace, words: list[str]) -> str:
         validation_fraction=arguments.validation_fraction,
         template=ChatTemplate.of(tokenizer) if arguments.messages_key else None,
     )
-    how: dict[str, Any] = {"spec": spec, "shard_tokens": arguments.shard_tokens}
-    if engine:
-        # Other hosts have other working folders.
-        index = _on_hosts(Parts(documents, folder=folder.absolute(), **how), arguments, words)
-        if isinstance(index, str):
-            return index
-    else:
+    index = None
+    for extension in extensions:
+        index = index or extension.write(documents, spec, arguments, words)
+    if isinstance(index, str):
+        return index
+    if index is None:
         # One process at a time writes into a folder. A second process waits, and then finds the shards complete.
         with exclusive(folder), display(documents, title=f"preparing {folder}") as report:
             workers = arguments.workers or usable_cores()
-            index = write_shards(documents, folder=folder, workers=workers, report=report, **how)
+            index = write_shards(
+                documents,
+                folder=folder,
+                workers=workers,
+                report=report,
+                spec=spec,
+                shard_tokens=arguments.shard_tokens,
+            )
         shutil.rmtree(folder / "parts", ignore_errors=True)  # of --engine, which began the folder
     if not index.splits["train"]:
         raise DataError(f"{documents.name} holds no documents to train on")
     return _summary(folder, index, [f"  {line}" for line in tokenizer.unread])
-
-
-def _on_hosts(parts: Parts, arguments: argparse.Namespace, words: list[str]) -> Index | str:
-    """Do the work, or a share of it, on several hosts. Return the index, or what is left to do."""
-    share, shares = arguments.share or (1, 1)
-    # A task must not divide the work: it may be on a host that does not see the folder.
-    parts.check() if arguments.share else parts.divide()
-    units, engine = len(parts.plan.sizes), arguments.engine
-    if engine == "slurm" and not arguments.share and not parts.is_complete:
-        script, left = write_array(parts, words, tasks=arguments.workers), len(parts.missing())
-        return f"{units - left} of {units} units are done; to do the others: sbatch {script}"
-    documents = replace(parts.documents, num_bytes=sum(parts.plan.sizes[share - 1 :: shares]))
-    with ExitStack() as stack:
-        report = stack.enter_context(display(documents, title=f"preparing {parts.folder}"))
-        run = run_here(parts)
-        if engine == "ray" and not parts.is_complete:
-            address = arguments.address or os.environ.get("RAY_ADDRESS") or "auto"
-            run = stack.enter_context(on_ray(parts, address, at_a_time=arguments.workers))
-        index = parts.write(run, report, share=share - 1, shares=shares)
-    return (
-        index
-        or f"share {share} of {shares} is done; {len(parts.missing())} of {units} units are left to other tasks"
-    )
 
 
 def main(argv: list[str]) -> int:

@@ -2,52 +2,86 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import socket
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from titan.data import DataError, require
+from titan.config.options import positive
+from titan.data import DataError
+from titan.data.cache import display
 from titan.data.parts import Parts, Run
+from titan.data.shards import Index
+from titan.data.sources import Documents
+from titan.data.writer import TokenizationSpec
+from titan.tools.prepare import PrepareExtension
+from titan.tools.ray_cluster import connect, reason
 
 # Ray begins a task elsewhere if its host or its process is lost, at most so often. Hosts that are cheap are lost all the time.
 _RETRIES = 10
 _MAX_ARRAY = 1000  # Slurm's own limit of an array, unless a cluster has another (MaxArraySize)
 
 
-def connect(address: str, *, asked_by: str) -> Any:
-    """Connect to a Ray cluster. Return the module `ray`.
+class Hosts(PrepareExtension):
+    """Options --engine, --address and --share."""
 
-    Raises:
-        DataError: Ray is not installed, or there is no cluster at the address.
-    """
-    ray = require("ray", purpose=asked_by, extra="ray")
-    try:
-        # Ray itself tries for minutes where nobody listens.
-        if ":" in address:
-            host, _, port = address.removeprefix("ray://").rpartition(":")
-            socket.create_connection((host, int(port)), timeout=10).close()
-        ray.init(address=address, log_to_driver=False, logging_level="error")
-    except (
-        Exception
-    ) as error:  # Ray raises many kinds: no cluster, no such address, another version
-        raise DataError(
-            f"{asked_by}: no Ray cluster answers at '{address}' ({_line(error)}); start one with `ray start --head`, "
-            "or give --address HOST:PORT"
-        ) from error
-    return ray
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        help_ = "use many hosts: run on a Ray cluster, or write the script of a Slurm array"
+        add("--engine", choices=("ray", "slurm"), help=help_)
+        add("--address", metavar="HOST:PORT", help="address of the Ray cluster; default: auto")
+        help_ = "do the I-th of N shares, as a task of the array does"
+        add("--share", nargs=2, type=positive, metavar=("I", "N"), help=help_)
 
+    def check(self, arguments: argparse.Namespace) -> None:
+        engine, share = arguments.engine, arguments.share
+        if arguments.address and engine != "ray":
+            raise DataError("--address is that of a Ray cluster: it needs --engine ray")
+        if share and share[0] > share[1]:
+            raise DataError(
+                f"--share {share[0]} {share[1]}: shares are numbered from 1 to {share[1]}"
+            )
+        if share and engine != "slurm":
+            raise DataError("--share is for a task of a Slurm array: it needs --engine slurm")
 
-def _line(error: BaseException) -> str:
-    """Return the first line of an error, without Ray's report of where it was raised."""
-    lines = str(getattr(error, "cause", None) or error).strip().splitlines()
-    return (lines or [type(error).__name__])[0].rstrip(".")
+    def write(
+        self,
+        documents: Documents,
+        spec: TokenizationSpec,
+        arguments: argparse.Namespace,
+        words: list[str],
+    ) -> Index | str | None:
+        engine = arguments.engine
+        if not engine:
+            return None
+        # Other hosts have other working folders.
+        folder = arguments.output.absolute()
+        parts = Parts(documents, spec, folder, arguments.shard_tokens)
+        share, shares = arguments.share or (1, 1)
+        # A task must not divide the work: it may be on a host that does not see the folder.
+        parts.check() if arguments.share else parts.divide()
+        units = len(parts.plan.sizes)
+        if engine == "slurm" and not arguments.share and not parts.is_complete:
+            script, left = write_array(parts, words, tasks=arguments.workers), len(parts.missing())
+            return f"{units - left} of {units} units are done; to do the others: sbatch {script}"
+        documents = replace(documents, num_bytes=sum(parts.plan.sizes[share - 1 :: shares]))
+        with ExitStack() as stack:
+            report = stack.enter_context(display(documents, title=f"preparing {parts.folder}"))
+            run = run_here(parts)
+            if engine == "ray" and not parts.is_complete:
+                address = arguments.address or os.environ.get("RAY_ADDRESS") or "auto"
+                run = stack.enter_context(on_ray(parts, address, at_a_time=arguments.workers))
+            index = parts.write(run, report, share=share - 1, shares=shares)
+        left = f"{len(parts.missing())} of {units} units are left to other tasks"
+        return index or f"share {share} of {shares} is done; {left}"
 
 
 @contextmanager
@@ -86,10 +120,10 @@ def on_ray(parts: Parts, address: str, *, at_a_time: int | None) -> Iterator[Run
                     ray.get(probe.remote(*box, "check", None))
         yield run
     except failures.RayTaskError as error:
-        raise DataError(_line(error)) from error
+        raise DataError(reason(error)) from error
     except failures.RayError as error:
         raise DataError(
-            f"a task ended {_RETRIES + 1} times ({_line(error)}), perhaps because memory ran out; the same command continues"
+            f"a task ended {_RETRIES + 1} times ({reason(error)}), perhaps because memory ran out; the same command continues"
         ) from error
     finally:
         ray.shutdown()

@@ -12,7 +12,7 @@ from typing import Any
 
 from titan.hardware import count_accelerators
 from titan.health.run_lock import RunLock, RunLocked
-from titan.tools.prepare_hosts import connect
+from titan.tools.ray_cluster import connect
 from titan.untrusted import InputError
 
 from .trials import Trial
