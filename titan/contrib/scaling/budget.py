@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--sizes", metavar="FLAVOR,...", help=f"flavors of the job's family, or FAMILY:FLAVOR; default: all from 0.1 billion parameters, and {_EXPERTS}")  # fmt: skip
     add("--out", type=Path, metavar="DIR", help="write the best as a job, and two alternatives")
     add("--plot", type=Path, metavar="FILE.png", help="draw the expected losses over the sizes")
-    options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    options, job = parser.parse_known_args(argv)
     if options.plot:
         require("matplotlib", extra="plot", asked_by="--plot")
     found, content = load_law(options.law)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -49,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--out", type=Path, metavar="FILE.json", help="write the law, for `titan budget`")
     add("--plot", type=Path, metavar="FILE.png", help="draw losses over FLOPs, and what the law leaves")  # fmt: skip
     add("--trust-remote-code", **TRUST_OPTION)
-    options = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    options = parser.parse_args(argv)
     require("scipy", extra="scaling", asked_by="titan scaling")
     if options.plot:
         require("matplotlib", extra="plot", asked_by="--plot")

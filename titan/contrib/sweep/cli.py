@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--ray", nargs="?", const="auto", metavar="ADDRESS", help="run on a Ray cluster; default address: auto")  # fmt: skip
     add("--plot", type=Path, metavar="FILE.png", help="draw the losses")
     add("--report", action="store_true", help="run nothing: say what the folder's runs have reached")  # fmt: skip
-    options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    options, job = parser.parse_known_args(argv)
     if options.report and (job or options.set):
         parser.error(f"--report takes the runs of the folder: remove {[*job, *options.set][0]}")
     if options.plot:
