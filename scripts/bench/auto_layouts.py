@@ -17,7 +17,7 @@ from titan.config.load import load_from_argv
 from titan.config.toml import format_value, read_toml
 from titan.sim.price.profiles import Profile, load_profile
 from titan.sim.search.auto import choose
-from titan.sim.search.candidates import Search
+from titan.sim.search.candidates import LayoutSearch
 from titan.sim.search.plan import plan
 from titan.sim.search.variants import simulate_variants
 
@@ -47,7 +47,7 @@ def compare(name: str, ranks: int, more: list[str], profile: Profile, budget: in
     """Return the row of a job, and the ratio of the two speeds."""
     job = Path(f"train_configs/{name}.toml")
     argv = [str(job), *more]
-    search = Search(argv, load_from_argv(argv), profile, world_size=ranks)
+    search = LayoutSearch(argv, load_from_argv(argv), profile, world_size=ranks)
     with tempfile.TemporaryDirectory() as folder:
         words = [str(left_open(job, Path(folder), search.global_batch)), *more]
         start = time.monotonic()

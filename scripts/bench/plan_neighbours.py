@@ -17,7 +17,7 @@ import time
 from titan.checks.rules import resolve_layout
 from titan.config.load import load_from_argv
 from titan.sim.price.profiles import Profile, load_profile
-from titan.sim.search.candidates import Search
+from titan.sim.search.candidates import LayoutSearch
 from titan.sim.search.fit_advisor import find_changes
 from titan.sim.search.plan import plan
 from titan.sim.search.variants import Variant, simulate_variants
@@ -42,7 +42,7 @@ def compare_plans(
 ) -> list[str]:
     """Return a row of the table for each budget."""
     config = load_from_argv(job)
-    whole = Search(job, config, profile, world_size=world_size).global_batch
+    whole = LayoutSearch(job, config, profile, world_size=world_size).global_batch
     same = {"training.global_batch_size": str(whole)}
     modes = [{"activation_checkpoint.mode": mode} for mode in ("none", "selective", "full")]
     modes.append(modes[1] | {"activation_checkpoint.selective_ac_option": "2"})
@@ -52,7 +52,7 @@ def compare_plans(
     rows = []
     for budget in budgets:
         start = time.monotonic()
-        search = Search(job, config, profile, world_size=world_size)
+        search = LayoutSearch(job, config, profile, world_size=world_size)
         found = plan(search, budget=budget)
         point, first = found.ranked[0]
         print(f"  plan-1 of {budget}: {first.speed:,.0f} {first.memory} GiB {point}")

@@ -21,7 +21,7 @@ from titan.config.schema import JobConfig
 from titan.config.toml import tomllib
 from titan.sim.price.profiles import load_profile
 from titan.sim.search import auto
-from titan.sim.search.candidates import Search
+from titan.sim.search.candidates import LayoutSearch
 from titan.sim.search.plan import plan
 from titan.sim.search.variants import simulate_variants
 
@@ -199,14 +199,16 @@ def test_the_choice_is_the_planners(job: Path) -> None:
     choice = choose(argv, 2, "h100-sxm")
     assert "of 4 layouts in simulation" in choice.settings["parallelism.layout_reason"]
     (chosen,) = simulate_variants(argv, [choice.settings], world_size=2, profiles=[profile])
-    best = plan(Search(argv, load_from_argv(argv), profile, world_size=2), budget=4).ranked[0][1]
+    best = plan(LayoutSearch(argv, load_from_argv(argv), profile, world_size=2), budget=4).ranked[
+        0
+    ][1]
     assert chosen.fits and chosen.speed >= 0.95 * best.speed
 
 
 def test_small_models_get_data_parallelism(job: Path) -> None:
     """The formula prefers a pipeline, whose short microbatches keep the host busy."""
     argv, profile = [str(job), "--training.global_batch_size=16"], load_profile("h100-sxm")
-    assert Search(argv, load_from_argv(argv), profile, world_size=2).points[0].pp == 2
+    assert LayoutSearch(argv, load_from_argv(argv), profile, world_size=2).points[0].pp == 2
     assert choose(argv, 2, "h100-sxm").settings["parallelism.pipeline_parallel_degree"] == "1"
 
 
@@ -233,7 +235,7 @@ def test_experts_and_data_parallelism_that_does_not_fit(
             )
         return found
 
-    monkeypatch.setattr(auto, "Trials", lambda *_, **__: simulate)
+    monkeypatch.setattr(LayoutSearch, "__call__", lambda _, settings: simulate(settings))
     monkeypatch.setattr(auto, "reason", lambda *_: "")
     words = ["--model.name=qwen3", "--model.flavor=30B-A3B", "--training.seq_len=4096", "--training.global_batch_size=32"]  # fmt: skip
     choice = choose([str(job), *words], 8, "h100-sxm")
@@ -246,7 +248,7 @@ def test_experts_and_data_parallelism_that_does_not_fit(
 
 
 def test_a_choice_is_made_once(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Search] = []
+    made: list[LayoutSearch] = []
     formula = lambda search: made.append(search) or auto._by_formula(search, "as a test asks")  # noqa: E731
     monkeypatch.setattr(auto, "_by_simulation", formula)
     first = choose([str(job)], 2, "h100-sxm")

@@ -49,6 +49,7 @@ from titan.sim.search.recomputation import (
     samples,
     solve,
 )
+from titan.sim.search.variants import Search
 from titan.sim.simulate import simulate
 
 H100 = load_profile("h100-sxm")
@@ -318,8 +319,8 @@ def test_what_goes_to_the_host_fits_in_less_memory() -> None:
     """Where memory is short, the host's makes the step faster."""
     job = [*JOB, "--training.seq_len=4096", "--training.local_batch_size=4"]
     tight = H100.model_copy(update={"memory_gib": 1.9})
-    without = autosac(job, world_size=2, profile=tight)
-    with_host = autosac(job, world_size=2, profile=tight, host=True)
+    without = autosac(Search(job, 2, tight))
+    with_host = autosac(Search(job, 2, tight), host=True)
     assert not any(">host" in line for line in without.lines)
     assert any(">host" in line for line in with_host.lines)
     assert with_host.simulation.fits

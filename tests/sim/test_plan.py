@@ -15,17 +15,17 @@ from titan.config.load import load_config, load_from_argv
 from titan.sim.price.network import price_transfer
 from titan.sim.price.profiles import load_profile
 from titan.sim.record.trace import Group, Scope, Transfer
-from titan.sim.search.candidates import Point, Search, _bubble
+from titan.sim.search.candidates import LayoutSearch, Point, _bubble
 from titan.sim.search.variants import simulate_variants
 
 JOB = ["train_configs/debug_model.toml", "--training.seq_len=64", "--training.global_batch_size=16"]
 FILE = Path("train_configs/llama3_8b.toml")
 
 
-def search(*overrides: str, job: Path = FILE, world_size: int = 64) -> Search:
+def search(*overrides: str, job: Path = FILE, world_size: int = 64) -> LayoutSearch:
     # Compiled blocks rule out schedules that split the backward pass.
     argv = [str(job), "--compile.enable=false", *overrides]
-    return Search(argv, load_from_argv(argv), load_profile("h100-sxm"), world_size=world_size)
+    return LayoutSearch(argv, load_from_argv(argv), load_profile("h100-sxm"), world_size=world_size)
 
 
 def test_every_point_uses_all_ranks_and_keeps_the_global_batch() -> None:
@@ -149,7 +149,7 @@ def test_settings_name_every_choice() -> None:
 
 def test_what_was_asked_for_is_searched_with_and_without() -> None:
     argv = [str(FILE), "--training.global_batch_size=256", "--compile.enable=false"]
-    finder = Search(argv, load_from_argv(argv), load_profile("h100-sxm"), world_size=64, also=["compile", "async_tp"])  # fmt: skip
+    finder = LayoutSearch(argv, load_from_argv(argv), load_profile("h100-sxm"), world_size=64, also=["compile", "async_tp"])  # fmt: skip
     assert {p.also for p in finder.points} == {
         (),
         ("compile",),
@@ -163,11 +163,11 @@ def test_what_was_asked_for_is_searched_with_and_without() -> None:
 
 def test_overlap_needs_two_micro_batches_and_their_memory() -> None:
     argv = ["train_configs/qwen3_30b_a3b.toml", "--training.global_batch_size=64"]
-    finder = Search(argv, load_from_argv(argv), load_profile("h100-sxm"), world_size=16, also=["expert_overlap"])  # fmt: skip
+    finder = LayoutSearch(argv, load_from_argv(argv), load_profile("h100-sxm"), world_size=16, also=["expert_overlap"])  # fmt: skip
     plain = finder.own()
     assert plain is not None and finder.legal(plain)
     both = ["expert_overlap", "expert_overlap_reduce_once"]
-    two = Search(argv, finder.config, finder.profile, world_size=16, also=both)
+    two = LayoutSearch(argv, finder.config, finder.profile, world_size=16, also=both)
     assert two.also == [(), (both[1],), (both[0],)]  # the second contains the first
     pair = replace(plain, also=("expert_overlap",))
     assert finder.settings(pair)["parallelism.expert_overlap"] == "true"
@@ -185,7 +185,7 @@ def test_too_big_is_left_out() -> None:
 def test_overlays_make_the_ranked_jobs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Search, "single_changes", lambda *_: [])  # which have a test below
+    monkeypatch.setattr(LayoutSearch, "single_changes", lambda *_: [])  # which have a test below
     command = [
         "plan",
         *JOB,
@@ -226,7 +226,7 @@ def test_what_is_tight_comes_last_and_is_marked(
 ) -> None:
     """A device on which the candidate that needs most runs, without the margin. The log shows progress, and a hint."""
     monkeypatch.setattr("titan.sim.report.text.EVERY_S", 0.0)
-    monkeypatch.setattr(Search, "single_changes", lambda *_: [])
+    monkeypatch.setattr(LayoutSearch, "single_changes", lambda *_: [])
     bare = {"context_gib": 0.0, "communicator_gib": 0.0, "workspace_mib": 0.0}
     roomy = load_profile("h100-sxm").model_copy(update=bare)
     options = ["plan", *JOB, "--world-size", "2", "--hardware", "h100-sxm", "--simulate", "3"]
@@ -272,7 +272,7 @@ def test_nothing_that_anybody_would_try_first_is_faster(
     first = found["candidates"][0]["facts"]["tokens_per_s_per_gpu"]
     assert first >= max(variant.speed for variant in variants) > found["job"]["facts"]["tokens_per_s_per_gpu"]  # fmt: skip
     # A faster candidate was found, so the job is none of them: it has the row above.
-    finder = Search(job, load_from_argv(job), load_profile("h100-sxm"), world_size=16)
+    finder = LayoutSearch(job, load_from_argv(job), load_profile("h100-sxm"), world_size=16)
     own = finder.own()
     assert own is not None
     assert finder.settings(own) not in [one["settings"] for one in found["candidates"]]

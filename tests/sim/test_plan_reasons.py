@@ -14,7 +14,7 @@ from titan.config.model import model_config
 from titan.sim.price.network import Dispatch, card_bytes, price_transfer
 from titan.sim.price.profiles import Profile, load_profile
 from titan.sim.record.trace import Group, Scope, Transfer
-from titan.sim.search.candidates import Point, Search
+from titan.sim.search.candidates import LayoutSearch, Point
 from titan.sim.search.plan import Plan, _remarks, cannot_tell_apart, kinds_first, plan
 from titan.sim.search.reasons import lost_to, parts, reason
 from titan.sim.search.variants import Variant, simulate_variants
@@ -166,9 +166,9 @@ def test_the_page_names_causal_utilization_in_either_convention() -> None:
 # ---- kinds ---------------------------------------------------------------------------------------
 
 
-def search(job: str, *overrides: str, world_size: int, profile: Profile = H100) -> Search:
+def search(job: str, *overrides: str, world_size: int, profile: Profile = H100) -> LayoutSearch:
     argv = [str(CONFIGS / f"{job}.toml"), *overrides]
-    return Search(argv, load_from_argv(argv), profile, world_size=world_size)
+    return LayoutSearch(argv, load_from_argv(argv), profile, world_size=world_size)
 
 
 def test_a_kind_is_the_axes_in_use_and_which_of_them_cross_nodes() -> None:

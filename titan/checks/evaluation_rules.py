@@ -11,7 +11,7 @@ from titan.config.errors import RuleViolation
 from titan.config.schema import JobConfig
 from titan.config.task import task_module
 from titan.data.examples import is_file, read_task
-from titan.data.tokenizer_base import fingerprint
+from titan.data.special_tokens import fingerprint
 from titan.untrusted import InputError, read_bytes
 
 

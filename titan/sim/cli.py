@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     # Arguments that argparse does not know are the job: files and overrides, which the config's
     # loader checks.
-    options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    options, job = parser.parse_known_args(argv)
     require_writable(options, "json", "html", folders=["trace", *_files()])
     for code in (extension.run(options, job) for extension in sim_extensions()):
         if code is not None:

@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--microbatches", type=int, metavar="M", help="default: the job's")
     parser.add_argument("--output", help=argparse.SUPPRESS)
     parser.add_argument("--csv", type=Path, metavar="FILE.csv", help="also write it as a CSV")
-    options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    options, job = parser.parse_known_args(argv)
     if options.output:  # wrote a PNG in earlier versions
         parser.error("--output: pictures are gone; use titan sim --trace or --csv")
     split = _split(job, world_size=options.world_size, num_microbatches=options.microbatches)

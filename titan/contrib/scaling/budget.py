@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--sizes", metavar="FLAVOR,...", help=about)
     add("--out", type=Path, metavar="DIR", help="write the best as a job, and two alternatives")
     picture.add_option(parser, "draw the expected losses over the sizes")
-    options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    options, job = parser.parse_known_args(argv)
     found = load_law(options.law)
     picture.require_option(options)
     if options.out:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -45,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--out", type=Path, metavar="FILE.json", help="write the law, for `titan budget`")
     picture.add_option(parser, "draw losses over FLOPs, and what the law leaves")
     add("--trust-remote-code", **TRUST_OPTION)
-    options = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    options = parser.parse_args(argv)
     require("scipy", extra="scaling", asked_by="titan scaling")
     require_writable(options, "out")
     picture.require_option(options)

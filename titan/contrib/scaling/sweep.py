@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     picture.add_option(parser, "draw the losses")
     about = "run nothing: say what the folder's runs have reached"
     add("--report", action="store_true", help=about)
-    options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    options, job = parser.parse_known_args(argv)
     if options.report and (job or options.set):
         parser.error(f"--report takes the runs of the folder: remove {[*job, *options.set][0]}")
     picture.require_option(options)

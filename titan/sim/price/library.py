@@ -52,20 +52,20 @@ class CardSource(NamedTuple):
 
     folder: str
     device: str
-    vllm: str
-    trtllm: str
-    nccl: str
-    attention_kernel: str
+    vllm: str = "0.24.0"
+    trtllm: str = "1.3.0rc20"
+    nccl: str = "2.29.2"
+    attention_kernel: str = "cudnn"
 
 
 SOURCES = {
     "a100": CardSource("a100_sxm", "a100-80g", "0.14.0", "1.0.0", "2.27.3", "flash2"),
-    "h100": CardSource("h100_sxm", "h100-sxm", "0.24.0", "1.3.0rc20", "2.29.2", "flash3"),
-    "h200": CardSource("h200_sxm", "h200-sxm", "0.24.0", "1.3.0rc20", "2.29.2", "flash3"),
-    "b200": CardSource("b200_sxm", "b200", "0.24.0", "1.3.0rc20", "2.29.2", "cudnn"),
-    "b300": CardSource("b300_sxm", "b300", "0.24.0", "1.3.0rc20", "2.29.2", "cudnn"),
-    "gb200": CardSource("gb200", "gb200", "0.24.0", "1.3.0rc20", "2.29.2", "cudnn"),
-    "gb300": CardSource("gb300", "gb300", "0.24.0", "1.3.0rc20", "2.29.2", "cudnn"),
+    "h100": CardSource("h100_sxm", "h100-sxm", attention_kernel="flash3"),
+    "h200": CardSource("h200_sxm", "h200-sxm", attention_kernel="flash3"),
+    "b200": CardSource("b200_sxm", "b200"),
+    "b300": CardSource("b300_sxm", "b300"),
+    "gb200": CardSource("gb200", "gb200"),
+    "gb300": CardSource("gb300", "gb300"),
 }
 _NARROW = 32
 """Fewest columns of a measured product."""

@@ -88,22 +88,21 @@ class Dispatch(NamedTuple):
 
 
 class _Protocol(NamedTuple):
-    """NCCL's protocol: microseconds to start, for each hop within a node and between nodes, and shares of the bandwidth."""
+    """NCCL's protocol: microseconds to start, for each hop within a node and between nodes, and share of the bandwidth."""
 
     ring: tuple[float, float, float]
     tree: tuple[float, float, float]
-    share_intra: float
-    share_inter: float
+    share: float
 
 
 # Latencies: baseLat and hwLat. Shares: LL carries 4 bytes of data in 8 and waits for flags; LL128 carries 120 in 128.
 _PROTOCOLS = (
     # LL: for small messages; a flag for every 4 bytes.
-    _Protocol(ring=(6.6, 0.6, 2.7), tree=(6.8, 0.6, 5.0), share_intra=0.25, share_inter=0.25),
+    _Protocol(ring=(6.6, 0.6, 2.7), tree=(6.8, 0.6, 5.0), share=0.25),
     # LL128: a flag in every 128 bytes.
-    _Protocol(ring=(14.0, 1.9, 4.0), tree=(14.0, 1.25, 8.5), share_intra=0.92, share_inter=0.92),
+    _Protocol(ring=(14.0, 1.9, 4.0), tree=(14.0, 1.25, 8.5), share=0.92),
     # Simple: for large messages; ranks synchronise once for each chunk.
-    _Protocol(ring=(8.4, 3.4, 14.0), tree=(8.4, 4.0, 14.0), share_intra=1.0, share_inter=1.0),
+    _Protocol(ring=(8.4, 3.4, 14.0), tree=(8.4, 4.0, 14.0), share=1.0),
 )
 _TREE_SHARE = 0.85
 """Bandwidth of trees against rings between nodes (treeCorrectionFactor for large messages)."""
@@ -141,29 +140,21 @@ def price_transfer(
     sends_tokens = "ep" in group.axes and "int" not in transfer.dtype
     if nodes == 1 and not (dispatch and sends_tokens) and (price := _measured(transfer, ranks, profile)):  # fmt: skip
         return price
-    # Ranks of the group on the fullest node.
-    members = ceil(ranks / nodes)
-    links = _links(nodes, members)
-    card, delay = _card(group.ranks, profile)
-    # The share of the tensor that a rank does not hold.
-    others = (ranks - 1) / ranks
     if transfer.kind == "all_to_all":
         return _price_all_to_all(size, group.ranks, nodes, profile, dispatch if sends_tokens else None)  # fmt: skip
+    card, delay = _card(group.ranks, profile)
+    bus = _bus(ranks, nodes, profile, card)
+    # A ring passes each of the other ranks' parts along once. An all-reduce is a reduce-scatter and an all-gather in one.
+    turns = 2 if transfer.kind == "all_reduce" else 1
+    volume = turns * ((ranks - 1) / ranks) * size
     if transfer.kind == "broadcast":
-        # Every byte passes every rank once, so the volume is the whole tensor.
-        ways = _rings(ranks, nodes, ranks - 1, size, profile, card, delay)
-    elif transfer.kind == "all_reduce":
-        # A reduce-scatter and an all-gather in one: twice the steps and twice the volume.
-        ways = [
-            *_rings(ranks, nodes, 2 * (ranks - 1), 2 * others * size, profile, card, delay),
-            *_trees(ranks, nodes, 2 * others * size, profile, card, delay),
-        ]
-    else:
-        # all_gather and reduce_scatter: a ring passes each of the other ranks' parts along once.
-        ways = _rings(ranks, nodes, ranks - 1, others * size, profile, card, delay)
+        volume = size  # every byte passes every rank once
+    ways = _rings(ranks, nodes, turns, volume, bus, delay)
+    if transfer.kind == "all_reduce" and nodes > 1:
+        ways += _trees(ranks, nodes, volume, bus, delay)
     # NCCL compares the total times of all pairs of algorithm and protocol in the same way.
-    latency, volume = min(ways, key=sum)
-    return TransferPrice(latency, volume, links)
+    latency, volume_s = min(ways, key=sum)
+    return TransferPrice(latency, volume_s, _links(nodes, ceil(ranks / nodes)))
 
 
 def _measured(transfer: Transfer, ranks: int, profile: Profile) -> TransferPrice | None:
@@ -223,33 +214,30 @@ def _bus(ranks: int, nodes: int, profile: Profile, card: float) -> float:
 
 
 def _rings(
-    ranks: int, nodes: int, steps: int, volume: float, profile: Profile, card: float, delay: float
+    ranks: int, nodes: int, turns: int, volume: float, bus: float, delay: float
 ) -> list[tuple[float, float]]:
     """Return latency and volume of a ring in each protocol."""
+    steps = turns * (ranks - 1)
     # `nodes` of the `ranks` hops of one turn around the ring cross to the next node.
     between = 0 if nodes == 1 else nodes * steps // ranks
     ways = []
     for protocol in _PROTOCOLS:
         start, hop, far_hop = protocol.ring
-        share = protocol.share_intra if nodes == 1 else protocol.share_inter
         latency = start + (steps - between) * hop + between * (far_hop + delay)
-        ways.append((latency * 1e-6, volume / (share * _bus(ranks, nodes, profile, card))))
+        ways.append((latency * 1e-6, volume / (protocol.share * bus)))
     return ways
 
 
 def _trees(
-    ranks: int, nodes: int, volume: float, profile: Profile, card: float, delay: float
+    ranks: int, nodes: int, volume: float, bus: float, delay: float
 ) -> list[tuple[float, float]]:
-    """Return latency and volume of a double binary tree over nodes, with chains in them; nothing within one node."""
-    if nodes == 1:
-        return []
+    """Return latency and volume of a double binary tree over several nodes, with chains in them."""
     ways = []
     # Up the tree and down again. NCCL charges the chain within a node for each of its hops.
     for protocol in _PROTOCOLS:
         start, hop, far_hop = protocol.tree
         latency = start + 2 * ((ranks / nodes - 1) * hop + log2(nodes) * (far_hop + delay))
-        share = protocol.share_inter * _TREE_SHARE
-        ways.append((latency * 1e-6, volume / (share * _bus(ranks, nodes, profile, card))))
+        ways.append((latency * 1e-6, volume / (protocol.share * _TREE_SHARE * bus)))
     return ways
 
 

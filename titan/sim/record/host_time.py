@@ -20,9 +20,20 @@ from titan.sim.record.trace import Trace
 _BLOCKS = 4
 """Blocks of a tiny model."""
 _SIZES = {
-    **{"dim": 64, "head_dim": 16, "ffn_dim": 64, "vocab_size": 256, "window": 16},
-    **{"num_experts": 8, "expert_dim": 32, "num_groups": 4, "top_groups": 2, "top_k": 2},
-    **{"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16},
+    "dim": 64,
+    "head_dim": 16,
+    "ffn_dim": 64,
+    "vocab_size": 256,
+    "window": 16,
+    "num_experts": 8,
+    "expert_dim": 32,
+    "num_groups": 4,
+    "top_groups": 2,
+    "top_k": 2,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
     "v_head_dim": 16,
 }
 """Upper limits of a tiny model's sizes. Zeros, which turn a part off, stay."""

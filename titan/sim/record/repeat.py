@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 from titan.sim.record.segments import (
     LAYER,
+    SECTIONS,
     EventId,
     ParsedTrace,
     Segment,
@@ -340,7 +341,7 @@ class _Repetition:
         # Scopes and kernels are shared between events, as in a recorded trace.
         self.scopes: dict[tuple[Scope, int], Scope] = {}
         self.kernels: dict[Kernel, Kernel] = {}
-        sections: dict[str, list[Event]] = {name: [] for name in ("setup", "first_step", "step")}
+        sections: dict[str, list[Event]] = {name: [] for name in SECTIONS}
         for number, segment in enumerate(self.more.segments):
             self._emit(number, sections[segment.section])
         return replace(more, **sections)

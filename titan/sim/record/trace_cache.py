@@ -31,11 +31,12 @@ from titan.config.schema import JobConfig
 from titan.data import default_cache_folder
 from titan.observe.routing import busiest_rank
 from titan.parallel.traits import USUAL_ENDS, ends_of
+from titan.run_writer import write_atomically
 from titan.sim.record import trace as events
 from titan.sim.record.host_time import with_paces
 from titan.sim.record.ranks import remap_ranks
 from titan.sim.record.repeat import BlocksDiffer, CannotRepeat, Depth, Recorded, repeat_blocks
-from titan.sim.record.segments import LAYER
+from titan.sim.record.segments import LAYER, SECTIONS
 from titan.sim.record.trace import Trace, scope_of
 from titan.sim.record.trace_jobs import Job, Prepare, distinct_ranks, trace_jobs
 
@@ -378,9 +379,8 @@ def _renamed(trace: Trace, pattern: re.Pattern[str], name: Callable[..., str]) -
             scopes[scope] = replace(scope, module=pattern.sub(name, scope.module))
         return replace(event, scope=scopes[scope])  # pyright: ignore
 
-    sections = [[*map(rename, part)] for part in (trace.setup, trace.first_step, trace.step)]
-    names = ("setup", "first_step", "step")
-    return replace(trace, **dict(zip(names, sections, strict=True)))  # pyright: ignore
+    setup, first_step, step = ([*map(rename, getattr(trace, name))] for name in SECTIONS)
+    return replace(trace, setup=setup, first_step=first_step, step=step)
 
 
 @cache
@@ -419,12 +419,8 @@ def read_entry(path: Path) -> list[Trace] | None:
 def _write(path: Path, traces: Sequence[Trace]) -> None:
     """Write traces into the cache."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Renamed when complete, so that a process that reads at the same time finds all of it or
-        # nothing.
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        temporary.write_bytes(pickle.dumps(list(traces), protocol=pickle.HIGHEST_PROTOCOL))
-        temporary.replace(path)
+        data = pickle.dumps(list(traces), protocol=pickle.HIGHEST_PROTOCOL)
+        write_atomically(path, data, durable=False)
     except OSError as error:
         logger.warning(
             f"{path} cannot be written, so that the next run has to trace again: {error}"

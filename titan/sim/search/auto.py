@@ -31,11 +31,11 @@ from titan.run_writer import write_text_atomically
 from titan.sim.price.profiles import Profile, load_profile
 from titan.sim.record.trace_cache import source_hash
 from titan.sim.report.text import say
-from titan.sim.search.candidates import Search, sequences_of
+from titan.sim.search.candidates import LayoutSearch, sequences_of
 from titan.sim.search.command import settings_overlay
 from titan.sim.search.point import Point
 from titan.sim.search.reasons import reason
-from titan.sim.search.variants import Trials, Variant
+from titan.sim.search.variants import Variant
 from titan.untrusted import InputError, read_json
 
 FILE = "layout.toml"
@@ -134,7 +134,7 @@ def choose(
     file = default_cache_folder() / "layouts" / f"{digest}.json"
     with suppress(InputError):
         return read_json(file, ChosenLayout)
-    search = Search(job, config, profile, world_size=world_size, held=held)
+    search = LayoutSearch(job, config, profile, world_size=world_size, held=held)
     found: ChosenLayout | str = "`titan train` compares some by simulation"
     if profile.is_cpu:
         found = "ranks on CPUs are not simulated"
@@ -158,13 +158,13 @@ def _held(config: JobConfig) -> set[str]:
     return held | {*_CHECKPOINTING} if ac.model_fields_set else held
 
 
-def _by_simulation(search: Search) -> ChosenLayout | str:
+def _by_simulation(search: LayoutSearch) -> ChosenLayout | str:
     """Return the fastest of four to seven layouts, or the reason why the simulator has none."""
-    trials = Trials(search.job, search.world_size, search.profile, what="layouts simulated")
+    search.what = "layouts simulated"
     tried, ranked = dict[Point, Variant](), list[Point]()
 
     def simulate(points: list[Point]) -> None:
-        tried.update(zip(points, trials(map(search.settings, points)), strict=True))
+        tried.update(zip(points, search(map(search.settings, points)), strict=True))
         ranked[:] = sorted((p for p in tried if tried[p].fits), key=lambda p: -tried[p].speed)
 
     # The formula does not know the host, which data parallelism alone costs least.
@@ -196,7 +196,7 @@ def _by_simulation(search: Search) -> ChosenLayout | str:
     return _choice(search, best, text, f"{_describe(others[0])}, {slower:.0%} slower")
 
 
-def _by_formula(search: Search, why: str) -> ChosenLayout:
+def _by_formula(search: LayoutSearch, why: str) -> ChosenLayout:
     """Return the fastest layout by formula, and the reason why it was not simulated."""
     if not (first := search.first(2)):
         raise _nothing_fits(search)
@@ -207,7 +207,7 @@ def _by_formula(search: Search, why: str) -> ChosenLayout:
     return _choice(search, best, text, runner_up)
 
 
-def _choice(search: Search, point: Point, text: str, runner_up: str) -> ChosenLayout:
+def _choice(search: LayoutSearch, point: Point, text: str, runner_up: str) -> ChosenLayout:
     ranks = f"{search.world_size} x {search.profile.name}"
     # Keys that the user sets are not among the settings.
     settings = {_LAYOUT: "fixed", _REASON: f"{_describe(point)}: {text}"}
@@ -287,7 +287,7 @@ def on_nodes(profile: Profile, ranks_per_node: int) -> Profile:
     return profile if is_rack else profile.model_copy(update={"gpus_per_node": most})
 
 
-def _why_none(search: Search) -> str:
+def _why_none(search: LayoutSearch) -> str:
     """Return why a search has no legal point, or "" if it is the memory."""
     refusals = [*search.refusals.values()]
     if next(search.combinations(), None) is None:
@@ -297,7 +297,7 @@ def _why_none(search: Search) -> str:
     return f"the job's rules refuse all {len(refusals)} that divide, the first with: {refusals[0]}"
 
 
-def _nothing_fits(search: Search) -> ConfigError:
+def _nothing_fits(search: LayoutSearch) -> ConfigError:
     held = f" with the job's own {', '.join(sorted(search.held))}" if search.held else ""
     where = f"{search.world_size} x {search.profile.name}"
     if why := _why_none(search):

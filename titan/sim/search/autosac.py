@@ -19,7 +19,6 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from titan.checks.rules import check_to_run
 from titan.config.load import load_from_argv
@@ -31,7 +30,7 @@ from titan.sim.replay.queues import ReplayError
 from titan.sim.report.text import job_parser, say
 from titan.sim.search.command import read_command, settings_overlay, show
 from titan.sim.search.recomputation import Block, Kept, choose, find_blocks, keep, measure, samples
-from titan.sim.search.variants import Trials, Variant
+from titan.sim.search.variants import Search, Variant
 from titan.sim.simulate import GIB, HardwareError, Simulation, facts, price, simulate
 
 _ROUNDS = 5
@@ -68,25 +67,15 @@ def settings(lines: Sequence[str]) -> dict[str, str]:
     return {_KEY + key: value for key, value in kept.items()}
 
 
-def autosac(
-    job: Sequence[str],
-    *,
-    world_size: int,
-    profile: Profile,
-    host: bool = False,
-    processes: int | None = None,
-) -> Choice:
+def autosac(search: Search, *, host: bool = False) -> Choice:
     """Choose the results that each block of a job saves on some hardware, for the least time in all of its memory.
 
     The simulation in the result says whether the choice fits.
 
     Args:
-        job: Files and overrides, as on the command line. Its settings of activation_checkpoint are
-            replaced.
-        world_size: Number of ranks.
-        profile: The devices; `memory_gib` is the memory that may be used.
+        search: Job, ranks and devices. The job's settings of activation_checkpoint are replaced; the profile's `memory_gib` is the
+            memory that may be used.
         host: Whether results may be offloaded to the host's memory.
-        processes: Number of processes that trace at once. All cores by default.
 
     Raises:
         ConfigError: The rules refuse the job.
@@ -94,6 +83,7 @@ def autosac(
         TraceError: The job cannot be traced.
         ReplayError: The traced ranks wait for each other forever.
     """
+    job, world_size, profile = search.job, search.world_size, search.profile
     is_compiled = "model" in (compile := load_from_argv(job).compile).components and compile.enable
 
     # Without a limit the allocator never has to give memory back, which would be slow.
@@ -103,7 +93,7 @@ def autosac(
         overrides = (f"--{key}={value}" for key, value in settings(lines).items())
         config = load_from_argv([*job, *overrides, *more])
         check_to_run(config, world_size=world_size)
-        return simulate(config, world_size=world_size, profile=roomy, processes=processes)
+        return simulate(config, world_size=world_size, profile=roomy, processes=search.processes)
 
     base = run(["0:"], *(["--compile.enable=false"] if is_compiled else []))
     cost = Cost(profile)
@@ -216,27 +206,25 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--host", action="store_true", help=host)
     output = "write the overlay; default: print it"
     parser.add_argument("--output", type=Path, metavar="FILE", help=output)
-    checked = {"positive": ["processes"], "written": ["output"]}
-    options, job, profile, config = read_command(parser, argv, **checked)
+    options, search, config = read_command(parser, argv, positive=["processes"], written=["output"])
     others, compile = dict(_OTHERS), config.compile
     if compile.enable and "model" in compile.components:
         budget = {"mode": "memory_budget", "op_keep_modules": "[]"}
         shares = ("0.25", "0.5", "0.75")
         others |= {f"memory_budget {share}": budget | {"memory_budget": share} for share in shares}
-    trials = Trials(job, options.world_size, profile, options.processes, what="others simulated")
+    search.what = "others simulated"
     try:
         say("choosing")
-        how: dict[str, Any] = {"world_size": options.world_size, "processes": options.processes}
-        choice = autosac(job, profile=profile, host=options.host, **how)
+        choice = autosac(search, host=options.host)
         plain = {_KEY + "op_keep_by_block": "[]"}
-        compared = trials(plain | {_KEY + k: v for k, v in one.items()} for one in others.values())
+        compared = search(plain | {_KEY + k: v for k, v in one.items()} for one in others.values())
     except (HardwareError, TraceError, ReplayError) as error:
         say("")
         print(f"titan autosac: {error}", file=sys.stderr)
         return 2
     say("")
     chosen = settings(choice.lines)
-    compared.append(Variant(chosen, profile.name, facts(choice.simulation)))
+    compared.append(Variant(chosen, search.profile.name, facts(choice.simulation)))
     named = zip([*others, "autosac"], compared, strict=True)
     # Gains are over the slowest.
     order = sorted((one for one in named if one[1].facts), key=lambda one: one[1].speed)
@@ -247,7 +235,7 @@ def main(argv: list[str] | None = None) -> int:
     elif (best := fitting[-1])[0] != "autosac":
         print(f'"{best[0]}" is faster than a choice by operation, and written in its place', file=sys.stderr)  # fmt: skip
         chosen = best[1].settings
-    overlay = settings_overlay(chosen, f"titan train {' '.join(job)} autosac.toml")
+    overlay = settings_overlay(chosen, f"titan train {' '.join(search.job)} autosac.toml")
     data = {"op_keep_by_block": choice.lines}
-    show(options, config, data, dict(order), overlay, limit_gib=profile.usable_gib)
+    show(options, config, data, dict(order), overlay, limit_gib=search.profile.usable_gib)
     return 0 if fitting else 1

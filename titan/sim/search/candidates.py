@@ -31,6 +31,7 @@ from titan.observe.estimate import estimate_memory, stacked_params
 from titan.parallel.schedules import build_schedule, stages_per_rank
 from titan.sim.price.profiles import Profile
 from titan.sim.search.point import ALSO, RESHARD, Kind, Point, distance
+from titan.sim.search.variants import Search
 
 # FLOPs against no recomputation. A full one adds the forward pass, a third of all. Selective
 # recomputes part of it, "2" does it in every second block.
@@ -54,14 +55,11 @@ _SCHEDULES = {
 """Stages that each rank may have."""
 
 
-class Search:
-    """Search for candidates of a job.
+class LayoutSearch(Search):
+    """Search for a job's layout: its candidates, beside their simulations.
 
     Attributes:
-        job: Files and overrides of the job.
         config: The job.
-        profile: The hardware.
-        world_size: Number of devices.
         global_batch: Sequences of a step.
         model: Sizes of the model.
         seen: Points that were chosen.
@@ -77,12 +75,13 @@ class Search:
         profile: Profile,
         *,
         world_size: int,
+        processes: int | None = None,
         also: Sequence[str] = (),
         global_batch: int = 0,
         held: Collection[str] = (),
     ) -> None:
-        self.job, self.config, self.profile = job, config.on_device(profile.device_kind), profile
-        self.world_size = world_size
+        super().__init__(job, world_size, profile, processes)
+        self.config = config.on_device(profile.device_kind)
         self.global_batch = global_batch or sequences_of(config, world_size)
         self.model = model_config(config.model)
         self.seen: set[Point] = set()
@@ -172,10 +171,12 @@ class Search:
             found[axis] = axis != "dp"
         return tuple(found.items())
 
-    def with_batch(self, sequences: int) -> Search:
+    def with_batch(self, sequences: int) -> LayoutSearch:
         """Return the search of the same job with another global batch."""
         size = self.world_size
-        return Search(self.job, self.config, self.profile, world_size=size, global_batch=sequences)
+        return LayoutSearch(
+            self.job, self.config, self.profile, world_size=size, global_batch=sequences
+        )
 
     def same_layout(self, point: Point) -> list[Point]:
         """Return the legal points with a point's layout, in all local batches and modes of recomputation, the largest first."""
@@ -321,13 +322,15 @@ class Search:
     def neighbours(self, centres: Sequence[Point], count: int) -> list[Point]:
         """Choose up to `count` new points, each one change away from a centre, in the order of the centres."""
         near = (p for centre in centres for p in self.points if distance(p, centre) == 1)
-        return list(itertools.islice(filter(self._is_new, near), count))
+        return self._new(near, count)
 
     def data_parallel(self, *, spreads_experts: bool, below_gib: float = inf) -> list[Point]:
         """Choose the best new point with data parallelism alone, or beside expert parallelism, whose memory by formula is below a limit."""
         alone = (p for p in self.points if p.pp == p.cp == p.tp == 1 and (p.ep > 1) == spreads_experts)  # fmt: skip
-        found = (p for p in alone if self.estimated_gib(p) < below_gib and self._is_new(p))
-        return list(itertools.islice(found, 1))
+        return self._new((p for p in alone if self.estimated_gib(p) < below_gib), 1)
+
+    def _new(self, points: Iterable[Point], count: int) -> list[Point]:
+        return [*itertools.islice(filter(self._is_new, points), count)]
 
     def _is_new(self, point: Point) -> bool:
         """Return whether a point is legal and was not chosen before, and note that it is chosen."""
@@ -364,7 +367,7 @@ def _refusal(job: Sequence[str], world_size: int) -> str:
 
 
 def _batches(
-    search: Search, replicate: int, shard: int, tp: int, cp: int, pp: int
+    search: LayoutSearch, replicate: int, shard: int, tp: int, cp: int, pp: int
 ) -> Iterator[Point]:
     """Yield the points of one layout."""
     per_rank = search.global_batch // (replicate * shard)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from titan.config.load import load_from_argv
 from titan.config.schema import JobConfig
-from titan.sim.price.profiles import Profile, load_profile
+from titan.sim.price.profiles import load_profile
 from titan.sim.report.text import (
     columns,
     known_options,
@@ -22,13 +21,13 @@ from titan.sim.report.text import (
     utilization,
 )
 from titan.sim.search.reasons import lost_to
-from titan.sim.search.variants import Variant
+from titan.sim.search.variants import Search, Variant
 
 
 def read_command(
     parser: ArgumentParser, argv: Sequence[str] | None, *, positive: Sequence[str], written: Sequence[str] = ()
-) -> tuple[Namespace, list[str], Profile, JobConfig]:  # fmt: skip
-    """Return a command's options, the job's arguments, the profile with the memory that --memory allows, and the job.
+) -> tuple[Namespace, Search, JobConfig]:  # fmt: skip
+    """Return a command's options, a search on the profile with the memory that --memory allows, and the job.
 
     Args:
         parser: Parser with the command's own options. It gets --memory, too.
@@ -41,11 +40,12 @@ def read_command(
     """
     memory = "of a device, to be used; default: 90%% of it"
     parser.add_argument("--memory", type=float, metavar="GIB", help=memory)
-    options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    options, job = parser.parse_known_args(argv)
     require_positive(options, "world_size", *positive)
     require_writable(options, "json", *written)
     profile = memory_limit(load_profile(options.hardware), options.memory)
-    return options, job, profile, load_from_argv(job, options=known_options(parser))
+    config = load_from_argv(job, options=known_options(parser))
+    return options, Search(job, options.world_size, profile, options.processes), config
 
 
 def show(options: Namespace, config: JobConfig, data: dict[str, Any], results: Mapping[str, Variant], overlay: str, *, limit_gib: float) -> None:  # fmt: skip

@@ -16,7 +16,7 @@ from titan.sim.record.trace_jobs import TraceError
 from titan.sim.replay.queues import ReplayError
 from titan.sim.report.phases import simulate_phases
 from titan.sim.report.text import duration, say, speed_range, uneven_routing, verdict
-from titan.sim.search.variants import Trials, Variant
+from titan.sim.search.variants import Search, Variant
 from titan.sim.simulate import HardwareError, facts
 
 Settings = dict[str, str]
@@ -86,7 +86,7 @@ def find_changes(
         layout: Its layout.
         profile: The hardware.
     """
-    trials = Trials(job, layout.world_size, profile, what="changes tried: the job does not fit")
+    trials = Search(job, layout.world_size, profile, what="changes tried: the job does not fit")
     for changes in candidates(config, layout, profile):  # one change is less than two
         if fitting := [variant for variant in trials(changes) if variant.fits]:
             return sorted(fitting, key=lambda variant: -variant.speed)[:_MOST]
@@ -128,9 +128,10 @@ def suggest(
         return {"not_simulated": str(error)}
     finally:
         say("")
-    keys = ("settings", "tokens_per_s_per_gpu", "needed_gib")
-    figures = ((v.settings, v.speed, v.needed_gib) for v in fitting)
-    fixes = [dict(zip(keys, row, strict=True)) for row in figures]
+    fixes = [
+        {"settings": v.settings, "tokens_per_s_per_gpu": v.speed, "needed_gib": v.needed_gib}
+        for v in fitting
+    ]
     return {"simulation": facts(simulation), "fixes": fixes, "imbalance": imbalance}
 
 

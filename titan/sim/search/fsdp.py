@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeAlias
 
 from titan.checks.rules import check_to_run
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
-from titan.sim.price.profiles import Profile
 from titan.sim.report.text import say
 from titan.sim.search.command import settings_overlay, show
-from titan.sim.search.variants import Trials, Variant
+from titan.sim.search.variants import Search, Variant
 
 UNITS, PREFETCH = (1, 2, 3, 4, 8), (-1, 2)
 _KEY = "parallelism.fsdp_"
@@ -87,13 +87,13 @@ def choose(
     return max(found, key=lambda v: (v.speed, -v.needed_gib), default=None)
 
 
-def run(options: Namespace, job: Sequence[str], profile: Profile, config: JobConfig) -> int:
+def run(options: Namespace, search: Search, config: JobConfig) -> int:
     """Run `titan plan --only fsdp`. Return 1 if no choice fits."""
-    check_to_run(config, world_size=options.world_size)
+    check_to_run(config, world_size=search.world_size)
     # Without a limit the allocator never gives memory back, which would be slow and hide the job's need.
+    profile = search.profile
     roomy = profile.model_copy(update={"memory_gib": 2.0**20})
-
-    simulate = Trials(job, options.world_size, roomy, options.processes, what="choices simulated")
+    simulate = replace(search, profile=roomy, what="choices simulated")
     [now] = simulate([{}])
     num_blocks = model_config(config.model).n_layers // config.parallelism.pipeline_parallel_degree
     limit_gib = profile.usable_gib
@@ -104,7 +104,7 @@ def run(options: Namespace, job: Sequence[str], profile: Profile, config: JobCon
         where = f"{limit_gib:.1f} of {profile.memory_gib:g} GiB"
         print(f"titan plan: no choice fits in {where}; {reason}", file=sys.stderr)
         return 1
-    command = f"titan train {' '.join(job)} fsdp.toml"
+    command = f"titan train {' '.join(search.job)} fsdp.toml"
     overlay = settings_overlay(best.settings, command) if best.settings else "# the job as it is\n"
     results = {"as it is": now, "fsdp": best}
     show(options, config, {"settings": best.settings}, results, overlay, limit_gib=limit_gib)

@@ -41,11 +41,11 @@ from titan.sim.report.text import (
     utilization,
 )
 from titan.sim.search import fsdp
-from titan.sim.search.candidates import Search
+from titan.sim.search.candidates import LayoutSearch
 from titan.sim.search.command import figure_names, figures, read_command, settings_overlay
 from titan.sim.search.point import ALSO, Kind, Point
 from titan.sim.search.reasons import reason
-from titan.sim.search.variants import Trials, Variant
+from titan.sim.search.variants import Variant
 
 _BUDGET = 24  # candidates that are simulated
 _SLOW = 0.5  # of the best speed: a kind of layout that is slower gets no row before variants of faster ones
@@ -69,21 +69,17 @@ class Plan:
     batches: dict[int, Ranked]
 
 
-def plan(
-    search: Search, *, budget: int, processes: int | None = None, free_batch: bool = False
-) -> Plan:
+def plan(search: LayoutSearch, *, budget: int, free_batch: bool = False) -> Plan:
     """Simulate the job, its single changes, `budget` other candidates, and the best with another global batch.
 
     Args:
         search: Search of the job.
         budget: Number of candidates to simulate, without single changes of the job.
-        processes: Number of processes that trace at once. All cores by default.
         free_batch: Whether to try several global batches, rather than twice the job's alone.
 
     Returns:
         The job, and the candidates that run.
     """
-    trials = Trials(search.job, search.world_size, search.profile, processes)
     results: dict[Point, Variant] = {}
     ranked: list[Point] = []
     own = search.own()
@@ -95,8 +91,8 @@ def plan(
     num_free = sum(own is not None and point.ep == own.ep for point in singles)
     # Two thirds of the budget explore, the rest improves the results.
     points = [*singles, *search.first(max(1, budget * 2 // 3 - len(singles) + num_free))]
-    trials.total = budget = budget + num_free
-    job, *variants = trials([{}, *map(search.settings, points)])
+    search.total = budget = budget + num_free
+    job, *variants = search([{}, *map(search.settings, points)])
     while True:
         results |= zip(points, variants, strict=True)
         known = results
@@ -112,19 +108,18 @@ def plan(
         points = search.neighbours(ranked[:3], count) if ranked else search.first(count)
         if not points:
             break
-        variants = trials(map(search.settings, points))
+        variants = search(map(search.settings, points))
     # The job has a row of its own. As a candidate it is shown only if nothing is faster.
     shown = [(point, known[point]) for n, point in enumerate(ranked) if n == 0 or point != own]
-    batches = try_batches(search, trials, shown[0], free=free_batch) if shown else {}
+    batches = try_batches(search, shown[0], free=free_batch) if shown else {}
     return Plan(job, shown, batches)
 
 
-def try_batches(search: Search, trials: Trials, best: Ranked, *, free: bool) -> dict[int, Ranked]:
+def try_batches(search: LayoutSearch, best: Ranked, *, free: bool) -> dict[int, Ranked]:
     """Simulate the best plan with other global batches, and return the fastest that fits with each.
 
     Args:
         search: Search of the job.
-        trials: Simulations of the job.
         best: The best plan.
         free: Whether to try half, 2, 4 and 8 times the batch, each with several local batches and modes of
             recomputation, rather than twice the batch once.
@@ -144,7 +139,7 @@ def try_batches(search: Search, trials: Trials, best: Ranked, *, free: bool) -> 
         tried[sequences] = sorted(modes.values(), key=lambda p: -p.batch)[: 3 if free else 1]
     pairs = [(sequences, p) for sequences, points in tried.items() for p in points]
     layers = search.model.n_layers
-    found = trials(p.settings(sequences, num_layers=layers) for sequences, p in pairs)
+    found = search(p.settings(sequences, num_layers=layers) for sequences, p in pairs)
     # Of each batch, the fastest that fits, or what needs least.
     tries = [(*pair, one) for pair, one in zip(pairs, found, strict=True) if one.facts]
     tries.sort(key=lambda one: (one[2].fits * one[2].speed, -one[2].needed_gib))
@@ -154,7 +149,7 @@ def try_batches(search: Search, trials: Trials, best: Ranked, *, free: bool) -> 
 # ---- the command ---------------------------------------------------------------------------------
 
 
-def kinds_first(search: Search, ranked: Sequence[Ranked]) -> list[Ranked]:
+def kinds_first(search: LayoutSearch, ranked: Sequence[Ranked]) -> list[Ranked]:
     """Return the candidates with the best of each kind before variants of the same kinds, slow kinds after them, tight ones last."""
     firsts: dict[Kind, Point] = {}
     least = _SLOW * max((variant.speed for _, variant in ranked), default=0.0)
@@ -165,7 +160,7 @@ def kinds_first(search: Search, ranked: Sequence[Ranked]) -> list[Ranked]:
     return sorted(ranked, key=lambda one: (one[1].is_tight, one[0] not in best))
 
 
-def table(search: Search, job: Variant, shown: Sequence[Ranked]) -> Iterator[str]:
+def table(search: LayoutSearch, job: Variant, shown: Sequence[Ranked]) -> Iterator[str]:
     """Yield a table of the job and of plans: layout, batch, speed, memory and what they lose time to. Then the reasons."""
     named = [("job", search.own(), job)]
     named += [(f"{number} ", *one) for number, one in enumerate(shown, 1)]
@@ -203,7 +198,7 @@ def _mode(point: Point) -> str:
     return f"every {point.recompute}nd" if point.recompute.isdecimal() else point.recompute
 
 
-def _remarks(search: Search, found: Plan, *, wall_s: float) -> Iterator[str]:
+def _remarks(search: LayoutSearch, found: Plan, *, wall_s: float) -> Iterator[str]:
     """Yield explanations of the table, and advice."""
     profile = search.profile
     num_seen = len(search.seen - {search.own()})  # the job itself is no candidate
@@ -233,7 +228,7 @@ def _remarks(search: Search, found: Plan, *, wall_s: float) -> Iterator[str]:
         )
 
 
-def _fixed(search: Search, also: Sequence[str]) -> str:
+def _fixed(search: LayoutSearch, also: Sequence[str]) -> str:
     """Return the settings that no candidate changes."""
     config, training = search.config, search.config.training
     parallel = config.parallelism
@@ -260,7 +255,7 @@ def _fixed(search: Search, also: Sequence[str]) -> str:
     )
 
 
-def _prices(search: Search, found: Plan, *, free: bool) -> Iterator[str]:
+def _prices(search: LayoutSearch, found: Plan, *, free: bool) -> Iterator[str]:
     """Yield the price of the fixed global batch: what others gain."""
     speed = found.ranked[0][1].speed
     if not (found.batches or search.config.phase):
@@ -312,11 +307,12 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command. Return 1 if nothing fits."""
     parser = _parser()
     positive = ["simulate", "most"]
-    options, job, profile, config = read_command(parser, argv, positive=positive)
+    options, given, config = read_command(parser, argv, positive=positive)
+    job, profile = given.job, given.profile
     if options.output:
         check_target("--output", options.output, is_folder=not options.only)
     if options.only:
-        return fsdp.run(options, job, profile, config)
+        return fsdp.run(options, given, config)
     print_warnings(advise(config, device=profile.device_kind))
     also = list(filter(None, options.also.split(",")))
     for name in also:
@@ -324,10 +320,17 @@ def main(argv: list[str] | None = None) -> int:
             raise mistake("--also", f"unknown: '{name}'{choose(name, ALSO)}")
     if "float8" in also and config.model.converters:
         raise mistake("--also", "the job has model.converters already; float8 would replace them")
-    search = Search(job, config, profile, world_size=options.world_size, also=also)
+    search = LayoutSearch(
+        job,
+        config,
+        profile,
+        world_size=given.world_size,
+        processes=given.processes,
+        also=also,
+    )
     start = time.monotonic()
     free = options.free == "global_batch"
-    found = plan(search, budget=options.simulate, processes=options.processes, free_batch=free)
+    found = plan(search, budget=options.simulate, free_batch=free)
     say("")
     shown = kinds_first(search, found.ranked)[: options.most]
     rows = {id(variant): number for number, (_, variant) in enumerate(shown, 1)}

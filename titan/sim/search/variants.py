@@ -110,15 +110,14 @@ def simulate_variants(
             no `facts`.
     """
     variants: list[Variant] = []
-    requests: dict[str, TraceRequest] = {}
     by_key: defaultdict[str, list[tuple[Variant, TraceRequest, Profile, Phase]]] = defaultdict(list)
     for chosen in settings:
         # One Variant for each profile: the settings are checked and traced once for all of them.
         of_settings = [Variant(chosen, profile.name) for profile in profiles]
         variants += of_settings
         try:
-            keys = {key: value for key, value in chosen.items() if key != WORLD_SIZE}
-            config = load_from_argv([*job, *(f"--{key}={value}" for key, value in keys.items())])
+            overrides = [f"--{key}={chosen[key]}" for key in chosen if key != WORLD_SIZE]
+            config = load_from_argv([*job, *overrides])
             ranks = int(chosen.get(WORLD_SIZE, world_size))
             check_to_run(config, world_size=ranks)
         except ConfigError as error:
@@ -132,7 +131,6 @@ def simulate_variants(
                 of_phase = resolve_layout(phase.config, ranks)
                 request = TraceRequest(phase.config.on_device(profile.device_kind), of_phase)
                 # Variants that differ in hardware or replicas alone share a key, and so a trace.
-                requests.setdefault(request.key, request)
                 by_key[request.key].append((variant, request, profile, phase))
 
     def report() -> None:
@@ -148,7 +146,8 @@ def simulate_variants(
 
     report()
     with no_garbage_collection():
-        get_traces(list(requests.values()), processes=processes, done=done)
+        requests = [parts[0][1] for parts in by_key.values()]
+        get_traces(requests, processes=processes, done=done)
     for variant in variants:
         variant.facts = {} if variant.problem else combine_phases(variant.parts)
         variant.parts.clear()
@@ -172,8 +171,8 @@ def _price(
 
 
 @dataclass
-class Trials:
-    """Simulations of a job with other settings, each of which is simulated once. Every command that chooses settings has one.
+class Search:
+    """Search for settings of a job: it simulates the job with each of them once. Every command that chooses settings has one.
 
     Attributes:
         job: Files and overrides, as on the command line.
@@ -202,8 +201,14 @@ class Trials:
         def progress(done: int, total: int) -> None:
             say(f"{before + done} of {max(self.total, before + total)} {self.what}")
 
-        how = {"world_size": self.world_size, "processes": self.processes, "progress": progress}
-        found = simulate_variants(self.job, new.values(), profiles=[self.profile], **how)
+        found = simulate_variants(
+            self.job,
+            new.values(),
+            world_size=self.world_size,
+            profiles=[self.profile],
+            processes=self.processes,
+            progress=progress,
+        )
         self.known |= zip(new, found, strict=True)
         return [self.known[key] for key in wanted]
 

@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="everything as data")
     parser.add_argument("--no-dry-run", action="store_true", help="measure only")
-    options, job = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    options, job = parser.parse_known_args(argv)
     from titan.hardware import count_accelerators
 
     # torchrun sets it for each rank. Without it, this process is the launcher or the only rank.
