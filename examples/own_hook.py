@@ -6,10 +6,10 @@ python examples/own_hook.py train_configs/debug_model.toml --training.steps=20
 import sys
 
 from titan.checks.rules import load_to_run
-from titan.hook import Hook, StepResult
-from titan.hooks import standard_hooks
-from titan.progress import RunProgress
-from titan.trainer import Trainer
+from titan.run.hook import Hook, StepResult
+from titan.run.progress import RunProgress
+from titan.run.standard_hooks import standard_hooks
+from titan.run.trainer import Trainer
 
 
 class LossSpread(Hook):

@@ -17,7 +17,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from titan.data.examples import FOLDER
+from titan.contrib.evaluation.examples import FOLDER
 
 NUM_EXAMPLES = 200
 PACKAGES = ("asyncio", "collections", "concurrent", "email", "http", "importlib", "json", "logging", "unittest", "urllib", "xml")  # fmt: skip

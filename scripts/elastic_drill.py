@@ -119,8 +119,8 @@ def replay(folder: Path, options: argparse.Namespace) -> float:
     from titan.data.base import ShardSpec
     from titan.parallel import build_mesh
     from titan.parallel.init_distributed import start_process_group
-    from titan.resolved import resolve_job
-    from titan.train_step import build_train_step
+    from titan.step.resolved import resolve_job
+    from titan.step.train_step import build_train_step
 
     by_step: dict[int, list[dict[str, Any]]] = {}
     for row in rows_of(folder):

@@ -164,7 +164,7 @@ def read(argv: list[str]) -> tuple[str, str]:
 
 def check(said: str) -> str:
     """Return what is wrong with the output of a command."""
-    from titan.untrusted import printable
+    from titan.base.untrusted import printable
 
     dirty = [line for line in said.split("\n") if line != printable(line)]
     return f"unprintable: {dirty[0]!r}" if dirty else "Traceback" * ("Traceback (" in said)

@@ -107,7 +107,7 @@ def titan(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def runs() -> Iterator[tuple[str, Any]]:
-    """Yield each small run's rows and its recorded last step (titan/parallel/recorder.py), resumed and not."""
+    """Yield each small run's rows and its recorded last step (titan/numerics/recorder.py), resumed and not."""
     for name, (ranks, settings) in RUNS.items():
         with tempfile.TemporaryDirectory() as folder:
             for last in ("", "--training.steps=3"):

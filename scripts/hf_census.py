@@ -95,7 +95,7 @@ def speed_of(architecture: str, *, limit_s: int) -> dict[str, Any]:
     from titan.checks.rules import check_to_run
     from titan.config.model import resolve_model
     from titan.config.schema import JobConfig
-    from titan.observe.estimate import estimate_memory
+    from titan.sim.estimate import estimate_memory
     from titan.sim.price.profiles import load_profile
     from titan.sim.simulate import simulate
 

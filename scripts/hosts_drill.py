@@ -36,6 +36,7 @@ import elastic_drill
 from pieces import LEFT, ROOT, git
 
 from tests.support.hosts import Hosts, run, why_not
+from titan.base.untrusted import InputError
 from titan.checks.rules import check
 from titan.config.errors import ConfigError
 from titan.config.keys import models_at
@@ -44,7 +45,6 @@ from titan.config.render import to_toml
 from titan.config.schema import JobConfig
 from titan.config.toml import KeyPath, format_value, key_text
 from titan.contrib.elastic.agreement import HARMLESS
-from titan.untrusted import InputError
 
 BEGIN, END = "<!-- hosts drill -->", "<!-- end of hosts drill -->"
 BOUND = elastic_drill.BOUND

@@ -85,7 +85,7 @@ FAULTS = (
     Fault(
         "divisor of the loss",
         "each rank takes its own tokens for an equal share of all",
-        "titan/train_step.py",
+        "titan/step/train_step.py",
         "num_valid = _sum(_count_valid(local), self.groups.tokens)",
         "num_valid = _count_valid(local) * self.num_replicas",
         PARITY,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from titan import cli
-from titan.health.launch import environment
+from titan.ops.launch import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 DEBUG = "train_configs/debug_model.toml"
@@ -322,7 +322,7 @@ def test_one_process_trains_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
     monkeypatch.chdir(ROOT)
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr("titan.hardware.count_accelerators", lambda: 0)
+    monkeypatch.setattr("titan.base.hardware.count_accelerators", lambda: 0)
     monkeypatch.setitem(
         sys.modules, "titan.train", SimpleNamespace(main=lambda argv: seen.append(argv) or 75)
     )

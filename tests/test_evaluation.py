@@ -17,15 +17,15 @@ from tests.support.metrics import read_json_lines
 from tests.support.ranks import Pool
 from tests.support.trainers import PoolTrainer
 from titan import cli
+from titan.base.untrusted import InputError
 from titan.checks.rules import check
 from titan.config.schema import JobConfig
-from titan.data.examples import Example, ExampleTask, read_task
-from titan.data.passes import plan_passes
-from titan.data.scoring import Scorer, score_rows
+from titan.contrib.evaluation.examples import Example, ExampleTask, read_task
+from titan.contrib.evaluation.hook import Evaluation
+from titan.contrib.evaluation.passes import plan_passes
+from titan.contrib.evaluation.scoring import Scorer, score_rows
 from titan.data.tokenizer import bytes_tokenizer
-from titan.hooks.evaluation import Evaluation
-from titan.loss import IGNORED, LossSum
-from titan.untrusted import InputError
+from titan.losses.loss import IGNORED, LossSum
 
 SHIPPED = ["stdlib_choice", "stdlib_cloze"]
 DEGREES = {

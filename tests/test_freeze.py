@@ -16,11 +16,11 @@ from tests.support import traces
 from tests.support.jobs import job as any_job
 from tests.support.trainers import Trainer
 from tests.test_trainer import BASE, numbers, run
+from titan.base.untrusted import InputError
 from titan.checkpoint.manager import CheckpointError
 from titan.cli import main
 from titan.config.model import model_config
 from titan.sim.record.trace import Allocate
-from titan.untrusted import InputError
 
 FROZEN = ["tok_embeddings.*", "layers.0.*", "layers.*.attention.wv.weight"]
 

@@ -26,9 +26,9 @@ _TOKEN = re.compile(r"token|label", re.I)
 # What trains, lays out and repairs any model.
 GENERAL = (
     *(
-        "titan/train_step.py",
-        "titan/trainer.py",
-        "titan/parallelize.py",
+        "titan/step/train_step.py",
+        "titan/run/trainer.py",
+        "titan/step/parallelize.py",
         "titan/hooks/",
         "titan/optim/",
     ),
@@ -46,9 +46,9 @@ MEANS_TOKENS = {
     "titan/parallel/token_order.py": "experts route tokens",
     "titan/parallel/collectives.py": "experts route tokens",
     "titan/parallel/grouped_float8.py": "torchao's name of a function",
-    "titan/checkpoint/export.py": "files of the tokenizer",
-    "titan/checkpoint/huggingface.py": "layers that predict further tokens",
-    "titan/hooks/experts.py": "experts route tokens",
+    "titan/huggingface/export.py": "files of the tokenizer",
+    "titan/huggingface/load.py": "layers that predict further tokens",
+    "titan/run/experts.py": "experts route tokens",
     "titan/optim/expert_bias.py": "experts route tokens",
 }
 
@@ -104,7 +104,7 @@ def test_no_picture_is_named() -> None:
     draw = ("titan/tools/", "titan/sim/report/")  # pictures of runs, and containers' images
     paths = [p for p in SOURCES if not p.relative_to(ROOT).as_posix().startswith(draw)]
     assert _found(_PICTURE, paths).keys() == {
-        "titan/checkpoint/hf_model.py",  # the names of diffusers' files
+        "titan/huggingface/hf_model.py",  # the names of diffusers' files
         "titan/config/plug_ins.py",  # names of entry points
         "titan/config/task.py",  # names of tasks
         "titan/data/pictures.py",

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from titan import hardware
-from titan.hardware import HARDWARE, by_name, recognise
+from titan.base import hardware
+from titan.base.hardware import HARDWARE, by_name, recognise
 
 KNOWN = {
     "NVIDIA H200": "h200-sxm",

@@ -56,9 +56,9 @@ def test_a_public_type_has_one_meaning() -> None:
 # Modules that look for several words in a text, since its author gives them nothing else.
 READS_WORDS = {
     "titan.config.toml": "the place of a mistake in the message of tomllib",
-    "titan.health.errors": "a counter's name in the kernel's file",
-    "titan.tools.doctor.diagnosis": "the name that the flight recorder gives to the axis of all ranks",
-    "titan.tools.doctor.evidence": "the heading of a thread in a stack that Python wrote",
+    "titan.base.errors": "a counter's name in the kernel's file",
+    "titan.ops.doctor.diagnosis": "the name that the flight recorder gives to the axis of all ranks",
+    "titan.ops.doctor.evidence": "the heading of a thread in a stack that Python wrote",
 }
 
 

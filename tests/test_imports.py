@@ -34,7 +34,7 @@ ALLOWED = {
     "observe": "async_scalars config hardware optim parallel run_writer untrusted",
     "checkpoint": "base config data health optim parallel titan untrusted",
     "checks": "checkpoint config data hardware optim parallel untrusted",
-    # The program of a step: titan.train_step builds it, and the simulator and the tests build the same one.
+    # The program of a step: titan.step.train_step builds it, and the simulator and the tests build the same one.
     "resolved": "config parallel tasks",
     "parallelize": "config models parallel resolved untrusted",
     "random_draws": "config parallel untrusted",
@@ -190,7 +190,7 @@ def test_models_import_only_torch_and_plans() -> None:
     others = {
         name.partition(".")[0]
         for module in SOURCES
-        if part_of(module) == "models" and not module.startswith("titan.models.transformers")
+        if part_of(module) == "models" and not module.startswith("titan.contrib.transformers")
         for name in imports(module)
     }
     assert others <= {
@@ -246,7 +246,7 @@ def test_a_circle_is_found() -> None:
 
 
 def test_no_hook_assigns_a_field_of_the_run_or_of_another_hook() -> None:
-    """Hooks change a run through its methods alone: titan.progress.RunProgress."""
+    """Hooks change a run through its methods alone: titan.run.progress.RunProgress."""
     assigned = [
         f"{module}: {ast.unparse(target)}"
         for module in SOURCES

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.ranks import Pool
-from titan.loss import (
+from titan.losses.loss import (
     IGNORED,
     Kernels,
     LossSum,
@@ -26,7 +26,7 @@ from titan.loss import (
     cross_entropy_sum,
     defer_lm_head,
 )
-from titan.loss_kernels import _fused_statistics
+from titan.losses.loss_kernels import _fused_statistics
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 7, 24, 100])
@@ -139,7 +139,7 @@ def test_products_into_fp32_equal_plain(monkeypatch: pytest.MonkeyPatch) -> None
 
         return call
 
-    monkeypatch.setattr("titan.loss.multiplies_into_fp32", lambda *_: True)
+    monkeypatch.setattr("titan.losses.loss.multiplies_into_fp32", lambda *_: True)
     monkeypatch.setattr(torch, "mm", product(torch.mm))
     monkeypatch.setattr(torch, "addmm", product(torch.addmm))
     torch.manual_seed(0)

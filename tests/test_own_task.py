@@ -15,16 +15,16 @@ from torch import Tensor
 from tests.support.jobs import job
 from tests.support.ranks import Pool
 from tests.support.steps import build_step
+from titan.base.untrusted import InputError
 from titan.config.model import model_config
 from titan.data.base import Samples, TensorBatch
 from titan.data.order import derive_key
 from titan.models.llama3 import build_model
 from titan.parallel import axis_rank, build_mesh, initialize
-from titan.parallelize import default_dtype
+from titan.step.parallelize import default_dtype
 from titan.tasks.base import Microbatch, Task
 from titan.tasks.next_token import NextToken
 from titan.tasks.trial import try_loss
-from titan.untrusted import InputError
 
 CPU, LENGTH, BATCH = torch.device("cpu"), 16, 4
 

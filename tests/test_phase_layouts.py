@@ -20,13 +20,13 @@ from tests.support.layouts import BOUND
 from tests.support.ranks import Pool
 from tests.support.runs import Run, logged_rows, saved_tensors
 from tests.support.trainers import PoolTrainer, Trainer
+from titan.base.signals import StopRequest
 from titan.checkpoint.identity import step_to_continue
 from titan.checks.rules import check_to_run
 from titan.config.phases import DEGREES
 from titan.config.schema import JobConfig
-from titan.health.signals import StopRequest
-from titan.hook import Begin
 from titan.parallel.torch_compat import forget_mesh
+from titan.run.hook import Begin
 
 STEPS = 9
 COURSE = [(1, "dp_shard 4"), (4, "dp_shard 2 x cp 2"), (7, "dp_shard 2 x tp 2")]

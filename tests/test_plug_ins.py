@@ -48,7 +48,7 @@ def shy(run):
 
 
 def eager(run):
-    from titan.hook import Hook
+    from titan.run.hook import Hook
 
     class Eager(Hook):
         is_first = True
@@ -116,7 +116,7 @@ def test_a_question_to_the_machine(folder: Path) -> None:
 def test_order_of_hooks(folder: Path) -> None:
     """A hook may be the first one, and a run may need none."""
     install(folder, "my-dog", hooks={"shy": "my_dog:shy", "eager": "my_dog:eager"})
-    program = "import sys; from titan.hooks import standard_hooks; from titan.trainer import Trainer; from titan.config.load import load_config; job = load_config(sys.argv[1], overrides=['job.dump_folder=' + sys.argv[2]]); trainer = Trainer(job, hooks=standard_hooks); print([type(hook).__name__ for hook in trainer.hooks]); trainer.close()"
+    program = "import sys; from titan.run.standard_hooks import standard_hooks; from titan.run.trainer import Trainer; from titan.config.load import load_config; job = load_config(sys.argv[1], overrides=['job.dump_folder=' + sys.argv[2]]); trainer = Trainer(job, hooks=standard_hooks); print([type(hook).__name__ for hook in trainer.hooks]); trainer.close()"
     command = [sys.executable, "-c", program, str(ROOT / DEBUG), str(folder / "run")]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -7,12 +7,8 @@ from pathlib import Path
 import pytest
 
 import titan
+from titan.base.run_folder import open_rank_log, write_environment, write_status
 from titan.observe.memory import peak_memory
-from titan.run_folder import (
-    open_rank_log,
-    write_environment,
-    write_status,
-)
 
 
 def test_environment_has_what_matters_and_no_secrets(

@@ -46,7 +46,7 @@ def test_the_menu_has_every_page_and_few(tmp_path: Path) -> None:
     assert "config.html" in {entry["location"].partition("#")[0] for entry in found}
     # The signatures come from the source.
     api = (tmp_path / "api.html").read_text()
-    assert 'id="titan.parallel.apply_fsdp"' in api and 'id="titan.hook.Hook"' in api
+    assert 'id="titan.parallel.apply_fsdp"' in api and 'id="titan.run.hook.Hook"' in api
     # Material breaks code anywhere; keys in tables stay whole.
     assert "stylesheets/site.css" in index
     style = (tmp_path / "stylesheets" / "site.css").read_text()

@@ -1,4 +1,4 @@
-"""titan/train.py: what is known before torch is imported, and names that only torch knows."""
+"""titan/run/train.py: what is known before torch is imported, and names that only torch knows."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from tests.support.jobs import job
-from titan.health.signals import EXIT_FAILED, EXIT_STOPPED, for_agent, signal_main_thread
-from titan.run_folder import write_status
-from titan.train import is_finished
+from titan.base.run_folder import write_status
+from titan.base.signals import EXIT_FAILED, EXIT_STOPPED, for_agent, signal_main_thread
+from titan.run.train import is_finished
 
 
 def test_a_run_is_finished_with_its_last_step_and_checkpoint(tmp_path: Path) -> None:

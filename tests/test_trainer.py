@@ -15,12 +15,12 @@ import torch.distributed as dist
 from tests.support.jobs import SMALL, with_changes
 from tests.support.jobs import job as any_job
 from tests.support.trainers import Trainer
+from titan.base.signals import EXIT_DONE, EXIT_STOPPED, StopRequest
 from titan.checkpoint.manager import CheckpointError, list_steps
 from titan.config.load import load_config
 from titan.config.schema import JobConfig
 from titan.data import DataError
-from titan.health.recovery import NonFiniteError
-from titan.health.signals import EXIT_DONE, EXIT_STOPPED, StopRequest
+from titan.ops.recovery import NonFiniteError
 
 BASE = with_changes(
     SMALL,
@@ -129,7 +129,7 @@ def test_data_and_tokenizer_are_opened_before_the_model(
     def build(*_: Any, **__: Any) -> None:
         raise AssertionError("the model is built")
 
-    monkeypatch.setattr("titan.trainer.build_train_step", build)
+    monkeypatch.setattr("titan.run.trainer.build_train_step", build)
     path = str(tmp_path / "none")
     mistakes: list[dict[str, Any]] = [
         {"tokenizer": {"path": path}},
@@ -167,8 +167,10 @@ def test_a_stop_without_checkpoints_says_that_nothing_is_saved(
 
 def test_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = []
-    monkeypatch.setattr("titan.progress.write_status", lambda *_, step, **kw: written.append(step))
-    monkeypatch.setattr("titan.hooks.metrics._STATUS_S", 1e9)
+    monkeypatch.setattr(
+        "titan.run.progress.write_status", lambda *_, step, **kw: written.append(step)
+    )
+    monkeypatch.setattr("titan.run.metrics._STATUS_S", 1e9)
     run(job(tmp_path))
     assert len(rows(tmp_path)) == 8
     assert written == [0, 1]  # and not with every row: a rename may wait for the disk

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from titan.untrusted import (
+from titan.base.untrusted import (
     InputError,
     PrintableStream,
     is_plain_name,
@@ -272,7 +272,7 @@ def write_model(model: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from titan.checkpoint.huggingface import HFModel
+    from titan.huggingface.load import HFModel
     from titan.models.llama3.config import LlamaConfig
     from titan.models.llama3.huggingface import hf_config
 

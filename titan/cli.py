@@ -97,7 +97,7 @@ def _open_missing_streams() -> None:
 @contextmanager
 def _printable_output(name: str) -> Iterator[None]:
     """Escape characters that could control the terminal. The files that these commands print may come from anybody."""
-    from titan.untrusted import PrintableStream
+    from titan.base.untrusted import PrintableStream
 
     plain = sys.stdout, sys.stderr
     # What a model says stays as it is in a file or a pipe.
@@ -167,7 +167,7 @@ def train(argv: list[str]) -> int:
     options, job = parser.parse_known_args(argv)
     # torchrun sets RANK. Then this process is a rank already, and starts no others.
     if "RANK" not in os.environ:
-        from titan.hardware import count_accelerators
+        from titan.base.hardware import count_accelerators
 
         known = [f"--{name.replace('_', '-')}" for name in vars(options)]
         num_processes = options.nproc or max(1, count_accelerators())
@@ -208,7 +208,7 @@ def train(argv: list[str]) -> int:
 
 
 def _launcher(num_processes: int) -> Callable[..., int]:
-    """Return the function that starts the processes of a run on this machine, such as titan.health.launch.launch."""
+    """Return the function that starts the processes of a run on this machine, such as titan.ops.launch.launch."""
     from titan.config.errors import COMMAND_LINE, ConfigError, Problem
 
     for launch in load_plug_ins("titan.extensions", of="launch"):
@@ -357,17 +357,17 @@ def _profiles() -> Any:
 
 def _is_datasheet(hardware: str) -> bool:
     """Return whether `hardware.name` may have this value. Any other name is a profile, or unknown."""
-    from titan.hardware import HARDWARE
+    from titan.base.hardware import HARDWARE
 
     return hardware.lower() in {row.name for row in HARDWARE}
 
 
 def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[str, Any]:
     """Return the answer of `titan check` as data. A profile of the simulator replaces the job's hardware."""
+    from titan.base.hardware import MARGIN, by_name
     from titan.checks.extension import check_extensions
     from titan.config.model import model_config, model_title
     from titan.config.phases import memory_of, phases_of
-    from titan.hardware import MARGIN, by_name
 
     model, training = model_config(config.model), config.training
     phases = phases_of(config, world_size=layout.world_size)
@@ -412,8 +412,8 @@ def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[s
 
 def _page(facts: dict[str, Any], judged: dict[str, Any]) -> str:
     """Format the answer of `titan check` for people. `judged` is the simulator's part, if it ran."""
+    from titan.base.hardware import MARGIN
     from titan.checks.extension import check_extensions
-    from titan.hardware import MARGIN
 
     model, layout = facts["model"], facts["layout"]
     axes = " x ".join(f"{axis} {n}" for axis, n in layout.items() if axis != "accumulation")
@@ -465,7 +465,7 @@ def _page(facts: dict[str, Any], judged: dict[str, Any]) -> str:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    # As in titan/train.py: gloo's threads may be at work while the interpreter is torn down.
+    # As in titan/run/train.py: gloo's threads may be at work while the interpreter is torn down.
     if "RANK" in os.environ:
         os._exit(code)
     sys.exit(code)

@@ -39,7 +39,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "slurm": (
         "check a job, write its script for sbatch, and submit it",
-        "titan.tools.cluster.slurm:main",
+        "titan.ops.cluster.slurm:main",
     ),
     "config": ("print the resolved job as TOML", "titan.cli:config"),
     "schema": ("print the JSON schema of job files, for editors", "titan.cli:schema"),
@@ -52,15 +52,15 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "certify": (
         "prove on CPU ranks that a job computes the same in each layout, before GPUs",
-        "titan.tools.certify.command:main",
+        "titan.numerics.certify.command:main",
     ),
     "diff": (
         "find the first module that computes something else in another layout, precision or version",
-        "titan.tools.diff.command:main",
+        "titan.numerics.diff.command:main",
     ),
     "audit": (
         "compute a step of a finished run again, and name what differs from its metrics and its checkpoint",
-        "titan.tools.diff.audit:main",
+        "titan.numerics.diff.audit:main",
     ),
     "pipeline": (
         "draw a job's pipeline schedule, with its bubble and activations in flight",
@@ -68,14 +68,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "doctor": (
         "explain what happened to a run: which rank, which collective, which line, what to do",
-        "titan.tools.doctor.cli:main",
+        "titan.ops.doctor.cli:main",
     ),
     "preflight": (
         "before a run: check devices, links, disks and versions of all ranks, then try a step",
-        "titan.tools.preflight.cli:main",
+        "titan.ops.preflight.cli:main",
     ),
     "verify": ("check a checkpoint and name any damaged file", "titan.tools.verify:main"),
-    "convert": ("Hugging Face folders to checkpoints, and back", "titan.tools.convert:main"),
+    "convert": ("Hugging Face folders to checkpoints, and back", "titan.huggingface.convert:main"),
     "generate": ("sample text from a checkpoint", "titan.tools.generate:main"),
     "completion": (
         "let the shell complete commands, files and keys",

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titan.hook import Hook
 from titan.optim.clipping import local_gradients, local_sum_of_squares, sharding_groups
 from titan.parallel.init_weights import canonical_name
-from titan.progress import RunProgress
+from titan.run.hook import Hook
+from titan.run.progress import RunProgress
 
 KINDS = ("grad_norm", "weight_norm")
 

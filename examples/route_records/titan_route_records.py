@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan.base.untrusted import InputError
 from titan.data.packing import Batch
-from titan.hook import Hook
 from titan.models.common.moe import MoE
 from titan.parallel.expert import is_recomputation, local_tokens
-from titan.progress import RunProgress
-from titan.train_step import StepReport
-from titan.untrusted import InputError
+from titan.run.hook import Hook
+from titan.run.progress import RunProgress
+from titan.step.train_step import StepReport
 
 _NAME = "samples-{:012d}-{}.npy"
 

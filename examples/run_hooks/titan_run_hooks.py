@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from titan.hook import Hook
-from titan.progress import RunProgress
+from titan.run.hook import Hook
+from titan.run.progress import RunProgress
 
 # The events that are sent, with the fields that are said.
 _FACTS = {

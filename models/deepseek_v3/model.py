@@ -12,9 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..common.attention import InnerAttention
-from ..common.rotary import rotate_pairs, yarn_frequencies
-from ..llama3.model import Llama
+from titan.models.common.attention import InnerAttention
+from titan.models.common.rotary import rotate_pairs, yarn_frequencies
+from titan.models.llama3.model import Llama
+
 from .config import DeepSeekConfig
 
 # Published models use this epsilon whatever their rms_norm_eps.

@@ -3,8 +3,8 @@
 Each rank computes the latents of its tokens. Heads are split over the ranks. Experts have the same styles as in other families.
 """
 
-from ..common.plan import MOE_PLAN
-from ..common.plan import TENSOR_PLAN as LLAMA_PLAN
+from titan.models.common.plan import MOE_PLAN
+from titan.models.common.plan import TENSOR_PLAN as LLAMA_PLAN
 
 TENSOR_PLAN: dict[str, str] = {
     **{pattern: style for pattern, style in LLAMA_PLAN.items() if ".attention" not in pattern},

@@ -1,7 +1,7 @@
 """gpt-oss in `transformers` (GptOssForCausalLM): names, and config.json. Imports no torch.
 
 On disk experts are stacked as here, with their matrices transposed. w1 and w3 are one tensor there, whose last channels
-alternate between the two. Published weights of experts are MXFP4, which titan.checkpoint.huggingface reads.
+alternate between the two. Published weights of experts are MXFP4, which titan.huggingface.load reads.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..common import hf_names
+from titan.models.common import hf_names
+
 from .config import GptOssConfig
 
 ARCHITECTURES = {"GptOssForCausalLM": "gpt_oss"}

@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..common.attention import InnerAttention, Sinks
-from ..common.rotary import yarn_frequencies
-from ..llama3.model import Attention as LlamaAttention
-from ..llama3.model import Llama
+from titan.models.common.attention import InnerAttention, Sinks
+from titan.models.common.rotary import yarn_frequencies
+from titan.models.llama3.model import Attention as LlamaAttention
+from titan.models.llama3.model import Llama
+
 from .config import GptOssConfig
 
 

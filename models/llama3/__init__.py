@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..common.config import LlamaConfig
-from ..common.plan import TENSOR_PLAN
+from titan.models.common.config import LlamaConfig
+from titan.models.common.plan import TENSOR_PLAN
+
 from .config import FLAVORS
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..common.config import LlamaConfig
+from titan.models.common.config import LlamaConfig
 
 
 def _llama(

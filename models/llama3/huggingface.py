@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..common import hf_names
-from ..common.config import LlamaConfig
+from titan.models.common import hf_names
+from titan.models.common.config import LlamaConfig
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama"}
 hf_name = hf_names.hf_name

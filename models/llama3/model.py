@@ -17,13 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titan.models.common.attention import InnerAttention, Sinks
+from titan.models.common.config import LlamaConfig
+from titan.models.common.moe import MoE
+from titan.models.common.moe_config import MoEConfig
+from titan.models.common.rotary import rope_frequencies, rotate, rotation_table
 from titan.parallel.traits import BlockTraits
-
-from ..common.attention import InnerAttention, Sinks
-from ..common.config import LlamaConfig
-from ..common.moe import MoE
-from ..common.moe_config import MoEConfig
-from ..common.rotary import rope_frequencies, rotate, rotation_table
 
 
 class Attention(nn.Module):

@@ -8,14 +8,15 @@ from .config import FLAVORS, Qwen3Config
 from .plan import TENSOR_PLAN
 
 if TYPE_CHECKING:
-    from ..llama3.model import Llama
+    from titan.models.llama3.model import Llama
 
 __all__ = ["FLAVORS", "TENSOR_PLAN", "Qwen3Config", "build_model"]
 
 
 def build_model(config: Qwen3Config) -> Llama:
     """Return the module for a size; build it under `torch.device("meta")` to allocate nothing."""
-    from ..llama3.model import Llama
+    from titan.models.llama3.model import Llama
+
     from .model import Attention
 
     return Llama(config, attention=Attention)

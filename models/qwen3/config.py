@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..common.moe_config import MoEConfig
+from titan.models.common.moe_config import MoEConfig
 
 
 @dataclass(frozen=True, kw_only=True)

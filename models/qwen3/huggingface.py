@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..common import hf_names
+from titan.models.common import hf_names
+
 from .config import Qwen3Config
 
 ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe"}

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ..common.config import LlamaConfig
-from ..llama3.model import Attention as LlamaAttention
+from titan.models.common.config import LlamaConfig
+from titan.models.llama3.model import Attention as LlamaAttention
 
 
 class Attention(LlamaAttention):

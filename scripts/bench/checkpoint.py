@@ -40,9 +40,9 @@ from titan.checkpoint.staging import Staging
 from titan.checkpoint.storage import LocalStorage
 from titan.checkpoint.tensors import load
 from titan.config.schema import CheckpointSection, JobConfig
-from titan.hooks import standard_hooks
-from titan.hooks.checkpointing import Checkpointing
-from titan.trainer import Trainer
+from titan.run.checkpointing import Checkpointing
+from titan.run.standard_hooks import standard_hooks
+from titan.run.trainer import Trainer
 
 MODES = ("disabled", "async", "async_with_pinned_mem")
 

@@ -83,8 +83,8 @@ def load_job() -> Any:
 def titan() -> None:
     import torch
 
-    from titan.hooks import standard_hooks
-    from titan.trainer import Trainer
+    from titan.run.standard_hooks import standard_hooks
+    from titan.run.trainer import Trainer
 
     trainer = Trainer(load_job(), hooks=standard_hooks)
     (model,) = trainer.train_step.model_parts

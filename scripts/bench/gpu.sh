@@ -237,7 +237,7 @@ for name in others:
         print(f"missing: {name}, which {others[name]} need")
 if not all(map(has, ["torchtitan", "torchdata", "datasets", "tyro"])):
     print("missing: torchtitan, which peers and curve need (wheels.txt)")
-oldest = re.search(r"^OLDEST, \w+ = \((\d+), (\d+)\)", open("models/transformers/resolve.py").read(), re.M).groups()
+oldest = re.search(r"^OLDEST, \w+ = \((\d+), (\d+)\)", open("titan/contrib/transformers/resolve.py").read(), re.M).groups()
 try:
     found = version("transformers")
 except PackageNotFoundError:

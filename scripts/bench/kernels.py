@@ -59,7 +59,7 @@ class Count(TorchDispatchMode):
 def count(changes: dict[str, Any]) -> dict[str, Counter[str]]:
     """Return the operations of the third step by part: forward, backward, update."""
     from titan.config.schema import JobConfig
-    from titan.trainer import Trainer
+    from titan.run.trainer import Trainer
 
     job: dict[str, dict[str, Any]] = {
         "model": {"name": "llama3", "flavor": "tiny"},

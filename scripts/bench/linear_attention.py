@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan import bench
-from titan.models.common.linear_attention import linear_attention
-from titan.parallel import linear_attention_kernels as kernels
+from titan.contrib.transformers import linear_attention_kernels as kernels
+from titan.contrib.transformers.linear_attention import linear_attention
+from titan.ops import bench
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ Forward and backward pass of a Llama in fp32 on one process, after one that sets
 allocation; what is there when the loss begins, less what was there before the step, is what the forward pass keeps.
 The peak is that of the whole step above its beginning (the parameters' gradients exist before).
 
-The formula is that of the start-up page (titan/observe/estimate.py), which is about an accelerator's kernels. torch's on a CPU keep
+The formula is that of the start-up page (titan/sim/estimate.py), which is about an accelerator's kernels. torch's on a CPU keep
 more where a layer keeps all: RMSNorm is not one kernel there (2 D more for a layer's two norms), and attention's output is laid
 out anew for the projection after it (D); the log-sum-exp of each head and token is counted too. Writes a Markdown table.
 """
@@ -25,10 +25,10 @@ from titan.config.layout import Layout, resolve_layout
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
 from titan.data.packing import Batch
-from titan.observe.estimate import activation_elements
 from titan.parallel import build_mesh
-from titan.resolved import resolve_job
-from titan.train_step import TrainStep, build_train_step
+from titan.sim.estimate import activation_elements
+from titan.step.resolved import resolve_job
+from titan.step.train_step import TrainStep, build_train_step
 
 MODES: dict[str, dict[str, Any]] = {
     "none": {},

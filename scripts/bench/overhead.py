@@ -172,7 +172,7 @@ def deepspeed3(size: str, steps: int) -> None:
 
 
 def titan(size: str, steps: int) -> None:
-    from titan.train import main
+    from titan.run.train import main
 
     assert main(["job.toml", "--tokenizer.name=bytes"]) == 0
 

@@ -109,7 +109,7 @@ def resume(folder: Path) -> Callable[[], object]:
 
 
 def profile(folder: Path) -> Callable[[], object]:
-    from titan.observe.trace_files import read_report
+    from titan.tools.trace_files import read_report
 
     return lambda: read_report(next(folder.glob("traces/*/*.json")))
 

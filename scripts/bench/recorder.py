@@ -26,14 +26,14 @@ from titan.config.layout import resolve_layout
 from titan.config.load import load_from_argv
 from titan.config.model import family, model_config
 from titan.config.schema import ModelSection
+from titan.numerics.certify.steps import micro_batches
+from titan.numerics.digests import PROJECTIONS
+from titan.numerics.recorder import whole_shapes
+from titan.numerics.recording import StepRecorder
 from titan.observe.recorded import FOLDER, write_step
 from titan.parallel import build_mesh
-from titan.parallel.digests import PROJECTIONS
-from titan.parallel.recorder import whole_shapes
-from titan.recording import StepRecorder
-from titan.resolved import resolve_job
-from titan.tools.certify.steps import micro_batches
-from titan.train_step import build_train_step
+from titan.step.resolved import resolve_job
+from titan.step.train_step import build_train_step
 
 _TOKENS = 8192
 

@@ -45,10 +45,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from titan.base.hardware import by_name, recognise
 from titan.config.model import model_config
 from titan.config.schema import ModelSection
 from titan.config.toml import format_value
-from titan.hardware import by_name, recognise
 from titan.observe.rows import read_rows
 
 HERE = Path(__file__).resolve().parent

@@ -30,18 +30,19 @@ from tests.support.ranks import Pool, RankFailed
 from tests.support.steps import build_step
 from tests.support.trainers import PoolTrainer
 from titan import cli
-from titan.checkpoint import SaveFailed, export, huggingface
+from titan.checkpoint import SaveFailed
 from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.commit import CheckpointGroup
-from titan.checkpoint.export import Export, export_state, whole_of
-from titan.checkpoint.huggingface import INDEX, HFModel, model_keys, open_folder, read_sizes
 from titan.checkpoint.manifest import find_damage
 from titan.checks.rules import check_to_run, resolve_layout
 from titan.config.load import load_config
 from titan.config.model import family, model_config
 from titan.config.schema import CheckpointSection, JobConfig, TokenizerSection
+from titan.huggingface import convert, export
+from titan.huggingface import load as huggingface
+from titan.huggingface.export import Export, export_state, whole_of
+from titan.huggingface.load import INDEX, HFModel, model_keys, open_folder, read_sizes
 from titan.parallel import build_mesh, materialize
-from titan.tools import convert
 
 transformers = pytest.importorskip("transformers")
 

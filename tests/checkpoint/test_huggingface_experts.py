@@ -24,17 +24,18 @@ from tests.checkpoint.test_huggingface import (
 )
 from tests.support.ranks import Pool, RankFailed
 from tests.support.steps import build_step
-from titan.checkpoint import CheckpointError, SaveFailed, huggingface
+from titan.checkpoint import CheckpointError, SaveFailed
 from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.commit import CheckpointGroup
-from titan.checkpoint.export import Export, export_state, require_same_model
-from titan.checkpoint.huggingface import HFFolder, HFModel, model_keys, open_folder, read_sizes
 from titan.checks.rules import resolve_layout
 from titan.config.model import family, model_config
 from titan.config.schema import JobConfig
+from titan.huggingface import convert
+from titan.huggingface import load as huggingface
+from titan.huggingface.export import Export, export_state, require_same_model
+from titan.huggingface.load import HFFolder, HFModel, model_keys, open_folder, read_sizes
 from titan.models.deepseek_v3.config import FLAVORS
 from titan.parallel import build_mesh, materialize
-from titan.tools import convert
 
 transformers = pytest.importorskip("transformers")
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # noqa: E402

@@ -10,12 +10,12 @@ import torch
 
 from tests.checkpoint.test_huggingface import TOKENS, assert_same, logits, tensors
 from titan.checkpoint.commit import CheckpointGroup
-from titan.checkpoint.export import Export, export_state
-from titan.checkpoint.huggingface import HFModel, load, open_folder, read_sizes
 from titan.checkpoint.state import model_state
 from titan.config.model import family
+from titan.huggingface import convert
+from titan.huggingface.export import Export, export_state
+from titan.huggingface.load import HFModel, load, open_folder, read_sizes
 from titan.parallel import initialize
-from titan.tools import convert
 
 transformers = pytest.importorskip("transformers")
 

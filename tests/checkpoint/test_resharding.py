@@ -20,10 +20,10 @@ from tests.support.trainers import PoolTrainer
 from titan.checkpoint import manager as checkpoints
 from titan.checks.rules import check_to_run, resolve_layout
 from titan.config.schema import JobConfig
+from titan.huggingface import convert
 from titan.parallel import build_mesh
 from titan.parallel.mesh import axis_rank, axis_size
-from titan.tools import convert
-from titan.train_step import TrainStep
+from titan.step.train_step import TrainStep
 
 GLOBAL_BATCH, SEQUENCE, VOCABULARY = 8, 32, 512
 KEYS = {

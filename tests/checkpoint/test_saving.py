@@ -27,6 +27,7 @@ from tests.support.jobs import SMALL, with_changes
 from tests.support.jobs import job as any_job
 from tests.support.metrics import read_json_lines
 from tests.support.trainers import Trainer
+from titan.base.signals import StopRequest
 from titan.checkpoint import staging as staging_module
 from titan.checkpoint.commit import remove_step
 from titan.checkpoint.manager import (
@@ -40,17 +41,16 @@ from titan.checkpoint.manager import (
     rng_state,
     stored_shapes,
 )
+from titan.checkpoint.saved_model import find_checkpoint
 from titan.checkpoint.staging import Staging
 from titan.checkpoint.storage import storage_of
 from titan.checks.rules import check
 from titan.cli import main as titan
 from titan.config.load import load_config
 from titan.config.schema import CheckpointSection, JobConfig
-from titan.health.signals import StopRequest
 from titan.observe.metrics import MetricsLog
 from titan.optim.averaged import averaged
 from titan.tools import verify
-from titan.tools.saved_model import find_checkpoint
 
 CPU = torch.device("cpu")
 

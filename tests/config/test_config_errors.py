@@ -18,12 +18,12 @@ import pytest
 
 from tests.support import golden_errors as golden
 from titan import cli
+from titan.base.untrusted import printable
 from titan.checks import rules
 from titan.checks.rules import advise, check, check_layout
 from titan.config.errors import ConfigError, key_text
 from titan.config.keys import fields_at
 from titan.config.load import load_config
-from titan.untrusted import printable
 
 SAVED = json.loads(golden.SAVED.read_text())
 # At a misspelt option: each command has other options.
@@ -97,7 +97,7 @@ def test_check_and_train_refuse_alike(
 ) -> None:
     if not job["problems"]:
         return  # it would train
-    monkeypatch.setattr("titan.hardware.count_accelerators", lambda: 0)
+    monkeypatch.setattr("titan.base.hardware.count_accelerators", lambda: 0)
     golden.write_files(job, folder)
     with golden.environment(job):
         start, ranks = time.process_time(), job.get("ranks", 1)

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from tests.support.jobs import job
+from titan.base.run_folder import write_status
 from titan.checkpoint.identity import changed_settings, job_facts
 from titan.config.model import families, family, resolve_model
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig, ModelSection
-from titan.run_folder import write_status
-from titan.train import before_start
+from titan.run.train import before_start
 
 # What only weighs terms of the loss or makes the initial weights. tests/checkpoint/test_other_model.py shows that it is no more.
 OF_TRAINING = {

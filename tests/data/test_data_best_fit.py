@@ -22,7 +22,7 @@ from titan.data.packing import pack
 from titan.data.sources import Documents
 from titan.data.special_tokens import SpecialTokens
 from titan.data.text import num_bytes
-from titan.loss import IGNORED
+from titan.losses.loss import IGNORED
 
 MARKS = {
     "both": SpecialTokens(256, 257),

@@ -35,7 +35,7 @@ from titan.data.samples import SampleOptions, build_samples
 from titan.data.sources import open_documents, source_of_path
 from titan.data.special_tokens import KIND_SHIFT, PREDICTED, START, SpecialTokens, without_kind
 from titan.data.tokenizer import BOS, EOS, Tokenizer, build_tokenizer
-from titan.loss import IGNORED
+from titan.losses.loss import IGNORED
 
 CHATML = (
     "{%- for message in messages %}\n"

@@ -13,12 +13,12 @@ from pathlib import Path
 import pyarrow
 import pytest
 
+from titan.base.untrusted import InputError, read_json, read_lines
 from titan.config import schema as s
+from titan.contrib.evaluation.examples import read_task
 from titan.data import DataError, reading
-from titan.data.examples import read_task
 from titan.data.files import find_files, walk
 from titan.data.sources import open_documents, source_of_path
-from titan.untrusted import InputError, read_json, read_lines
 
 # Characters that `str.splitlines` takes for ends of lines, and no format of lines does.
 NO_LINE_ENDS = "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"

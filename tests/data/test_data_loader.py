@@ -23,7 +23,7 @@ from titan.data.special_tokens import SpecialTokens
 from titan.data.statistics import cross_entropy_bits, unigram_bits_per_byte
 from titan.data.text import collate_rows, num_bytes
 from titan.data.tokenizer import bytes_tokenizer
-from titan.loss import IGNORED
+from titan.losses.loss import IGNORED
 
 SEQ_LEN = 32
 TOKENIZER = bytes_tokenizer()

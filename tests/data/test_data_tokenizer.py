@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from titan.base.untrusted import InputError
 from titan.config.schema import JobConfig, TokenizerSection
 from titan.data import DataError
 from titan.data.reading import pieces
 from titan.data.tokenizer import BOS, EOS, Tokenizer, _pieces, build_tokenizer, bytes_tokenizer
 from titan.data.tokenizer_files import keep_tokenizer, tokenizer_files, with_tokenizer
 from titan.tools.tokenizer import main
-from titan.untrusted import InputError
 
 TRICKY = "naïve 日本語 \U0001f600 <|end_of_text|> don't 12345\r\n\t  x = 1\n\n"
 

@@ -19,7 +19,7 @@ from tests.support.ranks import Pool
 from titan.checks.rules import check
 from titan.config import model, plug_ins
 from titan.config.toml import tomllib
-from titan.loss import IGNORED
+from titan.losses.loss import IGNORED
 from titan.tasks import task_of
 
 ROOT = Path(__file__).parents[2]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.support.jobs import ROOT, job
-from titan.hook import Hook
-from titan.hooks import standard_hooks
-from titan.trainer import Trainer
+from titan.run.hook import Hook
+from titan.run.standard_hooks import standard_hooks
+from titan.run.trainer import Trainer
 
 
 def test_the_example_adds_a_column(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_a_hook_of_a_package_runs_before_the_row_is_written_and_is_resumed(
         load = staticmethod(lambda: Count)
 
     monkeypatch.setattr(
-        "titan.hooks.plug_ins", lambda group: [Entry] if group == "titan.hooks" else []
+        "titan.run.standard_hooks.plug_ins", lambda group: [Entry] if group == "titan.hooks" else []
     )
     for steps in (2, 5):
         trainer = Trainer(job(tmp_path, training={"steps": steps}), hooks=standard_hooks)

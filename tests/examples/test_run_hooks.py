@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.support.jobs import ROOT, job
-from titan.hooks import standard_hooks
-from titan.trainer import Trainer
+from titan.run.standard_hooks import standard_hooks
+from titan.run.trainer import Trainer
 
 spec = importlib.util.spec_from_file_location(
     "titan_run_hooks", ROOT / "examples" / "run_hooks" / "titan_run_hooks.py"

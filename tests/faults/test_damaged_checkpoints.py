@@ -27,7 +27,8 @@ from tests.support.jobs import job
 from tests.support.metrics import read_json_lines
 from tests.support.ranks import Pool
 from tests.support.trainers import Trainer
-from titan import cli, untrusted
+from titan import cli
+from titan.base import untrusted
 from titan.checkpoint import tensor_index
 from titan.checkpoint.manager import CheckpointError, CheckpointManager, list_steps, load
 from titan.checkpoint.manifest import HashingStream, find_damage, read_manifest, render

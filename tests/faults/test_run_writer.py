@@ -16,8 +16,8 @@ import torch
 from tests.support.jobs import job
 from tests.support.metrics import read_json_lines
 from tests.support.trainers import Trainer
-from titan.health.run_lock import RunLock
 from titan.observe.run_log import read_events
+from titan.ops.run_lock import RunLock
 
 FILES = ("status.json", "config.toml", "environment.json", "metrics.jsonl", "events.jsonl")
 LOGS = ("logs/rank-0.log", "logs/rank-0.times.jsonl")

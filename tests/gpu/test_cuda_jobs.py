@@ -21,11 +21,11 @@ from tests.support.jobs import ROOT, job
 from tests.support.metrics import read_json_lines
 from tests.support.steps import build_step
 from tests.support.trainers import Trainer
+from titan.contrib.calibrate import device as calibrate
 from titan.data.packing import Batch
 from titan.models.common.moe import grouped_matmuls, looped_matmuls
 from titan.parallel import block_attention, build_mesh, ring
 from titan.parallel.block_attention import AttentionSpec
-from titan.sim.price import calibrate
 from titan.sim.price.profiles import load_profile
 
 pytestmark = [

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.support.linear_attention import KINDS, inputs
-from titan.models.common.linear_attention import LinearAttention, linear_attention
-from titan.parallel.linear_attention_kernels import has_kernel
+from titan.contrib.transformers.linear_attention import LinearAttention, linear_attention
+from titan.contrib.transformers.linear_attention_kernels import has_kernel
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,7 +9,7 @@ import torch
 
 from tests.support.trainers import Trainer
 from titan.config.schema import JobConfig
-from titan.observe.trace_files import read_report
+from titan.tools.trace_files import read_report
 
 pytestmark = [
     pytest.mark.gpu,

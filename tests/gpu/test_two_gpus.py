@@ -111,7 +111,7 @@ def test_groups_have_one_backend_and_the_time_limit_of_the_job(tmp_path: Path) -
 
 def test_a_rank_that_fails_ends_the_job(tmp_path: Path) -> None:
     """Rank 1 raises in step 3, and rank 0 waits for it in a collective of NCCL."""
-    launch = ["-m", "titan.health.launch", "--standalone", "--max-restarts=0"]
+    launch = ["-m", "titan.ops.launch", "--standalone", "--max-restarts=0"]
     run = Run(
         tmp_path / "run",
         *SETTINGS,

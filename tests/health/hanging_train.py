@@ -7,10 +7,10 @@ import ctypes
 import os
 import time
 
-from titan import train
 from titan.data.loader import Loader
 from titan.data.packing import Batch
-from titan.health import monitor
+from titan.ops import monitor
+from titan.run import train
 
 calls = 0
 next_step = Loader.next_step

@@ -1,4 +1,4 @@
-"""titan/health/launch.py: signals go down to the ranks, and their exit code comes back up."""
+"""titan/ops/launch.py: signals go down to the ranks, and their exit code comes back up."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from titan.health import launch
-from titan.run_folder import State, read_status, write_status
+from titan.base.run_folder import State, read_status, write_status
+from titan.ops import launch
 
 FAKE_TORCHRUN = """
 import json, os, signal, subprocess, sys, time
@@ -30,10 +30,10 @@ time.sleep(30)
 """
 LAUNCH = """
 import sys
-from titan.health import launch
+from titan.ops import launch
 class Popen(launch.subprocess.Popen):
     def __init__(self, command, **kwargs):
-        assert command[1:5] == ["-m", "titan.health.launch", "--standalone", "--nproc-per-node=2"], command
+        assert command[1:5] == ["-m", "titan.ops.launch", "--standalone", "--nproc-per-node=2"], command
         super().__init__([sys.executable, sys.argv[1], *command[5:]], **kwargs)
 launch.subprocess.Popen = Popen
 sys.exit(launch.launch([sys.argv[2]], num_processes=2, dump_folder=sys.argv[2]))
@@ -68,7 +68,7 @@ def test_nothing_follows_what_a_rank_said(tmp_path: Path) -> None:
     (rank := tmp_path / "rank.py").write_text(
         "import os\nos.write(1, b'the reason')\nos._exit(2)\n"
     )
-    program = "import atexit, runpy; atexit.register(print, 'leaked'); runpy.run_module('titan.health.launch', run_name='__main__')"
+    program = "import atexit, runpy; atexit.register(print, 'leaked'); runpy.run_module('titan.ops.launch', run_name='__main__')"
     command = [sys.executable, "-c", program, "--standalone", str(rank)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "the reason")

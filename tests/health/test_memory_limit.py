@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from tests.support.jobs import ROOT
+from titan.base.errors import kind_of
 from titan.cli import main
-from titan.health.errors import kind_of
-from titan.health.memory_limit import out_of_memory
+from titan.ops.memory_limit import out_of_memory
 
 ERRORS = [
     MemoryError(),

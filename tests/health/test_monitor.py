@@ -1,4 +1,4 @@
-"""titan/health/monitor.py and heartbeats.py: what ranks agree on; tests/health/test_survival.py lets real ones hang."""
+"""titan/ops/monitor.py and heartbeats.py: what ranks agree on; tests/health/test_survival.py lets real ones hang."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.ranks import Pool
-from titan.health import peers
-from titan.health.errors import Failure, kind_of
-from titan.health.heartbeats import FolderStore, Heartbeat, describe_hang, describe_silence
-from titan.health.monitor import Monitor
-from titan.health.run_lock import ProcessId
+from titan.base.errors import Failure, kind_of
+from titan.ops import peers
+from titan.ops.heartbeats import FolderStore, Heartbeat, describe_hang, describe_silence
+from titan.ops.monitor import Monitor
+from titan.ops.run_lock import ProcessId
 
 ALONE = """
 import sys, time
 from pathlib import Path
-from titan.health.monitor import Monitor
+from titan.ops.monitor import Monitor
 monitor = Monitor(Path(sys.argv[1]), step_limit_s=0.5)
 monitor.start()
 def busy(seconds):

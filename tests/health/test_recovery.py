@@ -22,8 +22,8 @@ from tests.support.runs import same_tensors
 from tests.support.trainers import PoolTrainer
 from titan.base.spikes import spike_score
 from titan.config.schema import FaultToleranceSection
-from titan.health.recovery import NonFiniteError, Recovery, SpikeError, StepAction
-from titan.parallel.replicas import ReplicaError
+from titan.ops.recovery import NonFiniteError, Recovery, SpikeError, StepAction
+from titan.ops.replicas import ReplicaError
 
 BATCH = 4  # samples of a step, on every layout
 LAYOUTS = {

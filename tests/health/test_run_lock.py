@@ -1,4 +1,4 @@
-"""titan/health/run_lock.py: one run folder, one run."""
+"""titan/ops/run_lock.py: one run folder, one run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from titan.health import run_lock
-from titan.health.run_lock import ProcessId, RunLock, RunLocked
+from titan.ops import run_lock
+from titan.ops.run_lock import ProcessId, RunLock, RunLocked
 
 ROOT = Path(__file__).parents[2]
 # Runs the command, and says on the last line of stderr whether torch was imported.
@@ -25,8 +25,8 @@ PROBE = "import sys; from titan.cli import main; code = main(); print('torch' in
 HOLD = """
 import sys, time
 from pathlib import Path
-from titan.health.monitor import Monitor
-from titan.health.run_lock import RunLock
+from titan.ops.monitor import Monitor
+from titan.ops.run_lock import RunLock
 lock = RunLock(Path(sys.argv[1]))
 lock.acquire()
 Monitor(Path(sys.argv[1]), lock=lock).start()

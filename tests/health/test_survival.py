@@ -14,11 +14,11 @@ import pytest
 
 from tests.support.runs import Run
 from titan.checkpoint.manager import list_steps
-from titan.tools.doctor.diagnosis import diagnose
-from titan.tools.doctor.evidence import Evidence
+from titan.ops.doctor.diagnosis import diagnose
+from titan.ops.doctor.evidence import Evidence
 
 HANGING = [
-    *("-m", "titan.health.launch", "--standalone", "--nproc-per-node=2"),
+    *("-m", "titan.ops.launch", "--standalone", "--nproc-per-node=2"),
     str(Path(__file__).with_name("hanging_train.py")),
 ]
 Start = Callable[..., Run]

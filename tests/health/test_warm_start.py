@@ -1,4 +1,4 @@
-"""titan/health/warm_start.py: a forked rank behaves as a started one, and goes on where a killed one was."""
+"""titan/ops/warm_start.py: a forked rank behaves as a started one, and goes on where a killed one was."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.runs import Run, logged_rows, same_tensors
 # A launcher with handlers, a variable and an open file, and a rank for each word of argv. Prints their exit codes.
 FORKS = """
 import os, signal, sys, threading, types
-from titan.health import warm_start
+from titan.ops import warm_start
 def run_rank():
     word = sys.argv[1]
     files = len(os.listdir("/proc/self/fd"))
@@ -54,11 +54,11 @@ os.execv(sys.executable, [sys.executable, "-c", *sys.argv[3:]])
 # All that a rank imports leaves one thread, where OpenMP and OpenBLAS may have several.
 PREPARES = """
 import os, sys
-from titan.health import warm_start
+from titan.ops import warm_start
 os.environ["OMP_NUM_THREADS"] = "8"
 warm_start.prepare()
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
-assert subprocess_handler.Popen is warm_start._Rank and "titan.trainer" in sys.modules
+assert subprocess_handler.Popen is warm_start._Rank and "titan.run.trainer" in sys.modules
 assert warm_start.can_fork() and "OPENBLAS_NUM_THREADS" not in os.environ
 """
 
@@ -162,7 +162,7 @@ def test_a_fork_closes_what_is_open_and_tries_no_number_that_is_not() -> None:
     """With a limit of 2^30 files, as in containers, each number in turn would take minutes where there is no close_range."""
     program = """
 import os, resource
-from titan.health import warm_start
+from titan.ops import warm_start
 os.closerange = None
 resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
 files = [os.open("/dev/null", os.O_RDONLY) for _ in range(5)]

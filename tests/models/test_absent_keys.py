@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import transformers
 
-from titan.checkpoint.hf_model import hooks_of, unread_keys
 from titan.config.model import families, family
+from titan.huggingface.hf_model import hooks_of, unread_keys
 
 DEFAULTS = json.loads(
     (Path(__file__).parents[2] / "models/common/hf_defaults.json").read_text(encoding="utf-8")

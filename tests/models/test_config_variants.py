@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from titan.checkpoint import CheckpointError, huggingface
+from titan.checkpoint import CheckpointError
 from titan.checkpoint.commit import CheckpointGroup
-from titan.checkpoint.hf_model import HFModel
 from titan.checkpoint.state import model_state
 from titan.config.model import family
+from titan.huggingface import load as huggingface
+from titan.huggingface.hf_model import HFModel
 from titan.parallel import materialize
 
 Table = dict[str, Any]

@@ -23,14 +23,14 @@ from titan.checkpoint.tensors import load as checkpoints_load
 from titan.checks.rules import check, check_to_run
 from titan.config.errors import ConfigError
 from titan.config.schema import JobConfig
+from titan.contrib.flux import FLAVORS, build_model
+from titan.contrib.flux.config import TIME_CHANNELS
+from titan.contrib.flux.flow_matching import FlowMatching, squared_error_sum
+from titan.contrib.flux.huggingface import hf_config, hf_name_of, read_config
 from titan.data import DataError
-from titan.models.flux import FLAVORS, build_model
-from titan.models.flux.config import TIME_CHANNELS
-from titan.models.flux.huggingface import hf_config, hf_name_of, read_config
+from titan.huggingface.convert import main as convert
 from titan.parallel import initialize
 from titan.tasks import task_of
-from titan.tasks.flow_matching import FlowMatching, squared_error_sum
-from titan.tools.convert import main as convert
 from titan.tools.generate import main as generate
 
 TINY = FLAVORS["tiny"]

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from titan.checkpoint.huggingface import HFModel
+from titan.huggingface.load import HFModel
 from titan.models.gpt_oss import FLAVORS, build_model
 from titan.models.gpt_oss.huggingface import hf_config
 from titan.parallel.init_weights import initialize

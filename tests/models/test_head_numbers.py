@@ -16,9 +16,9 @@ from tests.support.hf_families import is_equal, job_of, overrides_of
 from tests.support.ranks import Pool
 from titan.config.layout import check_layout
 from titan.config.model import resolve_model
-from titan.models.transformers import build_model
-from titan.models.transformers.flows import Flows
-from titan.models.transformers.probe import Watch
+from titan.contrib.transformers import build_model
+from titan.contrib.transformers.flows import Flows
+from titan.contrib.transformers.probe import Watch
 
 
 def row_with(kind: str, change: dict[str, Any], degrees: dict[str, int]) -> str:

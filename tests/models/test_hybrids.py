@@ -34,8 +34,8 @@ from tests.support.trainers import PoolTrainer
 from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
 from titan.config.model import resolve_model
-from titan.models.transformers import build_model
-from titan.models.transformers.shrink import shrink
+from titan.contrib.transformers import build_model
+from titan.contrib.transformers.shrink import shrink
 from titan.parallel import initialize, materialize
 from titan.sim.price.profiles import load_profile
 from titan.sim.simulate import simulate

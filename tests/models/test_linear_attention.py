@@ -22,8 +22,8 @@ from tests.support.linear_attention import (
     step_by_step,
     with_gradients,
 )
-from titan.models.common.linear_attention import LinearAttention, linear_attention
-from titan.models.common.short_convolution import ShortConvolution
+from titan.contrib.transformers.linear_attention import LinearAttention, linear_attention
+from titan.contrib.transformers.short_convolution import ShortConvolution
 
 CHUNKS = (16, 32, 64, 128)
 

@@ -22,8 +22,8 @@ from tests.support.linear_attention import (
     step_by_step,
     with_gradients,
 )
-from titan.models.common.linear_attention import linear_attention
-from titan.parallel import linear_attention_kernels as kernels
+from titan.contrib.transformers import linear_attention_kernels as kernels
+from titan.contrib.transformers.linear_attention import linear_attention
 
 NAMES = [name for name in KINDS if name != "gated linear"]  # which has no kernel
 FIRST = torch.linspace(-1, 1, 2 * 4 * 16 * 12).view(2, 4, 16, 12)

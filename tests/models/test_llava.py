@@ -42,21 +42,16 @@ from tests.support.trainers import PoolTrainer, Trainer
 from titan.checks.machine import check_machine
 from titan.checks.rules import check
 from titan.config.schema import JobConfig
+from titan.contrib.llava import FLAVORS, build_model
+from titan.contrib.llava.huggingface import hf_config, hf_files, read_config
+from titan.contrib.llava.image_text import PictureBatch, Pictures, image_index, patches_of
+from titan.contrib.llava.image_text_options import ImageTextOptions
 from titan.data import DataError
 from titan.data.base import TensorBatch
 from titan.data.packing import IGNORED, pack
 from titan.data.special_tokens import SpecialTokens
-from titan.models.llava import FLAVORS, build_model
-from titan.models.llava.huggingface import hf_config, hf_files, read_config
+from titan.huggingface.convert import from_hf, to_hf
 from titan.tasks import task_of
-from titan.tasks.image_text import (
-    PictureBatch,
-    Pictures,
-    image_index,
-    patches_of,
-)
-from titan.tasks.image_text_options import ImageTextOptions
-from titan.tools.convert import from_hf, to_hf
 from titan.tools.generate import load_model
 from titan.tools.generate import main as generate
 

@@ -16,7 +16,7 @@ from tests.support.steps import build_step
 from titan.config.model import family
 from titan.config.schema import JobConfig
 from titan.data.packing import IGNORED, Batch
-from titan.loss import LossSum
+from titan.losses.loss import LossSum
 from titan.parallel import build_mesh, initialize
 from titan.tasks.next_token import MTPLoss
 

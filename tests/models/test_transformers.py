@@ -18,8 +18,6 @@ from tests.checkpoint.test_huggingface import DEBUG, through_titan_job
 from tests.support.hf_families import LAYOUTS, PACKED, PROOFS, families, overrides_of, row_of
 from tests.support.hf_folders import difference, tensors_of
 from tests.support.ranks import Pool
-from titan.checkpoint.export import Export
-from titan.checkpoint.hf_model import HFModel
 from titan.checkpoint.manager import CheckpointManager
 from titan.cli import main
 from titan.config.errors import ConfigError
@@ -27,10 +25,12 @@ from titan.config.load import load_config
 from titan.config.model import model_config, resolve_model
 from titan.config.render import to_toml
 from titan.config.schema import CheckpointSection, JobConfig, ModelSection
+from titan.contrib.transformers.attention import spec_of
+from titan.contrib.transformers.errors import UnsupportedModelError
+from titan.huggingface import convert
+from titan.huggingface.export import Export
+from titan.huggingface.hf_model import HFModel
 from titan.models import RETIRED
-from titan.models.transformers.attention import spec_of
-from titan.models.transformers.errors import UnsupportedModelError
-from titan.tools import convert
 
 # Fused matrices; norms over all heads, and experts; latent attention with experts; scaled embeddings, norms on both sides and windows; parallel
 # attention and feed-forward with logits that are scaled; experts whose router has groups and a shared expert.
@@ -227,7 +227,7 @@ def test_code_of_a_checkpoint_runs_only_if_the_command_line_says_so(
 
 
 def test_a_version_outside_of_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    resolver = sys.modules["titan.models.transformers.resolve"]
+    resolver = sys.modules["titan.contrib.transformers.resolve"]
     monkeypatch.setattr(resolver, "OLDEST", (6, 0))
     _, [(_, message)] = resolve_model(section(architecture="Olmo2ForCausalLM"))
     assert transformers.__version__ in message and "6.0" in message
@@ -267,7 +267,7 @@ def test_a_style_of_the_job_comes_first() -> None:
     name = "layers.*.mlp"
     job = section(architecture="LlamaForCausalLM", overrides={"num_hidden_layers": 1})
     with torch.device("meta"):
-        from titan.models.transformers import build_model
+        from titan.contrib.transformers import build_model
 
         derived = build_model(model_config(job)).tensor_plan
         given = build_model(model_config(job.model_copy(update={"plan": {name: "whole"}})))

@@ -26,9 +26,9 @@ from tests.support.ranks import Pool
 from titan.config.layout import check_layout
 from titan.config.model import resolve_model
 from titan.config.schema import JobConfig, ModelSection
-from titan.models.transformers import build_model
+from titan.contrib.transformers import build_model
+from titan.huggingface import convert
 from titan.parallel import initialize, materialize
-from titan.tools import convert
 
 LONG_ROPE = {
     "original_max_position_embeddings": 40,

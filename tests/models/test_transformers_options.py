@@ -33,10 +33,10 @@ from titan.config.errors import ConfigError
 from titan.config.layout import _check_plug_in
 from titan.config.model import model_config, resolve_model
 from titan.config.schema import ModelSection
+from titan.contrib.evaluation import evaluate
+from titan.contrib.transformers import build_model
 from titan.generation import Generator
-from titan.models.transformers import build_model
 from titan.parallel import apply_tp, build_mesh, initialize, materialize
-from titan.tools import evaluate
 
 COMPILED = {
     "compile": {"enable": True, "backend": "aot_eager"},

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.metrics import Clock, step_row
+from titan.base.hardware import by_name
 from titan.config.layout import Layout
 from titan.config.model import model_config
 from titan.config.phases import phases_of
@@ -21,7 +22,6 @@ from titan.config.schema import (
     ParallelismSection,
     TrainingSection,
 )
-from titan.hardware import by_name
 from titan.models.llama3.config import FLAVORS
 from titan.observe.console import Console, duration
 from titan.observe.startup import StartupPage, startup_page

@@ -22,7 +22,7 @@ from titan.config.schema import (
 )
 from titan.models.llama3.config import FLAVORS, LlamaConfig
 from titan.models.qwen3.config import FLAVORS as QWEN3
-from titan.observe.estimate import activation_elements, estimate_memory
+from titan.sim.estimate import activation_elements, estimate_memory
 from titan.sim.price.profiles import load_profile
 from titan.sim.simulate import simulate
 

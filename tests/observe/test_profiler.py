@@ -21,12 +21,12 @@ from tests.support.trainers import PoolTrainer, Trainer
 from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
 from titan.config.schema import JobConfig, ProfilingSection
-from titan.hooks.profiling import Profiling
 from titan.observe import profiler as recording
 from titan.observe.profiler import Profiler, name_modules
-from titan.observe.trace import Report
-from titan.observe.trace_files import read_report
+from titan.run.profiling import Profiling
 from titan.tools.profile import main
+from titan.tools.trace import Report
+from titan.tools.trace_files import read_report
 
 LAYERS = SMALL["model"]["overrides"]["n_layers"]
 # Matrix products of the forward pass: q, k, v, o and three of the feed-forward in each block, and the output layer.

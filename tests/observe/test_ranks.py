@@ -15,9 +15,9 @@ from tests.support.jobs import job
 from tests.support.metrics import read_json_lines
 from tests.support.ranks import Pool
 from tests.support.trainers import PoolTrainer
-from titan.hooks.run_events import Spikes
-from titan.observe import ranks
-from titan.observe.ranks import ForwardClock, PhaseClock, Stragglers, TimesLog
+from titan.ops import ranks
+from titan.ops.ranks import ForwardClock, PhaseClock, Stragglers, TimesLog
+from titan.run.run_events import Spikes
 
 SLOW_RANK, SLEEP_S = 1, 0.1
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.metrics import Clock
+from titan.base.run_writer import run_files
 from titan.observe.run_log import PARTS, EventLog, goodput, read_events
-from titan.run_writer import run_files
 
 
 def begin(folder: Path, clock: Clock, *, step: int, started: float) -> EventLog:

@@ -18,7 +18,7 @@ from titan.config.schema import JobConfig
 from titan.contrib.averages.section import AverageSection
 from titan.parallel import build_mesh
 from titan.parallel.mesh import axis_rank, axis_size
-from titan.train_step import TrainStep
+from titan.step.train_step import TrainStep
 
 AVERAGE = {"enable": True, "decay": 0.4, "start_step": 2}
 STEPS = 5

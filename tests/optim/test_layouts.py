@@ -19,7 +19,7 @@ from titan.data.packing import Batch
 from titan.parallel import build_mesh
 from titan.parallel.init_weights import canonical_name
 from titan.parallel.mesh import axis_rank, axis_size
-from titan.train_step import TrainStep
+from titan.step.train_step import TrainStep
 
 GLOBAL_BATCH, SEQUENCE, VOCABULARY = 4, 32, 256
 Options = dict[str, Any]

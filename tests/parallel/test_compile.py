@@ -27,7 +27,7 @@ from titan.parallel.expert import keep_routes
 from titan.parallel.offload import apply_offload
 from titan.parallel.sac_save_list import DEFAULT_KEEP
 from titan.parallel.torch_compat import set_memory_budget
-from titan.train import set_compile_cache
+from titan.run.train import set_compile_cache
 
 
 @pytest.fixture(autouse=True)

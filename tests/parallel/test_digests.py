@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.support.ranks import Pool
-from titan.parallel import digests
-from titan.parallel.digests import CHUNKS, PROJECTIONS, Digest, _signs, digest_of, indices_of
-from titan.parallel.recorder import JoinedTensor, Recorder, whole_shapes
+from titan.numerics import digests
+from titan.numerics.digests import CHUNKS, PROJECTIONS, Digest, _signs, digest_of, indices_of
+from titan.numerics.recorder import JoinedTensor, Recorder, whole_shapes
 
 
 def expected(x: Tensor) -> tuple[Tensor, float]:

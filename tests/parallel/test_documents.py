@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan.base.untrusted import InputError
 from titan.models.common.attention import InnerAttention
 from titan.models.llama3 import FLAVORS, build_model
 from titan.parallel import block_attention, initialize
 from titan.parallel.block_attention import CAUSAL
 from titan.parallel.compile import apply_compile
 from titan.parallel.documents import choose_form, document_cu_seqlens, mask_of, share_document_mask
-from titan.untrusted import InputError
 
 BATCH, LENGTH = 3, 300  # not a multiple of FlexAttention's 128
 

@@ -19,10 +19,10 @@ from tests.support.ranks import Pool
 from tests.support.trainers import PoolTrainer
 from titan.checkpoint.manager import optimizer_state
 from titan.config.schema import JobConfig
+from titan.ops.replicas import ReplicaError, require_equal_replicas
 from titan.parallel import apply_ep, build_mesh, build_sparse_mesh
 from titan.parallel.expert import RoundRobin
 from titan.parallel.mesh import submesh
-from titan.parallel.replicas import ReplicaError, require_equal_replicas
 
 MOE = with_changes(
     SMALL,

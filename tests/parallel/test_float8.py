@@ -27,15 +27,15 @@ from tests.support.steps import build_step
 from titan.checkpoint import manager as checkpoints
 from titan.config.schema import CheckpointSection, JobConfig
 from titan.data.packing import Batch
-from titan.loss import cross_entropy_sum, logits_fn_of
+from titan.losses.loss import cross_entropy_sum, logits_fn_of
 from titan.models.llama3 import FLAVORS, build_model
 from titan.parallel import apply_float8, apply_fsdp, build_mesh
 from titan.parallel.float8 import RECIPES, Float8Error, plain, require_hardware, table
 from titan.parallel.init_weights import canonical_name
 from titan.parallel.mesh import axis_rank, axis_size
 from titan.parallel.torch_compat import can_split_custom_functions
-from titan.train import main
-from titan.train_step import TrainStep
+from titan.run.train import main
+from titan.step.train_step import TrainStep
 
 pytest.importorskip("torchao")
 

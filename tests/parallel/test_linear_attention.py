@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.linear_attention import KINDS, Kind, inputs, largest_error, plant
 from tests.support.ranks import Pool
-from titan.models.common import linear_attention as module
+from titan.contrib.transformers import linear_attention as module
+from titan.contrib.transformers.linear_attention import LinearAttention
+from titan.contrib.transformers.short_convolution import ShortConvolution
 from titan.models.common.attention import InnerAttention
-from titan.models.common.linear_attention import LinearAttention
-from titan.models.common.short_convolution import ShortConvolution
 from titan.parallel.activation import apply_ac
 from titan.parallel.context import apply_cp, mask_over_ranks, sequence_part, shard_sequence
 from titan.parallel.documents import share_document_mask

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.ranks import Pool
+from titan.base.untrusted import InputError
 from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
 from titan.config.schema import JobConfig, ParallelismSection
@@ -26,8 +27,7 @@ from titan.parallel import (
 )
 from titan.parallel.collectives import turns
 from titan.parallel.overlap import take_turns
-from titan.parallelize import overlap_of
-from titan.untrusted import InputError
+from titan.step.parallelize import overlap_of
 
 DIM, ROWS = 32, 64
 START, WAIT = "all_to_all_single", "wait_tensor"

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tests.support.ranks import Pool
-from titan.parallel.recorder import JoinedTensor, Recorder, source_line, whole_shapes
+from titan.numerics.recorder import JoinedTensor, Recorder, source_line, whole_shapes
 
 BATCH, LENGTH, WIDTH = 8, 6, 10
 

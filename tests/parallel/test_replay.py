@@ -1,4 +1,4 @@
-"""titan/parallel/replay.py and titan/hooks/replay.py: one bit that flips in the second evaluation, on one rank of several layouts."""
+"""titan/numerics/replay.py and titan/numerics/replay_hook.py: one bit that flips in the second evaluation, on one rank of several layouts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.ranks import Pool
 from tests.support.trainers import PoolTrainer
 from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
-from titan.parallel.replay import BitsError, describe, fingerprint
+from titan.numerics.replay import BitsError, describe, fingerprint
 
 Sections = dict[str, dict[str, Any]]
 STEPS, REPLAYED = 3, 2

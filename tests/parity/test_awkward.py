@@ -36,7 +36,7 @@ from tests.support.steps import build_step
 from titan.data.packing import IGNORED
 from titan.parallel import axis_rank, build_mesh
 from titan.parallel.mesh import axis_size
-from titan.train_step import TrainStep
+from titan.step.train_step import TrainStep
 
 STEPS = 3
 ONE = Layout("one process", accumulation=2)

@@ -25,7 +25,7 @@ from tests.support.layouts import (
     tp,
     train,
 )
-from titan.tools.certify.steps import WHAT, bounds
+from titan.numerics.certify.steps import WHAT, bounds
 
 LAYOUTS = [
     Layout("FSDP2, ZeRO-3", fsdp(2)),

@@ -31,7 +31,7 @@ from tests.support.layouts import (
 )
 from tests.support.planted import train_with
 from tests.support.ranks import Pool
-from titan.tools.certify.steps import bounds
+from titan.numerics.certify.steps import bounds
 
 QWEN, DEEPSEEK = ("qwen3", "tiny_moe"), ("deepseek_v3", "tiny")
 GPT_OSS = ("gpt_oss", "tiny")

@@ -30,7 +30,7 @@ from tests.support.layouts import (
 from tests.support.planted import train_with
 from tests.support.ranks import Pool, RankFailed
 from titan.models.common.moe import MoE
-from titan.tools.certify.steps import WHAT, largest
+from titan.numerics.certify.steps import WHAT, largest
 
 QWEN = ("qwen3", "tiny_moe")
 OVERLAP, ONCE = (("expert_overlap", True),), (("expert_overlap_reduce_once", True),)

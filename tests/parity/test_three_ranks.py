@@ -14,8 +14,8 @@ from tests.support.ranks import Pool
 from tests.support.steps import build_step
 from titan.data.base import TensorBatch
 from titan.data.packing import Batch
+from titan.numerics.certify.steps import micro_batches, record
 from titan.parallel import build_mesh
-from titan.tools.certify.steps import micro_batches, record
 
 BATCH, SEQUENCE, VOCABULARY, STEPS = 6, 48, 2048, 3
 HEADS = {"n_heads": 6, "n_kv_heads": 3, "dim": 96, "ffn_dim": 192}

@@ -36,8 +36,8 @@ from tests.support.steps import build_step
 from titan.data.packing import IGNORED
 from titan.models import llama3
 from titan.models.common.attention import Sinks
+from titan.numerics.certify.steps import largest
 from titan.parallel import build_mesh
-from titan.tools.certify.steps import largest
 
 HERE = Path(__file__).parent
 WINDOW = 24  # as in the files

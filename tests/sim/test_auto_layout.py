@@ -50,7 +50,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("titan.hardware.count_accelerators", lambda: 0)
+    monkeypatch.setattr("titan.base.hardware.count_accelerators", lambda: 0)
     monkeypatch.setattr(auto, "count_accelerators", lambda: 0)
     file = tmp_path / "job.toml"
     file.write_text(JOB.format(run=tmp_path / "run"))
@@ -61,7 +61,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def started(job: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Return the arguments of the ranks that `titan train` would start."""
     seen: list[list[str]] = []
-    monkeypatch.setattr("titan.health.launch.launch", lambda argv, **_: seen.append(argv) or 0)
+    monkeypatch.setattr("titan.ops.launch.launch", lambda argv, **_: seen.append(argv) or 0)
     return seen
 
 

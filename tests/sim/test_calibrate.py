@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from titan.cli import main
-from titan.sim.price.calibrate import LARGE, fit, to_toml
+from titan.contrib.calibrate.device import LARGE, fit, to_toml
 from titan.sim.price.cost import Cost
 from titan.sim.price.profiles import load_profile, on_curve
 

@@ -18,16 +18,16 @@ from tests.support.traces import (
     trace_ranks,
     traced_peak,
 )
+from titan.base.hardware import MARGIN
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
-from titan.hardware import MARGIN
-from titan.observe.routing import most_imbalance
 from titan.sim.price.cost import matmul_sizes
 from titan.sim.price.profiles import load_profile
 from titan.sim.record.trace import Launch, Synchronize, Transfer
 from titan.sim.replay.memory import memory_report
 from titan.sim.report.imbalance import simulate_with_limit, with_imbalance
 from titan.sim.report.text import page
+from titan.sim.routing import most_imbalance
 from titan.sim.simulate import facts, simulate
 
 EP, TP, CP, PP = (f"{axis}_parallel_degree" for axis in ("expert", "tensor", "context", "pipeline"))

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from titan.base.hardware import MARGIN
 from titan.checks.rules import check_to_run
 from titan.cli import main
 from titan.config.load import load_from_argv
-from titan.hardware import MARGIN
 from titan.sim.price.profiles import load_profile
 from titan.sim.report.imbalance import with_imbalance
 from titan.sim.search.fit_advisor import candidates, describe, suggest

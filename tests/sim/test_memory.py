@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.synthetic import transfer
-from titan.hardware import MARGIN
+from titan.base.hardware import MARGIN
 from titan.sim.price.profiles import Profile, load_profile
 from titan.sim.record.trace import Allocate, Category, Event, Free, Group, Scope, Trace
 from titan.sim.replay.memory import memory_report, tensors_behind

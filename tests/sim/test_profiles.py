@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from titan.base.hardware import by_name
 from titan.config.errors import ConfigError
-from titan.hardware import by_name
 from titan.sim.price.profiles import _NOT_FIGURES, load_profile, on_curve, profile_names
 
 
@@ -160,7 +160,7 @@ def test_stragglers_grow_with_the_number_of_nodes() -> None:
 
 def test_imports_no_torch() -> None:
     code = (
-        "import sys, titan.hardware, titan.observe.estimate, titan.tools.profile, titan.sim.price.cost, "
+        "import sys, titan.base.hardware, titan.sim.estimate, titan.tools.profile, titan.sim.price.cost, "
         "titan.sim.price.network, titan.sim.price.profiles, titan.sim.replay.queues, "
         "titan.sim.replay.timeline, titan.sim.replay.memory; sys.exit('torch' in sys.modules)"
     )

@@ -14,8 +14,8 @@ from tests.support.jobs import job
 from tests.support.metrics import read_json_lines
 from tests.support.ranks import Pool
 from tests.support.slow_parts import train_with
-from titan.sim.twin.drift import DriftWatch, RowTimes, SlowLink
-from titan.sim.twin.hook import Prediction
+from titan.contrib.twin.drift import DriftWatch, RowTimes, SlowLink
+from titan.contrib.twin.hook import Prediction
 
 RANKS = 4
 NOTHING = RowTimes(

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 
 from tests.support.ranks import Pool
 from tests.support.silent_bugs import train
+from titan.numerics.certify.ranks import MORE
+from titan.numerics.diff.compare import Comparison, compare
 from titan.observe.recorded import RecordedStep
-from titan.tools.certify.ranks import MORE
-from titan.tools.diff.compare import Comparison, compare
 
 STEPS = 3
 _SMALL = (

@@ -26,7 +26,7 @@ from tests.support.layouts import (
 from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
 from titan.data.base import TensorBatch
-from titan.loss import IGNORED
+from titan.losses.loss import IGNORED
 
 # Two modules, of a weight that shows in the gradients. Four stages have two blocks each, and both modules are in the last:
 # the ends count for nothing.

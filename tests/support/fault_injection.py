@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from titan.data.packing import Batch
-from titan.hook import Hook
-from titan.hooks import standard_hooks
 from titan.optim.adam import local
-from titan.trainer import Trainer
+from titan.run.hook import Hook
+from titan.run.standard_hooks import standard_hooks
+from titan.run.trainer import Trainer
 
 _FACTORS = {"nan": float("nan"), "spike": 1e3}
 

@@ -34,15 +34,15 @@ from titan.checkpoint import manager as checkpoints
 from titan.config.layout import resolve_layout
 from titan.config.model import resolve_model
 from titan.config.schema import CheckpointSection, JobConfig, LRSchedulerSection
+from titan.contrib.transformers import build_model
 from titan.data.packing import Batch
-from titan.models.transformers import build_model
 from titan.optim.schedule import learning_rate_factor
 from titan.parallel import build_mesh, initialize, materialize
 from titan.parallel.init_weights import canonical_name
 from titan.parallel.mesh import axis_rank, axis_size
-from titan.resolved import resolve_job
-from titan.step_report import StepReport
-from titan.train_step import TrainStep, build_train_step
+from titan.step.resolved import resolve_job
+from titan.step.step_report import StepReport
+from titan.step.train_step import TrainStep, build_train_step
 
 # A ReLU, or a router between two experts, flips where rounding decides, and then a gradient differs by more than rounding. That depends on the
 # numbers, and a fault does not: a difference is looked for again with other weights and tokens.

@@ -11,13 +11,13 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from titan.checkpoint import huggingface
 from titan.checkpoint.commit import CheckpointGroup
-from titan.checkpoint.export import Export, export_state
 from titan.checkpoint.manager import CheckpointManager, load, model_state
 from titan.config.schema import CheckpointSection
-from titan.models.transformers.config import NOTES
-from titan.train_step import TrainStep
+from titan.contrib.transformers.config import NOTES
+from titan.huggingface import load as huggingface
+from titan.huggingface.export import Export, export_state
+from titan.step.train_step import TrainStep
 
 
 def twin_of(content: dict[str, Any]) -> Any:

@@ -13,10 +13,10 @@ from tests.support.steps import build_step
 from titan.config.schema import JobConfig
 from titan.data.base import TensorBatch
 from titan.data.packing import IGNORED, Batch
+from titan.numerics.certify.steps import BOUND as BOUND
+from titan.numerics.certify.steps import WHAT, largest, micro_batches, record
+from titan.numerics.certify.steps import whole_gradients as whole_gradients
 from titan.parallel import build_mesh
-from titan.tools.certify.steps import BOUND as BOUND
-from titan.tools.certify.steps import WHAT, largest, micro_batches, record
-from titan.tools.certify.steps import whole_gradients as whole_gradients
 
 STEPS, GLOBAL_BATCH, SEQUENCE, VOCABULARY = 10, 8, 64, 2048
 # Four blocks are enough for two ranks with two stages each, for a first, a last and two that are neither.

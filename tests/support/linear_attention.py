@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan.models.common import linear_attention as module
-from titan.parallel.linear_attention import SequenceBorders
+from titan.contrib.transformers import linear_attention as module
+from titan.contrib.transformers.linear_attention_borders import SequenceBorders
 
 
 class Kind(NamedTuple):

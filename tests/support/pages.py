@@ -232,7 +232,7 @@ def _check_call(words: list[str], *, whole: bool) -> None:
         _check_launch(rest, whole=whole)
     elif program == "python" and rest[0] == "-m":
         module, *rest = rest[1:]
-        if module == "titan.tools.cluster.node":
+        if module == "titan.ops.cluster.node":
             _check_launch(rest, whole=whole)
         elif module.startswith("titan."):
             _check_main(module, rest, whole=whole)
@@ -263,8 +263,8 @@ def _check_launch(words: list[str], *, whole: bool) -> None:
 
 def _check_main(command: str | Callable[..., Any], words: list[str], *, whole: bool) -> None:
     name = {"titan.train": "titan.cli"}.get(command, command) if isinstance(command, str) else ""
-    if name == "titan.tools.preflight":
-        name = "titan.tools.preflight.cli"
+    if name == "titan.ops.preflight":
+        name = "titan.ops.preflight.cli"
     if name == "titan.cli":
         return _check_main(load_command("train"), words, whole=whole)
     main = import_module(name).main if name else command

@@ -14,16 +14,16 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel
 
 from tests.support.layouts import STEPS, Layout, train
-from titan import parallelize, train_step
 from titan.config.schema import JobConfig
+from titan.contrib.transformers.model import TransformersModel
 from titan.models.common import moe
 from titan.models.common.attention import InnerAttention
 from titan.models.common.dispatch import count
 from titan.models.llama3.model import Llama
-from titan.models.transformers.model import TransformersModel
+from titan.numerics.certify import steps
 from titan.optim import expert_bias
 from titan.parallel import collectives, expert, overlap
-from titan.tools.certify import steps
+from titan.step import parallelize, train_step
 
 
 def train_with(fault: str, layout: Layout, steps: int = STEPS) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 """The pool of warm ranks, where most tests look for it."""
 
-from titan.tools.certify.ranks import Pool, RankFailed
+from titan.numerics.certify.ranks import Pool, RankFailed
 
 __all__ = ["Pool", "RankFailed"]

@@ -28,11 +28,14 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from tests.support import planted
 from tests.support.ranks import Pool
-from titan import train_step
 from titan.config.layout import AXES, resolve_layout
 from titan.config.load import load_from_argv
 from titan.models.common import moe
 from titan.models.llama3.model import Llama
+from titan.numerics.certify import steps
+from titan.numerics.certify.ranks import MORE
+from titan.numerics.diff.compare import Comparison, compare
+from titan.numerics.recording import StepRecorder
 from titan.observe.recorded import RecordedStep
 from titan.optim import muon
 from titan.parallel import (
@@ -45,12 +48,9 @@ from titan.parallel import (
     ring,
     tensor_styles,
 )
-from titan.recording import StepRecorder
-from titan.resolved import resolve_job
-from titan.tools.certify import steps
-from titan.tools.certify.ranks import MORE
-from titan.tools.diff.compare import Comparison, compare
-from titan.train_step import TrainStep, build_train_step
+from titan.step import train_step
+from titan.step.resolved import resolve_job
+from titan.step.train_step import TrainStep, build_train_step
 
 STEPS, RECORDED = 10, 3
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from tests.support.jobs import job
 from tests.support.trainers import PoolTrainer
 from titan.config.schema import JobConfig
-from titan.hook import Hook
-from titan.hooks import checkpointing
-from titan.sim.twin import hook as twin
-from titan.trainer import Trainer
+from titan.contrib.twin import hook as twin
+from titan.run import checkpointing
+from titan.run.hook import Hook
+from titan.run.trainer import Trainer
 
 LOG_FREQ = 4  # five rows are judged together
 # Collectives that FSDP and the trainer call, and the argument that is sent.

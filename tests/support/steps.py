@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan.config.layout import resolve_layout
 from titan.config.schema import JobConfig
-from titan.resolved import ResolvedJob, resolve_job
-from titan.train_step import TrainStep, build_train_step
+from titan.step.resolved import ResolvedJob, resolve_job
+from titan.step.train_step import TrainStep, build_train_step
 
 CPU = torch.device("cpu")
 

@@ -27,7 +27,7 @@ from titan.parallel import build_mesh, documents
 from titan.sim.record import device
 from titan.sim.record.trace import Allocate, Event, Free, Trace, Transfer
 from titan.sim.record.trace_jobs import Job, Prepare, distinct_ranks, trace_jobs
-from titan.train_step import TrainStep
+from titan.step.train_step import TrainStep
 
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 

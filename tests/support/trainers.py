@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from tests.support.fault_injection import hooks_with_faults
-from titan import trainer
 from titan.checkpoint.manager import CheckpointManager
 from titan.config.schema import JobConfig
-from titan.hooks.checkpointing import Checkpointing
+from titan.run import trainer
+from titan.run.checkpointing import Checkpointing
 
 
 class Trainer(trainer.Trainer):

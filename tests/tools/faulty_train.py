@@ -1,4 +1,4 @@
-"""titan.train with a fault in its third step, in the way that FAULT says, on rank 1 (or FAULTY_RANK); for torchrun and titan.health.launch."""
+"""titan.train with a fault in its third step, in the way that FAULT says, on rank 1 (or FAULTY_RANK); for torchrun and titan.ops.launch."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def install() -> None:
     from tests.support.fault_injection import hooks_with_faults
     from titan.data.loader import Loader
     from titan.models.llama3.model import Block
-    from titan.trainer import Trainer
+    from titan.run.trainer import Trainer
 
     one_step, make = Trainer.train_one_step, Loader.__init__
     trainer: list[Trainer] = []
@@ -118,7 +118,7 @@ def install() -> None:
     # As NCCL's waits for collectives that other ranks never join.
     if FAULT not in ("none", "slow"):
         dist.destroy_process_group = lambda *_: hang()
-    titan.hooks.standard_hooks = hooks_with_faults  # TITAN_FAULT
+    titan.run.standard_hooks.standard_hooks = hooks_with_faults  # TITAN_FAULT
     if FAULT in ("dead_loader", "stuck_loader"):
         Loader.__init__ = faulty_loader
     if STRIKES and FAULT in ("hang", "slow", "device_oom"):
@@ -135,8 +135,8 @@ def install() -> None:
 if __name__ == "__main__":
     import faulthandler
 
-    from titan import train
-    from titan.health.signals import die_with_parent
+    from titan.base.signals import die_with_parent
+    from titan.run import train
 
     faulthandler.enable()
     die_with_parent()

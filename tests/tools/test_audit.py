@@ -1,4 +1,4 @@
-"""titan/tools/diff/audit.py: a step computed again, against runs with one fault each, which strikes once."""
+"""titan/numerics/diff/audit.py: a step computed again, against runs with one fault each, which strikes once."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import torch
 
 from tests.support.jobs import ROOT, job
 from tests.support.runs import saved_tensors
+from titan.base.untrusted import InputError
 from titan.config.load import load_from_argv
-from titan.hook import Hook
-from titan.hooks import standard_hooks
-from titan.tools.diff import audit as command
-from titan.tools.diff.audit import Audit, audit
-from titan.trainer import Trainer
-from titan.untrusted import InputError
+from titan.numerics.diff import audit as command
+from titan.numerics.diff.audit import Audit, audit
+from titan.run.hook import Hook
+from titan.run.standard_hooks import standard_hooks
+from titan.run.trainer import Trainer
 
 STEP, WEIGHT = 6, "layers.1.feed_forward.w1.weight"
 Fault = Callable[[Trainer], Hook]

@@ -24,10 +24,10 @@ from titan.config.model import families, family, model_config, parameter_counts
 from titan.config.phases import phases_of
 from titan.config.schema import JobConfig
 from titan.config.toml import tomllib
+from titan.numerics.certify import command, cuts, steps
+from titan.numerics.certify.command import LAYOUTS, CertifiedLayout, Certifier
+from titan.numerics.certify.shrink import changed, small_keys
 from titan.tasks.base import Microbatch
-from titan.tools.certify import command, cuts, steps
-from titan.tools.certify.command import LAYOUTS, CertifiedLayout, Certifier
-from titan.tools.certify.shrink import changed, small_keys
 
 TINY = """
 [model]

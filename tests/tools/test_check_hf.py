@@ -11,15 +11,15 @@ import torch
 
 from tests.checkpoint.test_huggingface_experts import MODELS, SIZES
 from titan import cli
-from titan.checkpoint import huggingface
+from titan.base.untrusted import printable
 from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.commit import CheckpointGroup
-from titan.checkpoint.huggingface import HFModel, check_folder
 from titan.config.model import family, model_config
 from titan.config.schema import ModelSection
+from titan.huggingface import check_hf
+from titan.huggingface import load as huggingface
+from titan.huggingface.load import HFModel, check_folder
 from titan.parallel import materialize
-from titan.tools import check_hf
-from titan.untrusted import printable
 
 transformers = pytest.importorskip("transformers")
 

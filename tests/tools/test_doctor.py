@@ -20,7 +20,7 @@ from tests.support.runs import Run
 from titan.checkpoint.manager import list_steps
 
 FAULTY = str(Path(__file__).with_name("faulty_train.py"))
-LAUNCH = ["-m", "titan.health.launch", "--standalone", "--nproc-per-node=2", FAULTY]
+LAUNCH = ["-m", "titan.ops.launch", "--standalone", "--nproc-per-node=2", FAULTY]
 LIMITS = ("--comm.train_timeout_seconds=6", "--comm.init_timeout_seconds=20")
 HEARTBEAT = ("--comm.heartbeat_timeout_seconds=4", "--comm.train_timeout_seconds=90")
 FILE = r"(titan|models)/[\w/]+\.py:\d+, in \w+"

@@ -1,4 +1,4 @@
-"""titan/tools/doctor/: what is concluded from flight recorders, statuses and logs, without any run."""
+"""titan/ops/doctor/: what is concluded from flight recorders, statuses and logs, without any run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from titan.base.errors import Failure
 from titan.cli import main
-from titan.health.errors import Failure
-from titan.health.run_lock import LOCK_FILE, ProcessId
-from titan.tools.doctor.diagnosis import _ADVICE, Diagnosis, diagnose
-from titan.tools.doctor.evidence import Evidence
+from titan.ops.doctor.diagnosis import _ADVICE, Diagnosis, diagnose
+from titan.ops.doctor.evidence import Evidence
+from titan.ops.run_lock import LOCK_FILE, ProcessId
 
 NOW = 1_700_000_000.0
 # Four ranks, of which 0, 1 and 2, 3 share matrices, and 0, 2 and 1, 3 share parameters.

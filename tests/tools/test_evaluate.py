@@ -13,9 +13,10 @@ from tests.support.ranks import Pool
 from tests.support.trainers import PoolTrainer
 from titan.cli import main as titan
 from titan.config.schema import JobConfig, JsonlSource
-from titan.data.examples import shipped
+from titan.contrib.evaluation import evaluate
+from titan.contrib.evaluation.examples import shipped
 from titan.data.sources import open_documents
-from titan.tools import evaluate, tokenizer
+from titan.tools import tokenizer
 
 NUM_EXAMPLES = 8
 

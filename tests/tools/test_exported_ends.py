@@ -12,11 +12,11 @@ import torch
 from tests.support.jobs import job
 from tests.support.scripted import SHAPES, build_tokenizer, write_folder
 from tests.support.trainers import Trainer
+from titan.checkpoint.saved_model import find_checkpoint, open_run_tokenizer
 from titan.cli import main as titan
 from titan.config.render import to_toml
 from titan.data.special_tokens import begin_ids
 from titan.tools.generate import load_model
-from titan.tools.saved_model import find_checkpoint, open_run_tokenizer
 
 transformers = pytest.importorskip("transformers")
 

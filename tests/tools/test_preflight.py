@@ -20,11 +20,11 @@ import torch.distributed as dist
 from tests.support.ranks import Pool
 from titan.checks.rules import check_to_run
 from titan.config.schema import JobConfig
+from titan.ops.preflight import cli, dry_run, judge, measure
+from titan.ops.preflight.judge import problems
+from titan.ops.preflight.measure import DiskFacts, RankFacts
 from titan.parallel import build_mesh
 from titan.sim.price.profiles import load_profile
-from titan.tools.preflight import cli, dry_run, judge, measure
-from titan.tools.preflight.judge import problems
-from titan.tools.preflight.measure import DiskFacts, RankFacts
 
 ROOT = Path(__file__).parents[2]
 HOST = os.uname().nodename

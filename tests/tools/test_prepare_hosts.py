@@ -17,10 +17,11 @@ import pytest
 
 from tests.data.conftest import make_texts, write_jsonl
 from tests.support.fineweb_edu import write_files
-from titan.data import parts, sources
+from titan.contrib.prepare_hosts import parts
+from titan.contrib.prepare_hosts.hosts import _MAX_ARRAY
+from titan.data import sources
 from titan.data.reading import PIECE_CHARS
 from titan.tools.prepare import main
-from titan.tools.prepare_hosts import _MAX_ARRAY
 
 OPTIONS = ["--tokenizer", "bytes", "--shard-tokens", "5000", "--validation-fraction", "0.1"]
 
@@ -231,7 +232,7 @@ def test_ray_after_its_driver_was_killed(
 ) -> None:
     folder, large = tmp_path / "ray", ["--shard-tokens", "100000"]
     words = ["--input", str(corpus), "--output", str(folder), *OPTIONS, *large, *nodes.options]
-    code = "import sys; from titan.data import parts; parts.UNIT_BYTES = 1; from titan.tools.prepare import main; main(sys.argv[1:])"
+    code = "import sys; from titan.contrib.prepare_hosts import parts; parts.UNIT_BYTES = 1; from titan.tools.prepare import main; main(sys.argv[1:])"
     driver = subprocess.Popen([sys.executable, "-c", code, *words], start_new_session=True)
     wait_for(folder, 5)
     os.killpg(driver.pid, signal.SIGKILL)

@@ -21,10 +21,10 @@ from typing import Any
 
 import pytest
 
-from titan.observe.trace import analyse
-from titan.observe.trace_files import find_traces
-from titan.observe.trace_kinds import kind_of_kernel, kind_of_operator, surroundings
 from titan.tools.profile import main
+from titan.tools.trace import analyse
+from titan.tools.trace_files import find_traces
+from titan.tools.trace_kinds import kind_of_kernel, kind_of_operator, surroundings
 
 MAIN, AUTOGRAD = 1, 2
 
@@ -416,7 +416,7 @@ def test_a_large_trace_is_read_event_by_event(tmp_path: Path) -> None:
 def test_a_trace_of_too_many_events_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("titan.observe.trace.MAX_EVENTS", 500)
+    monkeypatch.setattr("titan.tools.trace.MAX_EVENTS", 500)
     path = tmp_path / "trace.json"
     event = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 1, "dur": 2}
     path.write_text(json.dumps({"traceEvents": [event] * 1000}))

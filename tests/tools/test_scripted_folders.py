@@ -13,7 +13,7 @@ import torch
 from tests.support.ranks import Pool
 from tests.support.scripted import SHAPES, write_folder
 from titan.cli import main as titan
-from titan.tools import evaluate
+from titan.contrib.evaluation import evaluate
 
 transformers = pytest.importorskip("transformers")
 

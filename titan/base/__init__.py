@@ -1,1 +1,1 @@
-"""Parts that everything else may use. They import nothing of titan outside this folder."""
+"""Parts that everything else may use: what others wrote, the run folder, signals, failures. Imports nothing of titan outside this folder."""

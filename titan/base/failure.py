@@ -10,7 +10,7 @@ class RunFailure(Exception):
     """Failure whose message explains it to the user.
 
     Attributes:
-        kind: key of the doctor's table (titan/tools/doctor/diagnosis.py); empty: that of its cause.
+        kind: key of the doctor's table (titan/ops/doctor/diagnosis.py); empty: that of its cause.
         exit_code: exit code of the process.
     """
 

@@ -13,7 +13,7 @@ model_folders.py  Hugging Face folders, by an entry point (hf_folders.py)
 """
 
 from titan.base.failure import RunFailure
-from titan.untrusted import InputError
+from titan.base.untrusted import InputError
 
 
 class CheckpointError(InputError):

@@ -29,12 +29,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from titan.base.errors import kind_of
 from titan.checkpoint import SaveFailed
 from titan.checkpoint.manifest import NAME as MANIFEST
 from titan.checkpoint.manifest import TITAN_JSON, write_manifest
 from titan.checkpoint.storage import Location, join, storage_of
 from titan.checkpoint.tensors import CheckpointWriter, StateDict, reason
-from titan.health.errors import kind_of
 
 T = TypeVar("T")
 # Ranks wait for the slowest disk. A rank that dies closes its connections, so the others notice at once.

@@ -13,12 +13,12 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 
+from titan.base.untrusted import InputError, is_lost, retry
 from titan.checkpoint import CheckpointError
 from titan.checkpoint.storage import Location, folder_of, join, read_file, storage_of
-from titan.untrusted import InputError, is_lost, retry
 
 FORMAT = 1
-# Kinds of failures (titan/health/errors.py).
+# Kinds of failures (titan/base/errors.py).
 DAMAGED, NEWER, LOST = "checkpoint_damaged", "checkpoint_newer", "disk_lost"
 _NEVER = (3, 5, 9)
 # Inside of a JSON string the quotes would be escaped.

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from titan.base.untrusted import Count, InputError, parse_json
 from titan.checkpoint import CheckpointError
 from titan.checkpoint.formats import LOST, NEWER, require_known, unreadable
 from titan.checkpoint.manifest import TITAN_JSON, list_steps
@@ -41,7 +42,6 @@ from titan.data.sources import open_documents, resolve_sources
 from titan.data.special_tokens import fingerprint
 from titan.data.tokenizer import Tokenizer, tokenizer_named
 from titan.data.tokenizer_files import FOLDER, tokenizer_files
-from titan.untrusted import Count, InputError, parse_json
 
 K = TypeVar("K")
 # Settings that decide which samples follow and how they are used. Layouts and limits may change at a resume.

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from titan.base.errors import kind_of
 from titan.checkpoint import CheckpointError, SaveFailed, commit
 from titan.checkpoint.commit import CheckpointGroup
 from titan.checkpoint.formats import LOST, NEWER
@@ -38,7 +39,6 @@ from titan.checkpoint.state import (
 from titan.checkpoint.storage import Location, as_location, join, storage_of
 from titan.checkpoint.tensors import StateDict, load, reason, stored_shapes
 from titan.config.schema import CheckpointSection
-from titan.health.errors import kind_of
 
 __all__ = [
     "CheckpointError",
@@ -88,7 +88,7 @@ class CheckpointManager:
         # The save in progress, whose result is a message for the console, and its step.
         self.background: Future[str] | None = None
         self.background_step, self.blocked_s = 0, 0.0
-        self.failure_kind = "save_failed"  # kind of the last failure (titan/health/errors.py)
+        self.failure_kind = "save_failed"  # kind of the last failure (titan/base/errors.py)
         self.messages: list[str] = []
         self.saved_at = time.monotonic()
 

@@ -19,10 +19,18 @@ from typing import IO, Any
 from xxhash import xxh3_128
 
 from titan import __version__
+from titan.base.untrusted import (
+    Count,
+    InputError,
+    is_lost,
+    is_plain_name,
+    parse_json,
+    printable,
+    retry,
+)
 from titan.checkpoint import CheckpointError, tensor_index
 from titan.checkpoint.formats import DAMAGED, LOST, require_known, require_known_file, unreadable
 from titan.checkpoint.storage import Location, join, name_of, read_file, storage_of
-from titan.untrusted import Count, InputError, is_lost, is_plain_name, parse_json, printable, retry
 
 NAME, TITAN_JSON = "manifest.json", "titan.json"
 # DCP's index. It is the only mark of steps that titan wrote before it wrote manifests.
@@ -78,7 +86,7 @@ class Damage:
         first: first damaged byte.
         last: end of the damaged bytes, exclusive. 0 means that the whole file is damaged.
         unreadable: the file is missing, or cannot be read.
-        kind: kind of failure (titan/health/errors.py). A step that cannot be read now, or is of a newer titan, may be whole.
+        kind: kind of failure (titan/base/errors.py). A step that cannot be read now, or is of a newer titan, may be whole.
     """
 
     file: str

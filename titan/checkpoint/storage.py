@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+from titan.base.untrusted import MAX_BYTES, is_lost, open_regular, read_stream, retry
 from titan.checkpoint import CheckpointError
-from titan.untrusted import MAX_BYTES, is_lost, open_regular, read_stream, retry
 
 # File systems of fsspec that wrap another file system or read an archive. They may write copies on this machine.
 _WRAPPERS = {
@@ -95,7 +95,7 @@ class LocalStorage:
     has_rename = True
 
     def open(self, location: Location, mode: str) -> IO[bytes]:
-        """Open a file. Reading refuses links and devices (titan/untrusted.py)."""
+        """Open a file. Reading refuses links and devices (titan/base/untrusted.py)."""
         path = Path(location)
         return open_regular(path, within=path.parent) if mode == "rb" else path.open(mode)
 

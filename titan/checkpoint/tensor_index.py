@@ -19,10 +19,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
+from titan.base.untrusted import Count, InputError, is_plain_name, parse_json, printable
 from titan.checkpoint import CheckpointError
 from titan.checkpoint.formats import require_known, unreadable
 from titan.checkpoint.storage import Location, join, read_file
-from titan.untrusted import Count, InputError, is_plain_name, parse_json, printable
 
 NAME = "tensors.json"
 _MAX_BYTES = 2**30

@@ -28,12 +28,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from titan.base.untrusted import is_lost, retry
 from titan.checkpoint import CheckpointError, tensor_index
 from titan.checkpoint.formats import DAMAGED, LOST
 from titan.checkpoint.manifest import FileEntry, HashingStream, file_sizes
 from titan.checkpoint.storage import Location, join, name_of, storage_of
 from titan.checkpoint.tensor_index import Chunk, StoredTensor, TensorIndex
-from titan.untrusted import is_lost, retry
 
 StateDict = dict[str, Tensor]
 # Bytes at the end of a zip archive that list its entries. torch's archive of one tensor has about four entries.

@@ -14,6 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from titan.base.hardware import count_accelerators
+from titan.base.untrusted import InputError
 from titan.checkpoint.identity import other_tokenizer, sources_of
 from titan.checkpoint.manifest import METADATA, NAME, list_steps
 from titan.checkpoint.model_folders import model_folders
@@ -31,8 +33,6 @@ from titan.data.sources import open_documents
 from titan.data.special_tokens import LOSSY, SpecialTokens
 from titan.data.tokenizer import Tokenizer, open_tokenizer
 from titan.data.unread import unread_line
-from titan.hardware import count_accelerators
-from titan.untrusted import InputError
 
 _TRIED_ROWS = 100  # rows of a source that `titan check` reads
 

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 
+from titan.base.hardware import count_accelerators
 from titan.checks.environment import check_environment
 from titan.checks.phase_rules import check_borders
 from titan.checks.section_rules import RULES
@@ -32,7 +33,6 @@ from titan.config.model import resolve_model
 from titan.config.phases import of_each_phase, phases_of
 from titan.config.plug_ins import load_plug_in, plug_ins
 from titan.config.schema import JobConfig
-from titan.hardware import count_accelerators
 from titan.optim.schedule import phases
 from titan.parallel.traits import UnknownSizes
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from titan.base.hardware import HARDWARE
 from titan.checks.choice_rules import check_choices
 from titan.checks.expert_rules import check_experts
 from titan.checks.phase_rules import check_phases, has_conversations
@@ -26,7 +27,6 @@ from titan.config.schema import (
 from titan.config.task import check_task, data_keys, predicts_tokens, reads_text
 from titan.data import DataError
 from titan.data.sources import resolve_sources
-from titan.hardware import HARDWARE
 from titan.parallel.sac_save_list import SaveListError, parse_blocks, parse_rule
 from titan.parallel.schedules import canonical_schedule, splits_backward
 from titan.parallel.traits import UnknownSizes

@@ -16,7 +16,7 @@ from math import isqrt
 from typing import Any
 
 from titan.base.failure import UserError
-from titan.untrusted import MAX_TEXT, printable
+from titan.base.untrusted import MAX_TEXT, printable
 
 KeyPath = tuple[str | int, ...]
 COMMAND_LINE = "command line"

@@ -17,7 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import ValidationError
 
-from titan.untrusted import MAX_TEXT, printable
+from titan.base.untrusted import MAX_TEXT, printable
 
 from .errors import (
     COMMAND_LINE,

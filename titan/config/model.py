@@ -20,8 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
 
+from titan.base.untrusted import InputError
 from titan.parallel.traits import add_defaults
-from titan.untrusted import InputError
 
 from .errors import ConfigError, Problem, RuleViolation, choose, divisors, either, neighbours
 from .plug_ins import is_ours, load_plug_in, plug_ins

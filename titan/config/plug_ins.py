@@ -3,7 +3,7 @@
 A package names them in its pyproject.toml, under `[project.entry-points."GROUP"]`. titan's own optional parts do the
 same, and no other part of titan imports them:
 
-    titan.hooks        NAME = a subclass of titan.hook.Hook, or a function of the run that returns a hook, or None for a run
+    titan.hooks        NAME = a subclass of titan.run.hook.Hook, or a function of the run that returns a hook, or None for a run
                        that needs none
     titan.rules        SECTION.NAME = a rule like those of titan/checks/section_rules.py, between the sections of a job.
                        machine.NAME = a rule that asks the machine that is to run the job, as titan/checks/machine.py does
@@ -20,7 +20,7 @@ same, and no other part of titan imports them:
                        measured.NAME = a function that reads the parts of a step from a run's trace
     titan.tasks, titan.models, titan.optimizers, titan.losses, titan.sources
                        NAME = a choice of task.name, model.name, optimizer.name, loss.name, type of [[data.sources]]
-    titan.pictures     NAME = a value of task.options.source of flow matching: a titan.tasks.flow_data.FlowSamples.
+    titan.pictures     NAME = a value of task.options.source of flow matching: a titan.contrib.flux.flow_data.FlowSamples.
                        captions = a function that draws the descriptions of a validation
 """
 

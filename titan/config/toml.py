@@ -15,7 +15,7 @@ from bisect import bisect_right
 from pathlib import Path
 from typing import Any
 
-from titan.untrusted import InputError, open_regular, printable, read_stream
+from titan.base.untrusted import InputError, open_regular, printable, read_stream
 
 from .errors import ConfigError, KeyPath, Problem, key_text, nearest
 

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from titan.untrusted import InputError, printable
+from titan.base.untrusted import InputError, printable
 
 # Characters of a message. A file that anyone may have written can put any text into it.
 _MAX_CHARS = 2000

@@ -33,7 +33,7 @@ from titan.data.order import derive_key
 from titan.data.shard_samples import SampleOptions, ShardSamples
 from titan.data.shards import TokenShards, temporary_name
 from titan.data.special_tokens import KIND_SHIFT, PREDICTED, START, SpecialTokens
-from titan.loss import IGNORED
+from titan.losses.loss import IGNORED
 
 logger = logging.getLogger(__name__)
 

@@ -23,12 +23,12 @@ from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from titan.base.untrusted import printable
 from titan.data import DataError
 from titan.data.rows import Chat, is_learnt
 from titan.data.special_tokens import CONTEXT, KIND_SHIFT, PREDICTED, START
 from titan.data.tokenizer import Tokenizer
 from titan.data.unread import Counts, count
-from titan.untrusted import printable
 
 if TYPE_CHECKING:
     import numpy as np

@@ -5,7 +5,7 @@ sample is p + a*R*B + r*B + j, and a step consumes A*R*B samples. So the samples
 ranks and accumulation, and a run that resumes on another number of ranks continues exactly. Streams are the exception: each
 rank has its part of them, and a bookmark in that part (streams.py).
 
-Samples to leave out (titan/health/recovery.py chooses them) are ranges of numbers. A step that would touch such a range begins
+Samples to leave out (titan/ops/recovery.py chooses them) are ranges of numbers. A step that would touch such a range begins
 after it, in the same way on every layout.
 
 A phase of the run (titan/config/phases.py) may change the length of sequences and the weights of sources. Samples are then

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from titan.data.base import TensorBatch
 from titan.data.special_tokens import CONTEXT, KIND_SHIFT, START, SpecialTokens, without_kind
-from titan.loss import IGNORED
+from titan.losses.loss import IGNORED
 from titan.parallel.documents import document_cu_seqlens
 
 

@@ -25,6 +25,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from titan.base.untrusted import Unpacked
 from titan.data import DataError, require
 from titan.data.files import ending_of
 from titan.data.rows import (
@@ -38,7 +39,6 @@ from titan.data.rows import (
     without_nulls,
 )
 from titan.data.rows import conversation as conversation
-from titan.untrusted import Unpacked
 
 # Characters of a piece: small enough to hand to a worker, large enough that few tokens are near a cut.
 PIECE_CHARS = 2**17

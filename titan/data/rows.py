@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from titan.base.untrusted import parse_json
 from titan.data import DataError
-from titan.untrusted import parse_json
 
 Messages = list[dict[str, Any]]
 Chat = Messages | dict[str, Any]

@@ -25,10 +25,10 @@ from pydantic import (
     field_validator,
 )
 
+from titan.base.untrusted import InputError, read_json
 from titan.data import DataError
 from titan.data.special_tokens import SpecialTokens, without_kind
 from titan.data.unread import Counts
-from titan.untrusted import InputError, read_json
 
 FORMAT = "titan-shards-1"
 INDEX, PROGRESS = "index.json", "progress.json"

@@ -19,6 +19,7 @@ from typing import Any
 
 import tiktoken
 
+from titan.base.untrusted import printable, read_bytes, read_text
 from titan.config.model import model_config, model_title
 from titan.config.schema import JobConfig, TokenizerSection
 from titan.data import DataError, require
@@ -26,7 +27,6 @@ from titan.data import tokenizer_files as beside
 from titan.data.reading import pieces
 from titan.data.special_tokens import Tokenizer, fingerprint
 from titan.data.tokenizer_files import CHAT_TEMPLATE, TOKENIZER_CONFIG
-from titan.untrusted import printable, read_bytes, read_text
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 _MARKS = {"bos": BOS, "eos": EOS}

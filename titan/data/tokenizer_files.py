@@ -13,12 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from titan.config.schema import JobConfig, TokenizerSection
-from titan.data import DataError
-from titan.data.special_tokens import Tokenizer
-from titan.data.unread import file_line
-from titan.run_writer import require_inside, write_atomically
-from titan.untrusted import (
+from titan.base.run_writer import require_inside, write_atomically
+from titan.base.untrusted import (
     InputError,
     decode,
     is_there,
@@ -28,6 +24,10 @@ from titan.untrusted import (
     read_json,
     root_of,
 )
+from titan.config.schema import JobConfig, TokenizerSection
+from titan.data import DataError
+from titan.data.special_tokens import Tokenizer
+from titan.data.unread import file_line
 
 CHAT_TEMPLATE = "chat_template.jinja"
 # Files beside a tokenizer.json that may name its special tokens. Earlier files win.

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
-from titan.untrusted import printable
+from titan.base.untrusted import printable
 
 Counts = dict[str, int]
 """Numbers of rows and messages: all of a kind ("rows"), and those with a key that nothing read ("rows tools")."""

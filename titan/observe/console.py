@@ -3,7 +3,7 @@
 Lines are columns of fixed width, so that a log file reads as a table. If a terminal is too narrow,
 whole columns are left out, the least important first. Without a terminal, with NO_COLOR, or without
 colours, the output is plain text and has no bar. With --quiet only warnings and the last lines are
-printed. Only rank 0 prints; the messages of other ranks go to their logs (titan/run_folder.py).
+printed. Only rank 0 prints; the messages of other ranks go to their logs (titan/base/run_folder.py).
 """
 
 from __future__ import annotations

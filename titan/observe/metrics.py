@@ -3,7 +3,7 @@
 metrics.jsonl holds one JSON object for each logged step, in order and each step once. This holds
 over crashes: a resume at step N cuts the rows after N, which the crashed run wrote, and a torn last
 line. docs/evaluation.md defines every key. If a sink fails (disk full, server down), it warns once,
-training continues, and rows of metrics.jsonl wait until they can be written (titan/run_writer.py).
+training continues, and rows of metrics.jsonl wait until they can be written (titan/base/run_writer.py).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from titan.base.run_writer import RunFiles, run_files
 from titan.config.schema import MetricsSection
 from titan.observe.rows import Row, cut_after, number
 from titan.observe.sinks import Sink, TensorBoardSink, WandbSink, require
-from titan.run_writer import RunFiles, run_files
 
 _LOADS = "experts.json"
 _SAMPLES = "samples.json"

@@ -4,7 +4,7 @@
     profiler    off               | warm-up | recorded, then <run>/traces/step-10/rank-R.json.gz
 
 While steps are recorded, each block, each of its children and each module outside the blocks runs
-in a range with its name (a compiled block as a whole). titan.train_step names loss and clipping,
+in a range with its name (a compiled block as a whole). titan.step.train_step names loss and clipping,
 and torch names the optimizer. The backward pass needs no ranges: the profiler links its operators
 to the forward ones. Between traces nothing is changed. `titan profile` (trace_files.py) reads a
 trace.
@@ -25,11 +25,11 @@ from torch import nn
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
+from titan.base.run_writer import run_files
 from titan.config.schema import ProfilingSection
 from titan.observe.step_parts import MODULE
 from titan.parallel.init_weights import canonical_name
 from titan.parallel.torch_compat import dump_memory_history, enclose_calls, record_memory_history
-from titan.run_writer import run_files
 
 # A block, a child of a block, or a module outside the blocks.
 _NAMED = re.compile(r"layers\.\w+(\.\w+)?|(?!layers$)\w+")

@@ -1,4 +1,4 @@
-"""Recorded steps of a run, in `recorded/step-N.json` of its folder. The hook of titan/hooks/recording.py writes them."""
+"""Recorded steps of a run, in `recorded/step-N.json` of its folder. The hook of titan/numerics/recording_hook.py writes them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titan.run_writer import run_files
-from titan.untrusted import InputError
+from titan.base.run_writer import run_files
+from titan.base.untrusted import InputError
 
 FOLDER = "recorded"
 FORMAT = 1  # another one after a change of the projections
@@ -17,7 +17,7 @@ FORMAT = 1  # another one after a change of the projections
 
 @dataclass(frozen=True)
 class RecordedTensor:
-    """Digest of a tensor of a recorded step, see titan/parallel/recorder.py.
+    """Digest of a tensor of a recorded step, see titan/numerics/recorder.py.
 
     Attributes:
         kind: "weight" before the step, "output", "output gradient", "gradient" or "update".

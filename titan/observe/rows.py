@@ -20,8 +20,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from titan.run_writer import open_to_write
-from titan.untrusted import InputError, open_regular
+from titan.base.run_writer import open_to_write
+from titan.base.untrusted import InputError, open_regular
 
 Row = dict[str, Any]
 MAX_ROWS = 4000

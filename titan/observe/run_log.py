@@ -27,8 +27,8 @@ from typing import Annotated, Any
 
 from pydantic import AllowInfNan, Field
 
-from titan.run_writer import run_files
-from titan.untrusted import Count, Finite, InputError, parse_json, read_bytes, tail_lines
+from titan.base.run_writer import run_files
+from titan.base.untrusted import Count, Finite, InputError, parse_json, read_bytes, tail_lines
 
 WASTED = ("trained", "data_wait", "validation", "checkpoint", "profiling", "quorum")
 """Parts that become `lost` when their steps are lost."""

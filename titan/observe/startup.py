@@ -9,12 +9,12 @@ from typing import Any
 
 from rich.text import Text
 
+from titan.base.hardware import MARGIN, Hardware
 from titan.config.layout import Layout, is_replica_group, keeps_gathered, replica_groups
 from titan.config.model import model_title, num_blocks, num_frozen
 from titan.config.phases import memory_of, mesh_of, phase_at, phases_of
 from titan.config.schema import JobConfig
 from titan.config.task import reads_text
-from titan.hardware import MARGIN, Hardware
 from titan.optim.schedule import learning_rate_factor, phases
 
 _MAX_WIDTH = 120  # columns of the page: longer lines are hard to read on a wide terminal

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from titan.base import flight_recorder
+from titan.base.flight_recorder import FlightRecorder
+from titan.base.signals import StopRequest
 from titan.config.schema import JobConfig
-from titan.health import flight_recorder
-from titan.health.flight_recorder import FlightRecorder
-from titan.health.memory_limit import require_address_space
-from titan.health.monitor import Monitor
-from titan.health.run_lock import RunLock
-from titan.health.signals import StopRequest
+from titan.ops.memory_limit import require_address_space
+from titan.ops.monitor import Monitor
+from titan.ops.run_lock import RunLock
 from titan.run.supervisor import Supervisor
 
 

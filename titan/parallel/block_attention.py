@@ -337,7 +337,7 @@ def prefer_backend(name: str, device_type: str) -> None:
     """
     if name == "auto":
         return
-    from titan.untrusted import InputError  # needs pydantic, which helpers alone do not
+    from titan.base.untrusted import InputError  # needs pydantic, which helpers alone do not
 
     problem = f'model.attention_backend: "{name}"'
     if compute_capability(device_type) == (0, 0):

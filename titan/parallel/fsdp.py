@@ -11,7 +11,7 @@ An example: a model of 1 embedding, 4 blocks, norm and output on 8 ranks has 6 u
 output. A block's weight of (4096, 4096) is (512, 4096) on each rank, and whole only while the block computes.
 
 Gradients are summed over ranks or averaged, as the caller says. titan's trainer sums: it divides the loss by the number of valid
-tokens of the *global* batch (titan/train_step.py), which is the same in every layout, and a mean would be wrong if ranks have
+tokens of the *global* batch (titan/step/train_step.py), which is the same in every layout, and a mean would be wrong if ranks have
 different numbers of valid tokens. torch's fully_shard averages, which is right for a loss that is a mean over each rank's own batch.
 """
 

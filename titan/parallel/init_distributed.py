@@ -13,7 +13,7 @@ import torch.distributed as dist
 from .numa import bind_to_node
 from .torch_compat import limit_gloo, set_allocator
 
-# Set by the launcher of a run on one machine: a folder that only its user can open (titan/health/rendezvous.py).
+# Set by the launcher of a run on one machine: a folder that only its user can open (titan/ops/rendezvous.py).
 STORE_FOLDER = "TITAN_STORE"
 
 

@@ -378,7 +378,7 @@ def read_schedule(file: Path | str) -> Schedule:
         ValueError: the file, at a line that the message names, is no schedule that can run.
     """
     file = Path(file)
-    from titan.untrusted import read_text  # needs pydantic, which helpers alone do not
+    from titan.base.untrusted import read_text  # needs pydantic, which helpers alone do not
 
     rows = (line.split(",") for line in read_text(file).splitlines())
     order = [_read_line(row, place=f"{file}:{n}") for n, row in enumerate(rows, 1)]

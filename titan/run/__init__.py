@@ -1,1 +1,1 @@
-"""The run around the training step."""
+"""A run around the training step: the loop, its hooks, and the program of a rank."""

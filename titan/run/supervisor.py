@@ -1,6 +1,6 @@
 """What watches over a rank of a run, from before torch is imported to the end of the process.
 
-titan/train.py knows of supervision what stands here. The entry point group `titan.supervisors` names the class that it
+titan/run/train.py knows of supervision what stands here. The entry point group `titan.supervisors` names the class that it
 uses, which is that of titan/ops.
 """
 
@@ -10,10 +10,10 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from titan.base.errors import Failure
 from titan.base.failure import RunFailure
+from titan.base.signals import StopRequest
 from titan.config.plug_ins import load_plug_ins
-from titan.health.errors import Failure
-from titan.health.signals import StopRequest
 
 if TYPE_CHECKING:  # `explain` must not need the keys of packages, which may be what is wrong
     from titan.config.schema import JobConfig

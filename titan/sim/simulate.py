@@ -14,9 +14,8 @@ from titan.config.layout import Layout
 from titan.config.model import model_config, model_title
 from titan.config.quantize import lacks_units, quantize_section
 from titan.config.schema import JobConfig, MXSection
-from titan.observe.estimate import estimate_memory
 from titan.observe.flops import utilization
-from titan.observe.routing import busiest_rank
+from titan.sim.estimate import estimate_memory
 from titan.sim.price.cost import Cost, peak_dtype, routing_exponent
 from titan.sim.price.network import Dispatch
 from titan.sim.price.profiles import Profile, load_profile
@@ -29,6 +28,7 @@ from titan.sim.replay.queues import replay
 from titan.sim.replay.timeline import Timeline
 from titan.sim.report.communication import communication
 from titan.sim.report.intervals import interval_facts, lacks_runs
+from titan.sim.routing import busiest_rank
 
 GIB = 2**30
 Facts = dict[str, Any]

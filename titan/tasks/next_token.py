@@ -33,7 +33,14 @@ from titan.data.text import (
     validation_samples,
 )
 from titan.data.tokenizer import Tokenizer, open_tokenizer
-from titan.loss import IGNORED, Kernels, LossSum, VocabularyShard, compiled_loss, logits_fn_of
+from titan.losses.loss import (
+    IGNORED,
+    Kernels,
+    LossSum,
+    VocabularyShard,
+    compiled_loss,
+    logits_fn_of,
+)
 from titan.parallel.float8 import Conversion
 from titan.parallel.mesh import submesh
 from titan.tasks.base import LossFunction, Microbatch, SampleContext, Task

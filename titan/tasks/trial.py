@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from titan.base.untrusted import InputError
 from titan.tasks.base import Task
-from titan.untrusted import InputError
 
 _NUM_LOGITS = 2**24  # of the trial: 64 MiB
 

@@ -25,6 +25,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titan.base.untrusted import read_lines
+from titan.checkpoint.saved_model import (
+    AVERAGE_OPTION,
+    LOCATION_OPTION,
+    TOKENIZER_OPTION,
+    find_checkpoint,
+    hf_job,
+    is_hf_folder,
+    load_weights,
+    open_run_tokenizer,
+    require_average,
+)
 from titan.checkpoint.storage import Location
 from titan.checkpoint.tensors import reason
 from titan.config.errors import COMMAND_LINE, ConfigError, Problem
@@ -40,24 +52,12 @@ from titan.data.rows import Chat, chat_of
 from titan.data.special_tokens import begin_ids, start_ids
 from titan.data.tokenizer import Tokenizer
 from titan.generation import Generator, streamed
-from titan.health.heartbeats import default_store
-from titan.health.launch import launch_command
+from titan.ops.heartbeats import default_store
+from titan.ops.launch import launch_command
 from titan.parallel import apply_tp, build_mesh, materialize
 from titan.parallel.init_distributed import start_process_group, usable_accelerator
-from titan.parallelize import default_dtype, torch_dtype
+from titan.step.parallelize import default_dtype, torch_dtype
 from titan.tasks import task_of
-from titan.tools.saved_model import (
-    AVERAGE_OPTION,
-    LOCATION_OPTION,
-    TOKENIZER_OPTION,
-    find_checkpoint,
-    hf_job,
-    is_hf_folder,
-    load_weights,
-    open_run_tokenizer,
-    require_average,
-)
-from titan.untrusted import read_lines
 
 
 def load_model(

@@ -17,9 +17,9 @@ from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any
 
+from titan.base.untrusted import InputError
 from titan.observe.rows import Row, RowFile, number, read_rows, run_names, runs_near, with_groups
 from titan.observe.sinks import require
-from titan.untrusted import InputError
 
 Style = dict[str, Any]
 BOLD: Style = {"linewidth": 2}

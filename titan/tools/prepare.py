@@ -16,6 +16,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from titan.base.untrusted import InputError
 from titan.config.options import add_quiet, positive
 from titan.config.plug_ins import load_plug_ins
 from titan.data import DataError
@@ -27,7 +28,6 @@ from titan.data.special_tokens import SpecialTokens
 from titan.data.tokenizer import tokenizer_named
 from titan.data.unread import unread_line
 from titan.data.writer import TokenizationSpec, write_shards
-from titan.untrusted import InputError
 
 
 class PrepareExtension:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from titan.observe.step_parts import COMMUNICATION, HOST, PARTS
-from titan.observe.trace import PHASES, Report
-from titan.observe.trace_files import TraceFileError, find_traces, read_report
+from titan.tools.trace import PHASES, Report
+from titan.tools.trace_files import TraceFileError, find_traces, read_report
 
 _MAX_RANKS = 8  # ranks to read: a large trace takes seconds
 

@@ -12,7 +12,7 @@ import torch
 from titan.data.base import Samples
 from titan.data.order import derive_key
 from titan.data.packing import Batch
-from titan.loss import IGNORED
+from titan.losses.loss import IGNORED
 from titan.tasks.next_token import NextToken
 
 

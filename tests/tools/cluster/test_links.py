@@ -46,7 +46,7 @@ class Run:
         command = [
             sys.executable,
             "-m",
-            "titan.tools.cluster.node",
+            "titan.ops.cluster.node",
             "--nnodes=2",
             "--nproc-per-node=1",
         ]

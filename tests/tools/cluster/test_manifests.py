@@ -113,7 +113,7 @@ def test_the_container(tmp_path: Path) -> None:
     words = (tmp_path / "words").read_text().split("\0")
     mounts = f"--container-mounts={ROOT}:{ROOT},/data:/data"
     assert {"--container-image=a b.sqsh", mounts, f"--container-workdir={ROOT}"} <= set(words)
-    assert words[words.index("titan.tools.cluster.node") - 2] == "python"
+    assert words[words.index("titan.ops.cluster.node") - 2] == "python"
 
 
 @pytest.mark.parametrize("kind", ["description", "folder", "container"])
@@ -234,7 +234,7 @@ def test_preflight_in_the_allocation(
     done = run_script(script, tmp_path, SLURM_NNODES=str(2 + spare))
     said = (tmp_path / "log").read_text()
     steps = [path.read_text().splitlines() for path in sorted(tmp_path.glob("step-*"))]
-    names = {"titan.tools.preflight": "preflight", "titan.train": "train"}
+    names = {"titan.ops.preflight": "preflight", "titan.train": "train"}
     assert [names[word] for words in steps for word in words if word in names] == modules, said
     assert done.returncode == code, said
     if nodes and spare:
@@ -347,7 +347,7 @@ def test_the_example_for_kubernetes() -> None:
     manifest = example("kubernetes.yaml")
     trainer = manifest["spec"]["trainer"]
     assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == trainer["numProcPerNode"]
-    assert trainer["command"] == ["python", "-m", "titan.tools.cluster.node", "-m", "titan.train"]
+    assert trainer["command"] == ["python", "-m", "titan.ops.cluster.node", "-m", "titan.train"]
     [patch] = manifest["spec"]["runtimePatches"]
     [job] = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     pod = job["template"]["spec"]["template"]["spec"]
@@ -391,7 +391,7 @@ def test_the_example_for_skypilot(tmp_path: Path) -> None:
     assert words[:-1] == [
         *(
             "-m",
-            "titan.tools.cluster.node",
+            "titan.ops.cluster.node",
             "--nnodes=4",
             "--nproc-per-node=8",
             "--rdzv-backend=titan",

@@ -1,4 +1,4 @@
-"""torchrun on one node, under signals, without Slurm: titan.tools.cluster.node."""
+"""torchrun on one node, under signals, without Slurm: titan.ops.cluster.node."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 from tests.support.hosts import Hosts, why_not
 from tests.support.jobs import ROOT
 from tests.support.runs import Run, logged_steps
-from titan.tools.cluster import node
+from titan.ops.cluster import node
 
 PROGRAM = [
     "-m",
-    "titan.tools.cluster.node",
+    "titan.ops.cluster.node",
     "--standalone",
     "--nproc-per-node=2",
     "-m",
@@ -100,7 +100,7 @@ def test_the_address_of_the_store(
 
 PREPARE = """
 import json, os, resource, socket, sys
-from titan.tools.cluster import node
+from titan.ops.cluster import node
 soft, hard, own = map(int, sys.argv[1:])
 for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK):
     resource.setrlimit(kind, (soft, hard))

@@ -175,7 +175,7 @@ def test_a_crash(slurm: Slurm, straight: Path, tmp_path: Path) -> None:
 
 
 def is_rank(command_line: str) -> bool:
-    return "titan.train" in command_line and "titan.tools.cluster.node" not in command_line
+    return "titan.train" in command_line and "titan.ops.cluster.node" not in command_line
 
 
 def test_scancel_is_final(slurm: Slurm, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from titan.config.base import NonNegative, Section
 
 
 class AverageSection(Section):
-    """An exponential moving average of the weights, beside them (titan/optim/average.py has the formula)."""
+    """An exponential moving average of the weights, beside them (titan/contrib/averages/average.py has the formula)."""
 
     enable: bool = False
     """Keep the average, in float32 and sharded as the weights are. Checkpoints hold it, and pictures or

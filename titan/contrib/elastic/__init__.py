@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from titan.hook import Hook
-    from titan.progress import RunProgress
+    from titan.run.hook import Hook
+    from titan.run.progress import RunProgress
 
 
 def hook(run: RunProgress) -> Hook | None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from titan.checkpoint.identity import leaves
 from titan.config.toml import KeyPath, format_value, key_text, tomllib
-from titan.parallel.replicas import ReplicaError
+from titan.ops.replicas import ReplicaError
 
 # Quorums in a row whose groups cannot connect. A group that would join ends after two (replica_groups.py), so before the others.
 MOST_APART = 3

@@ -19,15 +19,15 @@ from pathlib import Path
 from threading import Thread
 from typing import IO, Any
 
-from titan import hardware
+from titan.base import hardware
+from titan.base.run_writer import write_text_atomically
+from titan.base.signals import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR
+from titan.base.untrusted import InputError
 from titan.config.errors import COMMAND_LINE, ConfigError, Problem
 from titan.config.load import load_from_argv
 from titan.config.options import positive
 from titan.config.schema import JobConfig
-from titan.health.launch import FORWARDED, LaunchExtension, environment
-from titan.health.signals import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR
-from titan.run_writer import write_text_atomically
-from titan.untrusted import InputError
+from titan.ops.launch import FORWARDED, LaunchExtension, environment
 
 from .section import groups_of
 

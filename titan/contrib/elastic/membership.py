@@ -23,16 +23,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from titan.base.untrusted import InputError
 from titan.config.render import to_toml
 from titan.data.base import ShardSpec
-from titan.hook import Hook
-from titan.hooks.checkpointing import Checkpointing
-from titan.hooks.step_limit import StepLimit
 from titan.observe.clock import Window
 from titan.optim.optimizers import allocate_state
-from titan.progress import RunProgress
-from titan.train_step import StepReport
-from titan.untrusted import InputError
+from titan.run.checkpointing import Checkpointing
+from titan.run.hook import Hook
+from titan.run.progress import RunProgress
+from titan.run.step_limit import StepLimit
+from titan.step.train_step import StepReport
 
 from .agreement import differences
 from .replica_groups import ReplicaGroups

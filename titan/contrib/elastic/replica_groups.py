@@ -40,7 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan.untrusted import InputError
+from titan.base.untrusted import InputError
 
 from .agreement import MOST_APART, GroupLeaves, apart, require_same_samples
 from .healing import Healing

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from titan.config.options import positive
 from titan.config.schema import JobConfig
-from titan.tools.cluster.slurm import SlurmExtension
+from titan.ops.cluster.slurm import SlurmExtension
 
 
 class GroupScripts(SlurmExtension):

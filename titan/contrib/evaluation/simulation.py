@@ -5,9 +5,9 @@ from __future__ import annotations
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
+from titan.contrib.evaluation.examples import read_task
+from titan.contrib.evaluation.passes import UNIT, plan_passes
 from titan.data import DataError
-from titan.data.examples import read_task
-from titan.data.passes import UNIT, plan_passes
 from titan.data.tokenizer import open_tokenizer
 from titan.sim.extension import SimExtension
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from titan.base.untrusted import InputError, read_json
 from titan.config.errors import ConfigError
 from titan.config.load import load_from_argv
 from titan.config.model import family, model_config
@@ -26,7 +27,6 @@ from titan.config.render import to_toml
 from titan.sim.price.profiles import Profile, load_profile
 from titan.sim.report.text import check_target, columns, mistake
 from titan.sim.search.auto import choose
-from titan.untrusted import InputError, read_json
 
 from . import picture
 from .cli import load_law

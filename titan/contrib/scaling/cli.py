@@ -7,10 +7,10 @@ import json
 from importlib.metadata import version
 from pathlib import Path
 
+from titan.base.untrusted import parse_json, read_bytes
 from titan.config.options import TRUST_OPTION, command_parser, positive, whole
 from titan.observe.sinks import require
 from titan.sim.report.text import require_writable
-from titan.untrusted import parse_json, read_bytes
 
 from . import picture
 from . import runs as reading

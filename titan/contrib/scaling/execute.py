@@ -10,10 +10,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from titan.hardware import count_accelerators
-from titan.health.run_lock import RunLock, RunLocked
+from titan.base.hardware import count_accelerators
+from titan.base.untrusted import InputError
+from titan.ops.run_lock import RunLock, RunLocked
 from titan.tools.ray_cluster import connect
-from titan.untrusted import InputError
 
 from .trials import Trial
 

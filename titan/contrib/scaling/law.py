@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from titan.untrusted import Finite
+from titan.base.untrusted import Finite
 
 Array = NDArray[np.float64]
 HUBER = 1e-3  # Hoffmann et al., of the logarithm of the loss

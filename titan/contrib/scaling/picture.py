@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from titan.base.untrusted import InputError
 from titan.observe.sinks import require
 from titan.sim.report.text import require_writable
-from titan.untrusted import InputError
 
 from .law import Fit, Run
 

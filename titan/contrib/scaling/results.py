@@ -11,9 +11,9 @@ from pathlib import Path
 from statistics import fmean, variance
 from typing import Any
 
+from titan.base.run_folder import read_status
+from titan.base.untrusted import InputError
 from titan.observe.rows import final_loss, read_rows
-from titan.run_folder import read_status
-from titan.untrusted import InputError
 
 from .trials import Trial
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from statistics import correlation
 from typing import Any
 
+from titan.base.untrusted import InputError, printable, read_text
 from titan.config.load import load_config
 from titan.config.model import model_config
 from titan.config.permissions import without_permissions
 from titan.config.schema import JobConfig
 from titan.observe.rows import final_loss, number, read_rows, runs_near
-from titan.untrusted import InputError, printable, read_text
 
 from .law import Law, Run
 

@@ -6,10 +6,10 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
+from titan.base.untrusted import InputError
 from titan.checks.rules import load_to_run
 from titan.config.options import JOB, command_parser, positive
 from titan.config.schema import JobConfig
-from titan.untrusted import InputError
 
 from . import execute, picture, results, trials
 from .trials import Trial

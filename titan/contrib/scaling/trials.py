@@ -10,11 +10,11 @@ from itertools import product
 from pathlib import Path
 from zlib import crc32
 
+from titan.base.run_folder import read_status
+from titan.base.untrusted import InputError, read_json
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
-from titan.run_folder import read_status
 from titan.sim.report.text import mistake
-from titan.untrusted import InputError, read_json
 
 INDEX = "sweep.json"
 _SEED = "debug.seed"

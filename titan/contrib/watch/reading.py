@@ -19,8 +19,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from titan.base.untrusted import InputError, open_regular
 from titan.observe.rows import MAX_ROWS, LineFile, Row, RowFile, number, parse, runs_near
-from titan.untrusted import InputError, open_regular
 
 if sys.version_info >= (3, 11):
     import tomllib

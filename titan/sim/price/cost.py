@@ -17,12 +17,12 @@ from statistics import fmean, linear_regression
 from typing import Any
 
 from titan.config.schema import JobConfig
-from titan.observe.routing import read_shares
 from titan.sim.price.library import tables
 from titan.sim.price.measured import SPAN_S, Tables
 from titan.sim.price.network import Dispatch, TransferPrice, price_transfer
 from titan.sim.price.profiles import Profile, on_curve
 from titan.sim.record.trace import RECURRENCE_CHUNK, Group, Kernel, Transfer
+from titan.sim.routing import read_shares
 
 _QUERY_BLOCK = 128
 """Queries that one thread block of FlashAttention-2 handles."""

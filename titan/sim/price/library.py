@@ -20,9 +20,9 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any, NamedTuple
 
+from titan.base.hardware import by_name
+from titan.base.run_writer import write_text_atomically
 from titan.data import default_cache_folder
-from titan.hardware import by_name
-from titan.run_writer import write_text_atomically
 from titan.sim.price.measured import (
     ALIGNED,
     LARGE_FLOPS,
@@ -43,7 +43,7 @@ class CardSource(NamedTuple):
 
     Attributes:
         folder: Folder of the card.
-        device: Row of titan/hardware.py, whose peaks the roofline has.
+        device: Row of titan/base/hardware.py, whose peaks the roofline has.
         vllm: Version of vLLM, whose products in 16 bits (torch's linear layer) and attention were measured.
         trtllm: Version of TensorRT-LLM, whose products in 16 and in 8 bits (cuBLAS, as torch's) and experts were measured.
         nccl: Version of NCCL.

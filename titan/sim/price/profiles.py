@@ -2,7 +2,7 @@
 
 A profile is a TOML file, by name in titan/sim/hardware/ or by its path (`titan sim --calibrate`
 writes such a file). `base` names another profile whose figures it takes over; every figure that it
-states itself needs a line in [sources]. Peak rates and memory come from titan/hardware.py, by
+states itself needs a line in [sources]. Peak rates and memory come from titan/base/hardware.py, by
 `device`, unless the file states them.
 
 An achievable share is the share of the peak that a kernel's inner loop reaches while the device is
@@ -23,9 +23,9 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from titan.base.hardware import HARDWARE, MARGIN, by_name
 from titan.config.errors import ConfigError, Problem, choose, did_you_mean, key_text
 from titan.config.toml import read_toml
-from titan.hardware import HARDWARE, MARGIN, by_name
 from titan.sim.price.library import SOURCES, tables
 from titan.sim.price.measured import BUS
 
@@ -104,7 +104,7 @@ class Profile(BaseModel):
 
     name: str
     device: str = ""
-    """Row of titan/hardware.py that peaks and memory are taken from."""
+    """Row of titan/base/hardware.py that peaks and memory are taken from."""
     is_cpu: bool = False
     """Whether jobs run on CPUs, which decides the meaning of training.mixed_precision_param = "auto"."""
     peak_tflops: Annotated[dict[str, Rate], AfterValidator(_known_dtypes)]

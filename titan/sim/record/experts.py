@@ -3,7 +3,7 @@
 A run asks the device once for each layer (`titan.parallel.token_order.host_counts`), and the host waits
 for the answer. A recording assumes that each rank sends equally many tokens to every rank, and that
 the current rank is the busiest rank of each layer: it receives `busiest` times the tokens that it
-sends, as titan.observe.routing says. All its experts get equal shares.
+sends, as titan.sim.routing says. All its experts get equal shares.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Recording of one program by one rank: its construction, its steps, and its marks for clipping, updates and states.
 
-The program is that of titan.train_step.build_train_step, or the result of a script's build function
+The program is that of titan.step.train_step.build_train_step, or the result of a script's build function
 (script.py). The optimizer of a job makes its states first, as in the first step. If a step then
 ends everything that it begins and refers to nothing before it, every later step is like it. In
 other cases, and always for scripts, a second step runs: by then the first step has learned the
@@ -19,14 +19,14 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from titan import train_step as module
 from titan.config.layout import Layout
 from titan.config.schema import JobConfig
 from titan.optim.adam import local
 from titan.parallel.init_weights import canonical_name
-from titan.resolved import ResolvedJob, resolve_job
 from titan.sim.record.microbatches import Microbatches, wrap_part
 from titan.sim.record.trace import BEGINS, Allocate, Event, Free, Trace, number_of
+from titan.step import train_step as module
+from titan.step.resolved import ResolvedJob, resolve_job
 
 
 @dataclass

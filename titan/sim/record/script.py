@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan.untrusted import InputError
+from titan.base.untrusted import InputError
 
 
 @dataclass(frozen=True)

@@ -25,13 +25,12 @@ from typing import Any
 
 import titan
 import titan.models
+from titan.base.run_writer import write_atomically
 from titan.config.layout import Layout, stage_split
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
 from titan.data import default_cache_folder
-from titan.observe.routing import busiest_rank
 from titan.parallel.traits import USUAL_ENDS, ends_of
-from titan.run_writer import write_atomically
 from titan.sim.record import trace as events
 from titan.sim.record.host_time import with_paces
 from titan.sim.record.ranks import remap_ranks
@@ -39,6 +38,7 @@ from titan.sim.record.repeat import BlocksDiffer, CannotRepeat, Depth, Recorded,
 from titan.sim.record.segments import LAYER, SECTIONS
 from titan.sim.record.trace import Trace, scope_of
 from titan.sim.record.trace_jobs import Job, Prepare, distinct_ranks, trace_jobs
+from titan.sim.routing import busiest_rank
 
 logger = logging.getLogger("titan")
 

@@ -26,15 +26,15 @@ from pathlib import Path
 from typing import Any
 
 import titan
+from titan.base.untrusted import InputError
 from titan.checks.rules import resolve_layout
 from titan.config.layout import Layout
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
-from titan.observe.routing import busiest_rank
 from titan.sim.record.repeat import CannotRepeat
 from titan.sim.record.script import Script
 from titan.sim.record.trace import Trace
-from titan.untrusted import InputError
+from titan.sim.routing import busiest_rank
 
 Prepare = Callable[..., None]
 """Function of a module (so that it pickles) that changes torch or the model in a recording process, before the program is built."""
@@ -197,11 +197,11 @@ def world_of(job: Job) -> object:
 
 def _prepare(job: Job, layout: Layout, tracer: Any) -> None:
     """Replace the functions that titan's own program finds in its modules."""
-    from titan import train_step as module
     from titan.sim.record import torch_compat
     from titan.sim.record.experts import assume_token_counts
     from titan.sim.record.microbatches import track_actions
     from titan.sim.record.program import cache_by_program
+    from titan.step import train_step as module
 
     config = job.programs[0]
     module.initialize = lambda *_, **__: None  # drawing weights leaves nothing behind
@@ -265,7 +265,7 @@ def _describe(error: Exception, tracer: Any, rank: int) -> str:
 
 # ---- children ----------------------------------------------------------------------------------
 
-_PRELOAD = ["titan.train_step", "titan.sim.record.fake_world", "titan.sim.record.tracer"]
+_PRELOAD = ["titan.step.train_step", "titan.sim.record.fake_world", "titan.sim.record.tracer"]
 
 
 def trace_jobs(

@@ -12,7 +12,7 @@ from math import floor
 from typing import Any
 
 from titan.config.schema import JobConfig
-from titan.observe.routing import most_imbalance
+from titan.sim.routing import most_imbalance
 from titan.sim.simulate import Simulation, simulate
 
 _TRIES = 4

@@ -22,7 +22,7 @@ from titan.checkpoint.interval import (
 from titan.config.model import model_config
 from titan.config.phases import mesh_of
 from titan.config.schema import JobConfig
-from titan.observe.estimate import estimate_memory
+from titan.sim.estimate import estimate_memory
 from titan.sim.extension import sim_extensions
 from titan.sim.report.text import duration
 from titan.sim.simulate import Facts, Simulation

@@ -18,6 +18,9 @@ from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 
+from titan.base.hardware import count_accelerators, recognise
+from titan.base.run_writer import write_text_atomically
+from titan.base.untrusted import InputError, read_json
 from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
 from titan.config.layout import AXES, is_replica_group
@@ -26,8 +29,6 @@ from titan.config.options import is_quiet
 from titan.config.schema import JobConfig
 from titan.config.toml import read_toml
 from titan.data import default_cache_folder
-from titan.hardware import count_accelerators, recognise
-from titan.run_writer import write_text_atomically
 from titan.sim.price.profiles import Profile, load_profile
 from titan.sim.record.trace_cache import source_hash
 from titan.sim.report.text import say
@@ -36,7 +37,6 @@ from titan.sim.search.command import settings_overlay
 from titan.sim.search.point import Point
 from titan.sim.search.reasons import reason
 from titan.sim.search.variants import Variant
-from titan.untrusted import InputError, read_json
 
 FILE = "layout.toml"
 _MOST = 12  # layouts that are simulated until one fits

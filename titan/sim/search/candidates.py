@@ -6,7 +6,7 @@ simulator's. The formula is
     seconds = (FLOPs, with recomputation / achievable rate + TP's gathers and scatters) / (1 - bubble)
               + FSDP's transfers, beyond the part of the computation that hides them
 
-Candidates that titan.observe.estimate finds far too big are left out.
+Candidates that titan.sim.estimate finds far too big are left out.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from titan.config.load import load_from_argv
 from titan.config.model import model_config
 from titan.config.phases import longest_sequence
 from titan.config.schema import JobConfig
-from titan.observe.estimate import estimate_memory, stacked_params
 from titan.parallel.schedules import build_schedule, stages_per_rank
+from titan.sim.estimate import estimate_memory, stacked_params
 from titan.sim.price.profiles import Profile
 from titan.sim.search.point import ALSO, RESHARD, Kind, Point, distance
 from titan.sim.search.variants import Search

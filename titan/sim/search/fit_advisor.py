@@ -10,12 +10,12 @@ from titan.config.errors import divisors
 from titan.config.layout import AXES, Layout
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
-from titan.observe.routing import most_imbalance
 from titan.sim.price.profiles import Profile, load_profile, profile_names
 from titan.sim.record.trace_jobs import TraceError
 from titan.sim.replay.queues import ReplayError
 from titan.sim.report.phases import simulate_phases
 from titan.sim.report.text import duration, say, speed_range, uneven_routing, verdict
+from titan.sim.routing import most_imbalance
 from titan.sim.search.variants import Search, Variant
 from titan.sim.simulate import HardwareError, facts
 

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from titan.base.hardware import MARGIN
 from titan.checks.rules import check_to_run, resolve_layout
 from titan.config.errors import ConfigError
 from titan.config.load import load_from_argv
 from titan.config.phases import Phase, phases_of
-from titan.hardware import MARGIN
 from titan.sim.price.profiles import Profile
 from titan.sim.record.ranks import remap_ranks
 from titan.sim.record.trace import Trace, no_garbage_collection

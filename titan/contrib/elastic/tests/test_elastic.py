@@ -21,13 +21,13 @@ import torch
 
 from tests.support.jobs import ROOT, job
 from tests.support.runs import logged_rows, logged_steps, saved_tensors
+from titan.base.untrusted import InputError
 from titan.checks.rules import check
 from titan.cli import main
 from titan.config.load import load_from_argv
 from titan.contrib.elastic import membership
 from titan.contrib.elastic.section import groups_of
-from titan.hooks.step_limit import StepLimit
-from titan.untrusted import InputError
+from titan.run.step_limit import StepLimit
 
 sys.path.append(str(ROOT / "scripts"))
 import elastic_drill as drill
@@ -453,7 +453,7 @@ def environments_of_groups(monkeypatch: pytest.MonkeyPatch, *options: str) -> li
         found.append((group.variables, group.command))
         group.process = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
 
-    monkeypatch.setattr("titan.hardware.count_accelerators", lambda: 8)
+    monkeypatch.setattr("titan.base.hardware.count_accelerators", lambda: 8)
     monkeypatch.setattr(launch_groups._Group, "_start", start)
     arguments = [str(ROOT / JOB[0]), "--checkpoint.enable=true", "--training.dataset=synthetic"]
     arguments += ["--fault_tolerance.lighthouse=http://x:1", "--training.global_batch_size=-1"]
@@ -501,7 +501,7 @@ def test_groups_that_would_share_gpus_are_refused(
     options: list[str],
     message: str,
 ) -> None:
-    monkeypatch.setattr("titan.hardware.count_accelerators", lambda: 8)
+    monkeypatch.setattr("titan.base.hardware.count_accelerators", lambda: 8)
     assert (
         main(["train", str(ROOT / JOB[0]), "--checkpoint.enable=true", "--elastic", *options]) == 2
     )
@@ -515,7 +515,7 @@ def test_groups_that_would_share_gpus_are_refused(
 def test_nccl_leaves_it_to_the_groups_to_go_on(
     monkeypatch: pytest.MonkeyPatch, enable: bool, of_user: str | None, expected: str | None
 ) -> None:
-    from titan import trainer
+    from titan.run import trainer
 
     name, found = "TORCH_NCCL_ASYNC_ERROR_HANDLING", []
     monkeypatch.setenv(name, of_user or "")

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from titan.base.untrusted import InputError
 from titan.cli import main as titan
 from titan.contrib.scaling import budget
 from titan.contrib.scaling import runs as reading
 from titan.contrib.scaling.cli import load_law
 from titan.contrib.scaling.law import Law, Run, fit
-from titan.untrusted import InputError
 
 # Hoffmann et al. 2022, approach 3.
 HOFFMANN = Law(E=1.69, A=406.4, B=410.7, a=0.34, b=0.28)

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
+from titan.base.untrusted import InputError
 from titan.cli import main as titan
 from titan.config.load import load_config
 from titan.contrib.scaling import results, trials
 from titan.contrib.scaling.execute import run_here, run_on_ray
 from titan.contrib.scaling.results import Setting
-from titan.health.run_lock import RunLock
-from titan.untrusted import InputError
+from titan.ops.run_lock import RunLock
 
 JOB = """
 [model]

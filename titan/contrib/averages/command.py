@@ -1,0 +1,140 @@
+"""Command `titan average STEP_DIR... --output OUT [--weights W,...]`.
+
+It writes the mean of the weights of checkpoints of one model. The mean of checkpoints of one run,
+or of runs from one start, is often a better model than each of them (arXiv:2203.05482). OUT is a
+run folder with one step, for `titan generate`, `titan convert to-hf` and
+`checkpoint.initial_load_path`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor
+
+from titan.base.failure import RunFailure
+from titan.base.untrusted import InputError
+from titan.checkpoint import CheckpointError
+from titan.checkpoint import manager as checkpoints
+from titan.checkpoint.identity import require_one_tokenizer
+from titan.checkpoint.manifest import list_steps
+from titan.checkpoint.saved_model import find_saved
+from titan.checkpoint.storage import Location, as_location, join, name_of
+from titan.config.render import to_toml
+from titan.config.schema import CheckpointSection
+from titan.data.tokenizer_files import FOLDER, read_asset, with_tokenizer, write_files
+from titan.huggingface.convert import check_new, mapped
+
+
+def average(sources: Sequence[Location], output: Path, *, weights: Sequence[float] = ()) -> str:
+    """Write the mean of the steps' weights, summed in float32 and stored with the dtype of the last step.
+
+    Args:
+        sources: steps, or run folders, which stand for their newest step.
+        output: new run folder.
+        weights: a positive number for each source; (): equal weights.
+
+    Returns:
+        A message.
+
+    Raises:
+        InputError: the number of weights is wrong, or a weight is not positive.
+    """
+    check_new(output)
+    weights = list(weights) or [1.0] * len(sources)
+    if len(weights) != len(sources):
+        raise InputError(f"{len(weights)} weights for {len(sources)} checkpoints")
+    if min(weights) <= 0:
+        raise InputError("weights must be positive")
+    found = [find_saved(source) for source in sources]
+    # No key of the job is obeyed: it is copied, with its permissions, which no tool gives.
+    steps, (config, folder, last) = [step for *_, step in found], found[-1]
+    config = with_tokenizer(config, run=folder)
+    require_one_tokenizer(steps)
+    shapes = {k: v for k, v in checkpoints.stored_shapes(last).items() if k.startswith("model.")}
+    saved = checkpoints.read_metadata(last, "step", "tokens")
+    metadata = {key: saved[key] for key in ("format", "step", "tokens", "text") if key in saved}
+    # The folder of a job may be elsewhere.
+    here = config.checkpoint.model_copy(update={"folder": "checkpoint"})
+    config = config.model_copy(update={"checkpoint": here})
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=output.parent, prefix=".averaging-") as temporary:
+        state = {
+            name: _mean(name, shape, dtype, steps, weights, file=Path(temporary) / name)
+            for name, (shape, dtype) in shapes.items()
+        }
+        manager = checkpoints.CheckpointManager(CheckpointSection(), run_dir=output)
+        facts = {"data": {}, "model_only": True, "config": to_toml(config)}
+        written = manager.save(saved["step"], state, metadata=metadata | facts)
+    (output / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    run = Path(str(last)).parents[1]
+    if files := list((run / FOLDER).glob("[!.]*")):  # read_asset refuses links out of it
+        write_files({f.name: read_asset(f) for f in files}, output / FOLDER)
+    return f"{written}: the mean of {', '.join(name_of(step) for step in steps)}"
+
+
+def _mean(
+    name: str,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    steps: Sequence[Location],
+    weights: Sequence[float],
+    *,
+    file: Path,
+) -> Tensor:
+    """Return the mean of a tensor, in a file's memory. An integer tensor is the last step's."""
+    total = torch.zeros(shape, dtype=torch.float32 if dtype.is_floating_point else dtype)
+    for step, weight in zip(steps, weights, strict=True):
+        state = {name: torch.empty_like(total)}
+        checkpoints.load(step, state)
+        if dtype.is_floating_point:
+            total.add_(state[name], alpha=weight / sum(weights))
+        else:
+            total = state[name]
+    kept = mapped(file, shape, dtype) if total.numel() else total
+    return kept.copy_(total)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command. Return its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="titan average", description="Write the mean of the weights of checkpoints."
+    )
+    add = parser.add_argument
+    help_ = "a step-N folder or its URL, or a run folder (its newest step, or --last)"
+    add("sources", nargs="+", type=as_location, metavar="STEP_DIR", help=help_)
+    add("--output", type=Path, metavar="OUT", required=True, help="a new folder")
+    add("--weights", metavar="W,...", help="a number for each checkpoint; default: equal ones")
+    add("--last", type=int, metavar="N", help="the newest N steps of the one folder that is named")
+    args = parser.parse_args(argv)
+    try:
+        sources: list[Location] = args.sources
+        if args.last is not None:
+            sources = _newest(sources, args.last)
+        weights = [float(weight) for weight in (args.weights or "").split(",") if weight]
+        print(average(sources, args.output, weights=weights))
+    except (RunFailure, ValueError) as error:
+        print(f"titan average: {error}", file=sys.stderr)
+        return error.exit_code if isinstance(error, RunFailure) else 2
+    return 0
+
+
+def _newest(sources: Sequence[Location], count: int) -> list[Location]:
+    [folder, *others] = sources
+    if others or count < 1:
+        raise InputError("--last N takes one run folder, and N of at least 1")
+    found = [
+        (step, join(at, f"step-{step}"))
+        for at in (folder, join(folder, "checkpoint"))
+        for step in list_steps(at)
+    ]
+    if len(found) < count:
+        raise CheckpointError(
+            f"{folder} holds {len(found)} steps, and --last {count} wants {count}"
+        )
+    return [step for _, step in sorted(found, key=lambda item: item[0])[-count:]]

@@ -1,1 +1,0 @@
-"""Pictures that the demos of diffusion and of vision and language draw."""

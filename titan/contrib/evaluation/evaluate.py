@@ -1,0 +1,271 @@
+"""Command `titan evaluate FOLDER --tasks NAME,FILE.jsonl,... [--nproc N]`: scores of tasks with a model.
+
+The model is a checkpoint or a Hugging Face folder. A job of N ranks lays it out, FSDP unless
+`--parallelism.KEY=VALUE` changes that, and [[evaluation]] scores it as during a run. Tasks that are
+neither shipped nor files belong to an installed package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from itertools import starmap
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from titan.checkpoint.model_folders import model_folders
+from titan.checkpoint.saved_model import (
+    AVERAGE_OPTION,
+    LOCATION_OPTION,
+    TOKENIZER_OPTION,
+    find_checkpoint,
+    hf_job,
+    is_hf_folder,
+    load_text,
+    load_weights,
+    open_run_tokenizer,
+    require_average,
+    require_text,
+)
+from titan.checkpoint.storage import Location
+from titan.checks.rules import check_to_run
+from titan.config.layout import Layout
+from titan.config.options import TRUST_OPTION, command_parser, positive, whole
+from titan.config.plug_ins import load_plug_ins
+from titan.config.render import to_toml
+from titan.config.schema import JobConfig
+from titan.contrib.evaluation.examples import ExampleTask, is_file, read_task, shipped
+from titan.contrib.evaluation.scoring import Scorer
+from titan.data import DataError
+from titan.ops.launch import launch_command
+
+# Tokens of a text for a Hugging Face folder: at most, and without max_position_embeddings, as in the harness.
+_MAX_LENGTH, _UNKNOWN_LENGTH = 8192, 2048
+_ARGUMENTS = "FOLDER --tasks NAME,FILE.jsonl,... [--nproc N] [--section.key=value ...]"
+
+
+class EvaluateExtension:
+    """More tasks of `titan evaluate`.
+
+    A package registers a subclass under the entry point group `titan.extensions` as evaluate.NAME (titan/config/plug_ins.py).
+    about: the tasks, for --help.
+    """
+
+    about = ""
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        """Add options to the command."""
+
+    def check(self, names: Sequence[str], args: argparse.Namespace, *, what: str) -> None:
+        """Raise DataError for a name that is no task of this package. what: why titan has not the first of them."""
+
+    def evaluate(
+        self, scorer: Scorer, names: Sequence[str], args: argparse.Namespace
+    ) -> dict[str, float]:
+        """Return the figures of tasks by name. Every rank calls this."""
+        return {}
+
+
+def extensions() -> list[EvaluateExtension]:
+    """Return an instance of each extension that is installed."""
+    return [extension() for extension in load_plug_ins("titan.extensions", of="evaluate")]
+
+
+def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the command line. Return the command's options, and the overrides of the job."""
+    parser = command_parser("evaluate", _ARGUMENTS, summary=main.__doc__ or "")
+    add = parser.add_argument
+    add("folder", metavar="FOLDER", **LOCATION_OPTION)
+    names = [*shipped(), ".jsonl files (docs/evaluation.md)", *(e.about for e in extensions())]
+    add("--tasks", required=True, metavar="A,B", help=", ".join(names))
+    add("--average", **AVERAGE_OPTION)
+    add("--nproc", type=positive, default=1, metavar="N", help="processes; default: 1")
+    add("--num-examples", type=whole, default=0, metavar="N", help="of each task; default: all")
+    for extension in extensions():
+        extension.add_options(parser)
+    add("--batch-size", type=positive, default=8, metavar="B", help="rows of a rank; default: 8")
+    add("--tokenizer", **TOKENIZER_OPTION)
+    add("--trust-remote-code", **TRUST_OPTION)
+    add("--json", type=Path, metavar="FILE", help="also write the figures there")
+    args, overrides = parser.parse_known_args(argv)
+    return args, [override.removeprefix("--") for override in overrides]
+
+
+class Weights(NamedTuple):
+    """Location of weights, with the job and the layout of their model.
+
+    Attributes:
+        config: job with the model.
+        layout: layout of the ranks.
+        where: step or Hugging Face folder.
+    """
+
+    config: JobConfig
+    layout: Layout
+    where: Location
+
+
+def find_weights(
+    where: Location,
+    overrides: Sequence[str],
+    *,
+    tokenizer: str,
+    world_size: int,
+    trust_remote_code: bool = False,
+) -> Weights:
+    """Find the weights of a folder.
+
+    Args:
+        where: as for `find_checkpoint`; or a Hugging Face folder. A step that is both is read
+            as a step.
+        overrides: overrides of the job's keys, such as "training.seq_len=128".
+        tokenizer: as for `find_checkpoint`.
+        world_size: number of ranks.
+        trust_remote_code: as for `find_checkpoint`.
+
+    Raises:
+        InputError: the folder cannot be read.
+        ConfigError: the job is wrong.
+    """
+    if is_hf_folder(step := where):
+        run = hf_job(where, tokenizer=tokenizer)
+        training = run.training.model_copy(update={"seq_len": hf_length(where)})
+        run = run.model_copy(update={"training": training})
+    else:
+        run, step = find_checkpoint(where, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
+    require_text(run)
+    # The model and its text are the run's, but not the training: one process can score a model of many ranks.
+    keys = {
+        "model": run.model.model_dump(exclude={"converters", "freeze"}),
+        "tokenizer": run.tokenizer.model_dump(),
+        "data": run.data.model_dump(include={"add_bos"}),
+        "training": run.training.model_dump(include={"seq_len"}),
+    }
+    text = to_toml(JobConfig.model_validate(keys))
+    config = load_text(text, name=str(step), overrides=overrides)
+    open_run_tokenizer(config)  # before the ranks start, which takes longer
+    return Weights(config, check_to_run(config, world_size=world_size), step)
+
+
+def hf_length(where: Location) -> int:
+    """Return the length of texts for the model of a Hugging Face folder, in tokens.
+
+    It is the number of the model's positions, but at most 8,192.
+    """
+    positions = model_folders().num_positions(Path(str(where)))
+    return _UNKNOWN_LENGTH if positions is None else min(positions, _MAX_LENGTH)
+
+
+def split_tasks(args: argparse.Namespace) -> tuple[list[ExampleTask], list[str]]:
+    """Split the tasks of the command line.
+
+    Returns:
+        Tasks that titan reads, and names of packages' tasks.
+
+    Raises:
+        DataError: a task is unknown.
+    """
+    names = [name.strip() for name in args.tasks.split(",") if name.strip()]
+    ours = [name for name in names if is_file(name) or name in shipped()]
+    theirs = [name for name in names if name not in ours]
+    tasks = [read_task(name, num_examples=args.num_examples) for name in ours]
+    if not names:
+        raise DataError("--tasks: names no task")
+    if theirs:
+        what = f'"{theirs[0]}" is none of {", ".join(shipped())} and no .jsonl file'
+        if not extensions():
+            raise DataError(f"--tasks: {what}")
+        for extension in extensions():
+            extension.check(theirs, args, what=what)
+    return tasks, theirs
+
+
+def build_scorer(weights: Weights, *, device: Any, average: bool = False) -> Scorer:
+    """Build the scorer of texts for a model. All ranks call it, in a process group.
+
+    Args:
+        weights: weights of the model.
+        device: this rank's device.
+        average: whether to load the average of the weights.
+    """
+    from titan.parallel import build_mesh
+    from titan.parallel.block_attention import prefer_backend
+    from titan.step.resolved import resolve_job
+    from titan.step.train_step import build_train_step
+
+    config = weights.config
+    prefer_backend(config.model.attention_backend, device.type)
+    mesh = build_mesh(device.type, **weights.layout.degrees)
+    job = resolve_job(config, weights.layout, device=device.type)
+    train_step = build_train_step(job, device=device, mesh=mesh)
+    parts, name = train_step.model_parts, config.model.name
+    load_weights(weights.where, parts, name=name, sizes=job.sizes, average=average)
+    tokenizer = job.task.tokenizer
+    assert tokenizer is not None, "a task without text"
+    return Scorer(train_step, tokenizer)
+
+
+def score(scorer: Scorer, args: argparse.Namespace) -> dict[str, float]:
+    """Score all tasks. Every rank calls it.
+
+    Args:
+        scorer: scorer of texts.
+        args: options of the command.
+
+    Returns:
+        Figures by "task/name". Only the first rank of a node gets the figures of packages' tasks.
+    """
+    tasks, theirs = split_tasks(args)
+    figures = {}
+    for task in tasks:
+        found = task.figures(
+            scorer.score([*starmap(scorer.row, task.pairs)], batch=args.batch_size)
+        )
+        figures |= {f"{task.name}/{name}": value for name, value in found.items()}
+    for extension in extensions() if theirs else ():
+        figures |= extension.evaluate(scorer, theirs, args)
+    return figures
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Score tasks with a checkpoint or a Hugging Face folder, on one process or several."""
+    argv = sys.argv[1:] if argv is None else argv
+    args, overrides = parse(argv)
+    is_launcher = "RANK" not in os.environ and args.nproc > 1
+    world_size = args.nproc if is_launcher else int(os.environ.get("WORLD_SIZE", 1))
+    split_tasks(args)  # mistakes are reported before the ranks start
+    if args.json and not args.json.absolute().parent.is_dir():
+        raise DataError(f"--json {args.json}: there is no such folder")
+    weights = find_weights(
+        args.folder,
+        overrides,
+        tokenizer=args.tokenizer,
+        world_size=world_size,
+        trust_remote_code=args.trust_remote_code,
+    )
+    if args.average:
+        require_average(weights.where)
+    if is_hf_folder(weights.where) and (is_launcher or "RANK" not in os.environ):
+        length = weights.config.training.seq_len
+        print(f"texts have up to {length:,} tokens (--training.seq_len)", file=sys.stderr)
+    if is_launcher:
+        return launch_command("evaluate", argv, num_processes=args.nproc)
+    from titan.parallel.init_distributed import start_process_group
+
+    config = weights.config
+    device = start_process_group(
+        init_timeout_s=config.comm.init_timeout_seconds,
+        expandable_segments=config.training.expandable_segments,
+        numa_binding=config.comm.numa_binding,
+    )
+    scorer = build_scorer(weights, device=device, average=args.average)
+    figures = score(scorer, args)
+    if os.environ.get("RANK", "0") == "0":
+        width = max(map(len, figures), default=0)
+        print("\n".join(f"{name:<{width}}  {value:.6f}" for name, value in figures.items()))
+        if args.json:
+            args.json.write_text(json.dumps(figures, indent=1) + "\n")
+    return 0

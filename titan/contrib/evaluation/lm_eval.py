@@ -1,0 +1,35 @@
+"""Tasks of lm-evaluation-harness in `titan evaluate`."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+
+from titan.config.options import whole
+from titan.contrib.evaluation.evaluate import EvaluateExtension
+from titan.contrib.evaluation.scoring import Scorer
+from titan.data import require
+
+
+class LmEval(EvaluateExtension):
+    """Tasks of lm-evaluation-harness, for every name that is no task of titan (extra `evaluate`)."""
+
+    about = "or names of lm-eval"
+
+    def add_options(self, parser: ArgumentParser) -> None:
+        add = parser.add_argument
+        help_text = "of lm-eval's tasks; default: the task's"
+        add("--num-fewshot", type=whole, metavar="N", help=help_text)
+        add("--include-path", metavar="FOLDER", help="more tasks of lm-eval, as YAML")
+
+    def check(self, names: Sequence[str], args: Namespace, *, what: str) -> None:
+        purpose = f"{what}, and a task of lm-evaluation-harness"
+        require("lm_eval", purpose=purpose, extra="evaluate")
+        from .harness import check_names
+
+        check_names(names, include_path=args.include_path)
+
+    def evaluate(self, scorer: Scorer, names: Sequence[str], args: Namespace) -> dict[str, float]:
+        from .harness import evaluate
+
+        return evaluate(scorer, names, args)

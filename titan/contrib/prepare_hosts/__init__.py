@@ -1,0 +1,1 @@
+"""`titan prepare` on many hosts: arrays of Slurm, and Ray."""

@@ -1,0 +1,318 @@
+"""Resolution of a [model] section or a config.json into a model of transformers.
+
+Importing this file imports neither torch nor transformers. Its functions import both.
+"""
+
+from __future__ import annotations
+
+import json
+from difflib import get_close_matches
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from titan.base.untrusted import InputError, is_there, read_json
+
+from .config import NAMES, ModelSource, TransformersConfig
+from .errors import UnsupportedModelError, WrongKeyError, message_of
+
+OLDEST, NEWEST = (5, 20), (5, 99)
+"""Versions of transformers whose interfaces for attention, masks and experts this family uses."""
+_MOST_EXPERTS = 2**16  # far beyond any model: each expert has its own names on disk
+
+
+def resolve(section: Any) -> tuple[TransformersConfig | None, list[tuple[str, str]]]:
+    """Return the sizes of a [model] section, or None, and the problems of the section by key.
+
+    Args:
+        section: the [model] section of a job.
+    """
+    try:
+        plan = tuple(sorted(section.plan.items()))
+        named = str(Path(section.hf_path).absolute()) if section.hf_path else ""
+        overrides = json.dumps(section.overrides, default=str)  # TOML has dates
+        found = _read(named, section.architecture, overrides, section.trust_remote_code)
+        return describe(found._replace(plan=plan)), []
+    except WrongKeyError as error:
+        return None, [*error.args]
+    except UnsupportedModelError as error:
+        key = "model.hf_path" if section.hf_path else "model.architecture"
+        return None, [(key, str(error))]
+
+
+@cache
+def _read(path: str, architecture: str, overrides: str, trusted: bool) -> ModelSource:
+    """Return what a model is built from, without its plan.
+
+    Args:
+        path: folder or config.json, or "".
+        architecture: a class, or "".
+        overrides: fields of its config, as JSON.
+        trusted: whether code in the folder may run.
+    """
+    if bool(path) == bool(architecture):
+        raise WrongKeyError(
+            (
+                "model.hf_path",
+                'the family "transformers" needs model.hf_path (a folder, or a config.json) or model.architecture '
+                '(a class, such as "Qwen3ForCausalLM"), one of them',
+            )
+        )
+    transformers = _import()
+    code = ""
+    if path:
+        content = _config_json(Path(path))
+        kind = str(content.get("model_type", ""))
+        if "auto_map" in content and kind not in transformers.CONFIG_MAPPING:
+            if not trusted:
+                raise UnsupportedModelError(
+                    "its model is Python code in the folder, which could do anything: set model.trust_remote_code = true if you "
+                    "have read it, or --trust-remote-code of a command that reads a checkpoint"
+                )
+            code = path if Path(path).is_dir() else str(Path(path).parent)
+            config = _checked(
+                lambda: transformers.AutoConfig.from_pretrained(code, trust_remote_code=True)
+            )
+        elif kind not in transformers.CONFIG_MAPPING:
+            near = get_close_matches(kind, [*transformers.CONFIG_MAPPING], n=1)
+            hint = f"; did it mean {near[0]}?" if near else ""
+            raise UnsupportedModelError(
+                f'transformers {transformers.__version__} has no model_type "{kind}"{hint}'
+            )
+        else:
+            config = _checked(lambda: transformers.CONFIG_MAPPING[kind].from_dict(content))
+            _require_own_class(transformers, content)
+    else:
+        kind = getattr(transformers, architecture, None)
+        if kind is None or getattr(kind, "config_class", None) is None:
+            endings = ("ForCausalLM", "LMHeadModel")
+            names = [n for n in dir(transformers) if n.endswith(endings) and n[:4] != "Auto"]
+            near = get_close_matches(architecture, names, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            message = f"transformers {transformers.__version__} has no {architecture}{hint}"
+            raise WrongKeyError(("model.architecture", message))
+        config = _checked(kind.config_class)
+        config.architectures = [architecture]
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{config.model_type} is an encoder with a decoder, and titan trains decoders alone"
+        )
+    if not hasattr(config, "num_hidden_layers"):
+        raise UnsupportedModelError(
+            f"{config.model_type} has several parts, such as a vision model, and titan trains text models"
+        )
+    config = _changed(config, json.loads(overrides), derives=not code)
+    _require_enough_experts(config.to_dict())
+    return _source(config, code)
+
+
+def _source(config: Any, code: str = "") -> ModelSource:
+    """Return the source of a model in high precision: quantized weights are converted when titan reads them."""
+    content = {k: v for k, v in config.to_dict().items() if k != "quantization_config"}
+    for key in NAMES["num_experts"]:
+        number = content.get(key)
+        if isinstance(number, int) and number > _MOST_EXPERTS:
+            raise UnsupportedModelError(
+                f"{key} is {number:,}, and titan builds models of at most {_MOST_EXPERTS:,} experts"
+            )
+    return ModelSource(json.dumps(content, sort_keys=True, default=str), code=code)
+
+
+def _changed(config: Any, overrides: dict[str, Any], *, derives: bool) -> Any:
+    """Return a config with other values.
+
+    Args:
+        config: the config.
+        overrides: values of its fields.
+        derives: go through the class again, which derives fields from others, such as a kind for each layer.
+
+    Raises:
+        WrongKeyError: a field does not exist, or its value would have no effect.
+    """
+    changes = {_their_name(key, config): value for key, value in overrides.items()}
+    content = _merged(config.to_dict(), changes, config)
+    if derives:
+        stale = _derived(config) - changes.keys()
+        content = {k: v for k, v in content.items() if k not in stale}
+    number: Any = content.get(config.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
+    if number is not None and number != config.num_hidden_layers:
+        by_layer = {k: v for k, v in content.items() if _is_by_layer(v, config.num_hidden_layers)}
+        # Without a value for a layer, the class fills them in again.
+        content |= {k: v[:number] if number <= len(v) else None for k, v in by_layer.items()}
+    if derives:
+        config = _checked(lambda: type(config).from_dict(content))
+    for key, value in changes.items():
+        if key == "num_nextn_predict_layers" and value:
+            message = "transformers builds no modules of multi-token prediction; remove it, or take titan's family deepseek_v3"
+            raise WrongKeyError((f"model.overrides.{key}", message))
+        if not isinstance(value, dict | list) and (has := getattr(config, key, value)) != value:
+            why = f"the config of {config.model_type} derives this field from others, as {has}"
+            why = why if derives else "the folder's own code gets no other values"
+            raise WrongKeyError((f"model.overrides.{key}", why))
+    return config
+
+
+def _derived(config: Any) -> set[str]:
+    """Return the fields that a config class computes from its declared fields, as config.json has them."""
+    fields = config.to_dict()
+    declared = getattr(type(config), "__dataclass_fields__", fields)
+    own = {k: v for k, v in fields.items() if k in declared}
+    again = _checked(lambda: type(config).from_dict(own)).to_dict()
+    return {k for k, v in fields.items() if k not in own and again.get(k) == v}
+
+
+def _require_own_class(transformers: Any, content: dict[str, Any]) -> None:
+    """Raise UnsupportedModelError if config.json names a class of another type."""
+    for name in content.get("architectures") or ():
+        kind = getattr(getattr(transformers, str(name), None), "config_class", None)
+        if kind is not None and kind.model_type != content["model_type"]:
+            raise UnsupportedModelError(
+                f"architecture {name} does not go with model_type {content['model_type']}"
+            )
+
+
+def _require_enough_experts(content: dict[str, Any]) -> None:
+    """Raise WrongKeyError if a token would go to more experts than there are."""
+    fields = [
+        next((k for k in NAMES[name] if k in content), "") for name in ("top_k", "num_experts")
+    ]
+    top_k, total = (content.get(key) for key in fields)
+    if isinstance(top_k, int) and isinstance(total, int) and top_k > total > 0:
+        message = f"a token goes to {top_k} experts, and {fields[1]} is {total}"
+        raise WrongKeyError((f"model.overrides.{fields[0]}", message))
+
+
+def _their_name(key: str, config: Any) -> str:
+    """Return the name under which a config class keeps a field. titan's name for it, such as n_layers, is accepted, too."""
+    if not hasattr(config, key):
+        key = next((name for name in NAMES.get(key, ()) if hasattr(config, name)), key)
+    return config.attribute_map.get(key, key)
+
+
+def _merged(
+    fields: dict[str, Any], changes: dict[str, Any], config: Any, table: str = ""
+) -> dict[str, Any]:
+    """Return fields of a config with changes, of which a table, such as rope_parameters, changes the keys that it names.
+
+    Raises:
+        WrongKeyError: there is no such field.
+    """
+    # Keys of tables of rotary embeddings belong to their kind, which may change.
+    known = {*fields, *(_rope_keys() if table else ())}
+    merged = dict(fields)
+    for key, value in changes.items():
+        is_field = not table and (
+            hasattr(config, key) or any(key in names for names in NAMES.values())
+        )
+        if key not in known and not is_field:
+            near = get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            where = f"{table[:-1]} in the" if table else "the"
+            message = f"{where} config of {config.model_type} has no such field{hint}"
+            raise WrongKeyError((f"model.overrides.{table}{key}", message))
+        before = fields.get(key)
+        if isinstance(before, dict) != isinstance(value, dict) and before is not None:
+            wanted = "a table" if isinstance(before, dict) else "no table"
+            raise WrongKeyError((f"model.overrides.{table}{key}", f"expected {wanted}"))
+        if isinstance(before, dict):
+            value = _merged(before, value, config, f"{table}{key}.")
+        merged[key] = value
+    return merged
+
+
+def _rope_keys() -> set[str]:
+    from transformers.modeling_rope_utils import RopeParameters
+
+    return {*RopeParameters.__annotations__}
+
+
+def _is_by_layer(value: Any, number: int) -> bool:
+    """Return whether a field has a value for each of a number of layers."""
+    return isinstance(value, list) and len(value) == number > 0
+
+
+def _checked(build: Any) -> Any:
+    """Return a config, or raise UnsupportedModelError if transformers refuses its values."""
+    try:
+        return build()
+    except Exception as error:
+        text = message_of(error)
+        raise UnsupportedModelError(f"transformers refuses the config: {text}") from error
+
+
+def _config_json(path: Path) -> dict[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        content = read_json(file, dict[str, Any])  # of a regular file of bounded size
+    except InputError as error:
+        text = str(error) if is_there(file) else f"there is no {file}"
+        raise UnsupportedModelError(text) from error
+    return json.loads(json.dumps(content), object_hook=_as_float)
+
+
+def _as_float(table: dict[str, Any]) -> Any:
+    """Return the number of transformers' {"__float__": "Infinity"}, and any other table as it is."""
+    return float(str(table["__float__"])) if table.keys() == {"__float__"} else table
+
+
+def _import() -> Any:
+    """Return the package transformers, of a version that this family knows."""
+    try:
+        found = version("transformers")
+    except PackageNotFoundError:
+        raise UnsupportedModelError(
+            "transformers is not installed: pip install 'titan-pretrain[transformers]'"
+        ) from None
+    if not OLDEST <= tuple(int(part) for part in found.split(".")[:2]) <= NEWEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise UnsupportedModelError(
+            f"transformers {found} is installed, and titan uses interfaces of {oldest} to {NEWEST[0]}.x: "
+            "pip install 'titan-pretrain[transformers]'"
+        )
+    import torch
+
+    from titan.parallel.float8 import quiet_torchao
+
+    quiet_torchao(has_kernels=torch.cuda.is_available())  # transformers imports it
+    import transformers
+
+    return transformers
+
+
+def resolve_config(content: dict[str, Any]) -> TransformersConfig:
+    """Return the sizes of a config.json.
+
+    Raises:
+        UnsupportedModelError: titan cannot run the model.
+    """
+    transformers = _import()
+    content = json.loads(json.dumps(content), object_hook=_as_float)
+    kind = str(content.get("model_type", ""))
+    if kind not in transformers.CONFIG_MAPPING:
+        raise UnsupportedModelError(
+            f'transformers {transformers.__version__} has no model_type "{kind}"'
+        )
+    _require_own_class(transformers, content)
+    config = _checked(lambda: transformers.CONFIG_MAPPING[kind].from_dict(content))
+    return describe(_source(config))
+
+
+@cache
+def describe(source: ModelSource) -> TransformersConfig:
+    """Return the sizes of a model, which is built on meta.
+
+    Raises:
+        UnsupportedModelError: titan cannot run the model.
+    """
+    import torch
+
+    from .model import TransformersModel
+
+    try:
+        with torch.device("meta"):
+            return TransformersModel(source).config
+    except (UnsupportedModelError, WrongKeyError):
+        raise
+    except Exception as error:  # of transformers' code, which may be anyone's
+        raise UnsupportedModelError(f"its sizes cannot be found: {message_of(error)}") from error

@@ -1,1 +1,0 @@
-"""Health of a run: heartbeats, signals, recovery from bad steps, and reports of failures."""

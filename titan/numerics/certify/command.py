@@ -1,0 +1,382 @@
+"""Command `titan certify JOB.toml [--layouts all|tp,pp,...] [--world-size N] [--output FOLDER]`.
+
+Each layout trains the small job of shrink.py on gloo ranks, and is compared with one process. A row says `equal`, `refused`, with the
+reason of the config check, or `differs`, with the module that is wrong. Rows are printed, and written as JSON and Markdown.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import combinations
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import titan
+from titan.base.run_folder import git_state
+from titan.base.run_writer import write_text_atomically
+from titan.base.untrusted import InputError
+from titan.checks.rules import check_to_run, load_to_run
+from titan.commands import summary_of
+from titan.config.errors import COMMAND_LINE, ConfigError, Problem, choose
+from titan.config.layout import AXES, Layout, stage_split
+from titan.config.load import load_from_argv
+from titan.config.model import family, model_config
+from titan.config.options import JOB, command_parser, positive
+from titan.config.quantize import eight_bit_sections, quantize_section
+from titan.config.schema import JobConfig
+from titan.config.schema_comm import NcclGroupSection
+from titan.numerics.certify.ranks import MORE, Pool, RankFailed
+from titan.numerics.certify.shrink import BATCH, changed, small_keys
+from titan.numerics.diff.compare import compare, parameters_only
+
+Degrees = Mapping[str, int]
+LAYOUTS: dict[str, Degrees] = {
+    "fsdp": {"dp_shard": 2},
+    "ddp": {"dp_replicate": 2},
+    "hsdp": {"dp_replicate": 2, "dp_shard": 2},
+    "tp": {"tp": 2},
+    "cp": {"cp": 2},
+    "pp": {"pp": 2},
+    "ep": {"dp_shard": 2, "ep": 2},
+    "fsdp_tp": {"dp_shard": 2, "tp": 2},
+}
+_OWN = "job"
+_CUT = 1e-6  # the same operations on the same numbers
+_MOST_AXES = 3  # of two ranks each
+# One value in thousands that falls on the other side of a kink changes a gradient by less.
+_DRAWS, _ROUNDING = 5, 0.1
+_EP, _FLOAT8 = "parallelism.expert_parallel_degree", "quantize.linear.float8"
+_OVERLAP = ("parallelism.expert_overlap", "parallelism.expert_overlap_reduce_once")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CertifiedLayout:
+    """Verdict about a layout.
+
+    Attributes:
+        name: name of the layout.
+        mesh: its axes.
+        verdict: "equal", "refused", "differs" or "failed".
+        reason: reason of a refusal or a failure, or the module that differs.
+        differences: the largest relative differences.
+        draw: number of the weights and tokens that this holds for.
+    """
+
+    name: str
+    mesh: str
+    verdict: str
+    reason: str = ""
+    differences: dict[str, float] = field(default_factory=dict)
+    draw: int = 1
+
+    def __str__(self) -> str:
+        parts = [self.reason] if self.reason else []
+        if self.differences:
+            parts.append(f"largest difference {max(self.differences.values()):.1e}")
+        if self.draw > 1:
+            parts.append(f"draw {self.draw}: a rounding may explain the differences before")
+        return f"{self.verdict} ({'; '.join(parts)})"
+
+
+class Certifier:
+    """Comparison of the layouts of a job with one process."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        layout: Layout,
+        program: Callable[..., Any] | None = None,
+        cut: Callable[..., Any] | None = None,
+    ) -> None:
+        """Shrink a job.
+
+        Args:
+            config: the job.
+            layout: its layout.
+            program: replaces `train_job` on the ranks, for tests.
+            cut: replaces `cut_differences`, for tests.
+        """
+        from titan.numerics.certify.cuts import cut_differences
+        from titan.numerics.certify.steps import train_job
+
+        self.config, self.layout, self.program = config, layout, program or train_job
+        self.cut = cut or cut_differences
+        self.keys, self.nccl = small_keys(config, tp=layout.tp), config.comm.nccl.options()
+        self.small, self.is_8bit = changed(config, self.keys), bool(eight_bit_sections(config))
+        more = MORE if self.is_8bit or config.compile.enable else ()
+        self.pool = Pool([f"{family(config.model.name).__name__}.model", *more], quiet=True)
+        self.runs: dict[str, Any] = {}
+
+    def layouts(self, names: Sequence[str] | None) -> dict[str, Degrees]:
+        """Return the layouts with these names, or all that the model has a use for.
+
+        "job" stands for the job's own, or for all its subsets of three axes. A layout that somebody named is a row in any case.
+        """
+        own = {axis: 2 for axis, degree in self.layout.degrees.items() if degree > 1}
+        subsets = combinations(own, _MOST_AXES) if len(own) > _MOST_AXES else [tuple(own)]
+        found: dict[str, Degrees] = {}
+        for axes in subsets if names is None or _OWN in names else ():
+            degrees = dict.fromkeys(axes, 2)
+            if self.config.parallelism.expert_parallel_degree > 1 and {*axes} - {
+                "pp",
+                "dp_replicate",
+            }:
+                degrees["ep"] = 2
+            found["job" if len(own) <= _MOST_AXES else f"job: {_mesh(degrees)}"] = degrees
+        if names is not None:
+            return found | {n: d for n, d in LAYOUTS.items() if n in names}
+        has_experts = getattr(model_config(self.config.model), "num_experts", 0) > 0
+        useful = {n: d for n, d in LAYOUTS.items() if has_experts or "ep" not in d}
+        return found | {n: d for n, d in useful.items() if d not in found.values()}
+
+    def certify(self, name: str, degrees: Degrees) -> CertifiedLayout:
+        """Return the verdict about a layout.
+
+        A difference that a rounding may make is looked for again, on other weights and tokens. A value next to the kink of a ReLU, or
+        a token between two experts, may fall on either side. A fault comes back.
+        """
+        row = partial(CertifiedLayout, name=name, mesh=_mesh(degrees))
+        world = prod(n for axis, n in degrees.items() if axis != "ep")
+        keys, seed = self._keys(degrees), self.config.debug.seed
+        try:
+            # First in the sizes of the job, since its errors name them. The job's own layout has been checked.
+            whole = self.config
+            if name != _OWN:
+                shared = {k: v for k, v in self.keys.items() if k.startswith("parallelism.")}
+                whole = changed(self.config, {"phase": [], **shared, **keys})
+                check_to_run(whole, world_size=world)
+            check_to_run(changed(self.small, keys), world_size=world)
+            uncut, deeper = "", {}
+            if "pp" in degrees:
+                own = self.config if name.startswith(_OWN) else whole
+                wrong, uncut, deeper = self._cuts(own, degrees)
+                if wrong:
+                    return row(verdict="differs", reason=wrong)
+            for draw in range(1, _DRAWS + 1):
+                drawn, is_last = {**deeper, "debug.seed": seed + draw - 1}, draw == _DRAWS
+                found = row(draw=draw, **self._compare(degrees, world, drawn, is_last=is_last))
+                if found.verdict != "differs" or found.reason:
+                    break
+            return replace(found, reason=found.reason or uncut)
+        except ConfigError as error:
+            problem = error.problems[0]
+            return row(verdict="refused", reason=f"{problem.key}: {problem.message}")
+        except RankFailed as error:
+            cause = error.cause
+            return row(verdict="refused" if cause.refuses else "failed", reason=cause.line)
+
+    def _cuts(self, whole: JobConfig, degrees: Degrees) -> tuple[str, str, dict[str, Any]]:
+        """Cut the model of a job, with small values at its own depth.
+
+        Returns:
+            What is wrong with the job's stages; where else the model could not be cut; keys of a small job that is cut elsewhere.
+        """
+        from titan.numerics.certify.cuts import parted
+
+        deep = self._deep(model_config(whole.model).n_layers)
+        off = {"loss.chunk_output": False, "compile.enable": False, "phase": []}
+        off |= dict.fromkeys(("training.local_batch_size", "training.global_batch_size"), 1)
+        one = changed(self.small, {**self._keys({}, alone=True), **off, **deep})
+        depth = model_config(one.model).n_layers  # few, if the family's shrink() knows no other
+        if depth < model_config(whole.model).n_layers:
+            whole = changed(self.small, self._keys(degrees))
+        modules = stage_split(whole, num_layers=depth).modules
+        [found] = self.pool.run(1, self.cut, one, modules)
+        wrong = parted(found, _CUT)
+        if cut := next((name for name in _starts(modules) if name in wrong), ""):
+            lacks = "the stage gets one tensor from the stage before, and reads more of it"
+            return f"cut before {cut}: {wrong[cut]}; {lacks}", "", {}
+        if not wrong:
+            return "", "", {}
+        small = changed(self.small, self._keys(degrees))
+        for n_layers in range(model_config(small.model).n_layers, depth + 1):
+            if wrong.keys().isdisjoint(_starts(stage_split(small, num_layers=n_layers).modules)):
+                break
+        return "", f"not to be cut before {', '.join(wrong)}", self._deep(n_layers)
+
+    def _deep(self, n_layers: int) -> dict[str, Any]:
+        """Return the keys of the small job that depend on the number of layers."""
+        keys = small_keys(self.config, tp=self.layout.tp, n_layers=n_layers)
+        return {name: keys[name] for name in ("model.overrides", "model.freeze") if name in keys}
+
+    def _keys(self, degrees: Degrees, *, alone: bool = False) -> dict[str, Any]:
+        """Return the keys of a layout, or of the one process that it is compared with."""
+        dp = degrees.get("dp_replicate", 1) * degrees.get("dp_shard", 1)
+        passes, parts = 1 + (self.layout.accumulation > 1), {} if alone else degrees
+        if alone:
+            # The scale of a tensor in 8 bits is that of the sequences that are multiplied at once.
+            by_dp = BATCH if "pp" in degrees else dp * passes
+            dp, passes = 1, by_dp if self.is_8bit else 1
+        keys: dict[str, Any] = {key: parts.get(axis, 1) for axis, key in AXES.items()}
+        keys[_EP] = parts.get("ep", 1)
+        keys["training.global_batch_size"] = BATCH
+        keys["training.local_batch_size"] = BATCH // dp // passes
+        if not {"dp_shard", "cp"} & parts.keys():  # DDP gathers nothing, and scatters nothing
+            keys |= {"parallelism.fsdp_blocks_per_unit": 1, "parallelism.fsdp_kept_blocks": 1}
+            keys["parallelism.fsdp_separate_reduce_scatter"] = False
+        if "ep" not in parts or "pp" in parts:
+            keys |= dict.fromkeys(_OVERLAP, False)
+        # For the job's own axes, and on CPUs without effect.
+        keys |= {f"comm.nccl.{axis}": NcclGroupSection().model_dump() for axis in self.nccl}
+        recipe = self.config.quantize.linear.float8.recipe_name or "tensorwise"
+        if self.is_8bit and "cp" in degrees and recipe == "tensorwise":
+            # A context-parallel rank scales its part of a tensor, which no process alone does. Rows are the same.
+            gathers = ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp")
+            keys |= dict.fromkeys((f"{_FLOAT8}.{name}" for name in gathers), False)
+            keys[f"{_FLOAT8}.recipe_name"] = "rowwise"
+        return keys
+
+    def _compare(
+        self, degrees: Degrees, world: int, drawn: dict[str, Any], *, is_last: bool
+    ) -> dict[str, Any]:
+        """Return verdict and differences of a layout, and the reason if they are beyond rounding or the draw is the last."""
+        from titan.numerics.certify import steps
+
+        small = changed(self.small, {**self._keys(degrees), **drawn})
+        results = self.run(small, world)
+        if reason := next((result["refused"] for result in results if "refused" in result), ""):
+            return {"verdict": "refused", "reason": reason}
+        keys = {**self._keys(degrees, alone=True), **drawn}
+        if (section := quantize_section(small)) is not None:
+            # In some layouts, titan leaves layers alone that it converts in one process.
+            kept = {name for result in results for name in result["kept"]}
+            for name in ("float8", "mx"):
+                keys[f"quantize.linear.{name}.filter_fqns"] = [*section.filter_fqns, *sorted(kept)]
+        alone = changed(self.small, keys)
+        [reference] = self.run(alone, 1)
+        limits = steps.bounds(
+            is_8bit=self.is_8bit,
+            adds_in_parts=bool({"tp", "cp"} & degrees.keys()),
+            has_8bit_moments=self.config.optimizer.name == "AdamW8bit",
+        )
+        found = {w: steps.ratios(results, reference, w, steps.LEAST) for w in steps.WHAT}
+        largest = {what: max(each.values()) for what, each in found.items() if each}
+        if all(largest[what] <= limits[what] for what in largest):
+            return {"verdict": "equal", "differences": largest}
+        if not is_last and max(largest.values()) < _ROUNDING:
+            return {"verdict": "differs", "differences": largest}
+        # In second runs, since hooks would be compiled with the modules.
+        off = {"compile.enable": False}
+        two = self.run(changed(small, off), world, recorded=True)[0]
+        one, moved = (
+            self.run(changed(alone, off), 1, recorded=True, perturbed=seed)[0] for seed in (0, 1)
+        )
+        module = compare(one["recorded"], two["recorded"], moved["recorded"]).first
+        if why := parameters_only(one["recorded"]):
+            module = f"{module}; {why}"
+        return {"verdict": "differs", "reason": module, "differences": largest}
+
+    def run(
+        self, config: JobConfig, world: int, *, recorded: bool = False, perturbed: int = 0
+    ) -> list[dict[str, Any]]:
+        """Return what the ranks computed. One process runs each job once."""
+        key = f"{world} {recorded} {perturbed} {config.model_dump_json()}"
+        if key not in self.runs or world > 1:
+            self.runs[key] = self.pool.run(world, self.program, config, recorded, perturbed)
+        return self.runs[key]
+
+
+def main(argv: list[str], program: Callable[..., Any] | None = None) -> int:
+    """Run the command. Return 0 if no layout differs, 1 if one does. titan.cli reports a `ConfigError` and an `InputError`."""
+    names, known = ["all", *LAYOUTS, _OWN], ("--layouts", "--world-size", "--output")
+    usage = f"{JOB} [--layouts NAME,...] [--world-size N] [--output FOLDER]"
+    parser = command_parser("certify", usage, summary=summary_of("certify"))
+    default = "default: all, or job if the command line has keys of [parallelism]"
+    parser.add_argument("--layouts", metavar="NAME,...", help=f"{', '.join(names)}; {default}")
+    about = "ranks of the job; default: the least that fit"
+    parser.add_argument("--world-size", type=positive, metavar="N", help=about)
+    about = "folder of the certificates; default: the working directory"
+    parser.add_argument("--output", type=Path, metavar="FOLDER", default=Path(), help=about)
+    options, job = parser.parse_known_args(argv)
+    has_layout = any(word.startswith("--parallelism.") for word in job)
+    chosen = (options.layouts or (_OWN if has_layout else "all")).split(",")
+    if unknown := [name for name in chosen if name not in names]:
+        message = f'unknown layout "{unknown[0]}"{choose(unknown[0], names)}'
+        raise ConfigError([Problem(COMMAND_LINE, 0, "--layouts", message)])
+    world = options.world_size or least_world(load_from_argv(job, options=known, warn=False))
+    config, layout = load_to_run(job, world_size=world, options=known)
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--output: {error}") from error
+    certifier, rows = Certifier(config, layout, program), []
+    layouts = certifier.layouts(None if "all" in chosen else chosen)
+    for name, degrees in layouts.items():
+        rows.append(row := certifier.certify(name, degrees))
+        print(f"{row.name:8} {row.mesh:28} {row}", flush=True)
+    if all(row.verdict == "refused" for row in rows):
+        raise InputError("titan certify: no layout was compared, so there is no certificate")
+    file = next(word for word in job if not word.startswith("--"))
+    path = options.output / f"{Path(file).stem}.certificate"
+    certificate = _certificate(certifier, job, rows)
+    write_text_atomically(
+        Path(f"{path}.json"), json.dumps(certificate, indent=2, default=str) + "\n"
+    )
+    write_text_atomically(Path(f"{path}.md"), _page(certificate, rows))
+    print(f"wrote {path}.json and {path}.md")
+    return int(any(row.verdict in ("differs", "failed") for row in rows))
+
+
+def least_world(config: JobConfig) -> int:
+    """Return the least number of ranks that the job's degrees allow, with two FSDP shards or more where their number is open."""
+    parallel = config.parallelism
+    world = prod(abs(getattr(parallel, key.rpartition(".")[2])) for key in AXES.values())
+    lent = parallel.context_parallel_degree * parallel.tensor_parallel_degree
+    is_open = parallel.data_parallel_shard_degree == -1
+    return world * (max(2, -(-parallel.expert_parallel_degree // lent)) if is_open else 1)
+
+
+def _starts(modules: Sequence[Sequence[str]]) -> list[str]:
+    """Return the first module of each stage but the first."""
+    return [names[0] for names in modules[1:] if names]
+
+
+def _certificate(
+    certifier: Certifier, job: Sequence[str], rows: Sequence[CertifiedLayout]
+) -> dict[str, Any]:
+    """Return the certificate as data."""
+    model = certifier.config.model
+    whole, small = asdict(model_config(model)), asdict(model_config(certifier.small.model))
+    changes = {n: {"job": whole[n], "certified": v} for n, v in small.items() if v != whole[n]}
+    alone = next((run[0] for run in certifier.runs.values() if "versions" in run[0]), {})
+    return {
+        "job": list(job),
+        "model": f"{model.name} {model.flavor}",
+        "layout": asdict(certifier.layout),
+        "titan": {"version": titan.__version__, **(git_state(Path(titan.__file__).parent) or {})},
+        "versions": {"python": platform.python_version(), **alone.get("versions", {})},
+        "sizes": changes,
+        "keys": {key: value for key, value in certifier.keys.items() if key != "model.overrides"},
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def _page(certificate: Mapping[str, Any], rows: Sequence[CertifiedLayout]) -> str:
+    """Return a certificate as Markdown."""
+    source, versions = certificate["titan"], {**certificate["titan"], **certificate["versions"]}
+    del versions["version"]
+    sizes = [f"| {n} | {v['job']} | {v['certified']} |" for n, v in certificate["sizes"].items()]
+    return f"""# Certificate of {certificate["model"]}
+
+`titan certify {shlex.join(certificate["job"])}`: titan {source["version"]}, {", ".join(f"{k} {v}" for k, v in versions.items())}.
+
+Ten steps on gloo ranks in fp32, compared with one process: the loss and the gradient norm of each step, each gradient of the first
+step, each weight after the last.
+
+| layout | mesh | verdict |
+|---|---|---|
+{"".join(f"| {row.name} | {row.mesh} | {row} |{chr(10)}" for row in rows)}
+| size | job | certified |
+|---|---|---|
+{chr(10).join(sizes)}
+"""
+
+
+def _mesh(degrees: Degrees) -> str:
+    return " x ".join(f"{axis} {n}" for axis, n in degrees.items()) or "one process"

@@ -1,0 +1,207 @@
+"""Steps of a job on one rank, and the comparison of a layout with one process. `titan certify` and the parity tests use it.
+
+A rank returns the loss and the gradient norm of each step, whole gradients of the first step and whole weights after the last. A
+difference is relative to the size of the value in one process.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from titan.base.failure import UserError
+from titan.config.layout import resolve_layout
+from titan.config.phases import Phase
+from titan.config.schema import JobConfig
+from titan.data.base import TensorBatch
+from titan.numerics.recording import StepRecorder
+from titan.parallel import build_mesh
+from titan.parallel.init_weights import canonical_name
+from titan.parallel.mesh import axis_rank, axis_size
+from titan.step.resolved import resolve_job
+from titan.step.train_step import TrainStep, build_train_step
+from titan.tasks import task_of
+
+CPU, BOUND = torch.device("cpu"), 1e-5
+WHAT = ("losses", "norms", "gradients", "weights")
+LEAST = 1e-3  # see `ratios`
+
+
+def bounds(
+    *, is_8bit: bool, adds_in_parts: bool, has_8bit_moments: bool = False
+) -> dict[str, float]:
+    """Return the largest relative difference that rounding makes in fp32, for each of `WHAT`.
+
+    Args:
+        is_8bit: linear layers or experts compute in 8 bits. A sum in another order may then fall on the other side of a rounding, a
+            sixteenth to an eighth of the value away, and AdamW takes such a step in full. A wrong scale makes 1e-1.
+        adds_in_parts: tensor- or context-parallel ranks add up parts before a cast.
+        has_8bit_moments: the optimizer's. A moment next to the middle of two of its 256 levels takes the other one after any rounding.
+    """
+    if is_8bit:
+        gradients = 2e-2 if adds_in_parts else BOUND
+        return {"losses": 1e-4, "norms": 1e-3, "gradients": gradients, "weights": 2e-2}
+    return {**dict.fromkeys(WHAT, BOUND), "weights": 5e-4 if has_8bit_moments else BOUND}
+
+
+# ---- on a rank -----------------------------------------------------------------------------------
+
+
+def train_job(config: JobConfig, recorded: bool = False, perturbed: int = 0) -> dict[str, Any]:
+    """Train a job on the ranks of the default process group, on random batches of its task.
+
+    Args:
+        config: the job, of as many ranks.
+        recorded: train two steps only, and return their records, too.
+        perturbed: see `StepRecorder`.
+    """
+    layout = resolve_layout(config, dist.get_world_size())
+    mesh = build_mesh("cpu", **layout.degrees)
+    job = resolve_job(config, layout, device="cpu")
+    try:
+        train_step = build_train_step(job, device=CPU, mesh=mesh)
+    except UserError as error:  # on all ranks: only the model tells
+        return {"refused": str(error)}
+    recorder = StepRecorder(train_step, perturbed=perturbed) if recorded else None
+    names = ("torch", "transformers", "torchao")
+    versions = {name: sys.modules[name].__version__ for name in names if name in sys.modules}
+    batches = islice(_batches(train_step), 2 if recorded else None)
+    found = record(train_step, batches, recorder)
+    kept = [c.name for c in train_step.float8 if c.kept]
+    return found | {"versions": versions, "kept": kept}
+
+
+def _batches(train_step: TrainStep) -> Iterator[list[TensorBatch]]:
+    """Yield this rank's micro-batches of each step, and begin the phases of the job."""
+    job = train_step.job
+    for phase in job.phases:
+        if phase.number > 1:
+            train_step.change(phase)
+        for step in range(phase.first_step, phase.last_step + 1):
+            yield micro_batches(
+                _random_batch(phase, step), train_step.mesh, phase.layout.accumulation
+            )
+
+
+def _random_batch(phase: Phase, step: int) -> TensorBatch:
+    """Return the global batch of a step, which belongs to debug.seed."""
+    training = phase.config.training.model_copy(update={"local_batch_size": phase.sequences})
+    return task_of(phase.config.model_copy(update={"training": training})).random_batch(
+        1000 * phase.config.debug.seed + step
+    )
+
+
+def micro_batches(whole: Any, mesh: DeviceMesh, accumulation: int) -> list[Any]:
+    """Return a rank's micro-batches of a global batch."""
+    axes = ("dp_replicate", "dp_shard")
+    world, rank = axis_size(mesh, *axes), axis_rank(mesh, *axes)
+    count = world * accumulation
+    return [whole.map(lambda _, t, i=i: t.chunk(count)[i]) for i in range(rank, count, world)]
+
+
+def record(
+    train_step: TrainStep,
+    batches: Iterable[Sequence[Any]],
+    recorder: StepRecorder | None = None,
+) -> dict[str, Any]:
+    """Train on this rank's micro-batches of each step. Return `WHAT`, the loads and biases of experts, and records of the steps."""
+    parameters = dict(named_parameters(train_step))
+    gradients: dict[str, Tensor] = {}
+
+    def keep_gradients() -> None:
+        if not gradients:
+            gradients.update(whole_gradients(train_step))
+
+    # Clipped, a wrong gradient would change all others. Early steps in the backward pass use gradients up, and never call this.
+    train_step.call_with_gradients(keep_gradients)
+    losses, norms, loads, recorded = [], [], [], []
+    for step, mine in enumerate(batches, 1):
+        if recorder is not None:
+            recorder.begin(mine)
+        report = train_step.train(mine, step=step)
+        if recorder is not None:
+            recorded.append(recorder.end(step, report))
+        losses.append(report.loss.item())
+        norms.append(report.grad_norm.item())
+        if train_step.balance.loads is not None:
+            names = train_step.balance.moes
+            loads.append(dict(zip(names, train_step.balance.loads.tolist(), strict=True)))
+    moes = train_step.balance.moes.items()
+    biases = {name: moe.bias.tolist() for name, moe in moes if hasattr(moe, "bias")}
+    weights = {name: whole(p) for name, p in parameters.items()}
+    found = {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights}
+    return found | {"loads": loads, "biases": biases, "recorded": recorded}
+
+
+def named_parameters(train_step: TrainStep) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of this rank's model parts, by their names in the plain model."""
+    for part in train_step.model_parts:
+        yield from ((canonical_name(n), p) for n, p in part.named_parameters())
+
+
+def whole_gradients(train_step: TrainStep) -> dict[str, Tensor]:
+    """Gather the gradients of this rank's model parts."""
+    return {n: whole(p.grad) for n, p in named_parameters(train_step) if p.grad is not None}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Gather a copy of a tensor that may be sharded."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+# ---- comparison ----------------------------------------------------------------------------------
+
+
+def ratios(
+    results: Sequence[Mapping[str, Any]],
+    reference: Mapping[str, Any],
+    what: str,
+    least: float = 0.0,
+) -> dict[Any, float]:
+    """Return the relative difference of each parameter, or of each step, the largest over ranks.
+
+    Args:
+        results: of the ranks of a layout.
+        reference: of one process.
+        what: one of `WHAT`.
+        least: the least size that a parameter is compared with, as a share of the size of all. Some gradients are zero but for
+            rounding, such as those of biases of keys.
+    """
+    expected = reference[what]
+    if isinstance(expected, list):
+        runs = [zip(result[what], expected, strict=True) for result in results]
+        pairs = [[(abs(a - b), abs(b)) for a, b in run] for run in runs]
+        return {step: max(map(_ratio, run)) for step, run in enumerate(zip(*pairs, strict=True), 1)}
+    held = [result[what] for result in results]
+    if not any(held):  # early steps in the backward pass use the gradients up
+        return {}
+    sizes = {name: torch.linalg.vector_norm(e).item() for name, e in expected.items()}
+    floor = least * math.hypot(*sizes.values())
+    found = dict.fromkeys({*expected}.union(*held), math.inf)
+    for name, e in expected.items():
+        # Another pipeline stage's is missing.
+        away = [torch.linalg.vector_norm(h[name] - e).item() for h in held if name in h]
+        if away:
+            found[name] = max(_ratio((d, max(sizes[name], floor))) for d in away)
+    return found
+
+
+def _ratio(pair: tuple[float, float]) -> float:
+    difference, size = pair
+    ratio = difference and difference / size if size else difference and math.inf
+    return math.inf if math.isnan(ratio) else ratio  # max() passes over NaN, which equals nothing
+
+
+def largest(results: list[dict[str, Any]], reference: dict[str, Any], what: str) -> float:
+    """Return the largest relative difference over ranks and over steps or parameters."""
+    return max(ratios(results, reference, what).values(), default=0.0)

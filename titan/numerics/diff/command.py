@@ -1,0 +1,204 @@
+"""Command `titan diff A B`: where two runs begin to differ. A and B are job files, or folders of runs that recorded steps.
+
+A job is trained for a few steps on this machine, its recorded steps are read, and its run folder is deleted unless --output names a place
+for it. The first job trains a third time with `debug.record_perturbed`, which measures what rounding does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+from titan.base.untrusted import InputError
+from titan.checks.rules import load_to_run
+from titan.commands import summary_of
+from titan.config.errors import COMMAND_LINE, ConfigError, Problem
+from titan.config.load import load_from_argv
+from titan.config.options import command_parser, positive
+from titan.config.phases import DEGREES
+from titan.config.schema import JobConfig
+from titan.numerics.certify.command import least_world
+from titan.numerics.diff.compare import Comparison, compare, distance, parameters_only
+from titan.observe.recorded import RecordedStep, read_steps
+
+_SHOWN = 8
+_ANOTHER = 0.3  # relative distance of most tensors: rounding does less, other samples more
+_OTHER = {"a": "b", "b": "a"}
+ROUNDED = " with one rounding more in each output"
+# Records that a repeated run need not write.
+RECORDS = ("metrics.enable_tensorboard", "metrics.enable_wandb", "profiling.enable_profiling")
+_OFF = ("validation.enable", *RECORDS)
+
+
+def main(argv: list[str]) -> int:
+    """Run the command. Return 0 if the runs are equal but for rounding, else 1."""
+    usage = (
+        "A.toml B.toml [--KEY=VALUE ...] [--a.KEY=VALUE] [--b.KEY=VALUE] [--steps N] [--nproc-a N] [--nproc-b M]\n"
+        "       titan diff RUN_A RUN_B [--spread RUN_C]"
+    )
+    parser = command_parser("diff", usage, summary=summary_of("diff"))
+    about = "the reference: a job file, or the folder of a recorded run"
+    parser.add_argument("a", metavar="A", help=about)
+    parser.add_argument("b", metavar="B", help="the other one")
+    about = "steps to train; default: 3"
+    parser.add_argument("--steps", type=positive, default=3, metavar="N", help=about)
+    for side in "ab":
+        about = f"ranks of {side.upper()}; default: the least that fit"
+        parser.add_argument(f"--nproc-{side}", type=positive, metavar="N", help=about)
+    about = "a run of A's job with debug.record_perturbed: what rounding does"
+    parser.add_argument("--spread", type=Path, metavar="RUN_C", help=about)
+    about = "folder to keep the run folders in; default: they are deleted"
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help=about)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the comparison as JSON")
+    options, rest = parser.parse_known_args(argv)
+    check_place(options.json)
+    for word in rest:
+        sides = [side for side in "ab" if not word.startswith(f"--{_OTHER[side]}.")]
+        if all(Path(getattr(options, side)).is_dir() for side in sides):
+            message = "a recorded run is read as it is; keys change jobs that are trained"
+            raise ConfigError([Problem(COMMAND_LINE, 0, word, message)])
+    with tempfile.TemporaryDirectory(prefix="titan-diff-") as folder:
+        place = options.output or Path(folder)
+        # All are checked before the first one is trained.
+        runs = [_planned(options, rest, side, place / side) for side in "ab"]
+        if options.spread is not None:
+            runs.append(partial(list, read_steps(options.spread)))
+        elif not Path(options.a).is_dir():
+            runs.append(_planned(options, rest, "a", place / "spread", perturbed=True))
+        a, b, *last = (run() for run in runs)
+    spread: Sequence[RecordedStep] = last[0] if last else ()
+    if not {step.step for step in a} & {step.step for step in b}:
+        raise InputError(f"{options.a} and {options.b} recorded no step in common")
+    names, others = ([t.name for step in run for t in step.tensors] for run in (a, b))
+    if not {*names} & {*others}:
+        such = f"no name of a tensor is in both, such as {names[:1]} and {others[:1]}"
+        raise InputError(f"{options.a} and {options.b} are of different models: {such}")
+    if options.spread is not None:
+        _check_spread(a, spread, options.spread)
+    found = compare(a, b, spread)
+    print("\n".join(report(found, measured=bool(spread))))
+    if why := parameters_only(a):
+        print(why)
+    if options.json is not None:
+        options.json.write_text(json.dumps(asdict(found), indent=2) + "\n", encoding="utf-8")
+    return int(bool(found.differences))
+
+
+def _check_spread(a: Sequence[RecordedStep], spread: Sequence[RecordedStep], folder: Path) -> None:
+    """Raise InputError if a run is no disturbed run of A's job."""
+    ours, moved = ({(s.step, t.kind, t.name): t for s in x for t in s.tensors} for x in (a, spread))
+    away = [distance(t, moved[key]) for key, t in ours.items() if key in moved]
+    if len(away) < len(ours) or not any(away) or median(away) > _ANOTHER:
+        why = "it has other steps, tensors, weights or samples, or equal bits"
+        raise InputError(f"--spread: {folder} is no run of A's job with record_perturbed: {why}")
+
+
+def report(found: Comparison, *, measured: bool) -> list[str]:
+    """Return the lines of a comparison.
+
+    Args:
+        found: the comparison.
+        measured: whether the spread of rounding was measured.
+    """
+    of = f"{found.compared} tensors compared"
+    if found.left_out:
+        of += f", {found.left_out} in one run only"
+    limit = "; rounding was not measured: its limit follows from the dtype alone"
+    basis = "" if measured else limit
+    if not found.differences:
+        share = f"the largest difference is {found.worst:.0%} of what rounding may make"
+        return [f"equal: {of}; {share}{basis}"]
+    first, *others = found.differences
+    lines = [f"differs ({of}{basis})", f"first: {first}"]
+    lines += [
+        f"  then {other.kind} of {other.name or 'the step'}, by {other.ratio:.1e}"
+        for other in others[:_SHOWN]
+    ]
+    if len(others) > _SHOWN:
+        lines.append(f"  and {len(others) - _SHOWN} more")
+    return lines
+
+
+def check_place(file: Path | None) -> None:
+    """Check that the folder of a file to write exists.
+
+    Raises:
+        InputError: it does not.
+    """
+    if file is not None and not file.absolute().parent.is_dir():
+        raise InputError(f"--json: there is no folder {file.parent}; make it first")
+
+
+def _planned(
+    options: argparse.Namespace,
+    rest: Sequence[str],
+    side: str,
+    folder: Path,
+    *,
+    perturbed: bool = False,
+) -> Callable[[], list[RecordedStep]]:
+    """Return what reads the recorded steps of a run folder, or trains a job, checked here, and reads its steps."""
+    given = Path(getattr(options, side))
+    if given.is_dir():
+        return partial(list, read_steps(given))
+    keys = [word for word in rest if not word.startswith(f"--{_OTHER[side]}.")]
+    job = [str(given), *(word.replace(f"--{side}.", "--", 1) for word in keys)]
+    plain = [word for word in job if not word.startswith("--")]
+    if len(plain) > 1:
+        message = f"unexpected {plain[1]}; write --KEY=VALUE for both jobs, --a.KEY=VALUE or --b.KEY=VALUE for one"
+        raise ConfigError([Problem(COMMAND_LINE, 0, plain[1], message)])
+    if folder.exists():
+        raise InputError(f"--output: {folder} exists; name a new folder, or delete it")
+    config = load_from_argv(job, warn=False)
+    ranks = getattr(options, f"nproc_{side}") or least_world(config)
+    job += _short(config, options.steps, folder, perturbed=perturbed)
+    load_to_run(job, world_size=ranks, warn=False)
+
+    def run() -> list[RecordedStep]:
+        train(job, ranks=ranks, what=f"{given}{ROUNDED if perturbed else ''}")
+        return read_steps(folder)
+
+    return run
+
+
+def train(job: Sequence[str], *, ranks: int, what: str) -> None:
+    """Train a job on ranks of this machine, and print one line.
+
+    Args:
+        job: files and keys.
+        ranks: number of ranks.
+        what: the job in words.
+
+    Raises:
+        InputError: the run failed.
+    """
+    print(f"training {what} on {ranks} rank{'s'[: ranks != 1]}", flush=True)
+    command = [sys.executable, "-m", "titan.cli", "train", *job, f"--nproc={ranks}", "--quiet"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        lines = (result.stderr or result.stdout).strip().splitlines()
+        raise InputError(f"the run of {what} failed: {' / '.join(lines[-3:])}")
+
+
+def _short(config: JobConfig, steps: int, folder: Path, *, perturbed: bool) -> list[str]:
+    """Return the keys that make a job a short one that records its steps."""
+    total = config.lr_scheduler.total_steps or config.training.steps
+    # A checkpoint carries a run over the border of its layouts.
+    saves = any(p.model_dump(include=DEGREES, exclude_none=True) for p in config.phase)
+    return [
+        *(f"--{key}=false" for key in (*_OFF, "checkpoint.load_only")),
+        *(f"--checkpoint.enable={str(saves).lower()}", "--checkpoint.folder=checkpoint"),
+        f"--training.steps={min(steps, config.training.steps)}",
+        f"--lr_scheduler.total_steps={total}",
+        f"--debug.record_steps={[*range(1, steps + 1)]}",
+        f"--debug.record_perturbed={int(perturbed)}",
+        f"--job.dump_folder={folder}",
+    ]

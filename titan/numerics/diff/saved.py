@@ -1,0 +1,126 @@
+"""Comparison of two checkpoints value by value, with what rounding may change in each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan.checkpoint.manager import load, stored_shapes
+from titan.checkpoint.storage import Location
+from titan.numerics.diff.compare import BEYOND
+
+_READ_AT_ONCE = 2**28  # bytes
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor of a checkpoint, compared with the same one computed again.
+
+    Attributes:
+        name: its name in the checkpoint.
+        count: values.
+        other: values with other bits.
+        wrong: values that differ beyond rounding.
+        index: place of the value that is furthest off.
+        saved: that value in the checkpoint.
+        computed: the same, computed again.
+        limit: differences up to here are within rounding.
+        bits: number of bits in which the two values differ.
+        share: their distance as a share of the largest value of the tensor.
+    """
+
+    name: str
+    count: int
+    other: int = 0
+    wrong: int = 0
+    index: tuple[int, ...] = ()
+    saved: float = 0.0
+    computed: float = 0.0
+    limit: float = 0.0
+    bits: int = 0
+    share: float = 0.0
+
+    def __str__(self) -> str:
+        where = f"{self.name}[{', '.join(map(str, self.index))}]" if self.index else self.name
+        many = f"; {self.wrong:,} of its {self.count:,} values differ" if self.wrong > 1 else ""
+        flip = " (one bit)" if self.bits == 1 else ""
+        return (
+            f"{where} is {self.saved:.9g}, and {self.computed:.9g} when computed again{flip}{many}"
+        )
+
+
+def compare_saved(
+    saved: Location, computed: Location, again: Location | None, *, rounds: bool
+) -> Iterator[SavedTensor]:
+    """Yield the comparison of each tensor that both checkpoints hold, but for states of generators.
+
+    Args:
+        saved: the checkpoint of the run.
+        computed: that of its recomputation.
+        again: that of a second recomputation, whose distance from the first is what rounding does. None: bits must be equal.
+        rounds: the recomputation rounds otherwise, so the last bit may differ where the second one happens to be equal.
+    """
+    ours, theirs = stored_shapes(saved), stored_shapes(computed)
+    names = [name for name in ours if not _is_random(name) and theirs.get(name) == ours[name]]
+    while names:
+        # A read of many tensors costs less than many reads.
+        count, size = 0, 0
+        while count < len(names) and (not size or size < _READ_AT_ONCE):
+            size += ours[names[count]][0].numel() * ours[names[count]][1].itemsize
+            count += 1
+        states = [_read(p, names[:count], ours) for p in (saved, computed, again) if p is not None]
+        for name in names[:count]:
+            yield _compare(name, *(state.pop(name) for state in states), rounds=rounds)
+        names = names[count:]
+
+
+def names_apart(saved: Location, computed: Location) -> list[str]:
+    """Return the names of tensors that only one of two checkpoints holds, or that have another shape or dtype."""
+    a, b = stored_shapes(saved), stored_shapes(computed)
+    return sorted(n for n in a.keys() | b.keys() if a.get(n) != b.get(n) and not _is_random(n))
+
+
+def _is_random(name: str) -> bool:
+    return name.startswith("rng.")  # states of generators, each of one rank
+
+
+def _read(path: Location, names: Sequence[str], shapes: Mapping[str, Any]) -> dict[str, Tensor]:
+    state = {name: torch.empty(shapes[name][0], dtype=shapes[name][1]) for name in names}
+    load(path, state)
+    return state
+
+
+def _compare(
+    name: str, a: Tensor, b: Tensor, c: Tensor | None = None, *, rounds: bool
+) -> SavedTensor:
+    kind = _INTEGERS[a.element_size()]
+    apart = a.view(kind) != b.view(kind)
+    other, limit = int(apart.sum()), 0.0
+    if not other:
+        return SavedTensor(name, a.numel())
+    away = _distance(a, b)
+    if c is not None:
+        # A value near 0 in Adam's denominator moves by far more than its neighbours, and another one in each layout.
+        limit = BEYOND * float(_distance(b, c).nan_to_num(posinf=0.0).max())
+    if (limit or (rounds and c is not None)) and b.is_floating_point():
+        limit += float(b.abs().nan_to_num(posinf=0.0).max()) * torch.finfo(b.dtype).eps
+    beyond = (away > limit) & apart
+    if not (wrong := int(beyond.sum())):
+        return SavedTensor(name, a.numel(), other, limit=limit)
+    furthest = torch.where(beyond, away, -1.0).argmax()
+    at = tuple(int(i) for i in torch.unravel_index(furthest, a.shape))
+    flipped = int(a.view(kind)[at]) ^ int(b.view(kind)[at])
+    bits = (flipped & (2 ** (8 * a.element_size()) - 1)).bit_count()
+    share = float(away[at]) / (float(b.double().abs().max()) or 1.0)
+    values = float(a[at]), float(b[at])
+    return SavedTensor(name, a.numel(), other, wrong, at, *values, limit, bits, share)
+
+
+def _distance(a: Tensor, b: Tensor) -> Tensor:
+    """Return distances in float64. Between a number and none it is infinite."""
+    return (a.double() - b.double()).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)

@@ -1,0 +1,136 @@
+"""Recorder of a train step: titan/numerics/recorder.py, with the shapes and the samples of a job."""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import titan
+from titan.base.run_folder import git_state
+from titan.config.layout import AXES
+from titan.numerics.recorder import Recorder, source_line, whole_shapes
+from titan.observe.recorded import RecordedStep, RecordedTensor
+from titan.parallel import shard_sequence
+from titan.parallel.init_weights import canonical_name
+from titan.parallel.mesh import axis_rank, axis_size
+from titan.parallel.tensor_styles import argument_names
+from titan.step.train_step import StepReport, TrainStep
+from titan.step.whole_model import build_whole_model
+from titan.tasks import task_of
+
+_LOG = logging.getLogger("titan")
+
+
+class StepRecorder:
+    """Recorder of the steps of a `TrainStep`.
+
+    Attributes:
+        recorder: the recorder of its modules.
+    """
+
+    def __init__(self, step: TrainStep, *, full: bool = False, perturbed: int = 0) -> None:
+        """Hook the modules of a train step.
+
+        Args:
+            step: the train step.
+            full: keep whole tensors, too.
+            perturbed: see `Recorder`.
+        """
+        self.step = step
+        shapes = _shapes(step)
+        self.recorder = Recorder(
+            step.model_parts, shapes, mesh=step.mesh, full=full, perturbed=perturbed
+        )
+
+        def gradients() -> None:
+            if self.recorder.active:
+                self.recorder.parameters("gradient")
+
+        step.call_with_gradients(gradients)
+
+    def begin(self, batches: Sequence[Any]) -> None:
+        """Begin the record of a step with these micro-batches of this rank."""
+        step, first = self.step, self.step.to_local(batches[0]).input
+        length = first.shape[1] * axis_size(step.mesh, "cp")
+        positions = torch.arange(length)
+        if (cp := axis_size(step.mesh, "cp")) > 1:
+            rank = axis_rank(step.mesh, "cp")
+            balanced = step.config.parallelism.splits_from_both_ends
+            positions = shard_sequence(positions, dim=0, rank=rank, size=cp, balanced=balanced)
+        self.recorder.begin(
+            batch=len(first), samples=len(first) * len(batches), positions=positions, length=length
+        )
+
+    def end(self, number: int, report: StepReport) -> RecordedStep:
+        """End the record of a step. On ranks other than the first it has no tensors.
+
+        Args:
+            number: number of the step.
+            report: its numbers.
+        """
+        step = self.step
+        self.recorder.parameters("update")
+        modules = {
+            canonical_name(name): module
+            for part in step.model_parts
+            for name, module in part.named_modules()
+        }
+        tensors = [
+            RecordedTensor(
+                kind=t.kind,
+                name=t.name,
+                dtype=t.digest.dtype,
+                norm=None if t.digest.squares is None else t.digest.squares**0.5,
+                sums=t.digest.sums,
+                copies=[[*pair] for pair in t.copies],
+                line=source_line(modules, t.name),
+            )
+            for t in self.recorder.end()
+        ]
+        about = {"titan": titan.__version__, "torch": torch.__version__, "host": platform.node()}
+        return RecordedStep(
+            step=number,
+            loss=report.loss.item(),
+            grad_norm=_number(report.grad_norm),
+            axes={axis: n for axis in AXES if (n := axis_size(step.mesh, axis)) > 1},
+            computes_in=str(step.config.training.mixed_precision_param),
+            about=about | {"commit": git_state(Path(titan.__file__).parent)},
+            tensors=tensors,
+        )
+
+
+def _number(value: Tensor) -> float:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).item()
+
+
+def _shapes(step: TrainStep) -> dict[str, Any]:
+    """Return the whole shapes of the outputs of modules, from a run on meta."""
+    job = step.job
+
+    def run(model: nn.Module, batch: int, length: int) -> None:
+        training = job.config.training
+        training = training.model_copy(update={"local_batch_size": batch, "seq_len": length})
+        task = task_of(job.config.model_copy(update={"training": training}))
+        meta = torch.device("meta")
+        whole = task.complete(task.random_batch(0), device=meta, is_cut=True)
+        inputs = task.microbatch(whole.map(lambda _, tensor: tensor.to(meta)))
+        # Documents of variable length are for the hook that makes their mask.
+        named = {n: x for n, x in inputs.inputs.items() if n in argument_names(model)}
+        with torch.no_grad():
+            model(inputs.input, **named)
+
+    try:
+        model, _ = build_whole_model(job)
+        return whole_shapes(model, run, length=job.config.training.seq_len)
+    except Exception as error:  # of any model's code
+        _LOG.warning(
+            "outputs of modules are not recorded, since the model does not run on meta: %s", error
+        )
+        return {}

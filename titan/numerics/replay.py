@@ -1,0 +1,151 @@
+"""Two evaluations of the same forward and backward pass, compared bit for bit on each rank.
+
+For each output of a module and its gradient, and for each parameter's gradient, a rank keeps one number that follows from every bit and its
+place. A device that computes right gives equal numbers. Nothing is gathered but the place of the first difference.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten
+
+from titan.base.failure import RunFailure
+from titan.parallel.module_hooks import hook_outputs, is_recomputation
+
+Place = tuple[str, str, int]
+"""Kind, module or parameter, and number of the call."""
+Bits = dict[Place, Tensor]
+_WORDS = 2**20  # of 8 bytes, at a time: memory for 24 MiB
+_MULTIPLIER = 0x2545F4914F6CDD1D  # odd, so that no bit is lost
+
+
+class BitsError(RunFailure):
+    """Different bits of the same computation. The message names rank, host and module."""
+
+    kind = "replay_differs"
+
+
+def bits_of(parts: Sequence[nn.Module], passes: Callable[[], object]) -> Bits:
+    """Return the fingerprints of what a forward and backward pass computes, in order.
+
+    It leaves no gradients, and buffers as they were.
+
+    Args:
+        parts: the model. Its parameters have no gradients.
+        passes: runs the passes.
+    """
+    bits: Bits = {}
+    calls: Counter[tuple[str, str]] = Counter()
+    last: list[Any] = [None]
+
+    def note(kind: str, name: str, x: Tensor | None) -> None:
+        if x is None:  # no gradient comes from behind
+            return
+        calls[kind, name] += 1
+        bits[kind, name, calls[kind, name]] = fingerprint(x)
+
+    def see(name: str, _: nn.Module, __: Any, out: Any) -> None:
+        # A parent may return what its child did, and two hooks see an output that no layout changes.
+        if out is last[0]:
+            return
+        last[0], again = out, is_recomputation()
+        for x in tree_flatten(out)[0]:
+            if isinstance(x, Tensor):
+                note("recomputed output" if again else "output", name, x)
+                if x.requires_grad and not again:
+                    x.register_hook(partial(note, "output gradient", name))
+
+    buffers = [buffer for part in parts for buffer in part.buffers()]
+    before = [buffer.clone() for buffer in buffers]
+    # What a rank computes itself, and what its layout makes of it.
+    hooks = [
+        h for part in parts for early in (True, False) for h in hook_outputs(part, see, first=early)
+    ]
+    try:
+        passes()
+        for part in parts:
+            for name, parameter in part.named_parameters():
+                if parameter.grad is not None:
+                    note("gradient", name, parameter.grad)
+    finally:
+        for remove in reversed(hooks):
+            remove()
+        last.clear()
+        with torch.no_grad():
+            for buffer, kept in zip(buffers, before, strict=True):
+                buffer.copy_(kept)
+        for part in parts:
+            part.zero_grad()
+    return bits
+
+
+def first_difference(
+    one: Mapping[Place, Tensor], two: Mapping[Place, Tensor]
+) -> tuple[int, Place] | None:
+    """Return number and place of the first difference of two evaluations, or None. It waits for the device."""
+    if len(one) == len(two) == 0:
+        return None
+    for number, (place, other) in enumerate(zip(one, two, strict=False)):
+        if place != other:
+            return number, place
+    if len(one) != len(two):
+        longer = max(one, two, key=len)
+        return min(len(one), len(two)), [*longer][min(len(one), len(two))]
+    device = next(iter(one.values())).device
+    a, b = (torch.stack([x.to(device) for x in bits.values()]) for bits in (one, two))
+    differing = (a != b).nonzero().flatten().tolist()
+    return (differing[0], [*one][differing[0]]) if differing else None
+
+
+@torch.no_grad()
+def fingerprint(x: Tensor) -> Tensor:
+    """Return a number that follows from each bit of a rank's part of a tensor and its place, as a scalar int64 on its device.
+
+    It is a sum modulo 2**64 of words of 8 bytes, each times an odd number of its place. So any one bit that changes changes it.
+    """
+    local = x.to_local() if isinstance(x, DTensor) else x
+    local = local.detach().resolve_conj().contiguous().flatten().view(torch.uint8)
+    local = nn.functional.pad(local, (0, -len(local) % 8))
+    total = torch.zeros((), dtype=torch.int64, device=local.device)
+    for words in local.view(torch.int64).split(_WORDS):
+        # An odd factor leaves the highest bit what it is, so two flips of it would cancel.
+        words = words ^ (words >> 32)
+        total = total * _MULTIPLIER + (words * _factors(words.device)[: len(words)]).sum()
+    return total
+
+
+@cache
+def _factors(device: torch.device) -> Tensor:
+    """Return odd factors for the words of a piece: mixed numbers (splitmix64)."""
+    x = torch.arange(_WORDS, device=device) * 0x1E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
+    x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
+    return x | 1
+
+
+def describe(found: Iterable[tuple[int, Place, int, str] | None]) -> str:
+    """Return which ranks differ first, and where, or "".
+
+    Args:
+        found: for each rank, its first difference, its number and its host.
+    """
+    differing = [one for one in found if one is not None]
+    if not differing:
+        return ""
+    earliest = min(number for number, *_ in differing)
+    first = [one for one in differing if one[0] == earliest]
+    _, (kind, name, call), *_ = first[0]
+    who = " and ".join(f"rank {rank} on {host}" for *_, rank, host in first[:4])
+    who += f" and {len(first) - 4} more" if len(first) > 4 else ""
+    later = sorted(rank for *_, rank, _ in differing if rank not in {r for *_, r, _ in first})
+    where = f"the {kind} of {name or 'the model'}" + (f", call {call}" if call > 1 else "")
+    return f"{who}: other bits the second time, first in {where}" + (
+        f" (then on rank{'s'[: len(later) > 1]} {', '.join(map(str, later[:8]))})" if later else ""
+    )

@@ -1,0 +1,246 @@
+"""Program of one rank.
+
+    torchrun -m titan.train JOB.toml [OVERLAY.toml ...] [--section.key=value ...] [--quiet]
+
+The config is read and checked before torch is imported, so that a mistake in it is reported within
+a second. The same holds for a run that is finished, or already going on in another process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from titan.base.errors import explains_itself
+from titan.base.failure import RunFailure
+from titan.base.run_folder import read_status
+from titan.base.signals import (
+    EXIT_DONE,
+    EXIT_USER_ERROR,
+    StopRequest,
+    die_with_parent,
+    for_agent,
+    has_agent,
+)
+from titan.base.untrusted import InputError, printable, why_not_private
+from titan.checkpoint.identity import changed_settings, require_startable, step_to_continue
+from titan.checks.environment import check_environment
+from titan.checks.rules import load_to_run
+from titan.config.errors import ConfigError
+from titan.config.options import add_quiet
+from titan.config.schema import JobConfig
+from titan.run.supervisor import Supervisor, explain, supervisor_class
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train. Return the exit code (docs/architecture.md lists them)."""
+    stop = StopRequest().install()
+    try:
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        add_quiet(parser)  # an option of `titan train`, for ranks that torchrun starts
+        code = _train(parser.parse_known_args(argv)[1], stop)
+    except Exception as error:  # such as one while torch is imported
+        failure = explain(error)
+        if failure is None:
+            raise
+        print(failure, file=sys.stderr)
+        code = failure.exit_code
+    finally:
+        stop.disarm()
+    return for_agent(code) if stop.requested else code
+
+
+def before_start(config: JobConfig) -> int | None:
+    """Check whether a run may start.
+
+    Returns:
+        None if it may; otherwise an exit code: the run is finished, already going on, or
+        another job's.
+    """
+    try:
+        saved = require_startable(config)
+        finished = is_finished(config)
+        if finished:
+            _require_same_job(saved, config)
+    except InputError as error:
+        return _refuse(error)
+    if finished:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"nothing to do: all {config.training.steps:,} steps are done")
+        return EXIT_DONE
+    folder = Path(config.job.dump_folder)
+    try:
+        supervisor_class().admit(config)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:  # a full disk still makes folders
+            probe.write(bytes(4096))
+    except RunFailure as error:
+        return _refuse(error)
+    except (OSError, ValueError) as error:
+        return _refuse_folder(config, error)
+    return None
+
+
+def is_finished(config: JobConfig) -> bool:
+    """Return whether this run ended well, and its last checkpoint exists."""
+    run_dir, section = Path(config.job.dump_folder), config.checkpoint
+    status = read_status(run_dir)
+    step = status.get("step")
+    # The job may ask for more steps than the finished run had.
+    if status.get("state") != "done" or not isinstance(step, int) or step < config.training.steps:
+        return False
+    last = run_dir / section.folder / f"step-{step}"
+    return section.enable and section.load_step == -1 and last.is_dir()
+
+
+def _require_same_job(saved: Mapping[str, Any], config: JobConfig) -> None:
+    """Raise InputError if a finished run was another job's: "nothing to do" would hide that from the user."""
+    changes = changed_settings(saved.get("config") or "", config, sequences=(None, 0))
+    # A job with fewer steps is finished, too.
+    changes = [change for change in changes if not change.startswith("training.steps:")]
+    if changes:
+        key, first = changes[0].split(": ", 1)
+        also = f" (also {'; '.join(changes[1:5])})" if changes[1:] else ""
+        message = (
+            f"{first}{also}, but all {config.training.steps:,} steps of {config.job.dump_folder} are done. To train with this, name "
+            "another job.dump_folder; to train on, raise training.steps"
+        )
+        raise InputError(config.source_map.problem(key, message))
+
+
+def _refuse_folder(config: JobConfig, error: Exception) -> int:
+    problem = config.source_map.problem("job.dump_folder", f"cannot be written: {error}")
+    return _refuse(ConfigError([problem]))
+
+
+def _refuse(error: Exception) -> int:
+    """Print an error once for all ranks, which read the same file, and return the exit code."""
+    # But each rank has its own environment.
+    if os.environ.get("RANK", "0") == "0" or check_environment(os.environ):
+        print(error, file=sys.stderr)
+    else:
+        time.sleep(2)  # torchrun ends rank 0 with the first rank that leaves
+    return EXIT_USER_ERROR
+
+
+def _train(argv: Sequence[str], stop: StopRequest) -> int:
+    try:
+        config, _ = load_to_run(argv, world_size=None, here=True)
+    except ConfigError as error:
+        return _refuse(error)
+    # Refuse before importing torch, which takes seconds.
+    if (code := before_start(config)) is not None:
+        return code
+    supervisor = supervisor_class()(config, stop)
+    try:
+        try:
+            supervisor.begin()
+        except RunFailure as error:
+            return _refuse(error)
+        except OSError as error:
+            return _refuse_folder(config, error)
+        return _run(config, stop, supervisor)
+    finally:
+        supervisor.close()
+
+
+def _run(config: JobConfig, stop: StopRequest, supervisor: Supervisor) -> int:
+    """Run the trainer. Return the exit code for any kind of end."""
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    if os.environ.get("RANK", "0") == "0" and restarts:
+        allowed = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
+        print(f"started again by torchrun, {restarts} of {allowed} times", file=sys.stderr)
+    set_compile_cache(config.compile.cache_folder)
+    # Import these after everything that needs no torch.
+    from titan.parallel.torch_compat import forget_mesh
+    from titan.run.standard_hooks import standard_hooks
+    from titan.run.trainer import Begin, Trainer
+
+    def build(begin: Begin) -> Trainer:
+        return Trainer(config, hooks=standard_hooks, stop=stop, supervisor=supervisor, begin=begin)
+
+    trainer, failed = None, True
+    try:
+        trainer = build(Begin(step=step_to_continue(config)))
+        while (code := trainer.run()) is None:
+            begin, trainer = trainer.leave(), None  # frees the model
+            forget_mesh()
+            trainer = build(begin)
+        failed = False
+        return code
+    except Exception as error:
+        failure = explain(error) or error
+        if not explains_itself(failure):
+            traceback.print_exc()
+        return supervisor.fail(failure)
+    finally:
+        # In this order: first the peers stop expecting heartbeats, then hooks end their threads.
+        supervisor.end()
+        if trainer:
+            trainer.close(failed=failed)
+
+
+def set_compile_cache(folder: str) -> None:
+    """Set inductor's folder for compiled programs, before inductor is imported.
+
+    Its default is in /tmp, which a restart may find empty. So a single node uses the user's cache
+    folder, usually in $HOME. On several nodes that folder is on a network disk, which all ranks
+    would write at once: there each node has a folder in its temporary folder. So does a user who
+    cannot write into a cache folder. Programs are code: a folder that somebody else owns or can
+    write into is not used, and a line says so.
+    """
+    from titan.checks.machine import why_unwritable
+    from titan.data import default_cache_folder
+
+    asked = folder or os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
+    local = Path(tempfile.gettempdir()) / f"titan-compile-{os.getuid()}"
+    usual = default_cache_folder() / "compile"
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    is_cluster = os.environ.get("LOCAL_WORLD_SIZE", ranks) != ranks
+    others = [local, usual] if is_cluster or why_unwritable(usual) else [usual, local]
+    for path in [*[Path(asked)] * bool(asked), *others]:
+        if not (reason := why_not_private(path)):
+            break
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            text = f"titan: {path} is not used for compiled programs, which run as you do: {reason}"
+            print(printable(text), file=sys.stderr)
+    else:
+        path = Path(tempfile.mkdtemp(prefix="titan-compile-"))
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(path.absolute())
+
+
+def import_all() -> None:
+    """Import the modules of `_run`, for a launcher whose forks are the ranks (titan/ops/warm_start.py)."""
+    import titan.checkpoint
+    import titan.run.trainer  # noqa: F401
+    from titan.run.standard_hooks import load_hooks
+
+    load_hooks()
+    supervisor_class()
+
+
+def run_rank() -> NoReturn:
+    """Train with the arguments in sys.argv, and end the process with the exit code."""
+    faulthandler.enable()
+    if has_agent():
+        die_with_parent()
+    code = main()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # a file on a full disk
+            stream.flush()
+    # Not sys.exit: gloo's threads may still free a work object while the interpreter is torn down, and abort a
+    # run that has ended well (docs/architecture.md).
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    run_rank()

@@ -1,0 +1,457 @@
+"""The training step, and the one function that builds everything it needs (the seam): `build_train_step`.
+
+The trainer calls it with a real device and process group, the simulator with fake ones, and the parity tests with a few gloo ranks.
+All of them run the same program, which is why the simulator and the tests can be believed. So no code here names a device or a
+backend, or waits for a device. A step returns its numbers as tensors on the device, and the caller decides when to read them.
+
+One step, with the global batch of B sequences spread over dp ranks and A micro-batches:
+
+    valid tokens of the global batch      one all-reduce
+    A x (forward, loss / valid, backward) loss summed over tokens; gradients summed over ranks (FSDP, DDP)
+    clip, update, zero                    or each parameter in the backward pass (optim/in_backward.py)
+
+Loss and gradients are divided by the one global count before anything is added up, so every layout and every A
+compute the same numbers to rounding. Under pipeline parallelism a rank holds one stage or several, and a micro-batch
+is what the pipeline cuts into smaller microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan.base.async_scalars import AsyncScalars
+from titan.config.phases import Phase
+from titan.config.schema import JobConfig
+from titan.optim.averaged import Average, build_average
+from titan.optim.clipping import clip_gradients
+from titan.optim.expert_bias import ExpertBiasBalancer
+from titan.optim.fused_adam import FusedAdam
+from titan.optim.in_backward import OptimizerInBackward
+from titan.optim.optimizers import build_optimizer
+from titan.optim.schedule import learning_rate_factor
+from titan.parallel import Overlap, initialize, materialize, shard_sequence
+from titan.parallel.async_tp import Rewrites, enable_async_tp
+from titan.parallel.compile import CompileLog
+from titan.parallel.float8 import Conversion, gathers_float8, precompute_scales
+from titan.parallel.fsdp import separate_reduce_scatter
+from titan.parallel.mesh import StepGroups, axis_size, build_sparse_mesh, submesh
+from titan.step.parallelize import (
+    backward_preparer,
+    compile_log_of,
+    moes_of,
+    overlap_of,
+    parallelize,
+)
+from titan.step.random_draws import RandomDraws
+from titan.step.refusals import as_refusals
+from titan.step.resolved import ResolvedJob
+from titan.step.step_report import StepReport
+from titan.step.whole_model import build_whole_model, sent_by_stage, split_model
+from titan.tasks.base import LossFunction, Microbatch
+
+if TYPE_CHECKING:
+    from titan.parallel.pipeline import Pipeline
+
+
+@dataclass
+class TrainStep:
+    """A model with its layout and weights, and the steps that train and evaluate it.
+
+    Attributes:
+        job: the resolved job.
+        model_parts: the whole model, or this rank's pipeline stages.
+        pipeline: runs the stages, if there is pipeline parallelism.
+        optimizer: updates the parameters of all parts.
+        in_backward: updates parameters in the backward pass.
+        device: where the rank computes.
+        mesh: the device mesh.
+        groups: process groups of the step's sums.
+        loss_sum: the task's loss.
+        async_tp: graphs that async TP has rewritten.
+        compile_log: compilations and recompilations.
+        float8: layers that compute in 8 bits.
+        balance: balances the load of experts by their routing biases.
+        average: average of the weights.
+        overlap: runs two micro-batches at a time.
+        is_fake: tensors hold no numbers, as in the simulator. Random numbers are not drawn, and labels cannot be counted.
+    """
+
+    job: ResolvedJob
+    model_parts: list[nn.Module]
+    pipeline: Pipeline | None
+    optimizer: torch.optim.Optimizer
+    in_backward: OptimizerInBackward | None
+    device: torch.device
+    mesh: DeviceMesh
+    groups: StepGroups
+    loss_sum: LossFunction
+    async_tp: Rewrites | None
+    compile_log: CompileLog | None
+    float8: list[Conversion]
+    balance: ExpertBiasBalancer
+    average: Average | None = None
+    overlap: Overlap | None = None
+    is_fake: bool = False
+
+    def __post_init__(self) -> None:
+        self.on_gradients: list[Callable[[], None]] = []
+        self.on_event: Callable[[str], None] = lambda _: None
+        self.before_change: Callable[..., None] = lambda: None
+        self.join_groups(1, lambda _: None)
+        self.config, self.task = self.job.config, self.job.task
+        self.prepare_backward = backward_preparer(self.job)
+        self.shape = _shape(self.config)  # of the micro-batches of this phase
+        self.context = submesh(self.mesh, "cp")
+        self.draws = RandomDraws(self.config, self.model_parts, mesh=self.mesh, device=self.device)
+        # Kept, because a walk over the modules costs a small model a hundredth of its step.
+        self.parameters = [p for part in self.model_parts for p in part.parameters()]
+        self.num_replicas = axis_size(self.mesh, "dp_replicate", "dp_shard")  # of the data
+
+    def train(
+        self,
+        batches: Sequence[Any],
+        *,
+        step: int,
+        accept: Callable[[Tensor, Tensor], bool] | None = None,
+    ) -> StepReport:
+        """Train on this rank's micro-batches of step 1, 2, ...: forward, backward, clip, update.
+
+        Args:
+            batches: batches of the task, on any device. A batch of text is anything with the tensors of `titan.data.packing.Batch`.
+            step: number of the step.
+            accept: maps loss and gradient norm to the decision whether to update, the same on all ranks. It waits for the device, so
+                the host no longer runs ahead.
+
+        Returns:
+            The numbers of the step.
+        """
+        if not self.is_fake:
+            self.draws.begin(step)
+        self.compute_scales()
+        local = [self.to_local(batch) for batch in batches]
+        num_valid = _sum(_count_valid(local), self.groups.tokens)
+        self.sum_over_groups([num_valid])
+        # Copied while the step runs. The host waits for the step before, and not for this one.
+        targets = None if self.is_fake else AsyncScalars([num_valid])
+        divisor = num_valid.clamp(min=1)
+        replicas = self.num_replicas * self.num_groups
+        num_sequences = sum(len(batch.input) for batch in local) * replicas
+        num_parts = 1 if self.context is None else self.context.size()
+        num_tokens = num_sequences * local[0].input.shape[1] * num_parts
+        self.balance.begin(num_sequences=num_sequences, num_tokens=num_tokens)
+        # The rate is a function of the step alone, so a resumed run needs no scheduler state.
+        self.set_learning_rate(step)
+        if self.compile_log is not None:
+            torch.compiler.cudagraph_mark_step_begin()  # outputs of the last step may be overwritten
+        losses = []
+        at_once = 1 if self.overlap is None else 2
+        for start in range(0, len(local), at_once):
+            is_last = start + at_once >= len(local)
+            # Only the last micro-batch completes a gradient, so only then may a parameter be updated.
+            if self.in_backward is not None:
+                self.in_backward.active = is_last and (targets is None or targets.values()[0] > 0)
+            now = local[start : start + at_once]
+            losses += self._forward_backward(now, divisor, is_last=is_last)
+        self.draws.end()
+        self.sum_over_groups([p.grad for p in self.parameters if p.grad is not None])
+        # From here on gradients are complete: reduced over ranks, and summed over micro-batches.
+        grad_norm = self._clip()
+        local_losses = torch.stack(losses)
+        loss = _sum(local_losses.sum(), self.groups.loss)
+        self.sum_over_groups([loss])
+        loss = loss / divisor
+        self.balance.sum_loads(self.sum_over_groups)
+        # The norm of offloaded parameters is on the host.
+        grad_norm = grad_norm.to(self.device, non_blocking=True)
+        accepted = self.in_backward is not None or accept is None or accept(loss, grad_norm)
+        has_targets = targets is None or targets.values()[0] > 0
+        accepted = accepted and has_targets
+        # Before the weights: replica groups may meet where the optimizer's step ends, and average the biases too.
+        self.balance.finish(accepted=accepted)
+        if accepted and self.in_backward is None:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.average is not None and accepted:
+            self.average.update(step)
+        return StepReport(loss, grad_norm, num_valid, local_losses, has_targets)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Any]) -> tuple[Tensor, Tensor]:
+        """Return the summed loss in nats, and the number of valid tokens, of all ranks' batches, as scalars on the device."""
+        loss = torch.zeros((), device=self.device)
+        num_valid = torch.zeros((), dtype=torch.int64, device=self.device)
+        with self._evaluating():
+            for batch in map(self.to_local, batches):
+                loss += self._total(self._forward(batch))
+                num_valid += _count_valid([batch])
+        return _sum(loss, self.groups.loss), _sum(num_valid, self.groups.tokens)
+
+    @torch.no_grad()
+    def score(self, batches: Iterable[Any], of_rows: LossFunction, *, width: int) -> Tensor:
+        """Return this rank's part of the figures of each sample of its batches.
+
+        The parts of pipeline- and context-parallel ranks add up. All ranks pass the same number of batches, of the same shapes.
+
+        Args:
+            batches: batches of the task.
+            of_rows: maps the model's output and the targets of B samples to figures (B, width) fp64.
+            width: figures of a sample.
+
+        Returns:
+            Figures (samples, width) fp64, in the order of the samples.
+        """
+        with self._evaluating():
+            rows = [
+                torch.cat(parts)
+                if (parts := self._forward(batch, of_rows))
+                else torch.zeros(len(batch.input), width, dtype=torch.float64, device=self.device)
+                for batch in map(self.to_local, batches)
+            ]
+        return torch.cat(rows)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Put the model in evaluation mode within a block."""
+        self.compute_scales()
+        for part in self.model_parts:
+            part.eval()
+        yield
+        for part in self.model_parts:
+            part.train()
+
+    def to_local(self, batch: Any) -> Microbatch:
+        """Return the batch on this rank's device and, under context parallelism, its shard of each sequence."""
+        is_cut = self.context is not None or self.pipeline is not None
+        batch = self.task.complete(batch, device=self.device, is_cut=is_cut)
+        balanced = self.config.parallelism.splits_from_both_ends
+
+        def part(name: str, tensor: Tensor) -> Tensor:
+            # Whole, and cut on the device: a cut copy would not be in pinned memory, and the host would wait for it.
+            tensor = tensor.to(self.device, non_blocking=True)
+            if self.context is None or name not in batch.ALONG_SEQUENCE:
+                return tensor
+            rank, size = self.context.get_local_rank(), self.context.size()
+            return shard_sequence(tensor, dim=1, rank=rank, size=size, balanced=balanced)
+
+        return self.task.microbatch(batch.map(part))
+
+    def compute_scales(self) -> None:
+        if self.job.techniques.precomputes_scales:
+            for part in filter(gathers_float8, self.model_parts):
+                precompute_scales(part)
+
+    def set_learning_rate(self, step: int) -> float:
+        """Set the learning rate of each parameter group for a step, its own peak times the schedule. Return that of the first group."""
+        factor = learning_rate_factor(
+            step,
+            section=self.config.lr_scheduler,
+            total_steps=self.config.training.steps,
+            phases=self.job.phases,
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+        return self.optimizer.param_groups[0]["lr"]
+
+    def join_groups(self, num_groups: int, sum_: Callable[[Sequence[Tensor]], None]) -> None:
+        """Train together with other replica groups.
+
+        Args:
+            num_groups: number of groups.
+            sum_: sums tensors over the groups, in place.
+        """
+        self.num_groups, self.sum_over_groups = num_groups, sum_
+
+    def call_on_event(self, function: Callable[[str], None]) -> None:
+        """Call a function after the passes of each micro-batch.
+
+        It gets "forward" after the forward pass and "backward" after the backward pass. A pipeline interleaves the passes, so it
+        calls the function once, with "backward", after both.
+        """
+        self.on_event = function
+
+    def call_with_gradients(self, function: Callable[[], None]) -> None:
+        """Also call this function when the gradients of a step are complete, before they are clipped."""
+        self.on_gradients.append(function)
+
+    def call_before_change(self, function: Callable[..., None]) -> None:
+        """Call a function before each update of the weights, and before they are exchanged for their average."""
+        self.optimizer.register_step_pre_hook(function)
+        self.before_change = function
+
+    def change(self, phase: Phase) -> None:
+        """Continue with the batch and the sequences of another phase of the job."""
+        if self.compile_log is not None and (new := _shape(phase.config)) != self.shape:
+            self.shape = new
+            # Else the next programs would be for any shape, since torch has seen two: slower than those of a run that begins here.
+            torch.compiler.reset()
+        if self.pipeline is not None and phase.number in self.job.splits:
+            self.pipeline.change(self.job.splits[phase.number].schedule)
+
+    def _clip(self) -> Tensor:
+        """Clip the gradients by their global norm and return the norm. Updates in the backward pass have used the gradients up."""
+        if self.in_backward is not None:
+            return self.in_backward.finish()
+        for function in self.on_gradients:
+            function()
+        with torch.profiler.record_function("titan: clip"):
+            return clip_gradients(
+                self.parameters,
+                max_norm=self.config.training.max_norm,
+                stages=self.groups.stages,
+                optimizer=self.optimizer if isinstance(self.optimizer, FusedAdam) else None,
+            )
+
+    def _forward_backward(
+        self, batches: Sequence[Microbatch], divisor: Tensor, *, is_last: bool
+    ) -> list[Tensor]:
+        """Add the gradients of a micro-batch, or of two that overlap. Return the loss of each, summed over this rank's tokens."""
+        if self.pipeline is not None:
+            (batch,) = batches
+            losses = self.pipeline.step(
+                batch.input, batch.targets, divide_by=divisor, **batch.inputs
+            )
+            self.on_event("backward")
+            return [self._total(losses)]
+        (model,) = self.model_parts
+        forwards = [partial(self._loss, batch) for batch in batches]
+        # Divide before backward: gradients then add up over micro-batches and ranks to those of the global mean.
+        if len(batches) == 1:
+            self.prepare_backward(model, is_last=is_last)
+            losses = [forwards[0]()]
+            self.on_event("forward")
+            (losses[0] / divisor).backward()
+        else:
+            assert self.overlap is not None
+            losses = self.overlap.forward(forwards)
+            self.draws.end()  # before recomputations, which would restore the generators
+            self.on_event("forward")
+            self.overlap.backward(
+                [loss / divisor for loss in losses],
+                prepare=lambda last: self.prepare_backward(model, is_last=is_last and last),
+            )
+        self.on_event("backward")
+        return [loss.detach() for loss in losses]
+
+    def _loss(self, batch: Microbatch, loss: LossFunction | None = None) -> Tensor:
+        """Return the loss of a micro-batch, or what another function makes of the model's output."""
+        (model,) = self.model_parts
+        return (loss or self.loss_sum)(model(batch.input, **batch.inputs), batch.targets)
+
+    def _forward(self, batch: Microbatch, loss: LossFunction | None = None) -> list[Tensor]:
+        """Return the loss of a micro-batch, or of each microbatch of a pipeline, over this rank's tokens; an empty list before the last stage."""
+        if self.pipeline is not None:
+            size = self.config.parallelism.pipeline_parallel_microbatch_size
+            # A batch that does not divide is one microbatch, so that validation may have any size.
+            whole, rest = divmod(len(batch.input), size)
+            return self.pipeline.eval(
+                batch.input,
+                batch.targets,
+                num_microbatches=1 if rest else whole,
+                loss_fn=loss,
+                **batch.inputs,
+            )
+        return [self._loss(batch, loss)]
+
+    def _total(self, losses: list[Tensor]) -> Tensor:
+        """Return the sum of losses, which is 0 except on the last pipeline stage."""
+        return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
+
+
+@as_refusals()
+def build_train_step(job: ResolvedJob, *, device: torch.device, mesh: DeviceMesh) -> TrainStep:
+    """Build model, parallelism, loss, optimizer and schedule; weights are drawn from debug.seed.
+
+    Args:
+        job: the job with its task, resolved for the ranks of `mesh` (titan/step/resolved.py).
+        device: where the rank computes.
+        mesh: built by `titan.parallel.build_mesh` over the default process group.
+    """
+    config, sizes, training = job.config, job.sizes, job.config.training
+    model, float8 = build_whole_model(job)
+    # Experts are laid out like everything else unless ranks share them, or tensor parallelism would leave them whole.
+    sparse_mesh, ep = None, config.parallelism.expert_parallel_degree
+    if sizes.num_experts and (ep > 1 or axis_size(mesh, "tp") > 1):
+        sparse_mesh = build_sparse_mesh(mesh, ep=ep)
+    async_tp, tp = None, submesh(mesh, "tp")
+    if tp is not None and config.parallelism.enable_async_tensor_parallel:
+        async_tp = enable_async_tp(tp.get_group())
+    stages: dict[int, nn.Module] = {0: model}
+    schedule = None
+    pp = submesh(mesh, "pp")
+    if pp is not None:
+        schedule, stages = split_model(next(iter(job.splits.values())), model, pp=pp)
+    # Layout first, then memory for this rank's shards alone, then weights.
+    for stage in stages.values():
+        parallelize(stage, job=job, mesh=mesh, sparse_mesh=sparse_mesh)
+        home = torch.device("cpu") if training.enable_cpu_offload else device
+        materialize(stage, device=home, buffers_on=device)
+        initialize(stage, seed=config.debug.seed, std_of=model.init_std)
+    if config.parallelism.fsdp_separate_reduce_scatter:
+        separate_reduce_scatter(stages.values())
+    in_loss = job.techniques.output_in_loss
+    output = getattr(stages[max(stages)], "output", None) if in_loss else None
+    loss_sum = job.task.loss(mesh, output=output, float8=float8)
+    pipeline = None
+    if pp is not None and schedule is not None:
+        from titan.parallel.pipeline import Pipeline
+
+        pipeline = Pipeline(
+            stages,
+            schedule=schedule,
+            mesh=pp,
+            device=device,
+            loss_fn=loss_sum,
+            boundary=partial(sent_by_stage, job),
+        )
+    model_parts = list(stages.values())
+    num_blocks = sum(len(part.get_submodule("layers")) for part in model_parts)  # pyright: ignore
+    optimizer = build_optimizer(
+        config.optimizer,
+        [named for part in model_parts for named in part.named_parameters()],
+        seed=config.debug.seed,
+        backend=config.compile.backend_of("optimizer"),
+    )
+    early = config.steps_in_backward
+    return TrainStep(
+        job=job,
+        model_parts=model_parts,
+        pipeline=pipeline,
+        optimizer=optimizer,
+        in_backward=OptimizerInBackward(optimizer) if early else None,
+        device=device,
+        mesh=mesh,
+        groups=StepGroups.of(mesh),
+        loss_sum=loss_sum,
+        async_tp=async_tp,
+        compile_log=compile_log_of(config.compile, num_blocks),
+        float8=float8,
+        average=build_average(model_parts, config),
+        overlap=overlap_of(model, config.parallelism),
+        balance=ExpertBiasBalancer.of(
+            {n: m for part in model_parts for n, m in moes_of(part).items()}, mesh
+        ),
+    )
+
+
+def _shape(config: JobConfig) -> tuple[int, int]:
+    return config.training.local_batch_size, config.training.seq_len
+
+
+def _count_valid(batches: Sequence[Microbatch]) -> Tensor:
+    """Return the number of labels that are trained on, an int64 scalar on their device."""
+    return torch.stack([batch.num_valid for batch in batches]).sum()
+
+
+def _sum(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    if group is not None:
+        dist.all_reduce(value, group=group)
+    return value
