@@ -150,6 +150,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("state", type=Path)
+    parser.add_argument("--groups", nargs="+", metavar="NAME", help="these groups only")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no fault after these")
     parser.add_argument("--again", action="store_true", help="run all that are not right once more")
     parser.add_argument("--check", action="store_true", help="check the lines, and run nothing")
@@ -166,6 +167,8 @@ def main() -> int:
         verdicts = {name: found for name, found in verdicts.items() if found["verdict"] == "right"}
     for row in rows:
         if row["name"] in verdicts or time.monotonic() > end:
+            continue
+        if args.groups and row["group"] not in args.groups:
             continue
         begin = time.monotonic()
         found = verdict(row["tests"])

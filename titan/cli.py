@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan.commands import command_names, load_command, summary_of
+from titan.commands import command_names, load_command, prepare_process, summary_of
 from titan.config.options import JOB, add_new_layout, add_quiet, command_parser, positive, whole
 from titan.config.plug_ins import load_plug_in, load_plug_ins, plug_ins
 
@@ -39,7 +39,9 @@ _FORMER = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit code."""
-    _open_missing_streams()
+    if problem := prepare_process():
+        print(problem, file=sys.stderr)
+        return 2
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help", "help"):
         print(_overview())
@@ -60,11 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     # pydantic looks for plug-ins in every installed package, which takes 0.1 s. titan has none.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
-        Path.cwd()
-    except OSError:
-        print("the current folder does not exist any more; cd into another one", file=sys.stderr)
-        return 2
-    try:
         with nullcontext() if name in _DRAWS else _printable_output(name):
             return load_command(name)(rest)
     except SystemExit as request:  # by argparse, after --help or a wrong option
@@ -84,14 +81,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(failure, file=sys.stderr)
         return failure.exit_code
-
-
-def _open_missing_streams() -> None:
-    """Open /dev/null for streams that a daemon did not give: a file opened later would get their text."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
-            setattr(sys, name, os.fdopen(number, "w" if number else "r"))
 
 
 @contextmanager

@@ -6,9 +6,12 @@ commands keep their names.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 from titan.config.plug_ins import load_plug_in, plug_ins
@@ -123,3 +126,20 @@ def _first_line(function: Any) -> str:
 def _added() -> dict[str, EntryPoint]:
     entries = plug_ins("titan.commands")
     return {entry.name: entry for entry in entries if entry.name not in COMMANDS}
+
+
+def prepare_process() -> str:
+    """Open /dev/null for standard streams that a daemon did not give: a file opened later would get their text.
+
+    Returns:
+        Why no command can run here, or "".
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+            setattr(sys, name, os.fdopen(number, "w" if number else "r"))
+    try:
+        Path.cwd()
+    except OSError:
+        return "the current folder does not exist any more; cd into another one"
+    return ""
