@@ -18,7 +18,7 @@ MAY_NAME_FAMILIES = {
     "titan/tools/tokenizer.py": "formats of published tokenizers",
 }
 FAMILIES = {path.parent.name for path in (ROOT / "models").glob("*/__init__.py")}
-FAMILIES -= {"common", "transformers"}  # the package, of which files and folders are spoken
+FAMILIES -= {"common"}
 # A family by its name, or by that without its number: "llama3", "llama".
 _FAMILY = re.compile("|".join(sorted({re.sub(r"[_0-9]\w*$", "", name) for name in FAMILIES})), re.I)
 _PICTURE = re.compile(r"(?<![a-z])(image|picture|pixel|vision|diffusion)s?(?![a-z])", re.I)
@@ -29,10 +29,10 @@ GENERAL = (
         "titan/step/train_step.py",
         "titan/run/trainer.py",
         "titan/step/parallelize.py",
-        "titan/hooks/",
+        "titan/run/",
         "titan/optim/",
     ),
-    *("titan/health/", "titan/checkpoint/", "titan/parallel/"),
+    *("titan/ops/", "titan/checkpoint/", "titan/parallel/"),
 )
 # Names of figures that count positions, of an embedding in every model of the zoo, and of modules that do mean tokens.
 MAY_SAY_TOKEN = re.compile(
