@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.jobs import ROOT, job
+from titan.config.plug_ins import plug_ins
 from titan.run.hook import Hook
 from titan.run.standard_hooks import standard_hooks
 from titan.run.trainer import Trainer
@@ -59,9 +60,7 @@ def test_a_hook_of_a_package_runs_before_the_row_is_written_and_is_resumed(
         name = "count"
         load = staticmethod(lambda: Count)
 
-    monkeypatch.setattr(
-        "titan.run.standard_hooks.plug_ins", lambda group: [Entry] if group == "titan.hooks" else []
-    )
+    monkeypatch.setattr("titan.run.standard_hooks.plug_ins", lambda group: [*plug_ins(group), Entry])
     for steps in (2, 5):
         trainer = Trainer(job(tmp_path, training={"steps": steps}), hooks=standard_hooks)
         try:
