@@ -55,7 +55,7 @@ def standard_hooks(trainer: RunContext, *, monitor: Monitor | None = None) -> li
         ExpertLoads(trainer),
         *([Recording(trainer)] if trainer.config.debug.record_steps else []),
         *([MTPMetrics(trainer)] if getattr(trainer.sizes, "num_mtp_modules", 0) else []),
-        *([TWIN.load()(trainer)] if trainer.config.simulator.twin else []),
+        *([TWIN.load()(trainer)] if getattr(trainer.config.simulator, "twin", False) else []),
         # Last, since a checkpoint has the step's row, and a row has the columns of all other hooks.
         Checkpointing(trainer),
         Metrics(trainer),

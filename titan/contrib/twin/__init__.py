@@ -1,0 +1,1 @@
+"""Simulation of a run beside it, which names the part that is responsible if the run drifts (README.md)."""
