@@ -83,5 +83,3 @@ def check_phases(config: JobConfig) -> Iterator[RuleViolation]:
             rule = f"the longest, {longest}, must be a multiple of every other length of the job"
             fix = f"use a multiple or a divisor of {other}"
             yield f"{key}.seq_len", f"{length} does not fit {other}: {rule}; {fix}"
-    if config.phase and config.simulator.twin:
-        yield "simulator.twin", "simulates one phase, and this job has several; use false"

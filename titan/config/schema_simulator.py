@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from .base import ReadWith, Section
+from .base import Section
 
 
 class WholeRunSection(Section):
@@ -38,12 +38,6 @@ class WholeRunSection(Section):
 class SimulatorSection(Section):
     """Assumptions of `titan sim`, `titan check` and `titan plan`, and the twin of a run."""
 
-    twin: bool = False
-    """Simulate the job beside the run, and write predicted and measured times of each logged step.
-    If the run drifts, name the part responsible. docs/simulator.md has the details."""
-    twin_hardware: Annotated[str, ReadWith("twin")] = "auto"
-    """Profile for the twin: a name or a file of titan sim. "auto": the device's profile; on a CPU "cpu",
-    whose times are scaled to the first steps."""
     attention_kernel: Literal["auto", "flash2", "cudnn", "flash3", "efficient"] = "auto"
     """Kernel by which attention is priced. "auto": the kernel that torch runs on that hardware. With "flash2", attention
     that it does not support (a mask, values of another size than keys) is priced as "efficient"."""

@@ -21,7 +21,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from math import inf
 from typing import Any
 
@@ -73,7 +72,8 @@ class Twin(Hook):
         self.message_bytes = _MESSAGE_BYTES["cpu" if is_cpu else "other"]
         self.prediction = Prediction(trainer) if trainer.rank == 0 else None
         # A CPU's profile is an order of magnitude: its times are scaled to the run's.
-        self.is_scaled = is_cpu and config.simulator.twin_hardware == "auto"
+        section: Any = config.simulator
+        self.is_scaled = is_cpu and section.twin_hardware == "auto"
         self.first_links: dict[tuple[str, int, int], float] = {}
         self.wants_links = self.measures_links = False
         self.rows_since_links, self.links_at_s = 0, inf  # a step's time when links were measured
@@ -311,7 +311,8 @@ class Prediction:
         """Start the process. It reads the run's resolved config, which has been written."""
         trainer = self.trainer
         self.file.unlink(missing_ok=True)
-        name = trainer.config.simulator.twin_hardware
+        section: Any = trainer.config.simulator
+        name = section.twin_hardware
         if name == "auto" and trainer.device.type == "cpu":
             name = "cpu"
         elif name == "auto":
@@ -325,15 +326,19 @@ class Prediction:
         # As a laptop would run it: not as a rank, and without a device.
         environment = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES}
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        with suppress(OSError), self.messages.open("wb") as messages:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", _CHILD_PROGRAM, "sim", *job, *options],
-                stdin=subprocess.DEVNULL,
-                stdout=messages,
-                stderr=messages,
-                env=environment,
-                start_new_session=True,  # with the processes that trace
-            )
+        try:
+            self.messages.parent.mkdir(exist_ok=True)  # the first line of a log would make it later
+            with self.messages.open("wb") as messages:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-c", _CHILD_PROGRAM, "sim", *job, *options],
+                    stdin=subprocess.DEVNULL,
+                    stdout=messages,
+                    stderr=messages,
+                    env=environment,
+                    start_new_session=True,  # with the processes that trace
+                )
+        except OSError as error:
+            self._warn(str(error))
 
     def poll(self) -> Mapping[str, Any]:
         """Return the simulation's facts, or an empty dict if there are none yet or at all."""
