@@ -126,11 +126,18 @@ class Groups:
     def next_step_s(
         self, survivor: int, cause: Callable[[], Any], *, within_s: float = 120
     ) -> float:
-        """Cause a fault. Return the seconds until the survivor has done a step that began after it."""
+        """Cause a fault. Return the seconds until the survivor has done a step without the other group."""
         began_s = time.monotonic()
         cause()
-        before = self.row(survivor)["step"]  # the step after that may have been under way
-        self.wait_for(lambda: self.row(survivor)["step"] > before + 1, within_s=within_s)
+        before = self.row(survivor)
+        # A step that was under way may still count for both. Of a survivor that was alone, the next but one began after the fault.
+        least = before["step"] + (before["replica_groups"] == 1)
+
+        def is_alone() -> bool:
+            row = self.row(survivor)
+            return row["replica_groups"] == 1 and row["step"] > least
+
+        self.wait_for(is_alone, within_s=within_s)
         return time.monotonic() - began_s
 
     def both_s(self, *, within_s: float = 120) -> float:

@@ -113,7 +113,7 @@ def test_kernels_of_a_sum_that_lost_a_group_are_aborted(
     event, of_torch = Mock(**{"query.return_value": is_done}), Mock(spec=["abort"])
     stream = Mock(**{"record_event.return_value": event})
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda: stream)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27))
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 27))
     monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "9")  # torchft would set it for good
     monkeypatch.setattr(process_group, "read_page", lambda _: PAGE)
     device, limit = torch.device("cuda"), timedelta(seconds=9)
