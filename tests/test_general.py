@@ -18,7 +18,7 @@ MAY_NAME_FAMILIES = {
     "titan/tools/tokenizer.py": "formats of published tokenizers",
 }
 FAMILIES = {path.parent.name for path in (ROOT / "models").glob("*/__init__.py")}
-FAMILIES -= {"common", "transformers"}  # the package, of which files and folders are spoken
+FAMILIES -= {"common"}
 # A family by its name, or by that without its number: "llama3", "llama".
 _FAMILY = re.compile("|".join(sorted({re.sub(r"[_0-9]\w*$", "", name) for name in FAMILIES})), re.I)
 _PICTURE = re.compile(r"(?<![a-z])(image|picture|pixel|vision|diffusion)s?(?![a-z])", re.I)
@@ -29,10 +29,10 @@ GENERAL = (
         "titan/step/train_step.py",
         "titan/run/trainer.py",
         "titan/step/parallelize.py",
-        "titan/hooks/",
+        "titan/run/",
         "titan/optim/",
     ),
-    *("titan/health/", "titan/checkpoint/", "titan/parallel/"),
+    *("titan/ops/", "titan/checkpoint/", "titan/parallel/"),
 )
 # Names of figures that count positions, of an embedding in every model of the zoo, and of modules that do mean tokens.
 MAY_SAY_TOKEN = re.compile(
@@ -46,6 +46,8 @@ MEANS_TOKENS = {
     "titan/parallel/token_order.py": "experts route tokens",
     "titan/parallel/collectives.py": "experts route tokens",
     "titan/parallel/grouped_float8.py": "torchao's name of a function",
+    "titan/checkpoint/identity.py": "which text and tokenizer a run has",
+    "titan/checkpoint/saved_model.py": "the name of an option",
     "titan/huggingface/export.py": "files of the tokenizer",
     "titan/huggingface/load.py": "layers that predict further tokens",
     "titan/run/experts.py": "experts route tokens",
@@ -101,12 +103,17 @@ def test_no_picture_is_named() -> None:
         and not _PICTURE.search("imagined")
         and not _PICTURE.search("dispatches")
     )
-    draw = ("titan/tools/", "titan/sim/report/")  # pictures of runs, and containers' images
+    draw = (
+        "titan/tools/",
+        "titan/sim/report/",
+        "titan/ops/cluster/",
+    )  # pictures of runs, containers' images
     paths = [p for p in SOURCES if not p.relative_to(ROOT).as_posix().startswith(draw)]
     assert _found(_PICTURE, paths).keys() == {
         "titan/huggingface/hf_model.py",  # the names of diffusers' files
         "titan/config/plug_ins.py",  # names of entry points
-        "titan/config/task.py",  # names of tasks
+        "titan/base/moved.py",  # former names
+        "titan/checkpoint/saved_model.py",  # models without text
         "titan/data/pictures.py",
     }
 
@@ -126,4 +133,4 @@ def test_the_page_of_models_counts_the_rows_that_are_there() -> None:
     """`python -m tests.support.models_page` writes the table."""
     page = models_page.PAGE.read_text(encoding="utf-8")
     assert models_page.table() in page
-    assert {*models_page.rows()} == FAMILIES | {"transformers"}
+    assert {*models_page.rows()} == FAMILIES | {"flux", "llava", "transformers"}
