@@ -46,6 +46,8 @@ MEANS_TOKENS = {
     "titan/parallel/token_order.py": "experts route tokens",
     "titan/parallel/collectives.py": "experts route tokens",
     "titan/parallel/grouped_float8.py": "torchao's name of a function",
+    "titan/checkpoint/identity.py": "which text and tokenizer a run has",
+    "titan/checkpoint/saved_model.py": "the name of an option",
     "titan/huggingface/export.py": "files of the tokenizer",
     "titan/huggingface/load.py": "layers that predict further tokens",
     "titan/run/experts.py": "experts route tokens",
@@ -103,13 +105,17 @@ def test_no_picture_is_named() -> None:
         and not _PICTURE.search("imagined")
         and not _PICTURE.search("dispatches")
     )
-    draw = ("titan/tools/", "titan/ops/cluster/", "titan/sim/report/")  # pictures of runs, and containers' images
+    draw = (
+        "titan/tools/",
+        "titan/sim/report/",
+        "titan/ops/cluster/",
+    )  # pictures of runs, containers' images
     paths = [p for p in SOURCES if not p.relative_to(ROOT).as_posix().startswith(draw)]
     assert _found(_PICTURE, paths).keys() == {
         "titan/huggingface/hf_model.py",  # the names of diffusers' files
         "titan/config/plug_ins.py",  # names of entry points
         "titan/base/moved.py",  # former names
-        "titan/checkpoint/saved_model.py",  # an option of titan generate
+        "titan/checkpoint/saved_model.py",  # models without text
         "titan/data/pictures.py",
     }
 

@@ -18,7 +18,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan.commands import command_names, load_command, prepare_process, summary_of
+from titan.commands import (
+    COMMANDS,
+    command_names,
+    load_command,
+    missing_part,
+    prepare_process,
+    summary_of,
+)
 from titan.config.options import JOB, add_new_layout, add_quiet, command_parser, positive, whole
 from titan.config.plug_ins import load_plug_in, load_plug_ins, plug_ins
 
@@ -57,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         match = get_close_matches(name, names, n=1)
         hint = f"did you mean '{match[0]}'?" if match else f"there are {', '.join(names)}"
         text = _FORMER.get(name, f"unknown command; {hint}")
+        if name in COMMANDS:
+            text = f"this titan was installed without {missing_part(name)}, which has this command"
         print(f"command line: {name}: {text}", file=sys.stderr)
         return 2
     # pydantic looks for plug-ins in every installed package, which takes 0.1 s. titan has none.

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import EntryPoint
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 def command_names() -> list[str]:
     """Return the names of titan's commands, then the names of commands that packages add."""
-    return [*COMMANDS, *_added()]
+    return [*(name for name in COMMANDS if not missing_part(name)), *_added()]
+
+
+def missing_part(name: str) -> str:
+    """Return the folder of titan that a command of titan's needs and that is not installed, or ""."""
+    part = ".".join(COMMANDS[name][1].split(":")[0].split(".")[:2])
+    return "" if find_spec(part) else part.replace(".", "/")
 
 
 def load_command(name: str) -> Callable[[Sequence[str]], int]:

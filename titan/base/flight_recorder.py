@@ -5,7 +5,7 @@ caller (gloo and NCCL, [comm] trace_buf_size). `dump` writes them into flight_re
 with the main thread's activity, and the stacks of all threads into logs/rank-N.stacks.txt. These
 events cause a dump:
 
-    a failure       an unhandled exception, a collective's time limit, a step's, or another rank's (health/monitor.py)
+    a failure       an unhandled exception, a collective's time limit, a step's, or another rank's (ops/monitor.py)
     std::terminate  gloo and NCCL end the process from a C++ thread, for example if sizes differ; `catch_terminate`
     a late stop     the grace time after a signal is over
     SIGUSR2         a request; training goes on

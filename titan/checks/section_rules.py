@@ -31,7 +31,7 @@ from titan.parallel.sac_save_list import SaveListError, parse_blocks, parse_rule
 from titan.parallel.schedules import canonical_schedule, splits_backward
 from titan.parallel.traits import UnknownSizes
 
-STACKS_S = 15  # from a step's time limit until the stacks of all ranks are written; titan/health
+STACKS_S = 15  # from a step's time limit until the stacks of all ranks are written; titan/ops
 LOCAL_PRESETS = ("text", "jsonl", "csv", "parquet", "conversations", "shards")
 EMBEDDED_PRESETS = ("stdlib", "synthetic")
 # Parts of a checkpoint that can be left out when it is loaded.

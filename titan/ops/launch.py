@@ -18,11 +18,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from titan.base.errors import count_oom_kills
 from titan.base.run_folder import read_status, write_status
@@ -38,39 +38,9 @@ from titan.base.signals import (
 from titan.config.options import is_quiet
 from titan.ops import warm_start
 
-if TYPE_CHECKING:
-    from titan.config.schema import JobConfig
-
 # Faults in native code, which Python cannot report.
 FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 FORWARDED = (*STOPPING, ASKING)
-
-
-class LaunchExtension:
-    """Another way of `titan train` to start its processes.
-
-    A package registers a subclass under the entry point group `titan.extensions` as train.NAME (titan/config/plug_ins.py).
-
-    Attributes:
-        usage: its options in the usage line.
-    """
-
-    usage = ""
-
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
-        """Add options to the command."""
-
-    def launch(
-        self, options: argparse.Namespace, argv: Sequence[str], load: Callable[[int], JobConfig]
-    ) -> int | None:
-        """Start the processes, wait for them, and return the exit code. None: the options do not ask for it.
-
-        Args:
-            options: options of the command.
-            argv: the files and overrides of the job.
-            load: returns the checked job for a number of processes.
-        """
-        return None
 
 
 def launch(

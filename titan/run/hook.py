@@ -7,7 +7,7 @@
 
 Every rank calls each event of every hook, in the order of `trainer.hooks`. A hook that communicates must do so on all
 ranks, so the order of hooks is the order of their collectives: first those of the lowest `priority`, then by the name of
-the entry point. titan's own hooks are in titan/hooks/, and docs/api.md shows how to add one.
+the entry point. titan's own hooks are beside this file, and docs/api.md shows how to add one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Command `titan profile RUN [--step N] [--rank R] [--json]`: the time of a training step, as two tables.
 
-observe/trace_files.py reads the trace. The command prints the report, and how far apart the step's
+trace_files.py reads the trace. The command prints the report, and how far apart the step's
 ranks are.
 """
 

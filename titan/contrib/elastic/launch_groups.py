@@ -27,7 +27,7 @@ from titan.config.errors import COMMAND_LINE, ConfigError, Problem
 from titan.config.load import load_from_argv
 from titan.config.options import positive
 from titan.config.schema import JobConfig
-from titan.ops.launch import FORWARDED, LaunchExtension, environment
+from titan.run.launch_extension import LaunchExtension
 
 from .section import groups_of
 
@@ -98,6 +98,8 @@ def launch_groups(
     command = [sys.executable, "-m", "titan.cli", "train", *argv, "--nproc", str(num_processes)]
     command += ["--fault_tolerance.enable=true", f"--fault_tolerance.replica_groups={num_groups}"]
     command += [f"--fault_tolerance.lighthouse={address}", f"--checkpoint.folder={folder}"]
+    from titan.ops.launch import FORWARDED, environment  # a run without groups needs no titan.ops
+
     variables = environment(num_groups * num_processes)  # groups share the cores
     if lighthouse is not None:  # no group of another machine joins
         variables[LOCAL] = "1"

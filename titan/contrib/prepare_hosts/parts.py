@@ -11,7 +11,7 @@ copies the tokens of any shard together. Until the folder is complete, its subfo
     train-00000.bin   a complete shard
 
 Each file gets its name when it is complete, and always has the same bytes. So a process may die anywhere, and two processes may
-do the same work. tools/prepare_hosts.py decides who does what.
+do the same work. hosts.py decides who does what.
 """
 
 from __future__ import annotations

@@ -292,11 +292,6 @@ class Twin(Hook):
             self.prediction.stop()
 
 
-def hook(trainer: RunProgress) -> Twin | None:
-    """Return the hook of a run with `simulator.twin`."""
-    return Twin(trainer) if trainer.config.simulator.twin else None
-
-
 class Prediction:
     """Simulation of the job in a separate process."""
 
