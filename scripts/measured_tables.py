@@ -3,7 +3,7 @@
     pip install "aiconfigurator-core==0.12.0"
     python scripts/measured_tables.py
 
-The files have the figures of titan/sim/price/library.py, with fewer rows of products and in letters: at most 300 kB in all.
+The files have the figures of titan/contrib/measured/package.py, with fewer rows of products and in letters: at most 300 kB in all.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from titan.sim.price.library import SOURCES, read
+from titan.contrib.measured.package import SOURCES, read
 
 LEFT_OUT = 51200
 """Columns or length of a sum that the shipped files do not have."""

@@ -52,8 +52,6 @@ MEANS_TOKENS = {
     "titan/huggingface/load.py": "layers that predict further tokens",
     "titan/run/experts.py": "experts route tokens",
     "titan/optim/expert_bias.py": "experts route tokens",
-    "titan/checkpoint/identity.py": "a checkpoint's tokenizer",
-    "titan/checkpoint/saved_model.py": "an option that names a tokenizer",
 }
 
 

@@ -13,7 +13,7 @@ from titan.config.errors import ConfigError
 from titan.config.load import load_from_argv
 from titan.config.model import model_config
 from titan.sim.price.cost import Cost, attended, matmul_sizes, routing_exponent
-from titan.sim.price.library import tables
+from titan.sim.price.measured import tables
 from titan.sim.price.profiles import load_profile
 from titan.sim.record.trace import Kernel, KernelKind
 

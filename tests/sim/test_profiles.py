@@ -188,7 +188,7 @@ def test_tables_that_do_not_exist_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text('name = "mine"\nbase = "h100-sxm"\nmeasured = "h900"\n', "utf-8")
     with pytest.raises(
-        ConfigError, match=r"mine\.toml:3: measured: there are tables of a100, h100"
+        ConfigError, match=r"mine\.toml:3: measured: there are tables of a100, b200"
     ):
         load_profile(file)
 

@@ -98,6 +98,9 @@ titan.resolved titan.step.resolved
 titan.run_folder titan.base.run_folder
 titan.run_writer titan.base.run_writer
 titan.sim.price.calibrate titan.contrib.calibrate.device
+titan.sim.price.library titan.sim.price.measured
+titan.sim.record.script titan.contrib.sim_script.script
+titan.sim.script titan.contrib.sim_script.simulated
 titan.sim.twin. titan.contrib.twin
 titan.step_report titan.step.step_report
 titan.tasks.flow_data titan.contrib.flux.flow_data
@@ -159,7 +162,9 @@ class FormerNames:
         warnings.warn(f"{spec.name} is now {today}", FutureWarning, stacklevel=2)
         module = import_module(today)
         module.__dict__["_spec_today"] = module.__spec__
-        module.__dict__.setdefault("__path__", [])  # or modules below its former name are not looked for
+        module.__dict__.setdefault(
+            "__path__", []
+        )  # or modules below its former name are not looked for
         return module
 
     def exec_module(self, module: ModuleType) -> None:

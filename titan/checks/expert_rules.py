@@ -48,4 +48,5 @@ def _overlap(config: JobConfig) -> Iterator[RuleViolation]:
         yield key, f"a pipeline has its own order of micro-batches; {fix}"
     if config.steps_in_backward:
         other = "optimizer.early_step_in_backward"
-        yield key, f"{other} would update weights that the second micro-batch still needs; use false for one of them"  # fmt: skip
+        reason = f"{other} would update weights that the second micro-batch still needs"
+        yield key, f"{reason}; use false for one of them"

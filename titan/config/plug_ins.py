@@ -17,7 +17,9 @@ same, and no other part of titan imports them:
                        failure.NAME = a function that returns the titan.base.failure.RunFailure that explains an exception,
                        or None. checkpoint.NAME = a module that reads and writes folders of models. folder.NAME = the
                        function behind `titan check --hf`. estimate.NAME = a function that estimates the memory of a job.
-                       measured.NAME = a function that reads the parts of a step from a run's trace
+                       measured.NAME = a function that reads the parts of a step from a run's trace. tables.NAME = a
+                       function that returns the simulator's measured tables of a card, or None. python.NAME = a function
+                       titan.sim.NAME
     titan.tasks, titan.models, titan.optimizers, titan.losses, titan.sources
                        NAME = a choice of task.name, model.name, optimizer.name, loss.name, type of [[data.sources]]
     titan.pictures     NAME = a value of task.options.source of flow matching: a titan.contrib.flux.flow_data.FlowSamples.

@@ -218,8 +218,9 @@ def _join(stretch: dict[str, _Kept], later: Mapping[str, _Kept]) -> None:
     """Take the rows to keep of a later stretch into this one."""
     for why, new in later.items():
         old = stretch.get(why, new)
-        keeps_old = (why == "least" and old.loss <= new.loss) or (why == "largest" and old.loss >= new.loss)  # fmt: skip
-        stretch[why] = old if keeps_old else new
+        is_least = why == "least" and old.loss <= new.loss
+        is_largest = why == "largest" and old.loss >= new.loss
+        stretch[why] = old if is_least or is_largest else new
 
 
 class LineFile:

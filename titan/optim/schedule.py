@@ -110,7 +110,10 @@ def rate_jump(saved: str, config: JobConfig, *, step: int, ranks: int) -> str:
         return ""  # of another titan, or an optimizer without one rate
     if not sections:  # of a titan that wrote none
         return ""
-    is_planned = any(p.first_step == step + 1 and p.section and p.section.sets_rate for p in phases_of(config, world_size=ranks))  # fmt: skip
+    is_planned = any(
+        p.first_step == step + 1 and p.section and p.section.sets_rate
+        for p in phases_of(config, world_size=ranks)
+    )
     if is_planned or math.isclose(new, usual, rel_tol=1e-6) or old / 2 <= new <= 2 * old:
         return ""
     text = f"learning rate {old:.2e} -> {new:.2e} from step {step:,} to {step + 1:,}"
@@ -126,5 +129,11 @@ def rate_jump(saved: str, config: JobConfig, *, step: int, ranks: int) -> str:
 
 def _rates(job: JobConfig, step: int, ranks: int) -> list[float]:
     """Return the learning rates of a step and of the next step."""
-    how = {"section": job.lr_scheduler, "total_steps": job.training.steps, "phases": phases_of(job, world_size=ranks)}  # fmt: skip
-    return [job.optimizer.lr * learning_rate_factor(n, **how) for n in (step, step + 1)]
+    phases = phases_of(job, world_size=ranks)
+    factors = [
+        learning_rate_factor(
+            n, section=job.lr_scheduler, total_steps=job.training.steps, phases=phases
+        )
+        for n in (step, step + 1)
+    ]
+    return [job.optimizer.lr * factor for factor in factors]

@@ -151,40 +151,32 @@ def attend_backward(
     kernel = choose_kernel(q_BHSK, masked=mask_BST is not None)
     sizes = q_BHSK.shape[2], k_BGTK.shape[2]
     causal, lse_BHS = spec.causal, lse_BHS.contiguous()  # some kernels assume it
+    inputs = (grad_BHSK, q_BHSK, k_BGTK, v_BGTK)
     if kernel == "flash":
         state = torch.empty(2, dtype=torch.uint64, device=q_BHSK.device)  # of dropout: not read
         return _aten._scaled_dot_product_flash_attention_backward(
-            grad_BHSK, q_BHSK, k_BGTK, v_BGTK, out_BHSK, lse_BHS, None, None, *sizes, 0.0, causal,
-            state, state, scale=scale,
-        )  # fmt: skip
+            *inputs, out_BHSK, lse_BHS, None, None, *sizes, 0.0, causal, state, state, scale=scale
+        )
     state = torch.empty((), dtype=torch.int64, device=q_BHSK.device)
     if kernel == "cudnn":
+        lse_BHS1, absent = lse_BHS[..., None], (None, None, None)  # a bias and documents
         return _aten._scaled_dot_product_cudnn_attention_backward(
-            grad_BHSK, q_BHSK, k_BGTK, v_BGTK, out_BHSK, lse_BHS[..., None], state, state, None, None,
-            None, *sizes, 0.0, causal, scale=scale,
-        )  # fmt: skip
+            *inputs, out_BHSK, lse_BHS1, state, state, *absent, *sizes, 0.0, causal, scale=scale
+        )
     k_BHTK, v_BHTK = _expand(k_BGTK, q_BHSK.shape[1]), _expand(v_BGTK, q_BHSK.shape[1])
+    inputs = (grad_BHSK, q_BHSK, k_BHTK, v_BHTK)
     bias = None if mask_BST is None else _bias(mask_BST, q_BHSK)
     causal = spec.causal and bias is None
     if kernel == "cpu":
         dq_BHSK, dk_BHTK, dv_BHTK = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_BHSK,
-            q_BHSK,
-            k_BHTK,
-            v_BHTK,
-            out_BHSK,
-            lse_BHS,
-            0.0,
-            causal,
-            attn_mask=bias,
-            scale=scale,
+            *inputs, out_BHSK, lse_BHS, 0.0, causal, attn_mask=bias, scale=scale
         )
     else:
+        needed = [True, True, True, False]  # of q, k, v and bias
         lse_padded = F.pad(lse_BHS, (0, -sizes[0] % _LSE_ALIGNMENT))
         dq_BHSK, dk_BHTK, dv_BHTK, _ = _aten._scaled_dot_product_efficient_attention_backward(
-            grad_BHSK, q_BHSK, k_BHTK, v_BHTK, bias, out_BHSK, lse_padded, state, state, 0.0,
-            [True, True, True, False], causal, scale=scale,
-        )  # fmt: skip
+            *inputs, bias, out_BHSK, lse_padded, state, state, 0.0, needed, causal, scale=scale
+        )
     # The gradients of a head's copies are added up.
     groups = k_BGTK.shape[1]
     return dq_BHSK, _sum_groups(dk_BHTK, groups), _sum_groups(dv_BHTK, groups)

@@ -208,7 +208,8 @@ def units_of(
             unit, name = next((-1 if n in to_root else n, name) for n, name in places.items())
             dtype, before = kinds.setdefault(unit, (parameter.dtype, name))
             if dtype != parameter.dtype:
-                raise ValueError(f"{before} is {dtype} and {name} {parameter.dtype}, and one FSDP unit reduces both: give them one dtype")  # fmt: skip
+                dtypes = f"{before} is {dtype} and {name} {parameter.dtype}"
+                raise ValueError(f"{dtypes}, and one FSDP unit reduces both: give them one dtype")
     return [unit for n, unit in enumerate(units) if n not in to_root]
 
 

@@ -122,7 +122,10 @@ def _post_backward(
     parameters = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
     if not parameters:
         return  # never gathered
-    grads = {p: p._unsharded_param.grad is not None or p.unsharded_accumulated_grad is not None for p in parameters}  # fmt: skip
+    grads = {
+        p: p._unsharded_param.grad is not None or p.unsharded_accumulated_grad is not None
+        for p in parameters
+    }
     used |= {p for p in parameters if grads[p]}
     # Replicas add up one vector of a unit, so each micro-batch must have gradients of the same parameters in it.
     waits = group._partial_reduce_output is not None
@@ -139,7 +142,9 @@ def _post_backward(
             p.to_accumulated_grad_if_needed()
     for p in filled:
         dtype = p.reduce_dtype or p._unsharded_param.dtype
-        p.unsharded_accumulated_grad = torch.zeros_like(p._unsharded_param, dtype=dtype, requires_grad=False)  # fmt: skip
+        p.unsharded_accumulated_grad = torch.zeros_like(
+            p._unsharded_param, dtype=dtype, requires_grad=False
+        )
     without = [p for p in filled if p.sharded_param.grad is None]
     reduce(*args)
     if group.reduce_grads and group.all_reduce_grads:

@@ -1,15 +1,16 @@
 """TorchSim: prediction of a run's time and memory, without a GPU. docs/simulator.md describes it."""
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .script import simulate_step as simulate_step
+from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """Return `simulate_step`, imported on first use."""
-    if name != "simulate_step":
-        raise AttributeError(f"module {__name__} has no attribute {name}")
-    from . import script  # when asked for: every command imports this package
+    """Return a function of an optional part, such as `simulate_step`, imported on first use.
 
-    return script.simulate_step
+    Its entry point in the group `titan.extensions` is called python.NAME.
+    """
+    from titan.config.plug_ins import load_plug_in, plug_ins
+
+    for entry in plug_ins("titan.extensions", of="python"):
+        if entry.name == f"python.{name}":
+            return load_plug_in(entry)
+    raise AttributeError(f"module {__name__} has no attribute {name}")

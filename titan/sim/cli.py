@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,8 +45,6 @@ def main(argv: list[str] | None = None) -> int:
     if (options.world_size is None and not swept) or options.hardware is None:
         parser.error("--world-size and --hardware are needed")
     require_positive(options, "world_size", "processes")
-    if options.script:
-        return _simulate_script(options, job)
     return _sweep(options, job) if options.sweep else _simulate(options, job)
 
 
@@ -100,11 +96,6 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="OVERLAY.toml",
         help="with --run: a job that follows, as an overlay",
-    )
-    parser.add_argument(
-        "--script",
-        metavar="FILE.py:BUILD",
-        help="in place of a job: a training step of your own, with --KEY=VALUE for the function's arguments",
     )
     parser.add_argument("--no-cache", action="store_true", help="trace again")
     return parser
@@ -160,40 +151,10 @@ def _simulate(options: argparse.Namespace, job: list[str]) -> int:
             more = whole_run_page(figures["run"])
         return simulation, figures, more
 
-    return _show(options, run_job)
+    return show(options, run_job)
 
 
-def _simulate_script(options: argparse.Namespace, settings: list[str]) -> int:
-    """Simulate a script's step, as `_simulate` does a job's."""
-    for name in ("sweep", "measured", "whole", "no_cache", "run", "phase"):
-        if getattr(options, name):
-            raise mistake(f"--{name.replace('_', '-')}", "is for a job, not for a script")
-    profile, (file, colon, _) = load_profile(options.hardware), options.script.rpartition(":")
-    if not colon or not Path(file).is_file():
-        raise mistake(
-            "--script", f"'{options.script}': expected FILE.py:FUNCTION of a file that is there"
-        )
-    arguments: dict[str, Any] = {}
-    for text in settings:
-        key, equals, value = text.removeprefix("--").partition("=")
-        if not text.startswith("--") or not equals:
-            raise mistake(text, "expected --KEY=VALUE, an argument of the script's function")
-        arguments[key] = value
-        with suppress(SyntaxError, ValueError):  # else it is a text
-            arguments[key] = ast.literal_eval(value)
-
-    from .script import script_facts, simulate_step
-
-    arguments |= {"world_size": options.world_size, "processes": options.processes}
-
-    def run_script() -> tuple[StepSimulation, Facts, str]:
-        simulation = simulate_step(options.script, profile=profile, **arguments)
-        return simulation, script_facts(simulation, Path(file).name), ""
-
-    return _show(options, run_script)
-
-
-def _show(options: argparse.Namespace, run: Callable[[], tuple[StepSimulation, Facts, str]]) -> int:
+def show(options: argparse.Namespace, run: Callable[[], tuple[StepSimulation, Facts, str]]) -> int:
     """Run a simulation, print its page and write the requested files.
 
     Return 1 if it does not fit.

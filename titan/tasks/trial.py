@@ -24,7 +24,8 @@ def try_loss(task: Task, mesh: DeviceMesh, device: torch.device) -> None:
             )
     except Exception as error:  # a package's code may raise anything
         reason = f"{type(error).__name__}: {error}"
-        raise InputError(f"the loss of {type(task).__qualname__} failed its trial: {reason}; see docs/models.md, A task of your own") from error  # fmt: skip
+        message = f"the loss of {type(task).__qualname__} failed its trial: {reason}"
+        raise InputError(f"{message}; see docs/models.md, A task of your own") from error
 
 
 def _value(task: Task, mesh: DeviceMesh, device: torch.device, count: int) -> float:

@@ -143,7 +143,8 @@ def _matmul_share(known: Profile, seconds_of: SecondsOf, sizes: Sizes, dtype: st
         # 40 halvings: far below the noise of a measurement.
         for _ in range(40):
             middle = (low + high) / 2
-            profile = known.model_copy(update={"matmul_share": known.matmul_share | {dtype: middle}})  # fmt: skip
+            shares = known.matmul_share | {dtype: middle}
+            profile = known.model_copy(update={"matmul_share": shares})
             low, high = (
                 (middle, high) if Cost(profile).kernel_s(kernel) > measured else (low, middle)
             )
@@ -184,7 +185,8 @@ def _attention(known: Profile, seconds_of: SecondsOf, sizes: Sizes, dtype: str) 
         # With a rate of 1 TFLOP/s the formula's seconds are the TFLOPs, so a division by the
         # measured seconds gives the rate.
         whole = {known.attention_kernel: ((1, 1.0),)}
-        one = known.model_copy(update={**flat, "attention_causal_share": whole, "kernel_min_us": 0.0})  # fmt: skip
+        figures = {**flat, "attention_causal_share": whole, "kernel_min_us": 0.0}
+        one = known.model_copy(update=figures)
         return Cost(one).kernel_s(kernel) / max(
             1e-9, seconds_of(kernel) - known.kernel_min_us * 1e-6
         )
@@ -402,7 +404,9 @@ def table(base: Profile, measured: Profile, figures: Figures) -> str:
         if key in ("attention_forward_tflops", "attention_backward_tflops"):
             one = one[measured.attention_kernel]
         if isinstance(one, dict):
-            rows += [(f"{key} {k}", _cell(one[k]), _cell(other[k]) if k in other else "-") for k in one]  # fmt: skip
+            rows += [
+                (f"{key} {k}", _cell(one[k]), _cell(other[k]) if k in other else "-") for k in one
+            ]
         elif isinstance(one, tuple):
             rows += [(f"{key} at {size:,.0f}", f"{value:.4g}", "") for size, value in one]
         else:

@@ -19,9 +19,18 @@ _BYTES = {"double": 8, "long": 8, "long int": 8, "float": 4, "int": 4, "bfloat16
 _DTYPES = {"float": "float32", "half": "float16", "double": "float64"}
 _MATMUL = re.compile(r"aten::(_scaled_mm|b?mm|(addmm|baddbmm))")
 _ATTENTION = re.compile(r"aten::_scaled_dot_product_(flash|cudnn|efficient)_attention(_backward)?")
-_CAUSAL = {"flash": 4, "cudnn": 6, "efficient": 6, "flash_backward": 11, "cudnn_backward": 14, "efficient_backward": 11}  # fmt: skip
+_CAUSAL = {
+    "flash": 4,
+    "cudnn": 6,
+    "efficient": 6,
+    "flash_backward": 11,
+    "cudnn_backward": 14,
+    "efficient_backward": 11,
+}
 """Place of `is_causal` among an operator's arguments."""
-_POINTWISE = re.compile(r"aten::(add|sub|mul|div|neg|exp|pow|rsqrt|copy|fill|zero|silu|gelu|relu|sigmoid|tanh)_?")  # fmt: skip
+_POINTWISE = re.compile(
+    r"aten::(add|sub|mul|div|neg|exp|pow|rsqrt|copy|fill|zero|silu|gelu|relu|sigmoid|tanh)_?"
+)
 _KNOWN = (_MATMUL, _ATTENTION, _POINTWISE)
 _COLLECTIVE = re.compile("(allgather)|(reducescatter)|(allreduce)|(alltoall)")
 _MAX_RANKS = 2**20

@@ -19,7 +19,13 @@ from titan.sim.simulate import StepSimulation
 
 # Numbers of et_def.proto: types of nodes, of collectives, and fields of an attribute's value.
 _COMPUTE, _SEND, _RECV, _COLLECTIVE = 4, 5, 6, 7
-_COLLECTIVES = {"all_reduce": 0, "all_gather": 2, "broadcast": 5, "all_to_all": 6, "reduce_scatter": 7}  # fmt: skip
+_COLLECTIVES = {
+    "all_reduce": 0,
+    "all_gather": 2,
+    "broadcast": 5,
+    "all_to_all": 6,
+    "reduce_scatter": 7,
+}
 _INT32, _INT64, _UINT64, _BOOL, _STRING = 7, 9, 13, 27, 29
 _Attributes = dict[str, tuple[int, int | str]]
 
@@ -106,7 +112,10 @@ def _of_transfer(
         attributes |= {"comm_src": (_INT32, ends[0]), "comm_dst": (_INT32, ends[1])}
     else:
         number = numbers.setdefault(group.ranks, len(numbers) + 1)
-        attributes |= {"comm_type": (_INT64, _COLLECTIVES[what.kind]), "pg_name": (_STRING, str(number))}  # fmt: skip
+        attributes |= {
+            "comm_type": (_INT64, _COLLECTIVES[what.kind]),
+            "pg_name": (_STRING, str(number)),
+        }
     return kind, f"{what.kind} {axis_of(group)}", attributes
 
 
@@ -119,7 +128,10 @@ def _node(
         "is_cpu_op": (_BOOL, what.stream == t.HOST),
         "phase": (_STRING, what.scope.phase),
     }
-    attributes |= {"module": (_STRING, what.scope.module), "duration_nanos": (_INT64, round(duration_s * 1e9))}  # fmt: skip
+    attributes |= {
+        "module": (_STRING, what.scope.module),
+        "duration_nanos": (_INT64, round(duration_s * 1e9)),
+    }
     fields = [(1, number), (2, name), (3, kind), (5, b"".join(map(_varint, sorted(parents))))]
     fields += [(6, round(start_s * 1e6)), (7, round(duration_s * 1e6))]
     fields += [(10, _field(1, key) + _field(*value)) for key, value in attributes.items()]

@@ -161,7 +161,8 @@ def checked_for_sbatch(folder: Path) -> Path:
         DataError: It has a space, a quote, or a character that sbatch replaces.
     """
     if wrong := [mark for mark in str(folder) if mark in " \t\n\"'%#\\"]:
-        raise DataError(f"{folder}: sbatch cannot write logs there, since {wrong[0]!r} has a meaning for it: use another folder")  # fmt: skip
+        reason = f"{wrong[0]!r} has a meaning for it: use another folder"
+        raise DataError(f"{folder}: sbatch cannot write logs there, since {reason}")
     return folder
 
 

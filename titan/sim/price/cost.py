@@ -17,8 +17,7 @@ from statistics import fmean, linear_regression
 from typing import Any
 
 from titan.config.schema import JobConfig
-from titan.sim.price.library import tables
-from titan.sim.price.measured import SPAN_S, Tables
+from titan.sim.price.measured import SPAN_S, Tables, tables
 from titan.sim.price.network import Dispatch, TransferPrice, price_transfer
 from titan.sim.price.profiles import Profile, on_curve
 from titan.sim.record.trace import RECURRENCE_CHUNK, Group, Kernel, Transfer

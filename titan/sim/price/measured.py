@@ -1,9 +1,9 @@
 """Measured products, collectives and attention of one card, as tables by shape.
 
-titan ships a small table for each card that the package aiconfigurator-core has measured (titan/sim/hardware/measured, written
-by scripts/measured_tables.py). Where the extra `measured` is installed, its own tables are read in their place: they have
-every shape that was measured. Both are bursts of one kernel: they say how the shapes compare, and a profile says which level
-a card sustains (`Profile.matmul_share`).
+titan ships a small file for each card (hardware/measured, written by scripts/measured_tables.py). A package may have larger
+tables, under the entry point group `titan.extensions` as tables.NAME: a function that returns those of a card, or None.
+All are bursts of one kernel: they say how the shapes compare, and a profile says which level a card sustains
+(`Profile.matmul_share`).
 
     products      time over that of a roofline, by rows, columns and the length of the sum
     collectives   microseconds by kind, number of ranks and bytes
@@ -15,11 +15,20 @@ Between the sizes of a table, values are interpolated by the logarithms; beyond 
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import cache
 from itertools import product
 from math import exp, log
+from pathlib import Path
 from typing import Any
+
+from titan.config.plug_ins import load_plug_ins
+
+_FOLDER = Path(__file__).parents[1] / "hardware" / "measured"
+CARDS = sorted(file.stem for file in _FOLDER.glob("*.json"))
+"""Cards that have tables."""
 
 SPAN_S = 4e-6
 """Seconds of a launch and of an empty kernel in the roofline that products are compared with."""
@@ -30,8 +39,6 @@ ALIGNED = 8
 """Products whose rows are no multiple of this number have rows of their own in a table: libraries take slower kernels for them."""
 POWER_LAW = 1.01
 """Exponent of the routes on which experts were measured beside even ones."""
-LARGE_FLOPS = 1e12
-"""FLOPs from which a product counts as large: its share of the peak is a card's level."""
 BUS = {
     "ring_gb_per_s": ("all_gather", 0),
     "all_reduce_gb_per_s": ("all_reduce", 0),
@@ -197,6 +204,16 @@ class Tables:
         us = grid.at(heads, length)
         assert us is not None
         return us * 1e-6 * max(1.0, heads / most[0]) * max(1.0, length / most[1])
+
+
+@cache
+def tables(card: str) -> Tables:
+    """Return the tables of a card in `CARDS`: a package's, or those that titan ships."""
+    for find in load_plug_ins("titan.extensions", of="tables"):
+        found = find(card)
+        if found is not None:
+            return Tables(found)
+    return Tables(json.loads((_FOLDER / f"{card}.json").read_text("utf-8")))
 
 
 def _grids(tables: dict[str, Any]) -> dict[str, Grid]:

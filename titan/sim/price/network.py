@@ -26,8 +26,7 @@ from collections.abc import Sequence
 from math import ceil, comb, log2
 from typing import Any, NamedTuple
 
-from titan.sim.price.library import tables
-from titan.sim.price.measured import BUS
+from titan.sim.price.measured import BUS, tables
 from titan.sim.price.profiles import Profile
 from titan.sim.record.trace import Group, Transfer
 
@@ -138,10 +137,13 @@ def price_transfer(
     nodes = len({rank // profile.gpus_per_node for rank in group.ranks})
     # The counts that precede the tokens are integers.
     sends_tokens = "ep" in group.axes and "int" not in transfer.dtype
-    if nodes == 1 and not (dispatch and sends_tokens) and (price := _measured(transfer, ranks, profile)):  # fmt: skip
-        return price
+    dispatch = dispatch if sends_tokens else None
+    if nodes == 1 and not dispatch:
+        price = _measured(transfer, ranks, profile)
+        if price is not None:
+            return price
     if transfer.kind == "all_to_all":
-        return _price_all_to_all(size, group.ranks, nodes, profile, dispatch if sends_tokens else None)  # fmt: skip
+        return _price_all_to_all(size, group.ranks, nodes, profile, dispatch)
     card, delay = _card(group.ranks, profile)
     bus = _bus(ranks, nodes, profile, card)
     # A ring passes each of the other ranks' parts along once. An all-reduce is a reduce-scatter and an all-gather in one.
@@ -166,7 +168,9 @@ def _measured(transfer: Transfer, ranks: int, profile: Profile) -> TransferPrice
     if found is None:
         return None
     # A profile may state another bandwidth than its tables: the shape is theirs, the level its own.
-    figure = next((name for name, (kind, _) in BUS.items() if kind == transfer.kind), "ring_gb_per_s")  # fmt: skip
+    figure = next(
+        (name for name, (kind, _) in BUS.items() if kind == transfer.kind), "ring_gb_per_s"
+    )
     level = measured.bus_gb_per_s(figure) / getattr(profile, figure)
     return TransferPrice(found[0], found[1] * level, _links(1, ranks))
 

@@ -26,8 +26,7 @@ from pydantic_core import ErrorDetails
 from titan.base.hardware import HARDWARE, MARGIN, by_name
 from titan.config.errors import ConfigError, Problem, choose, did_you_mean, key_text
 from titan.config.toml import read_toml
-from titan.sim.price.library import SOURCES, tables
-from titan.sim.price.measured import BUS
+from titan.sim.price.measured import BUS, CARDS, tables
 
 _FOLDER = Path(__file__).parents[1] / "hardware"
 _SELF = {"name", "note", "assumes", "kin", "unsupported"}
@@ -388,8 +387,8 @@ def _merged(file: Path, *, below: Sequence[Path] = ()) -> tuple[dict[str, Any], 
             raise mistake("device", f"there is no '{device}'{choose(device, names)}")
         figures |= _of_device(device, sources)
     if card := values.get("measured"):
-        if card not in SOURCES:
-            raise mistake("measured", f"there are tables of {', '.join(SOURCES)}, not of {card}")
+        if card not in CARDS:
+            raise mistake("measured", f"there are tables of {', '.join(CARDS)}, not of {card}")
         figures |= _of_tables(card, sources)
     # A figure without a source could be a guess, and predictions would rest on it.
     known = values.keys() & Profile.model_fields.keys()  # a misspelt figure is told as such

@@ -28,7 +28,12 @@ if TYPE_CHECKING:
     from titan.sim.record.tracer import Tracer
 
 _MODULE = "torch.distributed._symmetric_memory"
-_FUSED = ("fused_all_gather_matmul", "fused_all_gather_scaled_matmul", "fused_matmul_reduce_scatter", "fused_scaled_matmul_reduce_scatter")  # fmt: skip
+_FUSED = (
+    "fused_all_gather_matmul",
+    "fused_all_gather_scaled_matmul",
+    "fused_matmul_reduce_scatter",
+    "fused_scaled_matmul_reduce_scatter",
+)
 # torch signals peers by a kernel that spins on flags in their memory.
 _BARRIER = Kernel("symm_mem::barrier", "pointwise", host="compiled")
 _copy = torch.ops.aten.copy_.default
@@ -40,7 +45,9 @@ def install(tracer: Tracer) -> None:
     # behind a matmul.
     stream = device.Stream(number=device.SECOND_STREAM)
     torch_compat.replace(_MODULE, "_get_backend_stream", lambda _: lambda priority=0: stream)
-    torch_compat.replace(_MODULE, "get_symm_mem_workspace", lambda _: lambda name, min_size: _Workspace(tracer, name))  # fmt: skip
+    torch_compat.replace(
+        _MODULE, "get_symm_mem_workspace", lambda _: lambda name, min_size: _Workspace(tracer, name)
+    )
     # torch 2.15 asks for an accelerator's allocator of it, earlier versions ask whether the group was announced.
     announced = torch_compat.find(_MODULE, "_group_name_to_store")
     torch_compat.replace(_MODULE, "is_symm_mem_enabled_for_group", lambda _: announced.__contains__)
@@ -76,7 +83,9 @@ class _Workspace:
         """Record the kernel of a barrier."""
         self.tracer.launch(_BARRIER)
 
-    def get_buffer(self, rank: int, sizes: Any, dtype: torch.dtype, storage_offset: int = 0) -> Tensor:  # fmt: skip
+    def get_buffer(
+        self, rank: int, sizes: Any, dtype: torch.dtype, storage_offset: int = 0
+    ) -> Tensor:
         """Return a tensor in the memory of a rank, marked if the rank is a peer."""
         # Memory of peers is made outside the record: it takes no space on this device.
         buffer = self.tracer.paused(torch.empty)(sizes, dtype=dtype, device=device.NAME)

@@ -36,7 +36,7 @@ from torch import Tensor
 from titan.sim.record import device
 from titan.sim.record.operators import tensors_in
 from titan.sim.record.torch_compat import uncached_calls
-from titan.sim.record.trace import (  # fmt: skip
+from titan.sim.record.trace import (
     BEGINS,
     Allocate,
     AwaitEvent,

@@ -252,7 +252,9 @@ def _declare(library: Any) -> None:
     library.impl("rms_norm", _rms_norm, "AutogradPrivateUse1")
 
 
-def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:  # fmt: skip
+def _rms_norm(
+    x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
     """Run RMSNorm as one fused kernel."""
     return _aten._fused_rms_norm(x, shape, weight, eps)[0]
 

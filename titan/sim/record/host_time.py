@@ -90,7 +90,7 @@ def tiny(config: JobConfig, layout: Layout) -> tuple[JobConfig, Layout]:
         "data": {"document_mask": False},
         # Save lists share a measurement: a step that keeps nothing differs from others by less than two measurements do.
         "activation_checkpoint": {"op_keep": [], "op_keep_by_block": []},
-    }  # fmt: skip
+    }
     sections: dict[str, Any] = {
         name: getattr(config, name).model_copy(update=update) for name, update in changes.items()
     }

@@ -233,13 +233,15 @@ class Microbatches:
                 recorded = self._parts[stage, number, earlier]
                 if recorded.described != template.described:
                     return f"microbatches of stage {stage} differ in {earlier}"
-                refers = [e for e, n in recorded.events if n < 0 and isinstance(e, Free | AwaitEvent | AwaitWork)]  # fmt: skip
+                before_it = [event for event, count in recorded.events if count < 0]
+                refers = any(isinstance(e, Free | AwaitEvent | AwaitWork) for e in before_it)
                 if refers or any(output.number < 0 for output in _outputs(recorded.outputs)):
                     return f"microbatches of stage {stage} need what was before them in {earlier}"
         if part == "B":
             # Memory that neither ends within the microbatch nor is returned ends outside of it, which is not repeated.
             left = [n for (kind, _), n in self._counted[stage, like].items() if kind == "block"]
-            returned = [o.number for p in "FLB" if (stage, like, p) in self._parts for o in _outputs(self._parts[stage, like, p].outputs)]  # fmt: skip
+            parts = filter(None, (self._parts.get((stage, like, p)) for p in "FLB"))
+            returned = [output.number for p in parts for output in _outputs(p.outputs)]
             if {*left} - {*returned} or len({*returned}) < len(returned):
                 return f"stage {stage} keeps memory of its microbatches"
         return ""
@@ -320,10 +322,18 @@ def track_actions(tracer: Tracer) -> None:
     stage = "torch.distributed.pipelining.stage"
     base = "_PipelineStageBase"
     torch_compat.replace(stage, f"{base}.forward_one_chunk", action(lambda _: "F"))
-    torch_compat.replace(stage, f"{base}.backward_one_chunk", action(lambda k: "B" if k.get("full_backward", True) else "I"))  # fmt: skip
+    torch_compat.replace(
+        stage,
+        f"{base}.backward_one_chunk",
+        action(lambda k: "B" if k.get("full_backward", True) else "I"),
+    )
     torch_compat.replace(stage, f"{base}.backward_weight_one_chunk", action(lambda _: "W"))
-    torch_compat.replace(stage, f"{base}.forward_maybe_with_nosync", lambda m: wrap_part(tracer, m, "F"))  # fmt: skip
-    torch_compat.replace(stage, f"{base}.backward_maybe_with_nosync", lambda m: wrap_part(tracer, m, "B"))  # fmt: skip
+    torch_compat.replace(
+        stage, f"{base}.forward_maybe_with_nosync", lambda m: wrap_part(tracer, m, "F")
+    )
+    torch_compat.replace(
+        stage, f"{base}.backward_maybe_with_nosync", lambda m: wrap_part(tracer, m, "B")
+    )
 
     def with_loss(method: Callable[..., Any]) -> Callable[..., Any]:
         def losing(self: Any, s: Any, output: Any, targets: Any, chunk: int, *rest: Any) -> Any:
@@ -332,4 +342,6 @@ def track_actions(tracer: Tracer) -> None:
 
         return losing
 
-    torch_compat.replace("torch.distributed.pipelining.schedules", "_PipelineSchedule._maybe_compute_loss", with_loss)  # fmt: skip
+    torch_compat.replace(
+        "torch.distributed.pipelining.schedules", "_PipelineSchedule._maybe_compute_loss", with_loss
+    )

@@ -23,21 +23,85 @@ _aten = torch.ops.aten
 _MATMULS = {"mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_int_mm", "_grouped_mm"}
 _WITH_ADDEND = {"addmm", "baddbmm"}
 # Operators that read the rows chosen by an index.
-_GATHERS = {"embedding", "embedding_dense_backward", "gather", "scatter", "scatter_", "scatter_add",
-            "scatter_add_", "index", "index_select", "index_put", "index_put_", "_index_put_impl_"}  # fmt: skip
-_COPIES = {"copy_", "clone", "_to_copy", "cat", "stack", "split_with_sizes_copy", "chunk_cat",
-           "all_gather_copy_in", "_foreach_copy_", "_chunk_cat", "chunk_cat_mixed_dtype", "repeat"}  # fmt: skip
+_GATHERS = {
+    "embedding",
+    "embedding_dense_backward",
+    "gather",
+    "scatter",
+    "scatter_",
+    "scatter_add",
+    "scatter_add_",
+    "index",
+    "index_select",
+    "index_put",
+    "index_put_",
+    "_index_put_impl_",
+}
+_COPIES = {
+    "copy_",
+    "clone",
+    "_to_copy",
+    "cat",
+    "stack",
+    "split_with_sizes_copy",
+    "chunk_cat",
+    "all_gather_copy_in",
+    "_foreach_copy_",
+    "_chunk_cat",
+    "chunk_cat_mixed_dtype",
+    "repeat",
+}
 # Overwritten memory is not read first, so it counts once.
-_OVERWRITE = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "uniform_", "normal_", "all_gather_copy_in"}  # fmt: skip
+_OVERWRITE = {
+    "copy_",
+    "fill_",
+    "zero_",
+    "_foreach_copy_",
+    "_foreach_zero_",
+    "uniform_",
+    "normal_",
+    "all_gather_copy_in",
+}
 # Operators that change metadata or take memory, and run no kernel.
-_FREE = {"detach", "detach_", "alias", "lift_fresh", "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided",
-         "_unsafe_view", "_reshape_alias", "as_strided", "set_", "resize_", "record_stream", "record_grad_output_stream", "is_pinned", "_pin_memory",
-         "result_type", "is_same_size", "_has_compatible_shallow_copy_type", "_version", "lift"}  # fmt: skip
+_FREE = {
+    "detach",
+    "detach_",
+    "alias",
+    "lift_fresh",
+    "empty",
+    "empty_strided",
+    "empty_like",
+    "new_empty",
+    "new_empty_strided",
+    "_unsafe_view",
+    "_reshape_alias",
+    "as_strided",
+    "set_",
+    "resize_",
+    "record_stream",
+    "record_grad_output_stream",
+    "is_pinned",
+    "_pin_memory",
+    "result_type",
+    "is_same_size",
+    "_has_compatible_shallow_copy_type",
+    "_version",
+    "lift",
+}
 _FREE_NAMESPACES = {"prim", "profiler", "sym"}
 # Kernels of one operation, where it is not one: FlashAttention's backward prepares, computes and converts; a sorted gather
 # of an embedding's gradient; CUTLASS's grouped matmul is set up on the device; a radix sort of 64 bits passes 8 times.
-_LAUNCHES = {"_scaled_dot_product_flash_attention_backward": 3, "_varlen_attn_backward": 3, "embedding_dense_backward": 4, "_foreach_norm": 2, "_fused_rms_norm_backward": 2,
-             "_grouped_mm": 2, "sort": 10, "linear_attention": 6, "linear_attention_backward": 18}  # fmt: skip
+_LAUNCHES = {
+    "_scaled_dot_product_flash_attention_backward": 3,
+    "_varlen_attn_backward": 3,
+    "embedding_dense_backward": 4,
+    "_foreach_norm": 2,
+    "_fused_rms_norm_backward": 2,
+    "_grouped_mm": 2,
+    "sort": 10,
+    "linear_attention": 6,
+    "linear_attention_backward": 18,
+}
 
 
 @dataclass

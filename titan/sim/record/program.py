@@ -1,7 +1,6 @@
 """Recording of one program by one rank: its construction, its steps, and its marks for clipping, updates and states.
 
-The program is that of titan.step.train_step.build_train_step, or the result of a script's build function
-(script.py). The optimizer of a job makes its states first, as in the first step. If a step then
+The program is that of titan.step.train_step.build_train_step, or that of a script (`Job.script`). The optimizer of a job makes its states first, as in the first step. If a step then
 ends everything that it begins and refers to nothing before it, every later step is like it. In
 other cases, and always for scripts, a second step runs: by then the first step has learned the
 shapes that pipeline stages exchange, and left the memory that a step leaves to the next step.

@@ -446,5 +446,5 @@ def _check_alike(trace: Trace, stages: Sequence[int], recorded: Recorded) -> Non
 
 def _may_grow(segment: Segment) -> bool:
     """Return whether a segment's numbers, or its length, may grow with the blocks."""
-    is_reference = isinstance(segment.parts[0][0] if segment.parts[0] else None, Free | AwaitEvent | AwaitWork)  # fmt: skip
+    is_reference = any(isinstance(e, Free | AwaitEvent | AwaitWork) for e in segment.parts[0][:1])
     return not (segment.direction or segment.of_block or is_reference)

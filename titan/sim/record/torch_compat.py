@@ -89,7 +89,9 @@ def init_fake_process_group(device_type: str, *, rank: int, world_size: int) -> 
     """Start the default process group of torch's fake backend, as one rank of a world."""
     store = find("torch.testing._internal.distributed.fake_pg", "FakeStore")()
     # As NCCL's: sends and receives that are issued together are one launch, in which none waits for another.
-    find("torch._C._distributed_c10d", "FakeProcessGroup").supports_coalescing = property(lambda _: True)  # fmt: skip
+    find("torch._C._distributed_c10d", "FakeProcessGroup").supports_coalescing = property(
+        lambda _: True
+    )
     dist.init_process_group(
         f"{device_type}:fake,cpu:fake", store=store, rank=rank, world_size=world_size
     )
@@ -144,7 +146,17 @@ def _hash_quickly(prepare: Callable[..., None]) -> Callable[..., None]:
     return quick
 
 
-_PLAIN_ARGUMENTS = {int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format}  # fmt: skip
+_PLAIN_ARGUMENTS = {
+    int,
+    float,
+    bool,
+    type(None),
+    str,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+}
 
 
 def _fields(tensor: Any) -> tuple[Any, ...] | None:
@@ -264,7 +276,9 @@ def make_shards_lazily() -> None:
 
     def wrap(old: Callable[..., Any]) -> Callable[..., Any]:
         def chunk(tensor: Tensor, num_chunks: int, dim: int) -> Any:
-            return _Shards(tensor, num_chunks, dim) if tensor.size(dim) else old(tensor, num_chunks, dim)  # fmt: skip
+            if tensor.size(dim):
+                return _Shards(tensor, num_chunks, dim)
+            return old(tensor, num_chunks, dim)
 
         return chunk
 
@@ -310,8 +324,14 @@ def defer_waits() -> None:
 
         return tracing
 
-    tensor = [f"tensor.{name}" for name in ("_collective_utils", "_decompositions", "_dispatch", "_redistribute", "_sharding_prop")]  # fmt: skip
-    for name in ("_functional_collectives", *tensor):
+    for name in (
+        "_functional_collectives",
+        "tensor._collective_utils",
+        "tensor._decompositions",
+        "tensor._dispatch",
+        "tensor._redistribute",
+        "tensor._sharding_prop",
+    ):
         module = import_module(f"torch.distributed.{name}")
         if hasattr(module, "_are_we_tracing"):
             replace(module.__name__, "_are_we_tracing", wrap)
@@ -342,12 +362,15 @@ _A_TENSOR = torch.empty(0)
 
 def release_sent_outputs() -> None:
     """Release the outputs that a pipeline's stage has sent. torch does so since 2.15 for plain tensors, but not for fake tensors."""
-    module, stage, method = "torch.distributed.pipelining.stage", "_PipelineStageBase", "_output_slot_is_releasable"  # fmt: skip
+    module, stage = "torch.distributed.pipelining.stage", "_PipelineStageBase"
+    method = "_output_slot_is_releasable"
     if not hasattr(find(module, stage), method):
         return
 
     def wrap(is_releasable: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, output: is_releasable(self, _A_TENSOR if type(output) is FakeTensor else output)  # fmt: skip
+        return lambda self, output: is_releasable(
+            self, _A_TENSOR if type(output) is FakeTensor else output
+        )
 
     replace(module, f"{stage}.{method}", wrap)
 
@@ -356,7 +379,9 @@ def report_unpack_errors(tell: Callable[[Exception], None]) -> None:
     """Call `tell` with errors in the unpacking of a saved tensor, which may be a recomputation, before they pass into C++."""
 
     def wrap(init: Callable[..., None]) -> Callable[..., None]:
-        def telling(hooks: Any, pack_hook: Callable[..., Any], unpack_hook: Callable[..., Any]) -> None:  # fmt: skip
+        def telling(
+            hooks: Any, pack_hook: Callable[..., Any], unpack_hook: Callable[..., Any]
+        ) -> None:
             def unpack(packed: Any) -> Any:
                 try:
                     return unpack_hook(packed)

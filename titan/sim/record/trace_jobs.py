@@ -32,7 +32,6 @@ from titan.config.layout import Layout
 from titan.config.model import model_config
 from titan.config.schema import JobConfig
 from titan.sim.record.repeat import CannotRepeat
-from titan.sim.record.script import Script
 from titan.sim.record.trace import Trace
 from titan.sim.routing import busiest_rank
 
@@ -55,7 +54,7 @@ class Job:
         of_host: Whether to record the pace of the host in place of kernels (host_meter.py).
         join: Makes one trace of a rank's traces of the programs.
         prepare: Changes torch or the model first.
-        script: Script to record in place of programs.
+        script: Records another program in place of titan's: takes the device, and returns the function that builds the program.
         others: Jobs that the process records afterwards, in the same world (`world_of`).
     """
 
@@ -65,7 +64,7 @@ class Job:
     of_host: bool = False
     join: Callable[[Sequence[Trace]], Trace] = operator.itemgetter(0)
     prepare: Prepare | None = None
-    script: Script | None = None
+    script: Callable[[Any], Callable[[], Any]] | None = None
     others: tuple[Job, ...] = ()
 
     def __post_init__(self) -> None:
@@ -123,7 +122,7 @@ def trace_job(
             if job.prepare is not None:
                 job.prepare()
             with torch_compat.unset_fake_temporarily():  # its imports may compute values
-                builds = [partial(job.script.program, job.script.load(), device)]
+                builds = [job.script(device)]
         else:
             assert layout is not None
             _prepare(job, layout, tracer)
@@ -344,7 +343,9 @@ def _groups(jobs: Sequence[Job], processes: int) -> Iterator[Sequence[int]]:
         yield from (numbers[first : first + most] for first in range(0, len(numbers), most))
 
 
-def _outcome(job: Job, answers: dict[int, Trace | Exception], exit_code: int) -> list[Trace] | Exception:  # fmt: skip
+def _outcome(
+    job: Job, answers: dict[int, Trace | Exception], exit_code: int
+) -> list[Trace] | Exception:
     """Return a job's traces, or its first error."""
     traces = []
     for rank in job.ranks:

@@ -43,7 +43,13 @@ _wait = torch.ops._c10d_functional.wait_tensor.default
 _read = torch.ops.aten._local_scalar_dense.default
 _LEAST_HOST_BYTES = 2**20  # a smaller computation on the host is part of issuing work
 # Operators with FSDP's gathered and scattered buffers, whose memory is neither a parameter's nor an activation's.
-_UNSHARDED = {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "fsdp::chunk_cat", "fsdp::chunk_cat_mixed_dtype", "fsdp::all_gather_copy_in"}  # fmt: skip
+_UNSHARDED = {
+    "c10d::_allgather_base_",
+    "c10d::_reduce_scatter_base_",
+    "fsdp::chunk_cat",
+    "fsdp::chunk_cat_mixed_dtype",
+    "fsdp::all_gather_copy_in",
+}
 
 
 class Tracer(TorchDispatchMode):

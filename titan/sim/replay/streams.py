@@ -52,8 +52,17 @@ class StreamQueue(Lane):
     """
 
     __slots__ = (
-        "blocked_since", "busy", "cause", "device", "last", "launched", "lead", "queue", "running", "version",
-    )  # fmt: skip
+        "blocked_since",
+        "busy",
+        "cause",
+        "device",
+        "last",
+        "launched",
+        "lead",
+        "queue",
+        "running",
+        "version",
+    )
 
     def __init__(self, device: Device, name: str) -> None:
         super().__init__(name, steps_before=device.step)

@@ -233,7 +233,10 @@ def main(argv: list[str] | None = None) -> int:
         print("the job does not fit, even if its blocks keep nothing", file=sys.stderr)
     # A choice by operation takes time of the host, which may be all that the job waits for.
     elif (best := fitting[-1])[0] != "autosac":
-        print(f'"{best[0]}" is faster than a choice by operation, and written in its place', file=sys.stderr)  # fmt: skip
+        print(
+            f'"{best[0]}" is faster than a choice by operation, and written in its place',
+            file=sys.stderr,
+        )
         chosen = best[1].settings
     overlay = settings_overlay(chosen, f"titan train {' '.join(search.job)} autosac.toml")
     data = {"op_keep_by_block": choice.lines}

@@ -326,7 +326,8 @@ class LayoutSearch(Search):
 
     def data_parallel(self, *, spreads_experts: bool, below_gib: float = inf) -> list[Point]:
         """Choose the best new point with data parallelism alone, or beside expert parallelism, whose memory by formula is below a limit."""
-        alone = (p for p in self.points if p.pp == p.cp == p.tp == 1 and (p.ep > 1) == spreads_experts)  # fmt: skip
+        alone = (p for p in self.points if p.pp == p.cp == p.tp == 1)
+        alone = (p for p in alone if (p.ep > 1) == spreads_experts)
         return self._new((p for p in alone if self.estimated_gib(p) < below_gib), 1)
 
     def _new(self, points: Iterable[Point], count: int) -> list[Point]:

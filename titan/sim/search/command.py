@@ -25,8 +25,12 @@ from titan.sim.search.variants import Search, Variant
 
 
 def read_command(
-    parser: ArgumentParser, argv: Sequence[str] | None, *, positive: Sequence[str], written: Sequence[str] = ()
-) -> tuple[Namespace, Search, JobConfig]:  # fmt: skip
+    parser: ArgumentParser,
+    argv: Sequence[str] | None,
+    *,
+    positive: Sequence[str],
+    written: Sequence[str] = (),
+) -> tuple[Namespace, Search, JobConfig]:
     """Return a command's options, a search on the profile with the memory that --memory allows, and the job.
 
     Args:
@@ -48,7 +52,15 @@ def read_command(
     return options, Search(job, options.world_size, profile, options.processes), config
 
 
-def show(options: Namespace, config: JobConfig, data: dict[str, Any], results: Mapping[str, Variant], overlay: str, *, limit_gib: float) -> None:  # fmt: skip
+def show(
+    options: Namespace,
+    config: JobConfig,
+    data: dict[str, Any],
+    results: Mapping[str, Variant],
+    overlay: str,
+    *,
+    limit_gib: float,
+) -> None:
     """Write the overlay and the data as the options say, and print the comparison: gains are over the first result."""
     if options.output:
         options.output.write_text(overlay, encoding="utf-8")

@@ -13,10 +13,23 @@ from collections.abc import Iterator
 from titan.sim.report.text import duration
 from titan.sim.simulate import Facts
 
-_NAMES = {"pp": "PP", "dp_replicate": "HSDP", "dp_shard": "FSDP", "efsdp": "FSDP of experts", "cp": "CP", "tp": "TP", "ep": "EP"}  # fmt: skip
+_NAMES = {
+    "pp": "PP",
+    "dp_replicate": "HSDP",
+    "dp_shard": "FSDP",
+    "efsdp": "FSDP of experts",
+    "cp": "CP",
+    "tp": "TP",
+    "ep": "EP",
+}
 _SHOWN = 0.01  # of a step or of the bytes: less is not worth a word
 KERNELS = "kernels"
-_WORDS = {KERNELS: "kernels take {}", "recomputation": "recomputes {}", "pp bubble": "{} of pp bubble", "host": "waits {} for the host"}  # fmt: skip
+_WORDS = {
+    KERNELS: "kernels take {}",
+    "recomputation": "recomputes {}",
+    "pp bubble": "{} of pp bubble",
+    "host": "waits {} for the host",
+}
 
 
 def parts(facts: Facts) -> dict[str, float]:

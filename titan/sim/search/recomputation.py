@@ -380,7 +380,8 @@ def samples(blocks: Mapping[int, Block], most: int = 14) -> dict[int, Kept]:
         expensive = {c: n for c, n in block.sizes.items() if c.partition("@")[0] in EXPENSIVE}
         front = [kept for *_, kept in _front(replace(block, sizes=expensive)) if kept is not None]
         steps = min(most, len(inner), len(front) + 1) - 2
-        ladder = [None, front[0], *(front[n * (len(front) - 1) // steps] for n in range(1, steps + 1))]  # fmt: skip
+        later = [front[n * (len(front) - 1) // steps] for n in range(1, steps + 1)]
+        ladder = [None, front[0], *later]
         chosen |= {layer: ladder[n % len(ladder)] for n, layer in enumerate(inner)}
     return chosen
 

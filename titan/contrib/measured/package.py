@@ -1,6 +1,7 @@
-"""Where measured tables come from: titan's own files, or the package aiconfigurator-core (NVIDIA, Apache-2.0, the extra `measured`).
+"""Tables of measured kernels from the installed package aiconfigurator-core (NVIDIA, Apache-2.0).
 
-The package is read once for each card and version, and kept in the user's cache folder. Imports no torch.
+The package is read once for each card and version, and kept in the user's cache folder.
+scripts/measured_tables.py writes the files that titan ships from the same rows. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from functools import cache
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -25,17 +25,16 @@ from titan.base.run_writer import write_text_atomically
 from titan.data import default_cache_folder
 from titan.sim.price.measured import (
     ALIGNED,
-    LARGE_FLOPS,
     LETTERS,
     POWER_LAW,
     SPAN_S,
     STEP,
     ZERO,
-    Tables,
 )
 
 PACKAGE = "aiconfigurator-core"
-_FOLDER = Path(__file__).parents[1] / "hardware" / "measured"
+LARGE_FLOPS = 1e12
+"""FLOPs from which a product counts as large: its share of the peak is a card's level."""
 
 
 class CardSource(NamedTuple):
@@ -69,12 +68,6 @@ SOURCES = {
 }
 _NARROW = 32
 """Fewest columns of a measured product."""
-
-
-@cache
-def tables(card: str) -> Tables:
-    """Return the tables of a card: the installed package's, else those that titan ships."""
-    return Tables(library_tables(card) or json.loads((_FOLDER / f"{card}.json").read_text("utf-8")))
 
 
 def library_tables(card: str) -> dict[str, Any] | None:
@@ -245,7 +238,17 @@ def _attention(folder: Path) -> dict[str, Any]:
     Only groups of four heads count, as most models have, and sequences of at least 16 heads where there are as many: what vLLM
     writes into its cache, and does for each sequence, is little then.
     """
-    columns = ("attn_dtype", "kv_cache_dtype", "window_size", "head_dim", "batch_size", "isl", "num_heads", "num_key_value_heads", "latency")  # fmt: skip
+    columns = (
+        "attn_dtype",
+        "kv_cache_dtype",
+        "window_size",
+        "head_dim",
+        "batch_size",
+        "isl",
+        "num_heads",
+        "num_key_value_heads",
+        "latency",
+    )
     found: dict[tuple[int, ...], list[float]] = defaultdict(list)
     rows = _rows(folder / "context_attention_perf.parquet", *columns)
     for dtype, kv_dtype, window, dim, batch, length, heads, groups, ms in rows:
@@ -291,7 +294,19 @@ def _uneven(folder: Path) -> list[tuple[int, float]]:
 
     The law's exponent is `POWER_LAW`. All experts are on one card, so that every route has the same rows in all.
     """
-    columns = ("moe_dtype", "kernel_source", "moe_ep_size", "moe_tp_size", "num_tokens", "hidden_size", "inter_size", "topk", "num_experts", "distribution", "latency")  # fmt: skip
+    columns = (
+        "moe_dtype",
+        "kernel_source",
+        "moe_ep_size",
+        "moe_tp_size",
+        "num_tokens",
+        "hidden_size",
+        "inter_size",
+        "topk",
+        "num_experts",
+        "distribution",
+        "latency",
+    )
     laws: dict[str, dict[tuple[int, ...], float]] = defaultdict(dict)
     for dtype, kernel, ep, tp, *sizes, law, ms in _rows(folder / "moe_perf.parquet", *columns):
         if (dtype, kernel, ep, tp) == ("bfloat16", "moe_torch_flow_cutlass", 1, 1):

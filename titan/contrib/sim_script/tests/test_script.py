@@ -23,11 +23,11 @@ from tests.support.traces import (
     traced_peak,
 )
 from titan.cli import main
-from titan.sim.record.script import Script
+from titan.contrib.sim_script.script import Script
 from titan.sim.record.trace import Launch, Trace
 from titan.sim.record.trace_jobs import Job, trace_jobs
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[4] / "examples"
 SCRIPTS: dict[str, tuple[int, dict[str, Any]]] = {
     "plain_fsdp2.py": (2, {"dim": 64}),
     "custom_trainer.py": (4, {"tp": 2, "dim": 64}),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import titan.sim
-from titan.sim.price import library
+from titan.contrib.measured import package as library
 from titan.sim.price.cost import Cost
 from titan.sim.price.measured import Tables
 from titan.sim.price.profiles import Profile, load_profile

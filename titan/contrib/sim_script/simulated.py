@@ -1,7 +1,7 @@
 """Simulation of a user's training step: `titan sim --script train.py:build`, and titan.sim.simulate_step in Python.
 
-titan.sim.record.script defines the script's protocol. Its traces are not cached, because any file
-that it imports may change its behaviour.
+script.py defines the script's protocol. Its traces are not cached, because any file that it imports
+may change its behaviour.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Any
 
 from titan.sim.price.cost import Cost, peak_dtype
 from titan.sim.price.profiles import Profile, load_profile
-from titan.sim.record.script import Script
 from titan.sim.record.trace import Launch, Trace, no_garbage_collection
 from titan.sim.record.trace_jobs import Job, trace_jobs
 from titan.sim.simulate import Facts, StepSimulation, replayed, step_facts
+
+from .script import Script
 
 
 def simulate_step(
@@ -30,7 +31,7 @@ def simulate_step(
     processes: int | None = None,
     **settings: Any,
 ) -> StepSimulation:
-    """Simulate the step that a build function returns. titan.sim.record.script defines its protocol.
+    """Simulate the step that a build function returns. script.py defines its protocol.
 
     The allocator is that of PYTORCH_ALLOC_CONF.
 

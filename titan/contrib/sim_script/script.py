@@ -14,7 +14,9 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,11 @@ class Script:
     function: str
     settings: tuple[tuple[str, Any], ...] = ()
 
-    def load(self) -> Any:
+    def __call__(self, device: Any) -> Callable[[], Any]:
+        """Import the script, and return the function that builds its program on a device."""
+        return partial(self._program, self._load(), device)
+
+    def _load(self) -> Any:
         """Return the module, imported under its own name as `python FILE` finds it.
 
         Raises:
@@ -52,7 +58,7 @@ class Script:
             raise InputError(f"{self.file} has no function {self.function}")
         return module
 
-    def program(self, module: Any, device: Any) -> Any:
+    def _program(self, module: Any, device: Any) -> Any:
         """Return the titan.sim.record.program.Program that the script builds.
 
         Raises:
