@@ -6,7 +6,7 @@ import inspect
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ def _overrides() -> Iterator[str]:
     }
     # A class comes before those that build on it.
     for kind in sorted(
-        {c for k in kinds.values() for c in k.__mro__[:-1]},
+        {c for k in kinds.values() for c in k.__mro__ if is_dataclass(c)},
         key=lambda c: (len(c.__mro__), c.__name__),
     ):
         own = [

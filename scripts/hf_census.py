@@ -93,7 +93,6 @@ MOST_GIB = 100
 def speed_of(architecture: str, *, limit_s: int) -> dict[str, Any]:
     """Return the parameters of a class with its default sizes, and its tokens/s and memory as simulated, or why there are none."""
     from titan.checks.rules import check_to_run
-    from titan.config.model import resolve_model
     from titan.config.schema import JobConfig
     from titan.sim.estimate import estimate_memory
     from titan.sim.price.profiles import load_profile
@@ -112,7 +111,7 @@ def speed_of(architecture: str, *, limit_s: int) -> dict[str, Any]:
     row: dict[str, Any] = {}
     try:
         with _limit(limit_s):
-            sizes, problems = resolve_model(job().model)
+            sizes, problems = job().model.resolved
             if problems:
                 return row | {"why": problems[0][1]}
             most = json.loads(sizes.source.hf).get("max_position_embeddings") or TOKENS

@@ -19,7 +19,6 @@ from tests.test_trainer import BASE, numbers, run
 from titan.base.untrusted import InputError
 from titan.checkpoint.manager import CheckpointError
 from titan.cli import main
-from titan.config.model import model_config
 from titan.sim.record.trace import Allocate
 
 FROZEN = ["tok_embeddings.*", "layers.0.*", "layers.*.attention.wv.weight"]
@@ -100,7 +99,7 @@ def test_the_simulator_counts_no_gradients_and_states_of_them() -> None:
     """Compared with the sizes of the frozen matrices, on two ranks."""
     model = {"freeze": ["tok_embeddings.*", "layers.0.*"]}
     whole, frozen = (trace_of(traces.job(model=m), world=2) for m in ({}, model))
-    sizes = model_config(traces.job().model)
+    sizes = traces.job().model.sizes
     block = (sizes.num_params - 2 * sizes.vocab_size * sizes.dim - sizes.dim) // sizes.n_layers
     saved = 4 * (block + sizes.vocab_size * sizes.dim) // 2
 

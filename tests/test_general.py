@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 # Why a file may name a family.
 MAY_NAME_FAMILIES = {
     "titan/__init__.py": "finds models/ in a checkout by one of its folders",
-    "titan/config/schema_model.py": "the default of model.name",
+    "titan/config/model.py": "the default of model.name",
     "titan/data/tokenizer.py": "formats of published tokenizers",
     "titan/tools/tokenizer.py": "formats of published tokenizers",
 }

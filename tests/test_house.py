@@ -45,6 +45,17 @@ def test_nothing_is_too_long() -> None:
     assert longer == LONGER
 
 
+def test_probes_only_fall() -> None:
+    texts = (path.read_text(encoding="utf-8") for path in SOURCES.values())
+    assert sum(len(re.findall(r"(?:get|has)attr\(", text)) for text in texts) <= 331
+
+
+def test_only_the_model_section_resolves_sizes() -> None:
+    called = re.compile(r"(resolve\w*|model_config)\((.*\.model|section|self)\)")
+    texts = {module: path.read_text(encoding="utf-8") for module, path in SOURCES.items()}
+    assert [m for m, text in texts.items() if called.search(text)] == ["titan.config.model"]
+
+
 def test_a_public_type_has_one_meaning() -> None:
     modules: dict[str, set[str]] = defaultdict(set)
     for module in SOURCES:

@@ -16,7 +16,6 @@ from tests.support.jobs import job
 from tests.support.ranks import Pool
 from tests.support.steps import build_step
 from titan.base.untrusted import InputError
-from titan.config.model import model_config
 from titan.data.base import Samples, TensorBatch
 from titan.data.order import derive_key
 from titan.models.llama3 import build_model
@@ -92,7 +91,7 @@ def first_loss(degrees: dict[str, int]) -> float:
 def test_the_first_loss_is_that_of_whole_logits(pool: Pool) -> None:
     config = sums_job()
     with default_dtype(torch.float32):
-        model = build_model(model_config(config.model))
+        model = build_model(config.model.sizes)
     initialize(model, seed=config.debug.seed, std_of=model.init_std)
     batch = drawn(0, BATCH)
     with torch.no_grad():

@@ -25,7 +25,6 @@ from tests.support.trainers import PoolTrainer, Trainer
 from titan.checks.phase_rules import check_borders
 from titan.checks.rules import check_to_run
 from titan.config.load import load_config
-from titan.config.model import model_config
 from titan.config.phases import phases_of
 from titan.config.schema import JobConfig
 from titan.data.tokenizer import EOS
@@ -54,7 +53,7 @@ BASE = with_changes(
 )
 
 
-FLOPS = model_config(any_job(base=BASE).model).flops_per_token
+FLOPS = any_job(base=BASE).model.sizes.flops_per_token
 
 
 def job(folder: Path | str, **changes: Any) -> JobConfig:

@@ -364,10 +364,10 @@ def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[s
     """Return the answer of `titan check` as data. A profile of the simulator replaces the job's hardware."""
     from titan.base.hardware import MARGIN, by_name
     from titan.checks.extension import check_extensions
-    from titan.config.model import model_config, model_title
+    from titan.config.model import model_title
     from titan.config.phases import memory_of, phases_of
 
-    model, training = model_config(config.model), config.training
+    model, training = config.model.sizes, config.training
     phases = phases_of(config, world_size=layout.world_size)
     memory = memory_of(phases, model)
     # Of the phase that needs the most memory. Empty: nothing that estimates it is installed.

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from titan.config.load import load_config
-from titan.config.model import family, model_config
+from titan.config.model import family
 from titan.config.schema import JobConfig
 from titan.observe.memory import peak_memory
 
@@ -43,7 +43,7 @@ KEEP = [
 def build_model(config: JobConfig, device: torch.device) -> nn.Module:
     """The model in fp32, converted to float8 and checkpointed where the job says so."""
     with device:
-        model = family(config.model.name).build_model(model_config(config.model))
+        model = family(config.model.name).build_model(config.model.sizes)
     if config.model.converters:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

@@ -106,7 +106,6 @@ def torchtitan() -> None:
     from torchtitan.protocols.train_spec import get_train_spec
     from torchtitan.train import Trainer
 
-    from titan.config.model import model_config
     from titan.tasks import task_of
 
     class Batches(BaseDataLoader):
@@ -124,7 +123,7 @@ def torchtitan() -> None:
             pass
 
     torchtitan_spec.OneBatch = lambda *sizes: Batches()  # pyright: ignore
-    sizes = model_config(load_job().model)  # with what the job overrides
+    sizes = load_job().model.sizes  # with what the job overrides
     spec = get_train_spec("llama3")
     spec.model_args[load_job().model.flavor] = torchtitan_spec.arguments(sizes)  # pyright: ignore
     trainer = Trainer(ConfigManager().parse_args(["--job.config_file=torchtitan.toml"]))

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from titan.config.layout import Layout, resolve_layout
-from titan.config.model import model_config
 from titan.config.schema import JobConfig
 from titan.data.packing import Batch
 from titan.parallel import build_mesh
@@ -71,7 +70,7 @@ def measure(config: JobConfig) -> tuple[float, float]:
     mesh = build_mesh("cpu", dp_shard=1)
     job = resolve_job(config, resolve_layout(config, mesh.size()), device="cpu")
     train_step = build_train_step(job, device=torch.device("cpu"), mesh=mesh)
-    rows = torch.randint(model_config(config.model).vocab_size, (BATCH, SEQUENCE + 1))
+    rows = torch.randint(config.model.sizes.vocab_size, (BATCH, SEQUENCE + 1))
     batch = Batch(tokens_BS=rows[:, :-1].contiguous(), labels_BS=rows[:, 1:].contiguous())
     _train(train_step, batch)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
@@ -114,7 +113,7 @@ def _train(train_step: TrainStep, batch: Batch) -> None:
 def by_formula(config: JobConfig) -> tuple[float, float]:
     """Bytes kept by the start-up page's formula, and with what a CPU's kernels keep besides."""
     layout = Layout(pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1, accumulation=1)
-    sizes = model_config(config.model)
+    sizes = config.model.sizes
     kept, _ = activation_elements(config, sizes, layout, layers=sizes.n_layers)
     unit = 4 * BATCH * SEQUENCE
     return unit * kept, unit * (kept + _more_on_a_cpu(config, sizes))

@@ -24,7 +24,7 @@ from torch import nn
 
 from titan.config.layout import resolve_layout
 from titan.config.load import load_from_argv
-from titan.config.model import family, model_config
+from titan.config.model import family
 from titan.config.schema import ModelSection
 from titan.numerics.certify.steps import micro_batches
 from titan.numerics.digests import PROJECTIONS
@@ -102,7 +102,7 @@ def _peak_mib() -> float:
 
 def by_formula(bytes_each: float) -> None:
     """Print what a recorded step of Llama 3.2 1B costs."""
-    sizes = model_config(ModelSection(name="llama3", flavor="1B"))
+    sizes = ModelSection(name="llama3", flavor="1B").sizes
     with torch.device("meta"):
         model: nn.Module = family("llama3").build_model(sizes)
 

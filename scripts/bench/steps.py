@@ -46,7 +46,6 @@ from pathlib import Path
 from typing import Any
 
 from titan.base.hardware import by_name, recognise
-from titan.config.model import model_config
 from titan.config.schema import ModelSection
 from titan.config.toml import format_value
 from titan.observe.rows import read_rows
@@ -84,7 +83,7 @@ class Model:
 
     @property
     def sizes(self) -> Any:
-        return model_config(ModelSection.model_validate(self.section))
+        return ModelSection.model_validate(self.section).sizes
 
 
 MODELS = {

@@ -36,7 +36,7 @@ from titan.checkpoint.commit import CheckpointGroup
 from titan.checkpoint.manifest import find_damage
 from titan.checks.rules import check_to_run, resolve_layout
 from titan.config.load import load_config
-from titan.config.model import family, model_config
+from titan.config.model import family
 from titan.config.schema import CheckpointSection, JobConfig, TokenizerSection
 from titan.huggingface import convert, export
 from titan.huggingface import load as huggingface
@@ -192,7 +192,7 @@ def through_titan_job(
     state = checkpoints.model_state(train_step.model_parts)
     local = [t.to_local() if isinstance(t, DTensor) else t for t in state.values()]
 
-    model = HFModel.of(config.model.name, model_config(config.model))
+    model = HFModel.of(config.model.name, config.model.sizes)
     safetensors.safe_open, Counted.slices = Counted, []  # pyright: ignore
     huggingface.load(source, state, model=model, group=CheckpointGroup())
     safetensors.safe_open = Counted.real
@@ -308,7 +308,7 @@ def test_training_from_and_to_a_folder(sources, pool: Pool, tmp_path: Path) -> N
     step_2 = by_folder / "checkpoint" / "step-2"  # TorchTitan's place; the checkpoint stays whole
     assert find_damage(step_2) == []
     saved = tensors(step_2)
-    model = HFModel.of("qwen3", model_config(job(source, {}, folder=drawn).model))
+    model = HFModel.of("qwen3", job(source, {}, folder=drawn).model.sizes)
     stored = {
         f"model.{ours}": torch.empty(shape, dtype=torch.bfloat16)
         for ours, shape in model.shapes.items()
@@ -415,7 +415,7 @@ PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text())
 def test_shipped_jobs_name_folders_of_their_model(name: str, tmp_path: Path) -> None:
     section = load_config(DEBUG.with_name(f"llama3_{name}.toml")).model
     folder = huggingface.HFFolder(tmp_path, PUBLISHED[Path(section.hf_assets_path).name], {})
-    assert read_sizes(folder) == (section.name, model_config(section))
+    assert read_sizes(folder) == (section.name, section.sizes)
 
 
 @pytest.mark.parametrize(

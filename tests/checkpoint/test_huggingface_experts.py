@@ -28,7 +28,7 @@ from titan.checkpoint import CheckpointError, SaveFailed
 from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.commit import CheckpointGroup
 from titan.checks.rules import resolve_layout
-from titan.config.model import family, model_config
+from titan.config.model import family
 from titan.config.schema import JobConfig
 from titan.huggingface import convert
 from titan.huggingface import load as huggingface
@@ -165,7 +165,7 @@ def through_ranks(source: Path, degrees: Degrees, ep: int, folder: Path) -> tupl
     mesh = build_mesh("cpu", **{axis: getattr(layout, axis) for axis in axes})
     train_step = build_step(config, mesh)
     state = checkpoints.model_state(train_step.model_parts)
-    model = HFModel.of(config.model.name, model_config(config.model))
+    model = HFModel.of(config.model.name, config.model.sizes)
     huggingface.load(source, state, model=model, group=CheckpointGroup())
     out = Export(model, torch.float32, file_bytes=60_000, seq_len=32)
     export_state(folder / f"out-{ep}", state, out, group=CheckpointGroup())

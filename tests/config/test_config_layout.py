@@ -13,7 +13,6 @@ from tests.support.jobs import ROOT
 from titan.checks.rules import Layout, check, check_layout, resolve_layout
 from titan.config.errors import ConfigError
 from titan.config.load import load_config
-from titan.config.model import model_config
 from titan.config.schema import JobConfig, ModelSection
 from titan.parallel.traits import ModelSizes
 
@@ -96,14 +95,14 @@ def test_tensor_parallel_may_exceed_the_key_value_heads() -> None:
 
 
 def test_model_overrides() -> None:
-    config = model_config(
-        ModelSection(flavor="tiny", overrides={"n_layers": 2, "n_heads": 8, "rope_theta": 10_000})
-    )
+    config = ModelSection(
+        flavor="tiny", overrides={"n_layers": 2, "n_heads": 8, "rope_theta": 10_000}
+    ).sizes
     assert (config.n_layers, config.n_heads, config.head_dim) == (2, 8, 8)  # head_dim follows
     assert config.rope_theta == 10_000.0 and isinstance(config.rope_theta, float)
-    assert model_config(ModelSection(overrides={"head_dim": 32})).head_dim == 32
+    assert ModelSection(overrides={"head_dim": 32}).sizes.head_dim == 32
     with pytest.raises(ConfigError, match="did you mean 'n_layers'"):
-        model_config(ModelSection(overrides={"nlayers": 2}))
+        _ = ModelSection(overrides={"nlayers": 2}).sizes
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ def test_a_head_dim_that_is_not_derived_stays(
 ) -> None:
     own = SimpleNamespace(FLAVORS={"debugmodel": OwnHeads()})
     monkeypatch.setattr("titan.config.model.family", lambda name: own)
-    config = model_config(ModelSection(name="own", overrides=overrides))
+    config = ModelSection(name="own", overrides=overrides).sizes
     assert config == replace(OwnHeads(), **overrides)
 
 

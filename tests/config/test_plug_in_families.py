@@ -92,7 +92,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 )
 def test_what_a_family_lacks_is_one_line(folder: Path, source: str, message: str) -> None:
     (folder / "mine_family.py").write_text(source)
-    config, findings = model.resolve_model(ModelSection(name="mine", flavor="tiny"))
+    config, findings = ModelSection(name="mine", flavor="tiny").resolved
     if message:
         [(_, said)] = findings
         assert said.startswith(message) and "docs/architecture.md" in said and "\n" not in said

@@ -14,7 +14,7 @@ import pytest
 from tests.support.jobs import job
 from titan.base.run_folder import write_status
 from titan.checkpoint.identity import changed_settings, job_facts
-from titan.config.model import families, family, resolve_model
+from titan.config.model import families, family
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig, ModelSection
 from titan.run.train import before_start
@@ -58,7 +58,7 @@ def changed(model: dict[str, Any], field: str, value: Any) -> dict[str, Any] | N
     """Return a legal [model] section with another value of a field; None: it has none alone."""
     for other in other_values(value):
         section = model | {"overrides": ALONG.get(field, {}) | {field: other}}
-        if other != value and not resolve_model(ModelSection.model_validate(section))[1]:
+        if other != value and not ModelSection.model_validate(section).resolved[1]:
             return section
     return None
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from titan.config.model import family, resolve_model
+from titan.config.model import family
 from titan.config.schema import ModelSection
 from titan.models.deepseek_v3 import FLAVORS as DEEPSEEK
 from titan.models.gpt_oss import FLAVORS as GPT_OSS
@@ -113,7 +113,7 @@ def test_yarn_is_that_of_transformers(name: str, flavor: str) -> None:
 )
 def test_a_router_that_cannot_choose_is_refused(overrides: dict, refusals: list[str]) -> None:
     section = ModelSection(name="deepseek_v3", flavor="tiny", overrides=overrides)
-    _, violations = resolve_model(section)
+    _, violations = section.resolved
     assert [f"{key}: {message}" for key, message in violations] == [
         f"model.overrides.{text}" for text in refusals
     ]

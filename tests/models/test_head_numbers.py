@@ -15,7 +15,6 @@ from tests.support import hf_families, hf_sizes
 from tests.support.hf_families import is_equal, job_of, overrides_of
 from tests.support.ranks import Pool
 from titan.config.layout import check_layout
-from titan.config.model import resolve_model
 from titan.contrib.transformers import build_model
 from titan.contrib.transformers.flows import Flows
 from titan.contrib.transformers.probe import Watch
@@ -87,7 +86,7 @@ def test_a_layer_that_cannot_be_shared_is_refused_by_check() -> None:
     architecture = "MiMoV2FlashForCausalLM"
     fields = overrides_of(architecture) | {"num_attention_heads": 12, "num_key_value_heads": 6}
     job = job_of(architecture, {"tp": 4}, fields)
-    sizes, problems = resolve_model(job.model)
+    sizes, problems = job.model.resolved
     assert not problems and {block.kv_heads for block in sizes.heads_of_blocks} == {6, 12}
     found = str(check_layout(job, world_size=4))
     assert "4 neither divides the model's 6 key/value heads nor is a multiple of them" in found
@@ -147,7 +146,7 @@ def test_what_follows_a_matmul_is_another_output() -> None:
 
 def test_flops_of_layers_with_other_heads() -> None:
     name = "Gemma4ForCausalLM"
-    sizes, _ = resolve_model(job_of(name, {}, overrides_of(name)).model)
+    sizes = job_of(name, {}, overrides_of(name)).model.sizes
     # Its embeddings of each layer come after the blocks by name, and before them by use.
     assert "embed_tokens_per_layer" in dict(sizes.refuses)["tensor_parallel_degree"]
     with torch.device("meta"):

@@ -33,7 +33,6 @@ from tests.support.ranks import Pool
 from tests.support.trainers import PoolTrainer
 from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
-from titan.config.model import resolve_model
 from titan.contrib.transformers import build_model
 from titan.contrib.transformers.shrink import shrink
 from titan.parallel import initialize, materialize
@@ -99,7 +98,7 @@ def check(pool: Pool, kind: str, names: Iterable[str], **options: Any) -> None:
 def qwen3_next() -> tuple[Any, Any]:
     """Return the sizes of a small Qwen3-Next and its model on the CPU."""
     name = "Qwen3NextForCausalLM"
-    sizes, problems = resolve_model(job_of(name, {}, overrides_of(name)).model)
+    sizes, problems = job_of(name, {}, overrides_of(name)).model.resolved
     assert not problems
     with torch.device("meta"):
         model = build_model(sizes)
@@ -110,7 +109,7 @@ def qwen3_next() -> tuple[Any, Any]:
 @pytest.mark.slow
 def test_the_count_of_qwen3_next_80b_is_that_of_transformers() -> None:
     name = "Qwen3NextForCausalLM"
-    sizes, problems = resolve_model(job_of(name, {}, {}).model)
+    sizes, problems = job_of(name, {}, {}).model.resolved
     with torch.device("meta"):
         theirs = transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig())
     assert not problems
@@ -269,14 +268,14 @@ def test_other_hybrids_on_layouts(kind: str, pool: Pool) -> None:
 )  # fmt: skip
 def test_a_hybrid_that_titan_cannot_run_is_refused_with_the_reason(kind: str, reason: str) -> None:
     name = families()[kind]
-    problems = resolve_model(job_of(name, {}, overrides_of(name)).model)[1]
+    problems = job_of(name, {}, overrides_of(name)).model.resolved[1]
     assert problems == [("model.architecture", reason)]
 
 
 def test_stages_of_a_model_whose_blocks_read_two_hidden_states_are_refused() -> None:
     """Zamba 2 gives the embeddings to later blocks, too, and a later stage would take what it receives for them."""
     fields = overrides_of("Zamba2ForCausalLM") | {"tie_word_embeddings": False}
-    sizes, _ = resolve_model(job_of("Zamba2ForCausalLM", {}, fields).model)
+    sizes = job_of("Zamba2ForCausalLM", {}, fields).model.sizes
     reason = dict(sizes.refuses)["pipeline_parallel_degree"]
     assert reason == "layers.3 reads two hidden states, and a stage sends one"
 
@@ -292,7 +291,7 @@ def test_a_convolution_beside_attention_is_refused(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(LlamaMLP, "forward", shifted)
     fields = overrides_of("LlamaForCausalLM") | {"intermediate_size": 88}  # not built before
-    [(_, reason)] = resolve_model(job_of("LlamaForCausalLM", {}, fields).model)[1]
+    [(_, reason)] = job_of("LlamaForCausalLM", {}, fields).model.resolved[1]
     assert reason.startswith("a convolution follows layers.0.mlp,")
 
 
@@ -302,7 +301,7 @@ def test_sizes_that_a_config_class_computes_follow_the_overrides() -> None:
         ("num_attention_heads", "num_key_value_heads", "first_k_dense_replace"), 2
     )
     del fields["linear_num_heads"]
-    sizes, _ = resolve_model(job_of("BailingHybridForCausalLM", {}, fields).model)
+    sizes = job_of("BailingHybridForCausalLM", {}, fields).model.sizes
     kind: Any = transformers.BailingHybridConfig
     twin = transformers.BailingHybridForCausalLM(kind(**fields))
     assert sizes.num_params == sum(p.numel() for p in twin.parameters())
@@ -347,10 +346,10 @@ def test_the_small_model_of_a_hybrid_has_its_kinds_of_layers(
 ) -> None:
     """The simulator measures the host, and `titan certify` proves the job, on a model of small values."""
     section = job_of(name, {}, {"num_hidden_layers": 12, **fields}).model
-    sizes, problems = resolve_model(section)
+    sizes, problems = section.resolved
     assert not problems
     overrides = {**section.overrides, **shrink(sizes)["model.overrides"]}
-    small, problems = resolve_model(section.model_copy(update={"overrides": overrides}))
+    small, problems = section.model_copy(update={"overrides": overrides}).resolved
     assert not problems
     assert {*small.windows} == {*sizes.windows} == {0, 1}
     assert small.num_params < sizes.num_params

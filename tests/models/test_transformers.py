@@ -22,7 +22,6 @@ from titan.checkpoint.manager import CheckpointManager
 from titan.cli import main
 from titan.config.errors import ConfigError
 from titan.config.load import load_config
-from titan.config.model import model_config, resolve_model
 from titan.config.render import to_toml
 from titan.config.schema import CheckpointSection, JobConfig, ModelSection
 from titan.contrib.transformers.attention import spec_of
@@ -95,7 +94,7 @@ def test_a_checkpoint_of_a_folder_outlives_the_folder(tmp_path: Path) -> None:
     run, back, moved = (tmp_path / name for name in ("run", "back", "moved"))
     assert convert.main(["from-hf", str(source), str(run)]) == 0
     source.rename(moved)
-    sizes = model_config(load_config(DEBUG, overlays=[run / "config.toml"]).model)
+    sizes = load_config(DEBUG, overlays=[run / "config.toml"]).model.sizes
     assert sizes.num_params == sum(tensor.numel() for tensor in tensors_of(moved).values())
     assert convert.main(["to-hf", str(run), str(back)]) == 0
     assert difference(moved, back) == ""
@@ -103,17 +102,17 @@ def test_a_checkpoint_of_a_folder_outlives_the_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", RETIRED)
 def test_a_retired_family_names_the_class_in_its_place(name: str) -> None:
-    _, [(key, message)] = resolve_model(ModelSection(name=name, flavor="7B"))
+    _, [(key, message)] = ModelSection(name=name, flavor="7B").resolved
     [kind] = re.findall(r'architecture = "(\w+)"', message)
     assert key == "model.name" and "\n" not in message
-    assert model_config(section(architecture=kind)).num_params > 1e9
+    assert section(architecture=kind).sizes.num_params > 1e9
 
 
 def test_flops_count_what_windows_leave() -> None:
     def sizes(**overrides: Any) -> Any:
         small = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
         small |= {"num_key_value_heads": 2, "head_dim": 16}
-        return model_config(section(architecture="MistralForCausalLM", overrides=small | overrides))
+        return section(architecture="MistralForCausalLM", overrides=small | overrides).sizes
 
     short, whole = sizes(sliding_window=16), sizes(sliding_window=4096)
     per_key = 12 * 4 * 4 * 16  # layers, heads, channels
@@ -129,7 +128,7 @@ def test_a_class_that_refuses_null_gets_its_token_ids(kind: str) -> None:
     """A job without a tokenizer, such as one with data of ids, exports a config.json that transformers reads."""
     architecture = families()[kind]
     keys = {"architecture": architecture, "overrides": overrides_of(architecture)}
-    model = HFModel.of("transformers", model_config(section(**keys)))
+    model = HFModel.of("transformers", section(**keys).sizes)
     content = Export(model, torch.float32).config()
     read: Any = transformers.CONFIG_MAPPING[kind].from_dict(content)
     assert (read.bos_token_id, read.eos_token_id) == (1, 2)
@@ -137,23 +136,21 @@ def test_a_class_that_refuses_null_gets_its_token_ids(kind: str) -> None:
 
 def test_sizes_are_the_models() -> None:
     """With the numbers that transformers and the papers give."""
-    llama = model_config(
-        section(
-            architecture="LlamaForCausalLM",
-            overrides={
-                **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
-                **{"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256},
-            },
-        )
-    )
+    llama = section(
+        architecture="LlamaForCausalLM",
+        overrides={
+            **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+            **{"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256},
+        },
+    ).sizes
     assert llama.num_params == 8_030_261_248
     assert (llama.n_heads, llama.n_kv_heads, llama.head_dim) == (32, 8, 128)
     from titan.models.llama3 import FLAVORS
 
     assert llama.flops_per_token(8192) == FLAVORS["8B"].flops_per_token(8192)
-    mistral = model_config(section(architecture="MistralForCausalLM"))
+    mistral = section(architecture="MistralForCausalLM").sizes
     assert mistral.num_params == 7_241_732_096
-    mixtral = model_config(section(architecture="MixtralForCausalLM"))
+    mixtral = section(architecture="MixtralForCausalLM").sizes
     assert mixtral.num_params == 46_702_792_704
     assert mixtral.num_active_params == 12_879_925_248
 
@@ -182,7 +179,7 @@ def test_sizes_are_the_models() -> None:
     ids=lambda value: str(value)[:40],
 )
 def test_mistakes(keys: dict[str, Any], key: str, words: str) -> None:
-    _, problems = resolve_model(section(**keys))
+    _, problems = section(**keys).resolved
     [(found, message)] = problems
     assert found == key and words in message and "\n" not in message
 
@@ -197,7 +194,7 @@ def own_model(folder: Path, code: str) -> str:
 def test_code_of_a_folder_runs_only_if_asked_for(tmp_path: Path) -> None:
     path = own_model(tmp_path, "import no_such_package")
     for trusts, words in ((False, "set model.trust_remote_code"), (True, "no_such_package")):
-        _, [(key, message)] = resolve_model(section(hf_path=path, trust_remote_code=trusts))
+        _, [(key, message)] = section(hf_path=path, trust_remote_code=trusts).resolved
         assert key == "model.hf_path" and words in message and "\n" not in message
 
 
@@ -229,7 +226,7 @@ def test_code_of_a_checkpoint_runs_only_if_the_command_line_says_so(
 def test_a_version_outside_of_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
     resolver = sys.modules["titan.contrib.transformers.resolve"]
     monkeypatch.setattr(resolver, "OLDEST", (6, 0))
-    _, [(_, message)] = resolve_model(section(architecture="Olmo2ForCausalLM"))
+    _, [(_, message)] = section(architecture="Olmo2ForCausalLM").resolved
     assert transformers.__version__ in message and "6.0" in message
 
 
@@ -246,7 +243,7 @@ def test_a_model_larger_than_the_host_is_built() -> None:
 
     keys = {"architecture": "DeepseekV3ForCausalLM", "overrides": {"num_hidden_layers": 4}}
     with Watch():
-        sizes = model_config(section(**keys))
+        sizes = section(**keys).sizes
     # Of 256 experts with two matrices to 2048 channels, and one back.
     assert sizes.experts_of_blocks == (0, 0, 0, 256 * 3 * 7168 * 2048)
     assert {str(device) for device in asked} == {"meta"}
@@ -269,11 +266,11 @@ def test_a_style_of_the_job_comes_first() -> None:
     with torch.device("meta"):
         from titan.contrib.transformers import build_model
 
-        derived = build_model(model_config(job)).tensor_plan
-        given = build_model(model_config(job.model_copy(update={"plan": {name: "whole"}})))
+        derived = build_model(job.sizes).tensor_plan
+        given = build_model(job.model_copy(update={"plan": {name: "whole"}}).sizes)
     assert derived[name] == "gather_input" and given.tensor_plan[name] == "whole"
 
 
 def test_a_job_without_torch_is_told_its_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="architecture"):
-        model_config(section(architecture="Nothing"))
+        _ = section(architecture="Nothing").sizes

@@ -24,7 +24,6 @@ from tests.support.hf_families import (
 from tests.support.hf_folders import save_twin
 from tests.support.ranks import Pool
 from titan.config.layout import check_layout
-from titan.config.model import resolve_model
 from titan.config.schema import JobConfig, ModelSection
 from titan.contrib.transformers import build_model
 from titan.huggingface import convert
@@ -40,7 +39,7 @@ LONG_ROPE = {
 
 
 def resolved(**keys: Any) -> Any:
-    sizes, problems = resolve_model(ModelSection(name="transformers", **keys))
+    sizes, problems = ModelSection(name="transformers", **keys).resolved
     assert not problems, problems
     return sizes
 
@@ -91,7 +90,7 @@ def test_rotary_frequencies_that_ranks_would_choose_differently_are_refused() ->
         architecture="LlamaForCausalLM",
         overrides={"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
     )
-    [(_, message)] = resolve_model(section)[1]
+    [(_, message)] = section.resolved[1]
     assert "rope_type dynamic" in message
 
 
@@ -162,11 +161,11 @@ def test_a_plan_with_a_mistake_is_refused_without_tensor_parallelism(
 ) -> None:
     fields = overrides_of("LlamaForCausalLM")
     keys = {"architecture": "LlamaForCausalLM", "overrides": fields}
-    [(key, message)] = resolve_model(ModelSection(name="transformers", plan=plan, **keys))[1]
+    [(key, message)] = ModelSection(name="transformers", plan=plan, **keys).resolved[1]
     assert key == f"model.plan.{next(iter(plan))}" and words in message
     # A small model of `titan certify` may lack the block.
     plan = {"layers.30.mlp.down_proj": "rowwise"}
-    assert not resolve_model(ModelSection(name="transformers", plan=plan, **keys))[1]
+    assert not ModelSection(name="transformers", plan=plan, **keys).resolved[1]
 
 
 def trained(fields: dict[str, Any], degrees: dict[str, int]) -> dict[str, float]:

@@ -31,7 +31,6 @@ from tests.support.ranks import Pool
 from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
 from titan.config.layout import _check_plug_in
-from titan.config.model import model_config, resolve_model
 from titan.config.schema import ModelSection
 from titan.contrib.evaluation import evaluate
 from titan.contrib.transformers import build_model
@@ -98,9 +97,7 @@ def test_scales_of_tensor_parallel_ranks_are_one_process(kind: str, pool: Pool) 
 def alone(architecture: str) -> dict[str, Any]:
     """Train transformers alone, without a stop."""
     with torch.device("meta"):
-        model = build_model(
-            model_config(job_of(architecture, {}, overrides_of(architecture)).model)
-        )
+        model = build_model(job_of(architecture, {}, overrides_of(architecture)).model.sizes)
     materialize(model, device="cpu")
     initialize(model, seed=0, std_of=std_of)
     return reference(model)
@@ -133,7 +130,7 @@ def test_resumed_on_another_layout(
 
 def generate(architecture: str, prompts: list[list[int]], fields: dict[str, Any]) -> Any:
     """Return titan's greedy continuations, on tensor-parallel ranks if there are several."""
-    sizes = model_config(job_of(architecture, {}, fields).model)
+    sizes = job_of(architecture, {}, fields).model.sizes
     with torch.device("meta"):
         model = build_model(sizes)
     ranks = torch.distributed.get_world_size()
@@ -154,7 +151,7 @@ def generate(architecture: str, prompts: list[list[int]], fields: dict[str, Any]
 def their_greedy(architecture: str, prompts: list[list[int]], fields: dict[str, Any]) -> Any:
     """Return transformers' own greedy continuations, of each prompt alone."""
     with torch.device("meta"):
-        model = build_model(model_config(job_of(architecture, {}, fields).model))
+        model = build_model(job_of(architecture, {}, fields).model.sizes)
     materialize(model, device="cpu")
     initialize(model, seed=0, std_of=std_of)
     twin = twin_with(model).eval()
@@ -228,9 +225,7 @@ def _leaves(table: dict[str, Any]) -> Any:
 
 
 def sizes_of(architecture: str, **overrides: Any) -> Any:
-    return model_config(
-        ModelSection(name="transformers", architecture=architecture, overrides=overrides)
-    )
+    return ModelSection(name="transformers", architecture=architecture, overrides=overrides).sizes
 
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512}
@@ -285,7 +280,7 @@ _KINDS = {
 def test_wrong_overrides(overrides: dict[str, Any], key: str, words: str) -> None:
     kind = next((kind for name, kind in _KINDS.items() if name in overrides), "Qwen3ForCausalLM")
     section = ModelSection(name="transformers", architecture=kind, overrides=SMALL | overrides)
-    _, [(found, message)] = resolve_model(section)
+    _, [(found, message)] = section.resolved
     assert found == key and words in message and "\n" not in message
 
 
@@ -317,5 +312,5 @@ def test_a_document_mask_that_does_not_reach_attention_is_refused() -> None:
     """The value of a switch is True, which equals the 1 of a degree."""
     architecture = families()["olmo2"]
     config = job_of(architecture, {}, overrides_of(architecture), packed=True)
-    sizes = dataclasses.replace(model_config(config.model), refuses=(("document_mask", "why"),))
+    sizes = dataclasses.replace(config.model.sizes, refuses=(("document_mask", "why"),))
     assert [*_check_plug_in(config, sizes, 1)] == [("data.document_mask", "why")]

@@ -12,7 +12,6 @@ import pytest
 from tests.support.metrics import Clock, step_row
 from titan.base.hardware import by_name
 from titan.config.layout import Layout
-from titan.config.model import model_config
 from titan.config.phases import phases_of
 from titan.config.schema import (
     JobConfig,
@@ -224,7 +223,7 @@ def test_startup_page_of_a_mixture_of_experts(ranks_per_node: int, where: str) -
     )
     page = startup_page(
         config,
-        model_config(config.model),
+        config.model.sizes,
         Layout(pp=1, dp_replicate=1, dp_shard=24, cp=1, tp=1, accumulation=1),
         run_dir=Path("outputs/x"),
         device_name="CPU",

@@ -7,7 +7,6 @@ import pytest
 from titan.checks.rules import resolve_layout
 from titan.config.base import Section
 from titan.config.layout import Layout
-from titan.config.model import model_config
 from titan.config.schema import (
     ActivationCheckpointSection,
     AdamW8bitSection,
@@ -207,7 +206,7 @@ def test_a_pipeline_adds_up_whole_gradients(schedule: str, microbatches: int) ->
             "parallelism": {"pipeline_parallel_degree": 4, "pipeline_parallel_schedule": schedule},
         }
     )
-    sizes = model_config(config.model)
+    sizes = config.model.sizes
     estimate = estimate_memory(config, sizes, resolve_layout(config, 8))
     simulation = simulate(config, world_size=8, profile=load_profile("h100-sxm"))
     simulated = simulation.memory[0].peak_active_bytes / GIB
@@ -224,7 +223,7 @@ def test_gradients_that_are_reduced_once_a_step_are_whole() -> None:
             "parallelism": {"fsdp_reduce_gradients": "step"},
         }
     )
-    sizes = model_config(config.model)
+    sizes = config.model.sizes
     estimate = estimate_memory(config, sizes, resolve_layout(config, 8))
     simulation = simulate(config, world_size=8, profile=load_profile("h100-sxm"))
     simulated = simulation.memory[0].peak_active_bytes / GIB

@@ -14,7 +14,6 @@ import pytest
 
 import titan.observe.sinks
 from tests.support.metrics import read_json_lines, step_row
-from titan.config.model import model_config
 from titan.config.schema import JobConfig, MetricsSection
 from titan.observe.columns import COLUMNS
 from titan.observe.flops import flops_by_dtype, model_tflops, utilization
@@ -196,7 +195,7 @@ def test_utilization_adds_up_precisions() -> None:
     """An 8B model whose blocks multiply in float8 and whose output layer multiplies in bf16, by hand."""
     model = {"name": "llama3", "flavor": "8B", "converters": ["quantize.linear.float8"]}
     config = JobConfig.model_validate({"model": model, "training": {"seq_len": 8192}})
-    sizes = model_config(config.model)
+    sizes = config.model.sizes
     matrices = {"wq": (4096, 4096), "wk": (1024, 4096), "wv": (1024, 4096), "wo": (4096, 4096)}
     matrices |= {"w1": (14336, 4096), "w2": (4096, 14336), "w3": (14336, 4096)}
     layers = [
@@ -223,7 +222,7 @@ def test_utilization_adds_up_precisions() -> None:
 def test_utilization_of_experts_in_float8() -> None:
     model = {"name": "qwen3", "flavor": "tiny_moe", "converters": ["quantize.grouped_mm.float8"]}
     config = JobConfig.model_validate({"model": model})
-    sizes = model_config(config.model)
+    sizes = config.model.sizes
     flops = flops_by_dtype(config, sizes, ())
     assert flops["float8"] == 6 * sizes.n_layers * sizes.top_k * 3 * sizes.dim * sizes.expert_dim
     total = sizes.flops_per_token(config.training.seq_len)

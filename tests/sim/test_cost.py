@@ -11,7 +11,6 @@ import pytest
 
 from titan.config.errors import ConfigError
 from titan.config.load import load_from_argv
-from titan.config.model import model_config
 from titan.sim.price.cost import Cost, attended, matmul_sizes, routing_exponent
 from titan.sim.price.measured import tables
 from titan.sim.price.profiles import load_profile
@@ -327,9 +326,9 @@ def test_the_exponent_of_a_jobs_routes(tmp_path: Path) -> None:
 
     def exponent(*settings: str) -> float:
         config = load_from_argv(["train_configs/demo_moe.toml", *settings])
-        return routing_exponent(config, model_config(config.model))
+        return routing_exponent(config, config.model.sizes)
 
-    experts = model_config(load_from_argv(["train_configs/demo_moe.toml"]).model).num_experts
+    experts = load_from_argv(["train_configs/demo_moe.toml"]).model.sizes.num_experts
     counted = tmp_path / "experts.json"
     counts = [round(1e6 * (n + 1) ** -0.5) for n in range(experts)]
     counted.write_text(json.dumps({"loads": [counts, counts[::-1]]}), "utf-8")

@@ -19,7 +19,6 @@ from tests.support.traces import (
     traced_peak,
 )
 from titan.base.hardware import MARGIN
-from titan.config.model import model_config
 from titan.config.schema import JobConfig
 from titan.sim.price.cost import matmul_sizes
 from titan.sim.price.profiles import load_profile
@@ -135,7 +134,7 @@ def test_the_limit_of_uneven_routing_fits_and_a_tenth_more_does_not() -> None:
     gib = (even + 0.4 * (worst - even) + outside) / 2**30
     small = profile.model_copy(update={"memory_gib": gib / (1 - MARGIN)})
     limit = simulate_with_limit(config, world_size=4, profile=small).fits_up_to
-    assert limit is not None and 1 < limit < most_imbalance(config, model_config(config.model)) == 4
+    assert limit is not None and 1 < limit < most_imbalance(config, config.model.sizes) == 4
 
     def fits(imbalance: float) -> bool:
         uneven = with_imbalance(config, imbalance)

@@ -17,7 +17,6 @@ from tests.support.jobs import ROOT
 from tests.support.synthetic import FixedCost, kernel
 from tests.support.traces import job
 from titan.checks.rules import resolve_layout
-from titan.config.model import model_config
 from titan.config.schema import JobConfig
 from titan.sim.price.cost import Cost
 from titan.sim.price.profiles import load_profile
@@ -192,7 +191,7 @@ def test_tiny_jobs_are_valid_and_small(model: dict[str, Any], parallelism: dict[
     config = JobConfig.model_validate({"model": model, "parallelism": parallelism})
     small, layout = tiny(config, resolve_layout(config, 64))
     assert resolve_layout(small, layout.world_size) == layout
-    assert model_config(small.model).num_params < 2e6
+    assert small.model.sizes.num_params < 2e6
 
 
 def paces_of(config: JobConfig, world: int) -> dict[str, float]:

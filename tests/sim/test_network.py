@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from titan.config.load import load_from_argv
-from titan.config.model import model_config
 from titan.sim.price.network import (
     NIC_IN,
     NIC_OUT,
@@ -263,7 +262,7 @@ def test_only_rows_of_experts_travel_by_deepep() -> None:
 def test_the_choice_is_the_models() -> None:
     def of(name: str, flavor: str) -> Dispatch | None:
         job = ["train_configs/llama3_8b.toml", f"--model.name={name}", f"--model.flavor={flavor}"]
-        return Dispatch.of(model_config(load_from_argv(job).model))
+        return Dispatch.of(load_from_argv(job).model.sizes)
 
     assert of("deepseek_v3", "671B") == V3
     assert of("deepseek_v3", "16B") == Dispatch(64, 6)

@@ -10,7 +10,6 @@ import pytest
 
 from tests.support.jobs import ROOT
 from titan.config.load import load_from_argv
-from titan.config.model import model_config
 from titan.sim.price.network import Dispatch, card_bytes, price_transfer
 from titan.sim.price.profiles import Profile, load_profile
 from titan.sim.record.trace import Group, Scope, Transfer
@@ -97,7 +96,7 @@ def test_the_reason_has_the_bytes_and_the_seconds_of_the_facts(
         assert sum(parts(facts).values()) == pytest.approx(facts["step_time_s"])
     # All parameters are gathered in bf16, the first of two blocks again, and all gradients reduced in fp32, by rings with
     # two members on a node.
-    model = model_config(load_from_argv(SMALL).model)
+    model = load_from_argv(SMALL).model.sizes
     by_axis = job["comm"]["by_axis"]
     card = by_axis["dp_shard"]["card_bytes"]
     moved = (2 + 4) * model.num_params + 2 * model.num_block_params

@@ -16,7 +16,6 @@ from scripts.published_compat import (
     emulate_torch_2_6,
 )
 from tests.support.traces import job, left_behind, trace_ranks
-from titan.config.model import model_config
 from titan.config.schema import JobConfig
 from titan.models.common.rotary import rotate, rotation_table
 from titan.models.qwen3.config import FLAVORS
@@ -47,7 +46,7 @@ def test_pipelines_held_more(stage: int) -> None:
         sum(e.size_bytes for e in left_behind(trace))
         for trace in both(config, world=4, rank=2 * stage)
     ]
-    model = model_config(config.model)
+    model = config.model.sizes
     tokens = config.training.local_batch_size * config.training.seq_len
     outputs = tokens * (model.vocab_size if stage else model.dim) * 2
     last = model.num_embedding_params + model.dim if stage else model.num_block_params
@@ -91,7 +90,7 @@ def test_qwen3_gathered_its_queries_and_keys() -> None:
         activation_checkpoint={"mode": "full"},
         compile={"enable": False},
     )
-    model: Any = model_config(config.model)
+    model: Any = config.model.sizes
     now, then = (
         trace_ranks(config, world_size=2, ranks=[0], prepare=how)[0] for how in (None, emulate)
     )

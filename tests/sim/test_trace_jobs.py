@@ -23,7 +23,6 @@ from tests.support.traces import (
     traced_peak,
 )
 from titan.checks.rules import resolve_layout
-from titan.config.model import model_config
 from titan.sim.price.cost import Cost
 from titan.sim.price.profiles import load_profile
 from titan.sim.record import trace_jobs as record_module
@@ -137,7 +136,7 @@ def test_matrix_products_are_the_models() -> None:
             # FlashAttention multiplies five times, the formula counts four: what is recomputed inside is no work of the model's.
             by_phase["backward"] += launch.kernel.flops * 4 // 5
     tokens = 8 * 64
-    sizes = model_config(config.model)
+    sizes = config.model.sizes
     blocks = sizes.flops_per_token(64) - 6 * sizes.num_embedding_params
     # The loss runs its backward products within the forward pass.
     head = 6 * sizes.num_embedding_params
@@ -159,7 +158,7 @@ def test_kernels_know_what_they_move() -> None:
     assert attention.causal
     assert attention.read_bytes == 2 * 8 * 64 * 16 * (4 + 2 + 2)
     adam = kernels["aten::_fused_adamw_", ""]
-    shard = model_config(job().model).num_params // 2
+    shard = job().model.sizes.num_params // 2
     assert adam.kind == "optimizer"
     # Of one of two groups of parameters.
     assert adam.write_bytes == pytest.approx(3 * 4 * shard, rel=0.05)
@@ -218,7 +217,7 @@ def test_pipeline_actions() -> None:
 
 def test_categories() -> None:
     trace = trace_of(job(batch=8, training=BF16), world=2)
-    sizes = model_config(job().model)
+    sizes = job().model.sizes
     left: Counter[str] = Counter()
     for event in left_behind(trace):
         left[event.category] += event.size_bytes
@@ -290,7 +289,7 @@ def test_offloaded_parameters_are_the_hosts_work() -> None:
     work = [e for e in events_of(trace.step, Launch) if e.stream == HOST]
     updates = [e.kernel for e in work if e.kernel.name == "aten::_fused_adamw_"]
     assert {e.scope.phase for e in work} == {"clip", "optimizer"}
-    shard = model_config(job(model=model).model).num_params // 2
+    shard = job(model=model).model.sizes.num_params // 2
     assert sum(k.write_bytes for k in updates) == pytest.approx(3 * 4 * shard, rel=0.01)
     seconds = sum(Cost(load_profile("h100-sxm")).host_s(e.kernel) for e in work)
     assert seconds > 7 * 4 * shard / 60e9  # reads four numbers for each parameter, writes three
@@ -312,7 +311,7 @@ def test_offloaded_8_bit_moments_are_updated_on_the_host(float8: bool) -> None:
     step = trace_of(config, world=2).step
     update = [e for e in events_of(step, Launch) if e.scope.phase == "optimizer"]
     assert {e.stream for e in update} == {HOST}
-    shard = model_config(config.model).num_params // 2
+    shard = config.model.sizes.num_params // 2
     # Weights and gradients in fp32, and two moments of a byte with a scale in fp32 for each 64.
     assert sum(e.kernel.write_bytes for e in update) == pytest.approx(6.125 * shard, rel=0.01)
     assert sum(e.kernel.read_bytes for e in update) == pytest.approx(10.125 * shard, rel=0.01)

@@ -22,7 +22,6 @@ from titan.checkpoint.interval import (
     young_interval_s,
 )
 from titan.cli import main
-from titan.config.model import model_config
 from titan.contrib.evaluation.section import EvaluationSection
 from titan.models.llama3 import build_model
 from titan.sim.price.profiles import load_profile
@@ -124,7 +123,7 @@ def test_what_training_waits_for_in_each_mode(tmp_path: Path) -> None:
     assert found["async"] == (pytest.approx(1.5 / 1.4), 3.0)
     blocked_s, beside_s = found["async_with_pinned_mem"]
     # The host starts a copy for each weight and its three states. A small model's step hides little of a copy of 1.5 GB.
-    model = build_model(model_config(config.model))
+    model = build_model(config.model.sizes)
     starts_s = 4 * len([*model.parameters()]) * (10 * 0.8 + 2.5) * 1e-6
     copy_s = 1.5 / profile.host_gb_per_s
     assert blocked_s == pytest.approx(

@@ -32,7 +32,6 @@ from tests.support.ranks import Pool, RankFailed
 from titan.checkpoint import CheckpointError
 from titan.checkpoint import manager as checkpoints
 from titan.config.layout import resolve_layout
-from titan.config.model import resolve_model
 from titan.config.schema import CheckpointSection, JobConfig, LRSchedulerSection
 from titan.contrib.transformers import build_model
 from titan.data.packing import Batch
@@ -358,7 +357,7 @@ def export(architecture: str, folder: Path, fields: dict[str, Any]) -> str:
         save_twin(architecture, fields, source)
     dist.barrier()
     degrees = {"dp_shard": 2, "tp": 2}
-    sizes, _ = resolve_model(job_of(architecture, degrees, {}, source=source).model)
+    sizes = job_of(architecture, degrees, {}, source=source).model.sizes
     if reason := dict(sizes.refuses).get("last_save_in_hf"):
         return f"refused: {reason}"
     if "tensor_parallel_degree" in dict(sizes.refuses):
@@ -489,7 +488,7 @@ def run_rank(
                 row["draws"] = 1 + drawn(architecture, variant)[1]
                 if all("pp" in axes for axes in layouts.values()):
                     fields |= dict.fromkeys(fields.keys() & {"tie_word_embeddings"}, False)
-            sizes, problems = resolve_model(job_of(architecture, {}, fields).model)
+            sizes, problems = job_of(architecture, {}, fields).model.resolved
             if problems:
                 row["refused"] = problems[0][1]
                 continue

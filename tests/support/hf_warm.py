@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from tests.support import hf_families  # noqa: F401
-from titan.config.model import resolve_model
 from titan.config.schema import ModelSection
 
-resolve_model(
-    ModelSection(
-        name="transformers",
-        architecture="LlamaForCausalLM",
-        overrides={"num_hidden_layers": 1, "hidden_size": 64, "vocab_size": 8},
-    )
-)
+_ = ModelSection(
+    name="transformers",
+    architecture="LlamaForCausalLM",
+    overrides={"num_hidden_layers": 1, "hidden_size": 64, "vocab_size": 8},
+).resolved

@@ -20,7 +20,7 @@ from tests.support.jobs import ROOT, job
 from titan.checks.rules import check, check_to_run
 from titan.cli import main as titan
 from titan.config.layout import resolve_layout
-from titan.config.model import families, family, model_config, parameter_counts
+from titan.config.model import families, family, parameter_counts
 from titan.config.phases import phases_of
 from titan.config.schema import JobConfig
 from titan.config.toml import tomllib
@@ -53,7 +53,7 @@ def verdict(config: JobConfig, layout: str, **options: Any) -> CertifiedLayout:
 def test_each_flavor_becomes_a_small_job_with_its_ratios_and_kinds_of_layers(name: str) -> None:
     for flavor, whole in family(name).FLAVORS.items():
         certifier = Certifier(model(name, flavor), resolve_layout(model(name, flavor), 1))
-        small = model_config(certifier.small.model)
+        small = certifier.small.model.sizes
         assert small.num_params < 8e6, (flavor, small)
         assert whole.n_heads * small.n_kv_heads == whole.n_kv_heads * small.n_heads, flavor
         assert whole.vocab_size % 16 == small.vocab_size % 16
@@ -74,7 +74,7 @@ def test_each_flavor_becomes_a_small_job_with_its_ratios_and_kinds_of_layers(nam
 
 def test_more_ranks_than_key_value_heads_stay_more() -> None:
     keys = small_keys(model("llama3", "8B"), tp=16)
-    assert model_config(changed(model("llama3", "8B"), keys).model).n_kv_heads == 1
+    assert changed(model("llama3", "8B"), keys).model.sizes.n_kv_heads == 1
 
 
 def test_frozen_parameters_have_their_namesakes_frozen() -> None:
@@ -82,7 +82,7 @@ def test_frozen_parameters_have_their_namesakes_frozen() -> None:
     patterns = ["tok_embeddings.*", "layers.31.*", "layers.0.attention.wq.weight", "layers.15.*"]
     config = changed(config, {"model.freeze": patterns})
     small = changed(config, small_keys(config, tp=1)).model
-    names = parameter_counts("llama3", model_config(small))
+    names = parameter_counts("llama3", small.sizes)
     last = {name for name in names if name.startswith("layers.3.")}
     assert {*small.freeze} == {"tok_embeddings.weight", "layers.0.attention.wq.weight", *last}
 
@@ -170,9 +170,9 @@ def test_what_passes_between_blocks_is_found_by_cutting_them_apart(kept: str) ->
 def test_the_pipeline_of_the_job_is_cut_at_its_own_depth() -> None:
     """The second of two stages of 32 layers begins with layer 16. An odd number of layers stays odd."""
     config = model("llama3", "8B")
-    assert model_config(Certifier(config, resolve_layout(config, 1)).small.model).n_layers == 4
+    assert Certifier(config, resolve_layout(config, 1)).small.model.sizes.n_layers == 4
     odd = changed(config, {"model.overrides": {"n_layers": 33}})
-    assert model_config(Certifier(odd, resolve_layout(odd, 1)).small.model).n_layers == 5
+    assert Certifier(odd, resolve_layout(odd, 1)).small.model.sizes.n_layers == 5
     right = verdict(config, "pp", cut=planted.reads_before_2)
     assert right.verdict == "equal" and right.reason == "not to be cut before layers.2", right
     wrong = verdict(config, "pp", cut=planted.reads_before_16)

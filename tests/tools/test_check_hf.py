@@ -14,7 +14,7 @@ from titan import cli
 from titan.base.untrusted import printable
 from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.commit import CheckpointGroup
-from titan.config.model import family, model_config
+from titan.config.model import family
 from titan.config.schema import ModelSection
 from titan.huggingface import check_hf
 from titan.huggingface import load as huggingface
@@ -123,7 +123,7 @@ def test_verdicts_are_the_loaders(
     assert by_files["loads"] is True
     # The printed keys mean this model, whose logits are transformers'.
     keys = by_files["family"]
-    sizes = model_config(ModelSection.model_validate(keys))
+    sizes = ModelSection.model_validate(keys).sizes
     described = HFModel.of(keys["name"], sizes)
     check_folder(config.parent, described)
     with torch.device("meta"):

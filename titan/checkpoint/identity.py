@@ -31,7 +31,6 @@ from titan.checkpoint.manifest import TITAN_JSON, list_steps
 from titan.checkpoint.storage import Location, as_location, join, read_file
 from titan.config import schema as s
 from titan.config.errors import ConfigError, key_text
-from titan.config.model import model_config
 from titan.config.plug_ins import load_plug_ins
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig, streams
@@ -168,7 +167,7 @@ def job_facts(config: JobConfig) -> dict[str, Any]:
 
     They are the family and its sizes, the task, and the task's options, except the options that it lists in `may_change`.
     """
-    sizes, module = model_config(config.model), task_module(config)
+    sizes, module = config.model.sizes, task_module(config)
     names = [field.name for field in dataclasses.fields(sizes) if field.init]
     # A family may say in other words what its sizes follow from.
     of_sizes = sizes.facts or {n: getattr(sizes, n) for n in names}

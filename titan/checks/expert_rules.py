@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from titan.config.errors import RuleViolation
-from titan.config.model import resolve_model
 from titan.config.quantize import grouped_section
 from titan.config.schema import JobConfig
 
@@ -23,7 +22,7 @@ def check_experts(config: JobConfig) -> Iterator[RuleViolation]:
     routing = config.simulator.routing
     if routing.endswith(".json") and not Path(routing).is_file():
         yield "simulator.routing", f"there is no file {routing}; name the experts.json of a run"
-    model = resolve_model(config.model)[0]
+    model = config.model.resolved[0]
     if model is None or model.num_experts:
         return
     if grouped_section(config) is not None:

@@ -22,7 +22,6 @@ from titan.checkpoint.model_folders import model_folders
 from titan.checkpoint.storage import as_location, join, storage_of
 from titan.config import schema as s
 from titan.config.errors import Problem, RuleViolation, violations_of
-from titan.config.model import resolve_model
 from titan.config.phases import sequence_lengths
 from titan.config.plug_ins import load_plug_ins
 from titan.config.quantize import eight_bit_sections
@@ -121,7 +120,7 @@ def _check_data(config: JobConfig) -> Iterator[Any]:
             yield from getattr(task_options(config), "missing", list)()
         return
     data, tokenizer = config.data, None
-    if resolve_model(config.model)[0] is not None:
+    if config.model.resolved[0] is not None:
         try:
             tokenizer = open_tokenizer(config)
         # Libraries of many kinds read a file that anyone may have written.

@@ -29,12 +29,10 @@ from titan.checks.section_rules import RULES
 from titan.config.errors import ConfigError, Problem, RuleViolation, violations_of
 from titan.config.layout import AXES, Layout, check_layout, resolve_layout
 from titan.config.load import load_from_argv, print_warnings
-from titan.config.model import resolve_model
 from titan.config.phases import of_each_phase, phases_of
 from titan.config.plug_ins import load_plug_in, plug_ins
 from titan.config.schema import JobConfig
 from titan.optim.schedule import phases
-from titan.parallel.traits import UnknownSizes
 
 MACHINE = "machine"  # section of a package's rule that is about no section: machine.py asks it
 
@@ -146,7 +144,7 @@ def _problems(
 
 def _check_axes(config: JobConfig, world_size: int) -> Iterator[RuleViolation]:
     """Check that each axis with options of NCCL has ranks that communicate, in one phase at least."""
-    num_experts = (resolve_model(config.model)[0] or UnknownSizes()).num_experts
+    num_experts = config.model.known_sizes.num_experts
     ranks = Counter[str]()  # the most of any phase
     for phase in phases_of(config, world_size=world_size):
         layout, ep = phase.layout, phase.config.parallelism.expert_parallel_degree

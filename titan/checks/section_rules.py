@@ -15,7 +15,7 @@ from titan.config.base import LIMIT, Section
 from titan.config.errors import KeyPath, RuleViolation, choose, key_text
 from titan.config.layout import CUDA_GRAPHS
 from titan.config.loss import check_loss
-from titan.config.model import check_freeze, resolve_model
+from titan.config.model import check_freeze
 from titan.config.phases import longest_sequence
 from titan.config.quantize import check_converters, lacks_units
 from titan.config.schema import (
@@ -29,7 +29,6 @@ from titan.data import DataError
 from titan.data.sources import resolve_sources
 from titan.parallel.sac_save_list import SaveListError, parse_blocks, parse_rule
 from titan.parallel.schedules import canonical_schedule, splits_backward
-from titan.parallel.traits import UnknownSizes
 
 STACKS_S = 15  # from a step's time limit until the stacks of all ranks are written; titan/ops
 LOCAL_PRESETS = ("text", "jsonl", "csv", "parquet", "conversations", "shards")
@@ -238,7 +237,7 @@ def _context(config: JobConfig) -> Iterator[RuleViolation]:
         return
     if parallel.context_parallel_load_balancer == "ptrr":
         yield "context_parallel_load_balancer", '"ptrr" is for block masks; use "headtail"'
-    model = resolve_model(config.model)[0] or UnknownSizes()
+    model = config.model.known_sizes
     pieces = cp * (2 if parallel.splits_from_both_ends else 1)
     if config.training.seq_len < pieces * model.reach:
         what = f"each of {pieces} pieces of a sequence needs {model.reach} tokens for short convolutions"
@@ -263,7 +262,7 @@ _MASKED_RING = 8192
 
 
 def _recomputation(config: JobConfig) -> Iterator[RuleViolation]:
-    section, model = config.activation_checkpoint, resolve_model(config.model)[0] or UnknownSizes()
+    section, model = config.activation_checkpoint, config.model.known_sizes
     option, layers = str(section.selective_ac_option), model.n_layers
     selective = section.mode == "selective"
     by_op = selective and option == "op"
@@ -413,7 +412,7 @@ def _nccl(config: JobConfig) -> Iterator[RuleViolation]:
 RULES: tuple[tuple[str, Callable[[JobConfig], Iterator[RuleViolation]]], ...] = (
     ("", _text),
     ("", check_choices),
-    ("model", lambda config: iter(resolve_model(config.model)[1])),
+    ("model", lambda config: iter(config.model.resolved[1])),
     ("task", check_task),
     ("loss", _loss),
     ("hardware", _hardware),

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from titan.config.errors import RuleViolation, did_you_mean
-from titan.config.model import is_plug_in, resolve_model
+from titan.config.model import is_plug_in
 from titan.config.schema import JobConfig
 from titan.parallel.stage_split import split_modules
-from titan.parallel.traits import USUAL_ENDS, UnknownSizes, ends_of
+from titan.parallel.traits import USUAL_ENDS, ends_of
 
 
 def check_modules(config: JobConfig) -> Iterator[RuleViolation]:
     """Check that the listed stages hold each module once."""
-    parallel, model = config.parallelism, resolve_model(config.model)[0] or UnknownSizes()
+    parallel, model = config.parallelism, config.model.known_sizes
     stages, layers = parallel.module_fqns_per_model_part, model.n_layers
     if not stages or not layers or parallel.pipeline_parallel_degree == 1:
         return

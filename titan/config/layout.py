@@ -28,7 +28,7 @@ from .errors import (
     neighbours,
     violations_of,
 )
-from .model import check_split, is_plug_in, model_title, resolve_model
+from .model import check_split, is_plug_in, model_title
 from .phases import AXES, Layout, degrees_of, layout_of, of_each_phase, phases_of, replica_groups
 from .schema import JobConfig
 
@@ -66,7 +66,7 @@ def check_layout(config: JobConfig, *, world_size: int) -> list[Problem]:
 
 def _check_layout(config: JobConfig, world_size: int) -> list[Problem]:
     try:
-        model = resolve_model(config.model)[0] or UnknownSizes()
+        model = config.model.known_sizes
     except UnknownValue:
         model = UnknownSizes()
 
@@ -317,7 +317,7 @@ def stage_split(config: JobConfig, *, num_layers: int, **changes: int) -> StageS
         OSError: the schedule's CSV file cannot be read.
     """
     section = config.parallelism.model_copy(update=changes)
-    sizes = resolve_model(config.model)[0] or UnknownSizes()
+    sizes = config.model.known_sizes
     batch = changes.get("local_batch_size", config.training.local_batch_size)
     return split_stages(
         num_layers,

@@ -11,7 +11,6 @@ from inspect import Parameter, signature
 from typing import Any
 
 from .errors import RuleViolation, choose
-from .model import resolve_model
 from .plug_ins import load_plug_in, plug_ins
 from .schema import JobConfig, LossSection
 
@@ -57,7 +56,7 @@ def check_loss(config: JobConfig) -> Iterator[RuleViolation]:
     for name in unknown:
         hint = choose(name, known) if known else "; it has none"
         yield f"loss.options.{name}", f"unknown option of {section.name}{hint}"
-    model, _ = resolve_model(config.model)
+    model = config.model.resolved[0]
     if not unknown and model is not None:
         try:
             problem = _problem_on_tokens(function, model.vocab_size)

@@ -1,4 +1,4 @@
-"""Config of a model from the [model] section: family, flavor, overrides.
+"""Section [model], and the sizes that it names by family, flavor and overrides.
 
 A family is a folder in models/ (the package `titan.models.<name>`), or a package registered under the entry point
 `titan.models`. It has `FLAVORS`, named sizes as frozen dataclasses, and importing it imports no torch. This file imports
@@ -18,14 +18,14 @@ from importlib.metadata import EntryPoint
 from inspect import signature
 from pathlib import Path
 from types import ModuleType
-from typing import Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 from titan.base.untrusted import InputError
-from titan.parallel.traits import add_defaults
+from titan.parallel.traits import UnknownSizes, add_defaults
 
+from .base import TOKENIZER_FILE, Permission, ReadWith, Section, StrList
 from .errors import ConfigError, Problem, RuleViolation, choose, divisors, either, neighbours
 from .plug_ins import is_ours, load_plug_in, plug_ins
-from .schema import ModelSection
 from .toml import format_value
 
 # Bounds far beyond any model. Without bounds, a typing error would show only by the memory that it needs.
@@ -40,19 +40,66 @@ _SIZES = (
 _WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
-def model_config(section: ModelSection) -> Any:
-    """Return the family's config dataclass for a [model] section.
-
-    Raises:
-        ConfigError: the section is wrong.
-    """
-    config, violations = resolve_model(section)
-    if violations:
-        raise ConfigError([Problem("config", 0, key, message) for key, message in violations])
-    return config
+_OF_TRANSFORMERS = ReadWith("name", ("transformers",))
+_CODE = Permission("code", option="--trust-remote-code")
 
 
-def resolve_model(section: ModelSection) -> tuple[Any, list[RuleViolation]]:
+class ModelSection(Section):
+    """Which model to train, and its size."""
+
+    name: str = "llama3"
+    """The model family: a folder in models/, or the name of an entry point `titan.models`."""
+    flavor: str = "debugmodel"
+    """A named size of the family, such as "8B"."""
+    overrides: dict[str, int | float | bool | str | list[Any] | dict[str, Any]] = {}
+    """Fields of the flavor's config to change, such as {n_layers = 4}."""
+    hf_path: Annotated[str, _OF_TRANSFORMERS] = ""
+    """For name = "transformers": a folder of Hugging Face, or a config.json, that says which model it is."""
+    architecture: Annotated[str, _OF_TRANSFORMERS] = ""
+    """For name = "transformers", in place of hf_path: a class, such as "Qwen3ForCausalLM". `overrides` are fields of its config."""
+    plan: Annotated[dict[str, str], _OF_TRANSFORMERS] = {}
+    """For name = "transformers": tensor-parallel styles of modules by pattern (docs/parallelism.md), before the derived ones."""
+    trust_remote_code: Annotated[bool, _OF_TRANSFORMERS, _CODE] = False
+    """For name = "transformers": run the Python code in the folder of hf_path."""
+    hf_assets_path: Annotated[str, TOKENIZER_FILE] = ""
+    """Folder with the tokenizer (tokenizer.json or tokenizer.model) and, for conversion from and to
+    Hugging Face, safetensors and config.json."""
+    attention_backend: Literal["auto", "cudnn", "flash", "efficient", "math", "fa3", "fa4"] = "auto"
+    """Kernels of attention on a GPU. "auto": torch's order, which is cuDNN, FlashAttention-2, the
+    memory-efficient kernel, plain operations on Hopper and Blackwell, and the same without cuDNN first
+    elsewhere. Another name: that kernel, and the kernels after it in this order if it does not support a
+    case. "fa3" and "fa4" are FlashAttention-3 and -4, which must be installed."""
+    freeze: StrList = []
+    """Patterns of names of parameters that are not trained, such as ["tok_embeddings.*", "layers.[0-3].*"].
+    They get no gradients, no optimizer state and no decay. docs/checkpoints.md: how to begin from weights."""
+    converters: StrList = []
+    """Low-precision conversion of linear layers: "quantize.linear.float8" (or "float8") or
+    "quantize.linear.mx". The section of the same name has its settings."""
+
+    @property
+    def resolved(self) -> tuple[Any, list[RuleViolation]]:
+        """Return the sizes of the model, or None, and the problems of the section."""
+        return _resolve(self)
+
+    @property
+    def sizes(self) -> Any:
+        """Return the sizes of the model: the config dataclass of its family.
+
+        Raises:
+            ConfigError: the section is wrong.
+        """
+        sizes, violations = self.resolved
+        if violations:
+            raise ConfigError([Problem("config", 0, key, message) for key, message in violations])
+        return sizes
+
+    @property
+    def known_sizes(self) -> Any:
+        """Return the sizes of the model for rules about other sections: UnknownSizes if this section is wrong."""
+        return self.resolved[0] or UnknownSizes()
+
+
+def _resolve(section: ModelSection) -> tuple[Any, list[RuleViolation]]:
     """Return the config of a [model] section, or None, and the problems of the section."""
     try:
         package = family(section.name)
@@ -131,7 +178,7 @@ def family(name: str) -> ModuleType:
     if entry is None:
         return import_module(f"titan.models.{name}")
     package = load_plug_in(entry)
-    # A user's sizes need no base class of titan's. resolve_model reports flavors that are none.
+    # A user's sizes need no base class of titan's. ModelSection.resolved reports flavors that are none.
     for flavor in vars(package).get("FLAVORS", {}).values():
         if dataclasses.is_dataclass(flavor):
             add_defaults(flavor)
@@ -214,7 +261,7 @@ def frozen_names(parameters: Collection[str], patterns: Sequence[str]) -> set[st
 
 def check_freeze(section: ModelSection) -> Iterator[RuleViolation]:
     """Check the patterns of `freeze` against the names of the model's parameters."""
-    sizes, _ = resolve_model(section)
+    sizes = section.resolved[0]
     if section.freeze and sizes is not None:
         try:
             frozen_names(parameter_counts(section.name, sizes), section.freeze)

@@ -2,7 +2,7 @@
 
 Names of sections and keys are those of TorchTitan v0.2.2 if the concept is the same, so that its TOML files run here.
 Sections that it does not have (tokenizer, data, loss, hardware) have our names. A component gets only its own section. The
-sections about the model and about how a job is run are in schema_model.py and schema_run.py; import all of them from here.
+sections about the model and about how a job is run are in model.py and schema_run.py; import all of them from here.
 
 The string below a field is its documentation: docs/config.md, the JSON schema and `titan config --comments` show it. It says
 what the key does, the unit, what the default means, and when to change it.
@@ -31,11 +31,11 @@ from .base import (
     Section,
 )
 from .errors import SourceMap
+from .model import ModelSection
 from .plug_ins import load_plug_in, plug_ins
 from .schema_comm import CommSection
 from .schema_course import PhaseSection
 from .schema_faults import FaultToleranceSection
-from .schema_model import ModelSection, TaskSection
 from .schema_run import (
     ActivationCheckpointSection,
     CheckpointSection,
@@ -47,6 +47,7 @@ from .schema_run import (
     ParallelismSection,
     ProfilingSection,
     QuantizeSection,
+    TaskSection,
     TokenizerSection,
     ValidationSection,
 )

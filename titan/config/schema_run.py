@@ -1,4 +1,4 @@
-"""Sections about how a job is run: parallelism, memory, compiler, number formats, checkpoints, logs, failures.
+"""Sections about how a job is run: task, parallelism, memory, compiler, number formats, checkpoints, logs, failures.
 
 Import them from titan.config.schema, which has the other sections and `JobConfig`.
 """
@@ -421,3 +421,13 @@ class MoESection(Section):
     expert_chunk_rows: NonNegative = 0
     """Tokens that pass a rank's experts at a time. Each chunk is computed again in the backward pass,
     so that memory does not grow with uneven loads. 0: all tokens at once."""
+
+
+class TaskSection(Section):
+    """Task of the model, if it is not the usual task of its family."""
+
+    name: str = ""
+    """Empty: the task of the model's family, which is next-token prediction unless the family has
+    another. "next_token", or the name of an entry point `titan.tasks`."""
+    options: dict[str, int | float | bool | str] = {}
+    """Options of the task, such as {image_size = 32}."""

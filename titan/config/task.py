@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from .errors import RuleViolation, choose
-from .model import check_fields, family, replace_fields, resolve_model
+from .model import check_fields, family, replace_fields
 from .plug_ins import load_plug_in, plug_ins
 from .schema import JobConfig, TaskSection
 
@@ -97,7 +97,7 @@ def check_task(config: JobConfig) -> Iterator[RuleViolation]:
         return
     violations = [*check_fields(section.options, module.TaskOptions(), prefix="task.options")]
     yield from violations
-    sizes, _ = resolve_model(config.model)
+    sizes = config.model.resolved[0]
     if not violations and sizes is not None:
         options = task_options(config)
         if hasattr(options, "problems"):

@@ -20,7 +20,7 @@ from typing import Any
 import tiktoken
 
 from titan.base.untrusted import printable, read_bytes, read_text
-from titan.config.model import model_config, model_title
+from titan.config.model import model_title
 from titan.config.schema import JobConfig, TokenizerSection
 from titan.data import DataError, require
 from titan.data import tokenizer_files as beside
@@ -310,7 +310,7 @@ def open_tokenizer(config: JobConfig) -> Tokenizer:
         DataError: the tokenizer cannot be read, or has more tokens than the model.
     """
     tokenizer = build_tokenizer(config.tokenizer, hf_assets_path=config.model.hf_assets_path)
-    model, size = model_config(config.model), tokenizer.vocab_size
+    model, size = config.model.sizes, tokenizer.vocab_size
     if size > model.vocab_size:
         raise DataError(
             f"the tokenizer has {size:,} tokens, but {config.model.name} {model_title(config.model)} has a vocabulary of "

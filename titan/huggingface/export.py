@@ -28,7 +28,6 @@ from titan.checkpoint import CheckpointError, SaveFailed
 from titan.checkpoint.commit import CheckpointGroup
 from titan.checkpoint.storage import LocalStorage
 from titan.checkpoint.tensors import StateDict
-from titan.config.model import model_config
 from titan.config.phases import longest_sequence
 from titan.config.schema import JobConfig
 from titan.data.chat import answer_ends
@@ -96,7 +95,7 @@ class Export:
             CheckpointError: the model has no Hugging Face form.
             DataError: safetensors is not installed.
         """
-        model = HFModel.of(config.model.name, model_config(config.model))
+        model = HFModel.of(config.model.name, config.model.sizes)
         require_same_model(model)
         return Export(
             model.with_copies(),

@@ -9,7 +9,6 @@ import torch
 
 from titan.base.untrusted import read_json
 from titan.checkpoint import CheckpointError
-from titan.config.model import model_config
 from titan.config.schema import JobConfig
 from titan.data.tokenizer import Tokenizer
 from titan.huggingface import hf_model
@@ -46,7 +45,7 @@ def unread_keys(file: Path, config: JobConfig) -> list[str]:
     content, hooks = read_json(file, dict[str, Any]), hooks_of(config.model.name)
     if hooks is None:
         return []
-    return hf_model.unread_keys(file, content, hooks, model_config(config.model))
+    return hf_model.unread_keys(file, content, hooks, config.model.sizes)
 
 
 def describe(config: JobConfig, tokenizer: Tokenizer | None) -> Export:

@@ -11,7 +11,7 @@ from typing import Any
 
 from titan.checks.rules import resolve_layout
 from titan.config.layout import Layout
-from titan.config.model import model_config, model_title
+from titan.config.model import model_title
 from titan.config.quantize import lacks_units, quantize_section
 from titan.config.schema import JobConfig, MXSection
 from titan.observe.flops import utilization
@@ -100,7 +100,7 @@ class Simulation(StepSimulation):
     @cached_property
     def model(self) -> Any:
         """Sizes of the model."""
-        return model_config(self.config.model)
+        return self.config.model.sizes
 
     @cached_property
     def busiest_rank(self) -> float:
@@ -213,7 +213,7 @@ def price(
     profile = profile.with_attention(config.simulator.attention_kernel)
     expandable = config.training.expandable_segments
     is_deepep = config.simulator.dispatch == "deepep"
-    model = model_config(config.model)
+    model = config.model.sizes
     dispatch = Dispatch.of(model) if is_deepep else None
     cost = Cost(profile, dispatch, unevenness=routing_exponent(config, model))
     busiest = busiest_rank(config, model, layout)

@@ -30,7 +30,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan.config.model import model_config
 from titan.config.schema import JobConfig
 from titan.data import DataError
 from titan.data.base import Samples, ShardSpec, TensorBatch
@@ -119,7 +118,7 @@ class Task(ABC):
     @cached_property
     def sizes(self) -> Any:
         """Return the model's sizes, as its family defines them."""
-        return model_config(self.config.model)
+        return self.config.model.sizes
 
     @classmethod
     def loss_can(cls, name: str) -> bool:

@@ -40,7 +40,7 @@ from titan.checkpoint.saved_model import (
 from titan.checkpoint.storage import Location
 from titan.checkpoint.tensors import reason
 from titan.config.errors import COMMAND_LINE, ConfigError, Problem
-from titan.config.model import family, model_config
+from titan.config.model import family
 from titan.config.options import TRUST_OPTION, positive
 from titan.config.schema import JobConfig
 from titan.config.task import predicts_tokens
@@ -109,7 +109,7 @@ def _open_tokenizer(config: JobConfig) -> Tokenizer:
 def _load(
     config: JobConfig, step: Location, *, device: torch.device, dtype: str, average: bool
 ) -> nn.Module:
-    name, sizes = config.model.name, model_config(config.model)
+    name, sizes = config.model.name, config.model.sizes
     if average:
         require_average(step)
     with torch.device("meta"), default_dtype(torch_dtype(dtype)):

@@ -17,7 +17,6 @@ from pathlib import Path
 from titan.config.errors import ConfigError
 from titan.config.layout import AXES, check_layout, stage_split
 from titan.config.load import load_from_argv
-from titan.config.model import model_config
 from titan.parallel.schedules import Schedule, write_schedule
 from titan.parallel.stage_split import StageSplit
 
@@ -74,7 +73,7 @@ def _split(argv: list[str], *, world_size: int | None, num_microbatches: int | N
     if problems := check_layout(config, world_size=world_size):
         raise ConfigError(problems)
     try:
-        return stage_split(config, num_layers=model_config(config.model).n_layers)
+        return stage_split(config, num_layers=config.model.sizes.n_layers)
     except (ValueError, OSError) as error:
         raise ConfigError([config.source_map.problem(key, str(error))]) from None
 

@@ -21,7 +21,7 @@ from typing import Any
 from titan.base.untrusted import InputError, read_json
 from titan.config.errors import ConfigError
 from titan.config.load import load_from_argv
-from titan.config.model import family, model_config
+from titan.config.model import family
 from titan.config.options import JOB, command_parser, positive
 from titan.config.render import to_toml
 from titan.sim.price.profiles import Profile, load_profile
@@ -151,7 +151,7 @@ def _priced(job: list[str], options: Namespace) -> list[Size]:
         changes["parallelism.pipeline_parallel_schedule"] = "Interleaved1F1B"
     jobs = {name: _of_size(name, job, changes) for name in names}
     # A mistake is reported before the first simulation. Large models take longest, so they are first.
-    sizes = {name: model_config(load_from_argv(of, warn=False).model) for name, of in jobs.items()}
+    sizes = {name: load_from_argv(of, warn=False).model.sizes for name, of in jobs.items()}
     names.sort(key=lambda name: -sizes[name].num_params)
     with TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from titan.base.untrusted import InputError, printable, read_text
 from titan.config.load import load_config
-from titan.config.model import model_config
 from titan.config.permissions import without_permissions
 from titan.config.schema import JobConfig
 from titan.observe.rows import final_loss, number, read_rows, runs_near
@@ -88,7 +87,7 @@ def _of_folder(folder: Path, *, total: bool, granted: Sequence[str]) -> tuple[Ru
     """Return a run, and the settings that all runs must share."""
     config = load_config(folder / "config.toml")
     obeyed, _ = without_permissions(config, run=folder, granted=granted)
-    sizes: Any = model_config(obeyed.model)
+    sizes: Any = obeyed.model.sizes
     rows = [row for row in read_rows(folder / "metrics.jsonl") if number(row.get("tokens"))]
     # A run may have been stopped early on the schedule of a whole one.
     steps = max(config.training.steps, config.lr_scheduler.total_steps or 0)

@@ -26,7 +26,7 @@ from titan.commands import summary_of
 from titan.config.errors import COMMAND_LINE, ConfigError, Problem, choose
 from titan.config.layout import AXES, Layout, stage_split
 from titan.config.load import load_from_argv
-from titan.config.model import family, model_config
+from titan.config.model import family
 from titan.config.options import JOB, command_parser, positive
 from titan.config.quantize import eight_bit_sections, quantize_section
 from titan.config.schema import JobConfig
@@ -131,7 +131,7 @@ class Certifier:
             found["job" if len(own) <= _MOST_AXES else f"job: {_mesh(degrees)}"] = degrees
         if names is not None:
             return found | {n: d for n, d in LAYOUTS.items() if n in names}
-        has_experts = getattr(model_config(self.config.model), "num_experts", 0) > 0
+        has_experts = getattr(self.config.model.sizes, "num_experts", 0) > 0
         useful = {n: d for n, d in LAYOUTS.items() if has_experts or "ep" not in d}
         return found | {n: d for n, d in useful.items() if d not in found.values()}
 
@@ -179,12 +179,12 @@ class Certifier:
         """
         from titan.numerics.certify.cuts import parted
 
-        deep = self._deep(model_config(whole.model).n_layers)
+        deep = self._deep(whole.model.sizes.n_layers)
         off = {"loss.chunk_output": False, "compile.enable": False, "phase": []}
         off |= dict.fromkeys(("training.local_batch_size", "training.global_batch_size"), 1)
         one = changed(self.small, {**self._keys({}, alone=True), **off, **deep})
-        depth = model_config(one.model).n_layers  # few, if the family's shrink() knows no other
-        if depth < model_config(whole.model).n_layers:
+        depth = one.model.sizes.n_layers  # few, if the family's shrink() knows no other
+        if depth < whole.model.sizes.n_layers:
             whole = changed(self.small, self._keys(degrees))
         modules = stage_split(whole, num_layers=depth).modules
         [found] = self.pool.run(1, self.cut, one, modules)
@@ -195,7 +195,7 @@ class Certifier:
         if not wrong:
             return "", "", {}
         small = changed(self.small, self._keys(degrees))
-        for n_layers in range(model_config(small.model).n_layers, depth + 1):
+        for n_layers in range(small.model.sizes.n_layers, depth + 1):
             if wrong.keys().isdisjoint(_starts(stage_split(small, num_layers=n_layers).modules)):
                 break
         return "", f"not to be cut before {', '.join(wrong)}", self._deep(n_layers)
@@ -342,7 +342,7 @@ def _certificate(
 ) -> dict[str, Any]:
     """Return the certificate as data."""
     model = certifier.config.model
-    whole, small = asdict(model_config(model)), asdict(model_config(certifier.small.model))
+    whole, small = asdict(model.sizes), asdict(certifier.small.model.sizes)
     changes = {n: {"job": whole[n], "certified": v} for n, v in small.items() if v != whole[n]}
     alone = next((run[0] for run in certifier.runs.values() if "versions" in run[0]), {})
     return {

@@ -21,7 +21,6 @@ from typing import Any, get_type_hints
 from titan.config.model import (
     family,
     frozen_names,
-    model_config,
     num_blocks,
     parameter_counts,
     replace_fields,
@@ -65,7 +64,7 @@ def small_keys(config: JobConfig, *, tp: int, n_layers: int | None = None) -> di
         tp: its tensor-parallel degree, which may exceed the number of key/value heads.
         n_layers: number of layers, if the family's own `shrink` takes it. None: the least with a layer of each kind.
     """
-    section, ac, sizes = config.model, config.activation_checkpoint, model_config(config.model)
+    section, ac, sizes = config.model, config.activation_checkpoint, config.model.sizes
     own = getattr(family(section.name), "shrink", None)
     keys: dict[str, Any] = {**_OFF, **_EXACT, "training.seq_len": LENGTH, "training.steps": STEPS}
     keys |= {"lr_scheduler.warmup_steps": 2, "lr_scheduler.total_steps": None}
@@ -213,7 +212,7 @@ def _small_freeze(config: JobConfig, sizes: Any, keys: Mapping[str, Any]) -> lis
     names = parameter_counts(section.name, sizes)
     frozen, blocks = frozen_names(names, section.freeze), num_blocks(sizes)
     small = changed(config, {**keys, "model.freeze": []}).model
-    small_model = model_config(small)
+    small_model = small.sizes
     few = num_blocks(small_model)
 
     def namesake(name: str) -> str:

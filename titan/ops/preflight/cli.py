@@ -20,7 +20,6 @@ from typing import Any
 
 from titan.checks.rules import load_to_run
 from titan.config.layout import Layout
-from titan.config.model import model_config
 from titan.config.options import JOB, command_parser, positive
 from titan.config.schema import JobConfig
 from titan.sim.search.auto import profile_here, resolve
@@ -139,7 +138,7 @@ def check_all(
     dist.all_gather_object(facts, mine)
     profile = _profile(config, facts[0].device)
     whole = replace(layout, pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1)  # as in a checkpoint
-    memory_gib = estimate_memory(config, model_config(config.model), whole)
+    memory_gib = estimate_memory(config, config.model.sizes, whole)
     section = config.checkpoint
     checkpoint_gib = memory_gib["parameters"] + memory_gib["optimizer"] if section.enable else 0.0
     # The last checkpoint stays until the next one is complete, so one more must fit than are kept.

@@ -40,7 +40,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan.config.layout import Layout
-from titan.config.model import model_config
 from titan.config.schema import JobConfig
 from titan.parallel import build_mesh, collectives, expert
 from titan.parallel.init_weights import canonical_name
@@ -240,7 +239,7 @@ def num_tensors(args: Any) -> int:
 
 def measure_job(config: JobConfig, layout: Layout, **options: Any) -> dict[str, float]:
     """Return the pace of a tiny job, in a process of its own. `options` are those of `measure`."""
-    if model_config(config.model).num_params > _LARGEST:
+    if config.model.sizes.num_params > _LARGEST:
         raise ValueError("its sizes have names of their own, and are not made small")
     device = torch.device("cpu")
     store = torch_compat.find("torch.testing._internal.distributed.fake_pg", "FakeStore")()

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from titan.config.layout import AXES, Layout
-from titan.config.model import family, model_config
+from titan.config.model import family
 from titan.config.schema import JobConfig, QuantizeSection
 from titan.config.schema_simulator import SimulatorSection
 from titan.sim.record.trace import Trace
@@ -47,7 +47,7 @@ def tiny(config: JobConfig, layout: Layout) -> tuple[JobConfig, Layout]:
 
     Compiled blocks are measured as eager ones. Their insides are left out (titan.sim.replay.host.Issue).
     """
-    sizes, parallel = model_config(config.model), config.parallelism
+    sizes, parallel = config.model.sizes, config.parallelism
     overrides = dict(config.model.overrides)
     for name in (field.name for field in fields(sizes) if field.init):
         if name in _SIZES and (value := getattr(sizes, name)):

@@ -27,7 +27,6 @@ import titan
 import titan.models
 from titan.base.run_writer import write_atomically
 from titan.config.layout import Layout, stage_split
-from titan.config.model import model_config
 from titan.config.schema import JobConfig
 from titan.data import default_cache_folder
 from titan.parallel.traits import USUAL_ENDS, ends_of
@@ -99,7 +98,7 @@ class TraceRequest:
                 "expandable_segments",
             },
         )
-        shape["busiest"] = busiest_rank(config, model_config(config.model), layout)
+        shape["busiest"] = busiest_rank(config, config.model.sizes, layout)
         shape["forced"] = config.debug.moe_force_load_balance
         shape["data"] = [config.data.reset_positions, config.data.document_mask]
         # Part of the layout above, where a degree of -1 is resolved.
@@ -200,7 +199,7 @@ class _Plan:
         if self.depths:
             recorded = shallow_depths(request, self.deeper or 0)
             size = request.config.parallelism.fsdp_blocks_per_unit
-            missing = -model_config(request.config.model).n_layers % size
+            missing = -request.config.model.sizes.n_layers % size
             how = {"recorded": recorded, "stages": self.depths, "size": size, "missing": missing}
             # Programs compiled at one depth serve the other depth, too.
             programs = (at_depth(request, n) for n in (recorded.fewest, recorded.depth))
@@ -287,7 +286,7 @@ def shallow(request: TraceRequest, deeper: int = 0) -> list[Depth] | None:
     if config.model.freeze or every or len(recompute.op_keep_by_block) > 1:
         return None  # blocks differ
     size = config.parallelism.fsdp_blocks_per_unit
-    model = model_config(config.model)
+    model = config.model.sizes
     if len({model.window_of(layer) for layer in range(model.n_layers)}) > 1:
         return None  # local and global layers
     if size > 1 and model.num_mtp_modules:
@@ -320,7 +319,7 @@ def shallow_depths(request: TraceRequest, deeper: int = 0) -> Recorded:
     There must be enough equal units between units without experts, units that are gathered ahead,
     and units that stay gathered.
     """
-    parallel, model = request.config.parallelism, model_config(request.config.model)
+    parallel, model = request.config.parallelism, request.config.model.sizes
     size, kept = parallel.fsdp_blocks_per_unit, parallel.fsdp_kept_blocks
     # If all units stay gathered, they are alike.
     last = 1 if kept >= model.n_layers else max(1, -(-kept // size))
@@ -347,7 +346,7 @@ def at_depth(request: TraceRequest, depth: int) -> JobConfig:
         names = [
             [f"layers.{stage * depth + n}" for n in range(depth)] for stage in range(num_stages)
         ]
-        sizes = replace(model_config(config.model), n_layers=depth * num_stages)
+        sizes = replace(config.model.sizes, n_layers=depth * num_stages)
         names[0][:0] = ends_of(sizes).first
         names[-1] += ends_of(sizes).last
         parallelism = parallelism.model_copy(
@@ -355,7 +354,7 @@ def at_depth(request: TraceRequest, depth: int) -> JobConfig:
         )
     # The depth is a setting of the model like any other: nothing else of the job changes.
     size = parallelism.fsdp_blocks_per_unit
-    missing = -model_config(config.model).n_layers % size  # in the first unit
+    missing = -config.model.sizes.n_layers % size  # in the first unit
     num_blocks = depth * num_stages * size - missing
     overrides = config.model.overrides | {"n_layers": num_blocks}
     kept = min(parallelism.fsdp_kept_blocks, num_blocks)

@@ -29,7 +29,6 @@ import titan
 from titan.base.untrusted import InputError
 from titan.checks.rules import resolve_layout
 from titan.config.layout import Layout
-from titan.config.model import model_config
 from titan.config.schema import JobConfig
 from titan.sim.record.repeat import CannotRepeat
 from titan.sim.record.trace import Trace
@@ -204,7 +203,7 @@ def _prepare(job: Job, layout: Layout, tracer: Any) -> None:
 
     config = job.programs[0]
     module.initialize = lambda *_, **__: None  # drawing weights leaves nothing behind
-    assume_token_counts(busiest_rank(config, model_config(config.model), layout), tracer.record)
+    assume_token_counts(busiest_rank(config, config.model.sizes, layout), tracer.record)
     module.build_sparse_mesh = tracer.transfers.with_names(module.build_sparse_mesh)
     if layout.pp > 1:
         track_actions(tracer)

@@ -19,7 +19,6 @@ from titan.checkpoint.interval import (
     num_spares,
     young_interval_s,
 )
-from titan.config.model import model_config
 from titan.config.phases import mesh_of
 from titan.config.schema import JobConfig
 from titan.sim.estimate import estimate_memory
@@ -38,7 +37,7 @@ _NEVER = 1e-6  # goodput of a run that does not end
 def state_bytes(simulation: Simulation) -> float:
     """Return the bytes of a checkpoint: parameters and optimizer states."""
     config, layout = simulation.config, simulation.layout
-    model = model_config(config.model)
+    model = config.model.sizes
     ranks = [dict(report.by_category) for report in simulation.memory.values()]
     # Offloaded states are on the host, which the simulator's allocator does not see.
     if config.training.enable_cpu_offload:

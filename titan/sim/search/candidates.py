@@ -24,7 +24,6 @@ from titan.checks.rules import check_to_run, resolve_layout
 from titan.config.errors import ConfigError, divisors
 from titan.config.layout import AXES, Layout, keeps_gathered
 from titan.config.load import load_from_argv
-from titan.config.model import model_config
 from titan.config.phases import longest_sequence
 from titan.config.schema import JobConfig
 from titan.parallel.schedules import build_schedule, stages_per_rank
@@ -83,7 +82,7 @@ class LayoutSearch(Search):
         super().__init__(job, world_size, profile, processes)
         self.config = config.on_device(profile.device_kind)
         self.global_batch = global_batch or sequences_of(config, world_size)
-        self.model = model_config(config.model)
+        self.model = config.model.sizes
         self.seen: set[Point] = set()
         self.held, self.refusals = held, dict[Point, str]()
         # Every combination of the requested techniques, without those that one of them contains.

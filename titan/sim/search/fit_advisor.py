@@ -8,7 +8,6 @@ from typing import Any
 
 from titan.config.errors import divisors
 from titan.config.layout import AXES, Layout
-from titan.config.model import model_config
 from titan.config.schema import JobConfig
 from titan.sim.price.profiles import Profile, load_profile, profile_names
 from titan.sim.record.trace_jobs import TraceError
@@ -60,7 +59,7 @@ def candidates(
 
 def _experts(config: JobConfig, layout: Layout) -> list[Settings]:
     """Return settings of experts that need less memory."""
-    model, training, parallel = model_config(config.model), config.training, config.parallelism
+    model, training, parallel = config.model.sizes, config.training, config.parallelism
     if not model.num_experts:
         return []
     # A part of the mean number of tokens sent: then the chunks of experts do not depend on the number that arrives.

@@ -20,7 +20,6 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from titan.checks.rules import check_to_run
-from titan.config.model import model_config
 from titan.config.schema import JobConfig
 from titan.sim.report.text import say
 from titan.sim.search.command import settings_overlay, show
@@ -95,7 +94,7 @@ def run(options: Namespace, search: Search, config: JobConfig) -> int:
     roomy = profile.model_copy(update={"memory_gib": 2.0**20})
     simulate = replace(search, profile=roomy, what="choices simulated")
     [now] = simulate([{}])
-    num_blocks = model_config(config.model).n_layers // config.parallelism.pipeline_parallel_degree
+    num_blocks = config.model.sizes.n_layers // config.parallelism.pipeline_parallel_degree
     limit_gib = profile.usable_gib
     best = choose(simulate, now=now, num_blocks=num_blocks, limit_gib=limit_gib)
     say("")

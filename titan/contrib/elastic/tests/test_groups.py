@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests.support.traces import job
-from titan.config.model import model_config
 from titan.contrib.elastic.cost import group_facts
 from titan.sim.price.profiles import load_profile
 from titan.sim.report.text import page
@@ -17,7 +16,7 @@ from titan.sim.simulate import Facts, Simulation, facts, simulate
 H100 = load_profile("h100-sxm")
 SIZES = {"dim": 2048, "ffn_dim": 8192, "vocab_size": 32_000, "n_layers": 4}
 PER_GB_S = 8 / 0.9  # at 1 Gbit/s, of which the profile reaches nic_share
-HELD_GB = model_config(job(model={"overrides": SIZES}).model).num_params * 4 / 2 / 1e9
+HELD_GB = job(model={"overrides": SIZES}).model.sizes.num_params * 4 / 2 / 1e9
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.models.test_experts import COUNTS
-from titan.config.model import family, model_config
+from titan.config.model import family
 from titan.config.schema import ModelSection
 from titan.contrib.torchtitan_import.differences import FLAVORS
 from titan.models.common.rotary import rope_frequencies
@@ -53,7 +53,7 @@ def published_frequencies(head_dim: int, theta: float, factor: float) -> list[fl
 @pytest.mark.parametrize(("name", "flavor"), MODELS)
 def test_same_flavor_same_model(name: str, flavor: str) -> None:
     count, head_dim, theta, factor = MODELS[name, flavor]
-    config = model_config(ModelSection(name=name, flavor=flavor))
+    config = ModelSection(name=name, flavor=flavor).sizes
     with torch.device("meta"):
         model = family(name).build_model(config)
     assert sum(p.numel() for p in model.parameters()) == config.num_params == count
