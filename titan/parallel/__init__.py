@@ -1,9 +1,12 @@
 """Parallelize helpers. Each takes any nn.Module and a DeviceMesh, and imports neither a trainer nor a config.
 
-A name is imported at its first use: the checks of a job file need `titan.parallel.schedules`, which imports no torch.
+A name is imported at its first use: the checks of a job file need `titan.parallel.schedules`, which imports no torch. Installed
+parts add names through the entry points `titan.parallel`.
 """
 
+from functools import cache
 from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,7 +19,6 @@ if TYPE_CHECKING:
     from .init_weights import initialize, materialize
     from .mesh import axis_rank, axis_size, build_mesh, build_sparse_mesh, submesh
     from .offload import apply_offload
-    from .overlap import Overlap
     from .pipeline import Pipeline
     from .recorder import Recorder, whole_shapes
     from .replicas import require_equal_replicas
@@ -33,7 +35,6 @@ _MODULES = {
     "fsdp": ("apply_ddp", "apply_fsdp", "set_gradient_sync"),
     "mesh": ("axis_rank", "axis_size", "build_mesh", "build_sparse_mesh", "submesh"),
     "offload": ("apply_offload",),
-    "overlap": ("Overlap",),
     "pipeline": ("Pipeline",),
     "recorder": ("Recorder", "whole_shapes"),
     "stages": ("extract_stages",),
@@ -45,7 +46,6 @@ _MODULES = {
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
-    "Overlap",
     "Pipeline",
     "Recorder",
     "apply_ac",
@@ -76,6 +76,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"titan.parallel has no {name}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    if name in _HOME:
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    if name in _added():
+        return _added()[name].load()
+    raise AttributeError(f"titan.parallel has no {name}")
+
+
+@cache
+def _added() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group="titan.parallel")}
