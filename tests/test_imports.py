@@ -71,7 +71,7 @@ RINGS = re.compile(
 OPTIONAL = """
     checks.evaluation_rules data.examples data.passes data.scoring hooks.evaluation tools.evaluate
     optim.average tools.average
-    data.parts tools.prepare_hosts sim.price.calibrate
+    data.parts tools.prepare_hosts sim.price.calibrate parallel.overlap
 """
 # They build the model of a plug-in, and call the loss of one, to check it.
 TORCH_IN_CONFIG = {"titan.config.loss", "titan.config.model"}

@@ -60,7 +60,9 @@ def test_a_hook_of_a_package_runs_before_the_row_is_written_and_is_resumed(
         name = "count"
         load = staticmethod(lambda: Count)
 
-    monkeypatch.setattr("titan.run.standard_hooks.plug_ins", lambda group: [*plug_ins(group), Entry])
+    monkeypatch.setattr(
+        "titan.run.standard_hooks.plug_ins", lambda group: [*plug_ins(group), Entry]
+    )
     for steps in (2, 5):
         trainer = Trainer(job(tmp_path, training={"steps": steps}), hooks=standard_hooks)
         try:

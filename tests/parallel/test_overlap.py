@@ -18,6 +18,7 @@ from titan.base.untrusted import InputError
 from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
 from titan.config.schema import JobConfig, ParallelismSection
+from titan.contrib.expert_overlap.overlap import take_turns
 from titan.parallel import (
     Overlap,
     apply_ep,
@@ -26,7 +27,6 @@ from titan.parallel import (
     submesh,
 )
 from titan.parallel.collectives import turns
-from titan.parallel.overlap import take_turns
 from titan.step.parallelize import overlap_of
 
 DIM, ROWS = 32, 64

@@ -1,27 +1,28 @@
 """Parallelize helpers. Each takes any nn.Module and a DeviceMesh, and imports neither a trainer nor a config.
 
-A name is imported at its first use: the checks of a job file need `titan.parallel.schedules`, which imports no torch.
+A name is imported at its first use: the checks of a job file need `titan.parallel.schedules`, which imports no torch. Installed
+parts add names through the entry points `titan.parallel`.
 """
 
+from functools import cache
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .activation import apply_ac
-    from .compile import apply_compile
-    from .context import apply_cp, shard_sequence, unshard_sequence
-    from .expert import apply_ep
-    from .float8 import apply_float8, precompute_scales
-    from .fsdp import apply_ddp, apply_fsdp, set_gradient_sync
-    from .init_weights import initialize, materialize
-    from .mesh import axis_rank, axis_size, build_mesh, build_sparse_mesh, submesh
-    from .offload import apply_offload
-    from .overlap import Overlap
-    from .pipeline import Pipeline
-    from .stage_split import split_stages
-    from .stages import extract_stages
-    from .tensor import apply_tp
+    from .__init__.activation import apply_ac
+    from .__init__.compile import apply_compile
+    from .__init__.context import apply_cp, shard_sequence, unshard_sequence
+    from .__init__.expert import apply_ep
+    from .__init__.float8 import apply_float8, precompute_scales
+    from .__init__.fsdp import apply_ddp, apply_fsdp, set_gradient_sync
+    from .__init__.init_weights import initialize, materialize
+    from .__init__.mesh import axis_rank, axis_size, build_mesh, build_sparse_mesh, submesh
+    from .__init__.offload import apply_offload
+    from .__init__.pipeline import Pipeline
+    from .__init__.stage_split import split_stages
+    from .__init__.stages import extract_stages
+    from .__init__.tensor import apply_tp
 
     Recorder: Any
     require_equal_replicas: Any
@@ -36,7 +37,6 @@ _MODULES = {
     "fsdp": ("apply_ddp", "apply_fsdp", "set_gradient_sync"),
     "mesh": ("axis_rank", "axis_size", "build_mesh", "build_sparse_mesh", "submesh"),
     "offload": ("apply_offload",),
-    "overlap": ("Overlap",),
     "pipeline": ("Pipeline",),
     "stages": ("extract_stages",),
     "stage_split": ("split_stages",),
@@ -44,11 +44,8 @@ _MODULES = {
     "init_weights": ("initialize", "materialize"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
-# Names of other parts of titan, which are entry points of the group "titan.parallel".
-_ADDED = ("Recorder", "require_equal_replicas", "whole_shapes")
 
 __all__ = [
-    "Overlap",
     "Pipeline",
     "Recorder",
     "apply_ac",
@@ -81,6 +78,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    for entry in entry_points(group=__name__, name=name) if name in _ADDED else ():
-        return entry.load()
+    if name in _added():
+        return _added()[name].load()
     raise AttributeError(f"titan.parallel has no {name}")
+
+
+@cache
+def _added() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group="titan.parallel")}

@@ -332,6 +332,10 @@ def set_timeout(timeout: timedelta, *, but_not_of: dist.ProcessGroup | None = No
             _set_pg_timeout(timeout, group)
 
 
+also_forget: list[Callable[[], None]] = []
+"""Functions that `forget_mesh` calls, too: they end threads with separate caches of torch."""
+
+
 def forget_mesh() -> None:
     """End all process groups but the default one, with everything that torch keeps of their meshes and compiled programs.
 
@@ -340,12 +344,12 @@ def forget_mesh() -> None:
     for group in [*dist.distributed_c10d._world.pg_map]:
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-    # The thread of an overlap has separate caches.
-    owners = ("torch.distributed", "titan.parallel.overlap")
+    for forget in also_forget:
+        forget()
     # By its type: `isinstance` would ask objects that stand for others. A loop would keep its last object alive.
     found = [thing for thing in gc.get_objects() if type(thing) is type(_with_random_state)]
     for cached in found:
-        if str(cached.__module__).startswith(owners):
+        if str(cached.__module__).startswith("torch.distributed"):
             cached.cache_clear()
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     # From torch 2.10 on each thread caches in C++, too: this one, and that of an accelerator's backward passes.

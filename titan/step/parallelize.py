@@ -31,6 +31,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from titan.base.untrusted import InputError
 from titan.config.model import frozen_names
+from titan.config.plug_ins import load_plug_ins
 from titan.config.schema import (
     ActivationCheckpointSection,
     CompileSection,
@@ -56,7 +57,6 @@ from titan.parallel.module_kinds import (
     stacked_experts,
 )
 from titan.parallel.offload import apply_offload
-from titan.parallel.overlap import Overlap
 from titan.parallel.random_numbers import drawing_modules
 from titan.parallel.sac_save_list import parse_blocks
 from titan.parallel.tensor import apply_tp
@@ -366,18 +366,22 @@ def backward_preparer(job: ResolvedJob) -> Callable[..., None]:
     return prepare
 
 
-def overlap_of(model: nn.Module, section: ParallelismSection) -> Overlap | None:
-    """Return what runs two micro-batches of a model at a time, if the job asks for it.
+def overlap_of(model: nn.Module, section: ParallelismSection) -> Any:
+    """Return what runs two micro-batches of a model at a time (overlap.NAME of `titan.extensions`), or None.
 
     Raises:
-        InputError: the model cannot, as if it draws random numbers.
+        InputError: no installed part can, or the model cannot, as if it draws random numbers.
     """
     if not section.expert_overlap:
         return None
+    key = "parallelism.expert_overlap"
+    overlaps = load_plug_ins("titan.extensions", of="overlap")
+    if not overlaps:
+        raise InputError(f"{key}: no installed part overlaps micro-batches; use false")
     try:
-        return Overlap(model, reduce_once=section.expert_overlap_reduce_once)
+        return overlaps[0](model, reduce_once=section.expert_overlap_reduce_once)
     except ValueError as error:
-        raise InputError(f"parallelism.expert_overlap: {error}") from error
+        raise InputError(f"{key}: {error}") from error
 
 
 def compile_log_of(section: CompileSection, num_blocks: int) -> CompileLog | None:

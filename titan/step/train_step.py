@@ -38,7 +38,7 @@ from titan.optim.fused_adam import FusedAdam
 from titan.optim.in_backward import OptimizerInBackward
 from titan.optim.optimizers import build_optimizer
 from titan.optim.schedule import learning_rate_factor
-from titan.parallel import Overlap, initialize, materialize, shard_sequence
+from titan.parallel import initialize, materialize, shard_sequence
 from titan.parallel.async_tp import Rewrites, enable_async_tp
 from titan.parallel.compile import CompileLog
 from titan.parallel.float8 import Conversion, gathers_float8, precompute_scales
@@ -81,7 +81,7 @@ class TrainStep:
         float8: layers that compute in 8 bits.
         balance: balances the load of experts by their routing biases.
         average: average of the weights.
-        overlap: runs two micro-batches at a time.
+        overlap: runs two micro-batches at a time, as titan.parallel.Overlap does.
         is_fake: tensors hold no numbers, as in the simulator. Random numbers are not drawn, and labels cannot be counted.
     """
 
@@ -99,7 +99,7 @@ class TrainStep:
     float8: list[Conversion]
     balance: ExpertBiasBalancer
     average: Average | None = None
-    overlap: Overlap | None = None
+    overlap: Any = None
     is_fake: bool = False
 
     def __post_init__(self) -> None:

@@ -28,9 +28,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from .collectives import turns
-from .fsdp_compat import data_parallel_groups
-from .random_numbers import drawing_modules
+from titan.parallel.collectives import turns
+from titan.parallel.fsdp_compat import data_parallel_groups
+from titan.parallel.random_numbers import drawing_modules
+from titan.parallel.torch_compat import also_forget
 
 
 class _Abort(Exception):
@@ -75,6 +76,9 @@ class _Pair:
 def _worker() -> ThreadPoolExecutor:
     # One thread for the whole run: torch keeps caches for each thread.
     return ThreadPoolExecutor(1, "second micro-batch")
+
+
+also_forget.append(_worker.cache_clear)
 
 
 def _contexts_of_thread() -> Iterator[Callable[[], AbstractContextManager[Any]]]:

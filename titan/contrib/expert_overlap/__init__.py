@@ -1,0 +1,1 @@
+"""Two micro-batches side by side: one computes while the other exchanges tokens of experts (README.md)."""
