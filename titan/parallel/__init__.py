@@ -10,20 +10,21 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .__init__.activation import apply_ac
-    from .__init__.compile import apply_compile
-    from .__init__.context import apply_cp, shard_sequence, unshard_sequence
-    from .__init__.expert import apply_ep
-    from .__init__.float8 import apply_float8, precompute_scales
-    from .__init__.fsdp import apply_ddp, apply_fsdp, set_gradient_sync
-    from .__init__.init_weights import initialize, materialize
-    from .__init__.mesh import axis_rank, axis_size, build_mesh, build_sparse_mesh, submesh
-    from .__init__.offload import apply_offload
-    from .__init__.pipeline import Pipeline
-    from .__init__.stage_split import split_stages
-    from .__init__.stages import extract_stages
-    from .__init__.tensor import apply_tp
+    from .activation import apply_ac
+    from .compile import apply_compile
+    from .context import apply_cp, shard_sequence, unshard_sequence
+    from .expert import apply_ep
+    from .float8 import apply_float8, precompute_scales
+    from .fsdp import apply_ddp, apply_fsdp, set_gradient_sync
+    from .init_weights import initialize, materialize
+    from .mesh import axis_rank, axis_size, build_mesh, build_sparse_mesh, submesh
+    from .offload import apply_offload
+    from .pipeline import Pipeline
+    from .stage_split import split_stages
+    from .stages import extract_stages
+    from .tensor import apply_tp
 
+    Overlap: Any
     Recorder: Any
     require_equal_replicas: Any
     whole_shapes: Any
@@ -46,6 +47,7 @@ _MODULES = {
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
+    "Overlap",
     "Pipeline",
     "Recorder",
     "apply_ac",
