@@ -44,7 +44,7 @@ class Evaluation(Hook):
     def scorer(self) -> Scorer:
         """Return the scorer of texts with the model of the run."""
         tokenizer = self.trainer.tokenizer
-        assert tokenizer is not None, "the rules demand next-token prediction"
+        assert tokenizer is not None, "the rules demand a task of text"
         return Scorer(self.trainer.train_step, tokenizer)
 
     def _is_due(self, interval: int) -> bool:
