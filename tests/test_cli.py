@@ -400,7 +400,7 @@ def test_a_package_adds_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "command line: barks: unknown command; did you mean 'bark'?",
     )
     exit_code, _, [line] = titan("zzzzzz")
-    assert exit_code == 2 and "evaluate, bark, budget, lost" in line
+    assert exit_code == 2 and "average, bark, budget, evaluate, lost" in line
     said = "entry point lost (package my-dog) cannot be loaded: ModuleNotFoundError"
     exit_code, _, [line, *_] = titan("lost")
     assert exit_code == 2 and line.startswith(said)

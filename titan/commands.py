@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "check": (
         "check a job for a number of ranks: layout and memory; with --hardware also if it fits; --hf: a Hugging Face folder",
-        "titan.cli:check",
+        "titan.tools.check:main",
     ),
     "sim": (
         "predict time and memory of a step on some hardware, without a GPU",
@@ -89,7 +91,17 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 def command_names() -> list[str]:
     """Return the names of titan's commands, then the names of commands that packages add."""
-    return [*COMMANDS, *_added()]
+    return [*(name for name in COMMANDS if not missing_part(name)), *_added()]
+
+
+@cache
+def missing_part(name: str) -> str:
+    """Return the folder of one of titan's own commands, such as "titan/sim", if it is not installed. Else ""."""
+    if name not in COMMANDS:
+        return ""
+    part = ".".join(COMMANDS[name][1].partition(":")[0].split(".")[:2])
+    found = find_spec(part)
+    return "" if found and found.origin else part.replace(".", "/")
 
 
 def load_command(name: str) -> Callable[[Sequence[str]], int]:
