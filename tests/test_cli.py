@@ -405,4 +405,4 @@ def test_a_package_adds_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     exit_code, _, [line, *_] = titan("lost")
     assert exit_code == 2 and line.startswith(said)
     _, script, _ = titan("completion")
-    assert "evaluate bark budget lost" in script
+    assert "average bark budget evaluate lost" in script

@@ -21,7 +21,7 @@ same, and no other part of titan imports them:
                        measured.NAME = a function that reads the parts of a step from a run's trace
     titan.tasks, titan.models, titan.optimizers, titan.losses, titan.sources
                        NAME = a choice of task.name, model.name, optimizer.name, loss.name, type of [[data.sources]]
-    titan.pictures     NAME = a value of task.options.source of flow matching: a titan.contrib.flux.flow_data.FlowSamples.
+    titan.pictures     NAME = a value of task.options.source of flow matching.
                        captions = a function that draws the descriptions of a validation
 """
 
