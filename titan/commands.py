@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint
 from importlib.util import find_spec
@@ -27,7 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "check": (
         "check a job for a number of ranks: layout and memory; with --hardware also if it fits; --hf: a Hugging Face folder",
-        "titan.cli:check",
+        "titan.tools.check:main",
     ),
     "sim": (
         "predict time and memory of a step on some hardware, without a GPU",
@@ -93,10 +94,14 @@ def command_names() -> list[str]:
     return [*(name for name in COMMANDS if not missing_part(name)), *_added()]
 
 
+@cache
 def missing_part(name: str) -> str:
-    """Return the folder of titan that a command of titan's needs and that is not installed, or ""."""
-    part = ".".join(COMMANDS[name][1].split(":")[0].split(".")[:2])
-    return "" if find_spec(part) else part.replace(".", "/")
+    """Return the folder of one of titan's own commands, such as "titan/sim", if it is not installed. Else ""."""
+    if name not in COMMANDS:
+        return ""
+    part = ".".join(COMMANDS[name][1].partition(":")[0].split(".")[:2])
+    found = find_spec(part)
+    return "" if found and found.origin else part.replace(".", "/")
 
 
 def load_command(name: str) -> Callable[[Sequence[str]], int]:

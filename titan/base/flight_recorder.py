@@ -35,7 +35,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from titan.base.errors import (
     Activity,
@@ -50,11 +50,18 @@ from titan.base.errors import (
     stacks_file,
 )
 from titan.base.run_writer import run_files, write_text_atomically
-from titan.config.schema import CommSection
 
 # Version of the dump's format. `titan doctor` reads it.
 VERSION = 2
 NEWEST = 2000  # entries of a dump: a step has tens to thousands, and the last ones matter
+
+
+class TraceSettings(Protocol):
+    """Keys of the config section [comm] that a recorder reads."""
+
+    trace_buf_size: int
+    save_traces_folder: str
+    save_traces_file_prefix: str
 
 
 @dataclass
@@ -72,7 +79,7 @@ class FlightRecorder:
         p2p_counts: number of operations by (peer, whether it sends).
     """
 
-    section: CommSection
+    section: TraceSettings
     run_dir: Path
     rank: int
     world_size: int

@@ -336,3 +336,11 @@ def _override_value(key: str, text: str) -> Any:
     except ValueError:
         return text  # unquoted text, as a shell leaves it
     return text if is_text and not isinstance(value, str) else value
+
+
+def leaves_layout_open(job: Sequence[str]) -> bool:
+    """Return whether a job has `parallelism.layout = "auto"`. Mistakes in it are reported later."""
+    try:
+        return load_from_argv(job, warn=False).parallelism.layout == "auto"
+    except ConfigError:
+        return False

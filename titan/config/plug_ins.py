@@ -13,7 +13,8 @@ same, and no other part of titan imports them:
                        a new table of the job
     titan.supervisors  NAME = the class that watches over each rank of a run: a titan.run.supervisor.Supervisor
     titan.extensions   COMMAND.NAME = a part of `titan COMMAND`, such as an option: a subclass of the class that the
-                       command names. More: launch.NAME = the function by which `titan train --nproc` starts its processes.
+                       command names. More: launch.NAME = a module whose functions `launch` and `launch_command` start the processes of
+                       --nproc. layout.NAME = a module whose function `resolve` chooses a layout.
                        failure.NAME = a function that returns the titan.base.failure.RunFailure that explains an exception,
                        or None. checkpoint.NAME = a module that reads and writes folders of models. folder.NAME = the
                        function behind `titan check --hf`. estimate.NAME = a function that estimates the memory of a job.
@@ -22,7 +23,7 @@ same, and no other part of titan imports them:
                        titan.sim.NAME
     titan.tasks, titan.models, titan.optimizers, titan.losses, titan.sources
                        NAME = a choice of task.name, model.name, optimizer.name, loss.name, type of [[data.sources]]
-    titan.pictures     NAME = a value of task.options.source of flow matching: a titan.contrib.flux.flow_data.FlowSamples.
+    titan.pictures     NAME = a value of task.options.source of flow matching.
                        captions = a function that draws the descriptions of a validation
 """
 
@@ -87,6 +88,36 @@ def load_plug_ins(group: str, *, of: str = "") -> list[Any]:
         of: As for `plug_ins`.
     """
     return [load_plug_in(entry) for entry in plug_ins(group, of=of)]
+
+
+def load_part(of: str, *, key: str, missing: str) -> Any:
+    """Import the first part of a kind, among the entry points of `titan.extensions`.
+
+    Args:
+        of: The kind, such as "launch".
+        key: Key or option that needs it.
+        missing: What is missing, and what to do instead.
+
+    Raises:
+        ConfigError: No part of the kind is installed.
+    """
+    for entry in plug_ins("titan.extensions", of=of):
+        return load_plug_in(entry)
+    from .errors import COMMAND_LINE, ConfigError, Problem
+
+    raise ConfigError([Problem(COMMAND_LINE, 0, key, missing)])
+
+
+def load_launcher(module: str, num_processes: int) -> Any:
+    """Import the module that starts several processes on this machine, such as titan.ops.launch.
+
+    Args:
+        module: Module that the processes run, with its arguments, for the error.
+        num_processes: Number of processes, for the error.
+    """
+    fix = f"torchrun --nproc-per-node={num_processes} -m {module}"
+    missing = f"the launcher of several processes is not installed; start them by `{fix}`"
+    return load_part("launch", key="--nproc", missing=missing)
 
 
 def is_ours(entry: EntryPoint) -> bool:

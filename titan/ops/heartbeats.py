@@ -55,6 +55,8 @@ def connect(timeout_s: float) -> Any:
     """
     import torch.distributed as dist
 
+    from titan.parallel.init_distributed import default_store
+
     store = default_store()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
     if isinstance(store, dist.FileStore):
@@ -70,19 +72,9 @@ def connect(timeout_s: float) -> Any:
 
 def store_host() -> str:
     """Return the host of the ranks' store, or "?" if it is unknown."""
+    from titan.parallel.init_distributed import default_store
+
     return str(getattr(default_store(), "host", os.environ.get("MASTER_ADDR", "?")))
-
-
-def default_store() -> Any:
-    """Return the store of the default process group, without its prefixes."""
-    # Private in torch, but the same in 2.11 to 2.15.
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    # A prefix store waits for its keys. The store below it has host, port and path.
-    store: Any = _get_default_store()
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return store
 
 
 class FolderStore:

@@ -88,3 +88,15 @@ def _store(world_size: int) -> dict[str, Any]:
     # -1: torch leaves the file alone; the launcher deletes the folder.
     store = dist.FileStore(str(path), -1)
     return {"store": store, "rank": int(os.environ["RANK"]), "world_size": world_size}
+
+
+def default_store() -> Any:
+    """Return the store of the default process group, without its prefixes."""
+    # Private in torch, but the same in 2.11 to 2.15.
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    # A prefix store waits for its keys. The store below it has host, port and path.
+    store: Any = _get_default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store

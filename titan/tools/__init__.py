@@ -1,1 +1,1 @@
-"""Commands apart from the run. Only titan/cli.py imports them."""
+"""Commands apart from the run. titan/commands.py names them."""

@@ -42,6 +42,7 @@ from titan.checkpoint.tensors import reason
 from titan.config.errors import COMMAND_LINE, ConfigError, Problem
 from titan.config.model import family
 from titan.config.options import TRUST_OPTION, positive
+from titan.config.plug_ins import load_launcher
 from titan.config.schema import JobConfig
 from titan.config.task import predicts_tokens
 from titan.data import DataError
@@ -52,10 +53,8 @@ from titan.data.rows import Chat, chat_of
 from titan.data.special_tokens import begin_ids, start_ids
 from titan.data.tokenizer import Tokenizer
 from titan.generation import Generator, streamed
-from titan.ops.heartbeats import default_store
-from titan.ops.launch import launch_command
 from titan.parallel import apply_tp, build_mesh, materialize
-from titan.parallel.init_distributed import start_process_group, usable_accelerator
+from titan.parallel.init_distributed import default_store, start_process_group, usable_accelerator
 from titan.step.parallelize import default_dtype, torch_dtype
 from titan.tasks import task_of
 
@@ -363,7 +362,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     device = _check(args)
     if args.nproc > 1 and "RANK" not in os.environ:
-        return launch_command("generate", argv, num_processes=args.nproc)
+        launcher = load_launcher("titan.cli generate ...", args.nproc)
+        return launcher.launch_command("generate", argv, num_processes=args.nproc)
     if "RANK" in os.environ:  # torchrun sets it
         found = start_process_group(init_timeout_s=600, expandable_segments=False)
         device = device if args.device else found

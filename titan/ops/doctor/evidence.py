@@ -193,7 +193,7 @@ class LossRow:
     Attributes:
         step: number of the step.
         step_s: seconds of a step.
-        drift_part: part that the run's twin found slow (titan/contrib/twin/drift.py).
+        drift_part: part that the run's twin found slow.
         drift_text: the twin's description.
         drift_cost_s: seconds of a step that it costs.
     """
