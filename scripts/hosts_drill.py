@@ -152,6 +152,11 @@ class Groups:
 
     def replayed(self) -> dict[str, Any]:
         """End the groups, and repeat their steps on one process. Raises SystemExit for a sample that is lost or doubled."""
+        import torch
+
+        torch.set_num_threads(
+            1
+        )  # the matrices are small, and threads wait for each other on busy cores
         steps = min(self.row(number)["step"] for number in NUMBERS)
         for number in [*self.processes]:
             self.kill(number)
@@ -509,7 +514,6 @@ def main() -> int:
     parser.add_argument("--write", type=Path, help="page for the table")
     args = parser.parse_args()
     os.environ.setdefault("RUST_LOG", "error")  # torchft's lighthouse reports every quorum
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the replay's matrices are small
     if reason := why_not():
         print(reason)
         return 2
