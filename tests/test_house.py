@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from tests.test_imports import SOURCES
 
 # In tokens, since lines can be squeezed. No docstring counts.
-MAX_FUNCTION, MAX_CLASS, MAX_FILE = 790, 2_880, 3_820
+MAX_FUNCTION, MAX_CLASS, MAX_FILE = 790, 2_920, 3_820
 # What is longer today. Delete a row when it is not needed any more: the test fails for it then.
 LONGER: set[str] = set()
 # A family's modules have the names that its papers give them, and its task those that titan reads.

@@ -31,10 +31,11 @@ class Evaluation(Hook):
     def __init__(self, trainer: RunProgress) -> None:
         self.trainer = trainer
         self.row: Row = {}
+        config: Any = trainer.config  # with the keys of section.py
         # Each rank reads the files, so an error in them ends all ranks alike, before the first step.
         self.tasks = [
             (section, read_task(task, num_examples=section.num_examples))
-            for section in getattr(trainer.config, "evaluation", ())
+            for section in config.evaluation
             for task in section.tasks
         ]
         # Encode once: a task has thousands of rows, and is scored often.

@@ -58,7 +58,7 @@ class Size:
     @property
     def params(self) -> float:
         """Return the parameters that a token meets."""
-        return float(getattr(self.sizes, "num_active_params", self.sizes.num_params))
+        return float(self.sizes.num_active_params)
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def _simulated(
 def _flavors(family_name: str) -> list[str]:
     """Return the flavors of a family that are large enough for a budget."""
     flavors = family(family_name).FLAVORS
-    found = [name for name, size in flavors.items() if getattr(size, "num_params", 0) > 1e8]
+    found = [name for name, size in flavors.items() if size.num_params > 1e8]
     if not found:
         problem = f"{family_name} has no flavors of 0.1 billion parameters or more: name some"
         raise mistake("--sizes", problem)

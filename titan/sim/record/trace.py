@@ -40,7 +40,7 @@ CollectiveKind = Literal[
 ]
 Host = Literal["eager", "compiled"]
 Phase = Literal["setup", "forward", "backward", "recompute", "clip", "optimizer"]
-# Actions of two micro-batches that overlap (titan/contrib/expert_overlap/overlap.py).
+# Actions of two micro-batches that overlap.
 TURNS = ("first", "second")
 # Purpose of memory; storages.py defines each category.
 Category = Literal["parameters", "gradients", "optimizer", "activations", "unsharded", "temporary"]

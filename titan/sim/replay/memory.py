@@ -17,7 +17,16 @@ from heapq import nlargest
 
 from titan.sim.price.profiles import Profile
 from titan.sim.record.segments import any_layer
-from titan.sim.record.trace import CATEGORIES, Allocate, Category, Free, Scope, Trace, Transfer
+from titan.sim.record.trace import (
+    CATEGORIES,
+    Allocate,
+    Category,
+    Free,
+    Scope,
+    Trace,
+    Transfer,
+    scope_of,
+)
 from titan.sim.replay.allocator import Allocator, OutOfMemory
 
 # Parts into which the timeline divides a step, enough for a chart.
@@ -323,7 +332,7 @@ class _Steps:
         """
         self.offset += self.stride
         for event in self.events:
-            if states and getattr(event, "scope", _NOWHERE).phase == "optimizer":
+            if states and (scope_of(event) or _NOWHERE).phase == "optimizer":
                 yield from states
                 states = ()
             if isinstance(event, Allocate):
