@@ -464,7 +464,7 @@ def piece(
 def table(state: dict[str, Any]) -> str:
     """Return the table of the README."""
     lines = [
-        "| between two hosts | number | next step: median | worst | both again: median | worst | "
+        "| between two hosts | number | next step, s: median | worst | both again, s: median | worst | "
         "difference | samples lost or doubled |",
         "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
@@ -492,13 +492,15 @@ def about(state: dict[str, Any]) -> str:
     loads = [event["load"] for row in rows for event in row["events"]] or [0]
     steps, samples = (sum(row.get(name, 0) for row in rows) for name in ("steps", "samples"))
     compared = state["refusals"]
+    quick = sum(event["next_s"] < 1 for row in rows for event in row["events"])
     return (
         f"{time.strftime('%-d %B %Y')}, {os.cpu_count()} cores under a load of {min(loads):.0f} to "
         f"{max(loads):.0f} (median {median(loads):.0f}). One process has repeated all {steps:,} steps, "
         f"of {samples:,} samples. The comparison that refuses a group was made for each key of the job: "
         f"{len(compared['refused'])} changed keys refused by name, {len(compared['harmless'])} harmless "
         f"ones accepted, {len(compared['invalid'])} that no valid job of this kind can change. "
-        "Seconds of groups with another job are the other group's longest pause."
+        f"{quick} faults hit a group that was not back yet, and cost the other one less than a second. "
+        "Of groups with another job, the seconds are the other group's longest pause."
     )
 
 
