@@ -114,8 +114,9 @@ class LayoutSearch(Search):
         recompute = _recompute(self.config)
         if recompute not in _RECOMPUTE or self.config.activation_checkpoint.op_keep_by_block:
             return None
+        degrees: Any = {axis.removeprefix("dp_"): n for axis, n in layout.degrees.items()}
         point = Point(
-            **{axis.removeprefix("dp_"): n for axis, n in layout.degrees.items()},
+            **degrees,
             ep=parallel.expert_parallel_degree if self.model.num_experts else 0,
             batch=training.local_batch_size,
             recompute=recompute,
