@@ -96,7 +96,7 @@ def install() -> None:
     sys.path.insert(0, str(Path(__file__).parents[2]))
     import torch.distributed as dist
 
-    import titan.hooks
+    import titan.run.standard_hooks
     from tests.support.fault_injection import hooks_with_faults
     from titan.data.loader import Loader
     from titan.models.llama3.model import Block
