@@ -34,7 +34,9 @@ CACHE = pytest.StashKey[str]()
 def pytest_configure(config: pytest.Config) -> None:
     """Give the run an empty cache of its traces and texts: every worker records a program once for all tests."""
     if not hasattr(config, "workerinput"):
-        config.stash[CACHE] = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="titan-tests-")
+        config.stash[CACHE] = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(
+            prefix="titan-tests-"
+        )
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

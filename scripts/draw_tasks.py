@@ -52,7 +52,11 @@ def choice(texts: list[str], draw: random.Random) -> Iterator[dict[str, object]]
         near = [end for _, end in halves[max(n - 15, 0) : n + 16] if end != halves[n][1]]
         choices = [halves[n][1], *draw.sample(sorted(set(near)), 3)]
         draw.shuffle(choices)
-        yield {"context": halves[n][0], "choices": choices, "answer": choices.index(halves[n][1])}
+        yield {
+            "context": halves[n][0],
+            "choices": choices,
+            "answer": choices.index(halves[n][1]),
+        }
 
 
 def cloze(texts: list[str], draw: random.Random) -> Iterator[dict[str, object]]:

@@ -141,7 +141,9 @@ def write(page: Path, lines: list[str]) -> None:
     """Replace the lines between the markers of a page."""
     text = page.read_text(encoding="utf-8")
     new = "\n".join([BEGIN, *lines, END])
-    page.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: new, text, flags=re.S), encoding="utf-8")
+    page.write_text(
+        re.sub(f"{BEGIN}.*{END}", lambda _: new, text, flags=re.S), encoding="utf-8"
+    )
 
 
 def main() -> int:
@@ -152,9 +154,13 @@ def main() -> int:
     parser.add_argument("state", type=Path)
     parser.add_argument("--groups", nargs="+", metavar="NAME", help="these groups only")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no fault after these")
-    parser.add_argument("--again", action="store_true", help="run all that are not right once more")
+    parser.add_argument(
+        "--again", action="store_true", help="run all that are not right once more"
+    )
     parser.add_argument("--check", action="store_true", help="check the lines, and run nothing")
-    parser.add_argument("--write", action="store_true", help="write the tables, once all have run")
+    parser.add_argument(
+        "--write", action="store_true", help="write the tables, once all have run"
+    )
     args = parser.parse_args()
     rows, end = faults(), time.monotonic() + 60 * args.minutes
     if stale := stale_lines(rows):
@@ -164,7 +170,9 @@ def main() -> int:
         return 0
     commit, verdicts = git("rev-parse", "--short", "HEAD"), read_state(args.state)
     if args.again:
-        verdicts = {name: found for name, found in verdicts.items() if found["verdict"] == "right"}
+        verdicts = {
+            name: found for name, found in verdicts.items() if found["verdict"] == "right"
+        }
     for row in rows:
         if row["name"] in verdicts or time.monotonic() > end:
             continue
@@ -178,13 +186,13 @@ def main() -> int:
         args.state.write_text(json.dumps(verdicts, indent=1) + "\n", encoding="utf-8")
     done = [row for row in rows if row["name"] in verdicts]
     wrong = [row["name"] for row in done if verdicts[row["name"]]["verdict"] != "right"]
-    print(f"{len(done)} of {len(rows)} faults, {len(wrong)} not right: {', '.join(wrong) or '-'}")
+    print(
+        f"{len(done)} of {len(rows)} faults, {len(wrong)} not right: {', '.join(wrong) or '-'}"
+    )
     if len(done) < len(rows):
         return LEFT
     if args.write:
-        right = (
-            f"{len(rows)} faults on {time.strftime('%-d %B %Y')}, {len(rows) - len(wrong)} right"
-        )
+        right = f"{len(rows)} faults on {time.strftime('%-d %B %Y')}, {len(rows) - len(wrong)} right"
         each = "[Each fault, and the line that a user sees](log.md#the-drill-of-faults)."
         write(SUMMARY, [f"{right}. {each}", "", *summary(rows, verdicts)])
         commits = ", ".join(sorted({verdicts[row["name"]]["commit"] for row in rows}))

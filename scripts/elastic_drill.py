@@ -44,7 +44,9 @@ def rows_of(folder: Path, groups: str = "group-*") -> list[dict[str, Any]]:
     for file in sorted(folder.glob(f"{groups}/metrics.jsonl")):
         lines = file.read_text().splitlines()
         found += [
-            json.loads(line) | {"group": file.parent.name} for line in lines if line.endswith("}")
+            json.loads(line) | {"group": file.parent.name}
+            for line in lines
+            if line.endswith("}")
         ]
     return sorted(found, key=lambda row: row["step"])
 
@@ -135,7 +137,9 @@ def replay(folder: Path, options: argparse.Namespace) -> float:
         rows = by_step.get(step, [])
         if (
             not rows
-            or len({(row["first_sample"], row["tokens"], row["replica_groups"]) for row in rows})
+            or len(
+                {(row["first_sample"], row["tokens"], row["replica_groups"]) for row in rows}
+            )
             > 1
         ):
             raise SystemExit(f"step {step}: groups disagree about their samples: {rows}")
@@ -147,7 +151,10 @@ def replay(folder: Path, options: argparse.Namespace) -> float:
             )
         loader.set_shard(ShardSpec(rank=0, world=1, batch=count))
         report = train_step.train(loader.next_step(), step=step)
-        for name, value in (("loss", report.loss.item()), ("grad_norm", report.grad_norm.item())):
+        for name, value in (
+            ("loss", report.loss.item()),
+            ("grad_norm", report.grad_norm.item()),
+        ):
             worst = max(worst, *(abs(row[name] - value) / abs(value) for row in rows))
         position, tokens = position + count, row["tokens"]
     loader.close()
@@ -159,7 +166,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
     for name, default in (
-        *(("groups", 3), ("nproc", 2), ("steps", 200), ("runs", 1), ("seed", 0), ("seq_len", 64)),
+        *(
+            ("groups", 3),
+            ("nproc", 2),
+            ("steps", 200),
+            ("runs", 1),
+            ("seed", 0),
+            ("seq_len", 64),
+        ),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--every", type=float, default=20, help="seconds between two kills")
@@ -172,7 +186,9 @@ def main() -> int:
         worst = max(worst, difference := replay(folder, options))
         waits += [kill["next_step_s"] for kill in kills if "next_step_s" in kill]
         full += [kill["full_s"] for kill in kills if "full_s" in kill]
-        print(f"run {number}: {len(kills)} kills, largest difference {difference:.1e}", flush=True)
+        print(
+            f"run {number}: {len(kills)} kills, largest difference {difference:.1e}", flush=True
+        )
     for what, values in (("next step of the survivors", waits), ("full strength", full)):
         if values:
             print(

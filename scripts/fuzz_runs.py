@@ -26,7 +26,20 @@ from typing import Any
 
 ESCAPE = "\x1b]52;c;aGFoYQ==\x07\x9b31m\u202e\n"
 ODD: tuple[Any, ...] = (
-    *(None, True, -1, 10**30, 2**63, 1e999, float("nan"), "", "x", ESCAPE, "../../x", "/dev/zero"),
+    *(
+        None,
+        True,
+        -1,
+        10**30,
+        2**63,
+        1e999,
+        float("nan"),
+        "",
+        "x",
+        ESCAPE,
+        "../../x",
+        "/dev/zero",
+    ),
     *("s3://host/x", [], {}, [[]], {ESCAPE: ESCAPE}, [ESCAPE], "9" * 5000),
 )
 JOB = {
@@ -75,7 +88,9 @@ def write_run(folder: Path) -> None:
     """Train a tiny model for three steps, and leave a lock as a killed run does."""
     job = folder.with_suffix(".toml")
     job.write_text("")
-    keys = [f"--{key}={value}" for key, value in (JOB | {"job.dump_folder": str(folder)}).items()]
+    keys = [
+        f"--{key}={value}" for key, value in (JOB | {"job.dump_folder": str(folder)}).items()
+    ]
     command = [sys.executable, "-m", "titan.cli", "train", str(job), *keys]
     subprocess.run(command, check=True, capture_output=True)
     lock = {"host": "a", "pid": 1, "started": "1", "machine": "m", "job": "", "attempt": ""}
@@ -98,7 +113,9 @@ def damages(dice: random.Random) -> list[Callable[[Path], None]]:
 
     def insert(file: Path) -> None:
         data, at = file.read_bytes(), dice.randrange(file.stat().st_size + 1)
-        piece = dice.choice([ESCAPE.encode(), b"\x00", b"[" * 1000, b"\xff", b"{}\n", data[:at]])
+        piece = dice.choice(
+            [ESCAPE.encode(), b"\x00", b"[" * 1000, b"\xff", b"{}\n", data[:at]]
+        )
         file.write_bytes(data[:at] + piece + data[at:])
 
     def setting(text: str) -> str:
@@ -214,7 +231,9 @@ def fuzz(place: Path, *, count: int, seed: int = 0, processes: int = 0) -> list[
         except (ValueError, IndexError):  # a value of a file that has none
             continue
         step = run / "checkpoint" / "step-3"
-        if (file.parent / "titan.json").is_file():  # of a step: on its own, as one that was sent
+        if (
+            file.parent / "titan.json"
+        ).is_file():  # of a step: on its own, as one that was sent
             step = file.parent.rename(out / "step-3")
             if dice.random() < 0.8:
                 seal(step)

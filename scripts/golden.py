@@ -32,7 +32,11 @@ ROW_KEYS = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss", "bit
 
 SMALL = [
     *("--model.overrides.n_layers=4", "--training.seq_len=64", "--training.steps=6"),
-    *("--checkpoint.interval=3", "--checkpoint.keep_latest_k=0", "--lr_scheduler.total_steps=6"),
+    *(
+        "--checkpoint.interval=3",
+        "--checkpoint.keep_latest_k=0",
+        "--lr_scheduler.total_steps=6",
+    ),
 ]
 # Of jobs other than the debug model: their own sizes, six steps.
 OTHER = [
@@ -57,7 +61,10 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "TP": (2, ["--parallelism.tensor_parallel_degree=2"]),
     "CP": (2, ["--parallelism.context_parallel_degree=2"]),
     "PP": (2, [PP, "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"]),
-    "Muon, selective AC": (2, ["--optimizer.name=Muon", "--activation_checkpoint.mode=selective"]),
+    "Muon, selective AC": (
+        2,
+        ["--optimizer.name=Muon", "--activation_checkpoint.mode=selective"],
+    ),
     "diffusion": (2, ["train_configs/diffusion_demo.toml"]),
     "vision and language": (1, ["train_configs/vision_language_demo.toml"]),
     "experts": (2, ["train_configs/demo_moe.toml"]),
@@ -113,7 +120,9 @@ def runs() -> Iterator[tuple[str, Any]]:
             for last in ("", "--training.steps=3"):
                 run_dir = f"{folder}/resumed" if last else f"{folder}/whole"
                 job, small = (
-                    (settings, OTHER) if settings and settings[0][:2] != "--" else ([JOB], SMALL)
+                    (settings, OTHER)
+                    if settings and settings[0][:2] != "--"
+                    else ([JOB], SMALL)
                 )
                 command = ["train", *job, *small, f"--job.dump_folder={run_dir}"]
                 command += [*(settings if job == [JOB] else []), f"--nproc={ranks}"]

@@ -193,7 +193,9 @@ def kills(groups: Groups, count: int, chosen: random.Random) -> Iterator[Event]:
         yield events[-1] | {"both_s": groups.both_s()}
 
 
-def silences(groups: Groups, count: int, chosen: random.Random, *, is_cut: bool) -> Iterator[Event]:
+def silences(
+    groups: Groups, count: int, chosen: random.Random, *, is_cut: bool
+) -> Iterator[Event]:
     """Cut the cable of a host, or stop its processes, for some seconds. Its group returns without a restart."""
     for _ in range(count):
         time.sleep(chosen.uniform(0, 2))
@@ -308,7 +310,12 @@ class Change(SimpleNamespace):
 
 def argv(number: int = 0) -> list[str]:
     """Return the arguments of a group's job, for a comparison within this process."""
-    section = ("enable=true", "replica_groups=2", f"replica_id={number}", "lighthouse=http://x:1")
+    section = (
+        "enable=true",
+        "replica_groups=2",
+        f"replica_id={number}",
+        "lighthouse=http://x:1",
+    )
     return [*JOB, *ENDLESS, *(f"--fault_tolerance.{each}" for each in section)]
 
 
@@ -365,7 +372,15 @@ def candidates(path: KeyPath, value: Any, annotation: Any) -> tuple[str, list[An
     if isinstance(value, str):
         return "text", ["other", "/other", "tiny", "3", value + "x", "debug", "float8_e4m3"]
     if isinstance(value, list | tuple):
-        lists = [[], ["other"], ["model"], ["model.output"], [1], [0, 1], [{"type": "synthetic"}]]
+        lists = [
+            [],
+            ["other"],
+            ["model"],
+            ["model.output"],
+            [1],
+            [0, 1],
+            [{"type": "synthetic"}],
+        ]
         return "list", [*lists, [*value[:-1]], [{"path": "other"}], [{"steps": 5}]]
     if isinstance(value, dict):
         return "table", [{"n_layers": 3}, {"other": 1}, {"other": "x"}]
@@ -532,7 +547,9 @@ def main() -> int:
     end, left = time.monotonic() + 60 * args.minutes, []
     state["refusals"] = state.get("refusals") or refusals()
     # The first piece of each kind comes before the second of any.
-    order = [(i, kind, each) for kind, pieces in PIECES.items() for i, each in enumerate(pieces)]
+    order = [
+        (i, kind, each) for kind, pieces in PIECES.items() for i, each in enumerate(pieces)
+    ]
     for index, kind, (count, cause, how) in sorted(order, key=lambda item: item[0]):
         name = f"{kind} {index}"
         if name in state["pieces"] or (args.only and kind not in args.only):

@@ -55,7 +55,14 @@ def run() -> None:
     for name, settings in RUNS.items():
         if (OUT / name / "status.json").exists():
             continue
-        command = [sys.executable, "-m", "titan.cli", "train", "train_configs/demo.toml", *COMMON]
+        command = [
+            sys.executable,
+            "-m",
+            "titan.cli",
+            "train",
+            "train_configs/demo.toml",
+            *COMMON,
+        ]
         command += [f"--job.dump_folder={OUT / name}", *settings]
         # One thread gives the same sums each time.
         subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})

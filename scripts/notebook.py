@@ -49,4 +49,8 @@ def _code(text: str) -> dict[str, Any]:
 
 
 def _cell(kind: str, text: str) -> dict[str, Any]:
-    return {"cell_type": kind, "metadata": {}, "source": text.strip("\n").splitlines(keepends=True)}
+    return {
+        "cell_type": kind,
+        "metadata": {},
+        "source": text.strip("\n").splitlines(keepends=True),
+    }

@@ -45,7 +45,15 @@ def run(files: list[str], *, lane: str, workers: int) -> dict[str, Any]:
     start = time.monotonic()
     with TemporaryDirectory() as folder:
         path = Path(folder, "junit.xml")
-        command = [sys.executable, "-m", "pytest", "--lane", lane, *options, f"--junitxml={path}"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "--lane",
+            lane,
+            *options,
+            f"--junitxml={path}",
+        ]
         process = subprocess.Popen([*command, *files], cwd=ROOT)
         _, status, used = os.wait4(process.pid, 0)
         code = os.waitstatus_to_exitcode(status)
@@ -101,7 +109,9 @@ def main() -> int:
     if args.state.exists() and not args.again:
         state = json.loads(args.state.read_text())
         if other := {k: state[k] for k in about if state[k] != about[k]}:
-            print(f"{args.state} is of {other}, and this is {about}: pass --again to start over")
+            print(
+                f"{args.state} is of {other}, and this is {about}: pass --again to start over"
+            )
             return 2
     if git("status", "--porcelain", "--untracked-files=no"):
         print("the checkout has changes that no commit has: commit them first")

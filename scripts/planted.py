@@ -37,7 +37,7 @@ FAULTS = (
     Fault(
         "tensor parallelism",
         "the loss's gradient is kept, not summed, over the ranks of tp",
-        "titan/parallel/tensor.py",
+        "titan/parallel/tensor_styles.py",
         "return (x.to_local(grad_placements=(Partial(),)), *args[1:])",
         "return (x.to_local(grad_placements=(Replicate(),)), *args[1:])",
         PARITY,
@@ -62,8 +62,8 @@ FAULTS = (
         "expert parallelism",
         "results of experts go back in another order",
         "titan/parallel/expert.py",
-        "rows_RD = permute(rows_RD, place_R, order_R)",
-        "rows_RD = permute(rows_RD, order_R, place_R)",
+        "results_RD = permute(results_RD, routes.inverse_R, routes.order_R)",
+        "results_RD = permute(results_RD, routes.order_R, routes.inverse_R)",
         PARITY,
     ),
     Fault(
@@ -124,10 +124,10 @@ FAULTS = (
     ),
     Fault(
         "time in the simulator",
-        "arithmetic and memory traffic of a product do not overlap",
+        "arithmetic and memory traffic of attention do not overlap",
         "titan/sim/price/cost.py",
-        "busy = max(busy, self._matmul_s(kernel))",
-        "busy = busy + self._matmul_s(kernel)",
+        "busy = max(busy, self._attention_s(kernel))",
+        "busy = busy + self._attention_s(kernel)",
         ("tests/sim",),
     ),
 )
@@ -162,7 +162,9 @@ def failures_with(fault: Fault) -> list[str]:
         raise RuntimeError(
             f"{fault.name}: pytest ended with {run.returncode}\n{run.stdout[-2000:]}"
         )
-    return re.findall(r"^(?:FAILED|ERROR) (\S+?(?:\[.*?\])?)(?: - |$)", run.stdout, re.MULTILINE)
+    return re.findall(
+        r"^(?:FAILED|ERROR) (\S+?(?:\[.*?\])?)(?: - |$)", run.stdout, re.MULTILINE
+    )
 
 
 def main(words: list[str]) -> int:

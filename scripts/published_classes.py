@@ -146,7 +146,9 @@ class Alone(NamedTuple):
     ms: float
 
 
-def _attention(heads: int, groups: int, sizes: tuple[int, int], length: int, kind: str) -> Kernel:
+def _attention(
+    heads: int, groups: int, sizes: tuple[int, int], length: int, kind: str
+) -> Kernel:
     qk, v = sizes
     shapes = ((2, heads, length, qk), (2, groups, length, qk), (2, groups, length, v))
     kernel = "attention" if kind == "forward" else "attention_backward"
@@ -207,7 +209,9 @@ def section() -> list[str]:
             run.note,
             "",
         ]
-    priced = [(row, Cost(load_profile(row.profile)).kernel_s(row.kernel) * 1e3) for row in ALONE]
+    priced = [
+        (row, Cost(load_profile(row.profile)).kernel_s(row.kernel) * 1e3) for row in ALONE
+    ]
     h100 = Cost(load_profile("h100-sxm"))
     return [
         *lines,

@@ -194,7 +194,10 @@ def _hold_reductions() -> None:
         return ending
 
     module, state = "torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState"
-    names = ("_end_backward_iteration", "_root_post_backward_final_callback")  # since 2.15, before
+    names = (
+        "_end_backward_iteration",
+        "_root_post_backward_final_callback",
+    )  # since 2.15, before
     name = next((n for n in names if hasattr(find(module, state), n)), names[-1])
     replace(module, f"{state}.{name}", keep)
 

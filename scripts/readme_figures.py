@@ -38,7 +38,9 @@ def parity() -> str:
 
 
 def accuracy(row: str) -> str:
-    match = re.search(rf"^\| {row} \| ([\d.]+%) \| ([+-][\d.]+%) \|", page(ACCURACY), re.MULTILINE)
+    match = re.search(
+        rf"^\| {row} \| ([\d.]+%) \| ([+-][\d.]+%) \|", page(ACCURACY), re.MULTILINE
+    )
     assert match, row
     return f"{match[1]} off on average, {match[2]} at worst"
 
@@ -75,7 +77,11 @@ def table() -> str:
             f"{h100[1]} tokens/s, {h100[2]} MFU; a bare loop {h100[3]}; predicted {h100[4]}",
             "One H100",
         ),
-        ("Same loss as TorchTitan over 1,000 steps", f"to {loss}", "The same loss as TorchTitan"),
+        (
+            "Same loss as TorchTitan over 1,000 steps",
+            f"to {loss}",
+            "The same loss as TorchTitan",
+        ),
         ("Same numbers in every layout", parity(), "Every layout computes the same numbers"),
         (
             f"Predicted speed of {count[1]} published TorchTitan runs",

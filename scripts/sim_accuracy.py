@@ -176,7 +176,9 @@ def main(arguments: list[str]) -> int:
         )
         print(f"{run['id']:>24} {run['use']:<9} {result}", flush=True)
     if not request or "--write" in arguments:
-        done = {n: {"speed": r.speed, "shares": r.shares} for n, r in rows.items() if not r.failure}
+        done = {
+            n: {"speed": r.speed, "shares": r.shares} for n, r in rows.items() if not r.failure
+        }
         sim_intervals.save(done)
         sim_intervals.write()
         rows = {run["id"]: rows.get(run["id"], Row(run, failure="not run")) for run in every}
@@ -385,7 +387,10 @@ def _elsewhere(others: list[Row]) -> list[str]:
         "",
         "| tokens/s/GPU | mean absolute error | worst |",
         "|---|--:|--:|",
-        *(_summary(what, _errors(rows, "tokens_per_s_per_gpu")) for what, rows in groups.items()),
+        *(
+            _summary(what, _errors(rows, "tokens_per_s_per_gpu"))
+            for what, rows in groups.items()
+        ),
         "",
         *_table(others),
     ]

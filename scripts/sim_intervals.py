@@ -115,7 +115,9 @@ def known_runs() -> list[Known]:
 
 def _shares(runs: Sequence[Known]) -> np.ndarray:
     """Return the squared shares of each run (row) in each parameter (column)."""
-    return np.array([[r.mix.get(p, float(p == "floor")) ** 2 for p in PARAMETERS] for r in runs])
+    return np.array(
+        [[r.mix.get(p, float(p == "floor")) ** 2 for p in PARAMETERS] for r in runs]
+    )
 
 
 def sigmas(runs: Sequence[Known]) -> dict[str, float]:
@@ -206,7 +208,9 @@ def document() -> str:
     """Return the text of errors.toml."""
     runs = known_runs()
     found = fit(runs)
-    counts = {p: sum(r.mix.get(p, 0.0) >= COUNTS_FROM for r in runs) for p in (*CLASSES, HARDWARE)}
+    counts = {
+        p: sum(r.mix.get(p, 0.0) >= COUNTS_FROM for r in runs) for p in (*CLASSES, HARDWARE)
+    }
     devices = sorted({r.device for r in runs if HARDWARE not in r.mix and r.device})
     lines = [
         "# Written by scripts/sim_accuracy.py --write; do not edit. titan/sim/report/intervals.py says what the figures mean.",

@@ -26,7 +26,11 @@ PROBE = "import sys; from titan.cli import main; code = main(); print(not {'torc
 def titan(*argv: str) -> tuple[int, str, list[str]]:
     """Exit code, stdout, and the lines of stderr; asserts that torch and numpy were not imported and no traceback shown."""
     result = subprocess.run(
-        [sys.executable, "-c", PROBE, *argv], capture_output=True, text=True, cwd=ROOT, timeout=60
+        [sys.executable, "-c", PROBE, *argv],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
     )
     *stderr, imported = result.stderr.splitlines()
     assert imported == "False", result.stderr
@@ -40,7 +44,16 @@ def test_help_lists_every_command_and_imports_little() -> None:
         [sys.executable, "-c", probe], capture_output=True, text=True, check=True
     ).stdout
     assert out.splitlines()[-1] == "[]"
-    for name in ("train", "check", "config", "schema", "prepare", "tokenizer", "plot", "generate"):
+    for name in (
+        "train",
+        "check",
+        "config",
+        "schema",
+        "prepare",
+        "tokenizer",
+        "plot",
+        "generate",
+    ):
         assert f"\n  {name} " in out
 
 
@@ -130,7 +143,13 @@ def test_answers_take_less_than_a_second(tmp_path: Path) -> None:
     """Of processor time: what else the machine does is no matter."""
     job = tmp_path / "job.toml"
     job.write_text("[training]\nstep = 5\n")
-    for argv in (["config", DEBUG], ["check", DEBUG], ["config", str(job)], ["--help"], ["schema"]):
+    for argv in (
+        ["config", DEBUG],
+        ["check", DEBUG],
+        ["config", str(job)],
+        ["--help"],
+        ["schema"],
+    ):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         titan(*argv)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -138,11 +157,14 @@ def test_answers_take_less_than_a_second(tmp_path: Path) -> None:
 
 
 def test_check_says_layout_size_and_memory() -> None:
-    code, out, err = titan("check", DEBUG, "--world-size", "4", "--training.global_batch_size=64")
+    code, out, err = titan(
+        "check", DEBUG, "--world-size", "4", "--training.global_batch_size=64"
+    )
     assert (code, err) == (0, [])
     assert "4 ranks = pp 1 x dp_replicate 1 x dp_shard 4 x cp 1 x tp 1" in out
     assert (
-        "8 sequences x 256 tokens x 4 data-parallel ranks x 2 accumulation = 16,384 tokens" in out
+        "8 sequences x 256 tokens x 4 data-parallel ranks x 2 accumulation = 16,384 tokens"
+        in out
     )
     assert "by formula" in out and "no problems" in out
     facts = json.loads(titan("check", DEBUG, "--world-size=4", "--json")[1])
@@ -193,11 +215,16 @@ def install(folder: Path, package: str, **groups: dict[str, str]) -> None:
     """What pip leaves of a package's metadata: its entry points, as titan.GROUP = {name: object}."""
     metadata = folder / f"{package}-0.1.dist-info"
     metadata.mkdir(exist_ok=True)
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 0.1\n")
+    (metadata / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {package}\nVersion: 0.1\n"
+    )
     lines = [
         line
         for group, entries in groups.items()
-        for line in (f"[titan.{group}]", *(f"{name} = {what}" for name, what in entries.items()))
+        for line in (
+            f"[titan.{group}]",
+            *(f"{name} = {what}" for name, what in entries.items()),
+        )
     ]
     (metadata / "entry_points.txt").write_text("\n".join(lines))
 
@@ -313,7 +340,9 @@ def test_a_check_without_hardware_says_what_it_counted(
     assert cli.main(argv) == 0
     printed = capsys.readouterr().out
     assert "in float32, by formula" in printed
-    assert f"as for this machine's CPU; on GPUs {gib:.1f} GiB in bfloat16: --hardware H" in printed
+    assert (
+        f"as for this machine's CPU; on GPUs {gib:.1f} GiB in bfloat16: --hardware H" in printed
+    )
     assert cli.main([*argv, "--hardware", "h100-sxm", "--formula"]) == 0
     assert "this machine's CPU" not in capsys.readouterr().out
 

@@ -30,7 +30,11 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [
         *("train", "train_configs/debug_model.toml", "--nproc", "2"),
         *(f"--job.dump_folder={folder}", "--training.steps=60", "--metrics.log_freq=1"),
-        *("--model.overrides.n_layers=2", "--checkpoint.interval=1000", "--training.seq_len=64"),
+        *(
+            "--model.overrides.n_layers=2",
+            "--checkpoint.interval=1000",
+            "--training.seq_len=64",
+        ),
     ]
     process = subprocess.Popen([*TITAN, *command], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
@@ -63,7 +67,9 @@ def test_stopped_and_continued_run_has_every_step_once(run_dir: Path) -> None:
 
 def test_a_finished_run_is_resumed_as_nothing(run_dir: Path) -> None:
     def files() -> dict[Path, tuple[int, int]]:
-        return {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in run_dir.rglob("*")}
+        return {
+            path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in run_dir.rglob("*")
+        }
 
     before = files()
     for options in ((), ("--nproc", "2"), ("--nproc", "2", "--max-restarts", "1")):
@@ -94,19 +100,27 @@ def test_another_model_in_the_folder_is_a_mistake_and_no_damage(
 ) -> None:
     folder = shutil.copytree(run_dir, tmp_path / "run")
     saved = {f: f.read_bytes() for f in (folder / "checkpoint").rglob("*") if f.is_file()}
-    settings = (f"--job.dump_folder={folder}", "--training.steps=61", "--model.overrides.dim=128")
+    settings = (
+        f"--job.dump_folder={folder}",
+        "--training.steps=61",
+        "--model.overrides.dim=128",
+    )
     refused = titan("train", str(run_dir / "config.toml"), *settings, "--nproc", "1")
     assert (refused.returncode, "this is another model" in refused.stderr) == (2, True)
     # Before anything is written: the run is still done.
     status = json.loads((folder / "status.json").read_text())
     assert (status["state"], status["step"]) == ("done", 60)
-    assert {f: f.read_bytes() for f in (folder / "checkpoint").rglob("*") if f.is_file()} == saved
+    assert {
+        f: f.read_bytes() for f in (folder / "checkpoint").rglob("*") if f.is_file()
+    } == saved
 
 
 def test_generate_from_the_run_and_from_a_step(run_dir: Path) -> None:
     ways = [run_dir, run_dir / "checkpoint" / "step-60"]
     results = [
-        titan("generate", "--checkpoint", str(way), "--prompt", "def ", "--max-new-tokens", "40")
+        titan(
+            "generate", "--checkpoint", str(way), "--prompt", "def ", "--max-new-tokens", "40"
+        )
         for way in ways
     ]
     assert all(r.returncode == 0 for r in results), results[0].stderr

@@ -70,7 +70,9 @@ def run(folder: Path, base: dict[str, Any]) -> list[list[tuple[float, bool]]]:
     return scores
 
 
-def shown(pool: Pool, folder: Path, base: dict[str, Any], **layout: int) -> tuple[Any, Any, Any]:
+def shown(
+    pool: Pool, folder: Path, base: dict[str, Any], **layout: int
+) -> tuple[Any, Any, Any]:
     """Return scores, the row of the step that evaluated, and the texts."""
     parallelism = {DEGREES[axis]: n for axis, n in ({"dp": 1} | layout).items()}
     ranks = math.prod(n for axis, n in layout.items() if axis != "ep")
@@ -121,9 +123,20 @@ def test_experts_give_the_numbers_of_one_process(pool: Pool, tmp_path: Path) -> 
 
 
 def test_figures_by_hand() -> None:
-    examples = [Example("", ["a", "bcd"], 1), Example("", ["ab", "c"], 0), Example("", ["x", "y"])]
+    examples = [
+        Example("", ["a", "bcd"], 1),
+        Example("", ["ab", "c"], 0),
+        Example("", ["x", "y"]),
+    ]
     # Likeliest: the first, the first (both are, and the first counts), the second. By length: the second, the first, the second.
-    scores = [(-1.0, True), (-1.5, False), (-2.0, True), (-2.0, False), (-3.0, False), (-1.0, True)]
+    scores = [
+        (-1.0, True),
+        (-1.5, False),
+        (-2.0, True),
+        (-2.0, False),
+        (-3.0, False),
+        (-1.0, True),
+    ]
     figures = ExampleTask("t", "choices", examples).figures(scores)
     assert figures == pytest.approx(
         {"acc": 1 / 3, "acc_norm": 2 / 3, "log_likelihood": -(1.5 + 2.0 + 3.0) / 3}
@@ -187,11 +200,16 @@ GOOD = '{"context": "a", "choices": ["b", "c"], "answer": 0}'
         ([GOOD.replace(', "answer": 0', "")], ':1: has no answer; set "answer"'),
         ([GOOD.replace('"b", ', "")], ':1: "choices" must be a list of at least two texts'),
         ([GOOD.replace("context", "text")], ':1: "context" is missing, or no text'),
-        ([GOOD, '{"context": "a", "target": "b"}'], ':2: has "target", and the lines before have'),
+        (
+            [GOOD, '{"context": "a", "target": "b"}'],
+            ':2: has "target", and the lines before have',
+        ),
         ([""], ": has no examples; write one object a line"),
     ],
 )
-def test_a_line_without_an_answer_is_named(tmp_path: Path, lines: list[str], expected: str) -> None:
+def test_a_line_without_an_answer_is_named(
+    tmp_path: Path, lines: list[str], expected: str
+) -> None:
     file = tmp_path / "mine.jsonl"
     file.write_text("\n".join(lines))
     with pytest.raises(InputError) as error:

@@ -26,7 +26,9 @@ KNOWN = {
     "AMD Instinct MI300X VF": "mi300x",
     "NVIDIA GeForce RTX 4090": "rtx-4090",
     # A slice and a laptop part have another peak; "H100" alone is sold in several speeds.
-    **dict.fromkeys(["NVIDIA A100-SXM4-80GB MIG 3g.40gb", "NVIDIA GeForce RTX 4090 Laptop GPU"]),
+    **dict.fromkeys(
+        ["NVIDIA A100-SXM4-80GB MIG 3g.40gb", "NVIDIA GeForce RTX 4090 Laptop GPU"]
+    ),
     **dict.fromkeys(["cpu", "", "NVIDIA H20", "NVIDIA H100"]),
 }
 
@@ -48,7 +50,9 @@ def test_figures() -> None:
         for d in HARDWARE
         if "nvfp4" in d.peak_flops
     }
-    assert four_bits == pytest.approx({"b200": 2, "b300": 2.92, "gb200": 2, "gb300": 3}, abs=0.01)
+    assert four_bits == pytest.approx(
+        {"b200": 2, "b300": 2.92, "gb200": 2, "gb300": 3}, abs=0.01
+    )
     for device in HARDWARE:
         assert device.peak_flops["bfloat16"] > device.peak_flops["float32"] > 1e13, device
         assert 20 < device.memory_gib < 300, device

@@ -153,7 +153,10 @@ def test_families_import_what_they_share_from_common() -> None:
         family = module.removeprefix("titan.models.").split(".")[0]
         for name in imports(module) if module.startswith("titan.models.") else ():
             other = name.removeprefix("titan.models.")
-            if name.startswith("titan.models.") and other.split(".")[0] not in ("common", family):
+            if name.startswith("titan.models.") and other.split(".")[0] not in (
+                "common",
+                family,
+            ):
                 found.setdefault(other, set()).add(family)
     assert found == {k: {*v.split()} for k, v in SUBCLASSES.items()}
 

@@ -36,7 +36,12 @@ LONG = {"from_step": 4, "seq_len": 64, "local_batch_size": 2, CP: 2}
 SPLIT = {"from_step": 7, CP: 1, TP: 2, "min_lr_factor": 0.1}
 BASE = with_changes(
     SMALL,
-    training={"steps": STEPS, "global_batch_size": 8, "local_batch_size": 1, "dataset": "stdlib"},
+    training={
+        "steps": STEPS,
+        "global_batch_size": 8,
+        "local_batch_size": 1,
+        "dataset": "stdlib",
+    },
     # An element whose gradient is next to nothing must not take its rounding error as a full step.
     optimizer={"lr": 1e-3, "eps": 1e-6},
     lr_scheduler={"warmup_steps": 2, "decay_ratio": 0.0},
@@ -46,10 +51,14 @@ BASE = with_changes(
 
 def job(folder: Path | str, *phases: dict[str, Any], **changes: Any) -> JobConfig:
     config = any_job(folder, base=BASE, **changes)
-    return JobConfig.model_validate(config.model_dump() | {"phase": [*(phases or (LONG, SPLIT))]})
+    return JobConfig.model_validate(
+        config.model_dump() | {"phase": [*(phases or (LONG, SPLIT))]}
+    )
 
 
-def train(config: JobConfig, lost_at: int = 0, stopped_at: int = 0, forgets: bool = False) -> Any:
+def train(
+    config: JobConfig, lost_at: int = 0, stopped_at: int = 0, forgets: bool = False
+) -> Any:
     """Train as titan.train does. Return each trainer's mesh and first step, and how many models stay in memory.
 
     Args:
@@ -64,7 +73,9 @@ def train(config: JobConfig, lost_at: int = 0, stopped_at: int = 0, forgets: boo
     while True:
         trainer = PoolTrainer(config, begin=begin, stop=stop)
         axes = (
-            f"{axis} {n}" for axis, n in trainer.layout.__dict__.items() if axis != "accumulation"
+            f"{axis} {n}"
+            for axis, n in trainer.layout.__dict__.items()
+            if axis != "accumulation"
         )
         seen.append(
             (trainer.step + 1, " x ".join(axis for axis in axes if not axis.endswith(" 1")))
@@ -207,7 +218,9 @@ def test_other_starts(pool: Pool, whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, damaged)
     for step in (8, 9):
         shutil.rmtree(damaged / f"checkpoint/step-{step}")
-    largest = max((damaged / "checkpoint/step-6").iterdir(), key=lambda path: path.stat().st_size)
+    largest = max(
+        (damaged / "checkpoint/step-6").iterdir(), key=lambda path: path.stat().st_size
+    )
     largest.write_bytes(largest.read_bytes()[:-100])
     swapped = job(damaged, LONG | {CP: 1, TP: 2}, SPLIT | {CP: 2, TP: 1})
     (_, long), (_, split) = COURSE[1:]

@@ -78,14 +78,17 @@ def test_rows_have_the_mean_loss_of_the_steps_since_the_last_one(
     """Also where, as on a device, the host reads a step's loss one step late; and over a resume."""
     every, some = tmp_path / "every", tmp_path / "some"
     run(job(every))
-    monkeypatch.setattr(Trainer, "max_pending", property(lambda _: late, lambda *_: None), False)
+    monkeypatch.setattr(
+        Trainer, "max_pending", property(lambda _: late, lambda *_: None), False
+    )
     run(job(some, training={"steps": 5}, metrics={"log_freq": 3}))
     run(job(some, metrics={"log_freq": 3}))
     losses = {row["step"]: row["loss"] for row in rows(every)}
     assert [row["loss_mean"] for row in rows(every)] == list(losses.values())
     expected = {1: [1], 3: [2, 3], 5: [4, 5], 6: [6], 8: [7, 8]}
     assert {row["step"]: (row["loss"], row["loss_mean"]) for row in rows(some)} == {
-        step: (losses[step], fmean(losses[s] for s in steps)) for step, steps in expected.items()
+        step: (losses[step], fmean(losses[s] for s in steps))
+        for step, steps in expected.items()
     }
 
 
@@ -109,7 +112,9 @@ def test_a_check_of_replicas_without_replicas_says_so_once(
     assert capsys.readouterr().out.count("is replicated, so there is nothing to compare") == 1
 
 
-def test_harmless_changes_are_no_news(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_harmless_changes_are_no_news(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The same samples in each step, shared out otherwise, and settings that change no result."""
     run(job(tmp_path, training={"steps": 4, "local_batch_size": 4}))
     changes = {
@@ -202,7 +207,11 @@ def test_a_stop_request_saves_and_a_later_run_goes_on(tmp_path: Path) -> None:
     trainer.close()
     assert list_steps(tmp_path / "stopped" / "checkpoint") == [4]
     status = json.loads((tmp_path / "stopped" / "status.json").read_text())
-    assert (status["state"], status["exit_code"], status["step"]) == ("stopped", EXIT_STOPPED, 4)
+    assert (status["state"], status["exit_code"], status["step"]) == (
+        "stopped",
+        EXIT_STOPPED,
+        4,
+    )
     run(job(tmp_path / "stopped"))
     run(job(tmp_path / "whole"))
     assert numbers(tmp_path / "stopped") == numbers(tmp_path / "whole")
@@ -214,7 +223,8 @@ def test_a_non_finite_loss_stops_with_step_rank_and_samples(tmp_path: Path) -> N
     with torch.no_grad():
         trainer.train_step.model_parts[0].get_parameter("norm.weight").fill_(float("nan"))
     with pytest.raises(
-        NonFiniteError, match=r"step 2: loss nan.*rank 0: samples 4 to 5; rank 0: samples 6 to 7"
+        NonFiniteError,
+        match=r"step 2: loss nan.*rank 0: samples 4 to 5; rank 0: samples 6 to 7",
     ):
         trainer.run()
     trainer.close()
@@ -281,7 +291,8 @@ def test_validation_is_logged_with_bits_per_byte(tmp_path: Path) -> None:
     run(config)
     by_step = {r["step"]: r for r in rows(tmp_path / "run")}
     assert (
-        "validation_loss" not in by_step[3] and by_step[4]["validation_loss"] < by_step[1]["loss"]
+        "validation_loss" not in by_step[3]
+        and by_step[4]["validation_loss"] < by_step[1]["loss"]
     )
     # One byte a token but for the begin and end tokens: bits per byte a little above loss / ln 2.
     ratio = by_step[8]["bits_per_byte"] / (by_step[8]["validation_loss"] / 0.693147)
@@ -290,6 +301,8 @@ def test_validation_is_logged_with_bits_per_byte(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"258 tokens, but llama3 tiny has a vocabulary of 100"):
+    with pytest.raises(
+        ValueError, match=r"258 tokens, but llama3 tiny has a vocabulary of 100"
+    ):
         Trainer(job(tmp_path, model={"overrides": {"vocab_size": 100}}))
     torch.distributed.destroy_process_group()

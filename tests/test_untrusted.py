@@ -203,7 +203,13 @@ TOML = (*TOML, escaped_toml, endless_number)
 
 # ---- kinds of files --------------------------------------------------------------------------------
 
-STATUS = {"state": "failed", "exit_code": 1, "step": 7, "reason": "rank 0 failed", "unix_s": 1.7e9}
+STATUS = {
+    "state": "failed",
+    "exit_code": 1,
+    "step": 7,
+    "reason": "rank 0 failed",
+    "unix_s": 1.7e9,
+}
 DUMP = {
     **{"rank": 0, "host": "a", "step": 7, "unix_s": 1.7e9, "world_size": 2},
     "failure": {"reason": "asked", "kind": "asked", "step": 7, "rank": 0},
@@ -212,14 +218,27 @@ DUMP = {
     "groups": {"1": {"axis": "tp", "ranks": [0, 1], "begun": {"gloo": 5}}},
     "entries": [
         {
-            **{"group": "1", "backend": "gloo", "seq": 5, "p2p_seq": 0, "operation": "all_reduce"},
+            **{
+                "group": "1",
+                "backend": "gloo",
+                "seq": 5,
+                "p2p_seq": 0,
+                "operation": "all_reduce",
+            },
             **{"called": "all_reduce", "line": "a.py:1", "input_sizes": [[4]]},
             **{"input_dtypes": ["Float"], "enqueued_unix_s": 1.7e9},
         }
     ],
     "p2p": [
         {
-            **{"peer": 1, "sends": True, "seq": 1, "axis": "pp", "size": [4], "dtype": "float32"},
+            **{
+                "peer": 1,
+                "sends": True,
+                "seq": 1,
+                "axis": "pp",
+                "size": [4],
+                "dtype": "float32",
+            },
             **{"line": "a.py:1", "enqueued_unix_s": 1.7e9},
         }
     ],
@@ -242,7 +261,9 @@ def write_run(run: Path) -> None:
         (run / name).write_text(json.dumps(content))
     for name, row in {"metrics.jsonl": TIMES, "logs/rank-0.times.jsonl": TIMES}.items():
         (run / name).write_text(f"{json.dumps(row)}\n" * 5)
-    stack = 'Current thread 0x1 (most recent call first):\n  File "/x/titan/a.py", line 90 in f\n'
+    stack = (
+        'Current thread 0x1 (most recent call first):\n  File "/x/titan/a.py", line 90 in f\n'
+    )
     (run / "logs" / "rank-0.stacks.txt").write_text(stack * 5)
 
 
@@ -286,7 +307,14 @@ def write_model(model: Path) -> None:
     (model / "config.json").write_text(json.dumps(hf_config(sizes)))
     vocab = {"a": 0, "b": 1, "<s>": 2}
     kind = {"type": "WordLevel", "vocab": vocab, "unk_token": "a"}
-    parts = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+    parts = (
+        "truncation",
+        "padding",
+        "normalizer",
+        "pre_tokenizer",
+        "post_processor",
+        "decoder",
+    )
     tokenizer = {"version": "1.0", "added_tokens": [], **dict.fromkeys(parts), "model": kind}
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
     (model / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
@@ -373,7 +401,11 @@ HARMLESS: dict[str, set[str]] = {
     "run/metrics.jsonl": {"truncated"},
     "run/logs/rank-0.times.jsonl": {"truncated"},
     "run/logs/rank-0.stacks.txt": {"junk", "deep", "sparse"},
-    "model/model.safetensors.index.json": {"negative", "huge_numbers", "not_numbers"},  # has none
+    "model/model.safetensors.index.json": {
+        "negative",
+        "huge_numbers",
+        "not_numbers",
+    },  # has none
     "model/tokenizer_config.json": {"negative", "huge_numbers", "not_numbers", "escape_keys"},
 }
 READERS = {read.__name__: read for (_, read), _ in KINDS.values()}
@@ -449,7 +481,9 @@ def test_damaged_files(reader: str, tmp_path: Path) -> None:
             refused = found["code"] and any(file in line for line in said.splitlines())
             is_clean = all(printable(line) == line for line in said.splitlines())
             is_small = found["bytes"] <= MAX_BYTES and found["cpu_s"] <= MAX_CPU_S
-            is_well = is_clean and is_small and "Traceback" not in said and not found["executed"]
+            is_well = (
+                is_clean and is_small and "Traceback" not in said and not found["executed"]
+            )
             if not is_well or not (refused or is_harmless):
                 wrong.append(f"{kind}, {name}: {found}")
     assert not wrong, "\n".join([*wrong, done.stderr[-3000:]])
@@ -473,7 +507,20 @@ def test_what_reaches_a_terminal() -> None:
 
 def test_names_in_a_folder() -> None:
     assert is_plain_name("__0_0.distcp")
-    for name in ("", ".", "..", "a/b", "a\\b", "/a", "a\x00", "a\n", ESCAPE, "x" * 300, 3, None):
+    for name in (
+        "",
+        ".",
+        "..",
+        "a/b",
+        "a\\b",
+        "/a",
+        "a\x00",
+        "a\n",
+        ESCAPE,
+        "x" * 300,
+        3,
+        None,
+    ):
         assert not is_plain_name(name)
 
 
@@ -485,7 +532,9 @@ def test_links_within_a_folder_are_followed(tmp_path: Path) -> None:
     link.symlink_to("../../blobs/a")
     assert read_json(link, dict[str, int]) == {"a": 1}
     assert read_json(link, dict[str, int], within=tmp_path) == {"a": 1}
-    with pytest.raises(InputError, match=r"a\.json: cannot be read: it is a link that leads out"):
+    with pytest.raises(
+        InputError, match=r"a\.json: cannot be read: it is a link that leads out"
+    ):
         read_json(link, dict[str, int], within=link.parent)
 
 

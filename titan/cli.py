@@ -14,7 +14,13 @@ from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-from titan.commands import command_names, load_command, missing_part, prepare_process, summary_of
+from titan.commands import (
+    command_names,
+    load_command,
+    missing_part,
+    prepare_process,
+    summary_of,
+)
 from titan.config.options import JOB, add_new_layout, add_quiet, command_parser, positive, whole
 from titan.config.plug_ins import load_launcher, load_part, load_plug_ins
 
@@ -150,7 +156,9 @@ def train(argv: list[str]) -> int:
         num_processes = options.nproc or max(1, count_accelerators())
         choice = None
         if leaves_layout_open(job):  # other jobs import no simulator
-            missing = '"auto" needs titan/sim, which is not installed; use "fixed" and the degrees'
+            missing = (
+                '"auto" needs titan/sim, which is not installed; use "fixed" and the degrees'
+            )
             auto = load_part("layout", key="parallelism.layout", missing=missing)
             job, choice = auto.resolve(
                 job,
@@ -163,9 +171,9 @@ def train(argv: list[str]) -> int:
             from titan.checks.rules import load_to_run
 
             # Rank 0 warns.
-            return load_to_run(job, world_size=num_processes, options=known, here=True, warn=False)[
-                0
-            ]
+            return load_to_run(
+                job, world_size=num_processes, options=known, here=True, warn=False
+            )[0]
 
         for extension in extensions:
             if (code := extension.launch(options, job, load)) is not None:

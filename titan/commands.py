@@ -80,7 +80,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "titan.ops.preflight.cli:main",
     ),
     "verify": ("check a checkpoint and name any damaged file", "titan.tools.verify:main"),
-    "convert": ("Hugging Face folders to checkpoints, and back", "titan.huggingface.convert:main"),
+    "convert": (
+        "Hugging Face folders to checkpoints, and back",
+        "titan.huggingface.convert:main",
+    ),
     "generate": ("sample text from a checkpoint", "titan.tools.generate:main"),
     "completion": (
         "let the shell complete commands, files and keys",

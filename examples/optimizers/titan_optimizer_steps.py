@@ -80,7 +80,9 @@ class ScheduleFree(_Stepper):
                 torch.zeros((), device=parameter.device) for _ in range(2)
             )
         (beta1, beta2), lr = group["betas"], group["lr"]
-        y, grad, z, square = map(local, (parameter, _grad(parameter), state["z"], state["square"]))
+        y, grad, z, square = map(
+            local, (parameter, _grad(parameter), state["z"], state["square"])
+        )
         state["steps"] += 1
         square.lerp_(grad.square(), 1 - beta2)
         scale = (square / (1 - beta2 ** state["steps"])).sqrt_().add_(group["eps"])
@@ -127,7 +129,13 @@ class SOAP(_Stepper):
     """
 
     def __init__(
-        self, params: Any, *, betas: tuple[float, float], eps: float, basis_freq: int, max_dim: int
+        self,
+        params: Any,
+        *,
+        betas: tuple[float, float],
+        eps: float,
+        basis_freq: int,
+        max_dim: int,
     ) -> None:
         super().__init__(params, {**_ON_DEVICE, "betas": betas, "eps": eps})
         self.basis_freq, self.max_dim = basis_freq, max_dim

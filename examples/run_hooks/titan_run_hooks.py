@@ -119,5 +119,7 @@ class MLflow(Hook):
 
     def _log(self) -> None:
         for row in self.rows:
-            numbers = {key: value for key, value in row.items() if isinstance(value, int | float)}
+            numbers = {
+                key: value for key, value in row.items() if isinstance(value, int | float)
+            }
             self.mlflow.log_metrics(numbers, step=row["step"])

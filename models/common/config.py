@@ -75,7 +75,11 @@ class LlamaConfig(ModelSizes):
     @property
     def last_modules(self) -> tuple[str, ...]:
         """Return the names of the modules that a pipeline puts on its last stage, after the blocks."""
-        return (*(f"layers.{n}" for n in range(self.n_layers, self.num_blocks)), "norm", "output")
+        return (
+            *(f"layers.{n}" for n in range(self.n_layers, self.num_blocks)),
+            "norm",
+            "output",
+        )
 
     @property
     def num_mtp_params(self) -> int:

@@ -17,7 +17,10 @@ from titan.parallel.token_order import inverted, permute
 
 
 def dispatch(
-    x_TD: Tensor, ids_TK: Tensor, num_experts: int, dispatcher: Callable[[Tensor, Tensor], Tensor]
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    num_experts: int,
+    dispatcher: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """Return the outputs of each token's experts, (T, K, D).
 

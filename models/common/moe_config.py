@@ -100,7 +100,9 @@ class MoEConfig(LlamaConfig):
 
     def _count(self, *, active: bool) -> int:
         embeddings = self.num_embedding_params * (1 if self.tied_embeddings else 2)
-        blocks = sum(self.block_params(layer, active=active) for layer in range(self.num_blocks))
+        blocks = sum(
+            self.block_params(layer, active=active) for layer in range(self.num_blocks)
+        )
         return embeddings + blocks + self.num_mtp_params + self.dim
 
     def flops_per_token(self, seq_len: int, *, causal: bool = False) -> int:

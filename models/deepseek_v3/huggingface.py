@@ -103,7 +103,11 @@ def hf_config(config: DeepSeekConfig) -> dict[str, Any]:
     else:
         architecture, method = "DeepseekV2ForCausalLM", "greedy"
         method = "group_limited_greedy" if has_groups else method
-    yarn = {**_YARN_ONLY, **hf_names.fields_of(config, _YARN), "mscale_all_dim": config.rope_mscale}
+    yarn = {
+        **_YARN_ONLY,
+        **hf_names.fields_of(config, _YARN),
+        "mscale_all_dim": config.rope_mscale,
+    }
     return {
         **hf_names.header(ARCHITECTURES, architecture),
         **hf_names.hf_config(config),

@@ -90,7 +90,9 @@ FLAVORS: dict[str, Qwen3Config] = {
     "32B": _qwen3(5120, 64, 64, 25600),
     # With experts. titan's own, then TorchTitan v0.2.2's, then those of the paper
     "tiny_moe": _experts(64, 4, 4, 2, 8, 2, 64, head_dim=32, vocab_size=2048),
-    "demo_moe": _experts(192, 4, 6, 2, 8, 2, 256, head_dim=32, vocab_size=264, rope_theta=10_000.0),
+    "demo_moe": _experts(
+        192, 4, 6, 2, 8, 2, 256, head_dim=32, vocab_size=264, rope_theta=10_000.0
+    ),
     "debugmodel_moe": _experts(256, 8, 16, 8, 64, 8, 768, vocab_size=2048),
     "30B-A3B": _experts(2048, 48, 32, 4, 128, 8, 768),
     "235B-A22B": _experts(4096, 94, 64, 4, 128, 8, 1536),

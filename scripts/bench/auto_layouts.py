@@ -37,7 +37,10 @@ def left_open(job: Path, folder: Path, sequences: int) -> Path:
         if not isinstance(value, dict):
             lines.append(f"{name} = {format_value(value)}")
             continue
-        lines += [f"[{name}]", *(f"{key} = {format_value(inner)}" for key, inner in value.items())]
+        lines += [
+            f"[{name}]",
+            *(f"{key} = {format_value(inner)}" for key, inner in value.items()),
+        ]
     path = folder / job.name
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path

@@ -75,7 +75,9 @@ def build_step(
             weight.grad, parameter.grad = parameter.grad.float(), None
 
         parameter.register_post_accumulate_grad_hook(cast)
-    optimizer = torch.optim.AdamW(weights, lr=config.optimizer.lr, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(
+        weights, lr=config.optimizer.lr, betas=(0.9, 0.95), fused=True
+    )
 
     def loss_of(tokens: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(model(tokens).flatten(0, 1).float(), labels)
@@ -113,7 +115,10 @@ def train(config: JobConfig) -> None:
                 elapsed = time.perf_counter() - begin
                 row["tokens_per_s"] = (step - last) * labels.numel() / elapsed
                 memory = peak_memory(reset=True)
-                row |= {"memory_gib": memory.reserved_gib, "memory_active_gib": memory.active_gib}
+                row |= {
+                    "memory_gib": memory.reserved_gib,
+                    "memory_active_gib": memory.active_gib,
+                }
                 metrics.write(json.dumps(row) + "\n")
                 begin, last = time.perf_counter(), step
 

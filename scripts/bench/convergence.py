@@ -65,7 +65,10 @@ ONE, SHARDED, PIPELINE = "one process", "FSDP 2 x TP 2", "PP 2"
 RESUMED = f"{SHARDED}, then {PIPELINE}"
 # Ranks, and what differs from the job of one process. The sequences of a step are the same in all.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    SHARDED: (4, {DEGREE.format("data_parallel_shard"): 2, DEGREE.format("tensor_parallel"): 2}),
+    SHARDED: (
+        4,
+        {DEGREE.format("data_parallel_shard"): 2, DEGREE.format("tensor_parallel"): 2},
+    ),
     "CP 2": (2, {DEGREE.format("context_parallel"): 2}),
     PIPELINE: (2, {DEGREE.format("pipeline_parallel"): 2}),
     RESUMED: (2, {DEGREE.format("pipeline_parallel"): 2}),
@@ -135,7 +138,10 @@ def torchtitan() -> None:
             by_half = weights[name].unflatten(0, (-1, 2, halves))
             weights[name] = by_half.transpose(1, 2).flatten(0, 2)
     missing, unexpected = trainer.model_parts[0].load_state_dict(weights, strict=False)
-    assert not unexpected and all("freqs_cis" in name for name in missing), (missing, unexpected)
+    assert not unexpected and all("freqs_cis" in name for name in missing), (
+        missing,
+        unexpected,
+    )
     trainer.train()
     trainer.close()
 
@@ -217,7 +223,9 @@ def write_jobs(args: argparse.Namespace) -> None:
     for name, file in {"titan": "job.toml", "torchtitan": "torchtitan.toml"}.items():
         # Each knows only its data; TorchTitan's comes from titan's loader.
         dataset = "stdlib" if name == "titan" else "c4"
-        text = JOB.format(folder=name, steps=args.steps, dtype=args.dtype, dataset=dataset, **sizes)
+        text = JOB.format(
+            folder=name, steps=args.steps, dtype=args.dtype, dataset=dataset, **sizes
+        )
         text += SMALL if args.layouts and name == "titan" else ""
         (args.folder / file).write_text(text)
 
@@ -302,7 +310,9 @@ def compare(args: argparse.Namespace) -> None:
     for step in sorted({1, 10, 100, args.steps // 2, args.steps}):
         if step > args.steps:
             break
-        print(f"| {step} | {ours[step - 1]:.5f} | {theirs[step - 1]:.5f} | {apart[step - 1]:.1e} |")
+        print(
+            f"| {step} | {ours[step - 1]:.5f} | {theirs[step - 1]:.5f} | {apart[step - 1]:.1e} |"
+        )
     means = [statistics.fmean(of_run[-100:]) for of_run in (ours, theirs)]
     print(f"mean of the last 100: {means[0]:.5f} and {means[1]:.5f}", flush=True)
     if can_draw():

@@ -72,12 +72,16 @@ def write_copies(folder: Path) -> Path:
     """Write the library four times, about 45 MB, with a mark that makes each copy its own."""
     folder.mkdir()
     for copy in range(4):
-        lines = (json.dumps({"text": f"# copy {copy}\n{text}"}) + "\n" for text in library_texts())
+        lines = (
+            json.dumps({"text": f"# copy {copy}\n{text}"}) + "\n" for text in library_texts()
+        )
         (folder / f"{copy}.jsonl").write_text("".join(lines))
     return folder
 
 
-def write_words(file: Path, *, lengths: range, num_bytes: float = 1e18, count: int = 2**62) -> Path:
+def write_words(
+    file: Path, *, lengths: range, num_bytes: float = 1e18, count: int = 2**62
+) -> Path:
     """Write documents of consecutive words of the library, from random places, until the file is as large as asked."""
     words = " ".join(library_texts()).split()
     generator, size = random.Random(0), 0
@@ -94,7 +98,9 @@ def write_words(file: Path, *, lengths: range, num_bytes: float = 1e18, count: i
 def open_loader(source: s.Section, vocabulary: str, cache: Path) -> Loader:
     section = s.TokenizerSection(name="auto" if vocabulary else "bytes", path=vocabulary)
     dataloader = s.DataloaderSection(num_workers=0)
-    training = s.TrainingSection(seq_len=SEQUENCE, local_batch_size=BATCH, dataloader=dataloader)
+    training = s.TrainingSection(
+        seq_len=SEQUENCE, local_batch_size=BATCH, dataloader=dataloader
+    )
     data = s.DataSection(cache_folder=str(cache)).model_copy(update={"sources": [source]})
     task = NextToken(s.JobConfig().model_copy(update={"training": training, "data": data}))
     task.tokenizer = build_tokenizer(section, hf_assets_path="")
@@ -128,7 +134,9 @@ def torchtitan_batches(file: Path, vocabulary: str) -> Iterator[object]:
     logging.disable()
     text_datasets.DATASETS["local"] = DatasetConfig(
         path=str(file),
-        loader=lambda path: load_dataset("json", data_files=path, split="train", streaming=True),
+        loader=lambda path: load_dataset(
+            "json", data_files=path, split="train", streaming=True
+        ),
         sample_processor=lambda row: row["text"],
     )
     config = JobConfig()
@@ -150,7 +158,11 @@ def titan_raw(file: Path, vocabulary: str, cache: Path) -> None:
 def compare_loaders(folder: Path, vocabulary: str, *, rounds: int) -> None:
     text = write_words(folder / "words.jsonl", lengths=range(200, 1200), num_bytes=4e7)
     shards = folder / "shards"
-    timed(partial(quietly, prepare, "--input", text, "--tokenizer", vocabulary, "--output", shards))
+    timed(
+        partial(
+            quietly, prepare, "--input", text, "--tokenizer", vocabulary, "--output", shards
+        )
+    )
     loader = open_loader(s.ShardsSource(path=str(shards)), vocabulary, folder)
 
     def steps() -> Iterator[object]:
@@ -243,7 +255,15 @@ enable = false
 def start(folder: Path, text: Path, cache: Path, *, ranks: int) -> float:
     """Return the seconds from the command to the end of a run of one step."""
     (folder / "job.toml").write_text(JOB)
-    command = [sys.executable, "-m", "titan.cli", "train", folder / "job.toml", "--nproc", ranks]
+    command = [
+        sys.executable,
+        "-m",
+        "titan.cli",
+        "train",
+        folder / "job.toml",
+        "--nproc",
+        ranks,
+    ]
     command += [f"--training.dataset_path={text}", f"--data.cache_folder={cache}"]
     command += [f"--job.dump_folder={folder / 'run'}"]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
@@ -259,7 +279,9 @@ def peaks_mib(root: int) -> dict[int, float]:
     found, parents = {}, {}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError):
-            parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")")[-1].split()[1])
+            parents[int(entry.name)] = int(
+                (entry / "stat").read_text().rsplit(")")[-1].split()[1]
+            )
     for process in parents:
         above = process
         while above in parents and above != root:
@@ -273,7 +295,9 @@ def peaks_mib(root: int) -> dict[int, float]:
 
 
 def compare_start(folder: Path, *, rounds: int, megabytes: int) -> None:
-    text = write_words(folder / "words.jsonl", lengths=range(200, 1200), num_bytes=megabytes * 1e6)
+    text = write_words(
+        folder / "words.jsonl", lengths=range(200, 1200), num_bytes=megabytes * 1e6
+    )
     # The start with a cache does not depend on the size.
     short = write_words(folder / "short.jsonl", lengths=range(200, 1200), num_bytes=2e7)
     begin, peaks = time.perf_counter(), {}

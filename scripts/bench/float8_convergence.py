@@ -61,7 +61,10 @@ def train(name: str, *, steps: int, folder: Path) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "titan.train", str(job)]
     command += [f"--{key}={value}" for key, value in overrides.items()]
     subprocess.run(
-        command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command,
+        check=True,
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     print(f"done: {name}", file=sys.stderr)
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -83,14 +86,18 @@ def draw(runs: dict[str, list[dict[str, Any]]], *, output: Path) -> None:
         )
         for name, rows in runs.items()
     }
-    figure, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(9, 7), height_ratios=(3, 2))
+    figure, (above, below) = plt.subplots(
+        2, 1, sharex=True, figsize=(9, 7), height_ratios=(3, 2)
+    )
     for name, values in means.items():
         style: dict[str, Any] = {"label": name, "linewidth": 1.2}
         if name in PLAIN:
             style |= {"color": "black", "linestyle": ("--", "-", ":")[PLAIN.index(name)]}
         numbers = range(1, len(values) + 1)
         above.plot(numbers, values, **style)
-        below.plot(numbers, [a - b for a, b in zip(values, means["bf16"], strict=True)], **style)
+        below.plot(
+            numbers, [a - b for a, b in zip(values, means["bf16"], strict=True)], **style
+        )
     above.set_ylabel(f"training loss, running mean ({SMOOTHING})")
     above.set_ylim(top=min(5.0, means["bf16"][0]))
     above.legend()

@@ -37,7 +37,9 @@ from torch.nn import attention
 BF16, FP32 = torch.bfloat16, torch.float32
 Call = Callable[[], Any]
 FLUSH_BYTES = 2**28  # five times the L2 cache of an H100
-SLEEP_CYCLES = 1_500_000  # 0.9 ms at 1.7 GHz: what the host needs to launch a call of many kernels
+SLEEP_CYCLES = (
+    1_500_000  # 0.9 ms at 1.7 GHz: what the host needs to launch a call of many kernels
+)
 SECONDS = 0.1  # of calls for each row
 SAMPLE = 300_000_000  # parameters that copies and AdamW are timed on, in whole blocks
 
@@ -205,7 +207,9 @@ def attention_kernel(name: str) -> Iterator[None]:
     if other:
         attention.activate_flash_attention_impl(name.upper())
     try:
-        with attention.sdpa_kernel(getattr(attention.SDPBackend, f"{ATTENTION[name]}_ATTENTION")):
+        with attention.sdpa_kernel(
+            getattr(attention.SDPBackend, f"{ATTENTION[name]}_ATTENTION")
+        ):
             yield
     finally:
         if other:
@@ -217,7 +221,9 @@ def attention_rows(model: Model, book: Book) -> None:
         # Projections write (B, S, H, K).
         shape = (model.batch, model.seq_len, heads, model.head_dim)
         x_BSHK = torch.randn(shape, device=book.device, dtype=BF16)
-        return x_BSHK.transpose(1, 2).requires_grad_()  # else no kernel would write the log-sum-exp
+        return x_BSHK.transpose(
+            1, 2
+        ).requires_grad_()  # else no kernel would write the log-sum-exp
 
     def forward() -> Call:
         q, k, v = (inputs(heads) for heads in (model.heads, model.kv_heads, model.kv_heads))
@@ -301,7 +307,14 @@ def output_rows(model: Model, book: Book) -> None:
             return lambda: torch.mm(d_logits.T, x, out=total, out_dtype=FP32)  # pyright: ignore
         return lambda: torch.addmm(total, d_logits.T, x, out=total, out_dtype=FP32)  # pyright: ignore
 
-    parts = ("logits fp32", "logits bf16", "dX", "dW fp32, added", "dW fp32, written", "dW bf16")
+    parts = (
+        "logits fp32",
+        "logits bf16",
+        "dX",
+        "dW fp32, added",
+        "dW fp32, written",
+        "dW bf16",
+    )
     for chunk in model.chunks:
         for part in parts:
             sizes = {"C": chunk, "inputs": model.dim, "outputs": model.vocab}
@@ -490,7 +503,10 @@ def choices(model: Model) -> list[tuple[str, dict[str, Terms]]]:
             (f"output logits {kind}, chunk {chunk}", calls),
             (f"output dX, chunk {chunk}", calls),
         ]
-        terms += [(f"logsumexp torch {dtype}", calls * scale), (f"gradient {dtype}", calls * scale)]
+        terms += [
+            (f"logsumexp torch {dtype}", calls * scale),
+            (f"gradient {dtype}", calls * scale),
+        ]
         if write_first:
             terms.append((f"output dW fp32, written, chunk {chunk}", 1))
             calls -= 1
@@ -513,7 +529,10 @@ def choices(model: Model) -> list[tuple[str, dict[str, Terms]]]:
     joined = [*block([("q, k, v joined", 1)]), ("q, k, v cat", layers)]
     once = [cast, ("bf16 to fp32, foreach_copy", sample)]
     return [
-        ("copies of weights and gradients", {"FSDP's": casts + moves, "one cast each way": once}),
+        (
+            "copies of weights and gradients",
+            {"FSDP's": casts + moves, "one cast each way": once},
+        ),
         (
             "log-sum-exp",
             {
@@ -564,9 +583,17 @@ def decide(model: Model, book: Book) -> list[dict[str, Any]]:
             verdict = f"keep {now}, by {second - known[now]:.2f} ms a step"
         else:
             verdict = f"{best} PAYS {known[now] - known[best]:.2f} ms a step"
-        print(f"{model.name}, {what}: {verdict}. {said}{'; ' if said and unknown else ''}{unknown}")
+        print(
+            f"{model.name}, {what}: {verdict}. {said}{'; ' if said and unknown else ''}{unknown}"
+        )
         decisions.append(
-            {"model": model.name, "what": what, "now": now, "ms_a_step": found, "verdict": verdict}
+            {
+                "model": model.name,
+                "what": what,
+                "now": now,
+                "ms_a_step": found,
+                "verdict": verdict,
+            }
         )
     return decisions
 
@@ -577,7 +604,9 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="where rows and decisions are written")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, on a CPU")
-    parser.add_argument("--limit-s", type=float, default=60, help="rows begun later have no figure")
+    parser.add_argument(
+        "--limit-s", type=float, default=60, help="rows begun later have no figure"
+    )
     args = parser.parse_args()
     end = time.monotonic() + args.limit_s
     torch.manual_seed(0)

@@ -32,7 +32,13 @@ DEEPSEEK = {
     "flavor": "16B",
     "overrides": {
         **{"dim": 64, "n_layers": 27, "n_heads": 4, "vocab_size": 256, "ffn_dim": 64},
-        **{"expert_dim": 32, "num_experts": 8, "top_k": 2, "kv_lora_rank": 32, "rope_factor": 0.0},
+        **{
+            "expert_dim": 32,
+            "num_experts": 8,
+            "top_k": 2,
+            "kv_lora_rank": 32,
+            "rope_factor": 0.0,
+        },
     },
 }
 OPERATORS = {"mode": "selective", "selective_ac_option": "op"}
@@ -121,7 +127,9 @@ def tiny_pace(row: str) -> dict[str, dict[str, float]]:
     config = config_of(row).on_device("cpu")
     small, layout = tiny(config, resolve_layout(config, 8))
     # As wide and as long as the row itself, whose CPU kernels are to be compared. Only the depth is small.
-    depth = {n: v for n, v in small.model.overrides.items() if n in ("n_layers", "n_dense_layers")}
+    depth = {
+        n: v for n, v in small.model.overrides.items() if n in ("n_layers", "n_dense_layers")
+    }
     overrides = {**config.model.overrides, **depth}
     model = config.model.model_copy(update={"overrides": overrides})
     wide = small.model_copy(update={"model": model, "training": config.training})

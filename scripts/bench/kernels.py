@@ -47,11 +47,15 @@ class Count(TorchDispatchMode):
         super().__init__()
         self.by_name: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         # Views and allocations launch nothing.
         if func.namespace in ("c10d", "_c10d_functional"):
             self.by_name[COLLECTIVE] += "wait" not in func.__name__
-        elif not func.is_view and not func.__name__.startswith(("empty", "new_empty", "detach")):
+        elif not func.is_view and not func.__name__.startswith(
+            ("empty", "new_empty", "detach")
+        ):
             self.by_name[func.__name__] += 1
         return func(*args, **(kwargs or {}))
 

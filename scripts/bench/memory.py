@@ -53,7 +53,11 @@ def job(settings: dict[str, Any]) -> JobConfig:
     """The job of a mode."""
     section = dict(settings)
     compiled = section.pop("compile", False)
-    training = {"mixed_precision_param": "float32", "local_batch_size": BATCH, "seq_len": SEQUENCE}
+    training = {
+        "mixed_precision_param": "float32",
+        "local_batch_size": BATCH,
+        "seq_len": SEQUENCE,
+    }
     return JobConfig.model_validate(
         {
             "model": {"flavor": "tiny", "overrides": OVERRIDES},

@@ -283,7 +283,9 @@ def measure(args: argparse.Namespace, contestant: str, size: str, *, ranks: int,
         ]
         with (Path(folder) / "log.txt").open("w+") as log:
             begin = time.perf_counter()
-            process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
+            process = subprocess.Popen(
+                command, cwd=folder, env=environment, stdout=log, stderr=log
+            )
             _, status, usage = os.wait4(process.pid, 0)
             wall_s = time.perf_counter() - begin
             if status:

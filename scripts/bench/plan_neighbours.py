@@ -31,8 +31,12 @@ def by_hand(
     """Return the variants of a job that fit, the fastest first; print all."""
     variants = simulate_variants(job, settings, world_size=world_size, profiles=[profile])
     for variant in variants:
-        what = " ".join(f"{key.split('.')[-1]}={value}" for key, value in variant.settings.items())
-        speed = f"{variant.speed:10,.0f}  {variant.memory} GiB" if variant.facts else "  cannot run"
+        what = " ".join(
+            f"{key.split('.')[-1]}={value}" for key, value in variant.settings.items()
+        )
+        speed = (
+            f"{variant.speed:10,.0f}  {variant.memory} GiB" if variant.facts else "  cannot run"
+        )
         print(f"  {speed:32}  {what} {variant.problem[:80]}", flush=True)
     return sorted((v for v in variants if v.fits), key=lambda v: -v.speed)
 
@@ -48,7 +52,10 @@ def compare_plans(
     modes.append(modes[1] | {"activation_checkpoint.selective_ac_option": "2"})
     zeros = [{"parallelism.fsdp_reshard_after_forward": name} for name in ("always", "never")]
     tps = [{"parallelism.tensor_parallel_degree": str(tp)} for tp in (1, 2, 4, 8)]
-    best, *_ = [*by_hand(job, [same | s for s in modes + zeros + tps], world_size, profile), None]
+    best, *_ = [
+        *by_hand(job, [same | s for s in modes + zeros + tps], world_size, profile),
+        None,
+    ]
     rows = []
     for budget in budgets:
         start = time.monotonic()
@@ -77,7 +84,9 @@ def compare_advice(job: list[str], world_size: int, profile: Profile, batch: int
     start = time.monotonic()
     first, *_ = [*find_changes(job, config, layout, profile), None]
     hand, advised = (variant.speed if variant else 0.0 for variant in (best, first))
-    what = " ".join(f"{k.split('.')[-1]}={v}" for k, v in first.settings.items()) if first else "-"
+    what = (
+        " ".join(f"{k.split('.')[-1]}={v}" for k, v in first.settings.items()) if first else "-"
+    )
     verdict = "yes" if advised >= hand * (1 - 1e-9) else "NO"
     return [
         f"| {job[0].split('/')[-1]}, batch {batch} | {world_size} | {hand:,.0f} | {advised:,.0f} | {what} | {verdict} | "

@@ -33,9 +33,23 @@ def write_run(folder: Path, *, rows: int, checkpoints: int) -> None:
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(1, rows + 1):
             row = {"step": step, "loss": 2 + generator.random() + 100 / step, "grad_norm": 1.0}
-            row |= {"lr": 3e-4, "tokens": step * 524288, "tokens_per_s": 1e6 * generator.random()}
-            row |= {"step_s": 0.5, "eta_s": 1.0 * (rows - step), "data_wait_s": 1e-4, "mfu": 0.4}
-            row |= {"memory_gib": 60.1, "memory_kind": "reserved", "tflops": 400.5, "loss_z": 0.1}
+            row |= {
+                "lr": 3e-4,
+                "tokens": step * 524288,
+                "tokens_per_s": 1e6 * generator.random(),
+            }
+            row |= {
+                "step_s": 0.5,
+                "eta_s": 1.0 * (rows - step),
+                "data_wait_s": 1e-4,
+                "mfu": 0.4,
+            }
+            row |= {
+                "memory_gib": 60.1,
+                "memory_kind": "reserved",
+                "tflops": 400.5,
+                "loss_z": 0.1,
+            }
             row |= {"validation_s": 0.0, "checkpoint_s": 0.0, "num_skipped": 0, "goodput": 0.9}
             row |= {"slowest_rank": 3, "slowest_rank_s": 0.51, "median_rank_s": 0.5}
             row |= {"unix_s": 1.7e9 + step / 2, "time_s": step / 2}
@@ -56,7 +70,12 @@ def write_run(folder: Path, *, rows: int, checkpoints: int) -> None:
     for number in range(rows):
         begin = number * STEP_US // rows
         args = {"stream": number % STREAMS, "correlation": number}
-        kernel = {"ph": "X", "cat": "kernel", "name": f"gemm_{number % 97}", "tid": args["stream"]}
+        kernel = {
+            "ph": "X",
+            "cat": "kernel",
+            "name": f"gemm_{number % 97}",
+            "tid": args["stream"],
+        }
         events.append(kernel | {"pid": 0, "ts": begin, "dur": STEP_US / rows, "args": args})
     # As torch's profiler writes it, an event on several lines.
     (traces / "rank-0.json").write_text(json.dumps({"traceEvents": events}, indent=1))
@@ -169,8 +188,12 @@ def main() -> None:
                         sys.exit(f"{reader.__name__} failed:\n{done.stderr.decode()[-2000:]}")
                     figures.setdefault(reader.__name__, []).append(json.loads(done.stdout))
             for reader, turns in figures.items():
-                cpu, read, peak = (statistics.median(column) for column in zip(*turns, strict=True))
-                print(f"| {rows:,} | {reader} | {cpu:.3f} | {read:.2f} | {peak:.1f} |", flush=True)
+                cpu, read, peak = (
+                    statistics.median(column) for column in zip(*turns, strict=True)
+                )
+                print(
+                    f"| {rows:,} | {reader} | {cpu:.3f} | {read:.2f} | {peak:.1f} |", flush=True
+                )
 
 
 if __name__ == "__main__":

@@ -25,7 +25,11 @@ SMALL = [str(JOBS / "R1.toml"), "--world-size", "8", "--hardware", "h100-96g-500
 PIPELINE = [
     *(str(ROOT / "train_configs" / "llama3_8b.toml"), "--world-size", "8"),
     *("--hardware", "h100-sxm", "--model.overrides", "{n_layers = 14}"),
-    *("--parallelism.pipeline_parallel_degree", "2", "--parallelism.data_parallel_shard_degree"),
+    *(
+        "--parallelism.pipeline_parallel_degree",
+        "2",
+        "--parallelism.data_parallel_shard_degree",
+    ),
     *("4", "--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"),
     *("--parallelism.pipeline_parallel_layers_per_stage", "4", "--training.local_batch_size"),
 ]

@@ -114,7 +114,11 @@ MODELS = {
             **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4},
             **{"num_experts_per_tok": 2, "moe_intermediate_size": 32},
             **{"shared_expert_intermediate_size": 32, "linear_num_key_heads": 2},
-            **{"linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+            **{
+                "linear_num_value_heads": 4,
+                "linear_key_head_dim": 16,
+                "linear_value_head_dim": 16,
+            },
         },
         family="transformers",
         architecture="Qwen3NextForCausalLM",
@@ -138,7 +142,10 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
 }
 # Parts that only some contestants know.
 OWN = {
-    **{part: {"titan", "before"} for part in ("chunk8192", "documents", "muon", *sorted(KERNELS))},
+    **{
+        part: {"titan", "before"}
+        for part in ("chunk8192", "documents", "muon", *sorted(KERNELS))
+    },
     "accumulate4": {"titan", "before", "torchtitan"},
 }
 COMMANDS = {
@@ -226,7 +233,13 @@ def run(
     with (folder / "log.txt").open("w") as log:
         code = subprocess.run(
             [sys.executable, *COMMANDS[contestant]],
-            **{"cwd": folder, "env": environment, "stdout": log, "stderr": log, "timeout": limit_s},
+            **{
+                "cwd": folder,
+                "env": environment,
+                "stdout": log,
+                "stderr": log,
+                "timeout": limit_s,
+            },
         ).returncode
     wall_s = round(time.monotonic() - begin, 1)
     if code:
@@ -288,7 +301,11 @@ def expect(args: argparse.Namespace, names: list[str]) -> None:
         args.batch = MODELS[args.model].batch_on(by_name(name).memory_gib)
         with tempfile.TemporaryDirectory() as folder:
             write_job(Path(folder), args, variant)
-            job = [f"{folder}/job.toml", f"{folder}/titan.toml", f"--json={folder}/predicted.json"]
+            job = [
+                f"{folder}/job.toml",
+                f"{folder}/titan.toml",
+                f"--json={folder}/predicted.json",
+            ]
             command = [sys.executable, "-m", "titan.cli", "sim", *job]
             command += ["--world-size=1", f"--hardware={name}"]
             done = subprocess.run(command, capture_output=True, text=True)
@@ -352,7 +369,8 @@ def measure(args: argparse.Namespace, results: dict[str, Any], folder: Path) -> 
     expected_s: dict[tuple[str, str], float] = {}
     for variant, number, contestant in product(args.variants, range(args.rounds), args.against):
         key = {
-            name: getattr(args, name) for name in ("model", "batch", "seq_len", "warm_up", "steps")
+            name: getattr(args, name)
+            for name in ("model", "batch", "seq_len", "warm_up", "steps")
         }
         key |= {"variant": variant, "contestant": contestant, "round": number}
         known = [done for done in results["runs"] if key.items() <= done.items()]
@@ -373,7 +391,9 @@ def measure(args: argparse.Namespace, results: dict[str, Any], folder: Path) -> 
         try:
             figures = run(where, args, contestant, limit_s=left_s)
         except subprocess.TimeoutExpired:
-            print(f"{name}: stopped after {left_s:.0f} s (--limit-s); run the same command again")
+            print(
+                f"{name}: stopped after {left_s:.0f} s (--limit-s); run the same command again"
+            )
             return passed
         expected_s[variant, contestant] = 1.1 * figures["wall_s"]
         passed = passed and "error" not in figures
@@ -401,11 +421,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", choices=MODELS, default="1B")
-    add("--variants", type=one_of(PARTS, "+"), default="eager,compile,compile+sac,compile+float8")
+    add(
+        "--variants",
+        type=one_of(PARTS, "+"),
+        default="eager,compile,compile+sac,compile+float8",
+    )
     add("--against", type=one_of(COMMANDS), default="titan,torchtitan,bare")
     add("--json", type=Path, help="where the runs are gathered")
     add("--batch", type=int, help="sequences a step; default: what fits the card")
-    add("--expect", metavar="CARD,...", help="run nothing; simulate titan's rows on these cards")
+    add(
+        "--expect", metavar="CARD,...", help="run nothing; simulate titan's rows on these cards"
+    )
     add("--seq-len", type=int, default=8192)
     add("--rounds", type=int, default=3, help="runs of each row")
     add("--warm-up", type=int, default=5, help="steps that are not counted")
@@ -421,12 +447,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         args.against = ["titan"]
     elif not args.json:
         parser.error("--json is missing")
-    if MODELS[args.model].family != "llama3" and not {"titan", "before"}.issuperset(args.against):
+    if MODELS[args.model].family != "llama3" and not {"titan", "before"}.issuperset(
+        args.against
+    ):
         parser.error(f"{args.model} is for titan alone: --against titan")
     for variant, contestant in product(args.variants, args.against):
         for part in variant.split("+"):
             if contestant not in OWN.get(part, COMMANDS):
-                parser.error(f"{part} is for {', '.join(sorted(OWN[part]))}, not for {contestant}")
+                parser.error(
+                    f"{part} is for {', '.join(sorted(OWN[part]))}, not for {contestant}"
+                )
     if min(args.warm_up, args.steps) < 1:
         parser.error("--warm-up and --steps must be at least 1: the first step compiles")
     return args

@@ -48,7 +48,9 @@ def _of(page: str, first: str, last: str = "") -> list[str]:
 
 def run(command: str, folder: Path, began: float) -> tuple[float, list[tuple[str, float]]]:
     """Run a command in the clone, show what it prints, and return its seconds and when a mark appeared."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHONPATH")
+    }
     environment["PATH"] = f"{folder / '.venv/bin'}:{os.environ['PATH']}"
     print(f"\n$ {command}", flush=True)
     start, marks = time.monotonic(), []

@@ -121,7 +121,10 @@ def save_changing_tensors(folder: Path) -> None:
 
     def state(step: int, *, rows: int = 2) -> dict[str, Any]:
         local = torch.full((rows, 3), 10.0 * step + rank)
-        return {"model.x": DTensor.from_local(local, mesh, [Shard(0)]), "model.y": local[0] - rank}
+        return {
+            "model.x": DTensor.from_local(local, mesh, [Shard(0)]),
+            "model.y": local[0] - rank,
+        }
 
     for step in (1, 2):
         manager.save(step, state(step), metadata={})

@@ -257,7 +257,8 @@ def test_a_folder_saved_in_both_forms_is_read_as_transformers_reads_it(
     newest: str, sources, tmp_path: Path
 ) -> None:
     models = [
-        transformers.LlamaForCausalLM.from_pretrained(sources["llama3", False]) for _ in range(2)
+        transformers.LlamaForCausalLM.from_pretrained(sources["llama3", False])
+        for _ in range(2)
     ]
     with torch.no_grad():
         for weight in models[1].parameters():
@@ -289,7 +290,9 @@ def train(config: JobConfig) -> None:
 
 
 def losses(run: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def test_training_from_and_to_a_folder(sources, pool: Pool, tmp_path: Path) -> None:
@@ -305,7 +308,9 @@ def test_training_from_and_to_a_folder(sources, pool: Pool, tmp_path: Path) -> N
     assert losses(by_step) == pytest.approx(losses(by_folder), rel=1e-5)
     # Those of the drawn weights are not the same.
     assert abs(losses(by_step)[0] - losses(drawn)[0]) > 0.01
-    step_2 = by_folder / "checkpoint" / "step-2"  # TorchTitan's place; the checkpoint stays whole
+    step_2 = (
+        by_folder / "checkpoint" / "step-2"
+    )  # TorchTitan's place; the checkpoint stays whole
     assert find_damage(step_2) == []
     saved = tensors(step_2)
     model = HFModel.of("qwen3", job(source, {}, folder=drawn).model.sizes)
@@ -364,7 +369,9 @@ def test_command_there_and_back(
     assert convert.main(["from-hf", str(with_tokenizer), str(there)]) == 0
     config = load_config(DEBUG, overlays=[there / "config.toml"])
     assert config.model.name == name and config.checkpoint.initial_load_path
-    assert config.tokenizer == TokenizerSection(path=str(there / "tokenizer")), "the job's own wins"
+    assert config.tokenizer == TokenizerSection(path=str(there / "tokenizer")), (
+        "the job's own wins"
+    )
     argv = ["to-hf", f"{there}/checkpoint/step-0", str(back)]
     assert convert.main([*argv, "--dtype", "bfloat16", "--max-shard-size", "30KB"]) == 0
     assert "in bfloat16" in capsys.readouterr().out
@@ -375,7 +382,13 @@ def test_command_there_and_back(
     index = json.loads((back / INDEX).read_text())
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in expected.values())
     ours, theirs = (json.loads((f / "config.json").read_text()) for f in (back, source))
-    for key in ("architectures", "hidden_size", "head_dim", "tie_word_embeddings", "rms_norm_eps"):
+    for key in (
+        "architectures",
+        "hidden_size",
+        "head_dim",
+        "tie_word_embeddings",
+        "rms_norm_eps",
+    ):
         assert ours[key] == theirs[key]
     assert (ours["bos_token_id"], ours["eos_token_id"]) == (1, 2)
     tokenizer = transformers.AutoTokenizer.from_pretrained(back)
@@ -403,7 +416,11 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
@@ -492,7 +509,10 @@ def truncate(folder: Path) -> None:
 NORM, Q = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "config.json: missing"),
-    "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json: cannot be"),
+    "config is no JSON": (
+        lambda f: (f / "config.json").write_text("{"),
+        "config.json: cannot be",
+    ),
     "architecture": (
         lambda f: change_config(f, architectures=["GPT2LMHeadModel"]),
         "architecture GPT2LMHeadModel does not go with model_type llama",
@@ -583,7 +603,9 @@ def test_a_failed_export_leaves_what_was_there(
     export_state(out, state, before, group=CheckpointGroup())
     expected = tensors(out)
     monkeypatch.setattr(export, "_write_file", full_disk)
-    with pytest.raises(SaveFailed, match=r"out: the Hugging Face folder was not written.*No space"):
+    with pytest.raises(
+        SaveFailed, match=r"out: the Hugging Face folder was not written.*No space"
+    ):
         export_state(out, {k: v + 1 for k, v in state.items()}, before, group=CheckpointGroup())
     assert_same(tensors(out), expected)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]

@@ -152,7 +152,9 @@ def test_there_and_back(name: str, sources, tmp_path: Path) -> None:
         ours = family(family_name).build_model(sizes)
     materialize(ours, device="cpu")
     state = checkpoints.model_state([ours])
-    huggingface.load(source, state, model=HFModel.of(family_name, sizes), group=CheckpointGroup())
+    huggingface.load(
+        source, state, model=HFModel.of(family_name, sizes), group=CheckpointGroup()
+    )
     with torch.no_grad():
         torch.testing.assert_close(ours(TOKENS), expected, rtol=1e-5, atol=1e-5)
 
@@ -174,7 +176,9 @@ def through_ranks(source: Path, degrees: Degrees, ep: int, folder: Path) -> tupl
 
 
 @pytest.mark.parametrize("name", ["DeepseekV3", "Qwen3Moe", "GptOss"])
-def test_the_same_folder_from_every_degree(name: str, sources, pool: Pool, tmp_path: Path) -> None:
+def test_the_same_folder_from_every_degree(
+    name: str, sources, pool: Pool, tmp_path: Path
+) -> None:
     layouts = [({"dp_shard": 4}, 1), ({"dp_shard": 4}, 2), ({"dp_shard": 2, "tp": 2}, 4)]
     folders = []
     for degrees, ep in layouts:
@@ -213,7 +217,9 @@ def test_training_from_and_to_a_folder(sources, pool: Pool, tmp_path: Path) -> N
     assert after["model.norm.weight"].dtype == torch.bfloat16
     # Refused before the first step, not after the last one.
     qwen = job(sources["Qwen3Moe"], {}, folder=tmp_path / "c", **last)
-    with pytest.raises(RankFailed, match="Qwen3MoeForCausalLM of transformers has no routing bias"):
+    with pytest.raises(
+        RankFailed, match="Qwen3MoeForCausalLM of transformers has no routing bias"
+    ):
         pool.run(1, train, with_ep(qwen, 1, load_balance_coeff=1e-3))
 
 
@@ -317,7 +323,8 @@ def pack(folder: Path) -> dict[str, Tensor]:
             expected[name] = whole.flatten(-2).mT
             blocks = (halves[..., 0::2] + 16 * halves[..., 1::2]).to(torch.uint8)
             assert torch.equal(
-                convert_moe_packed_tensors(blocks, scales.to(torch.uint8)).double(), expected[name]
+                convert_moe_packed_tensors(blocks, scales.to(torch.uint8)).double(),
+                expected[name],
             )
             held |= {f"{name}_blocks": blocks, f"{name}_scales": scales.to(torch.uint8)}
         save_file(held, file, metadata={"format": "pt"})
@@ -448,7 +455,9 @@ def test_a_routing_bias_that_transformers_has_not(sources, tmp_path: Path, capsy
 
 
 def test_a_model_that_transformers_has_not() -> None:
-    with pytest.raises(CheckpointError, match=r"has no group_top_k = 2; it has group_top_k = 1"):
+    with pytest.raises(
+        CheckpointError, match=r"has no group_top_k = 2; it has group_top_k = 1"
+    ):
         sizes = {**vars(FLAVORS["tiny"]), "score": "softmax", "normalize_weights": False}
         sizes = {
             key: value for key, value in sizes.items() if key not in ("n_kv_heads", "head_dim")

@@ -55,7 +55,9 @@ def start(config: JobConfig) -> dict[str, torch.Tensor]:
 def forget_the_model(step: Path, *keys: str) -> None:
     """Make a step one of an older titan, which wrote less into titan.json."""
     saved = json.loads((step / "titan.json").read_text())
-    (step / "titan.json").write_text(json.dumps({k: v for k, v in saved.items() if k not in keys}))
+    (step / "titan.json").write_text(
+        json.dumps({k: v for k, v in saved.items() if k not in keys})
+    )
 
 
 def test_the_load_refuses_what_the_start_could_not_see(tmp_path: Path) -> None:
@@ -73,7 +75,10 @@ def test_weights_without_a_place_are_refused(tmp_path: Path) -> None:
     """Steps without a record of their model still load, and only those that the model has a place for."""
     trained = train(job(tmp_path, model=FOUR))
     forget_the_model(tmp_path / "checkpoint/step-2", "model", "config")
-    off: dict[str, Any] = {"checkpoint": {"interval": 2, "verify": "off"}, "training": {"steps": 4}}
+    off: dict[str, Any] = {
+        "checkpoint": {"interval": 2, "verify": "off"},
+        "training": {"steps": 4},
+    }
     with refused(r"step-2 holds model\.layers\.2\..* and 15 more, which this model has no place for"):  # fmt: skip
         Trainer(job(tmp_path, model=TWO, **off))
     wide = {"overrides": {**FOUR["overrides"], "ffn_dim": 256}}
@@ -98,7 +103,10 @@ def test_retention_keeps_the_steps_of_another_model(tmp_path: Path) -> None:
     ("change", "said"),
     [
         ({"rope_theta": 1e4}, ""),
-        ({"n_layers": 1}, "not in the model, so not loaded: model.layers.1.attention.wk.weight, "),
+        (
+            {"n_layers": 1},
+            "not in the model, so not loaded: model.layers.1.attention.wk.weight, ",
+        ),
         (
             {"n_layers": 3},
             "not in the step with this shape, so as at a fresh start: model.layers.2.attention_norm.weight, ",

@@ -54,7 +54,13 @@ STEPS = LEG_STEPS * len(LEGS)
 
 
 def job(
-    degrees: Degrees, *, folder: Path, steps: int, seed: int = 0, blocks: int = 4, modules: int = 0
+    degrees: Degrees,
+    *,
+    folder: Path,
+    steps: int,
+    seed: int = 0,
+    blocks: int = 4,
+    modules: int = 0,
 ) -> JobConfig:
     """The debug model, smaller, with the same global batch under every layout. modules: of multi-token prediction."""
     dp = degrees.get("dp_replicate", 1) * degrees.get("dp_shard", 1)
@@ -112,7 +118,9 @@ def run_leg(degrees: Degrees, folder: Path, steps: int, modules: int) -> tuple[i
     def watched(batches: Any, *, step: int, accept: Any) -> Any:
         for batch in batches:
             for row, tokens in enumerate(batch.tokens_BS.tolist()):
-                assert seen.setdefault(batch.first_sample + row, (step, tuple(tokens)))[0] == step
+                assert (
+                    seen.setdefault(batch.first_sample + row, (step, tuple(tokens)))[0] == step
+                )
         return train_step(batches, step=step, accept=accept)
 
     trainer.train_step.train = watched  # pyright: ignore[reportAttributeAccessIssue]
@@ -130,12 +138,16 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 def stored(path: Path) -> checkpoints.StateDict:
     """Everything in a checkpoint but random states."""
     shapes = checkpoints.stored_shapes(path)
-    state = {k: torch.empty(s, dtype=d) for k, (s, d) in shapes.items() if not k.startswith("rng.")}
+    state = {
+        k: torch.empty(s, dtype=d) for k, (s, d) in shapes.items() if not k.startswith("rng.")
+    }
     checkpoints.load(path, state)
     return state
 
 
-@pytest.mark.parametrize(("legs", "modules"), [(LEGS, 0), (MTP_LEGS, 2)], ids=["next token", "MTP"])
+@pytest.mark.parametrize(
+    ("legs", "modules"), [(LEGS, 0), (MTP_LEGS, 2)], ids=["next token", "MTP"]
+)
 def test_the_loss_curve_goes_on_under_other_layouts(
     legs: list[Degrees], modules: int, pool: Pool, tmp_path: Path
 ) -> None:
@@ -159,7 +171,9 @@ def test_the_loss_curve_goes_on_under_other_layouts(
     assert [row["tokens"] for row in found] == [row["tokens"] for row in expected]
     assert [row["lr"] for row in found] == [row["lr"] for row in expected]
     for key in ("loss", "grad_norm", *(["mtp_loss"] if modules else [])):
-        assert [row[key] for row in found] == pytest.approx([r[key] for r in expected], rel=1e-5)
+        assert [row[key] for row in found] == pytest.approx(
+            [r[key] for r in expected], rel=1e-5
+        )
     losses = [row["loss"] for row in expected]
     assert sum(losses[-4:]) < sum(losses[:4]) - 0.04  # these were not twelve idle steps
     states = [stored(folder / "checkpoint" / f"step-{STEPS}") for folder in (whole, parts)]

@@ -128,7 +128,8 @@ def test_resumed_equals_uninterrupted_bit_for_bit(way: str, tmp_path: Path) -> N
     assert numbers(tmp_path / "parts") == numbers(tmp_path / "whole")
     for step in (2, 6):
         whole, parts = (
-            stored(tmp_path / name / "checkpoint" / f"step-{step}") for name in ("whole", "parts")
+            stored(tmp_path / name / "checkpoint" / f"step-{step}")
+            for name in ("whole", "parts")
         )
         assert whole.keys() == parts.keys()
         assert all(torch.equal(whole[name], parts[name]) for name in whole)
@@ -173,7 +174,11 @@ def test_the_row_of_a_step_survives_a_kill_after_its_save(
     run(job(tmp_path / "parts", **changes))
     assert numbers(tmp_path / "parts") == numbers(tmp_path / "whole")
     whole, parts = (
-        next(row for row in read_json_lines(tmp_path / name / "metrics.jsonl") if row["step"] == 4)
+        next(
+            row
+            for row in read_json_lines(tmp_path / name / "metrics.jsonl")
+            if row["step"] == 4
+        )
         for name in ("whole", "parts")
     )
     assert parts.keys() == whole.keys() and parts["validation_loss"] == whole["validation_loss"]
@@ -282,11 +287,16 @@ def test_a_save_of_weights_only_ends_a_run(tmp_path: Path) -> None:
             {"interval": 500, "keep_every_n_steps": 750},
             "checkpoint.keep_every_n_steps: .*1000",
         ),
-        ({"create_seed_checkpoint": True, "load_only": True}, "create_seed_checkpoint: is a save"),
+        (
+            {"create_seed_checkpoint": True, "load_only": True},
+            "create_seed_checkpoint: is a save",
+        ),
         ({"folder": "s4://bucket/run"}, "folder: .*s4://bucket/run.*not known"),
     ],
 )
-def test_settings_that_contradict(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_settings_that_contradict(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     problems = check(job(tmp_path, checkpoint=settings))
     assert len(problems) == 1 and re.search(message, str(problems[0]))
 
@@ -311,7 +321,10 @@ def break_save(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
 
 @MODES
 def test_training_goes_on_when_a_save_fails(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    mode: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run(job(tmp_path / "plain"))
     break_save(monkeypatch, 4)
@@ -397,7 +410,14 @@ def test_pinned_buffers_share_a_few_allocations(monkeypatch: pytest.MonkeyPatch)
         return torch.empty(size, dtype=torch.uint8)
 
     shapes = [(257,), (3, 5), (2000,), (), (0,), (7, 64)]
-    dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.int64, torch.float32, torch.int8]
+    dtypes = [
+        torch.float32,
+        torch.bfloat16,
+        torch.float32,
+        torch.int64,
+        torch.float32,
+        torch.int8,
+    ]
     tensors = [torch.empty(shape, dtype=d) for shape, d in zip(shapes, dtypes, strict=True)]
     staging_module.share_memory(tensors, allocate)
     # The third tensor is larger than an allocation. The last allocation has only the bytes that are still needed.
@@ -438,7 +458,9 @@ class LateDevice(TorchDispatchMode):
         super().__init__()
         self.under_way: list[Callable[[], Any]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.copy_.default and True in args[2:]:
             self.under_way.append(partial(func, *args[:2]))
             return args[0]
@@ -496,7 +518,9 @@ def test_an_update_waits_until_the_copy_is_made() -> None:
 
 @pytest.fixture(params=["memory", "file"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return f"memory://{tmp_path}/run" if request.param == "memory" else f"file://{tmp_path}/remote"
+    return (
+        f"memory://{tmp_path}/run" if request.param == "memory" else f"file://{tmp_path}/remote"
+    )
 
 
 def test_a_remote_step_is_committed_by_its_manifest(url: str, tmp_path: Path) -> None:
@@ -577,7 +601,9 @@ def test_a_moved_run_is_used_from_another_folder(
         vocabulary = {word: number for number, word in enumerate(words.split())}
         model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": words[0]}
         split = {"type": "WhitespaceSplit"}
-        (folder / "tokenizer.json").write_text(json.dumps({"model": model, "pre_tokenizer": split}))
+        (folder / "tokenizer.json").write_text(
+            json.dumps({"model": model, "pre_tokenizer": split})
+        )
     settings = {"tokenizer": {"path": "mine"}, "model": {"overrides": {"vocab_size": 4}}}
     run(job("run", **settings, training={"steps": 2}))
     run(job("run", **settings, training={"steps": 3}))  # a resume keeps the copy
@@ -606,7 +632,10 @@ def test_a_moved_run_is_used_from_another_folder(
     copy.parent.rmdir()
     (elsewhere / "mine").rename(elsewhere / "gone")
     capsys.readouterr()
-    for command in (["generate", "--checkpoint", "moved"], ["convert", "to-hf", "moved", "none"]):
+    for command in (
+        ["generate", "--checkpoint", "moved"],
+        ["convert", "to-hf", "moved", "none"],
+    ):
         assert titan(command) == 2
         assert "--tokenizer PATH gives the permission" in capsys.readouterr().err
 
@@ -620,7 +649,9 @@ def test_generate_refuses_what_no_model_can_do(capsys: pytest.CaptureFixture[str
         "command line: --temperature: expected a number of at least 0, got nan",
         "command line: --top-k: expected a number of at least 0, got -3",
     ]
-    assert device.startswith("command line: --device: cannot use meta: ") and count == "4 problems"
+    assert (
+        device.startswith("command line: --device: cannot use meta: ") and count == "4 problems"
+    )
     assert titan(["generate", "--checkpoint", "none", "--device", "cuda:99"]) == 2
     assert "--device: cannot use cuda:99: " in capsys.readouterr().err
 
@@ -657,7 +688,9 @@ class StrictZipFile(zipfile.ZipFile):
         super().__init__(file, mode, *args, **kwargs)
 
 
-def test_archives_are_read_at_their_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_archives_are_read_at_their_places(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Some tensors are read at once, and of larger ones only the end."""
     manager = CheckpointManager(CheckpointSection(), run_dir=tmp_path)
     state = {f"model.{size}": torch.randn(size) for size in (1, 1000, 20_000, 400_000)}

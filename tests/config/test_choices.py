@@ -88,7 +88,10 @@ def test_a_job_that_comes_with_data_gives_no_permission(
     table, name = key.split(".", 1)
     values: Any = {name: key in OF_NO_TEXT or value}
     if name == "sources.path":
-        values, key = {"sources": [{"type": "huggingface", "path": "a/b"}]}, "data.sources[0].path"
+        values, key = (
+            {"sources": [{"type": "huggingface", "path": "a/b"}]},
+            "data.sources[0].path",
+        )
     config = JobConfig.model_validate({table: values})
     kept, lost = without_permissions(config, run=tmp_path)
     assert [*lost] == [key] and kept == JobConfig()
@@ -122,7 +125,8 @@ def test_it_is_refused_where_nothing_reads_it(key: str) -> None:
 def test_it_is_taken_where_it_is_read() -> None:
     faults = {"replay_every": 5, "on_replay_mismatch": "warn"}
     assert (
-        check(job(fault_tolerance=faults, simulator={"twin": True, "twin_hardware": "cpu"})) == []
+        check(job(fault_tolerance=faults, simulator={"twin": True, "twin_hardware": "cpu"}))
+        == []
     )
 
 
@@ -130,4 +134,7 @@ def test_details_wait_until_their_mode_is_switched_on() -> None:
     """Searches and overlays change the mode of a job alone; spikes are recorded whatever is done about them."""
     for mode in ("none", "full"):
         waiting = {"mode": mode, "selective_ac_option": "2", "op_keep": ["attention"]}
-        assert check(job(activation_checkpoint=waiting, fault_tolerance={"spike_window": 64})) == []
+        assert (
+            check(job(activation_checkpoint=waiting, fault_tolerance={"spike_window": 64}))
+            == []
+        )

@@ -9,7 +9,9 @@ import pytest
 from titan.checks.rules import advise, load_to_run
 from titan.config.errors import ConfigError
 
-ONE_RANK = "the axis has one rank, which sends nothing; remove the table, or change parallelism."
+ONE_RANK = (
+    "the axis has one rank, which sends nothing; remove the table, or change parallelism."
+)
 MOE = '[model]\nname = "qwen3"\nflavor = "tiny_moe"\n'
 OPTIONS = "[comm.nccl.{}]\nmax_ctas = 4\n"
 

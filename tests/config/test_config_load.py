@@ -84,7 +84,17 @@ def test_every_key_has_its_line(tmp_path: Path, newline: str, start: str) -> Non
 
 @pytest.mark.parametrize(
     "value",
-    [True, -3, 1e-08, 8e-4, 'a"b\\\n\x7fé', [], [[1], ["x"]], {"a b": {"c": 1.0}}, float("inf")],
+    [
+        True,
+        -3,
+        1e-08,
+        8e-4,
+        'a"b\\\n\x7fé',
+        [],
+        [[1], ["x"]],
+        {"a b": {"c": 1.0}},
+        float("inf"),
+    ],
 )
 def test_values_are_written_as_they_are_read(value: Any) -> None:
     assert parse_value(format_value(value)) == value
@@ -112,14 +122,18 @@ def test_later_wins(tmp_path: Path) -> None:
     files[0].write_text(
         "[training]\nsteps = 1\nseq_len = 10\n[[data.sources]]\ntype = 'stdlib'\n[[data.sources]]\ntype = 'synthetic'\n"
     )
-    files[1].write_text("[training]\nsteps = 2\nmax_norm = 2\n[compile]\ncomponents = ['loss']\n")
+    files[1].write_text(
+        "[training]\nsteps = 2\nmax_norm = 2\n[compile]\ncomponents = ['loss']\n"
+    )
     files[2].write_text("[training]\nsteps = 3\n[[data.sources]]\ntype = 'text'\npath = 'a'\n")
     config = load_config(
         files[0], overlays=files[1:], overrides=["training.seq_len=20", "training.seq_len=30"]
     )
     training = config.training
     assert (training.steps, training.max_norm, training.seq_len) == (3, 2.0, 30)
-    assert [source.type for source in config.data.sources] == ["text"]  # lists are replaced whole
+    assert [source.type for source in config.data.sources] == [
+        "text"
+    ]  # lists are replaced whole
     assert config.compile.components == ["loss"]
 
 
@@ -152,7 +166,9 @@ def test_later_wins(tmp_path: Path) -> None:
         ("model.overrides={n_layers=4}", "model", "overrides", {"n_layers": 4}),
     ],
 )
-def test_override_values(override: str, section: str, key: str, value: Any, tmp_path: Path) -> None:
+def test_override_values(
+    override: str, section: str, key: str, value: Any, tmp_path: Path
+) -> None:
     path = tmp_path / "job.toml"
     path.write_text("")
     assert getattr(getattr(load_config(path, overrides=[override]), section), key) == value
@@ -201,7 +217,10 @@ def test_command_line_is_split() -> None:
             ["j", "--phase=[{from_step = 5}]"],
             "command line: --phase: unknown option; write [[phase]] and its keys below that line into a TOML file",
         ),
-        (["j", "--nprocs", "2"], "command line: --nprocs: unknown option; did you mean '--nproc'?"),
+        (
+            ["j", "--nprocs", "2"],
+            "command line: --nprocs: unknown option; did you mean '--nproc'?",
+        ),
         (
             ["j", "training.steps=5"],
             "command line: training.steps=5: not a file; did you mean --training.steps=5?",
@@ -220,7 +239,9 @@ def test_a_wrong_command_line_is_reported(argv: list[str], message: str) -> None
     sorted((Path(__file__).resolve().parents[2] / "train_configs").glob("*.toml")),
     ids=lambda p: p.stem,
 )
-def test_resolved_toml_loads_to_an_equal_config(job: Path, comments: bool, tmp_path: Path) -> None:
+def test_resolved_toml_loads_to_an_equal_config(
+    job: Path, comments: bool, tmp_path: Path
+) -> None:
     sources = 'data.sources=[{type="stdlib"}, {type="huggingface", path="x", name="en"}]'
     config = load_config(
         job,

@@ -100,7 +100,10 @@ def test_the_lock_waits_for_a_living_process(tmp_path: Path, cache: str, marks: 
 
 
 def test_long_text_is_tokenized_by_workers_into_the_same_shards(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     documents = open_documents(s.JsonlSource(path=str(corpus)))
     short = cached_shards(documents, spec=spec(), cache_folder=str(tmp_path / "short"))
@@ -109,7 +112,9 @@ def test_long_text_is_tokenized_by_workers_into_the_same_shards(
     monkeypatch.setattr(cache_module, "usable_cores", lambda: 2)
     workers = []
     monkeypatch.setattr(
-        cache_module, "write_shards", lambda *a, **b: workers.append(b["workers"]) or write(*a, **b)
+        cache_module,
+        "write_shards",
+        lambda *a, **b: workers.append(b["workers"]) or write(*a, **b),
     )
     long = cached_shards(documents, spec=spec(), cache_folder=str(tmp_path / "long"))
     assert workers == [2]
@@ -123,7 +128,9 @@ def test_long_text_is_tokenized_by_workers_into_the_same_shards(
 def test_an_entry_is_found_again_unless_something_differs(corpus: Path, cache: str) -> None:
     documents = open_documents(s.JsonlSource(path=str(corpus)))
     first = cached_shards(documents, spec=spec(), cache_folder=cache)
-    unread = Documents(name="", identity=documents.identity, read=lambda: pytest.fail("read again"))
+    unread = Documents(
+        name="", identity=documents.identity, read=lambda: pytest.fail("read again")
+    )
     assert cached_shards(unread, spec=spec(), cache_folder=cache) == first
     others = {
         cached_shards(documents, spec=spec(validation_fraction=0.5), cache_folder=cache),
@@ -140,7 +147,9 @@ def test_an_entry_is_found_again_unless_something_differs(corpus: Path, cache: s
     assert len(others | {first}) == 4
 
 
-def test_the_default_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_default_folder_is_the_users(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_cache_folder() == tmp_path / "titan"
     monkeypatch.delenv("XDG_CACHE_HOME")

@@ -55,7 +55,21 @@ LLAMA = (
     "{{ bos_token }}{% for m in messages %}{{ '[' + m['role'] + ']\n\n' + m['content'] | trim }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}{{ '[assistant]\n\n' }}{% endif %}"
 )
-WORDS = ["The", "cat", "sat", "on", "12", "mats,", "", "naïve", "日本", "don't", "know.", "\n", ""]
+WORDS = [
+    "The",
+    "cat",
+    "sat",
+    "on",
+    "12",
+    "mats,",
+    "",
+    "naïve",
+    "日本",
+    "don't",
+    "know.",
+    "\n",
+    "",
+]
 
 
 def conversations(count: int, seed: int = 0) -> list[list[dict[str, str]]]:
@@ -94,7 +108,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tokenizer")
     tokenizer.save(str(path / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS}
-    (path / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": "<|im_end|>"}))
+    (path / "tokenizer_config.json").write_text(
+        json.dumps({**config, "eos_token": "<|im_end|>"})
+    )
     return path
 
 
@@ -185,7 +201,9 @@ def test_rows_hold_whole_conversations_and_predict_answers_alone(
     """Its eos token ends every message, and is no mark of a document here."""
     chats = [chat for chat in conversations(40) if len(reference(folder, PLAIN, chat)[0]) <= 90]
     expected = sorted(reference(folder, PLAIN, chat) for chat in chats)
-    source = s.JsonlSource(path=str(written(tmp_path / "a.jsonl", chats)), messages_key="messages")
+    source = s.JsonlSource(
+        path=str(written(tmp_path / "a.jsonl", chats)), messages_key="messages"
+    )
     batch = epoch(samples_of(opened(folder, PLAIN), source, tmp_path, seq_len=89))
     assert batch.document_ids_BS is not None and batch.positions_BS is not None
     found = []
@@ -198,10 +216,14 @@ def test_rows_hold_whole_conversations_and_predict_answers_alone(
         assert [ids[n] for n in starts] == [*range(len(starts))]
         for begin, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
             # The label of the last token would be of the next document, or is the last token of the row.
-            inputs, mask = tokens[begin:end], [0] + [int(x != IGNORED) for x in labels[begin:end]]
+            inputs, mask = (
+                tokens[begin:end],
+                [0] + [int(x != IGNORED) for x in labels[begin:end]],
+            )
             if any(mask):
                 assert all(
-                    x in (IGNORED, y) for x, y in zip(labels[begin:end], inputs[1:], strict=False)
+                    x in (IGNORED, y)
+                    for x, y in zip(labels[begin:end], inputs[1:], strict=False)
                 )
                 found.append((inputs, mask))
     assert len(found) == len(expected)
@@ -265,7 +287,8 @@ def test_long_conversations_end_after_an_answer_or_are_left_out(
     turn = [{"role": "user", "content": "cat"}, {"role": "assistant", "content": "mats"}]
     long = [{"role": "user", "content": "cat " * 200}, turn[1]]
     source = s.JsonlSource(
-        path=str(written(tmp_path / "a.jsonl", [turn * 20, long, turn])), messages_key="messages"
+        path=str(written(tmp_path / "a.jsonl", [turn * 20, long, turn])),
+        messages_key="messages",
     )
     tokenizer = opened(folder, PLAIN)
     one = len(ChatTemplate.of(tokenizer).encode(turn, where=""))
@@ -322,7 +345,10 @@ BAD = {
     "message 2 has no text as content": [USER, {"role": "assistant", "content": 3}],
     'no message has the role "assistant"': [USER],
     "no list of messages": [],
-    "message 1 spells the special token <|im_end|>": [{**USER, "content": "a<|im_end|>"}, ANSWER],
+    "message 1 spells the special token <|im_end|>": [
+        {**USER, "content": "a<|im_end|>"},
+        ANSWER,
+    ],
     "the chat template refuses the messages: no robots": [{**USER, "role": "robot"}, ANSWER],
 }
 
@@ -332,7 +358,9 @@ def test_bad_conversations_are_named_by_file_and_line(
     folder: Path, tmp_path: Path, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = written(tmp_path / "a.jsonl", [[USER, ANSWER], BAD[message]])
-    template = "{% if messages[0].role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
+    template = (
+        "{% if messages[0].role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
+    )
     (tmp_path / "chat.jinja").write_text(template + PLAIN)
     job = tmp_path / "job.toml"
     job.write_text(
@@ -369,7 +397,9 @@ def test_a_missing_or_unfit_template_says_what_to_set(
         "message.content |", "('' if loop.last else 'old ') + message.content |"
     )
     with pytest.raises(DataError, match=r"here: .* changes it later; write \{% generation %\}"):
-        ChatTemplate.of(opened(folder, changing)).encode([USER, ANSWER, USER, ANSWER], where="here")
+        ChatTemplate.of(opened(folder, changing)).encode(
+            [USER, ANSWER, USER, ANSWER], where="here"
+        )
     with pytest.raises(DataError, match=r"refuses the messages: .*unsafe"):
         hostile = ChatTemplate.of(opened(folder, "{{ messages.__class__.__mro__ }}"))
         hostile.prompt([USER], where="here")
@@ -378,7 +408,9 @@ def test_a_missing_or_unfit_template_says_what_to_set(
     job.write_text(f'[training]\ndataset = "conversations"\ndataset_path = "{file}"\n')
     assert titan(["check", str(job)]) == 2
     error = capsys.readouterr().err
-    assert "data.document_mask: conversations share sequences; set document_mask = true" in error
+    assert (
+        "data.document_mask: conversations share sequences; set document_mask = true" in error
+    )
     assert "the embedded tokenizer has no chat template" in error
 
 
@@ -424,7 +456,9 @@ def test_a_template_writes_what_transformers_writes(folder: Path, tmp_path: Path
         {"content": [{"type": "text", "text": "<|im_end|>"}]},
     ],
 )
-def test_no_text_of_a_message_becomes_a_special_token(folder: Path, more: dict[str, Any]) -> None:
+def test_no_text_of_a_message_becomes_a_special_token(
+    folder: Path, more: dict[str, Any]
+) -> None:
     chat = ChatTemplate.of(opened(folder, PLAIN))
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", **more}]
     for use in (chat.encode, chat.prompt):
@@ -442,7 +476,9 @@ RICH = (
     "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-OFFERED = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+OFFERED = [
+    {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+]
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
 ASK, SAY = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 ROWS: dict[str, dict[str, Any]] = {
@@ -454,7 +490,9 @@ ROWS: dict[str, dict[str, Any]] = {
     "name": {"messages": [{**ASK, "name": "ann"}, SAY]},
     "reasoning": {"messages": [ASK, {**SAY, "reasoning": "since"}]},
     "thinking": {"messages": [ASK, {**SAY, "thinking": "since", "reasoning_content": None}]},
-    "parts": {"messages": [{**ASK, "content": [{"type": "text", "text": t} for t in "ab"]}, SAY]},
+    "parts": {
+        "messages": [{**ASK, "content": [{"type": "text", "text": t} for t in "ab"]}, SAY]
+    },
     "nulls": {"messages": [{**ASK, "tool_calls": None}, SAY], "tools": None, "documents": []},
 }
 
@@ -506,16 +544,25 @@ def test_rows_become_what_transformers_makes_of_them(
 
 
 @pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "plain"])
-@pytest.mark.parametrize("field", [{"weight": 0}, {"train": False}, {"weight": 1, "train": False}])
+@pytest.mark.parametrize(
+    "field", [{"weight": 0}, {"train": False}, {"weight": 1, "train": False}]
+)
 def test_answers_of_no_weight_are_context(
     field: dict[str, Any], template: str, folder: Path
 ) -> None:
-    chat = [ASK, {**SAY, "content": "bad", **field}, ASK, {**SAY, "content": "good", "weight": 1}]
+    chat = [
+        ASK,
+        {**SAY, "content": "bad", **field},
+        ASK,
+        {**SAY, "content": "good", "weight": 1},
+    ]
     ours = ChatTemplate.of(opened(folder, template))
     plain = [{k: v for k, v in m.items() if k in ("role", "content")} for m in chat]
     tokens, before = ours.encode(chat, where="here"), ours.encode(plain, where="here")
     assert without_kind(tokens).tolist() == without_kind(before).tolist()
-    learnt = ours.tokenizer.decode(without_kind(tokens[tokens >> KIND_SHIFT == PREDICTED]).tolist())
+    learnt = ours.tokenizer.decode(
+        without_kind(tokens[tokens >> KIND_SHIFT == PREDICTED]).tolist()
+    )
     assert "good" in learnt and "bad" not in learnt
     everything = [{**m, "weight": 0} for m in plain]
     assert not (ours.encode(everything, where="here") >> KIND_SHIFT == PREDICTED).any()
@@ -587,11 +634,22 @@ def test_keys_that_nothing_reads_are_counted(
     source = {"type": kind.split()[-1], "path": str(file)} | (
         {"messages_key": "messages"} if has_chats else {}
     )
-    lines = ["[[data.sources]]", *(f"{key} = {json.dumps(value)}" for key, value in source.items())]
+    lines = [
+        "[[data.sources]]",
+        *(f"{key} = {json.dumps(value)}" for key, value in source.items()),
+    ]
     (tmp_path / "job.toml").write_text("\n".join(lines))
-    job = ["check", str(tmp_path / "job.toml"), f"--tokenizer.path={folder}", "--model.flavor=tiny"]
+    job = [
+        "check",
+        str(tmp_path / "job.toml"),
+        f"--tokenizer.path={folder}",
+        "--model.flavor=tiny",
+    ]
     job += ["--data.document_mask=true"] * has_chats
-    job += [f"--tokenizer.chat_template={template}", f"--data.cache_folder={tmp_path / 'cache'}"]
+    job += [
+        f"--tokenizer.chat_template={template}",
+        f"--data.cache_folder={tmp_path / 'cache'}",
+    ]
     assert titan([*job, f"--job.dump_folder={tmp_path / 'run'}"]) == 0
     assert f"data.sources[0].path: {line}" in capfd.readouterr().err
     data = s.DataSection(cache_folder=str(tmp_path / "cache"), document_mask=True)

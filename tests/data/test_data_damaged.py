@@ -128,7 +128,14 @@ def test_what_is_no_regular_file_is_not_opened(
 ) -> None:
     os.mkfifo(tmp_path / "pipe.txt")
     for path in (tmp_path, tmp_path / "pipe.txt", "/dev/zero"):
-        arguments = ["--input", str(path), "--tokenizer", "bytes", "--output", str(tmp_path / "o")]
+        arguments = [
+            "--input",
+            str(path),
+            "--tokenizer",
+            "bytes",
+            "--output",
+            str(tmp_path / "o"),
+        ]
         assert main(arguments) == 2
         assert capsys.readouterr().err.count("\n") == 1
 
@@ -164,7 +171,9 @@ def test_pieces_have_the_tokens_of_the_whole(tmp_path: Path, pattern: str) -> No
     split = pre_tokenizers.Split(tokenizers.Regex(LLAMA3_PATTERN), behavior="isolated")
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
     spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = gpt2 if pattern == "gpt2" else pre_tokenizers.Sequence([split, spell])
+    tokenizer.pre_tokenizer = (
+        gpt2 if pattern == "gpt2" else pre_tokenizers.Sequence([split, spell])
+    )
     text = long_text(3 * PIECE_CHARS)
     tokenizer.train_from_iterator([text], trainer=trainers.BpeTrainer(vocab_size=500))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -188,7 +197,9 @@ def prepare(book: Path, output: Path, *options: str) -> int:
     return main(["--input", str(book), "--output", str(output), *fixed, *options])
 
 
-def test_a_long_document_is_one_document_over_several_shards(book: Path, tmp_path: Path) -> None:
+def test_a_long_document_is_one_document_over_several_shards(
+    book: Path, tmp_path: Path
+) -> None:
     assert prepare(book, tmp_path / "out") == 0
     index = read_index(tmp_path / "out" / "index.json")
     shards = TokenShards(tmp_path / "out", split="train")
@@ -238,7 +249,9 @@ def test_broken_off_within_a_document_it_continues_to_the_same_bytes(
     )
     assert prepare(book, folder) == 0
     # The piece that closed the shard is on disk, too: as the first of the open one.
-    assert min(piece.place for piece in encoded) == (1, shard.pieces_read + 1), "tokenized again"
+    assert min(piece.place for piece in encoded) == (1, shard.pieces_read + 1), (
+        "tokenized again"
+    )
     for file in sorted((tmp_path / "whole").glob("*.bin")):
         assert (folder / file.name).read_bytes() == file.read_bytes()
 
@@ -267,11 +280,19 @@ def test_memory_does_not_depend_on_the_size_of_a_document(tmp_path: Path) -> Non
     ("change", "message"),
     [
         (
-            {"splits": {"train": [{"file": "../../etc/passwd", "tokens": 5}], "validation": []}},
+            {
+                "splits": {
+                    "train": [{"file": "../../etc/passwd", "tokens": 5}],
+                    "validation": [],
+                }
+            },
             "match",
         ),
         ({"splits": {"train": []}}, "expected train and validation"),
-        ({"splits": {"train": [{"file": "a-0.bin", "tokens": -1}], "validation": []}}, "greater"),
+        (
+            {"splits": {"train": [{"file": "a-0.bin", "tokens": -1}], "validation": []}},
+            "greater",
+        ),
         ({"vocab_size": "many"}, "vocab_size: "),
     ],
 )
@@ -279,7 +300,13 @@ def test_a_damaged_index_is_one_line(
     tmp_path: Path, change: dict[str, object], message: str
 ) -> None:
     file = tmp_path / "index.json"
-    good = {"key": "k", "tokenizer": "bytes", "fingerprint": "f", "vocab_size": 258, "bos_id": 256}
+    good = {
+        "key": "k",
+        "tokenizer": "bytes",
+        "fingerprint": "f",
+        "vocab_size": 258,
+        "bos_id": 256,
+    }
     good |= {"eos_id": 257, "splits": {"train": [], "validation": []}}
     file.write_text(json.dumps(good))
     read_index(file)

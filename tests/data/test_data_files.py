@@ -35,7 +35,14 @@ def folder(tmp_path: Path) -> Path:
     root, other = tmp_path / "data", tmp_path / "elsewhere"
     for name in ("data/sub", "data/.git", "data/.ipynb_checkpoints", "elsewhere"):
         (tmp_path / name).mkdir(parents=True)
-    for name in ("a.txt", "B.TXT", "sub/c.Md", "._a.txt", ".git/x.txt", ".ipynb_checkpoints/y.txt"):
+    for name in (
+        "a.txt",
+        "B.TXT",
+        "sub/c.Md",
+        "._a.txt",
+        ".git/x.txt",
+        ".ipynb_checkpoints/y.txt",
+    ):
         (root / name).write_text(name)
     (other / "far.txt").write_text("far")
     (root / "link").symlink_to(other)

@@ -32,7 +32,9 @@ def test_documents_that_only_end() -> None:
         row, special_tokens=SpecialTokens(None, 2), reset_positions=True, document_mask=True
     )
     assert packed.labels_BS.tolist() == [[2, IGNORED, 6, 2, IGNORED, 2]]
-    assert packed.positions_BS is not None and packed.positions_BS.tolist() == [[0, 1, 0, 1, 2, 0]]
+    assert packed.positions_BS is not None and packed.positions_BS.tolist() == [
+        [0, 1, 0, 1, 2, 0]
+    ]
     assert packed.document_ids_BS is not None and packed.document_ids_BS.tolist() == [
         [0, 0, 1, 1, 1, 2]
     ]

@@ -67,7 +67,9 @@ def test_shards_hold_every_document_in_order(prepared: Path, texts: list[str]) -
         assert [int((part == 256).sum()) for part in parts] == [
             shard["documents"] for shard in shards
         ]
-        assert [int((part < 256).sum()) for part in parts] == [shard["bytes"] for shard in shards]
+        assert [int((part < 256).sum()) for part in parts] == [
+            shard["bytes"] for shard in shards
+        ]
     assert len(index["splits"]["train"]) > 5
     assert all(shard["tokens"] <= 5000 for shard in index["splits"]["train"])
 
@@ -96,7 +98,9 @@ def test_a_folder_of_an_older_titan_is_accepted(
 ) -> None:
     """It knew a tokenizer by its file."""
     with monkeypatch.context() as older:
-        older.setattr(writer, "text_fingerprint", lambda tokenizer, **_: tokenizer.file_fingerprint)
+        older.setattr(
+            writer, "text_fingerprint", lambda tokenizer, **_: tokenizer.file_fingerprint
+        )
         assert prepare(tmp_path, corpus) == 0
     assert prepare(tmp_path, corpus) == 0
     # With fewer tokens: it did not add those of tokenizer_config.json.
@@ -235,7 +239,9 @@ def section(prepared: Path) -> tuple[s.TrainingSection, s.DataSection]:
 
 def test_training_and_validating_on_shards(prepared: Path, texts: list[str]) -> None:
     training, data = section(prepared)
-    loader = build_loader(training, data=data, tokenizer=bytes_tokenizer(), rank=0, world=1, seed=0)
+    loader = build_loader(
+        training, data=data, tokenizer=bytes_tokenizer(), rank=0, world=1, seed=0
+    )
     with closing(loader):
         [batch] = loader.next_step()
     tokens = expected_documents(texts, held_out=False)
@@ -286,7 +292,9 @@ def test_ids_take_two_bytes_as_long_as_they_fit() -> None:
     assert token_dtype(65_537).itemsize == 4
 
 
-def test_mistakes_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert prepare(tmp_path / "out", tmp_path / "nothing.txt") == 2
     assert "matches nothing" in capsys.readouterr().err
     (tmp_path / "empty.txt").write_text("")
@@ -301,9 +309,14 @@ def test_mistakes_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
         prepare(tmp_path / "out", tmp_path, "--validation-fraction", "1.5")
 
 
-@pytest.mark.parametrize(("kinds", "is_refused"), [(["shards"], False), (["shards", "text"], True)])
+@pytest.mark.parametrize(
+    ("kinds", "is_refused"), [(["shards"], False), (["shards", "text"], True)]
+)
 def test_validation_of_shards_needs_no_fraction(kinds: list[str], is_refused: bool) -> None:
-    job = {"validation": {"enable": True}, "training": {"dataset": "shards", "dataset_path": "x"}}
+    job = {
+        "validation": {"enable": True},
+        "training": {"dataset": "shards", "dataset_path": "x"},
+    }
     job |= {"data": {"sources": [{"type": kind, "path": "x"} for kind in kinds]}}
     problems = [p.key for p in check(JobConfig.model_validate(job))]
     assert ("validation.dataset" in problems) == is_refused

@@ -70,7 +70,10 @@ def test_jsonl_plain_and_compressed(tmp_path: Path, corpus: Path, texts: list[st
     packed.mkdir()
     with gzip.open(packed / "a.jsonl.gz", "wt") as file:
         file.write('{"body": "one"}\n\n{"body": ""}\n{"body": "half \\ud83d a pair"}\n')
-    assert read(s.JsonlSource(path=str(packed), text_key="body")) == ["one", "half \ufffd a pair"]
+    assert read(s.JsonlSource(path=str(packed), text_key="body")) == [
+        "one",
+        "half \ufffd a pair",
+    ]
 
 
 def test_parquet(tmp_path: Path, texts: list[str]) -> None:
@@ -103,7 +106,9 @@ def test_a_folder_without_text_names_a_glob(tmp_path: Path) -> None:
 def test_another_field_is_shown_as_lines_to_paste(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"id": "7", "n": 1, "content": "a longer text"}\n')
-    with pytest.raises(DataError, match="no text under 'text'; its fields are content, id, n") as e:
+    with pytest.raises(
+        DataError, match="no text under 'text'; its fields are content, id, n"
+    ) as e:
         open_documents(s.JsonlSource(path=str(rows))).try_first()
     pasted = tomllib.loads("\n".join(e.value.paste))
     [source] = JobConfig.model_validate(pasted).data.sources

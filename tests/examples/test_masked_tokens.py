@@ -42,7 +42,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     """A folder with what pip would leave of the package's metadata, on the path of this process and of its children."""
     project = tomllib.loads((FOLDER / "pyproject.toml").read_text())["project"]
     (metadata := tmp_path / "titan_masked-0.1.dist-info").mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: titan-masked\nVersion: 0.1\n")
+    (metadata / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: titan-masked\nVersion: 0.1\n"
+    )
     lines = [
         line
         for group, entries in project["entry-points"].items()
@@ -120,7 +122,9 @@ def test_a_batch_has_masks_of_its_samples(installed: Path) -> None:
     ).any()
     # The second rank of two has the second half of the same samples.
     halves = task_of(
-        masked(task={"options": {"share": 0.25}}, training={"seq_len": 64, "local_batch_size": 2})
+        masked(
+            task={"options": {"share": 0.25}}, training={"seq_len": 64, "local_batch_size": 2}
+        )
     )
     [half] = halves.loader(rank=1, world=2).next_step()
     assert torch.equal(half.labels_BS, batch.labels_BS[2:]) and half.first_sample == 2
@@ -128,7 +132,9 @@ def test_a_batch_has_masks_of_its_samples(installed: Path) -> None:
     rows = np.full((1, 65), -1)
     rows[0, :10] = 65
     padded: Any = task.collate(task.dataset("train", rank=0, world=1))(rows, first_sample=0)
-    assert (padded.labels_BS[0, 10:] == IGNORED).all() and (padded.labels_BS[0, :10] == 65).any()
+    assert (padded.labels_BS[0, 10:] == IGNORED).all() and (
+        padded.labels_BS[0, :10] == 65
+    ).any()
 
 
 def test_options_are_checked(installed: Path) -> None:
@@ -141,7 +147,11 @@ def test_options_are_checked(installed: Path) -> None:
             "unknown option of the task; did you mean",
         ),
         ({"options": {"share": "x"}}, "task.options.share", "expected a number, got"),
-        ({"options": {"mask_id": 2048}}, "task.options.mask_id", "beyond the vocabulary of 2048"),
+        (
+            {"options": {"mask_id": 2048}},
+            "task.options.mask_id",
+            "beyond the vocabulary of 2048",
+        ),
         ({"name": "masked"}, "task.name", 'unknown task "masked"; did you mean'),
         (
             {"name": "next_token", "options": {"x": 1}},
@@ -176,7 +186,11 @@ def run(command: str, *settings: str, ranks: int = 1, cwd: Path) -> str:
         words.remove(command)
     words += ["--model.name=encoder", "--model.flavor=tiny", "--training.seq_len=64", *settings]
     words += ["--training.local_batch_size=2", "--training.global_batch_size=8"]
-    words += ["--validation.enable=true", "--validation.freq=4", "--data.validation_fraction=0.01"]
+    words += [
+        "--validation.enable=true",
+        "--validation.freq=4",
+        "--data.validation_fraction=0.01",
+    ]
     words += ["--validation.steps=2", "--lr_scheduler.warmup_steps=1"]
     done = subprocess.run(words, capture_output=True, text=True, cwd=cwd)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
@@ -199,7 +213,9 @@ def test_a_run_is_resumed_on_another_layout_and_simulated(installed: Path) -> No
         cwd=installed,
     )
     tp = ("--parallelism.tensor_parallel_degree=2",)
-    run("train", "--training.steps=6", *save, *tp, "--job.dump_folder=b", ranks=2, cwd=installed)
+    run(
+        "train", "--training.steps=6", *save, *tp, "--job.dump_folder=b", ranks=2, cwd=installed
+    )
     whole, resumed = rows("a"), rows("b")
     for step in range(1, 7):
         assert resumed[step]["loss"] == pytest.approx(whole[step]["loss"], rel=1e-5)

@@ -149,6 +149,7 @@ def test_titan_train_runs_it(installed: Path, monkeypatch: pytest.MonkeyPatch) -
     result = subprocess.run(command, capture_output=True, text=True, cwd=installed)
     assert result.returncode == 0, result.stderr
     rows = [
-        json.loads(line) for line in (installed / "run" / "metrics.jsonl").read_text().splitlines()
+        json.loads(line)
+        for line in (installed / "run" / "metrics.jsonl").read_text().splitlines()
     ]
     assert rows[-1]["step"] == 2 and 6 < rows[-1]["loss"] < 8

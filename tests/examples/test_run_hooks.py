@@ -48,7 +48,9 @@ def test_a_webhook_gets_decisions_and_the_end(
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            texts.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"])
+            texts.append(
+                json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"]
+            )
             self.send_response(200)
             self.end_headers()
 

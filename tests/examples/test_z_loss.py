@@ -30,14 +30,18 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     """A folder with what pip would leave of the package's metadata, on the path of this process and of the pool's ranks."""
     project = tomllib.loads((FOLDER / "pyproject.toml").read_text())["project"]
     (metadata := tmp_path / "titan_z_loss-0.1.dist-info").mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: titan-z-loss\nVersion: 0.1\n")
+    (metadata / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: titan-z-loss\nVersion: 0.1\n"
+    )
     [(group, entries)] = project["entry-points"].items()
     entries |= {name: f"wrong_losses:{name}" for name in WRONG}
     lines = [f"[{group}]", *(f"{name} = {what}" for name, what in entries.items())]
     (metadata / "entry_points.txt").write_text("\n".join(lines))
     (tmp_path / "wrong_losses.py").write_text(
         "import torch\nfrom torch.nn.functional import cross_entropy\n"
-        + "\n".join(f"def {name}(x, y):\n    return {body}" for name, (body, _) in WRONG.items())
+        + "\n".join(
+            f"def {name}(x, y):\n    return {body}" for name, (body, _) in WRONG.items()
+        )
     )
     for folder in (tmp_path, FOLDER):
         monkeypatch.syspath_prepend(folder)
@@ -72,7 +76,10 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(x, id=x.name, marks=[pytest.mark.slow] if x.repeats else []) for x in LAYOUTS],
+    [
+        pytest.param(x, id=x.name, marks=[pytest.mark.slow] if x.repeats else [])
+        for x in LAYOUTS
+    ],
 )
 def test_equals_one_process(layout: Layout, pool: Pool, installed: Path) -> None:
     reference = alone(pool)
@@ -85,7 +92,10 @@ def test_equals_one_process(layout: Layout, pool: Pool, installed: Path) -> None
 # What the functions of the package `wrong_losses` return, and what the check says.
 WRONG = {
     "mean": ("cross_entropy(x, y)", "return the sum over the tokens, not a mean"),
-    "each": ("cross_entropy(x, y, reduction='none')", "torch.float32 of shape (6,), not a scalar"),
+    "each": (
+        "cross_entropy(x, y, reduction='none')",
+        "torch.float32 of shape (6,), not a scalar",
+    ),
     "low": ("cross_entropy(x, y, reduction='sum').bfloat16()", "returned a torch.bfloat16 of"),
     "counts": ("(x.logsumexp(-1) - x.mean(-1)).sum()", "depends on tokens with the label -100"),
     "cut": ("cross_entropy(x.detach(), y, reduction='sum')", "has no gradient in the logits"),
@@ -95,11 +105,15 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_loss_that_would_train_on_other_numbers_is_refused(name: str, installed: Path) -> None:
+def test_a_loss_that_would_train_on_other_numbers_is_refused(
+    name: str, installed: Path
+) -> None:
     [problem] = check(job(loss={"name": name}))
     assert problem.key == "loss.name" and problem.message.startswith(f"{name} ")
     assert WRONG[name][1] in problem.message
-    assert problem.message.endswith('docs/optimizers.md, "A custom loss", says what titan expects')
+    assert problem.message.endswith(
+        'docs/optimizers.md, "A custom loss", says what titan expects'
+    )
 
 
 def test_names_and_options_are_checked(installed: Path) -> None:
@@ -107,7 +121,11 @@ def test_names_and_options_are_checked(installed: Path) -> None:
     before = torch.random.get_rng_state()
     for section, key, message in (
         ({"name": "z_los"}, "loss.name", "unknown loss \"z_los\"; did you mean 'z_loss'?"),
-        ({"name": "z_loss", "options": {"wait": 1}}, "loss.options.wait", "unknown option of z_"),
+        (
+            {"name": "z_loss", "options": {"wait": 1}},
+            "loss.options.wait",
+            "unknown option of z_",
+        ),
         ({"name": "mean", "options": {"weight": 1}}, "loss.options.weight", "it has none"),
         ({"options": {"weight": 1}}, "loss.options", "cross_entropy has none"),
     ):
@@ -117,7 +135,9 @@ def test_names_and_options_are_checked(installed: Path) -> None:
 
 
 def test_the_loss_of_the_docs() -> None:
-    page = (FOLDER.parents[1] / "docs" / "optimizers.md").read_text().split("## A custom loss")[1]
+    page = (
+        (FOLDER.parents[1] / "docs" / "optimizers.md").read_text().split("## A custom loss")[1]
+    )
     scopes: list[dict[str, Any]] = [{}, {}]
     exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], scopes[0])
     exec((FOLDER / "titan_z_loss.py").read_text(), scopes[1])

@@ -22,7 +22,17 @@ from titan.ops.run_lock import RunLock
 FILES = ("status.json", "config.toml", "environment.json", "metrics.jsonl", "events.jsonl")
 LOGS = ("logs/rank-0.log", "logs/rank-0.times.jsonl")
 TRACE = "traces/step-2/rank-0.json.gz"
-CODES = ["ENOSPC", "EROFS", "ESTALE", "EDQUOT", "EIO", "EACCES", "EMFILE", "ENOENT", "ETIMEDOUT"]
+CODES = [
+    "ENOSPC",
+    "EROFS",
+    "ESTALE",
+    "EDQUOT",
+    "EIO",
+    "EACCES",
+    "EMFILE",
+    "ENOENT",
+    "ETIMEDOUT",
+]
 
 
 def run(folder: Path, **tables: Any) -> torch.Tensor:
@@ -45,7 +55,9 @@ class Faults:
         real = getattr(os, name)
 
         def call(place: Any, *args: Any, **options: Any) -> Any:
-            path = Path(f"/proc/self/fd/{place}").readlink() if isinstance(place, int) else place
+            path = (
+                Path(f"/proc/self/fd/{place}").readlink() if isinstance(place, int) else place
+            )
             is_write = name != "open" or args[0] & (os.O_WRONLY | os.O_RDWR)
             if is_write and re.match(f"{self.folder}/(?!checkpoint)", str(path)):
                 self.calls += 1

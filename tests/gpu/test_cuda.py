@@ -30,7 +30,9 @@ def group(monkeypatch: pytest.MonkeyPatch):
     dist.destroy_process_group()
 
 
-def _train(device: str, precision: str, weights: dict[str, torch.Tensor] | None) -> dict[str, Any]:
+def _train(
+    device: str, precision: str, weights: dict[str, torch.Tensor] | None
+) -> dict[str, Any]:
     config = JobConfig.model_validate(
         {
             "model": {"flavor": "tiny"},
@@ -87,7 +89,9 @@ def test_parameters_on_the_host(tmp_path: Path) -> None:
     )
     trainer = Trainer(config)
     try:
-        assert {p.device.type for p in trainer.train_step.model_parts[0].parameters()} == {"cpu"}
+        assert {p.device.type for p in trainer.train_step.model_parts[0].parameters()} == {
+            "cpu"
+        }
         assert trainer.run() == 0
     finally:
         trainer.close()
@@ -109,7 +113,9 @@ def test_resume_is_bit_identical(tmp_path: Path) -> None:
             assert trainer.run() == 0
         finally:
             trainer.close()
-        return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+        ]
 
     whole = run(tmp_path / "whole", 8)
     run(tmp_path / "parts", 4)

@@ -116,7 +116,11 @@ def test_merged_blocks_equal_the_whole(
     expected_gradients = torch.autograd.grad(expected, leaves, grad.float())
 
     halves = slice(0, n // 2), slice(n // 2, n)
-    blocks = [(halves[0], halves[0], True), (halves[1], halves[1], True), (*halves[::-1], False)]
+    blocks = [
+        (halves[0], halves[0], True),
+        (halves[1], halves[1], True),
+        (*halves[::-1], False),
+    ]
     out, lse = torch.zeros_like(q, dtype=torch.float32), torch.full((2, 4, n), -torch.inf, device=DEVICE)  # fmt: skip
     for rows, keys, causal in blocks:
         part = block_attention.attend(
@@ -156,13 +160,19 @@ JOBS: dict[str, dict[str, Any]] = {
 
 
 def run(
-    trainer_type: type[Trainer], folder: Path, name: str, precision: str, weights: dict[str, Tensor]
+    trainer_type: type[Trainer],
+    folder: Path,
+    name: str,
+    precision: str,
+    weights: dict[str, Tensor],
 ) -> list[dict[str, Any]]:
     """Return the rows of metrics. weights: copied into the model; filled with its own if empty."""
     sections = dict(JOBS[name])
     training = {"steps": 3, "seq_len": 128, "mixed_precision_param": precision}
     training |= sections.pop("training", {})
-    trainer = trainer_type(job(folder, training=training, checkpoint={"enable": False}, **sections))
+    trainer = trainer_type(
+        job(folder, training=training, checkpoint={"enable": False}, **sections)
+    )
     try:
         for key, parameter in trainer.train_step.model_parts[0].named_parameters():
             value = parameter.detach()

@@ -52,7 +52,11 @@ def test_a_dump_names_groups_operations_and_pairs(pool: Pool, tmp_path: Path) ->
         assert by_axis["tp"]["ranks"] == ([0, 1] if rank < 2 else [2, 3])
         assert by_axis["tp"]["begun"] == {"gloo": 1}
         last = dump["entries"][-1]
-        assert (last["seq"], last["operation"], last["called"]) == (3, "all_reduce", "all_reduce")
+        assert (last["seq"], last["operation"], last["called"]) == (
+            3,
+            "all_reduce",
+            "all_reduce",
+        )
         assert (last["input_sizes"], last["input_dtypes"]) == ([[4, 3]], ["Double"])
         assert (last["output_sizes"], last["output_dtypes"]) == ([[4, 3]], ["Double"])
         assert last["peers"] == [0, 1, 2, 3] and last["timeout_ms"] > 0
@@ -70,7 +74,11 @@ def test_a_dump_names_groups_operations_and_pairs(pool: Pool, tmp_path: Path) ->
 
 def test_times_and_the_pair_of_a_send_over_nccl() -> None:
     entry: dict[str, Any] = {
-        **{"process_group": ("3", "mesh_pp"), "profiling_name": "nccl:send 0->1", "p2p_seq_id": 2},
+        **{
+            "process_group": ("3", "mesh_pp"),
+            "profiling_name": "nccl:send 0->1",
+            "p2p_seq_id": 2,
+        },
         **{"collective_seq_id": 0, "is_p2p": True, "state": "completed", "timeout_ms": 600_000},
         **{"input_sizes": [[2]], "input_dtypes": ["Float"], "duration_ms": 0.25},
         **{"output_sizes": [[2]], "output_dtypes": ["Float"], "time_created_ns": 10**18},
@@ -81,9 +89,9 @@ def test_times_and_the_pair_of_a_send_over_nccl() -> None:
     assert found["peers"] == [4, 12] and found["p2p_seq"] == 2
     assert (found["started_unix_s"], found["ended_unix_s"]) == (1e9 + 5e-6, 1e9 + 2.55e-4)
     assert found["duration_ms"] == 0.25
-    assert flight_recorder.readable_entry(entry | {"profiling_name": "nccl:recv 1<-0"}, [4, 12])[
-        "peers"
-    ] == [12, 4]
+    assert flight_recorder.readable_entry(
+        entry | {"profiling_name": "nccl:recv 1<-0"}, [4, 12]
+    )["peers"] == [12, 4]
 
 
 def test_a_buffer_of_nothing_writes_nothing(tmp_path: Path) -> None:

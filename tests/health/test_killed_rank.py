@@ -12,7 +12,9 @@ import pytest
 from tests.support.runs import Run
 
 Start = Callable[..., Run]
-INIT_TIMEOUT_S = 30  # of the first steps, and what torchrun gives a hanging rank to obey SIGTERM
+INIT_TIMEOUT_S = (
+    30  # of the first steps, and what torchrun gives a hanging rank to obey SIGTERM
+)
 # "a collective": torch's recorder may have no entry that is under way.
 FSDP = r"all_gather\w*|reduce_scatter\w*|all_reduce|a collective"
 PP = f"{FSDP}|a send or receive between pipeline stages"
@@ -60,7 +62,9 @@ def strike(start: Start, layout: str, *, victim: int, number: int, timeout_s: in
 @pytest.mark.parametrize(
     ("layout", "victim"),
     [
-        pytest.param(layout, victim, marks=[] if (layout, victim) in QUICK else pytest.mark.slow)
+        pytest.param(
+            layout, victim, marks=[] if (layout, victim) in QUICK else pytest.mark.slow
+        )
         for layout, victim in [*((layout, 1) for layout in LAYOUTS), ("FSDP2", 0), ("PP", 0)]
     ],
 )

@@ -45,7 +45,9 @@ def test_a_signal_reaches_the_ranks_and_their_exit_code_comes_back(tmp_path: Pat
     torchrun.write_text(FAKE_TORCHRUN)
     run.mkdir()
     (run / "status.json").write_text('{"state": "stopped", "exit_code": 2}')  # an older run's
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"
+    }
     process = subprocess.Popen(
         [sys.executable, "-c", LAUNCH, str(torchrun), str(run)], env=environment
     )
@@ -91,13 +93,18 @@ def end_launch(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("sys.exit(0)", 0),
         ("sys.exit(1)", 1),
-        ("open(sys.argv[-1] + '/status.json', 'w').write('{\"exit_code\": 2}'); sys.exit(1)", 2),
+        (
+            "open(sys.argv[-1] + '/status.json', 'w').write('{\"exit_code\": 2}'); sys.exit(1)",
+            2,
+        ),
     ],
 )
 def test_exit_codes_of_a_launch(
     end: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "status.json").write_text('{"state": "stopped", "exit_code": 75}')  # an older run's
+    (tmp_path / "status.json").write_text(
+        '{"state": "stopped", "exit_code": 75}'
+    )  # an older run's
     end_launch(end, monkeypatch)
     assert launch.launch([str(tmp_path)], num_processes=2, dump_folder=str(tmp_path)) == code
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

@@ -64,7 +64,9 @@ assert warm_start.can_fork() and "OPENBLAS_NUM_THREADS" not in os.environ
 
 
 def run_python(program: str, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-c", program, *words], capture_output=True, text=True
+    )
 
 
 def test_a_fork_ends_as_a_program_does() -> None:
@@ -141,7 +143,12 @@ def test_a_launcher_may_fork_after_its_imports() -> None:
 def test_a_killed_rank_goes_on_as_an_undisturbed_run(
     start: Callable[..., Run], tmp_path: Path
 ) -> None:
-    settings = ("--nproc=2", "--training.steps=40", "--checkpoint.interval=5", "--max-restarts=1")
+    settings = (
+        "--nproc=2",
+        "--training.steps=40",
+        "--checkpoint.interval=5",
+        "--max-restarts=1",
+    )
     calm = Run(tmp_path / "calm", *settings)
     assert calm.end() == 0, calm.said()
     run = start(*settings)

@@ -54,7 +54,14 @@ def varlen_mask(ends: Tensor, spec: AttentionSpec) -> Tensor:
 
 
 def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, ends: Tensor, length: int, spec: AttentionSpec, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    ends: Tensor,
+    length: int,
+    spec: AttentionSpec,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Stand for FlashAttention of packed sequences, which has no CPU form: by the kernel of a CPU, with documents as a mask."""
     assert ends.diff().max() <= length
@@ -154,7 +161,8 @@ def test_a_window_without_causality_is_refused() -> None:
 
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize(
-    ("value_size", "scale", "window"), [(16, None, 0), (12, 0.7, 0), (16, 0.7, 3), (16, None, 8)]
+    ("value_size", "scale", "window"),
+    [(16, None, 0), (12, 0.7, 0), (16, 0.7, 3), (16, None, 8)],
 )
 def test_cache_equals_whole_sequence(
     value_size: int, scale: float | None, window: int, has_sinks: bool

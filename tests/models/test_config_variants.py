@@ -82,7 +82,8 @@ TABLES: dict[str, Table] = {
     "llama3": LLAMA3,
     "linear": {"rope_type": "linear", "factor": 4.0},
     "yarn": YARN | {"beta_fast": 32.0, "beta_slow": 1.0},
-    "yarn, mscale": YARN | {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "yarn, mscale": YARN
+    | {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
     "yarn, mscale alone": YARN | {"mscale": 0.7},
     "yarn, no truncation": YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
     "dynamic": {"rope_type": "dynamic", "factor": 2.0},
@@ -114,7 +115,10 @@ def rope_changes() -> dict[str, Table]:
                 "rope_scaling": bare,
                 "original_max_position_embeddings": 32,
             },
-            f"{name}: two lengths": {"rope_scaling": table, "original_max_position_embeddings": 32},
+            f"{name}: two lengths": {
+                "rope_scaling": table,
+                "original_max_position_embeddings": 32,
+            },
             f"{name}: no length": {"rope_scaling": bare},
             f"{name}: partial": {"rope_scaling": table | {"partial_rotary_factor": 0.5}},
             f"{name}: attention factor": {"rope_scaling": table | {"attention_factor": 1.5}},
@@ -144,11 +148,18 @@ CHANGES: dict[str, Table] = {
     "gelu": {"hidden_act": "gelu"},
     "gelu, Gemma's key": {"hidden_activation": "gelu"},
     **{f"window {n}": {"sliding_window": n} for n in (16, None, ABSENT, 0)},
-    "window of some": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    "window of some": {
+        "use_sliding_window": True,
+        "sliding_window": 16,
+        "max_window_layers": 1,
+    },
     "window of all": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0},
     "all full": {"layer_types": ["full_attention"] * 3},
     "all sliding": {"layer_types": ["sliding_attention"] * 3, "sliding_window": 16},
-    "mixed": {"layer_types": ["sliding_attention", *["full_attention"] * 2], "sliding_window": 16},
+    "mixed": {
+        "layer_types": ["sliding_attention", *["full_attention"] * 2],
+        "sliding_window": 16,
+    },
     "alternating": {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "sliding_window": 16,
@@ -157,7 +168,10 @@ CHANGES: dict[str, Table] = {
     "dropout": {"attention_dropout": 0.5},
     "pretraining_tp": {"pretraining_tp": 2},
     "float16": {"torch_dtype": "float16"},
-    **{f"weights normalized {value}": {"norm_topk_prob": value} for value in (True, False, ABSENT)},
+    **{
+        f"weights normalized {value}": {"norm_topk_prob": value}
+        for value in (True, False, ABSENT)
+    },
     **{f"clipped at {value}": {"clip_qkv": value} for value in (0.5, 0)},
     "soft cap": {"final_logit_softcapping": 5.0},
     "soft cap of attention": {"attn_logit_softcapping": 5.0},
@@ -179,7 +193,8 @@ CHANGES: dict[str, Table] = {
     },
     "nested, thetas beside": {
         "rope_parameters": by_kind(
-            {"rope_type": "default", "rope_theta": 5e3}, {"rope_type": "default", "rope_theta": 3e2}
+            {"rope_type": "default", "rope_theta": 5e3},
+            {"rope_type": "default", "rope_theta": 3e2},
         ),
         "rope_theta": 7e4,
         "rope_local_base_freq": 70.0,
@@ -216,10 +231,23 @@ DEFAULT: dict[str, tuple[str, ...]] = {
             "head_dim 16",
             "tied True",
         ),
-        *("bias True", "mlp bias", "window 16", "yarn: rope_scaling", "eps Ellipsis", "partial"),
+        *(
+            "bias True",
+            "mlp bias",
+            "window 16",
+            "yarn: rope_scaling",
+            "eps Ellipsis",
+            "partial",
+        ),
     ),
     "qwen3": (
-        *("default: both thetas", "yarn: by hand", "window of some", "window of all", "bias True"),
+        *(
+            "default: both thetas",
+            "yarn: by hand",
+            "window of some",
+            "window of all",
+            "bias True",
+        ),
         *("tied True", "head_dim Ellipsis", "empty tables"),
     ),
     "qwen3_moe": (
@@ -246,11 +274,22 @@ DEFAULT: dict[str, tuple[str, ...]] = {
         *("all full", "mixed", "swiglu_limit", "swiglu_alpha"),
     ),
     "gemma3": (
-        *("nested", "nested, thetas beside", "nested, local scaled", "nested, by hand", "_pattern"),
+        *(
+            "nested",
+            "nested, thetas beside",
+            "nested, local scaled",
+            "nested, by hand",
+            "_pattern",
+        ),
         *("pattern", "linear: rope_scaling", "local theta", "soft cap", "alternating"),
     ),
     "deepseek_v3": (
-        *("default: both thetas", "yarn, mscale: both thetas", "yarn, mscale: undone", "groups"),
+        *(
+            "default: both thetas",
+            "yarn, mscale: both thetas",
+            "yarn, mscale: undone",
+            "groups",
+        ),
         *("not interleaved", "yarn, mscale: two lengths", "scale of routes"),
     ),
     "deepseek_v2": ("nothing", "yarn, mscale: by hand", "groups of greedy"),
@@ -271,7 +310,9 @@ def logits(folder: Path, tokens: torch.Tensor) -> tuple[torch.Tensor | str, torc
         for name, weight in model.named_parameters():
             is_scale = weight.ndim == 1 and "norm" in name
             weight.data = (
-                torch.rand_like(weight) * 0.5 + 0.5 if is_scale else torch.randn_like(weight) * 0.15
+                torch.rand_like(weight) * 0.5 + 0.5
+                if is_scale
+                else torch.randn_like(weight) * 0.15
             )
         model.save_pretrained(folder)
         (folder / "config.json").write_text(json.dumps(config))
@@ -297,7 +338,9 @@ def compare(name: str, change: str, folder: Path) -> bool:
     """Return whether titan takes a folder, and with transformers' logits. False: one line refuses it."""
     architecture, model_type, sizes = FAMILIES[name]
     header = {"architectures": [f"{architecture}ForCausalLM"], "model_type": model_type}
-    config = {k: v for k, v in {**header, **sizes, **CHANGES[change]}.items() if v is not ABSENT}
+    config = {
+        k: v for k, v in {**header, **sizes, **CHANGES[change]}.items() if v is not ABSENT
+    }
     (folder / "config.json").write_text(json.dumps(config))
     tokens = torch.randint(64, (2, 60), generator=torch.Generator().manual_seed(1))
     expected, found = logits(folder, tokens)
@@ -311,7 +354,9 @@ def compare(name: str, change: str, folder: Path) -> bool:
 
 
 @pytest.mark.parametrize(("name", "change"), [(n, c) for n, of in DEFAULT.items() for c in of])
-def test_logits_equal_transformers_or_are_refused(name: str, change: str, tmp_path: Path) -> None:
+def test_logits_equal_transformers_or_are_refused(
+    name: str, change: str, tmp_path: Path
+) -> None:
     compare(name, change, tmp_path)
 
 

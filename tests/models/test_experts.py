@@ -104,7 +104,10 @@ def test_yarn_is_that_of_transformers(name: str, flavor: str) -> None:
         ({"top_groups": 5}, ["top_groups: must be 1 to num_groups 4, got 5"]),
         ({"group_top_k": 3}, ["group_top_k: a group has 2 experts and no best 3; use 2"]),
         ({"top_k": 5}, ["top_k: a token goes to 1 to 4 of the experts, got 5"]),
-        ({"num_groups": 0, "top_k": 9}, ["top_k: a token goes to 1 to 8 of the experts, got 9"]),
+        (
+            {"num_groups": 0, "top_k": 9},
+            ["top_k: a token goes to 1 to 8 of the experts, got 9"],
+        ),
         ({"score": "tanh"}, ['score: expected "softmax" or "sigmoid", got "tanh"']),
         ({"expert_dim": 0}, ["expert_dim: must be at least 1, got 0"]),
         ({"num_experts": 0}, []),

@@ -43,7 +43,8 @@ _CONTIGUOUS = {"parallelism": {"context_parallel_load_balancer": "none"}}
 _COMPILED = {"compile": {"enable": True, "backend": "aot_eager"}}
 _RECOMPUTED = {"activation_checkpoint": {"mode": "full"}}
 _RING, _ULYSSES = (
-    {"parallelism": {"context_parallel_rotate_method": method}} for method in ("ring", "ulysses")
+    {"parallelism": {"context_parallel_rotate_method": method}}
+    for method in ("ring", "ulysses")
 )
 _INTERLEAVED = {
     "parallelism": {
@@ -219,7 +220,9 @@ def test_modules_of_multi_token_prediction_in_a_folder_are_left_out_and_named(
     name = "Qwen3NextForCausalLM"
     save_twin(name, overrides_of(name) | {"vocab_size": 300}, folder)
     tensors = load_file(folder / "model.safetensors")
-    more = {f"mtp.{name}": torch.ones(2, 2) for name in ("fc.weight", "layers.0.mlp.gate.weight")}
+    more = {
+        f"mtp.{name}": torch.ones(2, 2) for name in ("fc.weight", "layers.0.mlp.gate.weight")
+    }
     save_file(tensors | more, folder / "model.safetensors", metadata={"format": "pt"})
     for notes, weights in pool.run(2, begin, folder):
         assert notes == [f"left out mtp* of {folder}: the model's output does not depend on it"]
@@ -266,7 +269,9 @@ def test_other_hybrids_on_layouts(kind: str, pool: Pool) -> None:
         ("zaya", "ZayaModel itself has input_hidden_states_scale"),
     ],
 )  # fmt: skip
-def test_a_hybrid_that_titan_cannot_run_is_refused_with_the_reason(kind: str, reason: str) -> None:
+def test_a_hybrid_that_titan_cannot_run_is_refused_with_the_reason(
+    kind: str, reason: str
+) -> None:
     name = families()[kind]
     problems = job_of(name, {}, overrides_of(name)).model.resolved[1]
     assert problems == [("model.architecture", reason)]
@@ -337,7 +342,10 @@ def test_a_convolution_needs_pieces_that_are_long_enough(method: str, pieces: in
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
-        ("BambaForCausalLM", {"attn_layer_indices": [1], "mamba_expand": 3, "mamba_n_heads": 192}),
+        (
+            "BambaForCausalLM",
+            {"attn_layer_indices": [1], "mamba_expand": 3, "mamba_n_heads": 192},
+        ),
         ("GraniteMoeHybridForCausalLM", {"layer_types": ["mamba", "attention"] * 6}),
     ],
 )

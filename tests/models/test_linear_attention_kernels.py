@@ -57,7 +57,9 @@ class StandIn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         def differentiate() -> list[Any]:
-            leaves = [x if x is None else x.detach().requires_grad_() for x in ctx.saved_tensors]
+            leaves = [
+                x if x is None else x.detach().requires_grad_() for x in ctx.saved_tensors
+            ]
             outs = by_documents(*leaves, ctx.cu_seqlens, ctx.scale)  # pyright: ignore
             given = [x for x in leaves if x is not None]
             found = iter(torch.autograd.grad(outs, given, grads))
@@ -112,7 +114,9 @@ def before(added: Tensor, linear: Tensor) -> Tensor:
 )
 def test_outputs_states_and_gradients(name: str, options: dict[str, Any]) -> None:
     given = [x if x is None else x.float() for x in inputs(KINDS[name], 100, batch=2)]
-    mine, plain = (with_gradients(call, given, **options) for call in (kernel, linear_attention))
+    mine, plain = (
+        with_gradients(call, given, **options) for call in (kernel, linear_attention)
+    )
     assert largest_error(mine, plain) < 2e-6
 
 

@@ -24,7 +24,12 @@ SMALL = dataclasses.replace(FLAVORS["tiny"], n_layers=2)
 
 @pytest.mark.parametrize(
     ("flavor", "count"),
-    [("1B", 1_235_814_400), ("3B", 3_212_749_824), ("125M", 123_587_328), ("350M", 359_842_816)],
+    [
+        ("1B", 1_235_814_400),
+        ("3B", 3_212_749_824),
+        ("125M", 123_587_328),
+        ("350M", 359_842_816),
+    ],
 )
 def test_published_parameter_counts(flavor: str, count: int) -> None:
     with torch.device("meta"):

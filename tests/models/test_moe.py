@@ -157,7 +157,9 @@ def products(
 
 
 @pytest.mark.parametrize(
-    "counts", [[3, 9, 1, 0, 4, 16, 2, 5], [0, 0, 40, 0, 0, 0, 0, 0]], ids=["uneven", "one expert"]
+    "counts",
+    [[3, 9, 1, 0, 4, 16, 2, 5], [0, 0, 40, 0, 0, 0, 0, 0]],
+    ids=["uneven", "one expert"],
 )
 def test_grouped_products_are_those_of_the_loop(counts: list[int]) -> None:
     grouped = products(grouped_matmuls, counts, torch.bfloat16)

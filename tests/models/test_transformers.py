@@ -90,7 +90,9 @@ def test_folders_there_and_back_bit_for_bit(kind: str, pool: Pool, tmp_path: Pat
 
 def test_a_checkpoint_of_a_folder_outlives_the_folder(tmp_path: Path) -> None:
     """It goes there and back bit for bit, and the file beside it is a job of the model."""
-    source = saved(tmp_path / "source", "mistral", vocab_size=300, max_position_embeddings=2**15)
+    source = saved(
+        tmp_path / "source", "mistral", vocab_size=300, max_position_embeddings=2**15
+    )
     run, back, moved = (tmp_path / name for name in ("run", "back", "moved"))
     assert convert.main(["from-hf", str(source), str(run)]) == 0
     source.rename(moved)
@@ -164,7 +166,11 @@ def test_sizes_are_the_models() -> None:
             "model.architecture",
             "did you mean Qwen3ForCausalLM",
         ),
-        ({"architecture": "BartForCausalLM"}, "model.architecture", "an encoder with a decoder"),
+        (
+            {"architecture": "BartForCausalLM"},
+            "model.architecture",
+            "an encoder with a decoder",
+        ),
         ({"architecture": "BloomForCausalLM"}, "model.architecture", "layers.0 (BloomBlock)"),
         ({"architecture": "MambaForCausalLM"}, "model.architecture", "layers.0 (MambaBlock)"),
         ({"architecture": "GPT2LMHeadModel"}, "model.architecture", "attention dropout"),

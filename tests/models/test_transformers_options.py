@@ -55,7 +55,10 @@ def test_recomputed_and_compiled(pool: Pool) -> None:
 def train_in_float8(
     kind: str, degrees: dict[str, int], draw: int, kept: list[str]
 ) -> dict[str, Any]:
-    fields = overrides_of(families()[kind]) | {"num_hidden_layers": 1, "first_k_dense_replace": 0}
+    fields = overrides_of(families()[kind]) | {
+        "num_hidden_layers": 1,
+        "first_k_dense_replace": 0,
+    }
     fields |= {"num_key_value_heads": fields["num_attention_heads"]}
     fields |= {key: 32 for key in ("q_lora_rank", "kv_lora_rank") if key in fields}
     names = [name for name in fields if hasattr(_config_class(kind)(), name)]
@@ -225,7 +228,9 @@ def _leaves(table: dict[str, Any]) -> Any:
 
 
 def sizes_of(architecture: str, **overrides: Any) -> Any:
-    return ModelSection(name="transformers", architecture=architecture, overrides=overrides).sizes
+    return ModelSection(
+        name="transformers", architecture=architecture, overrides=overrides
+    ).sizes
 
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512}
@@ -278,7 +283,9 @@ _KINDS = {
     ids=str,
 )
 def test_wrong_overrides(overrides: dict[str, Any], key: str, words: str) -> None:
-    kind = next((kind for name, kind in _KINDS.items() if name in overrides), "Qwen3ForCausalLM")
+    kind = next(
+        (kind for name, kind in _KINDS.items() if name in overrides), "Qwen3ForCausalLM"
+    )
     section = ModelSection(name="transformers", architecture=kind, overrides=SMALL | overrides)
     _, [(found, message)] = section.resolved
     assert found == key and words in message and "\n" not in message
@@ -287,9 +294,16 @@ def test_wrong_overrides(overrides: dict[str, Any], key: str, words: str) -> Non
 @pytest.mark.parametrize(
     ("more", "key", "words"),
     [
-        ({"debug": {"moe_force_load_balance": True}}, "debug.moe_force_load_balance", "routers"),
         (
-            {"parallelism": {"tensor_parallel_degree": 2}, "model": {"plan": {"output": "lost"}}},
+            {"debug": {"moe_force_load_balance": True}},
+            "debug.moe_force_load_balance",
+            "routers",
+        ),
+        (
+            {
+                "parallelism": {"tensor_parallel_degree": 2},
+                "model": {"plan": {"output": "lost"}},
+            },
             "model.plan.output",
             "unknown style lost",
         ),

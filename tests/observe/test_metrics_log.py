@@ -41,11 +41,23 @@ def test_a_row_has_the_promised_keys(tmp_path: Path) -> None:
     )
     log.close()
     first, second = rows(tmp_path)
-    assert {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "time_s"} <= first.keys()
+    assert {
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "tokens_per_s",
+        "time_s",
+    } <= first.keys()
     assert (first["step"], first["loss"], first["tokens"], first["mfu"]) == (1, 10.0, 100, None)
     assert 0 <= first["time_s"] <= second["time_s"] < 60
     assert "validation_loss" not in first
-    assert (second["loss"], second["grad_norm"], second["validation_loss"]) == (None, None, 1.25)
+    assert (second["loss"], second["grad_norm"], second["validation_loss"]) == (
+        None,
+        None,
+        1.25,
+    )
     assert second["mfu"] == 0.43
 
 
@@ -134,7 +146,10 @@ def test_wandb_offline_continues_its_run(
 
 @pytest.mark.parametrize("server", ["", "http://127.0.0.1:9"])
 def test_wandb_finds_the_login_that_wandb_wrote(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, server: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    server: str,
 ) -> None:
     """The key is stored for the server that W&B uses: its own, or one of the user's."""
     program = """
@@ -153,7 +168,9 @@ for login in (False, True):
 """
     pytest.importorskip("wandb")
     kept = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_") and k != "NETRC"}
-    environment = kept | {"HOME": str(tmp_path)} | ({"WANDB_BASE_URL": server} if server else {})
+    environment = (
+        kept | {"HOME": str(tmp_path)} | ({"WANDB_BASE_URL": server} if server else {})
+    )
     command = [sys.executable, "-c", program, str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert not done.returncode, done.stderr
@@ -188,7 +205,9 @@ def test_missing_extra_names_the_command(
 
 
 def test_model_tflops() -> None:
-    assert model_tflops(tokens_per_s=8000, flops_per_token=5e10, num_ranks=2) == pytest.approx(200)
+    assert model_tflops(tokens_per_s=8000, flops_per_token=5e10, num_ranks=2) == pytest.approx(
+        200
+    )
 
 
 def test_utilization_adds_up_precisions() -> None:
@@ -220,11 +239,17 @@ def test_utilization_adds_up_precisions() -> None:
 
 
 def test_utilization_of_experts_in_float8() -> None:
-    model = {"name": "qwen3", "flavor": "tiny_moe", "converters": ["quantize.grouped_mm.float8"]}
+    model = {
+        "name": "qwen3",
+        "flavor": "tiny_moe",
+        "converters": ["quantize.grouped_mm.float8"],
+    }
     config = JobConfig.model_validate({"model": model})
     sizes = config.model.sizes
     flops = flops_by_dtype(config, sizes, ())
-    assert flops["float8"] == 6 * sizes.n_layers * sizes.top_k * 3 * sizes.dim * sizes.expert_dim
+    assert (
+        flops["float8"] == 6 * sizes.n_layers * sizes.top_k * 3 * sizes.dim * sizes.expert_dim
+    )
     total = sizes.flops_per_token(config.training.seq_len)
     assert sum(flops.values()) == total
 

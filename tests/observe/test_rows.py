@@ -17,7 +17,9 @@ from titan.observe.rows import RowFile, Tail, cut_after, read_rows
 
 def write(path: Path, steps: range, mode: str = "w", **values: object) -> Path:
     with path.open(mode) as file:
-        file.writelines(json.dumps({"step": n, "loss": 1 + 1 / n, **values}) + "\n" for n in steps)
+        file.writelines(
+            json.dumps({"step": n, "loss": 1 + 1 / n, **values}) + "\n" for n in steps
+        )
     return path
 
 

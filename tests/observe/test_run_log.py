@@ -100,10 +100,14 @@ def test_a_rewind_loses_the_steps_since_the_save(tmp_path: Path) -> None:
     assert parts(events) == {"trained": 90, "data_wait": 10, "lost": 30}
     assert events.lost_steps == 6
     clock.now_s = 1140
-    assert events.share({"data": 4.0}) == pytest.approx(96 / 140)  # a new step timer counts anew
+    assert events.share({"data": 4.0}) == pytest.approx(
+        96 / 140
+    )  # a new step timer counts anew
 
 
-def test_a_step_that_is_repeated_is_lost_and_waiting_for_groups_is_a_part(tmp_path: Path) -> None:
+def test_a_step_that_is_repeated_is_lost_and_waiting_for_groups_is_a_part(
+    tmp_path: Path,
+) -> None:
     clock = Clock(1000)
     events = begin(tmp_path, clock, step=0, started=1000)
     events.begin_steps()

@@ -202,7 +202,10 @@ def train_compiled(layout: Layout) -> tuple[dict[str, Any], int]:
         calls.append(args)
         return real(*args)
 
-    with patch.object(fused_adam, "_LARGE", 1024), patch.object(fused_adam, "_compiled", counted):
+    with (
+        patch.object(fused_adam, "_LARGE", 1024),
+        patch.object(fused_adam, "_compiled", counted),
+    ):
         found = train(layout, steps=4)
     return found, len(calls)
 

@@ -48,7 +48,10 @@ def finish(_: int) -> list[float]:
     found = parameters()
     early = OptimizerInBackward(torch.optim.SGD(found, lr=0.1))
     early.active = True
-    norms = [early.finish().item(), early.finish().item()]  # the second step has no gradient at all
+    norms = [
+        early.finish().item(),
+        early.finish().item(),
+    ]  # the second step has no gradient at all
     dist.barrier()
     return norms
 

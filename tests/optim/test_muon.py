@@ -27,7 +27,9 @@ from titan.parallel import build_mesh
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (12, 40), (40, 12)])
-def test_newton_schulz_evens_singular_values_and_keeps_the_vectors(shape: tuple[int, int]) -> None:
+def test_newton_schulz_evens_singular_values_and_keeps_the_vectors(
+    shape: tuple[int, int],
+) -> None:
     torch.manual_seed(0)
     matrices = torch.randn(3, *shape, dtype=torch.float64)
     result = newton_schulz(matrices, steps=5)

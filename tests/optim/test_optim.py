@@ -55,7 +55,11 @@ def test_every_step_is_torchtitans(kind: str, ratio: float | None, floor: float)
     for total in (1, 2, 10, 37):
         for warmup in (0, 1, 2, 9, 100):
             ours = _factors(
-                total, warmup_steps=warmup, decay_ratio=ratio, decay_type=kind, min_lr_factor=floor
+                total,
+                warmup_steps=warmup,
+                decay_ratio=ratio,
+                decay_type=kind,
+                min_lr_factor=floor,
             )
             theirs = _torchtitans(total, warmup=warmup, ratio=ratio, kind=kind, floor=floor)
             assert ours == pytest.approx(theirs, rel=1e-12, abs=1e-12), (total, warmup)

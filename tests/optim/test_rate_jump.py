@@ -34,8 +34,12 @@ def test_more_steps_stretch_the_schedule_and_both_rates_are_said() -> None:
     line = jump(starter(), starter(200))
     # Progress 79 of 80 decay steps; then 80 of 180.
     last, following = (3e-3 * (1 + math.cos(math.pi * p)) / 2 for p in (79 / 80, 80 / 180))
-    assert line.startswith(f"learning rate {last:.2e} -> {following:.2e} from step 100 to 101, ")
-    assert "lr_scheduler.total_steps = 100 keeps the one before, which goes on at 0.00e+00" in line
+    assert line.startswith(
+        f"learning rate {last:.2e} -> {following:.2e} from step 100 to 101, "
+    )
+    assert (
+        "lr_scheduler.total_steps = 100 keeps the one before, which goes on at 0.00e+00" in line
+    )
     assert "[[phase]] with from_step = 101 and lr_factor" in line
     assert "\n" not in line
 

@@ -78,7 +78,10 @@ def pretend() -> Any:
     from torch.distributed import _symmetric_memory as symmetric
 
     library = torch.library.Library("symm_mem", "IMPL")
-    gather, scatter = "_fused_all_gather_matmul_fallback", "_fused_matmul_reduce_scatter_fallback"
+    gather, scatter = (
+        "_fused_all_gather_matmul_fallback",
+        "_fused_matmul_reduce_scatter_fallback",
+    )
     library.impl("fused_all_gather_matmul", getattr(symmetric, gather), "CPU")
     library.impl("fused_matmul_reduce_scatter", getattr(symmetric, scatter), "CPU")
     stack = __import__("contextlib").ExitStack()

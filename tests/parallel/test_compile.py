@@ -302,7 +302,9 @@ def test_a_restart_takes_its_programs_from_the_cache(tmp_path: Path) -> None:
             timeout=240,
         )
         assert result.returncode == 0, result.stderr
-        lines.append(re.search(r"compiled 2 blocks, the loss and the update: .*", result.stdout))
+        lines.append(
+            re.search(r"compiled 2 blocks, the loss and the update: .*", result.stdout)
+        )
         rows = (out / "metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(row)["loss"] for row in rows])
     first, second = (line.group() if line else "" for line in lines)

@@ -11,7 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from tests.support.ranks import Pool
 from titan.numerics import digests
@@ -52,7 +56,9 @@ def assert_is(digest: Digest, x: Tensor, name: str = "") -> None:
 
 @pytest.mark.parametrize("shape", [(7,), (16, 5), (3, 4, 6), (1, 9), (20, 2, 3, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_digest_is_a_projection_of_the_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_a_digest_is_a_projection_of_the_tensor(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     assert_is(digest_of(x, [torch.arange(n) for n in shape], shape), x)
 

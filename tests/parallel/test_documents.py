@@ -16,7 +16,12 @@ from titan.models.llama3 import FLAVORS, build_model
 from titan.parallel import block_attention, initialize
 from titan.parallel.block_attention import CAUSAL
 from titan.parallel.compile import apply_compile
-from titan.parallel.documents import choose_form, document_cu_seqlens, mask_of, share_document_mask
+from titan.parallel.documents import (
+    choose_form,
+    document_cu_seqlens,
+    mask_of,
+    share_document_mask,
+)
 
 BATCH, LENGTH = 3, 300  # not a multiple of FlexAttention's 128
 
@@ -92,7 +97,8 @@ def test_a_forward_pass_makes_one_mask(compiled: bool) -> None:
 def test_flash_attention_takes_the_mask_on_a_gpu() -> None:
     """By torch's descriptions of its kernels: shapes, layouts and gradients, with grouped heads and narrow values."""
     inputs = [
-        torch.empty_like(x, device="meta", dtype=torch.bfloat16).requires_grad_() for x in heads(8)
+        torch.empty_like(x, device="meta", dtype=torch.bfloat16).requires_grad_()
+        for x in heads(8)
     ]
     ends = torch.zeros(BATCH, 4, dtype=torch.int32, device="meta")
     mask = mask_of(document_ids().to("meta"), form="varlen", cu_seqlens_BN=ends)
@@ -200,9 +206,13 @@ def test_a_chosen_kernel_comes_first(
     assert {s: getattr(torch.backends.cuda, f"{s}_sdp_enabled")() for s in switches} == before
 
 
-def test_a_kernel_that_is_not_there_is_the_users_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_is_not_there_is_the_users_mistake(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(InputError, match='"flash" is a kernel of GPUs, and this is "cpu"'):
         block_attention.prefer_backend("flash", "cpu")
     monkeypatch.setattr(block_attention, "compute_capability", lambda _: (9, 0))
-    with pytest.raises(InputError, match=r'"fa3": torch .* cannot load it .*; install it, or use'):
+    with pytest.raises(
+        InputError, match=r'"fa3": torch .* cannot load it .*; install it, or use'
+    ):
         block_attention.prefer_backend("fa3", "cuda")

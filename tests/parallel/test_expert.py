@@ -150,10 +150,14 @@ def _state(trainer: PoolTrainer) -> dict[str, Tensor]:
     state = {}
     for part in trainer.train_step.model_parts:
         for name, tensor in part.state_dict().items():
-            state[name] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+            state[name] = (
+                tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+            )
         moments = optimizer_state([part], trainer.train_step.optimizer)
         for name, tensor in moments.items() if trainer.step else ():
-            state[name] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+            state[name] = (
+                tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+            )
     return state
 
 
@@ -232,7 +236,9 @@ class Order(TorchDispatchMode):
         super().__init__()
         self.wanted, self.seen = names, list[str]()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func._opname in self.wanted:
             self.seen.append(func._opname)
         return func(*args, **(kwargs or {}))
@@ -258,7 +264,9 @@ def run_meanwhile(_: int) -> tuple[list[str], list[str], list[float]]:
     return forward.seen, backward.seen, rows.grad.flatten().tolist()
 
 
-def test_what_an_exchange_calls_runs_while_results_and_their_gradients_travel(pool: Pool) -> None:
+def test_what_an_exchange_calls_runs_while_results_and_their_gradients_travel(
+    pool: Pool,
+) -> None:
     start, wait = "all_to_all_single", "wait_tensor"
     for forward, backward, gradient in pool.run(2, run_meanwhile, 0):
         counts = [start, wait]
@@ -331,7 +339,9 @@ def test_eight_bits_are_near_and_the_same_on_every_layout(
 # ---- compiled ----------------------------------------------------------------------------------
 
 
-def train_compiled(folder: Path, base: dict[str, Any]) -> tuple[list[float], list[int], list[str]]:
+def train_compiled(
+    folder: Path, base: dict[str, Any]
+) -> tuple[list[float], list[int], list[str]]:
     """The losses, the rows that the experts of this rank got in each call, and what the compiler complains about."""
     trainer = PoolTrainer(job(folder, base=base))
     rows: list[int] = []

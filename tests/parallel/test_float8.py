@@ -71,7 +71,10 @@ def job(recipe: str, degrees: dict[str, int], **sections: Any) -> JobConfig:
                 "vocab_size": VOCABULARY,
             },
         },
-        "training": {"mixed_precision_param": "float32", "local_batch_size": GLOBAL_BATCH // dp},
+        "training": {
+            "mixed_precision_param": "float32",
+            "local_batch_size": GLOBAL_BATCH // dp,
+        },
         "lr_scheduler": {"warmup_steps": 2},
         "optimizer": {"lr": 1e-3, "eps": 1e-6},
         "parallelism": {
@@ -105,7 +108,8 @@ def steps(train_step: TrainStep, numbers: range, *, split: int = 1) -> list[floa
     for number in numbers:
         parts = global_batch(number).chunk(world * split)
         mine = [
-            Batch(tokens_BS=p[:, :-1], labels_BS=p[:, 1:].contiguous()) for p in parts[rank::world]
+            Batch(tokens_BS=p[:, :-1], labels_BS=p[:, 1:].contiguous())
+            for p in parts[rank::world]
         ]
         losses.append(train_step.train(mine, step=number).loss.item())
     return losses
@@ -216,7 +220,10 @@ def test_a_subclass_of_linear_is_left_alone(recipe: str) -> None:
     [
         ({"recipe": "tensorwize"}, "no recipe tensorwize, but tensorwise, rowwise, "),
         ({"recipe": "mxfp8_rciel"}, "no recipe mxfp8_rciel, but .*, mxfp8_cublas_rceil"),
-        ({"recipe": "rowwise", "fsdp_all_gather": True}, "rowwise cannot be gathered in float8"),
+        (
+            {"recipe": "rowwise", "fsdp_all_gather": True},
+            "rowwise cannot be gathered in float8",
+        ),
     ],
 )
 def test_recipes_that_do_not_exist(settings: dict[str, Any], message: str) -> None:
@@ -288,7 +295,9 @@ def test_the_chunked_loss_multiplies_as_the_layer_does(recipe: str) -> None:
             )
         else:
             parts = zip(x.split(128), labels.split(128), strict=True)
-            each = [nn.functional.cross_entropy(output(a), b, reduction="sum") for a, b in parts]
+            each = [
+                nn.functional.cross_entropy(output(a), b, reduction="sum") for a, b in parts
+            ]
             loss = torch.stack(each).sum()
         results.append([loss.detach(), *torch.autograd.grad(loss, [x, weight])])
     for found, expected in zip(*results, strict=True):
@@ -372,7 +381,14 @@ LAYOUTS: list[tuple[str, dict[str, int], int, float, dict[str, Any], dict[str, A
     ("tensorwise", TP, 1, FLIPS, {}, TRACED),
     ("rowwise", TP, 1, FLIPS, {}, {}),
     ("mxfp8_cublas", TP, 1, FLIPS, {}, {}),
-    ("tensorwise", {**FSDP, **TP}, 2, FLIPS, GATHER, {}),  # scales over both axes, asked for or not
+    (
+        "tensorwise",
+        {**FSDP, **TP},
+        2,
+        FLIPS,
+        GATHER,
+        {},
+    ),  # scales over both axes, asked for or not
     ("rowwise", {"cp": 2}, 1, FLIPS, {}, {}),  # scales are a token's own
 ]
 
@@ -446,7 +462,9 @@ class Gathered(TorchDispatchMode):
         super().__init__()
         self.fsdp_bytes, self.in_float8 = 0, 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.c10d._allgather_base_.default:
             self.fsdp_bytes += args[0].numel() * args[0].element_size()
         if func is torch.ops._c10d_functional.all_gather_into_tensor.default:
@@ -501,7 +519,8 @@ def resume(folder: Path) -> tuple[list[float], dict[str, Tensor]]:
     path = folder / "checkpoint" / "step-2"
     checkpoints.load(path, checkpoints.model_state(train_step.model_parts))
     checkpoints.load(
-        path, checkpoints.empty_optimizer_state(path, train_step.model_parts, train_step.optimizer)
+        path,
+        checkpoints.empty_optimizer_state(path, train_step.model_parts, train_step.optimizer),
     )
     return steps(train_step, range(3, 5)), weights(train_step)
 
@@ -552,7 +571,9 @@ def test_hardware(
             require_hardware(recipe, torch.device("cuda"))
 
 
-def test_a_cpu_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cpu_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "job.toml"
     path.write_text(f'[job]\ndump_folder = "{tmp_path}"\n[model]\nconverters = "float8"\n')
     assert main([str(path)]) == 2
@@ -561,7 +582,9 @@ def test_a_cpu_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "set emulate = true" in line
 
 
-def test_a_run_says_what_was_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_says_what_was_converted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "job.toml"
     path.write_text(
         f'[job]\ndump_folder = "{tmp_path}"\n[model]\nflavor = "tiny"\nconverters = "quantize.linear.mx"\n'
@@ -611,4 +634,6 @@ def shard_without_telling(_: int) -> str:
 
 def test_a_trainer_of_ones_own_is_told(pool: Pool) -> None:
     for text in pool.run(3, shard_without_telling, 0):
-        assert re.search(r"3 FSDP ranks do not divide the 64 rows of layers\.0.*fsdp_ranks=3", text)
+        assert re.search(
+            r"3 FSDP ranks do not divide the 64 rows of layers\.0.*fsdp_ranks=3", text
+        )

@@ -37,7 +37,9 @@ class Layer(nn.Module):
         self.sizes = [GROUPS * KEY, GROUPS * KEY, HEADS * VALUE]
         self.wide = nn.Linear(WIDTH, sum(self.sizes), bias=False)
         self.convolution = ShortConvolution(sum(self.sizes), bias=True)
-        self.gates = nn.Linear(WIDTH, HEADS * (KEY if kind.gates == "channel" else 1), bias=False)
+        self.gates = nn.Linear(
+            WIDTH, HEADS * (KEY if kind.gates == "channel" else 1), bias=False
+        )
         self.betas = nn.Linear(WIDTH, HEADS, bias=False)
         self.inner = LinearAttention(chunk=8)
         self.out = nn.Linear(HEADS * VALUE, WIDTH, bias=False)
@@ -46,7 +48,9 @@ class Layer(nn.Module):
         mixed = F.silu(self.convolution(self.wide(x_BSD), ids))
         q, k, v = (
             x.unflatten(-1, (heads, -1)).transpose(1, 2)
-            for x, heads in zip(mixed.split(self.sizes, -1), (GROUPS, GROUPS, HEADS), strict=True)
+            for x, heads in zip(
+                mixed.split(self.sizes, -1), (GROUPS, GROUPS, HEADS), strict=True
+            )
         )
         gates = F.logsigmoid(self.gates(x_BSD)).unflatten(-1, (HEADS, -1)).transpose(1, 2)
         gates = {"head": gates[..., 0], "channel": gates, "": None}[self.kind.gates]
@@ -121,7 +125,9 @@ def _error(
         apply_ac(net, keep=())
     if change == "compiled":
         net.compile(backend="aot_eager", fullgraph=True)
-    local = [None if y is None else shard_sequence(y, dim=1, **split) for y in (x, targets, ids)]
+    local = [
+        None if y is None else shard_sequence(y, dim=1, **split) for y in (x, targets, ids)
+    ]
     with pytest.MonkeyPatch.context() as patch:
         plant(fault, patch)
         mine = _results(net, local[0], local[1], x.numel(), local[2])  # pyright: ignore

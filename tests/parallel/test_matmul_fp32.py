@@ -17,7 +17,9 @@ calls: list[tuple[torch.dtype, ...]] = []
 _mm = torch.mm
 
 
-def mm(a: torch.Tensor, b: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+def mm(
+    a: torch.Tensor, b: torch.Tensor, *, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
     if not torch.compiler.is_compiling():
         calls.append((a.dtype, b.dtype, out_dtype or a.dtype))
     return _mm(a, b) if out_dtype is None else _mm(a.to(out_dtype), b.to(out_dtype))
@@ -53,7 +55,11 @@ def test_products_of_16_bits_equal_those_of_fp32(
     for found, expected in zip(*results, strict=True):
         assert torch.equal(found, expected)
     # The gradient of the result is not rounded.
-    assert compiled or calls[:3] == [(dtype, dtype, FP32), (FP32, FP32, FP32), (FP32, FP32, FP32)]
+    assert compiled or calls[:3] == [
+        (dtype, dtype, FP32),
+        (FP32, FP32, FP32),
+        (FP32, FP32, FP32),
+    ]
 
 
 def test_a_router_multiplies_16_bits_where_nothing_is_rounded(as_on_cuda: None) -> None:

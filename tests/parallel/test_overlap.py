@@ -77,7 +77,9 @@ class Stamps(TorchDispatchMode):
         super().__init__()
         self.rows: list[tuple[float, int | None, str, bool]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         backward = torch._C._current_graph_task_id() != -1
         self.rows.append((time.perf_counter(), turns.number, func._opname, backward))
@@ -165,7 +167,9 @@ class Turn(TorchDispatchMode):
         self.numbers.append(turns.number)
         super().__exit__(*row)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return func(*args, **(kwargs or {}))
 
 

@@ -65,7 +65,9 @@ def step(kind: str) -> list[JoinedTensor]:
     recorder = Recorder([model], shapes, mesh=mesh, full=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     x_BSD = torch.randn(BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1))
-    recorder.begin(batch=share // 2, samples=share, positions=torch.arange(LENGTH), length=LENGTH)
+    recorder.begin(
+        batch=share // 2, samples=share, positions=torch.arange(LENGTH), length=LENGTH
+    )
     world = BATCH // share
     for number in range(2):
         # Micro-batches take turns over the ranks.
@@ -100,7 +102,8 @@ def test_layouts_of_torch_have_the_record_of_one_process(pool: Pool) -> None:
             assert not tensor.copies
             if tensor.digest.squares is not None:
                 assert (
-                    abs(tensor.digest.squares - true.digest.squares) <= 1e-5 * true.digest.squares
+                    abs(tensor.digest.squares - true.digest.squares)
+                    <= 1e-5 * true.digest.squares
                 )
             if tensor.full is not None:
                 torch.testing.assert_close(tensor.full, true.full, rtol=1e-4, atol=1e-6)

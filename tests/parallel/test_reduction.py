@@ -30,7 +30,8 @@ class Transformer(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(16, WIDTH)
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(3)
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU())
+            for _ in range(3)
         )
         self.output = nn.Linear(WIDTH, 16, bias=False)
 
@@ -74,7 +75,9 @@ def losses(ours: str, accumulates: bool) -> list[float]:
             elif accumulates:
                 model.set_requires_gradient_sync(part == 1)  # pyright: ignore
             logits = model(ids[:, :-1])
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+            loss = nn.functional.cross_entropy(
+                logits.flatten(0, 1).float(), ids[:, 1:].flatten()
+            )
             loss.backward()
             found.append(loss.item())
         optimizer.step()
@@ -136,7 +139,9 @@ def expert_gradients(degrees: dict[str, int], ep: int, used: int) -> dict[str, T
     if world > 1:
         mesh = build_mesh("cpu", **degrees)
         sparse = build_sparse_mesh(mesh, ep=ep)
-        axes = tuple(axis for axis in ("dp_replicate", "efsdp") if axis in sparse.mesh_dim_names)  # pyright: ignore
+        axes = tuple(
+            axis for axis in ("dp_replicate", "efsdp") if axis in sparse.mesh_dim_names
+        )  # pyright: ignore
         if ep > 1:
             apply_ep(model, mesh=submesh(sparse, "ep"), moe_type=Mixture)  # pyright: ignore
         own: Any = {model.mixture.experts: sparse[axes]}

@@ -22,7 +22,11 @@ STEPS, REPLAYED = 3, 2
 # The loads of experts are state that a forward pass adds to, and that the next step reads.
 COEFFICIENTS = {"load_balance_coeff": 1e-2, "global_balance_coeff": 1e-2}
 MOE = {
-    "model": {"name": "qwen3", "flavor": "tiny_moe", "overrides": {"n_layers": 2, **COEFFICIENTS}}
+    "model": {
+        "name": "qwen3",
+        "flavor": "tiny_moe",
+        "overrides": {"n_layers": 2, **COEFFICIENTS},
+    }
 }
 
 
@@ -83,7 +87,9 @@ def _break(trainer: Any, name: str) -> None:
     evaluations: list[int] = []
     model.register_forward_pre_hook(lambda *_: evaluations.append(trainer.step))
     (module,) = (
-        m for n, m in model.named_modules() if n.replace("_checkpoint_wrapped_module.", "") == name
+        m
+        for n, m in model.named_modules()
+        if n.replace("_checkpoint_wrapped_module.", "") == name
     )
     forward: Callable[..., Any] = module._compiled_call_impl or module.forward
 
@@ -123,7 +129,8 @@ def test_a_bit_that_flips_on_one_rank_is_named(name: str, pool: Pool, tmp_path: 
 def test_it_warns_and_trains_on(pool: Pool, tmp_path: Path) -> None:
     base = {"fault_tolerance": {"on_replay_mismatch": "warn"}}
     [plain, warned] = [
-        pool.run(2, warns, tmp_path / what, base, fault) for what, fault in (("a", ""), ("b", FFN))
+        pool.run(2, warns, tmp_path / what, base, fault)
+        for what, fault in (("a", ""), ("b", FFN))
     ]
     for (numbers, said), (expected, nothing) in zip(warned, plain, strict=True):
         assert numbers == expected and nothing == []
@@ -188,7 +195,9 @@ CLEAN: dict[str, Sections] = {
         "quantize": {"linear": {"float8": {"emulate": True}}},
     },
     "accumulation": {"training": {"global_batch_size": 8}},
-    "DDP": {"parallelism": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}},
+    "DDP": {
+        "parallelism": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}
+    },
     "multi-token prediction": {
         "model": {"name": "deepseek_v3", "flavor": "tiny", "overrides": {"num_mtp_modules": 1}}
     },

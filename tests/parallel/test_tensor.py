@@ -10,7 +10,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.support.ranks import RankFailed
-from titan.parallel import apply_compile, apply_fsdp, apply_tp, build_mesh, initialize, materialize
+from titan.parallel import (
+    apply_compile,
+    apply_fsdp,
+    apply_tp,
+    build_mesh,
+    initialize,
+    materialize,
+)
 
 PLAN = {
     "embed": "vocab_embedding",
@@ -57,7 +64,9 @@ class Called(Net):
             super().__init__()
             self.up, self.down = block.up, block.down
 
-        def forward(self, shift: torch.Tensor, scale: float, hidden: torch.Tensor) -> torch.Tensor:
+        def forward(
+            self, shift: torch.Tensor, scale: float, hidden: torch.Tensor
+        ) -> torch.Tensor:
             return self.down(input=torch.tanh(self.up(input=hidden) + shift * scale))
 
     def __init__(self) -> None:
@@ -179,8 +188,12 @@ def _still_trained() -> list[str]:
     for output_in_loss in (False, True):
         with torch.device("meta"):
             model = Net().requires_grad_(False)
-        apply_tp(model, mesh=mesh["tp"], plan=PLAN, num_kv_heads=1, output_in_loss=output_in_loss)
-        found += [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        apply_tp(
+            model, mesh=mesh["tp"], plan=PLAN, num_kv_heads=1, output_in_loss=output_in_loss
+        )
+        found += [
+            name for name, parameter in model.named_parameters() if parameter.requires_grad
+        ]
     return found
 
 
@@ -189,7 +202,9 @@ def test_frozen_parameters_stay_frozen(pool) -> None:
     assert pool.run(2, _still_trained) == [[], []]
 
 
-def _split(change: dict[str, str], heads: int, length: int, up: nn.Module | None = None) -> None:
+def _split(
+    change: dict[str, str], heads: int, length: int, up: nn.Module | None = None
+) -> None:
     mesh = build_mesh("cpu", tp=2, dp_shard=1)
     model = Net()
     model.blocks[0].up = nn.Linear(8, 11) if up is None else up
@@ -227,10 +242,22 @@ class Conv1D(nn.Module):
 @pytest.mark.parametrize(
     ("heads", "up", "message"),
     [
-        (2, Conv1D(), r"style colwise splits an nn\.Linear, and blocks\.0\.up is a Conv1D: put"),
+        (
+            2,
+            Conv1D(),
+            r"style colwise splits an nn\.Linear, and blocks\.0\.up is a Conv1D: put",
+        ),
         (2, nn.Embedding(8, 12), r"splits an nn\.Linear, and blocks\.0\.up is a Embedding"),
-        (4, nn.Linear(8, 12), r"6 outputs of blocks\.0\.value are not 4 key/value heads of one"),
-        (2, nn.Linear(8, 14), r"14 outputs of blocks\.0\.up, in heads of 3, are not whole heads"),
+        (
+            4,
+            nn.Linear(8, 12),
+            r"6 outputs of blocks\.0\.value are not 4 key/value heads of one",
+        ),
+        (
+            2,
+            nn.Linear(8, 14),
+            r"14 outputs of blocks\.0\.up, in heads of 3, are not whole heads",
+        ),
     ],
 )
 def test_a_module_that_a_style_cannot_split_is_named(pool, heads, up, message) -> None:

@@ -90,7 +90,9 @@ def test_no_bit_changes(layout: Layout, pool: Pool, references: References) -> N
 def test_no_bit_changes_in_transformers_experts(pool: Pool, references: References) -> None:
     """Its experts' module exchanges tokens itself, so that both micro-batches are within it at once."""
     model = ("transformers", str(Path(__file__).with_name("qwen3_moe.json")))
-    layout = Layout("FSDP2", fsdp(2), settings=ep(2), accumulation=2, model=model, documents=False)
+    layout = Layout(
+        "FSDP2", fsdp(2), settings=ep(2), accumulation=2, model=model, documents=False
+    )
     alone = pool.run(2, train, layout, "float32", STEPS)
     paired = pool.run(2, train, overlapped(layout), "float32", STEPS)
     assert [*map(different_bits, alone, paired)] == [[], []]
@@ -126,7 +128,8 @@ def test_one_reduction_for_both(layout: Layout, pool: Pool, references: Referenc
 
 
 @pytest.mark.parametrize(
-    "fault", ["lost_row", "row_sent_twice", "mixed_gradients", "second_before_first", "freed_early"]
+    "fault",
+    ["lost_row", "row_sent_twice", "mixed_gradients", "second_before_first", "freed_early"],
 )
 def test_a_planted_fault_is_seen(fault: str, pool: Pool) -> None:
     layout = replace(LAYOUTS[0], accumulation=4)
@@ -143,7 +146,9 @@ def overlapped(layout: Layout, *more: Any) -> Layout:
     return replace(layout, settings=(*layout.settings, *OVERLAP, *more))
 
 
-def require_equal(results: list[dict[str, Any]], layout: Layout, references: References) -> None:
+def require_equal(
+    results: list[dict[str, Any]], layout: Layout, references: References
+) -> None:
     same = ("documents", "blocks", "model", "overrides", "optimizer")
     reference = references.run(steps=STEPS, **{name: getattr(layout, name) for name in same})
     found = {name: largest(results, reference, name) for name in WHAT}

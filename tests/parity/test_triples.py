@@ -49,7 +49,16 @@ def require_equal(layout: Layout, pool: Pool, references: References) -> None:
     # A tensor's scale is that of what a rank multiplies at once, see test_composition.py.
     passes = degrees.get("dp_shard", 1) * degrees.get("dp_replicate", 1) * layout.accumulation
     passes = GLOBAL_BATCH if "pp" in degrees else passes
-    same = ("documents", "batch", "blocks", "model", "overrides", "optimizer", "float8", "freeze")
+    same = (
+        "documents",
+        "batch",
+        "blocks",
+        "model",
+        "overrides",
+        "optimizer",
+        "float8",
+        "freeze",
+    )
     reference = references.run(
         steps=STEPS,
         accumulation=passes if layout.float8 else 1,

@@ -32,7 +32,9 @@ def test_figures_come_back(share: float, fp8: float, tmp_path: Path) -> None:
     calibrated = load_profile(file)
     assert calibrated.matmul_share["bfloat16"] == pytest.approx(share, rel=0.01)
     assert calibrated.matmul_share["float8"] == pytest.approx(fp8, rel=0.01)
-    assert calibrated.matmul_share["float32"] == base.matmul_share["float32"]  # was not measured
+    assert (
+        calibrated.matmul_share["float32"] == base.matmul_share["float32"]
+    )  # was not measured
     assert calibrated.kernel_min_us == pytest.approx(4.0)
     for size in (10**5, 10**6, 10**7, 10**8, 10**9):
         assert on_curve(calibrated.memory_share, size) == pytest.approx(on_curve(machine.memory_share, size), rel=0.01)  # fmt: skip

@@ -40,7 +40,12 @@ def simulate(folder: Path, choice: str) -> subprocess.CompletedProcess[str]:
     (metadata / "entry_points.txt").write_text("[titan.models]\nrouted = routed")
     (folder / "routed.py").write_text(FAMILY.format(choice=choice))
     job = [str(ROOT / "train_configs" / "debug_model.toml"), "--model.name=routed"]
-    job += ["--model.flavor=tiny", "--training.seq_len=64", "--world-size=2", "--hardware=h100-sxm"]
+    job += [
+        "--model.flavor=tiny",
+        "--training.seq_len=64",
+        "--world-size=2",
+        "--hardware=h100-sxm",
+    ]
     command = [sys.executable, "-m", "titan.cli", "sim", *job, f"--json={folder}/sim.json"]
     path = os.pathsep.join(map(str, (folder, OPT, ROOT)))
     environment = {**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(folder)}
@@ -57,7 +62,9 @@ def test_the_place_and_the_way_out_are_named(tmp_path: Path) -> None:
 
 
 def test_the_assumption_of_the_docs_is_simulated(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "simulator.md").read_text().split("## Shapes that depend on data")[1]
+    page = (
+        (ROOT / "docs" / "simulator.md").read_text().split("## Shapes that depend on data")[1]
+    )
     match = re.search(r"```python\n(.*?)```", page, re.DOTALL)
     assert match
     result = simulate(tmp_path, match[1])

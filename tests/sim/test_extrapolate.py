@@ -16,7 +16,13 @@ from titan.sim.price.cost import Cost
 from titan.sim.price.profiles import load_profile
 from titan.sim.record.repeat import CannotRepeat, Depth
 from titan.sim.record.trace import Trace
-from titan.sim.record.trace_cache import TraceRequest, _Plan, distinct_ranks, get_traces, shallow
+from titan.sim.record.trace_cache import (
+    TraceRequest,
+    _Plan,
+    distinct_ranks,
+    get_traces,
+    shallow,
+)
 from titan.sim.record.trace_jobs import Job, trace_jobs
 from titan.sim.replay.memory import memory_report
 from titan.sim.replay.queues import replay

@@ -46,7 +46,15 @@ def linear(inputs: int, outputs: int) -> list[Kernel]:
 def test_products_of_the_traced_step() -> None:
     """Llama 1B, 2 x 8,192 tokens, torch 2.11: 125.7 ms in the blocks, and 34.9 in the output layer, whose logits and sums are in fp32."""
     h100 = Cost(load_profile("h100-sxm"))
-    sizes = [(DIM, DIM), (DIM, KEYS), (DIM, KEYS), (DIM, DIM), (DIM, FFN), (DIM, FFN), (FFN, DIM)]
+    sizes = [
+        (DIM, DIM),
+        (DIM, KEYS),
+        (DIM, KEYS),
+        (DIM, DIM),
+        (DIM, FFN),
+        (DIM, FFN),
+        (FFN, DIM),
+    ]
     blocks_s = LAYERS * sum(h100.kernel_s(k) for pair in sizes for k in linear(*pair))
     chunk = TOKENS // CHUNKS
     output = [

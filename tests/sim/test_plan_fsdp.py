@@ -56,7 +56,9 @@ def test_no_other_choice_is_faster(variants: list[Variant]) -> None:
     for limit in (gib[0] - 0.01, *gib):
         asked: list[str] = []
 
-        def simulate_all(wanted: list[dict[str, str]], asked: list[str] = asked) -> list[Variant]:
+        def simulate_all(
+            wanted: list[dict[str, str]], asked: list[str] = asked
+        ) -> list[Variant]:
             asked += map(str, wanted)
             return [known[str(one)] for one in wanted]
 
@@ -114,7 +116,9 @@ def test_a_limit_that_nothing_meets(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_old_command_names_the_new_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["autofsdp", *JOB]) == 2
-    assert capsys.readouterr().err == "command line: autofsdp: is now `titan plan --only fsdp`\n"
+    assert (
+        capsys.readouterr().err == "command line: autofsdp: is now `titan plan --only fsdp`\n"
+    )
 
 
 def test_only_takes_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,7 +31,9 @@ def test_each_figure_has_a_source(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in profile_names() if name != "cpu"])
 def test_peaks_are_those_of_mfu(name: str) -> None:
     profile, row = load_profile(name), by_name(name)
-    assert {d: t * 1e12 for d, t in profile.peak_tflops.items()} == pytest.approx(row.peak_flops)
+    assert {d: t * 1e12 for d, t in profile.peak_tflops.items()} == pytest.approx(
+        row.peak_flops
+    )
     assert profile.memory_tb_per_s * 1e12 == pytest.approx(row.memory_bandwidth)
     assert profile.memory_gib == row.memory_gib
     assert profile.sources["peak_tflops"] == row.source
@@ -81,7 +83,9 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
 def test_a_figure_without_a_source_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text('name = "mine"\nbase = "h100-sxm"\nnic_gb_per_s = 25.0\n')
-    with pytest.raises(ConfigError, match=r"mine\.toml:3: nic_gb_per_s: \[sources\] does not say"):
+    with pytest.raises(
+        ConfigError, match=r"mine\.toml:3: nic_gb_per_s: \[sources\] does not say"
+    ):
         load_profile(file)
 
 
@@ -95,9 +99,18 @@ def test_a_figure_without_a_source_is_refused(tmp_path: Path) -> None:
         ("memory_share = [[1000, 0.9], [10, 0.1]]", r"mine\.toml:3: memory_share: .*increase"),
         ("attention_forward_tflops = []", r"a curve has one point \[size, value\] or more"),
         ("attention_forward_tflops = [[512, 0]]", r"greater than 0"),
-        ("matmul_share = { bfloat16 = 0.7, bf16 = 0.5 }", r"mine\.toml:3: .*no dtype 'bf16'; did"),
-        ("matmul_share = { float8 = 0.7 }", r"mine\.toml:3: matmul_share: needs at least bfloat16"),
-        ("network = [{ nodes = 8 }, { nodes = 4 }]", r"mine\.toml:3: network: .*smallest block"),
+        (
+            "matmul_share = { bfloat16 = 0.7, bf16 = 0.5 }",
+            r"mine\.toml:3: .*no dtype 'bf16'; did",
+        ),
+        (
+            "matmul_share = { float8 = 0.7 }",
+            r"mine\.toml:3: matmul_share: needs at least bfloat16",
+        ),
+        (
+            "network = [{ nodes = 8 }, { nodes = 4 }]",
+            r"mine\.toml:3: network: .*smallest block",
+        ),
         (
             'device = "h101-sxm"',
             r"mine\.toml:3: device: there is no 'h101-sxm'; did you mean 'h100",
@@ -167,7 +180,13 @@ def test_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-HOST = ("host_tiny_us", "launch_us", "launch_compiled_us", "compiled_call_us", "launch_transfer_us")
+HOST = (
+    "host_tiny_us",
+    "launch_us",
+    "launch_compiled_us",
+    "compiled_call_us",
+    "launch_transfer_us",
+)
 
 
 @pytest.mark.parametrize("name", ["b300", "gb200", "gb300", "mi355x"])

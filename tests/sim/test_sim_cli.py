@@ -24,7 +24,11 @@ from titan.sim.replay.memory import memory_report
 from titan.sim.report import text as report
 from titan.sim.search.variants import Variant, front
 
-JOB = ["train_configs/debug_model.toml", "--training.seq_len=64", "--training.local_batch_size=2"]
+JOB = [
+    "train_configs/debug_model.toml",
+    "--training.seq_len=64",
+    "--training.local_batch_size=2",
+]
 ON = ["--hardware", "h100-sxm"]
 
 
@@ -62,7 +66,9 @@ def test_page_json_trace_and_html(tmp_path: Path, capsys: pytest.CaptureFixture[
     tokens = facts["tokens_per_s_per_gpu"] * 4 * facts["step_time_s"]
     assert tokens == pytest.approx(2 * 64 * 2) == facts["tokens_per_step"]
     assert facts["mfu"] == pytest.approx(facts["tflops_per_gpu"] / 989)
-    assert facts["mfu_convention"] == "full" and facts["hardware"] == "h100-sxm" and facts["fits"]
+    assert (
+        facts["mfu_convention"] == "full" and facts["hardware"] == "h100-sxm" and facts["fits"]
+    )
     assert "\n  assumed   700 W, 80 GB of HBM3, attention in cudnn\n" in printed
     [(kin, speed)] = facts["hardware_kin"].items()
     assert kin == "h100-96g-500w" and f"if it is {kin}: {speed:,.0f} tokens/s/GPU" in printed
@@ -75,12 +81,20 @@ def test_page_json_trace_and_html(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert facts["wall_s"] > 0
     time, comm = facts["time"], facts["comm"]
     parts = (
-        time["compute_s"] + time["copies_s"] + time["host_s"] + time["peers_s"] + comm["exposed_s"]
+        time["compute_s"]
+        + time["copies_s"]
+        + time["host_s"]
+        + time["peers_s"]
+        + comm["exposed_s"]
     )
     assert parts == pytest.approx(facts["step_time_s"])
     assert sum(time["by_module_s"].values()) == pytest.approx(time["compute_s"])
-    assert "  compute by module\n" in printed and "layers.*.feed_forward.w1" in time["by_module_s"]
-    assert comm["exposed_s"] == pytest.approx(sum(a["exposed_s"] for a in comm["by_axis"].values()))
+    assert (
+        "  compute by module\n" in printed and "layers.*.feed_forward.w1" in time["by_module_s"]
+    )
+    assert comm["exposed_s"] == pytest.approx(
+        sum(a["exposed_s"] for a in comm["by_axis"].values())
+    )
     assert comm["by_axis"]["dp_shard"]["bytes"] > 0 < comm["by_axis"]["pp"]["count"]
 
     events = json.loads(files["trace"].read_text())["traceEvents"]
@@ -99,7 +113,9 @@ def test_page_json_trace_and_html(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "ncclDevKernel_AllGather(dp_shard layers.1)" in {e["name"] for e in events}
     # The counter misses only the cuBLAS workspace and the rounding of blocks.
     for rank in (0, 2):
-        counted = [sum(e["args"].values()) for e in events if e["ph"] == "C" and e["pid"] == rank]
+        counted = [
+            sum(e["args"].values()) for e in events if e["ph"] == "C" and e["pid"] == rank
+        ]
         [peak] = [r["peak_active_gib"] for r in facts["per_rank"] if r["rank"] == rank]
         assert 0 <= peak - 1 / 32 - max(counted) < 0.01 * peak
     names = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -128,7 +144,9 @@ def test_a_timeline_of_few_rows_is_high_enough_to_read(tmp_path: Path) -> None:
     command += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000"]
     command += ["--allow-file-access-from-files", "--hide-scrollbars", frames.as_uri()]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
-    narrow, height, wide, high = map(int, re.findall(r"<title>(.*)</title>", shown)[0].split(","))
+    narrow, height, wide, high = map(
+        int, re.findall(r"<title>(.*)</title>", shown)[0].split(",")
+    )
     assert (narrow, wide) == (390, 1200) and min(height, high) >= 300
 
 
@@ -167,7 +185,9 @@ def test_hardware_without_float8_is_refused(capsys: pytest.CaptureFixture[str]) 
     several = ("--hardware", "a100-80g,h100-sxm", "--sweep", "training.local_batch_size=2")
     assert sim(*converted, *several) == 0
     printed = capsys.readouterr().out
-    assert "2 variants: 1 fit" in printed and "1 cannot run: a100-80g does not multiply" in printed
+    assert (
+        "2 variants: 1 fit" in printed and "1 cannot run: a100-80g does not multiply" in printed
+    )
 
 
 def _refuse_to_record(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +342,9 @@ def test_fp32_on_an_accelerator_is_warned_of_and_its_mfu_marked(
         facts = results[hardware, precision] = json.loads(printed.out)
         is_slow = precision == "float32"
         assert ("leaves an accelerator's tensor cores idle" in printed.err) == is_slow
-        assert ("MFU of float32's peak" in report.page(facts)) == (facts["mfu_dtype"] == "float32")
+        assert ("MFU of float32's peak" in report.page(facts)) == (
+            facts["mfu_dtype"] == "float32"
+        )
         assert "the formula of `titan check` says" in report.page(facts)
     slow, fast, _ = results.values()
     assert [one["mfu_dtype"] for one in results.values()] == ["float32", "bfloat16", "float32"]
@@ -332,7 +354,9 @@ def test_fp32_on_an_accelerator_is_warned_of_and_its_mfu_marked(
     assert sizes[0] == sizes[2] > sizes[1]
 
 
-def test_utilization_is_that_of_the_recorded_products(capsys: pytest.CaptureFixture[str]) -> None:
+def test_utilization_is_that_of_the_recorded_products(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """An 8B model in float8 on two ranks, recomputed: by hand, from its matrices."""
     options = ["--world-size=2", "--hardware=h100-sxm", "--json=-", "--quiet"]
     options += ["--model.flavor=8B", "--model.converters=quantize.linear.float8"]
@@ -363,7 +387,10 @@ def test_the_exit_code_says_whether_it_fits(
             f'name = "mine"\nbase = "h100-sxm"\nmemory_gib = {needed * room}\n'
             '[sources]\nmemory_gib = "this test"\n'
         )
-        assert sim("--world-size=1", "--training.local_batch_size=64", f"--hardware={file}") == code
+        assert (
+            sim("--world-size=1", "--training.local_batch_size=64", f"--hardware={file}")
+            == code
+        )
         page = capsys.readouterr().out
         assert f"  memory    {verdict}" in page and ("10%" in page) == (code == 0)
 
@@ -390,25 +417,45 @@ def test_the_front_holds_what_nothing_beats() -> None:
             "no profile 'h1000'; did you mean 'h100-sxm'? There are a100-80g, ",
         ),
         (["--world-size", "3", *ON, "--parallelism.tensor_parallel_degree=2"], "3"),
-        (["--world-size", "0", *ON], "--world-size: expected a whole number of at least 1, got 0"),
+        (
+            ["--world-size", "0", *ON],
+            "--world-size: expected a whole number of at least 1, got 0",
+        ),
         (["--world-size", "2", *ON, "--sweep", "model.flavour=8B"], "did you mean 'flavor'?"),
         (
             ["--world-size", "2", *ON, "--sweep", "training.local_batch_size"],
             "expected KEY=A,B,...",
         ),
-        ([*ON, "--sweep", "world_size=8,x"], "'world_size=8,x': expected numbers of at least 1"),
+        (
+            [*ON, "--sweep", "world_size=8,x"],
+            "'world_size=8,x': expected numbers of at least 1",
+        ),
         (
             ["--world-size", "2", *ON, "--sweep", "training.steps=1", "--html", "a.html"],
             "--html: is for one job, not for a sweep",
         ),
-        (["--world-size", "2", *ON, "--processes", "0"], "--processes: expected a whole number"),
-        (["--world-size", "2", *ON, "--json", "none/a.json"], "--json: there is no folder none"),
+        (
+            ["--world-size", "2", *ON, "--processes", "0"],
+            "--processes: expected a whole number",
+        ),
+        (
+            ["--world-size", "2", *ON, "--json", "none/a.json"],
+            "--json: there is no folder none",
+        ),
         (["--world-size", "2", *ON, "--json", "."], "--json: cannot write .: Is a directory"),
-        (["--world-size", "2", *ON, "--html", "/proc/a.html"], "--html: cannot write /proc/a.html"),
-        (["--world-size", "2", *ON, "--typo", "--calibrate", "a.toml"], "--calibrate needs no job"),
+        (
+            ["--world-size", "2", *ON, "--html", "/proc/a.html"],
+            "--html: cannot write /proc/a.html",
+        ),
+        (
+            ["--world-size", "2", *ON, "--typo", "--calibrate", "a.toml"],
+            "--calibrate needs no job",
+        ),
     ],
 )
-def test_mistakes(arguments: list[str], printed: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes(
+    arguments: list[str], printed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert sim(*arguments) == 2
     assert printed in capsys.readouterr().err
 

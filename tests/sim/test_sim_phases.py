@@ -57,7 +57,12 @@ def test_time_memory_and_money_of_each_phase_and_of_the_run(
     file, priced = tmp_path / "facts.json", ["--run", "--simulator.run.gpu_hour_price=2"]
     assert main(["sim", jobs[0], *WHERE, *priced, "--json", str(file)]) == 0
     page = capsys.readouterr().out
-    for text in ("phase  steps  sequences  tokens", "phase 3: ", "GiB on the fullest rank", "cost"):
+    for text in (
+        "phase  steps  sequences  tokens",
+        "phase 3: ",
+        "GiB on the fullest rank",
+        "cost",
+    ):
         assert text in page
     facts = json.loads(file.read_text())
     for phase, cost, alone in zip(facts["phases"], facts["run"]["phases"], ALONE, strict=True):
@@ -99,15 +104,15 @@ def test_a_phase_that_does_not_fit_is_the_verdict(
     path.write_text(JOB.replace("seq_len = 2048\nlocal_batch_size = 1", large))
     assert main(["sim", str(path), *WHERE, "--loss.chunk_tokens=0"]) == 1
     page = capsys.readouterr().out
-    assert page.count("DOES NOT FIT") == 1 and "fits: " in page  # the page is of the first phase
+    assert (
+        page.count("DOES NOT FIT") == 1 and "fits: " in page
+    )  # the page is of the first phase
 
 
 def test_a_change_of_layout_is_priced(jobs: tuple[str, str], tmp_path: Path) -> None:
     """The phase costs what a job of its layout costs, and the border a save that training waits for and a restart."""
     file, job = tmp_path / "facts.json", tmp_path / "job.toml"
-    long = (
-        "[[phase]]\nfrom_step = 501\nseq_len = 2048\nlocal_batch_size = 1\nglobal_batch_size = 8\n"
-    )
+    long = "[[phase]]\nfrom_step = 501\nseq_len = 2048\nlocal_batch_size = 1\nglobal_batch_size = 8\n"
     job.write_text(Path(jobs[1]).read_text() + f"{long}context_parallel_degree = 2\n")
     times = ["--simulator.run.restart_seconds=600", "--run", "--json", str(file)]
     assert main(["sim", str(job), *WHERE, *times]) == 0
@@ -115,7 +120,11 @@ def test_a_change_of_layout_is_priced(jobs: tuple[str, str], tmp_path: Path) -> 
     alone = ["--training.steps=500", *LONG, "--parallelism.context_parallel_degree=2"]
     assert main(["sim", jobs[1], *WHERE, *times, *alone]) == 0
     other = json.loads(file.read_text())
-    phase, cost, [job_cost] = facts["phases"][1], facts["run"]["phases"][1], other["run"]["phases"]
+    phase, cost, [job_cost] = (
+        facts["phases"][1],
+        facts["run"]["phases"][1],
+        other["run"]["phases"],
+    )
     assert phase["mesh"] == "cp 2" and cost["layout"] == other["layout"]
     assert phase["step_time_s"] == other["step_time_s"]
     assert phase["needed_gib"] == other["memory"]["needed_gib"]

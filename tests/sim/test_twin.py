@@ -197,13 +197,17 @@ def test_a_slow_rank_beside_its_prediction(tmp_path: Path, pool: Pool) -> None:
     assert last["drift/part"] == "rank" and last["drift/ratio"] > 1
     assert last["drift/text"].startswith("rank 1 computes ")
     # The phases add up to the step, without the data and the time between steps.
-    measured = sum(last[f"measured/{name}_s"] for name in ("forward", "backward", "update", "host"))
+    measured = sum(
+        last[f"measured/{name}_s"] for name in ("forward", "backward", "update", "host")
+    )
     assert 0.5 * last["step_s"] < measured < 1.05 * last["step_s"]
     # Scaled to the first steps, since a CPU's profile is an order of magnitude.
     settled = next(row for row in rows if "drift/ratio" in row)
     predicted = [last[f"predicted/{name}_s"] for name in ("forward", "backward", "update")]
     assert sum(predicted) == pytest.approx(last["predicted/step_s"], rel=0.05)
-    assert last["predicted/step_s"] <= settled["predicted/step_s"] and last["predicted/scale"] > 0
+    assert (
+        last["predicted/step_s"] <= settled["predicted/step_s"] and last["predicted/scale"] > 0
+    )
     assert last["predicted/memory_gib"] >= last["predicted/memory_active_gib"] > 0
 
 

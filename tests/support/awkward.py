@@ -22,7 +22,11 @@ from titan.models.llama3 import LlamaConfig
 from titan.models.llama3.model import Attention, Block, Llama
 
 OTHER = 100
-TENSOR_PLAN = {"layers.*.spare": "token_weights", "layers.*.tower": "token_weights", **LLAMA_PLAN}
+TENSOR_PLAN = {
+    "layers.*.spare": "token_weights",
+    "layers.*.tower": "token_weights",
+    **LLAMA_PLAN,
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -84,7 +84,9 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
     "further targets": {"MTP": {"overrides": MTP, "settings": ENDS, "blocks": 6}},
     "accumulation": {"accumulation": {"accumulation": 2}},
     "optimizer": {"Muon": {"optimizer": (("name", "Muon"), ("ns_dtype", "float32"))}},
-    "frozen": {"frozen": {"freeze": ("layers.*.attention_norm.*", "layers.*.attention.wv.weight")}},
+    "frozen": {
+        "frozen": {"freeze": ("layers.*.attention_norm.*", "layers.*.attention.wv.weight")}
+    },
     "weights": {"weights on the host": {"offload": True}},
     "activations": {"activations on the host": {"keep_in": "host"}},
 }
@@ -152,7 +154,9 @@ def techniques_of(layout: Layout) -> frozenset[str]:
 
 
 def _overlaps(settings: dict[str, Any]) -> tuple[bool, bool]:
-    return settings.get("expert_overlap", False), settings.get("expert_overlap_reduce_once", False)
+    return settings.get("expert_overlap", False), settings.get(
+        "expert_overlap_reduce_once", False
+    )
 
 
 @cache
@@ -187,7 +191,8 @@ def triples_within(techniques: Iterable[str]) -> set[frozenset[str]]:
 # What techniques may need to be allowed, and what an overlap needs.
 HELPERS = ((), ("compile",), ("FSDP2",), ("experts",), ("compile", "FSDP2"))
 FOR_OVERLAP = tuple(
-    ("EP", "accumulation", *more) for more in ((), ("FSDP2",), ("compile",), ("compile", "FSDP2"))
+    ("EP", "accumulation", *more)
+    for more in ((), ("FSDP2",), ("compile",), ("compile", "FSDP2"))
 )
 
 

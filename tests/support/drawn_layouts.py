@@ -19,7 +19,10 @@ DEGREES = {
     "tp": f"{PREFIX}tensor_parallel_degree",
 }
 TP, PP, ROTATE = DEGREES["tp"], DEGREES["pp"], f"{PREFIX}context_parallel_rotate_method"
-BALANCER, RESHARD = f"{PREFIX}context_parallel_load_balancer", f"{PREFIX}fsdp_reshard_after_forward"
+BALANCER, RESHARD = (
+    f"{PREFIX}context_parallel_load_balancer",
+    f"{PREFIX}fsdp_reshard_after_forward",
+)
 SCHEDULE, MICROBATCH = (
     f"{PREFIX}pipeline_parallel_schedule",
     f"{PREFIX}pipeline_parallel_microbatch_size",
@@ -62,7 +65,9 @@ class Case:
         return self.settings.get(key, default)
 
     def config(self) -> JobConfig:
-        sections: dict[str, dict[str, Any]] = {"model": {"flavor": "tiny", "overrides": self.model}}
+        sections: dict[str, dict[str, Any]] = {
+            "model": {"flavor": "tiny", "overrides": self.model}
+        }
         for key, value in self.settings.items():
             section, _, name = key.partition(".")
             sections.setdefault(section, {})[name] = value
@@ -133,7 +138,9 @@ def _draw_methods(
 ) -> None:
     if DEGREES["cp"] in settings:
         settings[ROTATE] = pick("allgather", "ring", "alltoall", "ulysses")
-        settings[BALANCER] = pick("headtail", "headtail", "none") if not seldom(0.05) else "ptrr"
+        settings[BALANCER] = (
+            pick("headtail", "headtail", "none") if not seldom(0.05) else "ptrr"
+        )
         settings["data.document_mask"] = seldom(0.25)
     if PP in settings:
         settings[SCHEDULE] = pick(*SCHEDULES)

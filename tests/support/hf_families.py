@@ -433,7 +433,9 @@ def row_of(
                 parts = str(error).split(MARK)
                 # Of the rank that came furthest.
                 rows = [json.loads(part) for part in parts[1::2]]
-                row |= max(rows, key=len) if rows else {"error": " ".join(parts[0].split())[-200:]}
+                row |= (
+                    max(rows, key=len) if rows else {"error": " ".join(parts[0].split())[-200:]}
+                )
                 left = {name: axes for name, axes in left.items() if rows and name not in row}
     return row
 
@@ -448,7 +450,9 @@ def compare(found: dict[str, Any], true: dict[str, Any]) -> dict[str, float]:
         scale = max(t.norm().item() / t.numel() ** 0.5 for t in true[what].values())
         for name, tensor in found[what].items():
             if name not in true[what]:
-                differences[f"{what}: {name} is not in the reference"] = float(tensor.norm() > 0)
+                differences[f"{what}: {name} is not in the reference"] = float(
+                    tensor.norm() > 0
+                )
                 continue
             other = true[what][name]
             size = max(other.norm().item(), 1e-3 * scale * other.numel() ** 0.5)

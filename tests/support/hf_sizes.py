@@ -63,7 +63,9 @@ SMALL: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "moe_layer_start_index": 1,
     **dict.fromkeys(("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"), 0.0),
-    **dict.fromkeys(("attn_pdrop", "residual_dropout", "embedding_dropout", "resid_dropout"), 0.0),
+    **dict.fromkeys(
+        ("attn_pdrop", "residual_dropout", "embedding_dropout", "resid_dropout"), 0.0
+    ),
     **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
     **dict.fromkeys(("activation_dropout", "dropout", "layerdrop", "attn_dropout"), 0.0),
 }
@@ -73,7 +75,10 @@ LAYERS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [3]},
     "granitemoehybrid": {"layer_types": ["mamba"] * 3 + ["attention"]},
     "bailing_hybrid": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
-    "lfm2": {"layer_types": ["conv"] * 3 + ["full_attention"], "block_auto_adjust_ff_dim": False},
+    "lfm2": {
+        "layer_types": ["conv"] * 3 + ["full_attention"],
+        "block_auto_adjust_ff_dim": False,
+    },
     "lfm2_moe": {"layer_types": ["conv"] * 3 + ["full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2},
     "nemotron_h": {
@@ -109,7 +114,9 @@ VARIED: dict[str, tuple[Any, ...]] = {
     "mamba_n_groups": (1, 2, 4),
     "num_kv_shared_layers": (0, 1, 2),
     # Experts
-    **dict.fromkeys(("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers"), (0, 2)),
+    **dict.fromkeys(
+        ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers"), (0, 2)
+    ),
     **dict.fromkeys(("decoder_sparse_step", "moe_layer_interval"), (1, 2)),
     "mlp_only_layers": ([], [1]),
     # What is on or off
@@ -123,14 +130,22 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 BY_LAYER = ("layer_types", "mlp_layer_types")
 
 # Fields without which a class whose default is None does not build.
-NEEDED = {"vocab_size", "hidden_size", "pad_token_id", "num_experts_per_tok", "n_routed_experts"}
+NEEDED = {
+    "vocab_size",
+    "hidden_size",
+    "pad_token_id",
+    "num_experts_per_tok",
+    "n_routed_experts",
+}
 NEEDED |= {"moe_intermediate_size", "head_dim"}
 
 
 def families() -> dict[str, str]:
     """Return transformers' causal language models: class by model_type, each class once."""
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names,
+    )
 
     found = {kind: n if isinstance(n, str) else n[0] for kind, n in names.items()}
     # Of the model types that share a class, the one that its config class names.
@@ -219,7 +234,9 @@ def _same_for_all(architecture: str) -> dict[str, Any]:
             continue  # turned off, or derived
         fields[key] = value
     if getattr(config, "qk_nope_head_dim", None) and getattr(config, "head_dim", None):
-        fields["head_dim"] = 8 if config.head_dim == config.qk_rope_head_dim else fields["head_dim"]
+        fields["head_dim"] = (
+            8 if config.head_dim == config.qk_rope_head_dim else fields["head_dim"]
+        )
     if (
         config.num_key_value_heads == config.num_attention_heads
         if hasattr(config, "num_key_value_heads")

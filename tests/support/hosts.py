@@ -23,8 +23,12 @@ def why_not() -> str:
         return "network namespaces need Linux and root"
     if not (which("ip") and which("unshare")):
         return "network namespaces need ip and unshare (apt: iproute2, util-linux)"
-    probe = subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True)
-    return "" if probe.returncode == 0 else f"no namespaces here: {probe.stderr.decode().strip()}"
+    probe = subprocess.run(
+        ["unshare", "--net", "--uts", "--mount", "true"], capture_output=True
+    )
+    return (
+        "" if probe.returncode == 0 else f"no namespaces here: {probe.stderr.decode().strip()}"
+    )
 
 
 def run(*command: str) -> str:
@@ -65,7 +69,18 @@ class Hosts:
     def on(self, i: int, command: Sequence[str]) -> list[str]:
         """The command that runs `command` on host i, as the very same process."""
         host = f"{self.name}{i}"
-        enter = ["ip", "netns", "exec", host, "unshare", "--uts", "--mount", "bash", "-c", ENTER]
+        enter = [
+            "ip",
+            "netns",
+            "exec",
+            host,
+            "unshare",
+            "--uts",
+            "--mount",
+            "bash",
+            "-c",
+            ENTER,
+        ]
         return [*enter, "bash", host, str(self.hosts_file), *command]
 
     def cut(self, i: int) -> None:

@@ -117,8 +117,12 @@ LAYOUTS = [
     Layout("FSDP2, ZeRO-2", fsdp(4), settings=NEVER, repeats=True),
     Layout("FSDP2, two blocks ahead", fsdp(2), settings=(("fsdp_prefetch", 2),)),
     Layout("FSDP2, two blocks in a unit", fsdp(2), settings=IN_UNITS, blocks=5),
-    Layout("FSDP2, two blocks in a unit", fsdp(2), 2, settings=IN_UNITS, blocks=5, repeats=True),
-    Layout("FSDP2, two blocks in a unit, ZeRO-2", fsdp(2), settings=(*IN_UNITS, *NEVER), blocks=5),
+    Layout(
+        "FSDP2, two blocks in a unit", fsdp(2), 2, settings=IN_UNITS, blocks=5, repeats=True
+    ),
+    Layout(
+        "FSDP2, two blocks in a unit, ZeRO-2", fsdp(2), settings=(*IN_UNITS, *NEVER), blocks=5
+    ),
     Layout("FSDP2, three blocks kept", fsdp(2), settings=(("fsdp_kept_blocks", 3),), blocks=5),
     Layout("FSDP2, parameters on the host", fsdp(2), offload=True),
     Layout("FSDP2, tied embeddings", fsdp(2), **TIED),
@@ -150,7 +154,9 @@ LAYOUTS = [
     Layout("CP ring x TP+SP, document masks", (*cp(2), *tp(2)), settings=RING, repeats=True),
     Layout("CP ring, document masks, not balanced", cp(2), settings=(*RING, *UNBALANCED)),
     Layout("CP ring, document masks, compiled", cp(2), settings=RING, compiled=TRACED),
-    Layout("CP ring, document masks, selective AC", cp(2), settings=RING, recompute="selective"),
+    Layout(
+        "CP ring, document masks, selective AC", cp(2), settings=RING, recompute="selective"
+    ),
     Layout("CP ring, not balanced", cp(2), settings=(*RING, *UNBALANCED), documents=False),
     Layout("CP Ulysses", cp(2), settings=ULYSSES),
     Layout("CP Ulysses, more ranks than key/value heads", cp(4), settings=ULYSSES),
@@ -172,7 +178,11 @@ LAYOUTS = [
     Layout("PP ZBV zero bubble", pp(2), settings=schedule("ZBVZeroBubble")),
     Layout("PP DualPipeV", pp(2), settings=schedule("DualPipeV")),
     Layout(
-        "PP interleaved 1F1B", pp(4), settings=schedule("Interleaved1F1B"), blocks=8, repeats=True
+        "PP interleaved 1F1B",
+        pp(4),
+        settings=schedule("Interleaved1F1B"),
+        blocks=8,
+        repeats=True,
     ),
     Layout("PP x FSDP2", (*pp(2), *fsdp(2))),
     Layout("PP x FSDP2", (*pp(2), *fsdp(2)), accumulation=2, repeats=True),
@@ -216,14 +226,22 @@ LAYOUTS = [
     Layout("one process, full AC", recompute="full"),
     Layout("one process, selective AC", recompute="selective"),
     Layout("FSDP2, full AC", fsdp(2), recompute="full"),
-    Layout("FSDP2, full AC, two blocks in a unit", fsdp(2), settings=IN_UNITS, recompute="full"),
+    Layout(
+        "FSDP2, full AC, two blocks in a unit", fsdp(2), settings=IN_UNITS, recompute="full"
+    ),
     Layout("FSDP2 x TP+SP, selective AC", (*fsdp(2), *tp(2)), recompute="selective"),
     Layout("CP x TP+SP, full AC", (*cp(2), *tp(2)), recompute="full"),
-    Layout("PP x FSDP2, two blocks in a unit", (*pp(2), *fsdp(2)), settings=(*IN_UNITS, *ALWAYS)),
+    Layout(
+        "PP x FSDP2, two blocks in a unit", (*pp(2), *fsdp(2)), settings=(*IN_UNITS, *ALWAYS)
+    ),
     Layout("PP x FSDP2, selective AC", (*pp(2), *fsdp(2)), recompute="selective"),
     Layout("PP zero bubble, full AC", pp(2), settings=ZERO_BUBBLE, recompute="full"),
     Layout(
-        "PP zero bubble, every 2nd block AC", pp(2), settings=ZERO_BUBBLE, recompute="2", blocks=8
+        "PP zero bubble, every 2nd block AC",
+        pp(2),
+        settings=ZERO_BUBBLE,
+        recompute="2",
+        blocks=8,
     ),
     Layout(
         "PP ZBV, every 2nd block AC",
@@ -243,17 +261,25 @@ LAYOUTS = [
     ),
     Layout("one process, activations on the host", keep_in="host"),
     Layout("FSDP2 x TP+SP, activations on the host", (*fsdp(2), *tp(2)), keep_in="host"),
-    Layout("PP x FSDP2, full AC on the host", (*pp(2), *fsdp(2)), recompute="full", keep_in="host"),
+    Layout(
+        "PP x FSDP2, full AC on the host", (*pp(2), *fsdp(2)), recompute="full", keep_in="host"
+    ),
     Layout("PP zero bubble, on the host", pp(2), settings=ZERO_BUBBLE, keep_in="host"),
     Layout("CP, compiled, on the host", cp(2), compiled=TRACED, keep_in="host"),
     # Compiled blocks: by inductor once, elsewhere by the tracer alone, which has the same traps and is quick
     Layout("one process, compiled by inductor", compiled="inductor"),
     Layout("FSDP2, compiled", fsdp(2), compiled=TRACED),
-    Layout("FSDP2, compiled, two blocks in a unit", fsdp(2), settings=IN_UNITS, compiled=TRACED),
+    Layout(
+        "FSDP2, compiled, two blocks in a unit", fsdp(2), settings=IN_UNITS, compiled=TRACED
+    ),
     Layout("FSDP2 x TP+SP, compiled", (*fsdp(2), *tp(2)), compiled=TRACED),
     Layout("TP+SP, compiled, full AC", tp(2), compiled=TRACED, recompute="full"),
     Layout(
-        "TP+SP, compiled, selective AC", tp(2), compiled=TRACED, recompute="selective", repeats=True
+        "TP+SP, compiled, selective AC",
+        tp(2),
+        compiled=TRACED,
+        recompute="selective",
+        repeats=True,
     ),
     Layout("TP+SP, compiled, memory budget", tp(2), compiled=CUT, recompute="memory_budget"),
     Layout("CP ring, compiled", cp(2), settings=RING, documents=False, compiled=TRACED),
@@ -326,7 +352,10 @@ def job_of(layout: Layout, *, precision: str = "float32", steps: int = STEPS) ->
                 "freeze": list(layout.freeze),
             },
             "quantize": {"linear": {"float8": float8_settings(layout)}},
-            "compile": {"enable": bool(layout.compiled), "backend": layout.compiled or "inductor"},
+            "compile": {
+                "enable": bool(layout.compiled),
+                "backend": layout.compiled or "inductor",
+            },
             "parallelism": {
                 "pipeline_parallel_degree": degrees.get("pp", 1),
                 "data_parallel_replicate_degree": degrees.get("dp_replicate", 1),

@@ -30,7 +30,13 @@ KINDS = {
 
 
 def inputs(
-    kind: Kind, length: int, *, batch: int = 1, heads: int = 4, groups: int = 2, gate: float = 1.0
+    kind: Kind,
+    length: int,
+    *,
+    batch: int = 1,
+    heads: int = 4,
+    groups: int = 2,
+    gate: float = 1.0,
 ) -> list[Tensor | None]:
     """q, k, v, gates and betas in fp64: keys of length 1, gates of -0.7 x `gate` on average, strengths from 0 to 1."""
     generator = torch.Generator().manual_seed(length + heads)
@@ -75,7 +81,9 @@ def step_by_step(
             state = state * (gate[..., None] if gate.ndim == 3 else gate[..., None, None])
         new = v[:, :, t]
         if betas is not None:
-            new = betas[:, :, t, None] * (new - torch.einsum("bhkv,bhk->bhv", state, k[:, :, t]))
+            new = betas[:, :, t, None] * (
+                new - torch.einsum("bhkv,bhk->bhv", state, k[:, :, t])
+            )
         state = state + k[:, :, t, :, None] * new[:, :, None]
         outs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, :, t]) * factor)
     return torch.stack(outs, dim=2), state

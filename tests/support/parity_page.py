@@ -13,7 +13,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-ROWS, PAGE, BUILD = ROOT / "tests/parity/rows.csv", ROOT / "docs/parity.md", ROOT / "build/parity"
+ROWS, PAGE, BUILD = (
+    ROOT / "tests/parity/rows.csv",
+    ROOT / "docs/parity.md",
+    ROOT / "build/parity",
+)
 BEGIN, END = "<!-- rows: written by tests/support/parity_page.py -->", "<!-- end of rows -->"
 
 

@@ -176,7 +176,13 @@ def _prefer(experts: Callable[[int], list[int]]) -> None:
 FAULTS: dict[str, Callable[[], None]] = {
     function.__name__: function
     for function in (
-        *(unreduced_router, doubled_experts, norm_without_experts, bias_of_one_rank, wrong_tokens),
+        *(
+            unreduced_router,
+            doubled_experts,
+            norm_without_experts,
+            bias_of_one_rank,
+            wrong_tokens,
+        ),
         *(counted_in_forward, counted_in_evaluation, evaluate_before_steps),
         *(all_to_one_expert, all_to_one_rank, none_to_one_rank),
         *(lost_row, row_sent_twice, mixed_gradients, second_before_first, freed_early),
@@ -196,7 +202,9 @@ def lost_partial_sum(config: JobConfig, *options: Any) -> dict[str, Any]:
 def lose_partial_sums() -> None:
     """Leave each tensor-parallel rank with its own part of what row-wise layers return."""
 
-    def keep_own(layouts: Any, local: bool, module: nn.Module, output: DTensor, mesh: Any) -> Any:
+    def keep_own(
+        layouts: Any, local: bool, module: nn.Module, output: DTensor, mesh: Any
+    ) -> Any:
         if not isinstance(module, nn.Linear) or not output.placements[0].is_partial():
             return give(layouts, local, module, output, mesh)
         part = output.to_local().chunk(mesh.size(), dim=1)[mesh.get_local_rank()]

@@ -63,11 +63,19 @@ class Run:
         self.folder, self.messages = folder, folder.parent / "messages.txt"
         command = [*before, sys.executable, *program, "train_configs/debug_model.toml"]
         command += [f"--job.dump_folder={folder}", "--training.dataset=synthetic"]
-        command += ["--model.overrides.n_layers=2", "--training.seq_len=32", "--metrics.log_freq=1"]
+        command += [
+            "--model.overrides.n_layers=2",
+            "--training.seq_len=32",
+            "--metrics.log_freq=1",
+        ]
         environment = dict(os.environ) | variables
         with self.messages.open("a") as messages:
             self.process = subprocess.Popen(
-                [*command, *settings], cwd=ROOT, stdout=messages, stderr=messages, env=environment
+                [*command, *settings],
+                cwd=ROOT,
+                stdout=messages,
+                stderr=messages,
+                env=environment,
             )
 
     def wait_until(self, ready: Callable[[], bool], *, within_s: float = STUCK_S) -> None:
@@ -128,7 +136,8 @@ def _is_rank(pid: int, number: int) -> bool:
     """By its name, or if it started cold, by its environment."""
     try:
         name, environment = (
-            Path(f"/proc/{pid}/{file}").read_text(errors="replace") for file in ("comm", "environ")
+            Path(f"/proc/{pid}/{file}").read_text(errors="replace")
+            for file in ("comm", "environ")
         )
     except OSError:
         return False

@@ -199,7 +199,9 @@ def kept_loss_gradient() -> None:
 
 def averaged_keys() -> None:
     scatter = collectives.start_reduce_scatter
-    collectives.start_reduce_scatter = lambda x, **options: scatter(x / options["size"], **options)
+    collectives.start_reduce_scatter = lambda x, **options: scatter(
+        x / options["size"], **options
+    )
 
 
 def scaled_by_microbatches() -> None:
@@ -282,7 +284,9 @@ def averaged_norms() -> None:
 
 
 def _whole_as_it_is(grad: Any) -> Tensor:
-    return DTensor.from_local(grad.to_local(), grad.device_mesh, (Replicate(),), run_check=False)
+    return DTensor.from_local(
+        grad.to_local(), grad.device_mesh, (Replicate(),), run_check=False
+    )
 
 
 def unsummed_keys_and_values() -> None:
@@ -458,7 +462,10 @@ BUGS: dict[str, SilentBug] = {
 
 def table(names: Sequence[str], reference: Reference) -> str:
     """Return a row for each bug: what the comparison said, and what the loss curve showed."""
-    lines = ["| bug | layout | `titan diff` | loss, step 1 | step 10 |", "|---|---|---|---|---|"]
+    lines = [
+        "| bug | layout | `titan diff` | loss, step 1 | step 10 |",
+        "|---|---|---|---|---|",
+    ]
     print("\n".join(lines), flush=True)
     for name in names:
         about = BUGS[name]

@@ -49,7 +49,9 @@ class SlowPart(Hook):
         if part == "rank":
             blocks = trainer.train_step.model_parts[0].get_submodule("layers").children()
             block = next(iter(blocks))
-            block.forward = self._after_sleep(block.forward)  # within the block: FSDP has gathered
+            block.forward = self._after_sleep(
+                block.forward
+            )  # within the block: FSDP has gathered
         if part == "data":
             trainer.loader.next_step = self._after_sleep(trainer.loader.next_step)
         if part == "allocator":
@@ -130,7 +132,9 @@ def train_with(
         simulated: whether to simulate the job. The run then waits for it in its second step.
     """
     trainer = (
-        PoolTrainer(twin_job(folder, **settings)) if simulated else _unpredicted(folder, settings)
+        PoolTrainer(twin_job(folder, **settings))
+        if simulated
+        else _unpredicted(folder, settings)
     )
     if part:
         trainer.hooks.insert(0, SlowPart(trainer, part, **options))

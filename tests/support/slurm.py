@@ -75,7 +75,9 @@ def why_no_slurm() -> str:
         subprocess.run(["apt-get", "update"], **quiet)
         done = subprocess.run(install, **quiet)
         if done.returncode != 0:
-            return f"Slurm cannot be installed: {done.stderr.decode().strip().splitlines()[-1:]}"
+            return (
+                f"Slurm cannot be installed: {done.stderr.decode().strip().splitlines()[-1:]}"
+            )
     return ""
 
 
@@ -118,7 +120,9 @@ class Slurm:
             count=count,
         )
         head, _, partitions = text.partition("PartitionName")
-        (folder / "slurm.conf").write_text(head + "\n".join(nodes) + "\nPartitionName" + partitions)
+        (folder / "slurm.conf").write_text(
+            head + "\n".join(nodes) + "\nPartitionName" + partitions
+        )
         munged = [
             *("munged", "--force", f"--key-file={folder}/munge.key"),
             *(f"--socket={folder}/munge.sock", f"--pid-file={folder}/munged.pid"),
@@ -144,7 +148,9 @@ class Slurm:
             time.sleep(0.2)
 
     def idle_nodes(self) -> int:
-        return len(self.run(*["sinfo", "-h", "-N", "-p", "low", "-t", "idle", "-o", "%N"]).split())
+        return len(
+            self.run(*["sinfo", "-h", "-N", "-p", "low", "-t", "idle", "-o", "%N"]).split()
+        )
 
     def state(self, job: str) -> str:
         return self.field(job, "JobState")

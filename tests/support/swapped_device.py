@@ -39,7 +39,11 @@ SWAPPED = {
 # Why a test cannot end on a CPU, how its name begins, and the error with which it ends there.
 LISTED = [
     ("the kernel exists on GPUs only", "test_document_masks", "aten::_flash_attention_forward"),
-    ("the kernel exists on GPUs only", "test_document_masks", "does not support backward on CPU"),
+    (
+        "the kernel exists on GPUs only",
+        "test_document_masks",
+        "does not support backward on CPU",
+    ),
     ("the kernel exists on GPUs only", "test_attention_kernels", "No viable backend"),
     *(
         ("the kernel exists on GPUs only", name, "has_kernel")
@@ -55,7 +59,11 @@ LISTED = [
     ("the host's memory is not counted", "test_resume_is_bit", "'rss' == 'device'"),
     ("nothing is launched, pinned or waited for", "test_no_step_waits", "CUDA enabled"),
     ("nothing is launched, pinned or waited for", "test_more_parameters", "assert 0 < 0"),
-    ("nothing is launched, pinned or waited for", "test_a_copy_beside", "accelerator|is_pinned"),
+    (
+        "nothing is launched, pinned or waited for",
+        "test_a_copy_beside",
+        "accelerator|is_pinned",
+    ),
     ("a trace of a CPU", "test_trace_and_snapshot", "'cpu' == 'gpu'"),
 ]
 # Tests that start whole runs. Other tests start the same runs on a CPU.

@@ -129,7 +129,8 @@ def test_a_flipped_bit_of_a_weight_is_named(tmp_path: Path, bit: int) -> None:
     (right,) = struct.unpack("<f", struct.pack("<I", bits ^ 1 << bit))
     (text,) = found.findings
     assert (
-        f"model.{WEIGHT}[5, 7] is {saved:.9g}, and {right:.9g} when" in text and "(one bit)" in text
+        f"model.{WEIGHT}[5, 7] is {saved:.9g}, and {right:.9g} when" in text
+        and "(one bit)" in text
     )
     assert found.guilty.startswith("the weights of the checkpoint")
     # The run goes on from the wrong weight, so a later step is right by its own checkpoint.
@@ -175,7 +176,10 @@ def test_a_file_that_changed_on_disk_is_named(tmp_path: Path) -> None:
 def test_the_schedule_and_the_phases_of_the_run_are_kept(tmp_path: Path) -> None:
     phases = [{"from_step": 3, "seq_len": 16}, {"from_step": 7, "lr_factor": 0.5}]
     base = job(tmp_path / "run").model_dump(exclude_unset=True)
-    base["training"]["steps"], base["checkpoint"] = 8, {"interval": 5, "last_save_model_only": True}
+    base["training"]["steps"], base["checkpoint"] = (
+        8,
+        {"interval": 5, "last_save_model_only": True},
+    )
     _train(type(job()).model_validate(base | {"phase": phases}))
     assert audit(tmp_path / "run", 6).equal_bits
     found = audit(tmp_path / "run", 8)
@@ -196,13 +200,17 @@ def test_another_layout_is_equal_but_for_rounding(tmp_path: Path) -> None:
     run = _run(tmp_path / "run")
     wrong = _run(tmp_path / "flip", type("Flip", (WeightFlips,), {"bit": 20}))
     for folder, code in ((run, 0), (wrong, 1)):
-        found = _audit_elsewhere(folder, tmp_path, code, "--parallelism.tensor_parallel_degree=2")
+        found = _audit_elsewhere(
+            folder, tmp_path, code, "--parallelism.tensor_parallel_degree=2"
+        )
         assert not found.equal_bits and not found.is_same and found.rows == 3
     (text,) = found.findings
     assert f"model.{WEIGHT}[5, 7] is" in text and found.guilty.startswith("the weights")
 
 
-def test_a_step_before_a_start_in_another_layout_is_equal_but_for_rounding(tmp_path: Path) -> None:
+def test_a_step_before_a_start_in_another_layout_is_equal_but_for_rounding(
+    tmp_path: Path,
+) -> None:
     run = _run(tmp_path / "run", training={"steps": STEP}, lr_scheduler={"total_steps": 8})
     micro = {"steps": 8, "local_batch_size": 1, "global_batch_size": 2}
     _run(run, training=micro, lr_scheduler={"total_steps": 8})
@@ -220,7 +228,15 @@ def test_experts_on_other_ranks_are_equal_but_for_rounding(tmp_path: Path) -> No
 
 def _audit_elsewhere(run: Path, folder: Path, code: int, *keys: str) -> Audit:
     """Audit in processes of its own, with another layout."""
-    words = ["audit", str(run), "--step", str(STEP), *keys, "--json", str(folder / "found.json")]
+    words = [
+        "audit",
+        str(run),
+        "--step",
+        str(STEP),
+        *keys,
+        "--json",
+        str(folder / "found.json"),
+    ]
     command = [sys.executable, "-m", "titan.cli", *words]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == code, result.stdout + result.stderr

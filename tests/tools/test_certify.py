@@ -57,12 +57,19 @@ def test_each_flavor_becomes_a_small_job_with_its_ratios_and_kinds_of_layers(nam
         assert small.num_params < 8e6, (flavor, small)
         assert whole.n_heads * small.n_kv_heads == whole.n_kv_heads * small.n_heads, flavor
         assert whole.vocab_size % 16 == small.vocab_size % 16
-        for key in ("tied_embeddings", "top_k", "num_groups", "top_groups", "num_shared_experts"):
+        for key in (
+            "tied_embeddings",
+            "top_k",
+            "num_groups",
+            "top_groups",
+            "num_shared_experts",
+        ):
             assert getattr(whole, key, 0) == getattr(small, key, 0), (flavor, key)
         for kind in ("window_of", "is_moe_layer"):
             if hasattr(whole, kind):
                 both = [
-                    {bool(getattr(s, kind)(n)) for n in range(s.n_layers)} for s in (whole, small)
+                    {bool(getattr(s, kind)(n)) for n in range(s.n_layers)}
+                    for s in (whole, small)
                 ]
                 assert both[0] == both[1], (flavor, kind)
         for layout, degrees in certifier.layouts(None).items():
@@ -79,7 +86,12 @@ def test_more_ranks_than_key_value_heads_stay_more() -> None:
 
 def test_frozen_parameters_have_their_namesakes_frozen() -> None:
     config = model("llama3", "8B")
-    patterns = ["tok_embeddings.*", "layers.31.*", "layers.0.attention.wq.weight", "layers.15.*"]
+    patterns = [
+        "tok_embeddings.*",
+        "layers.31.*",
+        "layers.0.attention.wq.weight",
+        "layers.15.*",
+    ]
     config = changed(config, {"model.freeze": patterns})
     small = changed(config, small_keys(config, tp=1)).model
     names = parameter_counts("llama3", small.sizes)
@@ -99,7 +111,8 @@ def test_phases_are_spread_over_the_steps() -> None:
     small = changed(config, small_keys(config, tp=1))
     assert not check(small)
     found = [
-        (p.steps, p.sequences, p.config.training.seq_len) for p in phases_of(small, world_size=1)
+        (p.steps, p.sequences, p.config.training.seq_len)
+        for p in phases_of(small, world_size=1)
     ]
     assert found == [(3, 8, 64), (3, 16, 64), (4, 16, 128)]
 
@@ -120,7 +133,11 @@ FAULTS = {
         "ep",
         "layers.1.moe.router.gate: the gradient of",
     ),
-    "ignored_window": (model("gpt_oss"), "cp", "layers.0.attention.inner_attention: its output"),
+    "ignored_window": (
+        model("gpt_oss"),
+        "cp",
+        "layers.0.attention.inner_attention: its output",
+    ),
     "positions_of_a_part": (theirs("Qwen2ForCausalLM"), "cp", "rotary_emb: its output"),
     "damaged_between_stages": (theirs("Qwen2ForCausalLM"), "pp", "layers.2"),
 }
@@ -160,7 +177,9 @@ class Neighbours(torch.nn.Module):
 def test_what_passes_between_blocks_is_found_by_cutting_them_apart(kept: str) -> None:
     blocks = [f"layers.{number}" for number in range(6)]
     modules = [["tok_embeddings", *blocks[:2]], blocks[2:4], [*blocks[4:], "norm"]]
-    drawn = [torch.randint(7, (1, 5), generator=torch.Generator().manual_seed(n)) for n in (1, 2)]
+    drawn = [
+        torch.randint(7, (1, 5), generator=torch.Generator().manual_seed(n)) for n in (1, 2)
+    ]
     batches = [Microbatch(ids, ids, torch.tensor(5)) for ids in drawn]
     found = cuts.try_cuts(Neighbours(kept), modules, *batches, sent=torch.Size((1, 5, 4)))
     assert [*found] == blocks
@@ -176,7 +195,9 @@ def test_the_pipeline_of_the_job_is_cut_at_its_own_depth() -> None:
     right = verdict(config, "pp", cut=planted.reads_before_2)
     assert right.verdict == "equal" and right.reason == "not to be cut before layers.2", right
     wrong = verdict(config, "pp", cut=planted.reads_before_16)
-    assert wrong.verdict == "differs" and wrong.reason.startswith("cut before layers.16: the out")
+    assert wrong.verdict == "differs" and wrong.reason.startswith(
+        "cut before layers.16: the out"
+    )
 
 
 @pytest.mark.parametrize(
@@ -220,7 +241,10 @@ JOBS: dict[str, tuple[JobConfig, str]] = {
     "frozen, float8": (
         changed(
             model("llama3"),
-            {"model.freeze": ["tok_embeddings.*", "layers.0.*"], "model.converters": ["float8"]},
+            {
+                "model.freeze": ["tok_embeddings.*", "layers.0.*"],
+                "model.converters": ["float8"],
+            },
         ),
         "fsdp",
     ),
@@ -236,7 +260,9 @@ JOBS: dict[str, tuple[JobConfig, str]] = {
     ),
     "two micro-batches at a time": (
         model(
-            "deepseek_v3", training={"global_batch_size": 8}, parallelism={"expert_overlap": True}
+            "deepseek_v3",
+            training={"global_batch_size": 8},
+            parallelism={"expert_overlap": True},
         ),
         "ep",
     ),
@@ -323,7 +349,9 @@ def test_a_package_is_certified(tmp_path: Path) -> None:
         (metadata / "entry_points.txt").write_text("\n".join(lines))
     (path := tmp_path / "opt.toml").write_text('model = {name = "opt", flavor = "6.7B"}\n')
     command = [sys.executable, "-m", "titan.cli", "certify", path, "--loss.name=z_loss"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (tmp_path, *folders, ROOT)))}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, *folders, ROOT)))
+    }
     options: Any = {"env": environment, "cwd": tmp_path, "capture_output": True, "text": True}
     done = subprocess.run([*command, "--layouts=tp"], **options)
     assert done.returncode == 0 and "equal (largest" in done.stdout, done.stdout + done.stderr
@@ -348,7 +376,9 @@ def test_certificates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert written["sizes"]["vocab_size"] == {"job": 2048, "certified": 512}
 
 
-def test_a_difference_is_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_difference_is_exit_code_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (path := tmp_path / "tiny.toml").write_text(TINY)
     options = [str(path), "--layouts", "fsdp", "--output", str(tmp_path)]
     assert command.main(options, program=planted.doubled_gradient) == 1
@@ -358,7 +388,10 @@ def test_a_difference_is_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["--layouts=tq"], 'command line: --layouts: unknown layout "tq"; there are all, fsdp,'),
+        (
+            ["--layouts=tq"],
+            'command line: --layouts: unknown layout "tq"; there are all, fsdp,',
+        ),
         (["--layouts=ep"], "no layout was compared, so there is no certificate"),
         (["--model.flavor=tinny"], "did you mean 'tiny'?"),
         (["--world-size=3", "--parallelism.tensor_parallel_degree=2"], "3 ranks / (tp 2)"),

@@ -46,7 +46,13 @@ class Folder:
         self.write("status.json", content | {"kind": kind, "rank": rank})
 
     def dump(
-        self, rank: int, begun: dict[str, int], *, doing: str = "", kind: str = "asked", **call: Any
+        self,
+        rank: int,
+        begun: dict[str, int],
+        *,
+        doing: str = "",
+        kind: str = "asked",
+        **call: Any,
     ) -> None:
         """begun: in each group; doing: where the main thread is, if it does not wait; call: of the last collectives."""
         groups, entries = {}, []
@@ -64,7 +70,10 @@ class Folder:
                 "failure": asdict(Failure("asked", kind=kind, step=7, rank=rank)),
                 "step": 7,
                 "unix_s": NOW,
-                "main_thread": {"text": doing or "all_reduce (a.py:1, in f)", "waits": not doing},
+                "main_thread": {
+                    "text": doing or "all_reduce (a.py:1, in f)",
+                    "waits": not doing,
+                },
                 "world_size": 4,
                 "oom_kills": 0,
                 "groups": groups,
@@ -174,7 +183,9 @@ def test_the_stack_of_a_silent_rank_is_newer_than_its_last_beat(folder: Folder) 
     assert found.cause.endswith("it was in models/llama3/model.py:90, in forward")
 
 
-def test_the_report_of_a_rank_counts_more_than_that_of_those_who_lost_it(folder: Folder) -> None:
+def test_the_report_of_a_rank_counts_more_than_that_of_those_who_lost_it(
+    folder: Folder,
+) -> None:
     folder.dump(0, {"dp_shard": 5, "tp": 8}, kind="connection_lost")
     folder.dump(2, {"dp_shard": 5, "tp": 8}, kind="disk_full")
     found = folder.diagnosis().findings[0]
@@ -200,12 +211,16 @@ def test_a_slow_rank(folder: Folder) -> None:
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder.path / "logs" / f"rank-{rank}.times.jsonl").write_text(text)
     [found] = folder.diagnosis().findings
-    assert found.cause == "rank 2 is slow: 0.90 s of work per step, against 0.30 s on the others"
+    assert (
+        found.cause == "rank 2 is slow: 0.90 s of work per step, against 0.30 s on the others"
+    )
 
 
 def test_a_drift_that_the_twin_has_seen(folder: Folder) -> None:
     folder.status("done")
-    text = "the link between ranks 1 and 2 (dp_shard) takes 2.0 times as long as it did, on node0"
+    text = (
+        "the link between ranks 1 and 2 (dp_shard) takes 2.0 times as long as it did, on node0"
+    )
     drift = {"drift/part": "link", "drift/text": text, "drift/cost_s": 0.25}
     rows = [{"step": 6, "step_s": 1.0}, {"step": 7, "step_s": 1.25, **drift}]
     path = folder.path / "metrics.jsonl"
@@ -223,7 +238,9 @@ def test_a_drift_that_the_twin_has_seen(folder: Folder) -> None:
 def test_a_run_that_ended_without_last_words(folder: Folder) -> None:
     folder.status("running")
     assert [found.kind for found in folder.diagnosis().findings] == ["vanished"]
-    folder.write("metrics.jsonl", {"step": 9, "step_s": 1.0})  # status.json is written less often
+    folder.write(
+        "metrics.jsonl", {"step": 9, "step_s": 1.0}
+    )  # status.json is written less often
     assert "step 9" in folder.diagnosis().summary
     folder.write(LOCK_FILE, asdict(ProcessId.this()))
     folder.write("metrics.jsonl", {"step": 7, "step_s": 1.0})
@@ -249,7 +266,9 @@ def test_the_command_reads_replica_groups(
 
 def test_the_command(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(folder.path / "none")]) == 2
-    assert "there is no such folder; give the job.dump_folder of a run" in capsys.readouterr().err
+    assert (
+        "there is no such folder; give the job.dump_folder of a run" in capsys.readouterr().err
+    )
     assert main(["doctor", str(folder.path / "logs")]) == 2
     assert "holds no run (no status.json)" in capsys.readouterr().err
     folder.status("done")
@@ -262,7 +281,9 @@ def test_the_command(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_it_imports_no_torch(folder: Folder) -> None:
-    code = "import sys, titan.cli; titan.cli.main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    code = (
+        "import sys, titan.cli; titan.cli.main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    )
     command = [sys.executable, "-c", code, "doctor", str(folder.path)]
     subprocess.run(command, check=True, env=dict(os.environ), capture_output=True)
 
@@ -277,7 +298,9 @@ def test_a_fault_in_native_code_outranks_what_its_victims_say(folder: Folder) ->
     os.utime(stacks, (NOW, NOW))
     first = folder.diagnosis().findings[0]
     assert first.kind == "crashed"
-    assert first.cause == "rank 3 was ended by SIGSEGV, in titan/parallel/tensor.py:60, in gather"
+    assert (
+        first.cause == "rank 3 was ended by SIGSEGV, in titan/parallel/tensor.py:60, in gather"
+    )
     os.utime(stacks, (NOW - 1000, NOW - 1000))  # of an earlier run
     assert folder.diagnosis().findings[0].kind == "error"
     stacks.write_text("Fatal Python error: Aborted\n\nFatal Python error: Segmentation fault\n")

@@ -57,8 +57,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = job(
         folder / "run",
         model={"flavor": "tiny", "overrides": {"n_layers": 2, "vocab_size": 300}},
-        tokenizer={"path": str(folder / "tokenizer"), "chat_template": str(folder / "chat.jinja")},
-        data={"document_mask": True, "reset_positions": True, "cache_folder": str(folder / "c")},
+        tokenizer={
+            "path": str(folder / "tokenizer"),
+            "chat_template": str(folder / "chat.jinja"),
+        },
+        data={
+            "document_mask": True,
+            "reset_positions": True,
+            "cache_folder": str(folder / "c"),
+        },
         training={
             "dataset": "conversations",
             "dataset_path": str(folder / "chat.jsonl"),

@@ -16,7 +16,9 @@ def write_run(folder: Path, *, slope: float) -> Path:
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(1, 101):
             row = {"step": step, "loss": slope / step, "tokens": 10 * step, "tokens_per_s": 5.0}
-            row |= {"time_s": 36.0 * step} | ({"validation_loss": 1.0} if step % 50 == 0 else {})
+            row |= {"time_s": 36.0 * step} | (
+                {"validation_loss": 1.0} if step % 50 == 0 else {}
+            )
             file.write(json.dumps(row) + "\n")
         file.write('{"step": 101, "lo')  # a run that is being written
     return folder
@@ -95,11 +97,20 @@ def test_curves_and_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert [line.get_xdata()[0] for line in lower.lines[1:]] == pytest.approx(starts)
         assert [line.get_linestyle() for line in marks] == ["--", ":", "--"]
         names = [text.get_text() for text in upper.get_legend().get_texts()]
-        assert names == ["run", "each logged step", "mean since the last row", "restart", "rewind"]
+        assert names == [
+            "run",
+            "each logged step",
+            "mean since the last row",
+            "restart",
+            "rewind",
+        ]
 
 
 def test_panels_of_what_was_evaluated() -> None:
-    rows = [{"step": 1, "bits_per_byte": 4.0}, {"step": 2, "eval/t/acc": 0.5, "eval/t/nats": 1.0}]
+    rows = [
+        {"step": 1, "bits_per_byte": 4.0},
+        {"step": 2, "eval/t/acc": 0.5, "eval/t/nats": 1.0},
+    ]
     expected = [("bits per byte", ["bits_per_byte"]), ("accuracy", ["eval/t/acc"])]
     assert [*panels({"run": rows})] == expected
     assert [*panels({"run": [{"step": 1, "loss": 2.0}]})] == []

@@ -48,7 +48,9 @@ def zstandard(folder: Path) -> None:
     for number in range(5):
         rows = [{"text": text, "id": "x"} for text in make_texts(60, seed=number)]
         rows[::7] = [{"text": ""}, {"text": None}] * 4 + [{"text": "last"}]
-        with pyarrow.CompressedOutputStream(str(folder / f"{number}.jsonl.zst"), "zstd") as file:
+        with pyarrow.CompressedOutputStream(
+            str(folder / f"{number}.jsonl.zst"), "zstd"
+        ) as file:
             file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
@@ -66,7 +68,10 @@ def long_text(folder: Path) -> None:
 @pytest.mark.parametrize("write", [jsonl, zstandard, parquet, long_text])
 @pytest.mark.parametrize("unit_bytes", [1, 3000])
 def test_shares_give_the_bytes_of_one_process(
-    tmp_path: Path, write: Callable[[Path], None], unit_bytes: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    write: Callable[[Path], None],
+    unit_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (corpus := tmp_path / "corpus").mkdir()
     write(corpus)
@@ -266,7 +271,9 @@ def test_ray_and_its_mistakes(
     assert prepare(tmp_path / "out", corpus, *nodes.options) == 2
     [line] = capsys.readouterr().err.strip().splitlines()
     assert f"{corpus}/1.jsonl:10: no text under 'text'" in line
-    assert prepare(tmp_path / "out2", corpus, "--engine", "ray", "--address", "127.0.0.1:1") == 2
+    assert (
+        prepare(tmp_path / "out2", corpus, "--engine", "ray", "--address", "127.0.0.1:1") == 2
+    )
     [line] = capsys.readouterr().err.strip().splitlines()
     assert "no Ray cluster answers at '127.0.0.1:1'" in line
 

@@ -36,7 +36,9 @@ class Trace:
         self.events: list[dict[str, Any]] = []
         self.correlation = self.flow = 0
 
-    def host(self, kind: str, name: str, begin: float, end: float, *, thread: int = MAIN) -> None:
+    def host(
+        self, kind: str, name: str, begin: float, end: float, *, thread: int = MAIN
+    ) -> None:
         self._add(kind, name, begin, end, pid=9, tid=thread)
 
     def op(self, name: str, begin: float, end: float, *, thread: int = MAIN) -> None:
@@ -346,13 +348,26 @@ def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "profiling.enable_profiling = true" in error("empty")
     assert "no trace of step 11; there are 10" in error("run", "--step", "11")
     assert "no trace of rank 3 at step 10; there are 0" in error("run", "--rank", "3")
-    for damaged in (whole[: len(whole) // 2], b"", b"{}", gzip.compress(b'{"traceEvents": []}')):
+    for damaged in (
+        whole[: len(whole) // 2],
+        b"",
+        b"{}",
+        gzip.compress(b'{"traceEvents": []}'),
+    ):
         path.write_bytes(damaged)
         assert "not a whole trace" in error("run")
 
 
 def _damaged(name: str, tmp_path: Path) -> Path:
-    event = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 1, "dur": 2}
+    event = {
+        "ph": "X",
+        "cat": "cpu_op",
+        "name": "aten::mm",
+        "pid": 1,
+        "tid": 1,
+        "ts": 1,
+        "dur": 2,
+    }
     whole = json.dumps({"traceEvents": [event] * 1000}).encode()
     contents = {
         "junk.json.gz": os.urandom(3000),
@@ -374,7 +389,14 @@ def _damaged(name: str, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "name",
     [
-        *("junk.json.gz", "cut.json.gz", "cut.json", "zeros.json.gz", "bomb.json.gz", "deep.json"),
+        *(
+            "junk.json.gz",
+            "cut.json.gz",
+            "cut.json",
+            "zeros.json.gz",
+            "bomb.json.gz",
+            "deep.json",
+        ),
         *("text.json", "types.json", "huge.json", "empty.json", "escape.json"),
     ],
 )
@@ -385,7 +407,9 @@ def test_a_damaged_trace_is_one_line(
     begin = time.process_time()
     assert main([str(path)]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"titan profile: {path}: not a whole trace") and error.count("\n") == 1
+    assert (
+        error.startswith(f"titan profile: {path}: not a whole trace") and error.count("\n") == 1
+    )
     assert error.rstrip("\n").isprintable() and time.process_time() - begin < 20
 
 
@@ -418,7 +442,15 @@ def test_a_trace_of_too_many_events_says_what_to_do(
 ) -> None:
     monkeypatch.setattr("titan.tools.trace.MAX_EVENTS", 500)
     path = tmp_path / "trace.json"
-    event = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 1, "dur": 2}
+    event = {
+        "ph": "X",
+        "cat": "cpu_op",
+        "name": "aten::mm",
+        "pid": 1,
+        "tid": 1,
+        "ts": 1,
+        "dur": 2,
+    }
     path.write_text(json.dumps({"traceEvents": [event] * 1000}))
     assert main([str(path)]) == 2
     assert "record fewer steps: profiling.profiler_active" in capsys.readouterr().err

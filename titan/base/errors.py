@@ -117,7 +117,11 @@ class Failure:
             if operation in ("", _UNNAMED):
                 operation = _last_begun() or _UNNAMED
             # Remove the position in C++ at its beginning, and torch's guess at the cause.
-            text = re.sub(r"^\[[^]]*\] ", "", str(error)).split(" This is typically")[0].rstrip(".")
+            text = (
+                re.sub(r"^\[[^]]*\] ", "", str(error))
+                .split(" This is typically")[0]
+                .rstrip(".")
+            )
             reason = (
                 f"rank {rank} failed in step {step} in {operation}{line}: {text}. Another rank has "
                 "probably ended or hangs: look at its message first"
@@ -177,7 +181,9 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def where_failed(error: Exception) -> Activity:
     """Return the main thread's activity when it failed."""
     operation, line = locate(frames_of(error.__traceback__))
-    return Activity(f"{operation or 'the program'}{line}", waits=kind_of(error) in COMMUNICATION)
+    return Activity(
+        f"{operation or 'the program'}{line}", waits=kind_of(error) in COMMUNICATION
+    )
 
 
 def main_thread() -> Activity:
@@ -226,7 +232,9 @@ def dump_stacks(path: Path, title: str) -> None:
         if isinstance(error, tuple):  # Python 3.10 and 3.11: type, value and traceback
             error = error[1]
         if error is not None:
-            file.writelines(["\nThe main thread handles:\n", *traceback.format_exception(error)])
+            file.writelines(
+                ["\nThe main thread handles:\n", *traceback.format_exception(error)]
+            )
 
 
 def frames_of(at: TracebackType | FrameType | None) -> list[Frame]:

@@ -152,7 +152,9 @@ def name_today(name: str) -> str | None:
 class FormerNames:
     """Finds modules by their former names, for `sys.meta_path`."""
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: object = None, target: object = None
+    ) -> ModuleSpec | None:
         if not name.startswith("titan.") or name_today(name) is None:
             return None
         return ModuleSpec(name, self)  # pyright: ignore[reportArgumentType]

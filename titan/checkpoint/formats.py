@@ -47,7 +47,9 @@ def require_known(text: bytes, *, file: Location, is_first: bool = True) -> None
     with suppress(OSError, InputError):
         manifest = read_file(join(folder_of(file), "manifest.json"))
     version = _TITAN.search(manifest)
-    by = f"format {number}" + (f", titan {version[1].decode(errors='replace')}" if version else "")
+    by = f"format {number}" + (
+        f", titan {version[1].decode(errors='replace')}" if version else ""
+    )
     raise CheckpointError(
         f"{file}: was written by a newer titan ({by}); this titan knows format {FORMAT}. Use that titan, or a newer one",
         kind=NEWER,

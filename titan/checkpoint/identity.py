@@ -125,7 +125,8 @@ def _changes(before: Mapping[K, Any], now: Mapping[K, Any]) -> dict[K, tuple[Any
 
 def _lines(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
     return [
-        f"{key}: {format_value(old)} -> {format_value(new)}" for key, (old, new) in changes.items()
+        f"{key}: {format_value(old)} -> {format_value(new)}"
+        for key, (old, new) in changes.items()
     ]
 
 
@@ -154,7 +155,9 @@ def changed_settings(
     if config.lr_scheduler.total_steps:
         watched -= {("training", "steps")}  # the schedule does not depend on them
     found = {
-        key_text(path): values for path, values in _changes(before, now).items() if path in watched
+        key_text(path): values
+        for path, values in _changes(before, now).items()
+        if path in watched
     }
     # The keys may differ if ranks and accumulation make up for it, so compare the resulting number of sequences.
     if sequences[0] not in (None, sequences[1]):
@@ -177,7 +180,9 @@ def job_facts(config: JobConfig) -> dict[str, Any]:
         options = task_options(config)
         free = getattr(options, "may_change", ("path",))
         facts["task.name"] = config.task.name or config.model.name
-        facts |= {_OPTION + k: v for k, v in dataclasses.asdict(options).items() if k not in free}
+        facts |= {
+            _OPTION + k: v for k, v in dataclasses.asdict(options).items() if k not in free
+        }
     return json.loads(json.dumps(facts, default=str))  # as titan.json stores it
 
 
@@ -198,7 +203,9 @@ def changed_model(
     if not before:
         try:
             old = tomllib.loads(saved["config"])
-            model = {k: v for k, v in old["model"].items() if k in ("name", "flavor", "overrides")}
+            model = {
+                k: v for k, v in old["model"].items() if k in ("name", "flavor", "overrides")
+            }
             tables = {"model": model, "task": old.get("task", {})}
             before = job_facts(JobConfig.model_validate(tables))
         # The step has no config, or it is from a titan with other keys, or from a package that is gone.
@@ -244,7 +251,9 @@ def require_same_model(path: Location, config: JobConfig, *, but: Collection[str
 def _steps(config: JobConfig, folder: Location) -> list[Location]:
     """Return the steps of a folder that a run may continue from, the newest first."""
     wanted = config.checkpoint.load_step
-    return [join(folder, f"step-{n}") for n in reversed(list_steps(folder)) if wanted in (-1, n)]
+    return [
+        join(folder, f"step-{n}") for n in reversed(list_steps(folder)) if wanted in (-1, n)
+    ]
 
 
 def step_to_continue(config: JobConfig) -> int:
@@ -334,7 +343,9 @@ def _source_facts(source: s.Section) -> dict[str, Any]:
         return counts | {"identity": fingerprint(index.fingerprint, index.splits)}
     documents = open_documents(source)
     files = documents.identity[-1] if documents.identity else ()
-    if not (isinstance(files, list) and all(isinstance(f, list) and len(f) == 3 for f in files)):
+    if not (
+        isinstance(files, list) and all(isinstance(f, list) and len(f) == 3 for f in files)
+    ):
         return {"bytes": documents.num_bytes, "identity": fingerprint(*documents.identity)}
     names = [(Path(name).name, size) for name, size, _ in files]
     counts = {"files": len(files), "bytes": sum(size for _, size in names)}
@@ -373,7 +384,10 @@ def other_tokenizer(config: JobConfig, tokenizer: Tokenizer, folder: Location) -
     for place in places:
         saved, where = saved_facts(place).get("tokenizer", {}), join(place, TITAN_JSON)
         named: Location = Path(str(saved.get("file") or "")).parent
-        if isinstance(place, Path) and (copy := place.absolute().parent.parent / FOLDER).is_dir():
+        if (
+            isinstance(place, Path)
+            and (copy := place.absolute().parent.parent / FOLDER).is_dir()
+        ):
             named = copy
         if is_hf:
             where = named = place
@@ -436,9 +450,7 @@ def _or_none(value: object) -> object:
 
 def _named(facts: dict[str, Any]) -> str:
     file = facts.get("file") or "embedded"
-    return (
-        f"{facts.get('kind')} of {facts.get('vocab_size')} tokens ({file}, {facts.get('identity')})"
-    )
+    return f"{facts.get('kind')} of {facts.get('vocab_size')} tokens ({file}, {facts.get('identity')})"
 
 
 def _counted(facts: dict[str, Any]) -> str:

@@ -29,7 +29,13 @@ from titan.base.untrusted import (
     retry,
 )
 from titan.checkpoint import CheckpointError, tensor_index
-from titan.checkpoint.formats import DAMAGED, LOST, require_known, require_known_file, unreadable
+from titan.checkpoint.formats import (
+    DAMAGED,
+    LOST,
+    require_known,
+    require_known_file,
+    unreadable,
+)
 from titan.checkpoint.storage import Location, join, name_of, read_file, storage_of
 
 NAME, TITAN_JSON = "manifest.json", "titan.json"

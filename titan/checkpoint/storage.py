@@ -23,7 +23,9 @@ _WRAPPERS = {
     *("async_wrapper", "zip", "tar", "libarchive", "data"),
 }
 T = TypeVar("T")
-Location = str | Path  # a path, or a URL as str, since a Path would collapse the slashes of a URL
+Location = (
+    str | Path
+)  # a path, or a URL as str, since a Path would collapse the slashes of a URL
 
 
 def join(location: Location, name: str) -> Location:
@@ -111,7 +113,11 @@ class LocalStorage:
         """Look at a file or folder; None if there is none. A folder that cannot be read now is not an empty one."""
         try:
             return retry(lambda: look(location))
-        except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the name
+        except (
+            FileNotFoundError,
+            NotADirectoryError,
+            ValueError,
+        ):  # ValueError: a NUL in the name
             return None
         except OSError as error:
             if is_lost(error):

@@ -75,7 +75,9 @@ def _check_folders(config: JobConfig) -> Iterator[RuleViolation]:
         folders["checkpoint.folder"] = checkpoint.folder
     for key, folder in folders.items():
         if folder and (reason := why_unwritable(Path(folder))):
-            where = "" if key != "data.cache_folder" or config.data.cache_folder else f" ({folder})"
+            where = (
+                "" if key != "data.cache_folder" or config.data.cache_folder else f" ({folder})"
+            )
             fix = "; name a folder that can" if where else ""
             yield key, f"cannot be written{where}: {reason}{fix}"
 
@@ -128,7 +130,9 @@ def _check_data(config: JobConfig) -> Iterator[Any]:
             if config.tokenizer.path:
                 key = "tokenizer.path"
             else:
-                key = "model.hf_assets_path" if config.model.hf_assets_path else "tokenizer.name"
+                key = (
+                    "model.hf_assets_path" if config.model.hf_assets_path else "tokenizer.name"
+                )
             yield key, _first_line(error)
     # First the training sources, then the validation sources.
     sources = [*sources_of(config, "training")]
@@ -178,7 +182,12 @@ def _check_source(
 
 
 def _try_rows(
-    config: JobConfig, tokenizer: Tokenizer, source: s.Section, *, split: str = "train", count: int
+    config: JobConfig,
+    tokenizer: Tokenizer,
+    source: s.Section,
+    *,
+    split: str = "train",
+    count: int,
 ) -> list[str]:
     """Read the first rows of a source, or open its shards, as a run does. Return a line about keys that nothing reads."""
     from titan.data.samples import SampleOptions, build_samples, spec_of  # imports numpy
@@ -201,7 +210,9 @@ def _try_rows(
 
 def _first_line(error: Exception) -> str:
     lines = str(error).splitlines() or [type(error).__name__]
-    return lines[0] if isinstance(error, ValueError | OSError) else f"cannot be read: {lines[0]}"
+    return (
+        lines[0] if isinstance(error, ValueError | OSError) else f"cannot be read: {lines[0]}"
+    )
 
 
 def _exists(path: str) -> bool:
@@ -273,7 +284,10 @@ def advise_text(config: JobConfig) -> list[str]:
     if tokenizer and not tokenizer.keeps_bytes:
         warnings["tokenizer.path"] = LOSSY
     unread = tokenizer.unread if tokenizer else ()
-    return [*(str(config.source_map.problem(*warning)) for warning in warnings.items()), *unread]
+    return [
+        *(str(config.source_map.problem(*warning)) for warning in warnings.items()),
+        *unread,
+    ]
 
 
 def advise_rows(config: JobConfig) -> list[str]:
@@ -325,7 +339,11 @@ def _check_packages(config: JobConfig, *, device: str | None) -> Iterator[RuleVi
         fix = "set emulate = true to compute the same numbers slowly, or remove the converter"
         yield "model.converters", f"this machine has no GPU to multiply in 8 bits; {fix}"
     needed = {
-        "metrics.enable_tensorboard": ("tensorboard", "tensorboard", metrics.enable_tensorboard),
+        "metrics.enable_tensorboard": (
+            "tensorboard",
+            "tensorboard",
+            metrics.enable_tensorboard,
+        ),
         "metrics.enable_wandb": ("wandb", "wandb", metrics.enable_wandb),
         "model.converters": ("torchao", "float8", bool(sections)),
         "optimizer.name": ("torchao", "float8", optimizer.name == "AdamW8bit"),

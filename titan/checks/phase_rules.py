@@ -50,12 +50,19 @@ def check_borders(config: JobConfig, world_size: int) -> Iterator[RuleViolation]
             reason = (
                 f"{new} data-parallel ranks cannot go on with a stream that {old} read in parts"
             )
-            yield key, f"{reason}; keep their number, or set streaming = false in [[data.sources]]"
+            yield (
+                key,
+                f"{reason}; keep their number, or set streaming = false in [[data.sources]]",
+            )
 
 
 def check_phases(config: JobConfig) -> Iterator[RuleViolation]:
     """Check each table alone, and against the rest of the job."""
-    count, longest, is_text = len(config.data.sources), longest_sequence(config), reads_text(config)
+    count, longest, is_text = (
+        len(config.data.sources),
+        longest_sequence(config),
+        reads_text(config),
+    )
     for number, phase in enumerate(config.phase):
         key, length, weights = f"phase[{number}]", phase.seq_len, phase.weights
         if (phase.from_step is None) == (phase.from_tokens is None):
@@ -63,7 +70,10 @@ def check_phases(config: JobConfig) -> Iterator[RuleViolation]:
         if not phase.model_dump(exclude_none=True, exclude={"from_step", "from_tokens"}):
             yield key, "changes nothing; set what it changes, such as seq_len, or remove it"
         if not is_text and (length or weights):
-            yield key, "the task reads no text; only batch sizes and the learning rate can change"
+            yield (
+                key,
+                "the task reads no text; only batch sizes and the learning rate can change",
+            )
         if length and is_text and config.data.packing == "best_fit":
             reason = "best-fit rows have one length in a run"
             yield f"{key}.seq_len", f'{reason}; set data.packing = "cut"'
@@ -80,6 +90,8 @@ def check_phases(config: JobConfig) -> Iterator[RuleViolation]:
         # If the job's own length does not fit, report the phase: its line was added.
         other = config.training.seq_len if length == longest else longest
         if length and max(length, other) % min(length, other):
-            rule = f"the longest, {longest}, must be a multiple of every other length of the job"
+            rule = (
+                f"the longest, {longest}, must be a multiple of every other length of the job"
+            )
             fix = f"use a multiple or a divisor of {other}"
             yield f"{key}.seq_len", f"{length} does not fit {other}: {rule}; {fix}"

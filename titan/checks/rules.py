@@ -87,7 +87,9 @@ def load_to_run(
     if warn and here:
         from titan.checks.machine import advise_config, advise_text, first_weights
 
-        described = config.model.hf_path if config.model.hf_path != first_weights(config) else ""
+        described = (
+            config.model.hf_path if config.model.hf_path != first_weights(config) else ""
+        )
         print_warnings(advise_text(config) + advise_config(config, described))
     if device is not None:
         config = config.on_device(device)
@@ -136,7 +138,9 @@ def _problems(
             for key, message in violations_of(lambda c, r=rule, n=world_size: r(c, n), config)
         ]
     if here:
-        from titan.checks.machine import check_machine  # reads tokenizers and the folders of data
+        from titan.checks.machine import (
+            check_machine,
+        )  # reads tokenizers and the folders of data
 
         problems += check_machine(config, device=device)
     return problems
@@ -171,7 +175,9 @@ def check(config: JobConfig) -> list[Problem]:
     return of_each_phase(
         config,
         lambda job: (
-            job.source_map.problem(key if "." in key or "[" in key else f"{section}.{key}", message)
+            job.source_map.problem(
+                key if "." in key or "[" in key else f"{section}.{key}", message
+            )
             for section, rule in [*RULES, *added]
             for key, message in violations_of(rule, job)
         ),
@@ -194,12 +200,12 @@ def advise(config: JobConfig, *, device: str | None = None) -> list[str]:
     wanted = round(total * (schedule.decay_ratio or 0))
     warnings = {}
     if warmup < schedule.warmup_steps:
-        message = f"{schedule.warmup_steps} steps do not fit into {name} = {total}; cut to {warmup}"
+        message = (
+            f"{schedule.warmup_steps} steps do not fit into {name} = {total}; cut to {warmup}"
+        )
         warnings["lr_scheduler.warmup_steps"] = message
     if decay < wanted:
-        message = (
-            f"{wanted} steps of decay do not fit into {name} = {total} after {warmup} of warm-up"
-        )
+        message = f"{wanted} steps of decay do not fit into {name} = {total} after {warmup} of warm-up"
         warnings["lr_scheduler.decay_ratio"] = f"{message}; cut to {decay}"
     if profiling.enable_profiling and profiling.profile_freq > steps:
         message = (
@@ -216,7 +222,9 @@ def advise(config: JobConfig, *, device: str | None = None) -> list[str]:
     on_cpu = (device or device_of(config)) == "cpu"
     if on_cpu:
         for axis in config.comm.nccl.options():
-            message = "ranks on a CPU communicate through gloo, which has no such options; ignored"
+            message = (
+                "ranks on a CPU communicate through gloo, which has no such options; ignored"
+            )
             warnings[f"comm.nccl.{axis}"] = message
         if config.comm.sm_carveout:
             warnings["comm.sm_carveout"] = "a CPU has no SMs; ignored"

@@ -46,7 +46,9 @@ def _text(part: Any, path: KeyPath = ()) -> Iterator[RuleViolation]:
     if isinstance(part, Section):
         # Iterating a section skips forgotten values.
         part = {name: value for name, value in part if name in type(part).model_fields}
-    if isinstance(part, str) and ("\0" in part or part != part.encode(errors="replace").decode()):
+    if isinstance(part, str) and (
+        "\0" in part or part != part.encode(errors="replace").decode()
+    ):
         yield key_text(path), f"holds a character that no file can hold: {ascii(part)[:60]}"
     pairs = (
         part.items()
@@ -82,12 +84,18 @@ def _data(config: JobConfig) -> Iterator[RuleViolation]:
         return
     # [[data.sources]] replaces the default dataset silently, but not a dataset that the job names.
     if data.sources and training.dataset != type(training).model_fields["dataset"].default:
-        yield "training.dataset", "[[data.sources]] also says what to train on; remove one of them"
+        yield (
+            "training.dataset",
+            "[[data.sources]] also says what to train on; remove one of them",
+        )
     # The path would be ignored, so the job probably means another tokenizer.
     if config.tokenizer.path and config.tokenizer.name == "bytes":
         yield "tokenizer.path", 'tokenizer "bytes" reads no file; set tokenizer.name = "auto"'
     if data.move_windows and data.packing == "best_fit":
-        yield "move_windows", 'best-fit rows begin with documents; set packing = "cut", or false'
+        yield (
+            "move_windows",
+            'best-fit rows begin with documents; set packing = "cut", or false',
+        )
     yield from _dataset("training", training.dataset, training.dataset_path)
     if has_conversations(config) and not data.document_mask:
         yield "document_mask", "conversations share sequences; set document_mask = true"
@@ -100,7 +108,10 @@ def _dataset(section: str, dataset: str, path: str | None) -> Iterator[RuleViola
     key = f"{section}.dataset_path"
     if dataset in LOCAL_PRESETS:
         if not path:
-            yield key, f'missing: dataset "{dataset}" needs it; set it to a file, folder or glob'
+            yield (
+                key,
+                f'missing: dataset "{dataset}" needs it; set it to a file, folder or glob',
+            )
     elif path and dataset in EMBEDDED_PRESETS:
         fix = f"set {section}.dataset to one of {', '.join(LOCAL_PRESETS)}, or remove this key"
         yield key, f'dataset "{dataset}" reads no files; {fix}'
@@ -135,13 +146,18 @@ def _training(config: JobConfig) -> Iterator[RuleViolation]:
     training, parallel = config.training, config.parallelism
     sequences = training.local_batch_size
     if parallel.pipeline_parallel_degree > 1:
-        sequences = parallel.pipeline_parallel_microbatch_size  # a forward pass has one microbatch
+        sequences = (
+            parallel.pipeline_parallel_microbatch_size
+        )  # a forward pass has one microbatch
     tokens = sequences * training.seq_len // parallel.context_parallel_degree
     if tokens > LIMIT:
         # torch's kernels index with 32 bits.
         size = f"{sequences:,} sequences of {training.seq_len:,} are {tokens:,} tokens"
         yield "seq_len", f"{size} in one forward pass; use at most {LIMIT:,}"
-    if (training.mixed_precision_param, training.mixed_precision_reduce) == ("float32", "bfloat16"):
+    if (training.mixed_precision_param, training.mixed_precision_reduce) == (
+        "float32",
+        "bfloat16",
+    ):
         yield "mixed_precision_reduce", 'would round float32 gradients; use "float32"'
 
 
@@ -180,7 +196,9 @@ def _early_step(config: JobConfig) -> Iterator[RuleViolation]:
 def _kept_blocks(config: JobConfig) -> Iterator[RuleViolation]:
     parallel = config.parallelism
     policy = parallel.fsdp_reshard_after_forward
-    keeps_all = {"never": True, "always": False}.get(policy, parallel.pipeline_parallel_degree > 1)
+    keeps_all = {"never": True, "always": False}.get(
+        policy, parallel.pipeline_parallel_degree > 1
+    )
     if parallel.fsdp_kept_blocks > 1 and keeps_all:
         reason = f'fsdp_reshard_after_forward = "{policy}" keeps all blocks'
         yield "fsdp_kept_blocks", f'{reason}; use 1, or "always"'
@@ -207,7 +225,10 @@ def _schedule(config: JobConfig) -> Iterator[RuleViolation]:
     why = f"with schedule {file or name}, which splits the backward pass"
     # torch raises nothing, and up to half of the gradients are missing; docs/architecture.md.
     if parallel.fsdp_reshard_after_forward == "always":
-        yield "fsdp_reshard_after_forward", f'"always" gives wrong gradients {why}; use "default"'
+        yield (
+            "fsdp_reshard_after_forward",
+            f'"always" gives wrong gradients {why}; use "default"',
+        )
     # A compiled block has one backward function, which torch cannot split.
     if _compiles_model(config):
         yield "compile.enable", f"blocks cannot be compiled {why}; use false, or schedule 1F1B"
@@ -225,7 +246,10 @@ def _tensor(config: JobConfig) -> Iterator[RuleViolation]:
         key = "enable_async_tensor_parallel"
         # In torch it is a pass of inductor over the graph of a block.
         if not _compiles_model(config):
-            yield key, "is done by the compiler; set compile.enable = true with the component model"
+            yield (
+                key,
+                "is done by the compiler; set compile.enable = true with the component model",
+            )
         if config.parallelism.tensor_parallel_degree == 1:
             yield key, "needs tensor_parallel_degree = 2 or more; set that, or use false"
 
@@ -250,7 +274,10 @@ def _context(config: JobConfig) -> Iterator[RuleViolation]:
     # Each rank gets whole heads of the whole sequence.
     if method == "ulysses" and heads:
         fix = 'use "allgather" or "ring"'
-        yield key, f'"ulysses" cannot share {heads} query heads of a rank among {cp} ranks; {fix}'
+        yield (
+            key,
+            f'"ulysses" cannot share {heads} query heads of a rank among {cp} ranks; {fix}',
+        )
     own = longest_sequence(config) // cp
     if method in ("ring", "alltoall") and config.data.document_mask and own > _MASKED_RING:
         size = f"{own:,} x {own:,} for each block"
@@ -280,11 +307,17 @@ def _recomputation(config: JobConfig) -> Iterator[RuleViolation]:
                     '">host" does not work in compiled blocks; leave it out or do not compile',
                 )
     if section.op_keep_by_block and not by_op:
-        yield "op_keep_by_block", 'needs mode = "selective" with "op"; set that, or remove this key'
+        yield (
+            "op_keep_by_block",
+            'needs mode = "selective" with "op"; set that, or remove this key',
+        )
     if by_op and not (section.op_keep or section.op_keep_modules or section.op_keep_by_block):
         yield "op_keep", 'keeps nothing; use mode = "full"'
     if section.op_keep_modules and not by_op:
-        yield "op_keep_modules", 'needs mode = "selective" with "op"; set that, or remove this key'
+        yield (
+            "op_keep_modules",
+            'needs mode = "selective" with "op"; set that, or remove this key',
+        )
     # "op" keeps its results in its own storage, where offloading does not see them.
     if section.cpu_offload and by_op:
         yield "cpu_offload", 'cannot move what "op" keeps; use mode = "full" or "none"'
@@ -341,9 +374,15 @@ def _checkpoint(config: JobConfig) -> Iterator[RuleViolation]:
     saves = section.enable and not section.load_only
     if section.initial_load_in_hf:
         if not (section.initial_load_path or config.model.hf_assets_path):
-            yield "initial_load_in_hf", "needs initial_load_path or model.hf_assets_path; set one"
+            yield (
+                "initial_load_in_hf",
+                "needs initial_load_path or model.hf_assets_path; set one",
+            )
         if not section.initial_load_model_only:
-            yield "initial_load_model_only", "a Hugging Face folder holds only weights; use true"
+            yield (
+                "initial_load_model_only",
+                "a Hugging Face folder holds only weights; use true",
+            )
     if section.last_save_in_hf and not saves:
         fix = "load_only = false" if section.load_only else "enable = true"
         yield "last_save_in_hf", f"nothing is saved in this job; set checkpoint.{fix}"
@@ -370,7 +409,10 @@ def _profiling(config: JobConfig) -> Iterator[RuleViolation]:
     # A cycle of the profiler is warm-up, then recording.
     needed = section.profiler_warmup + section.profiler_active
     if section.enable_profiling and section.profile_freq < needed:
-        yield "profile_freq", f"must hold profiler_warmup + profiler_active; use {needed} or more"
+        yield (
+            "profile_freq",
+            f"must hold profiler_warmup + profiler_active; use {needed} or more",
+        )
 
 
 def _fault_tolerance(config: JobConfig) -> Iterator[RuleViolation]:
@@ -395,7 +437,10 @@ def _fault_tolerance(config: JobConfig) -> Iterator[RuleViolation]:
     if limit and needed > collective:
         lower = f"use {collective - STACKS_S}, or " if collective > STACKS_S else ""
         reason = f"comm.train_timeout_seconds = {collective} ends the ranks before their stacks are written"
-        yield "step_timeout_seconds", f"{reason}; {lower}set comm.train_timeout_seconds = {needed}"
+        yield (
+            "step_timeout_seconds",
+            f"{reason}; {lower}set comm.train_timeout_seconds = {needed}",
+        )
 
 
 def _nccl(config: JobConfig) -> Iterator[RuleViolation]:

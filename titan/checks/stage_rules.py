@@ -28,7 +28,10 @@ def check_modules(config: JobConfig) -> Iterator[RuleViolation]:
         if name not in modules:
             yield key, f"the model has no module '{name}'{did_you_mean(name, modules)}"
         elif named.count(name) > 1:
-            yield key, f"module '{name}' is named {named.count(name)} times; name it in one stage"
+            yield (
+                key,
+                f"module '{name}' is named {named.count(name)} times; name it in one stage",
+            )
     if ends.last != USUAL_ENDS.last and not {*ends.last} <= {*stages[-1]}:
         yield key, f"multi-token prediction needs {', '.join(ends.last)} in the last stage"
     if missing := [name for name in modules if name not in named]:

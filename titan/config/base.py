@@ -134,7 +134,11 @@ class Section(BaseModel):
 
     # use_attribute_docstrings: the string below a field is its help.
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
     )
 
     if not TYPE_CHECKING:  # otherwise pyright would accept every name as an attribute

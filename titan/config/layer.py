@@ -42,7 +42,9 @@ class ConfigLayer:
         """Set `new` instead of `old`. Errors about it still name the old key and its line."""
         self.remove(old)
         self.table_of(new, create=True)[last(new)] = value
-        for key in [k for k in self.locations if k == old or k.startswith((f"{old}.", f"{old}["))]:
+        for key in [
+            k for k in self.locations if k == old or k.startswith((f"{old}.", f"{old}["))
+        ]:
             location = self.locations.pop(key)
             self.locations[new + key[len(old) :]] = SourceLocation(
                 location.file, location.line, key

@@ -29,7 +29,15 @@ from .errors import (
     violations_of,
 )
 from .model import check_split, is_plug_in, model_title
-from .phases import AXES, Layout, degrees_of, layout_of, of_each_phase, phases_of, replica_groups
+from .phases import (
+    AXES,
+    Layout,
+    degrees_of,
+    layout_of,
+    of_each_phase,
+    phases_of,
+    replica_groups,
+)
 from .schema import JobConfig
 
 # Modes of torch.compile that replay CUDA graphs.
@@ -124,7 +132,9 @@ def _check_batch(config: JobConfig, model: Any, world_size: int) -> Iterator[Rul
     dp = layout_of(config, world_size).dp * replica_groups(config)
     # -1 stands for one forward pass, which always fits.
     per_pass, size = training.local_batch_size * dp, training.global_batch_size
-    unit = f"local_batch_size {training.local_batch_size} x {dp} data-parallel ranks = {per_pass}"
+    unit = (
+        f"local_batch_size {training.local_batch_size} x {dp} data-parallel ranks = {per_pass}"
+    )
     key, overlap = "training.global_batch_size", "parallelism.expert_overlap"
     if size > 0 and size % per_pass:
         yield key, _not_a_multiple(size, per_pass, unit)
@@ -132,7 +142,10 @@ def _check_batch(config: JobConfig, model: Any, world_size: int) -> Iterator[Rul
         fix = f"use {2 * size}, or a smaller local_batch_size"
         yield key, f"a step has one micro-batch ({unit}), and {overlap} needs two; {fix}"
     elif size == -1 and config.parallelism.expert_overlap:
-        yield overlap, f"a step has one micro-batch, and no second one; use {key} = {2 * per_pass}"
+        yield (
+            overlap,
+            f"a step has one micro-batch, and no second one; use {key} = {2 * per_pass}",
+        )
 
 
 def _check_sequence(config: JobConfig, model: Any, world_size: int) -> Iterator[RuleViolation]:
@@ -164,13 +177,18 @@ def _check_phases(config: JobConfig, model: Any, world_size: int) -> Iterator[Ru
     for before, phase in pairwise(phases_of(config, world_size=world_size)):
         key, steps = f"phase[{before.number - 1}]", config.training.steps
         if phase.first_step <= before.first_step:
-            name = f"phase[{before.number - 2}]" if before.number > 1 else "the job's own settings"
+            name = (
+                f"phase[{before.number - 2}]" if before.number > 1 else "the job's own settings"
+            )
             begin = f"{name}, whose first step is {before.first_step:,}"
             yield key, f"does not begin after {begin}; put the tables in order"
             return
         if phase.first_step > steps:
             end = f"the run ends at training.steps = {steps:,}"
-            yield key, f"begins at step {phase.first_step:,}, but {end}; raise that, or remove it"
+            yield (
+                key,
+                f"begins at step {phase.first_step:,}, but {end}; raise that, or remove it",
+            )
             return
 
 
@@ -337,7 +355,9 @@ def stage_split(config: JobConfig, *, num_layers: int, **changes: int) -> StageS
 
 def _stage_problem(config: JobConfig, num_layers: int, **changes: int) -> Exception | None:
     """Return the error of `stage_split` with other values for some keys, or None if stages, schedule and batch fit."""
-    degree = changes.get("pipeline_parallel_degree", config.parallelism.pipeline_parallel_degree)
+    degree = changes.get(
+        "pipeline_parallel_degree", config.parallelism.pipeline_parallel_degree
+    )
     try:
         if degree > 1:
             stage_split(config, num_layers=num_layers, **changes)

@@ -90,7 +90,9 @@ def load_config(
             layers.append(ConfigLayer(data, locations))
     with collect_problems(problems):
         layers.append(_read_overrides(overrides))
-    if problems:  # the settings of the unreadable part are unknown, so other errors could mislead
+    if (
+        problems
+    ):  # the settings of the unreadable part are unknown, so other errors could mislead
         raise ConfigError(problems)
     source_map = SourceMap(str(job), 1)
     merged: dict[str, Any] = {}
@@ -273,7 +275,9 @@ def _parse(
 def _take_value(key: str, rest: list[str]) -> str:
     """Return the value of `--section.key value`: the next word, unless a boolean stands alone."""
     field = field_at(tuple(key.split(".")))
-    alone = field is not None and field.annotation is bool and rest[:1] not in (["true"], ["false"])
+    alone = (
+        field is not None and field.annotation is bool and rest[:1] not in (["true"], ["false"])
+    )
     if alone or not rest or rest[0].startswith("--"):
         return "true"
     return rest.pop(0)

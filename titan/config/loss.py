@@ -89,7 +89,8 @@ def _problem_on_tokens(function: Callable[..., Any], vocab_size: int) -> str:
     (gradient,) = torch.autograd.grad(loss, logits)
     with torch.no_grad():
         parts = [
-            function(logits[part], labels[part]) for part in (slice(_FIRST), slice(_FIRST, None))
+            function(logits[part], labels[part])
+            for part in (slice(_FIRST), slice(_FIRST, None))
         ]
         only_ignored = function(logits, torch.full_like(labels, ignored))
     if not all(value.isfinite().all() for value in (loss, gradient, *parts)):

@@ -64,7 +64,9 @@ class ModelSection(Section):
     hf_assets_path: Annotated[str, TOKENIZER_FILE] = ""
     """Folder with the tokenizer (tokenizer.json or tokenizer.model) and, for conversion from and to
     Hugging Face, safetensors and config.json."""
-    attention_backend: Literal["auto", "cudnn", "flash", "efficient", "math", "fa3", "fa4"] = "auto"
+    attention_backend: Literal["auto", "cudnn", "flash", "efficient", "math", "fa3", "fa4"] = (
+        "auto"
+    )
     """Kernels of attention on a GPU. "auto": torch's order, which is cuDNN, FlashAttention-2, the
     memory-efficient kernel, plain operations on Hopper and Blackwell, and the same without cuDNN first
     elsewhere. Another name: that kernel, and the kernels after it in this order if it does not support a
@@ -90,7 +92,9 @@ class ModelSection(Section):
         """
         sizes, violations = self.resolved
         if violations:
-            raise ConfigError([Problem("config", 0, key, message) for key, message in violations])
+            raise ConfigError(
+                [Problem("config", 0, key, message) for key, message in violations]
+            )
         return sizes
 
     @property
@@ -117,7 +121,9 @@ def _resolve(section: ModelSection) -> tuple[Any, list[RuleViolation]]:
     flavors = package.FLAVORS
     if section.flavor not in flavors:
         hint = choose(section.flavor, flavors)
-        return None, [("model.flavor", f'{section.name} has no flavor "{section.flavor}"{hint}')]
+        return None, [
+            ("model.flavor", f'{section.name} has no flavor "{section.flavor}"{hint}')
+        ]
     flavor = flavors[section.flavor]
     if foreign and (problem := _problem_of_sizes(flavor)):
         message = f"the flavor {section.flavor} of the family {section.name} {problem}; {_DOCS}"
@@ -126,7 +132,10 @@ def _resolve(section: ModelSection) -> tuple[Any, list[RuleViolation]]:
     if violations:
         return None, violations
     config = replace_fields(flavor, section.overrides)
-    violations = [*_check_shape(config, "head_dim" in section.overrides), *_check_experts(config)]
+    violations = [
+        *_check_shape(config, "head_dim" in section.overrides),
+        *_check_experts(config),
+    ]
     if not violations and foreign:
         violations = [*check_module(section.name, config)]
     return (None if violations else config), violations
@@ -224,7 +233,9 @@ def check_module(name: str, config: Any) -> tuple[RuleViolation, ...]:
     if lacks := _lacks(model, ("layers", "output", "init_std")):
         problems.append(f"lacks {lacks}")
     elif not isinstance(model.layers, nn.ModuleDict):
-        problems.append(f"has its blocks in a {type(model.layers).__name__}, not an nn.ModuleDict")
+        problems.append(
+            f"has its blocks in a {type(model.layers).__name__}, not an nn.ModuleDict"
+        )
     # Parameters get initial weights later, but a buffer on meta has no values.
     problems += [
         f"has a buffer {prefix}.{buffer}, and {type(module).__name__} no reset_buffers() that fills it"
@@ -252,7 +263,9 @@ def frozen_names(parameters: Collection[str], patterns: Sequence[str]) -> set[st
         names = fnmatch.filter(parameters, pattern)
         if not names:
             near = ", ".join(get_close_matches(pattern, parameters, n=3, cutoff=0.0))
-            raise InputError(f'model.freeze: no parameter matches "{pattern}"; near it are {near}')
+            raise InputError(
+                f'model.freeze: no parameter matches "{pattern}"; near it are {near}'
+            )
         frozen.update(names)
     if len(frozen) == len(parameters):
         raise InputError("model.freeze: every parameter matches, and nothing is left to train")
@@ -313,9 +326,13 @@ def check_split(
         yield f"{prefix}.tensor_parallel_degree", f"{error.args[0]}{where}"
 
 
-def check_fields(overrides: dict[str, Any], flavor: Any, *, prefix: str) -> Iterator[RuleViolation]:
+def check_fields(
+    overrides: dict[str, Any], flavor: Any, *, prefix: str
+) -> Iterator[RuleViolation]:
     """Check values for the fields of a dataclass: names, types and ranges."""
-    types = get_type_hints(type(flavor)) if overrides else {}  # it is slow, and a search asks often
+    types = (
+        get_type_hints(type(flavor)) if overrides else {}
+    )  # it is slow, and a search asks often
     # Fields that the class computes cannot be set.
     fields = {f.name: f for f in dataclasses.fields(flavor) if f.init}
     for name, value in overrides.items():
@@ -368,7 +385,10 @@ def _check_experts(config: Any) -> Iterator[RuleViolation]:
         )
     if experts % max(1, groups):
         fix = either(neighbours(groups, divisors(experts)))
-        yield f"{prefix}.num_groups", f"{groups} groups do not divide {experts} experts; use {fix}"
+        yield (
+            f"{prefix}.num_groups",
+            f"{groups} groups do not divide {experts} experts; use {fix}",
+        )
         return
     size = experts // max(1, groups)
     if groups and not 1 <= top_groups <= groups:
@@ -386,7 +406,10 @@ def _check_experts(config: Any) -> Iterator[RuleViolation]:
 
 def _check_shape(config: Any, is_head_dim_set: bool) -> Iterator[RuleViolation]:
     """Check the sizes that every attention model must satisfy. Fields that a family lacks are skipped."""
-    names, prefix = ("dim", "n_heads", "n_kv_heads", "head_dim", "num_params"), "model.overrides"
+    names, prefix = (
+        ("dim", "n_heads", "n_kv_heads", "head_dim", "num_params"),
+        "model.overrides",
+    )
     dim, heads, kv_heads, head_dim, num_params = (getattr(config, name, 0) for name in names)
     is_uneven = heads and dim % heads
     if is_uneven and not is_head_dim_set:
@@ -399,7 +422,10 @@ def _check_shape(config: Any, is_head_dim_set: bool) -> Iterator[RuleViolation]:
             f"{kv_heads} key/value heads do not divide {heads} heads; {fix}",
         )
     if num_params > LARGEST_MODEL:
-        yield prefix, f"a model of {num_params:.2g} parameters is too large; lower dim or n_layers"
+        yield (
+            prefix,
+            f"a model of {num_params:.2g} parameters is too large; lower dim or n_layers",
+        )
     # Rotary embedding rotates pairs of numbers.
     if head_dim % 2 and not is_uneven:
         yield f"{prefix}.head_dim", f"{head_dim} is odd; use {head_dim + 1}"

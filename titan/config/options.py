@@ -42,7 +42,9 @@ def whole(text: str, least: int = 0) -> int:
         raise argparse.ArgumentTypeError(f"expected less than a million, got {text[:40]!r}")
     if not is_number or int(text) < least:
         at_least = f" of at least {least}" if least else ""
-        raise argparse.ArgumentTypeError(f"expected a whole number{at_least}, got {text[:40]!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number{at_least}, got {text[:40]!r}"
+        )
     return int(text)
 
 

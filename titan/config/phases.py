@@ -71,7 +71,9 @@ def replica_groups(config: JobConfig) -> int:
 
 def degrees_of(config: JobConfig) -> dict[str, int]:
     """Return the degree of each axis, as the job has it."""
-    return {axis: getattr(config.parallelism, key.rpartition(".")[2]) for axis, key in AXES.items()}
+    return {
+        axis: getattr(config.parallelism, key.rpartition(".")[2]) for axis, key in AXES.items()
+    }
 
 
 def layout_of(config: JobConfig, world_size: int) -> Layout:
@@ -146,7 +148,9 @@ class Phase:
     def __str__(self) -> str:
         """Return a line that describes the phase."""
         steps = f"steps {self.first_step:,} to {self.last_step:,}"
-        size = f"{self.sequences:,} sequences of {self.config.training.seq_len:,} tokens in a step"
+        size = (
+            f"{self.sequences:,} sequences of {self.config.training.seq_len:,} tokens in a step"
+        )
         own = self.section.model_dump(exclude_none=True, exclude=_SHOWN) if self.section else {}
         mesh = f", on {self.mesh}" * bool(DEGREES & own.keys())
         more = (f", {k} = {format_value(own[k])}" for k in own if k not in DEGREES)
@@ -271,5 +275,7 @@ def memory_of(phases: Sequence[Phase], model: Any) -> list[dict[str, float]]:
     """
     estimators = load_plug_ins("titan.extensions", of="estimate")
     return [
-        estimate(phase.config, model, phase.layout) for estimate in estimators for phase in phases
+        estimate(phase.config, model, phase.layout)
+        for estimate in estimators
+        for phase in phases
     ]

@@ -70,7 +70,10 @@ def check_converters(config: JobConfig) -> Iterator[RuleViolation]:
     names, linear = config.model.converters, config.quantize.linear
     for name in names:
         if name not in FLOAT8 + MX + GROUPED:
-            yield "converters", f'unknown converter "{name}"{choose(name, FLOAT8 + MX + GROUPED)}'
+            yield (
+                "converters",
+                f'unknown converter "{name}"{choose(name, FLOAT8 + MX + GROUPED)}',
+            )
     if all(name in names for name in GROUPED):
         yield "converters", f'experts are converted once; use "{GROUPED[0]}" or "{GROUPED[1]}"'
     if MX[0] in names and any(name in FLOAT8 for name in names):
@@ -79,7 +82,10 @@ def check_converters(config: JobConfig) -> Iterator[RuleViolation]:
         for name in _SWITCHES:
             if getattr(section, name, False) and not any(c in converters for c in names):
                 fix = f'set model.converters = ["{converters[0]}"], or remove this key'
-                yield f"{converters[0]}.{name}", f"has no effect, as no layer is converted; {fix}"
+                yield (
+                    f"{converters[0]}.{name}",
+                    f"has no effect, as no layer is converted; {fix}",
+                )
     section = quantize_section(config)
     if isinstance(section, Float8Section):
         yield from _check_float8(config, section)
@@ -90,7 +96,9 @@ def check_converters(config: JobConfig) -> Iterator[RuleViolation]:
 def _check_float8(config: JobConfig, section: Float8Section) -> Iterator[RuleViolation]:
     recipe, gathers = section.recipe_name or "tensorwise", section.enable_fsdp_float8_all_gather
     # Whole keys, for the messages.
-    gather, scales, filters = (f"{FLOAT8[0]}.{name}" for name in (*_SWITCHES[:2], "filter_fqns"))
+    gather, scales, filters = (
+        f"{FLOAT8[0]}.{name}" for name in (*_SWITCHES[:2], "filter_fqns")
+    )
     if gathers and recipe != "tensorwise":
         fix = 'use false, or recipe_name = "tensorwise"'
         yield gather, f"sends one scale with each weight, and {recipe} has several; {fix}"

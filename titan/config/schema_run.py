@@ -173,7 +173,10 @@ class ParallelismSection(Section):
     def splits_from_both_ends(self) -> bool:
         """Return whether each context-parallel rank gets an early and a late part of the sequence."""
         # Ulysses computes whole sequences, so its work is balanced anyway.
-        method, balancer = self.context_parallel_rotate_method, self.context_parallel_load_balancer
+        method, balancer = (
+            self.context_parallel_rotate_method,
+            self.context_parallel_load_balancer,
+        )
         return balancer == "headtail" and method != "ulysses"
 
 
@@ -270,9 +273,9 @@ class CompileSection(Section):
     AdamW and Adam with implementation "fused", which then clips in the same pass."""
     backend: str = "inductor"
     """Compiler backend. Others than "inductor", such as "aot_eager", are for debugging."""
-    mode: Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"] = (
-        "default"
-    )
+    mode: Literal[
+        "default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"
+    ] = "default"
     """Mode of inductor. "max-autotune-no-cudagraphs" measures which kernels are fastest, for a
     longer first step. "reduce-overhead" replays CUDA graphs, on one rank in one precision only.
     "max-autotune" does both."""

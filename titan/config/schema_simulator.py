@@ -57,9 +57,15 @@ class SimulatorSection(Section):
     @field_validator("routing")
     @classmethod
     def _known_routing(cls, value: str) -> str:
-        if value == "even" or value.endswith(".json") or re.fullmatch(r"zipf:\d+(\.\d+)?", value):
+        if (
+            value == "even"
+            or value.endswith(".json")
+            or re.fullmatch(r"zipf:\d+(\.\d+)?", value)
+        ):
             return value
-        raise ValueError('expected "even", "zipf:s" such as "zipf:0.18", or a run\'s experts.json')
+        raise ValueError(
+            'expected "even", "zipf:s" such as "zipf:0.18", or a run\'s experts.json'
+        )
 
 
 class HardwareSection(Section):

@@ -98,7 +98,9 @@ def _read_text(path: Path) -> str:
 
     try:
         with open_regular(path) as file:
-            data = read_stream(file, os.fstat(file.fileno()).st_size, name=path, limit=_MAX_BYTES)
+            data = read_stream(
+                file, os.fstat(file.fileno()).st_size, name=path, limit=_MAX_BYTES
+            )
         return data.decode("utf-8-sig")
     except InputError as error:
         raise problem(str(error).removeprefix(f"{path}: ")) from None
@@ -143,9 +145,13 @@ def _explain(error: ValueError, *, path: Path, text: str) -> Problem:
     where = re.search(r" \(at line (\d+), column (\d+)\)$", str(error))
     line = min(int(where[1]), len(lines)) if where else len(lines)
     reason = (
-        str(error)[: where.start()] if where else str(error).replace(" (at end of document)", "")
+        str(error)[: where.start()]
+        if where
+        else str(error).replace(" (at end of document)", "")
     )
-    what = next((plain for begin, plain in _EXPLAINED.items() if reason.startswith(begin)), reason)
+    what = next(
+        (plain for begin, plain in _EXPLAINED.items() if reason.startswith(begin)), reason
+    )
     source = lines[line - 1].strip()
     message = f"not valid TOML: {what[:1].lower()}{what[1:]}, in `{source[:80]}`"
     # The usual cause: text without quotes, or a boolean in another spelling.
@@ -153,7 +159,9 @@ def _explain(error: ValueError, *, path: Path, text: str) -> Problem:
         word = bare[2]
         boolean = word.lower() in ("true", "false", "yes", "no", "on", "off")
         right = (
-            str(word.lower() in ("true", "yes", "on")).lower() if boolean else format_value(word)
+            str(word.lower() in ("true", "yes", "on")).lower()
+            if boolean
+            else format_value(word)
         )
         message += f"; write {bare[1]}{right}"
     return Problem(str(path), line, "", message)

@@ -58,7 +58,9 @@ class BestFitSamples(ShardSamples):
     def _plan(self, number: int) -> np.ndarray:
         """Return the plan of a shard, int64[3, pieces]: sequence (ascending), start in the shard, length."""
         index, tokens = self._shards.index, self._shards.tokens_of(number)
-        key = derive_key(_FORMAT, index.key, self._shards.split, number, len(tokens), self._seq_len)
+        key = derive_key(
+            _FORMAT, index.key, self._shards.split, number, len(tokens), self._seq_len
+        )
         file = self._folder / f"{key:016x}.npy"
         with exclusive(self._folder):
             if not file.is_file():
@@ -148,7 +150,13 @@ def _whole_conversations(tokens: np.ndarray, *, seq_len: int) -> tuple[np.ndarra
         logger.warning(
             "%d of %d conversations have more than %d tokens: %d end after an earlier answer, and %d, whose first answer does "
             "not fit, are left out; raise training.seq_len to keep them whole",
-            *(num_long, len(starts), seq_len + 1, int((is_long & kept).sum()), int((~kept).sum())),
+            *(
+                num_long,
+                len(starts),
+                seq_len + 1,
+                int((is_long & kept).sum()),
+                int((~kept).sum()),
+            ),
         )
     return starts[kept], lengths[kept]
 

@@ -88,7 +88,11 @@ def cached_shards(documents: Documents, *, spec: TokenizationSpec, cache_folder:
 
 def usable_cores() -> int:
     """Return the number of cores that this process may use, which a container or a Slurm job may limit."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
+    )
 
 
 @contextmanager
@@ -128,4 +132,6 @@ def describe(progress: Progress, num_bytes: int | None, *, elapsed_s: float) -> 
     left_s = round(max(num_bytes - progress.num_bytes, 0) / speed)
     left = f"{left_s // 3600}:{left_s // 60 % 60:02}:{left_s % 60:02}"
     share = min(progress.num_bytes / num_bytes, 1)
-    return f"{share:.0%} of {num_bytes / 1e6:,.0f} MB, {speed / 1e6:.1f} MB/s, {left} left; {done}"
+    return (
+        f"{share:.0%} of {num_bytes / 1e6:,.0f} MB, {speed / 1e6:.1f} MB/s, {left} left; {done}"
+    )

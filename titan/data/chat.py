@@ -100,7 +100,9 @@ class ChatTemplate:
             DataError: the tokenizer has no template.
         """
         if not tokenizer.chat_template:
-            where = f"tokenizer {tokenizer.file}" if tokenizer.file else "the embedded tokenizer"
+            where = (
+                f"tokenizer {tokenizer.file}" if tokenizer.file else "the embedded tokenizer"
+            )
             raise DataError(
                 f"{where} has no chat template, which conversations need: set tokenizer.chat_template to a Jinja file, or put "
                 "chat_template.jinja beside the tokenizer"
@@ -179,7 +181,9 @@ class ChatTemplate:
         messages: list[Any] = values["messages"]
 
         def render(number: int, **options: bool) -> str:
-            return self.render({**values, "messages": messages[:number]}, where=where, **options)
+            return self.render(
+                {**values, "messages": messages[:number]}, where=where, **options
+            )
 
         text = render(len(messages))
         learnt = {
@@ -209,12 +213,21 @@ class ChatTemplate:
 
     def render(self, chat: Chat, *, where: str, add_generation_prompt: bool = False) -> str:
         """Return the text of a conversation, as transformers' `apply_chat_template` writes it."""
-        values = {"tools": None, "documents": None, **self.tokenizer.token_texts, **_values(chat)}
+        values = {
+            "tools": None,
+            "documents": None,
+            **self.tokenizer.token_texts,
+            **_values(chat),
+        }
         try:
-            return self._template.render({**values, "add_generation_prompt": add_generation_prompt})
+            return self._template.render(
+                {**values, "add_generation_prompt": add_generation_prompt}
+            )
         except Exception as error:  # a template is code, and may raise anything
             why = printable(str(error), 200)
-            raise DataError(f"{where}: the chat template refuses the messages: {why}") from error
+            raise DataError(
+                f"{where}: the chat template refuses the messages: {why}"
+            ) from error
 
     @cached_property
     def _takes_parts(self) -> bool:

@@ -123,7 +123,11 @@ def read_files(
         group: row group of that file to begin with, if it is a Parquet file.
         **options: keyword arguments of the reader.
     """
-    meter.before, meter.here, meter.group = sum(f.stat().st_size for f in files[:first]), 0, group
+    meter.before, meter.here, meter.group = (
+        sum(f.stat().st_size for f in files[:first]),
+        0,
+        group,
+    )
     for number, file in enumerate(files[first:], first):
         meter.file = number
         try:
@@ -237,7 +241,9 @@ def read_row(line: bytes, *, where: str) -> Any:
     try:
         return json.loads(line)
     except ValueError as error:
-        hint = "; JSON Lines has a whole object in each line" if line.strip()[:1] in b"[{" else ""
+        hint = (
+            "; JSON Lines has a whole object in each line" if line.strip()[:1] in b"[{" else ""
+        )
         raise DataError(f"{where}: not a line of JSON: {error}{hint}") from error
     except RecursionError:
         raise DataError(
@@ -292,7 +298,9 @@ def _lines(blocks: Iterable[str], file: Path) -> Iterator[str]:
         *lines, rest = (rest + block).split("\n")
         yield from (f"{line}\n" for line in lines)
         if len(rest) > _MAX_LINE_BYTES:
-            raise DataError(f"{file}: a line of more than {_MAX_LINE_BYTES >> 20} MiB; is it CSV?")
+            raise DataError(
+                f"{file}: a line of more than {_MAX_LINE_BYTES >> 20} MiB; is it CSV?"
+            )
     if rest:
         yield rest
 
@@ -309,7 +317,9 @@ def read_parquet(
         if key not in names:
             listed = ", ".join(name[:40] for name in names[:20])
             kinds = zip(names, map(str, table.schema_arrow.types), strict=True)
-            likely = next((name for name, kind in kinds if kind in ("string", "large_string")), "")
+            likely = next(
+                (name for name, kind in kinds if kind in ("string", "large_string")), ""
+            )
             message = f"{file}: no column '{key}'; its columns are {listed} ({SET_KEY})"
             raise NoText(message, likely)
         columns = [key, *(name for name in names if take and name in BESIDE)]

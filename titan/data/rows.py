@@ -143,7 +143,9 @@ def messages_of(row: Any, key: str, *, where: str) -> Messages:
         if not has_text and not (
             isinstance(content, list) and content and all(map(_is_text, content))
         ):
-            raise DataError(f"{where}: message {number} has no text as content; write {_EXAMPLE}")
+            raise DataError(
+                f"{where}: message {number} has no text as content; write {_EXAMPLE}"
+            )
     # As transformers does: templates take a missing key for null.
     return [{k: v for k, v in message.items() if v is not None} for message in messages]
 
@@ -151,7 +153,9 @@ def messages_of(row: Any, key: str, *, where: str) -> Messages:
 def _is_text(part: Any) -> bool:
     """Return whether a part of a content is a text: {"type": "text", "text": "..."}."""
     return (
-        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        isinstance(part, dict)
+        and part.get("type") == "text"
+        and isinstance(part.get("text"), str)
     )
 
 

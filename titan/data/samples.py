@@ -57,7 +57,9 @@ class BlendSamples(Samples):
     ) -> None:
         self._parts, self._key = parts, key
         self.unread = [line for part in parts for line in part.unread]
-        self.begin(DatasetPhase(first=0, tokens=[0] * len(parts), seq_len=seq_len, weights=weights))
+        self.begin(
+            DatasetPhase(first=0, tokens=[0] * len(parts), seq_len=seq_len, weights=weights)
+        )
         # Synthetic ids have no marks. All sources of text have the same marks.
         marks = [part.special_tokens for part in parts]
         self.special_tokens = SpecialTokens(
@@ -182,7 +184,9 @@ def _open_source(section: s.Section, number: int, options: SampleOptions) -> Sou
 def spec_of(section: s.Section, options: SampleOptions) -> TokenizationSpec:
     """Return the settings by which the documents of a source become tokens."""
     is_chat = s.reads_chats(section)
-    return replace(options.spec, template=ChatTemplate.of(options.tokenizer) if is_chat else None)
+    return replace(
+        options.spec, template=ChatTemplate.of(options.tokenizer) if is_chat else None
+    )
 
 
 def _shard_samples(shards: TokenShards, options: SampleOptions, **named: Any) -> ShardSamples:

@@ -163,7 +163,9 @@ def read_index(file: Path) -> Index:
     try:
         return read_json(file, Index, limit=_MAX_INDEX_BYTES, values=_MAX_INDEX_VALUES)
     except InputError as error:
-        raise DataError(f"{error}; prepare the folder again with this version of titan") from error
+        raise DataError(
+            f"{error}; prepare the folder again with this version of titan"
+        ) from error
 
 
 def require_key(found: str, keys: Collection[str], folder: Path) -> None:

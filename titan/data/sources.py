@@ -172,7 +172,11 @@ def _from_files(
 
     return Documents(
         name=f"{kind} ({len(found):,} file{'s' * (len(found) != 1)}{left_out})",
-        identity=[kind, options, [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]],
+        identity=[
+            kind,
+            options,
+            [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
+        ],
         read=lambda *place: read_files(found, read, meter, *place, **options),
         num_bytes=sum(stat.st_size for _, stat in stats),
         position=lambda: meter.num_bytes,
@@ -213,7 +217,9 @@ def _stdlib_files() -> list[Path]:
     """Return the .py files of Python's own library, in the order of their paths."""
     root = Path(sysconfig.get_path("stdlib"))
     found = sorted(
-        f for f in root.rglob("*.py") if not _STDLIB_SKIPPED.intersection(f.relative_to(root).parts)
+        f
+        for f in root.rglob("*.py")
+        if not _STDLIB_SKIPPED.intersection(f.relative_to(root).parts)
     )
     if not found:
         raise DataError(
@@ -284,7 +290,9 @@ def _load_dataset(section: s.HuggingFaceSource) -> Any:
         return datasets.load_dataset(
             section.path, name=section.name, split=section.split, streaming=section.streaming
         )
-    except Exception as error:  # `datasets` raises many kinds: not found, no network, unknown split
+    except (
+        Exception
+    ) as error:  # `datasets` raises many kinds: not found, no network, unknown split
         reason = next(iter(str(error).splitlines()), "")
         raise DataError(
             f"cannot open Hugging Face dataset '{section.path}' (name {section.name!r}, split "
@@ -329,7 +337,9 @@ def resolve_sources(dataset: str, *, dataset_path: str | None = None) -> list[s.
             if copy.exists() and not (copy / "README.md").exists():
                 return [source_of_path(dataset_path, text_key=preset.text_key)]
         if path == "":
-            raise DataError(f'dataset = "{dataset}" reads local files: set dataset_path beside it')
+            raise DataError(
+                f'dataset = "{dataset}" reads local files: set dataset_path beside it'
+            )
         return [preset.model_copy(update={"path": path}) if hasattr(preset, "path") else preset]
     if "/" in dataset and not Path(dataset).expanduser().exists():
         return [s.HuggingFaceSource(path=dataset_path or dataset)]
@@ -381,7 +391,9 @@ def source_of_path(path: str, *, text_key: str, messages_key: str = "") -> s.Sec
     [kind] = kinds
     keys: dict[str, Any] = {"text_key": text_key, "messages_key": messages_key}
     if messages_key and "messages_key" not in kind.model_fields:
-        raise DataError(f"'{path}' holds no messages; --messages-key reads JSON Lines and Parquet")
+        raise DataError(
+            f"'{path}' holds no messages; --messages-key reads JSON Lines and Parquet"
+        )
     return kind(path=path, **{key: v for key, v in keys.items() if key in kind.model_fields})
 
 

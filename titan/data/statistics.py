@@ -31,7 +31,9 @@ def unigram_bits_per_byte(
         return None
     if train.samples.num_samples is None or validation.samples.num_samples is None:
         return None
-    counts, other = (byte_counts(x, tokenizer, max_tokens=max_tokens) for x in (train, validation))
+    counts, other = (
+        byte_counts(x, tokenizer, max_tokens=max_tokens) for x in (train, validation)
+    )
     return cross_entropy_bits(counts, validation=other)
 
 

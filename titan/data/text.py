@@ -126,7 +126,13 @@ def validation_samples(
         logger.warning(LOSSY)
     seq_len = validation.seq_len or config.training.seq_len
     options = SampleOptions(
-        tokenizer=tokenizer, data=data, seq_len=seq_len, split=split, seed=0, rank=rank, world=world
+        tokenizer=tokenizer,
+        data=data,
+        seq_len=seq_len,
+        split=split,
+        seed=0,
+        rank=rank,
+        world=world,
     )
     return build_samples(sources, options=options)
 

@@ -47,7 +47,13 @@ class TiktokenTokenizer(Tokenizer):
     """Byte-level BPE by ranks, as a tiktoken.Encoding. The special tokens follow the last rank."""
 
     def __init__(
-        self, ranks: dict[bytes, int], *, kind: str, pattern: str, specials: list[str], source: str
+        self,
+        ranks: dict[bytes, int],
+        *,
+        kind: str,
+        pattern: str,
+        specials: list[str],
+        source: str,
     ) -> None:
         self.special_ids = {name: len(ranks) + n for n, name in enumerate(specials)}
         self.kind = kind
@@ -104,7 +110,9 @@ class HuggingFaceTokenizer(Tokenizer):
         vocab: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self._names = {token: name for name, token in vocab.items()}
         added = self._tokenizer.get_added_tokens_decoder()
-        self.special_ids = {t.content: number for number, t in sorted(added.items()) if t.special}
+        self.special_ids = {
+            t.content: number for number, t in sorted(added.items()) if t.special
+        }
         decoder = self._tokenizer.decoder
         # A byte-level tokenizer spells bytes as printable characters, which _BYTE_OF_CHAR undoes.
         self._byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
@@ -141,7 +149,8 @@ class HuggingFaceTokenizer(Tokenizer):
         None means that it puts nothing, and that a text may still begin with `bos_id`.
         """
         plain, whole = (
-            self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True)
+            self._tokenizer.encode("a", add_special_tokens=special).ids
+            for special in (False, True)
         )
         starts = (n for n in range(len(whole)) if whole[n : n + len(plain)] == plain)
         found = whole[: next(starts, 0)]
@@ -217,7 +226,9 @@ def bytes_tokenizer() -> Tokenizer:
     )
 
 
-def tiktoken_tokenizer(path: Path, *, pattern: str = "", specials: Sequence[str] = ()) -> Tokenizer:
+def tiktoken_tokenizer(
+    path: Path, *, pattern: str = "", specials: Sequence[str] = ()
+) -> Tokenizer:
     """Return the tokenizer of a rank file: lines of "base64(token) rank".
 
     Such a file contains neither the pattern that cuts text nor the special tokens after the last rank.
@@ -370,7 +381,9 @@ def _find_file(folder: Path, kind: str) -> Path:
         if (folder / name).is_file():
             return folder / name
     fetch = _how_to_fetch(folder)
-    raise DataError(f"no tokenizer in folder '{folder}': looked for {', '.join(wanted)}; {fetch}")
+    raise DataError(
+        f"no tokenizer in folder '{folder}': looked for {', '.join(wanted)}; {fetch}"
+    )
 
 
 # Owners of models at the hub, by the beginning of a model's name.
@@ -390,7 +403,9 @@ _OWNERS = {
 def _how_to_fetch(path: Path) -> str:
     """Return the command that downloads a tokenizer from the hub to the folder where a job looks for it."""
     folder = path.parent if path.suffix in (".json", ".model") else path
-    owners = (owner for start, owner in _OWNERS.items() if folder.name.lower().startswith(start))
+    owners = (
+        owner for start, owner in _OWNERS.items() if folder.name.lower().startswith(start)
+    )
     repo = shlex.quote(f"{next(owners, 'OWNER')}/{folder.name}")
     where = f"--local-dir {shlex.quote(str(folder))}"
     return f"fetch it to where the job looks: hf download {repo} --include 'tokenizer*' {where}"

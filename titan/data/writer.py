@@ -170,7 +170,9 @@ class _SplitWriter:
             self._file.flush()
             os.fsync(self._file.fileno())
         documents, pieces = read
-        return self._shard.model_copy(update={"documents_read": documents, "pieces_read": pieces})
+        return self._shard.model_copy(
+            update={"documents_read": documents, "pieces_read": pieces}
+        )
 
 
 def write_shards(
@@ -240,7 +242,9 @@ def open_index(
     folder: Path, documents: Documents, *, spec: TokenizationSpec, shard_tokens: int
 ) -> Index:
     """Return the index of a complete folder, of an interrupted run, or an empty index."""
-    keys = [spec.key(documents, shard_tokens=shard_tokens, is_older=old) for old in (False, True)]
+    keys = [
+        spec.key(documents, shard_tokens=shard_tokens, is_older=old) for old in (False, True)
+    ]
     for file in (folder / INDEX, folder / PROGRESS):
         if file.is_file():
             index = read_index(file)
@@ -283,7 +287,9 @@ def read_chunks(
     first, *place = places[0]
     for number, document in enumerate(documents.read(*place), first):
         progress.documents = number + 1
-        progress.bytes_before = progress.bytes_before or (number == first and documents.position())
+        progress.bytes_before = progress.bytes_before or (
+            number == first and documents.position()
+        )
         if places[-1][1:] != (here := [*documents.place()]):
             places.append([number, *here])
         # Both splits already contain this document: skip it.

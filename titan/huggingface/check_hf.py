@@ -74,7 +74,9 @@ def describe(path: Path) -> dict[str, Any]:
     hooks: Any = hooks_of(name)
     unread = unread_keys(file, hf, hooks, sizes)
     has_tokenizer = bool(tokenizer_files(where))
-    if file.name == CONFIG and (is_there(file.parent / INDEX) or is_there(file.parent / SINGLE)):
+    if file.name == CONFIG and (
+        is_there(file.parent / INDEX) or is_there(file.parent / SINGLE)
+    ):
         problems = _problems(file.parent, name, sizes)
         with suppress(InputError):  # a tokenizer that titan cannot read
             tokenizer = tokenizer_named(where if has_tokenizer else "bytes")
@@ -123,7 +125,9 @@ def main(options: Namespace) -> int:
 
 def page(facts: dict[str, Any]) -> str:
     """Format the facts for people."""
-    return "\n".join(f"{name:<12}{printable(text, 400)}".rstrip() for name, text in _rows(facts))
+    return "\n".join(
+        f"{name:<12}{printable(text, 400)}".rstrip() for name, text in _rows(facts)
+    )
 
 
 def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:

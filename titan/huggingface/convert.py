@@ -101,7 +101,9 @@ def from_hf(source: Path, output: Path, *, mtp: bool = False) -> list[str]:
         state: dict[str, Tensor] = {}
         for ours, shape in model.shapes.items():
             theirs = model.names.get(ours)
-            if theirs is None:  # transformers has no such tensor: its value before the first step
+            if (
+                theirs is None
+            ):  # transformers has no such tensor: its value before the first step
                 state[f"model.{ours}"] = torch.zeros(shape, dtype=model.buffers[ours])
                 continue
             stored_name = values_name(theirs.format(0), folder.files)
@@ -146,7 +148,9 @@ def _write_job(
     }
     (output / "config.toml").write_text(
         "# The model of the checkpoint beside this file. Lay it over a job: titan train job.toml config.toml\n"
-        + "\n".join(f"[{name}]\n{_lines(values)}" for name, values in sections.items() if values)
+        + "\n".join(
+            f"[{name}]\n{_lines(values)}" for name, values in sections.items() if values
+        )
     )
     return keys
 
@@ -189,7 +193,9 @@ def to_hf(
         Messages.
     """
     check_new(output)
-    config, step = find_checkpoint(source, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
+    config, step = find_checkpoint(
+        source, tokenizer=tokenizer, trust_remote_code=trust_remote_code
+    )
     if average:
         require_average(step)
     opened = open_run_tokenizer(config) if reads_text(config) else None
@@ -256,10 +262,13 @@ def _size(text: str) -> int:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command's options."""
     parser = argparse.ArgumentParser(
-        prog="titan convert", description="Convert Hugging Face folders to checkpoints and back."
+        prog="titan convert",
+        description="Convert Hugging Face folders to checkpoints and back.",
     )
     ways = parser.add_subparsers(dest="way", required=True)
-    command = ways.add_parser("from-hf", help="make a checkpoint of safetensors and config.json")
+    command = ways.add_parser(
+        "from-hf", help="make a checkpoint of safetensors and config.json"
+    )
     command.add_argument("source", type=Path, metavar="DIR", help="a Hugging Face folder")
     command.add_argument("output", type=Path, metavar="OUT", help="a new folder")
     help_ = "keep the modules of multi-token prediction, if the folder has them"

@@ -188,7 +188,9 @@ def require_same_model(model: HFModel) -> None:
     if others := getattr(model.hooks, "differences", differences)(read, model.sizes):
         what = ", ".join(f"{key} = {getattr(model.sizes, key)}" for key in others)
         fix = ", ".join(f"{key} = {value}" for key, value in others.items())
-        raise CheckpointError(f"{model.architecture} of transformers has no {what}; it has {fix}")
+        raise CheckpointError(
+            f"{model.architecture} of transformers has no {what}; it has {fix}"
+        )
 
 
 def no_routing_bias(model: HFModel) -> str:
@@ -222,7 +224,9 @@ def whole_of(tensor: DTensor) -> Tensor:
     return tensor.to_local()
 
 
-def export_state(folder: Path, state: StateDict, export: Export, *, group: CheckpointGroup) -> None:
+def export_state(
+    folder: Path, state: StateDict, export: Export, *, group: CheckpointGroup
+) -> None:
     """Write the weights "model.<parameter>" of a running job as a folder. All ranks call this together.
 
     Raises:
@@ -311,7 +315,9 @@ def write_folder(
         group.run_on_all(lambda: [write.result() for write in writes])
         group.run_on_main(commit)
     except SaveFailed as error:
-        raise SaveFailed(f"{folder}: the Hugging Face folder was not written: {error}") from error
+        raise SaveFailed(
+            f"{folder}: the Hugging Face folder was not written: {error}"
+        ) from error
     finally:
         if group.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)  # after a success it has another name
@@ -380,7 +386,9 @@ def _write_texts(folder: Path, export: Export, files: dict[str, list[str]]) -> N
 def _merged(files: Mapping[str, bytes], name: str, values: dict[str, Any]) -> dict[str, bytes]:
     """Return a JSON file, by its name: the file in `files`, if there is one, with `values` added."""
     before = json.loads(files.get(name, b"{}"))
-    return {name: (json.dumps({**before, **values}, indent=2, ensure_ascii=False) + "\n").encode()}
+    return {
+        name: (json.dumps({**before, **values}, indent=2, ensure_ascii=False) + "\n").encode()
+    }
 
 
 def _begun(content: bytes, begin: str) -> bytes:

@@ -15,7 +15,13 @@ from titan.huggingface import hf_model
 from titan.huggingface.export import Export, no_routing_bias
 from titan.huggingface.export import export_state as save
 from titan.huggingface.hf_model import HFModel, hooks_of
-from titan.huggingface.load import load, model_keys, open_folder, read_sizes, require_weights_for
+from titan.huggingface.load import (
+    load,
+    model_keys,
+    open_folder,
+    read_sizes,
+    require_weights_for,
+)
 
 __all__ = ["describe", "job_keys", "load", "model_of", "num_positions", "save", "unread_keys"]
 

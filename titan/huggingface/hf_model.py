@@ -158,7 +158,9 @@ class HFModel:
             else:
                 for expert in range(shape[0]):
                     tensors[theirs.format(expert)] = DiskTensor((ours,), expert, shape[1:])
-        return tensors | {n: DiskTensor((o,), None, self.shapes[o]) for n, o in self.copies.items()}
+        return tensors | {
+            n: DiskTensor((o,), None, self.shapes[o]) for n, o in self.copies.items()
+        }
 
     def joined(self, ours: Sequence[str], tensors: Sequence[Tensor]) -> Tensor:
         """Join our tensors into their tensor on disk."""

@@ -39,7 +39,14 @@ from titan.config.schema import ModelSection
 from titan.config.toml import format_value
 from titan.data import require
 from titan.huggingface.hf_model import INDEX, OF_DIFFUSERS, HFModel, hooks_of, unread_keys
-from titan.huggingface.quantized import Form, Where, read_part, scales_name, stored_as, values_name
+from titan.huggingface.quantized import (
+    Form,
+    Where,
+    read_part,
+    scales_name,
+    stored_as,
+    values_name,
+)
 from titan.parallel.torch_compat import compute_local_shape_and_global_offset
 
 CONFIG, SINGLE = "config.json", "model.safetensors"
@@ -121,7 +128,9 @@ def read_sizes(folder: HFFolder, *, mtp: bool = False, of: str = "") -> tuple[st
     """
     by_family = {name: hooks for name in families() if (hooks := hooks_of(name))}
     known = {kind: (name, h) for name, h in by_family.items() for kind in h.ARCHITECTURES}
-    by_type = {type_: kind for h in by_family.values() for kind, type_ in h.ARCHITECTURES.items()}
+    by_type = {
+        type_: kind for h in by_family.values() for kind, type_ in h.ARCHITECTURES.items()
+    }
     config = folder.config
     # config.json may name the type and not the architecture.
     listed = config.get("architectures") or config.get("_class_name")
@@ -153,7 +162,9 @@ def read_sizes(folder: HFFolder, *, mtp: bool = False, of: str = "") -> tuple[st
         return name, dataclasses.replace(sizes, num_mtp_modules=0) if drops else sizes
     # The values may be of any type and size, so a family's code may raise any of these errors.
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-        raise CheckpointError(f"{folder.path / CONFIG}: {printable(str(error), 300)}") from error
+        raise CheckpointError(
+            f"{folder.path / CONFIG}: {printable(str(error), 300)}"
+        ) from error
 
 
 def require_weights_for(sizes: Any, folder: HFFolder) -> None:
@@ -439,4 +450,6 @@ def differences(sizes: Any, other: Any) -> dict[str, Any]:
     names = (f.name for f in dataclasses.fields(sizes) if f.init)
     names = (name for name in names if not name.endswith(("init_std", "_coeff")))
     values = {name: getattr(sizes, name) for name in names}
-    return {name: value for name, value in values.items() if getattr(other, name, None) != value}
+    return {
+        name: value for name, value in values.items() if getattr(other, name, None) != value
+    }

@@ -65,7 +65,9 @@ class _Settings:
         """Return the chunks of a tensor along its tokens, each with the number of its part."""
         parts = x.chunk(len(self.scales))
         return [
-            (n, chunk) for n, part in enumerate(parts) for chunk in part.split(self.chunk_tokens)
+            (n, chunk)
+            for n, part in enumerate(parts)
+            for chunk in part.split(self.chunk_tokens)
         ]
 
 
@@ -78,7 +80,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input_ND: Tensor, weight_VD: Tensor | None, labels_N: Tensor, settings: _Settings
+        ctx: Any,
+        input_ND: Tensor,
+        weight_VD: Tensor | None,
+        labels_N: Tensor,
+        settings: _Settings,
     ) -> tuple[Tensor, ...]:
         device = input_ND.device
         sums = [torch.zeros((), dtype=torch.float32, device=device) for _ in settings.scales]
@@ -105,7 +111,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                     logits_CV = settings.logits_fn(input_CD)
             else:
                 logits_CV = (
-                    input_CD if weight_VD is None else torch.mm(input_CD, weight_VD.T, **into_fp32)
+                    input_CD
+                    if weight_VD is None
+                    else torch.mm(input_CD, weight_VD.T, **into_fp32)
                 )
             chunk_loss, d_logits_CV = _one_chunk(
                 logits_CV.detach(),
@@ -203,7 +211,9 @@ def _one_chunk(
         return loss, None
     # Tokens that are not valid get probabilities of exp(-inf).
     whole_lse_C = whole_lse_C.masked_fill(~is_valid_C, torch.inf)
-    return loss, kernels.gradient(state, lse_C, whole_lse_C, column_C, is_mine_C, gradient_dtype)
+    return loss, kernels.gradient(
+        state, lse_C, whole_lse_C, column_C, is_mine_C, gradient_dtype
+    )
 
 
 def _custom_chunk(
@@ -377,7 +387,9 @@ class LossSum:
         """Return the scaled sum of parts of the tokens, and the sum of each part, as `scaled_cross_entropy` does."""
         # FSDP keeps the unit of the output layer gathered after its forward pass.
         weight = None if self.output is None else self.output.get_parameter("weight")
-        with torch.profiler.record_function("titan: loss"):  # a module's range, to `titan profile`
+        with torch.profiler.record_function(
+            "titan: loss"
+        ):  # a module's range, to `titan profile`
             return scaled_cross_entropy(
                 input,
                 labels_BS,

@@ -44,7 +44,11 @@ class Digest:
 
 
 def digest_of(
-    local: Tensor, indices: Sequence[Tensor], lengths: Sequence[int], *, is_partial: bool = False
+    local: Tensor,
+    indices: Sequence[Tensor],
+    lengths: Sequence[int],
+    *,
+    is_partial: bool = False,
 ) -> Digest:
     """Return the digest of a rank's part of a tensor.
 
@@ -68,7 +72,9 @@ def digest_of(
     dtype = str(local.dtype).removeprefix("torch.")
     wide = torch.float32 if local.dtype.itemsize < 4 else torch.float64
     x = local.detach().to(wide)
-    squares = None if is_partial else torch.linalg.vector_norm(x, dtype=torch.float64).item() ** 2
+    squares = (
+        None if is_partial else torch.linalg.vector_norm(x, dtype=torch.float64).item() ** 2
+    )
     if not x.ndim:
         return Digest([[x.item(), *[0.0] * (CHUNKS - 1)]] * PROJECTIONS, squares, 1, dtype)
     projected = x.unsqueeze(-1)
@@ -87,7 +93,8 @@ def _signs(indices: Tensor, place: int) -> Tensor:
     """Return the signs of indices of a dimension, (len, P): bits of a mixed number (splitmix64)."""
     # No small multiple of one factor is one of the other: a sign of two dimensions must not be one draw.
     seeds = (
-        torch.arange(PROJECTIONS) * 0x3C6EF372FE94F82A + torch.tensor(place) * 0x2545F4914F6CDD1D
+        torch.arange(PROJECTIONS) * 0x3C6EF372FE94F82A
+        + torch.tensor(place) * 0x2545F4914F6CDD1D
     )
     x = indices[:, None] + seeds
     x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
@@ -110,7 +117,9 @@ def indices_of(value: Tensor) -> list[Tensor]:
             axes.reverse()
         for n in axes:
             parts = indices[dim].chunk(value.device_mesh.size(n))
-            indices[dim] = parts[coordinate[n]] if coordinate[n] < len(parts) else indices[dim][:0]
+            indices[dim] = (
+                parts[coordinate[n]] if coordinate[n] < len(parts) else indices[dim][:0]
+            )
     return indices
 
 

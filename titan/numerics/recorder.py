@@ -85,7 +85,9 @@ def whole_shapes(
             for hook in hooks:
                 hook.remove()
         seen.append(shapes)
-    named = {tuple(pair): name for name, pair in zip("BS", zip(*sizes, strict=True), strict=True)}
+    named = {
+        tuple(pair): name for name, pair in zip("BS", zip(*sizes, strict=True), strict=True)
+    }
     named[tuple(batch * tokens for batch, tokens in sizes)] = "BS"
     found: dict[str, tuple[Dim, ...]] = {}
     for name, first in seen[0].items():

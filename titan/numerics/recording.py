@@ -65,7 +65,10 @@ class StepRecorder:
             balanced = step.config.parallelism.splits_from_both_ends
             positions = shard_sequence(positions, dim=0, rank=rank, size=cp, balanced=balanced)
         self.recorder.begin(
-            batch=len(first), samples=len(first) * len(batches), positions=positions, length=length
+            batch=len(first),
+            samples=len(first) * len(batches),
+            positions=positions,
+            length=length,
         )
 
     def end(self, number: int, report: StepReport) -> RecordedStep:
@@ -94,7 +97,11 @@ class StepRecorder:
             )
             for t in self.recorder.end()
         ]
-        about = {"titan": titan.__version__, "torch": torch.__version__, "host": platform.node()}
+        about = {
+            "titan": titan.__version__,
+            "torch": torch.__version__,
+            "host": platform.node(),
+        }
         return RecordedStep(
             step=number,
             loss=report.loss.item(),
@@ -131,6 +138,7 @@ def _shapes(step: TrainStep) -> dict[str, Any]:
         return whole_shapes(model, run, length=job.config.training.seq_len)
     except Exception as error:  # of any model's code
         _LOG.warning(
-            "outputs of modules are not recorded, since the model does not run on meta: %s", error
+            "outputs of modules are not recorded, since the model does not run on meta: %s",
+            error,
         )
         return {}

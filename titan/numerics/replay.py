@@ -66,7 +66,10 @@ def bits_of(parts: Sequence[nn.Module], passes: Callable[[], object]) -> Bits:
     before = [buffer.clone() for buffer in buffers]
     # What a rank computes itself, and what its layout makes of it.
     hooks = [
-        h for part in parts for early in (True, False) for h in hook_outputs(part, see, first=early)
+        h
+        for part in parts
+        for early in (True, False)
+        for h in hook_outputs(part, see, first=early)
     ]
     try:
         passes()
@@ -147,5 +150,7 @@ def describe(found: Iterable[tuple[int, Place, int, str] | None]) -> str:
     later = sorted(rank for *_, rank, _ in differing if rank not in {r for *_, r, _ in first})
     where = f"the {kind} of {name or 'the model'}" + (f", call {call}" if call > 1 else "")
     return f"{who}: other bits the second time, first in {where}" + (
-        f" (then on rank{'s'[: len(later) > 1]} {', '.join(map(str, later[:8]))})" if later else ""
+        f" (then on rank{'s'[: len(later) > 1]} {', '.join(map(str, later[:8]))})"
+        if later
+        else ""
     )

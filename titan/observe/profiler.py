@@ -29,7 +29,11 @@ from titan.base.run_writer import run_files
 from titan.config.schema import ProfilingSection
 from titan.observe.step_parts import MODULE
 from titan.parallel.init_weights import canonical_name
-from titan.parallel.torch_compat import dump_memory_history, enclose_calls, record_memory_history
+from titan.parallel.torch_compat import (
+    dump_memory_history,
+    enclose_calls,
+    record_memory_history,
+)
 
 # A block, a child of a block, or a module outside the blocks.
 _NAMED = re.compile(r"layers\.\w+(\.\w+)?|(?!layers$)\w+")
@@ -67,7 +71,9 @@ class Profiler:
         if self._snapshots:
             record_memory_history(_MAX_ALLOCATIONS)
         elif section.enable_memory_snapshot:
-            say(f"no memory snapshots: they are the CUDA allocator's, and this is a {device.type}")
+            say(
+                f"no memory snapshots: they are the CUDA allocator's, and this is a {device.type}"
+            )
 
     def begin(self, step: int) -> None:
         """Begin a step: warm up or record, if a trace is due. Steps count from 1."""
@@ -76,7 +82,9 @@ class Profiler:
         if not self._section.enable_profiling or action is ProfilerAction.NONE:
             return
         if action is not ProfilerAction.WARMUP and not self._ranges:
-            if self._device.type != "cpu":  # see the module's docstring: begin with an idle device
+            if (
+                self._device.type != "cpu"
+            ):  # see the module's docstring: begin with an idle device
                 torch.accelerator.synchronize()
             self._ranges = name_modules(self._parts)
         # The first step of this trace, or the step that a resumed run starts with.
@@ -115,7 +123,9 @@ class Profiler:
 
     def _make_profile(self, first: int) -> profile:
         """Return a profiler for the steps from `first` to the next multiple of profile_freq."""
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it prints a line at each start and stop
+        os.environ.setdefault(
+            "KINETO_LOG_LEVEL", "99"
+        )  # it prints a line at each start and stop
         activities = [ProfilerActivity.CPU]
         if self._device.type in ("cuda", "xpu"):
             activities.append(getattr(ProfilerActivity, self._device.type.upper()))

@@ -63,7 +63,11 @@ class RecordedStep:
 
 def write_step(folder: Path, step: RecordedStep) -> None:
     """Write a step into a run folder."""
-    content = {"format": FORMAT, **vars(step), "tensors": [vars(tensor) for tensor in step.tensors]}
+    content = {
+        "format": FORMAT,
+        **vars(step),
+        "tensors": [vars(tensor) for tensor in step.tensors],
+    }
     run_files(folder).replace(
         f"{FOLDER}/step-{step.step}.json", json.dumps(content) + "\n", durable=True
     )
@@ -77,7 +81,9 @@ def read_steps(folder: Path) -> list[RecordedStep]:
     """
     steps = [_read(path) for path in (folder / FOLDER).glob("step-*.json")]
     if not steps:
-        raise InputError(f"{folder} has no recorded steps: train with --debug.record_steps=1,2,3")
+        raise InputError(
+            f"{folder} has no recorded steps: train with --debug.record_steps=1,2,3"
+        )
     return sorted(steps, key=lambda step: step.step)
 
 

@@ -116,7 +116,11 @@ def startup_page(
 
 
 def _model(model: Any) -> str:
-    kv = f" sharing {model.n_kv_heads} key/value heads" if model.n_kv_heads != model.n_heads else ""
+    kv = (
+        f" sharing {model.n_kv_heads} key/value heads"
+        if model.n_kv_heads != model.n_heads
+        else ""
+    )
     # A model may have experts in all of its blocks.
     has_dense = not model.num_experts or model.n_dense_layers
     ffn = f", ffn {model.ffn_dim:,}" if has_dense else ""
@@ -143,7 +147,9 @@ def _parameters(model: Any) -> str:
     return total if active == model.num_params else f"{total}, {active:,} of them active"
 
 
-def _experts(config: JobConfig, model: Any, layout: Layout, ranks_per_node: int) -> dict[str, str]:
+def _experts(
+    config: JobConfig, model: Any, layout: Layout, ranks_per_node: int
+) -> dict[str, str]:
     """Describe the experts and their ranks; {} for a dense model."""
     if not model.num_experts:
         return {}
@@ -216,7 +222,9 @@ def _states(config: JobConfig) -> str:
     # Optimizers without this option keep moments in the dtype of the parameters.
     moments = getattr(optimizer, "state_dtype", None) or dtype
     moments = "8-bit" if optimizer.name == "AdamW8bit" else moments
-    rounding = " rounded stochastically" if getattr(optimizer, "stochastic_rounding", False) else ""
+    rounding = (
+        " rounded stochastically" if getattr(optimizer, "stochastic_rounding", False) else ""
+    )
     return f"{dtype} parameters{rounding}, {moments} optimizer"
 
 

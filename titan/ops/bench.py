@@ -24,7 +24,9 @@ import torch.distributed as dist
 Work = Callable[[], Any]
 
 
-def rounds_s(work: Work, device: torch.device, *, calls: int = 1, rounds: int = 5) -> list[float]:
+def rounds_s(
+    work: Work, device: torch.device, *, calls: int = 1, rounds: int = 5
+) -> list[float]:
     """Time `work` in rounds, after one round to warm up.
 
     Ranks that measure a collective together must use the same counts.
@@ -124,7 +126,9 @@ def copy(device: torch.device, num_bytes: int, *, source: torch.device | None = 
         source: a CPU copies from pinned host memory; None: the device itself.
     """
     is_pinned = source is not None and device.type != "cpu"
-    data = torch.zeros(num_bytes, dtype=torch.uint8, device=source or device, pin_memory=is_pinned)
+    data = torch.zeros(
+        num_bytes, dtype=torch.uint8, device=source or device, pin_memory=is_pinned
+    )
     target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     return lambda: target.copy_(data, non_blocking=True)
 

@@ -176,7 +176,10 @@ def why_silent(process: ProcessId) -> str:
         return "its process is gone"
     # The state is the first field after the program's name.
     state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-    known = {"T": "it is stopped, by SIGSTOP or the like", "D": "it waits for a disk or a device"}
+    known = {
+        "T": "it is stopped, by SIGSTOP or the like",
+        "D": "it waits for a disk or a device",
+    }
     return known.get(state, "its interpreter is locked by a C extension")
 
 

@@ -63,7 +63,9 @@ class Peers:
         """Start to exchange heartbeats. Call it when the process group exists."""
         store = connect(self.heartbeat_s)
         if store is None:
-            logging.getLogger("titan").warning("no heartbeat: the ranks' store cannot be shared")
+            logging.getLogger("titan").warning(
+                "no heartbeat: the ranks' store cannot be shared"
+            )
             return
         # Before the thread starts: peers read this rank's heartbeat as soon as they connect.
         store.set(_beat_key(self.rank), self.heartbeat_text())

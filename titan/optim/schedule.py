@@ -43,7 +43,9 @@ def learning_rate_factor(
         total_steps: Steps of the run.
         phases: Phases of the run.
     """
-    changes = [phase for phase in phases if phase.section is not None and phase.section.sets_rate]
+    changes = [
+        phase for phase in phases if phase.section is not None and phase.section.sets_rate
+    ]
     firsts = [*(phase.first_step for phase in changes), total_steps + 1]
     until = min(step, firsts[0]) if changes else step
     factor = _scheduled(until, section=section, total_steps=total_steps)

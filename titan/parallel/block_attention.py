@@ -155,7 +155,17 @@ def attend_backward(
     if kernel == "flash":
         state = torch.empty(2, dtype=torch.uint64, device=q_BHSK.device)  # of dropout: not read
         return _aten._scaled_dot_product_flash_attention_backward(
-            *inputs, out_BHSK, lse_BHS, None, None, *sizes, 0.0, causal, state, state, scale=scale
+            *inputs,
+            out_BHSK,
+            lse_BHS,
+            None,
+            None,
+            *sizes,
+            0.0,
+            causal,
+            state,
+            state,
+            scale=scale,
         )
     state = torch.empty((), dtype=torch.int64, device=q_BHSK.device)
     if kernel == "cudnn":
@@ -302,7 +312,20 @@ def varlen_backward(
     state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of dropout: not read
     window = list(spec.flash_window)
     return torch.ops.torch_attn._varlen_attn_backward(
-        grad, q, k, v, out, lse, ends, ends, length, length, window == [-1, 0], state, scale, window
+        grad,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        ends,
+        ends,
+        length,
+        length,
+        window == [-1, 0],
+        state,
+        scale,
+        window,
     )
 
 
@@ -333,7 +356,9 @@ def prefer_backend(name: str, device_type: str) -> None:
 
     problem = f'model.attention_backend: "{name}"'
     if compute_capability(device_type) == (0, 0):
-        raise InputError(f'{problem} is a kernel of GPUs, and this is "{device_type}"; use "auto"')
+        raise InputError(
+            f'{problem} is a kernel of GPUs, and this is "{device_type}"; use "auto"'
+        )
     if name in ("fa3", "fa4"):
         try:
             attention.activate_flash_attention_impl(name.upper())
@@ -395,7 +420,11 @@ def _takes_grouped_heads(device_type: str, dtype: torch.dtype, has_mask: bool) -
     """Return whether a fused kernel takes grouped heads, by the rules of torch's sdp_utils.cpp (2.11 to 2.15)."""
     capability, allowed = compute_capability(device_type), torch.backends.cuda
     # The memory-efficient kernel needs copies. It takes 32 and 16 bits.
-    if capability == (0, 0) or dtype == torch.float64 or not allowed.mem_efficient_sdp_enabled():
+    if (
+        capability == (0, 0)
+        or dtype == torch.float64
+        or not allowed.mem_efficient_sdp_enabled()
+    ):
         return True
     if dtype == torch.float32 or capability < (8, 0):
         return False

@@ -98,7 +98,9 @@ class DocumentMask:
         if self.form == "dense":
             mask = self.mask[spec]
             if sinks_H is not None:
-                return attend_with_sinks(*qkv, sinks_H, spec=spec, scale=scale, mask_BST=mask[:, 0])
+                return attend_with_sinks(
+                    *qkv, sinks_H, spec=spec, scale=scale, mask_BST=mask[:, 0]
+                )
             qkv = q_BHSK, *match_heads(*qkv, has_mask=True)
             grouped = q_BHSK.shape[1] != qkv[1].shape[1]
             return F.scaled_dot_product_attention(
@@ -198,7 +200,9 @@ def mask_of_window(q_BHSK: Tensor, spec: AttentionSpec) -> DocumentMask:
     form = choose_form(device.type, q_BHSK.dtype)
     if form == "varlen":
         return DocumentMask(form, whole_rows(batch, length, device), length)
-    ids_BS = torch.zeros(1 if form == "dense" else batch, length, dtype=torch.int64, device=device)
+    ids_BS = torch.zeros(
+        1 if form == "dense" else batch, length, dtype=torch.int64, device=device
+    )
     return mask_of(ids_BS, form=form, specs=(spec,))
 
 
@@ -276,7 +280,9 @@ def share_document_mask(model: nn.Module, make: Callable[..., DocumentMask] = ma
     model.register_forward_pre_hook(before, with_kwargs=True)
 
 
-def flex_attention(q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, **options: Any) -> Any:
+def flex_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, **options: Any
+) -> Any:
     """Call FlexAttention, compiled. Uncompiled, it would keep all scores in memory.
 
     On a CPU it runs uncompiled, since the compiled one has no backward pass there.

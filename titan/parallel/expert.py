@@ -141,7 +141,9 @@ class TokenDispatcher:
         find = outside_selection(self.find_routes)  # the recomputation leaves it out
         counts_e, routes = _recall(self) or find(counts_E, len(tokens_ND))
         _remember(self, (counts_e, routes))
-        tokens_RD = all_to_all_tokens(tokens_ND, group=self.group, to=routes.to, from_=routes.from_)
+        tokens_RD = all_to_all_tokens(
+            tokens_ND, group=self.group, to=routes.to, from_=routes.from_
+        )
         return permute(tokens_RD, routes.order_R, routes.inverse_R), counts_e, routes
 
     def combine(self, results_RD: Tensor, routes: Routes) -> AsyncAllToAll:

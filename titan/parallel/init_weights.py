@@ -99,7 +99,9 @@ def materialize(
 
 
 @torch.no_grad()
-def _fill(unfilled: list[tuple[str, nn.Module]], fill_buffers: Callable[[nn.Module], Any]) -> None:
+def _fill(
+    unfilled: list[tuple[str, nn.Module]], fill_buffers: Callable[[nn.Module], Any]
+) -> None:
     """Fill buffers by a callback. Raise ValueError if one keeps a value that no model wants."""
 
     def buffers() -> Iterator[tuple[str, Tensor]]:
@@ -147,7 +149,9 @@ def initialize(
         std_of: returns the standard deviation for a parameter's name. 0.0 sets zeros, None sets ones, and a function
             returns the whole parameter for a seed.
     """
-    modules: list[Any] = [m for m in model.modules() if getattr(m, "padding_idx", None) is not None]
+    modules: list[Any] = [
+        m for m in model.modules() if getattr(m, "padding_idx", None) is not None
+    ]
     padding = {id(m.weight): m.padding_idx for m in modules}
     for name, parameter in model.named_parameters():
         name = canonical_name(name)

@@ -111,7 +111,9 @@ def _take_by_position(module: nn.Module) -> None:
         if args or not kwargs:
             return args, kwargs
         first = names[0] if names and names[0] in kwargs else next(iter(kwargs))
-        return (kwargs[first],), {name: value for name, value in kwargs.items() if name != first}
+        return (kwargs[first],), {
+            name: value for name, value in kwargs.items() if name != first
+        }
 
     module.register_forward_pre_hook(reorder, with_kwargs=True)
 
@@ -157,7 +159,9 @@ def apply_tp(
         )
     # torch's styles replace parameters. Remember the shared and the frozen ones, and restore both afterwards.
     shared = _shared_parameters(model)
-    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    frozen = [
+        name for name, parameter in model.named_parameters() if not parameter.requires_grad
+    ]
     for name, module in list(model.named_modules()):
         style, _, argument = style_of[name].partition(":")
         if style in (GATHER, GATHER_HEADS, GATHER_WHOLE):
@@ -245,7 +249,9 @@ def check_plan(
     return style_of
 
 
-def _styles(*, loss_parallel: bool, output_in_loss: bool) -> dict[str, Callable[[], ParallelStyle]]:
+def _styles(
+    *, loss_parallel: bool, output_in_loss: bool
+) -> dict[str, Callable[[], ParallelStyle]]:
     """Return the constructor of each style of the table above."""
     return {
         "vocab_embedding": lambda: RowwiseParallel(
@@ -280,7 +286,9 @@ def _styles(*, loss_parallel: bool, output_in_loss: bool) -> dict[str, Callable[
         "whole": ReplicatedModule,
         "whole_input": ReplicatedInput,
         "rowwise_whole": lambda: RowwiseParallel(output_layouts=Replicate()),
-        "rowwise_part": lambda: RowwiseParallel(output_layouts=Partial(), use_local_output=False),
+        "rowwise_part": lambda: RowwiseParallel(
+            output_layouts=Partial(), use_local_output=False
+        ),
         "vocab_output": GatherForLoss
         if output_in_loss
         else lambda: ColwiseParallel(

@@ -90,9 +90,13 @@ class GatherSequence(ParallelStyle):
             place = next((key for key in order if isinstance(arguments.get(key), Tensor)), None)
             if place is None:
                 what = (
-                    f"argument {self.argument}" if self.argument else "tensor among the arguments"
+                    f"argument {self.argument}"
+                    if self.argument
+                    else "tensor among the arguments"
                 )
-                raise ValueError(f"{self.name} was called with no {what} that could be gathered")
+                raise ValueError(
+                    f"{self.name} was called with no {what} that could be gathered"
+                )
             x = arguments[place]
             # As a DTensor, the gradients of all layers that read it are added up before one reduce-scatter.
             if not isinstance(x, DTensor):
@@ -122,7 +126,9 @@ class SequenceShard(SequenceParallel):
 
             def cut_first(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
                 x = args[0].to_local() if isinstance(args[0], DTensor) else args[0]
-                return DTensor.from_local(x, device_mesh, (Shard(0),), run_check=False), *args[1:]
+                return DTensor.from_local(x, device_mesh, (Shard(0),), run_check=False), *args[
+                    1:
+                ]
 
             def cut_sequence(_: nn.Module, __: Any, output: DTensor) -> Tensor:
                 local = output.to_local()
@@ -254,7 +260,9 @@ class OwnHeads(ParallelStyle):
             if heads % size:
                 return compute(*args)
             out = compute(*(part(x, heads) for x in args[:-1]), args[-1])
-            own = DTensor.from_local(out.contiguous(), device_mesh, (Shard(1),), run_check=False)
+            own = DTensor.from_local(
+                out.contiguous(), device_mesh, (Shard(1),), run_check=False
+            )
             return own.redistribute(placements=(Replicate(),)).to_local()
 
         compute = module.forward
@@ -281,7 +289,9 @@ class GatherForLoss(ParallelStyle):
 
 def _split_weight(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
     # src_data_rank=None: every rank has the whole weight, so nothing is sent.
-    weight = distribute_tensor(module.get_parameter("weight"), mesh, [Shard(0)], src_data_rank=None)
+    weight = distribute_tensor(
+        module.get_parameter("weight"), mesh, [Shard(0)], src_data_rank=None
+    )
     module.register_parameter("weight", nn.Parameter(weight))
 
 
@@ -295,7 +305,9 @@ def argument_names(module: nn.Module) -> list[str]:
     return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
-def _accept_replicated(_: nn.Module, args: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+def _accept_replicated(
+    _: nn.Module, args: tuple[Any, ...], mesh: DeviceMesh
+) -> tuple[Any, ...]:
     x, *rest = args
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, (Replicate(),), run_check=False)
@@ -344,7 +356,9 @@ class LocalWeights(ParallelStyle):
             for name in names:
                 # src_data_rank=None: every rank has the whole weight, so nothing is sent.
                 whole = part.get_parameter(name)
-                split = distribute_tensor(whole, device_mesh, [self.placement], src_data_rank=None)
+                split = distribute_tensor(
+                    whole, device_mesh, [self.placement], src_data_rank=None
+                )
                 part.register_parameter(name, nn.Parameter(split))
             if names:
                 read_as(part, names, _as_local(self.placement, self.grad_placement))
@@ -398,7 +412,9 @@ def _reading(kind: Any, names: tuple[str, ...], convert: Callable[[Any], Any]) -
         finally:
             self.is_in_forward = False
 
-    own = FunctionType(forward.__code__.replace(), globals(), "forward", None, forward.__closure__)
+    own = FunctionType(
+        forward.__code__.replace(), globals(), "forward", None, forward.__closure__
+    )
     added = {**{name: reader(name) for name in names}, "forward": own, "is_in_forward": False}
     return type(kind.__name__, (kind,), added)
 
@@ -440,9 +456,13 @@ class AllGatherFeatures(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def prepare(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             x, features, index = args
-            cut = DTensor.from_local(features, device_mesh, (Shard(SEQUENCE_DIM),), run_check=False)
+            cut = DTensor.from_local(
+                features, device_mesh, (Shard(SEQUENCE_DIM),), run_check=False
+            )
             whole = cut.redistribute(placements=(Replicate(),))
-            part = index.chunk(device_mesh.size(), dim=SEQUENCE_DIM)[device_mesh.get_local_rank()]
+            part = index.chunk(device_mesh.size(), dim=SEQUENCE_DIM)[
+                device_mesh.get_local_rank()
+            ]
             # Each rank's gradient comes from its own tokens, so it is a partial sum.
             return x, whole.to_local(grad_placements=(Partial(),)), part
 

@@ -34,7 +34,9 @@ from titan.run.progress import RunProgress
 class Checkpointing(Hook):
     """Checkpoints of a run, due by step, by time, or because the run has to stop. All ranks save together."""
 
-    priority = 900  # a checkpoint has the columns of all hooks before it, and its own row after it
+    priority = (
+        900  # a checkpoint has the columns of all hooks before it, and its own row after it
+    )
 
     def __init__(self, trainer: RunProgress) -> None:
         self.trainer, self.section = trainer, trainer.config.checkpoint
@@ -57,7 +59,9 @@ class Checkpointing(Hook):
         self.is_due_by_time = False
         # The copy overlaps the next step until its update.
         if self.section.async_mode == "async_with_pinned_mem":
-            trainer.train_step.call_before_change(partial(_wait_for_copy, trainer, self.manager))
+            trainer.train_step.call_before_change(
+                partial(_wait_for_copy, trainer, self.manager)
+            )
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -115,7 +119,9 @@ class Checkpointing(Hook):
             # Cleared before the save: the clock restarts with it.
             self.is_due_by_time = False
             trainer = self.trainer
-            final = trainer.is_stopping or trainer.is_at_border or trainer.step == trainer.last_step
+            final = (
+                trainer.is_stopping or trainer.is_at_border or trainer.step == trainer.last_step
+            )
             self._save(final=final)
 
     def take_over(self, metadata: Mapping[str, Any]) -> None:
@@ -229,7 +235,9 @@ class Checkpointing(Hook):
         section, trainer = self.section, self.trainer
         # Check this before a damaged step is set aside.
         tokenizer = trainer.tokenizer
-        if tokenizer and (why := other_tokenizer(trainer.config, tokenizer, self.manager.folder)):
+        if tokenizer and (
+            why := other_tokenizer(trainer.config, tokenizer, self.manager.folder)
+        ):
             raise CheckpointError(why)
         _ = section.enable and self.text  # reads the files now, not at the first save
         path, model_only = self.manager.step_to_resume(), False
@@ -324,7 +332,9 @@ class Checkpointing(Hook):
         self.changes = changed_settings(saved, trainer.config, sequences=sequences)
         weights = changed_model(metadata, trainer.config, of_training=True)
         self.changes += [f"{key}: {old} -> {new}" for key, (old, new) in weights.items()]
-        self.jump = rate_jump(saved, trainer.config, step=trainer.step, ranks=trainer.world_size)
+        self.jump = rate_jump(
+            saved, trainer.config, step=trainer.step, ranks=trainer.world_size
+        )
         # Hooks that did not exist when the step was saved get an empty state.
         for hook in trainer.hooks:
             if hook.state_key:

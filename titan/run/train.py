@@ -96,7 +96,11 @@ def is_finished(config: JobConfig) -> bool:
     status = read_status(run_dir)
     step = status.get("step")
     # The job may ask for more steps than the finished run had.
-    if status.get("state") != "done" or not isinstance(step, int) or step < config.training.steps:
+    if (
+        status.get("state") != "done"
+        or not isinstance(step, int)
+        or step < config.training.steps
+    ):
         return False
     last = run_dir / section.folder / f"step-{step}"
     return section.enable and section.load_step == -1 and last.is_dir()
@@ -166,7 +170,9 @@ def _run(config: JobConfig, stop: StopRequest, supervisor: Supervisor) -> int:
     from titan.run.trainer import Begin, Trainer
 
     def build(begin: Begin) -> Trainer:
-        return Trainer(config, hooks=standard_hooks, stop=stop, supervisor=supervisor, begin=begin)
+        return Trainer(
+            config, hooks=standard_hooks, stop=stop, supervisor=supervisor, begin=begin
+        )
 
     trainer, failed = None, True
     try:

@@ -68,5 +68,7 @@ class Validation(Hook):
         trainer.events.write(
             "validation", step=trainer.step, spent=trainer.timer.total_s, loss=mean_loss
         )
-        columns = trainer.task.report(trainer, loss=loss, num_valid=valid, measured=sum_measured)
+        columns = trainer.task.report(
+            trainer, loss=loss, num_valid=valid, measured=sum_measured
+        )
         return {"validation_loss": mean_loss, **columns}

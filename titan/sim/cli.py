@@ -154,7 +154,9 @@ def _simulate(options: argparse.Namespace, job: list[str]) -> int:
     return show(options, run_job)
 
 
-def show(options: argparse.Namespace, run: Callable[[], tuple[StepSimulation, Facts, str]]) -> int:
+def show(
+    options: argparse.Namespace, run: Callable[[], tuple[StepSimulation, Facts, str]]
+) -> int:
     """Run a simulation, print its page and write the requested files.
 
     Return 1 if it does not fit.
@@ -218,7 +220,9 @@ def _sweep(options: argparse.Namespace, job: list[str]) -> int:
     profiles: dict[str, Profile] = {}
     for profile in map(load_profile, options.hardware.split(",")):
         if profiles.setdefault(profile.name, profile) != profile:
-            message = f"two profiles are named '{profile.name}', which results could not tell apart"
+            message = (
+                f"two profiles are named '{profile.name}', which results could not tell apart"
+            )
             raise mistake("--hardware", message)
     # Report mistakes of the job itself before thousands of variants.
     load_from_argv(job, options=known_options(_parser()))

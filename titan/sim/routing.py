@@ -78,7 +78,9 @@ def _expected(routing: str, num_experts: int, num_ranks: int, num_rows: int) -> 
     rng, busiest = random.Random(0), 0.0
     is_zipf = routing.startswith("zipf:")
     layers = (
-        [zipf(float(routing[5:]), num_experts)] if is_zipf else read_shares(routing, num_experts)
+        [zipf(float(routing[5:]), num_experts)]
+        if is_zipf
+        else read_shares(routing, num_experts)
     )
     repeats = ceil(_DRAWS / len(layers))
     for shares in layers * repeats:

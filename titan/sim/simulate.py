@@ -244,7 +244,8 @@ def replayed(
     timeline = replay(traces, cost, busiest=busiest)
     profile = cost.profile
     memory = {
-        rank: memory_report(trace, profile, expandable=expandable) for rank, trace in traces.items()
+        rank: memory_report(trace, profile, expandable=expandable)
+        for rank, trace in traces.items()
     }
     return timeline, memory, time.monotonic() - started, cost.dispatch
 
@@ -308,7 +309,9 @@ def facts(simulation: Simulation) -> Facts:
     config, profile, model = simulation.config, simulation.profile, simulation.model
     parallel = config.parallelism
     convention = config.metrics.mfu_convention
-    full, causal = (model.flops_per_token(config.training.seq_len, causal=c) for c in (False, True))
+    full, causal = (
+        model.flops_per_token(config.training.seq_len, causal=c) for c in (False, True)
+    )
     flops_per_token = causal if convention == "causal" else full
     # MFU counts the model's FLOPs, without recomputation: recomputation lowers it.
     tflops = simulation.tokens_per_s_per_gpu * flops_per_token / 1e12

@@ -47,7 +47,9 @@ class RandomDraws:
         known = any(map(drawing_modules, parts))
         self.is_watched = (recomputes or self.overlaps) and not known
         self.before: Tensor | None = None
-        self.source: Any = torch.random if device.type == "cpu" else torch.get_device_module(device)
+        self.source: Any = (
+            torch.random if device.type == "cpu" else torch.get_device_module(device)
+        )
 
     def begin(self, step: int) -> None:
         # By step, so that a resumed run draws the same; what resumes has no state to restore.

@@ -111,7 +111,9 @@ class TrainStep:
         self.prepare_backward = backward_preparer(self.job)
         self.shape = _shape(self.config)  # of the micro-batches of this phase
         self.context = submesh(self.mesh, "cp")
-        self.draws = RandomDraws(self.config, self.model_parts, mesh=self.mesh, device=self.device)
+        self.draws = RandomDraws(
+            self.config, self.model_parts, mesh=self.mesh, device=self.device
+        )
         # Kept, because a walk over the modules costs a small model a hundredth of its step.
         self.parameters = [p for part in self.model_parts for p in part.parameters()]
         self.num_replicas = axis_size(self.mesh, "dp_replicate", "dp_shard")  # of the data
@@ -158,7 +160,9 @@ class TrainStep:
             is_last = start + at_once >= len(local)
             # Only the last micro-batch completes a gradient, so only then may a parameter be updated.
             if self.in_backward is not None:
-                self.in_backward.active = is_last and (targets is None or targets.values()[0] > 0)
+                self.in_backward.active = is_last and (
+                    targets is None or targets.values()[0] > 0
+                )
             now = local[start : start + at_once]
             losses += self._forward_backward(now, divisor, is_last=is_last)
         self.draws.end()
@@ -213,7 +217,9 @@ class TrainStep:
             rows = [
                 torch.cat(parts)
                 if (parts := self._forward(batch, of_rows))
-                else torch.zeros(len(batch.input), width, dtype=torch.float64, device=self.device)
+                else torch.zeros(
+                    len(batch.input), width, dtype=torch.float64, device=self.device
+                )
                 for batch in map(self.to_local, batches)
             ]
         return torch.cat(rows)

@@ -78,7 +78,9 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         if not options.json:
             raise
-        print(json.dumps({"problems": [asdict(problem) for problem in error.problems]}, indent=2))
+        print(
+            json.dumps({"problems": [asdict(problem) for problem in error.problems]}, indent=2)
+        )
         return 2
     device = device_of(config)
     facts = _facts(config.on_device(device), layout, profile)
@@ -93,7 +95,11 @@ def main(argv: list[str]) -> int:
         judged = suggest(job, config, layout, hardware=options.hardware)
         if "simulation" in judged:
             step = judged["simulation"]
-            facts |= {"memory_method": "simulation", "fits": step["fits"], "tight": step["tight"]}
+            facts |= {
+                "memory_method": "simulation",
+                "fits": step["fits"],
+                "tight": step["tight"],
+            }
     if options.json:
         print(json.dumps(facts | judged | {"problems": []}, indent=2))
     else:
@@ -198,7 +204,9 @@ def _page(facts: dict[str, Any], judged: dict[str, Any]) -> str:
     memory = [f"    {name:<12} {gib:10.3f}" for name, gib in facts["memory_gib"].items()]
     if memory:
         precision = facts["precision"]
-        memory.insert(0, f"memory   GiB on the fullest rank, in {precision}, by formula ({holds})")
+        memory.insert(
+            0, f"memory   GiB on the fullest rank, in {precision}, by formula ({holds})"
+        )
     if gpus := facts.get("on_gpus"):
         what = f"{gpus['gib']:.1f} GiB in {gpus['precision']}"
         memory.append(f"    counted as for this machine's CPU; on GPUs {what}: --hardware H")

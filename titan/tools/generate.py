@@ -54,7 +54,11 @@ from titan.data.special_tokens import begin_ids, start_ids
 from titan.data.tokenizer import Tokenizer
 from titan.generation import Generator, streamed
 from titan.parallel import apply_tp, build_mesh, materialize
-from titan.parallel.init_distributed import default_store, start_process_group, usable_accelerator
+from titan.parallel.init_distributed import (
+    default_store,
+    start_process_group,
+    usable_accelerator,
+)
 from titan.step.parallelize import default_dtype, torch_dtype
 from titan.tasks import task_of
 
@@ -99,7 +103,9 @@ def _find(
 
 def _open_tokenizer(config: JobConfig) -> Tokenizer:
     if not predicts_tokens(config):
-        raise DataError(f"{config.model.name} writes no text: --output FILE writes what it draws")
+        raise DataError(
+            f"{config.model.name} writes no text: --output FILE writes what it draws"
+        )
     opened = open_run_tokenizer(config)
     opened.begin_ids = begin_ids(opened, add_bos=config.data.add_bos)
     return opened
@@ -154,7 +160,9 @@ class Answers:
         is_first: whether this rank reads and prints.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
+    def __init__(
+        self, model: nn.Module, tokenizer: Tokenizer, args: argparse.Namespace
+    ) -> None:
         self.tokenizer, self.batch_size = tokenizer, args.batch_size
         names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
         self.generator = Generator(model=model, **{name: getattr(args, name) for name in names})
@@ -244,7 +252,11 @@ class Answers:
             line = sys.stdin.readline().rstrip("\n")
         if dist.is_initialized():
             # Over the store: collectives have a time limit, and a person may think for longer.
-            store, key, self._lines = default_store(), f"titan line {self._lines}", self._lines + 1
+            store, key, self._lines = (
+                default_store(),
+                f"titan line {self._lines}",
+                self._lines + 1,
+            )
             if self.is_first:
                 store.set(key, line)
             while not store.check([key]):
@@ -298,9 +310,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     help_ = "a picture for --prompt, before its text or where that says <image>"
     group.add_argument("--image", type=Path, metavar="FILE", help=help_)
-    help_ = "where a model that draws writes what it makes of --prompt, a label; empty: each label"
+    help_ = (
+        "where a model that draws writes what it makes of --prompt, a label; empty: each label"
+    )
     add("--output", type=Path, metavar="FILE", help=help_)
-    add("--chat", action="store_true", help="--prompt is a question, for the tokenizer's template")
+    add(
+        "--chat",
+        action="store_true",
+        help="--prompt is a question, for the tokenizer's template",
+    )
     add("--batch-size", type=positive, default=8, metavar="B", help="of --prompts; default: 8")
     add("--max-new-tokens", type=int, default=200, metavar="N")
     add("--temperature", type=float, default=0.8, help="0: always the likeliest token")
@@ -336,9 +354,13 @@ def _check(args: argparse.Namespace) -> torch.device:
     }
     with_ = "is for one text: leave out --prompts, --interactive and, with --chat, --image"
     if args.output and (args.prompts or args.interactive or args.image or args.chat):
-        fault = "draws what --prompt names: leave out --prompts, --interactive, --image and --chat"
+        fault = (
+            "draws what --prompt names: leave out --prompts, --interactive, --image and --chat"
+        )
         problems.append(Problem(COMMAND_LINE, 0, "--output", fault))
-    problems += [Problem(COMMAND_LINE, 0, key, with_) for key, found in ignored.items() if found]
+    problems += [
+        Problem(COMMAND_LINE, 0, key, with_) for key, found in ignored.items() if found
+    ]
     if not -(2**63) <= args.seed < 2**63:
         fault = f"expected a whole number below 2^63, got {args.seed}"
         problems.append(Problem(COMMAND_LINE, 0, "--seed", fault))
@@ -384,7 +406,9 @@ def _draw(config: JobConfig, step: Location, args: argparse.Namespace, **options
     if predicts_tokens(config):
         raise DataError(f"--output: {config.model.name} writes text; leave it out")
     if is_hf_folder(step):
-        raise DataError(f"{step}: names no task, and so no pictures; give the run that trained it")
+        raise DataError(
+            f"{step}: names no task, and so no pictures; give the run that trained it"
+        )
     if dist.is_initialized():
         raise DataError(f"--nproc: {config.model.name} draws in one process; leave it out")
     if args.output.is_dir() or not args.output.absolute().parent.is_dir():

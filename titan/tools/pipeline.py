@@ -32,7 +32,9 @@ def main(argv: list[str] | None = None) -> int:
         description="Draw a job's pipeline schedule; say its idle time and its activations in flight.",
         allow_abbrev=False,
     )
-    parser.add_argument("--world-size", type=int, metavar="N", help="default: the least that fits")
+    parser.add_argument(
+        "--world-size", type=int, metavar="N", help="default: the least that fits"
+    )
     parser.add_argument("--microbatches", type=int, metavar="M", help="default: the job's")
     parser.add_argument("--output", help=argparse.SUPPRESS)
     parser.add_argument("--csv", type=Path, metavar="FILE.csv", help="also write it as a CSV")
@@ -51,7 +53,9 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _split(argv: list[str], *, world_size: int | None, num_microbatches: int | None) -> StageSplit:
+def _split(
+    argv: list[str], *, world_size: int | None, num_microbatches: int | None
+) -> StageSplit:
     """Return the stages of a job.
 
     Raises:
@@ -60,7 +64,9 @@ def _split(argv: list[str], *, world_size: int | None, num_microbatches: int | N
     config = load_from_argv(argv, options=OPTIONS)
     parallel, key = config.parallelism, "parallelism.pipeline_parallel_degree"
     if parallel.pipeline_parallel_degree == 1:
-        raise ConfigError([config.source_map.problem(key, "1 is no pipeline; set it to 2 or more")])
+        raise ConfigError(
+            [config.source_map.problem(key, "1 is no pipeline; set it to 2 or more")]
+        )
     if num_microbatches is not None:
         # As overrides, so that an error in the result names them.
         size = num_microbatches * parallel.pipeline_parallel_microbatch_size
@@ -95,9 +101,7 @@ def describe(split: StageSplit, *, columns: int) -> str:
         stages = schedule.stages_of(rank)
         held = "; ".join(f"stage {s}: {_short(split.modules[s])}" for s in stages)
         rows.append(f"rank {rank}  at most {schedule.peak_in_flight(rank)} in flight  {held}")
-    note = (
-        "in flight: microbatches whose activations are held, each stage of a rank counted by itself"
-    )
+    note = "in flight: microbatches whose activations are held, each stage of a rank counted by itself"
     return "\n".join([*rows, note, "", *_timetable(schedule, columns=columns)])
 
 

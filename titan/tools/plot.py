@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from titan.base.untrusted import InputError
-from titan.observe.rows import Row, RowFile, number, read_rows, run_names, runs_near, with_groups
+from titan.observe.rows import (
+    Row,
+    RowFile,
+    number,
+    read_rows,
+    run_names,
+    runs_near,
+    with_groups,
+)
 from titan.observe.sinks import require
 
 Style = dict[str, Any]
@@ -36,7 +44,9 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         InputError: a run or the output is wrong. titan.cli reports it.
     """
-    parser = argparse.ArgumentParser(prog="titan plot", description="Loss and throughput as PNG.")
+    parser = argparse.ArgumentParser(
+        prog="titan plot", description="Loss and throughput as PNG."
+    )
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", type=Path, help="run folder, or a metrics.jsonl")
     add("--output", metavar="FILE.png", type=Path, help="default: curves.png in the first run")
@@ -72,7 +82,9 @@ def read_metrics(file: Path) -> list[Row]:
     metrics.update()
     rows = metrics.thin.rows()
     if metrics.problem or not rows:
-        empty = "its lines are not rows of metrics" if file.stat().st_size else "no step was logged"
+        empty = (
+            "its lines are not rows of metrics" if file.stat().st_size else "no step was logged"
+        )
         raise InputError(f"titan plot: {file}: {metrics.problem or empty}")
     return rows
 
@@ -182,7 +194,9 @@ def draw(runs: dict[str, list[Row]], starts: list[list[Row]], *, output: Path, x
     more = [*panels(runs)]
     figure = Figure(figsize=(10, 7.5 + 2.5 * len(more)), layout="constrained", dpi=120)
     heights = (2, *(1 for _ in more), 1)
-    upper, *between, lower = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+    upper, *between, lower = figure.subplots(
+        len(heights), 1, sharex=True, height_ratios=heights
+    )
     styles: dict[str, Style] = {}  # styles of the drawn lines, by their names in the legend
     for i, ((name, rows), again) in enumerate(zip(runs.items(), starts, strict=True)):
         line: Style = {"color": f"C{i % 10}"}  # matplotlib's ten colours

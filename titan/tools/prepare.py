@@ -75,19 +75,32 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     text = parser.add_mutually_exclusive_group(required=True)
     text.add_argument("--input", nargs="+", metavar="PATH", help=INPUT_HELP)
-    text.add_argument("--dataset", help="a preset (stdlib, c4, fineweb-edu) or a name at the hub")
+    text.add_argument(
+        "--dataset", help="a preset (stdlib, c4, fineweb-edu) or a name at the hub"
+    )
     add("--dataset-path", metavar="PATH", help="a local copy of --dataset")
     add("--text-key", default="text", help="field or column with the text; default: text")
-    add("--messages-key", default="", metavar="KEY", help="field with a conversation, in its place")
+    add(
+        "--messages-key",
+        default="",
+        metavar="KEY",
+        help="field with a conversation, in its place",
+    )
     help_ = "a Jinja file for conversations; default: the tokenizer's own"
     add("--chat-template", default="", metavar="FILE", help=help_)
     add("--tokenizer", required=True, metavar="PATH", help='file, folder, or "bytes"')
-    add("--output", required=True, metavar="DIR", type=Path, help="folder to write, or continue")
-    add("--workers", type=positive, help="processes; default: cores, here or of the Ray cluster")
+    add(
+        "--output", required=True, metavar="DIR", type=Path, help="folder to write, or continue"
+    )
+    add(
+        "--workers", type=positive, help="processes; default: cores, here or of the Ray cluster"
+    )
     for extension in _extensions():
         extension.add_options(parser)
     add("--shard-tokens", type=positive, default=2**27, help="tokens a shard; default: 2^27")
-    add("--validation-fraction", type=_fraction, default=0.0, help="share of documents held out")
+    add(
+        "--validation-fraction", type=_fraction, default=0.0, help="share of documents held out"
+    )
     add("--no-bos", action="store_true", help="no begin token before a document")
     add("--no-eos", action="store_true", help="no end token after a document")
     add_quiet(parser)
@@ -166,7 +179,9 @@ def _prepare(arguments: argparse.Namespace, words: list[str]) -> str:
                 spec=spec,
                 shard_tokens=arguments.shard_tokens,
             )
-        shutil.rmtree(folder / "parts", ignore_errors=True)  # of --engine, which began the folder
+        shutil.rmtree(
+            folder / "parts", ignore_errors=True
+        )  # of --engine, which began the folder
     if not index.splits["train"]:
         raise DataError(f"{documents.name} holds no documents to train on")
     return _summary(folder, index, [f"  {line}" for line in tokenizer.unread])

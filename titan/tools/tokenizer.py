@@ -27,7 +27,9 @@ _SMALLEST = 256 + len((BOS, EOS))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="titan tokenizer", description="Train or inspect one.")
+    parser = argparse.ArgumentParser(
+        prog="titan tokenizer", description="Train or inspect one."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     learn = commands.add_parser("train", help="learn a byte-level BPE vocabulary")
     add_quiet(learn)
@@ -120,11 +122,15 @@ def main(argv: list[str]) -> int:
             print(inspect(arguments.path, text=arguments.text))
             return 0
         paths, wanted, output = arguments.input, arguments.vocab_size, arguments.output
-        documents = open_all([source_of_path(path, text_key=arguments.text_key) for path in paths])
+        documents = open_all(
+            [source_of_path(path, text_key=arguments.text_key) for path in paths]
+        )
         size = train(documents, vocab_size=wanted, output=output)
     except InputError as error:
         print(f"titan tokenizer: {error}", file=sys.stderr)
         return 2
-    short = f" (asked for {wanted:,}: the text has no more pairs to merge)" if size < wanted else ""
+    short = (
+        f" (asked for {wanted:,}: the text has no more pairs to merge)" if size < wanted else ""
+    )
     print(f"{output / 'tokenizer.json'}: {size:,} ids{short}")
     return 0

@@ -42,7 +42,24 @@ def _in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def hostile_texts(count: int, *, seed: int = 0) -> list[str]:
     dice = random.Random(seed)
-    pieces = [*HOSTILE, "a", " ", "/", "=", "--", "\t", "*", "~", "!", "|", ">", "<", "(", ")", "%"]
+    pieces = [
+        *HOSTILE,
+        "a",
+        " ",
+        "/",
+        "=",
+        "--",
+        "\t",
+        "*",
+        "~",
+        "!",
+        "|",
+        ">",
+        "<",
+        "(",
+        ")",
+        "%",
+    ]
     return [*HOSTILE, *("".join(dice.choices(pieces, k=3)) for _ in range(count))]
 
 
@@ -82,7 +99,9 @@ def test_slurm(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         "--account=me",
     ]
     folder = tmp_path / "run"
-    assert main(["slurm", JOB, *options, "--training.steps=3", f"--job.dump_folder={folder}"]) == 0
+    assert (
+        main(["slurm", JOB, *options, "--training.steps=3", f"--job.dump_folder={folder}"]) == 0
+    )
     shown = capfd.readouterr()
     script = (folder / "job.sbatch").read_text()
     assert shown.out == script
@@ -91,7 +110,13 @@ def test_slurm(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         line.removeprefix("#SBATCH --") for line in script.splitlines() if "#SBATCH" in line
     ]
     assert {
-        *("job-name=debug-model", "nodes=2", "gpus-per-node=4", "time=1-00:00:00", "partition=gpu"),
+        *(
+            "job-name=debug-model",
+            "nodes=2",
+            "gpus-per-node=4",
+            "time=1-00:00:00",
+            "partition=gpu",
+        ),
         *("account=me", f'output="{folder}/slurm-%j.out"', "signal=B:USR1@180", "requeue"),
     } <= set(directives)
     assert len({line.partition("=")[0] for line in directives}) == len(directives)
@@ -107,7 +132,13 @@ def test_slurm(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_container(tmp_path: Path) -> None:
-    command = ["slurm", JOB, "--nodes=1", "--gpus-per-node=1", f"--job.dump_folder={tmp_path}/run"]
+    command = [
+        "slurm",
+        JOB,
+        "--nodes=1",
+        "--gpus-per-node=1",
+        f"--job.dump_folder={tmp_path}/run",
+    ]
     assert main([*command, "--container=a b.sqsh", "--mounts=/data:/data"]) == 0
     arguments_in((tmp_path / "run" / "job.sbatch").read_text(), tmp_path)
     words = (tmp_path / "words").read_text().split("\0")
@@ -125,7 +156,14 @@ def test_hostile_text_is_never_run(
         words = [JOB, f"--job.dump_folder={folder}", f"--job.description={json.dumps(text)}"]
         extra = [f"--container={text}"] if kind == "container" else []
         output = tmp_path / "job.sbatch"
-        command = ["slurm", *words, "--nodes=1", "--gpus-per-node=0", f"--output={output}", *extra]
+        command = [
+            "slurm",
+            *words,
+            "--nodes=1",
+            "--gpus-per-node=0",
+            f"--output={output}",
+            *extra,
+        ]
         code = main(command)
         if code == 0:
             job, *overrides = arguments_in(output.read_text(), tmp_path)
@@ -159,7 +197,13 @@ def test_a_job_runs_as_it_was_submitted(tmp_path: Path) -> None:
 
 
 def test_further_options_go_to_sbatch(tmp_path: Path) -> None:
-    command = ["slurm", JOB, "--nodes=2", "--gpus-per-node=0", f"--job.dump_folder={tmp_path}/run"]
+    command = [
+        "slurm",
+        JOB,
+        "--nodes=2",
+        "--gpus-per-node=0",
+        f"--job.dump_folder={tmp_path}/run",
+    ]
     more = ["--sbatch=--qos=high", "--", "--exclude=n[3-4],n7", "--reservation=a b", "--nice"]
     assert main([*command, *more[:3], more[4]]) == 0
     script = (tmp_path / "run/job.sbatch").read_text()
@@ -183,7 +227,13 @@ def test_further_options_go_to_sbatch(tmp_path: Path) -> None:
 def test_options_that_do_not_go_to_sbatch(
     tmp_path: Path, option: str, message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["slurm", JOB, "--nodes=2", "--gpus-per-node=0", f"--job.dump_folder={tmp_path}/run"]
+    command = [
+        "slurm",
+        JOB,
+        "--nodes=2",
+        "--gpus-per-node=0",
+        f"--job.dump_folder={tmp_path}/run",
+    ]
     assert main([*command, "--", option]) == 2
     assert f"--sbatch: {option!r}: {message}" in capfd.readouterr().err
     assert not (tmp_path / "run").exists()
@@ -198,9 +248,7 @@ while (($#)); do [[ $1 == --json ]] && report=$2; shift; done
 [[ -f finds-$n ]] && cp finds-$n "$report" && exit 1
 echo '{"problems": []}' >"$report"
 """
-SLOW = (
-    '{"problems": [\n "rank 8 on n2: matrix product, bfloat16 560 TFLOP/s, 20% below the median"]}'
-)
+SLOW = '{"problems": [\n "rank 8 on n2: matrix product, bfloat16 560 TFLOP/s, 20% below the median"]}'
 NETWORK = (
     '{"problems": [\n "all ranks: dp_shard all-reduce 4 GB/s, where the profile expects 370"]}'
 )
@@ -216,12 +264,29 @@ MEMORY = '{"problems": [\n "dry run: rank 3 on n1 is out of memory: ..."]}'
         ([NETWORK], 1, ["preflight", "train"], "n1,n2", 0),
         ([MEMORY], 1, ["preflight"], "n1,n2", 1),
     ],
-    ids=["all is well", "a slow node", "no spare node", "all nodes alike", "the job's own fault"],
+    ids=[
+        "all is well",
+        "a slow node",
+        "no spare node",
+        "all nodes alike",
+        "the job's own fault",
+    ],
 )
 def test_preflight_in_the_allocation(
-    tmp_path: Path, finds: list[str], spare: int, modules: list[str], nodes: str | None, code: int
+    tmp_path: Path,
+    finds: list[str],
+    spare: int,
+    modules: list[str],
+    nodes: str | None,
+    code: int,
 ) -> None:
-    command = ["slurm", JOB, "--nodes=2", "--gpus-per-node=8", f"--job.dump_folder={tmp_path}/run"]
+    command = [
+        "slurm",
+        JOB,
+        "--nodes=2",
+        "--gpus-per-node=8",
+        f"--job.dump_folder={tmp_path}/run",
+    ]
     assert main([*command, "--preflight", f"--spare-nodes={spare}", "--max-restarts=0"]) == 0
     script = (tmp_path / "run/job.sbatch").read_text()
     assert f"#SBATCH --nodes={2 + spare}\n" in script
@@ -267,7 +332,10 @@ def test_ranks_are_counted_on_the_node(tmp_path: Path) -> None:
         (["--parallelism.tensor_parallel_degree=3"], "parallelism.tensor_parallel_degree: "),
         # What `titan check` looks for on this machine.
         (["--tokenizer.name=auto", "--tokenizer.path=none"], "tokenizer path 'none' does not"),
-        (["--training.dataset=jsonl", f"--training.dataset_path={__file__}"], ":1: not a line of"),
+        (
+            ["--training.dataset=jsonl", f"--training.dataset_path={__file__}"],
+            ":1: not a line of",
+        ),
     ],
 )
 def test_mistakes(
@@ -283,7 +351,9 @@ def test_mistakes(
 def test_it_imports_no_torch(tmp_path: Path) -> None:
     code = "import sys; from titan.cli import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
     command = ["slurm", JOB, "--nodes=2", f"--job.dump_folder={tmp_path}"]
-    subprocess.run([sys.executable, "-c", code, *command], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-c", code, *command], check=True, stdout=subprocess.DEVNULL
+    )
 
 
 @pytest.mark.parametrize(
@@ -303,7 +373,9 @@ def test_what_becomes_of_an_exit_code(
 ) -> None:
     script = (ROOT / "scripts/slurm/train.sbatch").read_text()
     arguments_in(script, tmp_path)  # makes the stand-ins
-    (tmp_path / "log").write_text("".join(f"titan: crash {i + 1} of job\n" for i in range(crashes)))
+    (tmp_path / "log").write_text(
+        "".join(f"titan: crash {i + 1} of job\n" for i in range(crashes))
+    )
     done = run_script(script, tmp_path, JOB, CODE=str(code), MAX_RESTARTS=str(restarts))
     asked = tmp_path / "scontrol.txt"
     assert (done.returncode, asked.exists() and asked.read_text()) == (
@@ -329,7 +401,9 @@ def test_a_lost_node_is_no_crash(
     (tmp_path / "bin/srun").write_text(f"#!/bin/bash\n{srun}\n")
     (tmp_path / "bin/sinfo").write_text(f"#!/bin/bash\necho mixed{'*' * (code == 1)}\n")
     (tmp_path / "bin/sinfo").chmod(0o755)
-    (tmp_path / "log").write_text("".join(f"titan: lost node {i}\n" for i in range(lost_before)))
+    (tmp_path / "log").write_text(
+        "".join(f"titan: lost node {i}\n" for i in range(lost_before))
+    )
     limits = {"MAX_RESTARTS": "0", "MAX_LOST_NODES": "2", "LOST_AFTER": "1"}
     assert run_script(script, tmp_path, JOB, **limits).returncode == code
     assert f"titan: {said} of job 5, on n1; MAX_LOST_NODES=2" in (tmp_path / "log").read_text()
@@ -358,7 +432,9 @@ def test_the_example_for_kubernetes() -> None:
     job_file, folder = trainer["args"]
     assert job_file == f"{mounts['job']}/job.toml"
     assert folder.startswith(f"--job.dump_folder={mounts['checkpoints']}/")
-    models = pytest.importorskip("kubeflow_trainer_api.models", reason="no kubeflow-trainer-api")
+    models = pytest.importorskip(
+        "kubeflow_trainer_api.models", reason="no kubeflow-trainer-api"
+    )
     known = models.TrainerV1alpha1TrainJob.from_dict(manifest)
     assert contains(known.to_dict(), manifest)
 
@@ -386,7 +462,9 @@ def test_the_example_for_skypilot(tmp_path: Path) -> None:
         "SKYPILOT_TASK_ID": "t",
     }
     shell = ["bash", "-c", task["run"]]
-    words = subprocess.run(shell, env=variables, capture_output=True, text=True).stdout.split("\0")
+    words = subprocess.run(shell, env=variables, capture_output=True, text=True).stdout.split(
+        "\0"
+    )
     [mount] = task["file_mounts"]
     assert words[:-1] == [
         *(

@@ -27,7 +27,11 @@ ROOT = Path(__file__).parents[3]
 STEPS = 60
 SETTINGS = [
     *(f"--training.steps={STEPS}", "--training.local_batch_size=1", "--training.seq_len=32"),
-    *("--training.dataset=synthetic", "--model.overrides.n_layers=2", "--checkpoint.interval=5"),
+    *(
+        "--training.dataset=synthetic",
+        "--model.overrides.n_layers=2",
+        "--checkpoint.interval=5",
+    ),
     *("--checkpoint.keep_latest_k=2", "--comm.train_timeout_seconds=20"),
 ]
 
@@ -82,7 +86,10 @@ def straight(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Path:
     job = Job(slurm, tmp_path_factory.mktemp("straight") / "run")
     assert slurm.wait_ended(job.id) == "COMPLETED", job.said()
     assert job.steps() == list(range(1, STEPS + 1))
-    assert (slurm.field(job.id, "Restarts"), len(saved_tensors(last_step(job.folder))) > 30) == (
+    assert (
+        slurm.field(job.id, "Restarts"),
+        len(saved_tensors(last_step(job.folder))) > 30,
+    ) == (
         "0",
         True,
     )
@@ -213,9 +220,7 @@ def test_the_page(slurm: Slurm, tmp_path: Path) -> None:
     assert "--gpus-per-node 8" in batch and "--partition gpu" in checked
     batch = batch.replace("--gpus-per-node 8", "--gpus-per-node 2")
     checked = checked.replace("--partition gpu", "--partition low --gpus-per-node 2 --submit")
-    script = (
-        f"{batch} --job.dump_folder=outputs/on_slurm\n{checked} --job.dump_folder=outputs/checked"
-    )
+    script = f"{batch} --job.dump_folder=outputs/on_slurm\n{checked} --job.dump_folder=outputs/checked"
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     assert main(["configs", "debug_model", "--output", str(tmp_path / "job.toml")]) == 0
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -234,14 +239,25 @@ def test_preflight_before_the_job(slurm: Slurm, tmp_path: Path) -> None:
     job, folder = tmp_path / "job.toml", tmp_path / "run"
     job.write_bytes((ROOT / "train_configs/debug_model.toml").read_bytes())
     options = ["--nodes=2", "--gpus-per-node=0", "--ranks-per-node=1", "--preflight"]
-    options += ["--spare-nodes=1", f"--job.dump_folder={folder}", *SETTINGS, "--training.steps=4"]
+    options += [
+        "--spare-nodes=1",
+        f"--job.dump_folder={folder}",
+        *SETTINGS,
+        "--training.steps=4",
+    ]
     assert main(["slurm", str(job), *options, "--", "--comment=mine"]) == 0
     job.write_text("nonsense")
-    name = slurm.run("sbatch", "--parsable", str(folder / "job.sbatch"), cwd=ROOT, **environment())
+    name = slurm.run(
+        "sbatch", "--parsable", str(folder / "job.sbatch"), cwd=ROOT, **environment()
+    )
     log = folder / f"slurm-{name}.out"
     assert slurm.wait_ended(name) == "COMPLETED", log.read_text()
     said = log.read_text()
-    assert "2 nodes x 1 ranks" in said and "2 ranks on 2 hosts" in said and "dry run: first" in said
+    assert (
+        "2 nodes x 1 ranks" in said
+        and "2 ranks on 2 hosts" in said
+        and "dry run: first" in said
+    )
     assert slurm.field(name, "NumNodes") == "3" and slurm.field(name, "Comment") == "mine"
     assert logged_steps(folder) == [1, 2, 3, 4]
 
@@ -251,7 +267,12 @@ def test_hostile_scripts_are_valid(slurm: Slurm, tmp_path: Path) -> None:
     for i, text in enumerate(hostile_texts(60, seed=1)):
         folder, output = tmp_path / str(i) / text.replace("/", "_"), tmp_path / "job.sbatch"
         job = ["train_configs/debug_model.toml", f"--job.dump_folder={folder}"]
-        options = ["--nodes=2", "--gpus-per-node=0", f"--output={output}", f"--container={text}"]
+        options = [
+            "--nodes=2",
+            "--gpus-per-node=0",
+            f"--output={output}",
+            f"--container={text}",
+        ]
         if code := main(["slurm", *job, *options]):
             assert (code, str(folder).isprintable() and "%" not in str(folder)) == (2, False)
             continue

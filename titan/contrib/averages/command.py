@@ -56,7 +56,9 @@ def average(sources: Sequence[Location], output: Path, *, weights: Sequence[floa
     steps, (config, folder, last) = [step for *_, step in found], found[-1]
     config = with_tokenizer(config, run=folder)
     require_one_tokenizer(steps)
-    shapes = {k: v for k, v in checkpoints.stored_shapes(last).items() if k.startswith("model.")}
+    shapes = {
+        k: v for k, v in checkpoints.stored_shapes(last).items() if k.startswith("model.")
+    }
     saved = checkpoints.read_metadata(last, "step", "tokens")
     metadata = {key: saved[key] for key in ("format", "step", "tokens", "text") if key in saved}
     # The folder of a job may be elsewhere.
@@ -110,7 +112,12 @@ def main(argv: Sequence[str]) -> int:
     add("sources", nargs="+", type=as_location, metavar="STEP_DIR", help=help_)
     add("--output", type=Path, metavar="OUT", required=True, help="a new folder")
     add("--weights", metavar="W,...", help="a number for each checkpoint; default: equal ones")
-    add("--last", type=int, metavar="N", help="the newest N steps of the one folder that is named")
+    add(
+        "--last",
+        type=int,
+        metavar="N",
+        help="the newest N steps of the one folder that is named",
+    )
     args = parser.parse_args(argv)
     try:
         sources: list[Location] = args.sources

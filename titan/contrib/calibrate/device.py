@@ -72,14 +72,21 @@ LARGE = Sizes(
     2**28,
 )
 SMALL = Sizes(
-    512, ((512, 512), (512, 1536), (1536, 512)), (128, 512), 8, (10**5, 10**6, 10**7, 10**8), 2**22
+    512,
+    ((512, 512), (512, 1536), (1536, 512)),
+    (128, 512),
+    8,
+    (10**5, 10**6, 10**7, 10**8),
+    2**22,
 )
 
 
 # ---- from seconds to figures -------------------------------------------------------------------
 
 
-def fit(base: Profile, seconds_of: SecondsOf, *, sizes: Sizes, dtypes: tuple[str, ...]) -> Figures:
+def fit(
+    base: Profile, seconds_of: SecondsOf, *, sizes: Sizes, dtypes: tuple[str, ...]
+) -> Figures:
     """Return the figures of a profile on which kernels take the measured times.
 
     All other figures are `base`'s.
@@ -192,8 +199,13 @@ def _attention(known: Profile, seconds_of: SecondsOf, sizes: Sizes, dtype: str) 
         )
 
     figures: Figures = {}
-    for key, backward in (("attention_forward_tflops", False), ("attention_backward_tflops", True)):
-        figures[key] = [[float(n), rate(n, backward=backward, causal=False)] for n in sizes.lengths]
+    for key, backward in (
+        ("attention_forward_tflops", False),
+        ("attention_backward_tflops", True),
+    ):
+        figures[key] = [
+            [float(n), rate(n, backward=backward, causal=False)] for n in sizes.lengths
+        ]
     figures["attention_causal_share"] = [
         [length, rate(int(length), backward=False, causal=True) / whole]
         for length, whole in figures["attention_forward_tflops"]
@@ -372,7 +384,9 @@ def _of_host(seconds_of: SecondsOf) -> Figures:
         # 5 % above the best measurement, so that shares stay below 1.
         "peak_tflops": dict.fromkeys(("float32", "bfloat16", "float16"), best * 1.05)
         | {"float64": best / 2},
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 2),
+        "memory_gib": round(
+            os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 2
+        ),
         "memory_tb_per_s": bandwidth * 1.05,
     }
 
@@ -405,7 +419,8 @@ def table(base: Profile, measured: Profile, figures: Figures) -> str:
             one = one[measured.attention_kernel]
         if isinstance(one, dict):
             rows += [
-                (f"{key} {k}", _cell(one[k]), _cell(other[k]) if k in other else "-") for k in one
+                (f"{key} {k}", _cell(one[k]), _cell(other[k]) if k in other else "-")
+                for k in one
             ]
         elif isinstance(one, tuple):
             rows += [(f"{key} at {size:,.0f}", f"{value:.4g}", "") for size, value in one]

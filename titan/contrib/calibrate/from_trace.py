@@ -77,12 +77,16 @@ def calibrate_from(trace: Path, *, base_name: str | None, target: Path | None) -
     base = load_profile(base_name or base_of(device, True))
     figures, rows, remarks = corrections(calls, works, base)
     print(
-        "\n".join(columns([("figure", base.name, "here", "kernels", "in all"), *rows], left=(0,)))
+        "\n".join(
+            columns([("figure", base.name, "here", "kernels", "in all"), *rows], left=(0,))
+        )
     )
     print(*remarks, sep="\n", end="\n" * bool(remarks))
     if not calls.has_shapes:
         what = "matmuls, attention and pointwise kernels are not corrected"
-        print(f"{what}: the trace has no shapes, as torch.profiler.profile(record_shapes=True) has")
+        print(
+            f"{what}: the trace has no shapes, as torch.profiler.profile(record_shapes=True) has"
+        )
     print("all other figures are the base profile's")
     note = f"titan sim --calibrate-from {trace.name} ({device or base.name}), {datetime.now(timezone.utc):%Y-%m-%d}"
     target.write_text(to_toml(target.stem, base.name, figures, note=note), encoding="utf-8")
@@ -105,7 +109,9 @@ def corrections(
     # 0 means that the memory is the limit.
     limit = base.eager_tb_per_s or base.memory_tb_per_s
     shares = {
-        key[0]: base.matmul_share["bfloat16"] for name, *key in by_figure if name == "matmul_share"
+        key[0]: base.matmul_share["bfloat16"]
+        for name, *key in by_figure
+        if name == "matmul_share"
     }
     update = {"eager_tb_per_s": limit, "matmul_share": shares | base.matmul_share}
     known, figures, rows, remarks = base.model_copy(update=update), Figures(), [], []
@@ -123,9 +129,7 @@ def corrections(
         count = sum(timed.kernels for _, timed in works)
         rows.append((" ".join(figure), *values, f"{count:,}", f"{seconds * 1e3:,.1f} ms"))
         if abs((priced := _priced_s(works, known)) / seconds - 1) > _LEFT:
-            times = (
-                f"took {seconds * 1e3:,.1f} ms, and take {priced * 1e3:,.1f} ms on the new profile"
-            )
+            times = f"took {seconds * 1e3:,.1f} ms, and take {priced * 1e3:,.1f} ms on the new profile"
             remarks.append(f"{' '.join(figure)} is at its limit: its kernels {times}")
     if ran := [figure for figure in in_all if figure[0] == "attention_forward_tflops"]:
         figures["attention_kernel"] = max(ran, key=lambda figure: in_all[figure])[1]

@@ -18,7 +18,9 @@ from .calls import OperatorCall, TracedKernel, TracedKernels
 _BYTES = {"double": 8, "long": 8, "long int": 8, "float": 4, "int": 4, "bfloat16": 2, "half": 2}
 _DTYPES = {"float": "float32", "half": "float16", "double": "float64"}
 _MATMUL = re.compile(r"aten::(_scaled_mm|b?mm|(addmm|baddbmm))")
-_ATTENTION = re.compile(r"aten::_scaled_dot_product_(flash|cudnn|efficient)_attention(_backward)?")
+_ATTENTION = re.compile(
+    r"aten::_scaled_dot_product_(flash|cudnn|efficient)_attention(_backward)?"
+)
 _CAUSAL = {
     "flash": 4,
     "cudnn": 6,

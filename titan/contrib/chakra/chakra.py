@@ -75,7 +75,9 @@ def _nodes(trace: t.Trace, timeline: RankTimeline, numbers: dict[Any, int]) -> l
                 works[event.work].add(number)
                 last[lane] = {*works[event.work]}
             start, end = times[id(event)]
-            nodes.append(_node(event, number, parents, start - begin_s, end - start, attributes))
+            nodes.append(
+                _node(event, number, parents, start - begin_s, end - start, attributes)
+            )
         elif isinstance(event, t.RecordEvent):
             events[event.event] = {*last[event.stream]}
         elif isinstance(event, t.AwaitEvent):
@@ -120,7 +122,12 @@ def _of_transfer(
 
 
 def _node(
-    what: Any, number: int, parents: set[int], start_s: float, duration_s: float, description: Any
+    what: Any,
+    number: int,
+    parents: set[int],
+    start_s: float,
+    duration_s: float,
+    description: Any,
 ) -> bytes:
     """Return a node. The schema has durations in whole microseconds, so an attribute has nanoseconds."""
     kind, name, attributes = description

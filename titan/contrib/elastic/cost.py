@@ -64,7 +64,11 @@ def group_facts(simulation: Simulation, **how: Any) -> Facts:
 
 def linked(simulation: Simulation) -> Profile:
     """Return the hardware of all groups: no two groups share a node, and one link joins each group to the others."""
-    section, size, profile = link_of(simulation.config), simulation.world_size, simulation.profile
+    section, size, profile = (
+        link_of(simulation.config),
+        simulation.world_size,
+        simulation.profile,
+    )
     per_node, card = min(profile.gpus_per_node, size), 8 * profile.nic_gb_per_s
     link = Tier(
         nodes=ceil(size / per_node),

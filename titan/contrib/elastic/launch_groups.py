@@ -96,9 +96,15 @@ def launch_groups(
     run, checkpoints = Path(config.job.dump_folder), config.checkpoint.folder
     folder = checkpoints if "://" in checkpoints else str((run / checkpoints).absolute())
     command = [sys.executable, "-m", "titan.cli", "train", *argv, "--nproc", str(num_processes)]
-    command += ["--fault_tolerance.enable=true", f"--fault_tolerance.replica_groups={num_groups}"]
+    command += [
+        "--fault_tolerance.enable=true",
+        f"--fault_tolerance.replica_groups={num_groups}",
+    ]
     command += [f"--fault_tolerance.lighthouse={address}", f"--checkpoint.folder={folder}"]
-    from titan.ops.launch import FORWARDED, environment  # a run without groups needs no titan.ops
+    from titan.ops.launch import (
+        FORWARDED,
+        environment,
+    )  # a run without groups needs no titan.ops
 
     variables = environment(num_groups * num_processes)  # groups share the cores
     if lighthouse is not None:  # no group of another machine joins
@@ -173,11 +179,15 @@ def _devices_of(group: int, num_processes: int) -> dict[str, str]:
 
 
 def _lighthouse(config: JobConfig, bind: str) -> Any:
-    os.environ.setdefault("RUST_LOG", "error")  # torchft reports every quorum; groups inherit this
+    os.environ.setdefault(
+        "RUST_LOG", "error"
+    )  # torchft reports every quorum; groups inherit this
     try:
         from torchft.coordination import LighthouseServer
     except ImportError:
-        raise InputError("--elastic needs torchft: pip install 'titan-pretrain[elastic]'") from None
+        raise InputError(
+            "--elastic needs torchft: pip install 'titan-pretrain[elastic]'"
+        ) from None
     return LighthouseServer(
         bind=bind,
         min_replicas=groups_of(config).min_replicas,

@@ -138,7 +138,10 @@ class Elastic(Hook):
         pause = trainer.timer.pause("quorum") if trainer.is_started else nullcontext()
         with pause:
             self.groups.begin(
-                step=trainer.step, text=text, waiting=self._wait, require_same=self._require_same
+                step=trainer.step,
+                text=text,
+                waiting=self._wait,
+                require_same=self._require_same,
             )
 
     def _wait(self, reason: str) -> None:
@@ -154,7 +157,11 @@ class Elastic(Hook):
             return
         trainer.announce(text)
         checkpointing = trainer.hook(Checkpointing)
-        if checkpointing and checkpointing.manager.can_save and trainer.saved_step != trainer.step:
+        if (
+            checkpointing
+            and checkpointing.manager.can_save
+            and trainer.saved_step != trainer.step
+        ):
             checkpointing.save_now()
 
     def _require_same(self, name: str, other: str) -> None:

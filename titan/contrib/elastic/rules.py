@@ -23,7 +23,10 @@ def check_groups(config: JobConfig) -> Iterator[RuleViolation]:
     if not config.checkpoint.enable:
         yield "enable", "needs checkpoint.enable = true, for the case that all groups are lost"
     if config.training.enable_cpu_offload:
-        yield "enable", "cannot sum gradients on the host; set training.enable_cpu_offload = false"
+        yield (
+            "enable",
+            "cannot sum gradients on the host; set training.enable_cpu_offload = false",
+        )
     where = section.lighthouse
     if where and not where.startswith(("http://", "/")):
         wants = "expected http://HOST:PORT, or the absolute path of a file that holds that"

@@ -78,7 +78,11 @@ def _lighthouse_script(options: Namespace, job: Sequence[str], folder: Path) -> 
     return "\n".join(
         [
             "#!/bin/bash",
-            *(f"#SBATCH --{key}={value}" for key, value in directives.items() if value is not None),
+            *(
+                f"#SBATCH --{key}={value}"
+                for key, value in directives.items()
+                if value is not None
+            ),
             "#SBATCH --requeue",
             *(f"#SBATCH {word}" for word in options.sbatch),
             "",

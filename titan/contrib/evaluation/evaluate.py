@@ -86,7 +86,9 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     add("--num-examples", type=whole, default=0, metavar="N", help="of each task; default: all")
     for extension in extensions():
         extension.add_options(parser)
-    add("--batch-size", type=positive, default=8, metavar="B", help="rows of a rank; default: 8")
+    add(
+        "--batch-size", type=positive, default=8, metavar="B", help="rows of a rank; default: 8"
+    )
     add("--tokenizer", **TOKENIZER_OPTION)
     add("--trust-remote-code", **TRUST_OPTION)
     add("--json", type=Path, metavar="FILE", help="also write the figures there")
@@ -135,7 +137,9 @@ def find_weights(
         training = run.training.model_copy(update={"seq_len": hf_length(where)})
         run = run.model_copy(update={"training": training})
     else:
-        run, step = find_checkpoint(where, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
+        run, step = find_checkpoint(
+            where, tokenizer=tokenizer, trust_remote_code=trust_remote_code
+        )
     require_text(run)
     # The model and its text are the run's, but not the training: one process can score a model of many ranks.
     keys = {

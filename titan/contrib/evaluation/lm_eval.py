@@ -29,7 +29,9 @@ class LmEval(EvaluateExtension):
 
         check_names(names, include_path=args.include_path)
 
-    def evaluate(self, scorer: Scorer, names: Sequence[str], args: Namespace) -> dict[str, float]:
+    def evaluate(
+        self, scorer: Scorer, names: Sequence[str], args: Namespace
+    ) -> dict[str, float]:
         from .harness import evaluate
 
         return evaluate(scorer, names, args)

@@ -23,9 +23,15 @@ def check_evaluation(config: JobConfig) -> Iterator[RuleViolation]:
     job: Any = config
     with suppress(KeyError):  # `check_task` reports it
         if task_module(config) is not None:
-            wanted = {"evaluation": job.evaluation, "validation.prompts": job.validation.prompts}
+            wanted = {
+                "evaluation": job.evaluation,
+                "validation.prompts": job.validation.prompts,
+            }
             for key in (key for key, value in wanted.items() if value):
-                yield key, "needs next-token prediction, and this model has another task; remove it"
+                yield (
+                    key,
+                    "needs next-token prediction, and this model has another task; remove it",
+                )
     if job.validation.prompts and not job.validation.enable:
         yield "validation.prompts", "has no effect: set validation.enable = true, or remove it"
     used: set[str] = set()
@@ -51,9 +57,7 @@ def check_task_files(config: JobConfig) -> Iterator[RuleViolation]:
         tokenizer = try_tokenizer(config) if long else None
         for answer in long if tokenizer else ():
             if (count := len(tokenizer.encode(answer))) > length:  # pyright: ignore[reportOptionalMemberAccess]
-                fault = (
-                    f"{task}: an answer has {count:,} tokens, and training.seq_len is {length:,}"
-                )
+                fault = f"{task}: an answer has {count:,} tokens, and training.seq_len is {length:,}"
                 yield key, f"{fault}: raise that, or shorten {answer[:40]!r}..."
                 break
 

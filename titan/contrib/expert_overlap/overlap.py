@@ -120,7 +120,11 @@ def take_turns(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any
 
     def run(own: int, function: Callable[[], Any]) -> Any:
         # Else a GPU's backward pass would run in one thread for both.
-        with torch.autograd.set_multithreading_enabled(False), pair.turn(own), ExitStack() as stack:
+        with (
+            torch.autograd.set_multithreading_enabled(False),
+            pair.turn(own),
+            ExitStack() as stack,
+        ):
             for context in contexts if own else ():
                 stack.enter_context(context())
             return function()
@@ -173,7 +177,9 @@ class Overlap:
         self.root = getattr(model, "_get_fsdp_state", lambda: None)()
         if self.units and self.root is None:
             raise ValueError("FSDP shards parts of the model: shard the model itself, too")
-        if not any(hasattr(getattr(m, "dispatcher", None), "dispatch") for m in model.modules()):
+        if not any(
+            hasattr(getattr(m, "dispatcher", None), "dispatch") for m in model.modules()
+        ):
             raise ValueError(
                 f"no module of {type(model).__name__} has a `dispatcher` behind which another micro-batch could run: call "
                 "apply_ep first"

@@ -90,9 +90,7 @@ class FlowOptions:
             yield "options.size", f"{self.size} does not divide by the patch of {self.patch}"
         channels = self.channels * self.patch**2
         if channels != sizes.in_channels:
-            message = (
-                f"{channels} channels in a patch of {self.patch} x {self.patch} x {self.channels}"
-            )
+            message = f"{channels} channels in a patch of {self.patch} x {self.patch} x {self.channels}"
             yield "model.overrides.in_channels", f"{sizes.in_channels}; the task has {message}"
         length = self.context_len + self.num_patches
         for section in ("training", "validation"):
@@ -102,9 +100,7 @@ class FlowOptions:
         yield from self._source_problems(sizes)
         parallel = config.parallelism
         if parallel.pipeline_parallel_degree > 1:
-            reason = (
-                "its blocks need the time, which pipeline stages do not hand on; use 1, and FSDP"
-            )
+            reason = "its blocks need the time, which pipeline stages do not hand on; use 1, and FSDP"
             yield "parallelism.pipeline_parallel_degree", f"this model has no stages: {reason}"
         chunks = parallel.context_parallel_degree * (1 + parallel.splits_from_both_ends)
         for name, value in (("context_len", self.context_len), ("patches", self.num_patches)):
@@ -115,7 +111,10 @@ class FlowOptions:
     def _source_problems(self, sizes: Any) -> Iterator[tuple[str, str]]:
         if self.source == "shapes":
             if self.channels not in (1, 3):
-                yield "options.channels", f"must be 1 (grey) or 3 (colours), got {self.channels}"
+                yield (
+                    "options.channels",
+                    f"must be 1 (grey) or 3 (colours), got {self.channels}",
+                )
             if self.classes > len(SHAPES):
                 yield "options.classes", f"must be at most {len(SHAPES)}, got {self.classes}"
         elif self.path and self.source in (
@@ -124,7 +123,10 @@ class FlowOptions:
         ):  # a run needs it, a simulation does not
             name = "labels.jsonl" if self.source == "pictures" else "**/latents.npy"
             if not any(Path(self.path).glob(name)):
-                yield "options.path", f'"{self.path}" is no folder with {name.removeprefix("**/")}'
+                yield (
+                    "options.path",
+                    f'"{self.path}" is no folder with {name.removeprefix("**/")}',
+                )
         widest = min(sizes.context_dim, sizes.pooled_dim)
         if self.source != "encoded" and self.classes > widest:
             yield "options.classes", f"{self.classes} labels do not fit into {widest} channels"

@@ -105,7 +105,10 @@ def read_config(hf: dict[str, Any]) -> FluxConfig:
         ValueError: The file does not describe Flux.1.
     """
     hf = hf_names.completed(hf, "flux")
-    if hf.get("patch_size", 1) != 1 or hf.get("out_channels") not in (None, hf.get("in_channels")):
+    if hf.get("patch_size", 1) != 1 or hf.get("out_channels") not in (
+        None,
+        hf.get("in_channels"),
+    ):
         raise ValueError("patch_size and out_channels are not those of Flux.1")
     # Two keys have no field of ours. They are read under the name of the field that is computed from each.
     more = (("n_layers", "num_single_layers", ...), ("dim", "attention_head_dim", ...))

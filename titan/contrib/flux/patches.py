@@ -15,7 +15,8 @@ def to_patches(pictures: np.ndarray, patch: int) -> np.ndarray:
     batch, channels, height, width = pictures.shape
     parts = pictures.reshape(batch, channels, height // patch, patch, width // patch, patch)
     return np.ascontiguousarray(
-        parts.transpose(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * patch**2), dtype=np.float32
+        parts.transpose(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * patch**2),
+        dtype=np.float32,
     )
 
 

@@ -70,8 +70,13 @@ class Hosts(PrepareExtension):
         parts.check() if arguments.share else parts.divide()
         units = len(parts.plan.sizes)
         if engine == "slurm" and not arguments.share and not parts.is_complete:
-            script, left = write_array(parts, words, tasks=arguments.workers), len(parts.missing())
-            return f"{units - left} of {units} units are done; to do the others: sbatch {script}"
+            script, left = (
+                write_array(parts, words, tasks=arguments.workers),
+                len(parts.missing()),
+            )
+            return (
+                f"{units - left} of {units} units are done; to do the others: sbatch {script}"
+            )
         documents = replace(documents, num_bytes=sum(parts.plan.sizes[share - 1 :: shares]))
         with ExitStack() as stack:
             report = stack.enter_context(display(documents, title=f"preparing {parts.folder}"))

@@ -165,7 +165,9 @@ class Parts:
             # The last file is complete last: the others get their names first.
             table = stack.enter_context(_published(self.path(f"{number}.npy")))
             paths = {split: self.path(f"{number}.{split}.bin") for split in SPLITS}
-            files = {name: stack.enter_context(_published(path)) for name, path in paths.items()}
+            files = {
+                name: stack.enter_context(_published(path)) for name, path in paths.items()
+            }
             for chunk in writer.read_chunks(unit, self.spec, done, progress, places):
                 for piece, one in zip(
                     chunk, writer.encode_documents(chunk, self.spec), strict=True
@@ -230,7 +232,9 @@ class Parts:
                 for unit, begin, end in ranges:
                     name = f"{unit}.{shard.file.split('-')[0]}.bin"
                     if begin < end:  # an empty file cannot be mapped
-                        file.write(np.memmap(self.path(name), self.spec.dtype, "r")[begin:end].data)
+                        file.write(
+                            np.memmap(self.path(name), self.spec.dtype, "r")[begin:end].data
+                        )
 
 
 @contextmanager

@@ -27,7 +27,9 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         InputError: A mistake of the user, which titan.cli reports.
     """
-    usage = "RUN... | RUNS.csv [--leave-out K] [--predict N,D] [--out law.json] [--plot FILE.png]"
+    usage = (
+        "RUN... | RUNS.csv [--leave-out K] [--predict N,D] [--out law.json] [--plot FILE.png]"
+    )
     parser = command_parser("scaling", usage, summary=SUMMARY)
     add = parser.add_argument
     about = "run folders, folders of them, or a CSV file with params, tokens, loss"
@@ -56,7 +58,9 @@ def main(argv: list[str] | None = None) -> int:
     reading.require_enough(kept, left_out=len(left))
     if left:
         check = fit(kept, draws=options.draws, seed=options.seed)
-        print(f"checked: a law of the {len(kept)} smaller runs predicts the {len(left)} largest")
+        print(
+            f"checked: a law of the {len(kept)} smaller runs predicts the {len(left)} largest"
+        )
         for run in left:
             print(prediction(check, run))
     # The law that is kept, drawn and asked is that of all runs.
@@ -136,7 +140,9 @@ def prediction(found: Fit, run: Run) -> str:
         where = "inside" if low <= run.loss <= high else "OUTSIDE"
         text += f"; measured {run.loss:.4f} in {run.name}: {run.loss / loss - 1:+.2%}, {where}"
     if (times := run.flops / found.largest) > _FAR:
-        text += f"; {times:.0f} times the largest run: the interval is {high - low:.2f} nats wide"
+        text += (
+            f"; {times:.0f} times the largest run: the interval is {high - low:.2f} nats wide"
+        )
     return text
 
 

@@ -39,7 +39,9 @@ def run_here(trials: Sequence[Trial], *, at_a_time: int, processes: int) -> int:
         for process in running:
             process.send_signal(number)
 
-    handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {
+        number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         while running or (waiting and not code):
             ready = [] if code or not shares else [t for t in waiting if not _goes_on(t)]
@@ -104,7 +106,9 @@ def _shares(at_a_time: int, processes: int) -> list[dict[str, str]]:
             f"titan sweep: {at_a_time} runs of {processes} processes need {needed} accelerators, and there are {devices}: "
             "use fewer --jobs"
         )
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(devices)))).split(",")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(devices)))).split(
+        ","
+    )
     parts = [visible[begin : begin + processes] for begin in range(0, needed, processes)]
     return [{"CUDA_VISIBLE_DEVICES": ",".join(part)} for part in parts]
 

@@ -146,7 +146,9 @@ def _law(theta: Array) -> Law:
 def _terms(theta: Array, log_params: Array, log_tokens: Array) -> Array:
     """Return the logarithms of the three terms, (3, runs)."""
     e, a, b, alpha, beta = theta
-    return np.stack([np.full_like(log_params, e), a - alpha * log_params, b - beta * log_tokens])
+    return np.stack(
+        [np.full_like(log_params, e), a - alpha * log_params, b - beta * log_tokens]
+    )
 
 
 def _log_loss(theta: Array, log_params: Array, log_tokens: Array) -> Array:
@@ -166,7 +168,9 @@ def _starts(log_params: Array, log_tokens: Array, log_loss: Array) -> list[Array
             a = middle[2] + np.log(share_n) + alpha * middle[0]
             b = middle[2] + np.log(share_d) + beta * middle[1]
             grid.append(np.array([e, a, b, alpha, beta]))
-    errors = [np.abs(_log_loss(theta, log_params, log_tokens) - log_loss).sum() for theta in grid]
+    errors = [
+        np.abs(_log_loss(theta, log_params, log_tokens) - log_loss).sum() for theta in grid
+    ]
     return [grid[place] for place in np.argsort(errors)[:_KEPT_STARTS]]
 
 
@@ -194,7 +198,12 @@ def _minimize(
     )
     inside = np.clip(start, np.array(bounds[0]) + 1e-3, np.array(bounds[1]) - 1e-3)
     inside[0] = max(inside[0], least + np.log(0.1))
-    options: dict[str, Any] = {"jac": jacobian, "loss": "huber", "bounds": bounds, "x_scale": "jac"}
+    options: dict[str, Any] = {
+        "jac": jacobian,
+        "loss": "huber",
+        "bounds": bounds,
+        "x_scale": "jac",
+    }
     # From wide scales to the Huber loss's: with its narrow one alone, steps far from the minimum are so short that they seem to have arrived.
     for scale in (1000 * HUBER, 30 * HUBER, 5 * HUBER, HUBER):
         options |= {"f_scale": scale, "xtol": 1e-9, "ftol": 1e-10, "max_nfev": 300}

@@ -53,7 +53,9 @@ def read(
 
 def require_enough(runs: Sequence[Run], *, left_out: int = 0) -> None:
     """Raise InputError if a law cannot be fitted to runs."""
-    count = f"titan scaling: {len(runs)} runs" + f" after --leave-out {left_out}" * bool(left_out)
+    count = f"titan scaling: {len(runs)} runs" + f" after --leave-out {left_out}" * bool(
+        left_out
+    )
     for field in ("params", "tokens"):
         if len({getattr(run, field) for run in runs}) < 3:
             raise InputError(
@@ -83,7 +85,9 @@ def _folders(path: Path) -> list[Path]:
     raise InputError(f"titan scaling: {path}: no run, and no folder of runs{hint}")
 
 
-def _of_folder(folder: Path, *, total: bool, granted: Sequence[str]) -> tuple[Run, dict[str, Any]]:
+def _of_folder(
+    folder: Path, *, total: bool, granted: Sequence[str]
+) -> tuple[Run, dict[str, Any]]:
     """Return a run, and the settings that all runs must share."""
     config = load_config(folder / "config.toml")
     obeyed, _ = without_permissions(config, run=folder, granted=granted)
@@ -98,7 +102,9 @@ def _of_folder(folder: Path, *, total: bool, granted: Sequence[str]) -> tuple[Ru
         )
     params = sizes.num_params if total else sizes.num_active_params
     if not (loss := final_loss(rows)):
-        raise InputError(f"titan scaling: {folder}: its last rows have no loss: did it diverge?")
+        raise InputError(
+            f"titan scaling: {folder}: its last rows have no loss: did it diverge?"
+        )
     return Run(folder.name, float(params), float(rows[-1]["tokens"]), loss), _trained_on(config)
 
 
@@ -130,7 +136,9 @@ def _of_csv(file: Path) -> list[Run]:
     # Fields end at the separator that the header has most of.
     separator = max(",;\t", key=lines[0].count) if lines else ","
     if max(map(len, lines), default=0) > _LONGEST:
-        raise InputError(f"titan scaling: {file}: has a line of more than {_LONGEST:,} characters")
+        raise InputError(
+            f"titan scaling: {file}: has a line of more than {_LONGEST:,} characters"
+        )
     reader = csv.reader(lines, delimiter=separator)
     header = [name.strip() for name in next(reader, [])]
     places: dict[str, int] = {}
@@ -138,7 +146,9 @@ def _of_csv(file: Path) -> list[Run]:
         found = [place for place, name in enumerate(header) if name.lower() in known]
         if len(found) > 1:
             several = " and ".join(header[place] for place in found)
-            raise InputError(f"titan scaling: {file}: columns {several} mean the same: remove one")
+            raise InputError(
+                f"titan scaling: {file}: columns {several} mean the same: remove one"
+            )
         if found:
             places[field] = found[0]
         elif field != "name":

@@ -14,7 +14,9 @@ from titan.config.schema import JobConfig
 from . import execute, picture, results, trials
 from .trials import Trial
 
-SUMMARY = "Train a job with several values of its keys, and say which is better. docs/scaling.md"
+SUMMARY = (
+    "Train a job with several values of its keys, and say which is better. docs/scaling.md"
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -23,9 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         ConfigError, InputError: A mistake of the user, which titan.cli reports.
     """
-    usage = (
-        f"{JOB} --set KEY=VALUE,VALUE ... [--seeds N] [--jobs N] [--folder DIR] [--ray [ADDRESS]]"
-    )
+    usage = f"{JOB} --set KEY=VALUE,VALUE ... [--seeds N] [--jobs N] [--folder DIR] [--ray [ADDRESS]]"
     parser = command_parser("sweep", usage, summary=SUMMARY)
     add = parser.add_argument
     about = "a key and its values; may be repeated: all combinations run"
@@ -36,7 +36,13 @@ def main(argv: list[str] | None = None) -> int:
     add("--folder", type=Path, default=Path("sweep"), metavar="DIR", help=about)
     about = "runs that train at the same time; default: 1"
     add("--jobs", type=positive, default=1, metavar="N", help=about)
-    add("--nproc", type=positive, default=1, metavar="N", help="processes of each run; default: 1")
+    add(
+        "--nproc",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="processes of each run; default: 1",
+    )
     about = "run on a Ray cluster; default address: auto"
     add("--ray", nargs="?", const="auto", metavar="ADDRESS", help=about)
     picture.add_option(parser, "draw the losses")

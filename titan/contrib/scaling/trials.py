@@ -85,9 +85,7 @@ def parse_settings(texts: Sequence[str]) -> dict[str, list[str]]:
         if not equals or not found or not re.fullmatch(r"[\w-]+(\.[\w-]+)+", key):
             problem = "expected a key and its values, such as optimizer.lr=1e-3,3e-3"
         elif ",".join(found) != values:
-            problem = (
-                "a value is empty, or a bracket, brace or quote has no partner; quote such a value"
-            )
+            problem = "a value is empty, or a bracket, brace or quote has no partner; quote such a value"
         elif key in _OURS:
             problem = _OURS[key]
         elif len({*known}) < len(known):
@@ -97,7 +95,9 @@ def parse_settings(texts: Sequence[str]) -> dict[str, list[str]]:
     return settings
 
 
-def combinations(settings: dict[str, list[str]], seeds: int) -> list[tuple[dict[str, str], int]]:
+def combinations(
+    settings: dict[str, list[str]], seeds: int
+) -> list[tuple[dict[str, str], int]]:
     """Return the settings and the seed of each run.
 
     Raises:

@@ -46,7 +46,11 @@ UNUSED: dict[str, Any] = {
 }
 # Keys that change nothing here, whatever their value.
 IGNORED = (
-    *("job.save_config_file", "training.dataloader.persistent_workers", "validation.dataloader"),
+    *(
+        "job.save_config_file",
+        "training.dataloader.persistent_workers",
+        "validation.dataloader",
+    ),
     *("quantize.linear.mx.mxfp8_dim1_cast_kernel_choice", "fault_tolerance.process_group"),
 )
 # Replacements for some of these keys.
@@ -105,7 +109,9 @@ def apply_aliases(layer: ConfigLayer) -> tuple[list[str], list[Problem]]:
         # Name each key of a section that turns something on.
         keys = [key]
         if isinstance(value, dict):
-            keys = [f"{key}.{key_text([k])}" for k, inner in value.items() if not _is_off(inner)]
+            keys = [
+                f"{key}.{key_text([k])}" for k, inner in value.items() if not _is_off(inner)
+            ]
         message = f"titan has no such setting; {_INSTEAD.get(key, 'remove the key')}"
         problems += [layer.locations[k].problem(message) for k in keys]
     return warnings, problems

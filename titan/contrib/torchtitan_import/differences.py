@@ -91,7 +91,9 @@ def _is_read_there(config: JobConfig) -> bool:
     """
     model, written = config.model, config.source_map.locations.items()
     keys = [key for key, place in written if place.file != COMMAND_LINE]
-    is_ours = any(key == table or key.startswith(f"{table}.") for key in keys for table in _OURS)
+    is_ours = any(
+        key == table or key.startswith(f"{table}.") for key in keys for table in _OURS
+    )
     return model.flavor in FLAVORS.get(model.name, ()) and not is_ours
 
 
@@ -99,7 +101,10 @@ def _in_model(config: JobConfig) -> Iterator[RuleViolation]:
     """Yield the differences of the model and its masks."""
     model = config.model
     if config.data.document_mask:
-        yield "data.document_mask", "true ignores the label across a boundary; TorchTitan does not"
+        yield (
+            "data.document_mask",
+            "true ignores the label across a boundary; TorchTitan does not",
+        )
     elif (model.name, model.flavor) in _MASKED:
         yield "data.document_mask", f"false; TorchTitan masks documents in {model.flavor}"
     flavor = family(model.name).FLAVORS[model.flavor]
@@ -120,7 +125,10 @@ def _in_optimizer(config: JobConfig) -> Iterator[RuleViolation]:
     """Yield the differences of weight decay."""
     is_decayed = getattr(config.optimizer, "weight_decay", 0)
     if is_decayed and not getattr(config.optimizer, "decay_norms", True):
-        yield "optimizer.decay_norms", "false spares norms from weight decay; TorchTitan does not"
+        yield (
+            "optimizer.decay_norms",
+            "false spares norms from weight decay; TorchTitan does not",
+        )
 
 
 def _in_defaults(config: JobConfig) -> Iterator[RuleViolation]:

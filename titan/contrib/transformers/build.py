@@ -43,7 +43,9 @@ def build(source: ModelSource) -> tuple[Any, dict[int, Init]]:
             'as {rope_parameters = {rope_type = "default"}}'
         )
     if source.code:
-        config: Any = transformers.AutoConfig.from_pretrained(source.code, trust_remote_code=True)
+        config: Any = transformers.AutoConfig.from_pretrained(
+            source.code, trust_remote_code=True
+        )
     else:
         config = transformers.CONFIG_MAPPING[content["model_type"]].from_dict(content)
     config._attn_implementation = attention.PROBE
@@ -119,7 +121,9 @@ class _Inits(TorchDispatchMode):
         super().__init__()
         self.std: dict[int, Init] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name, values = func.overloadpacket._qualified_op_name.partition("::")[2], [*args[1:]]
         values += (kwargs or {}).values()
         numbers = [v for v in values if isinstance(v, (int, float))]

@@ -40,5 +40,7 @@ def disk_names(hf: Any, names: dict[str, tuple[int, ...]]) -> dict[str, list[str
             found[name] = [key for _, key in sorted(firsts)]
             (part, *others) = parts.values()
             if not others and (part.shape != value.shape or not torch.equal(part, value)):
-                raise UnsupportedModelError(f"{name} is stored in another form, {found[name][0]}")
+                raise UnsupportedModelError(
+                    f"{name} is stored in another form, {found[name][0]}"
+                )
     return found

@@ -102,7 +102,9 @@ class SequenceBorders:
         size, order = self.part.size, chunks_held(self.part.size, self.part.balanced)
         # (P, B, ...) of each rank -> (C, P, B, ...) on all
         x_CPB = all_gather(
-            x.unflatten(0, (-1, self.num_pieces)).movedim(1, 0), group=self.part.group, size=size
+            x.unflatten(0, (-1, self.num_pieces)).movedim(1, 0),
+            group=self.part.group,
+            size=size,
         )
         pieces = x_CPB.flatten(0, 1).unbind()
         return tuple(pieces[order.index(number)] for number in range(len(order)))

@@ -89,7 +89,9 @@ class TransformersModel(nn.Module):
         object.__setattr__(self.config, "refuses", tuple(refuses.items()))
         hf.config._attn_implementation = attention.RUN
 
-    def _try_heads(self, probe: list[Part], given: dict[str, str]) -> tuple[dict[str, str], str]:
+    def _try_heads(
+        self, probe: list[Part], given: dict[str, str]
+    ) -> tuple[dict[str, str], str]:
         """Return the tensor-parallel plan, and why there is none, or "".
 
         Code that does not run with a part of the heads gets all of them, as from a fused matrix.
@@ -124,7 +126,9 @@ class TransformersModel(nn.Module):
         number = getattr(hf.config, "num_hidden_layers", None)
         if number is None:
             kind = hf.config.model_type
-            raise UnsupportedModelError(f"{kind} has several parts; its text model is a family too")
+            raise UnsupportedModelError(
+                f"{kind} has several parts; its text model is a family too"
+            )
         lists = [
             (name, module)
             for name, module in hf.named_modules()
@@ -272,7 +276,9 @@ class TransformersModel(nn.Module):
         first, names = self.disk[key]
         if number is None or first[1] == number[1]:
             return names
-        return [re.sub(rf"^(.*?\.){first[1]}\.", rf"\g<1>{number[1]}.", n, count=1) for n in names]
+        return [
+            re.sub(rf"^(.*?\.){first[1]}\.", rf"\g<1>{number[1]}.", n, count=1) for n in names
+        ]
 
     def _parts_of_expert(self, name: str) -> int:
         module: Any = self.get_submodule(name.rpartition(".")[0])
@@ -284,7 +290,9 @@ class TransformersModel(nn.Module):
         return self.inits[name if name in self.inits else f"{parent}.gate_up_proj"]
 
 
-def _by_use(ends: tuple[list[str], list[str]], probe: list[Part]) -> tuple[list[str], list[str]]:
+def _by_use(
+    ends: tuple[list[str], list[str]], probe: list[Part]
+) -> tuple[list[str], list[str]]:
     """Return the modules before and after the blocks by their calls, which may come in another order than their names."""
     names = [part.name for part in probe]
     is_late = {name: n > names.index("layers.0") for n, name in enumerate(names)}
@@ -342,7 +350,9 @@ def _sizes(
         for p in module.parameters()
         if p.ndim == 3
     }
-    matmuls = sum(p.numel() * share.get(id(p), 1) for p in model.layers.parameters() if p.ndim > 1)
+    matmuls = sum(
+        p.numel() * share.get(id(p), 1) for p in model.layers.parameters() if p.ndim > 1
+    )
     output: Any = model.output
     down = None if one is None else one.down_proj
     return TransformersConfig(
@@ -376,7 +386,10 @@ def _sizes(
 
 
 def _refusals(
-    model: TransformersModel, source: ModelSource, calls: list[Any], expert_modules: dict[str, Any]
+    model: TransformersModel,
+    source: ModelSource,
+    calls: list[Any],
+    expert_modules: dict[str, Any],
 ) -> dict[str, str]:
     """Return the techniques that a model cannot have, with the reasons."""
     refuses: dict[str, str] = {}
@@ -407,5 +420,7 @@ def _table_positions(model: TransformersModel) -> int:
     # Some tables have rows for padding before the first position.
     lengths = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
     lengths -= {model.tok_embeddings.num_embeddings}  # pyright: ignore
-    lengths |= {length for buffer in model.buffers() if buffer.ndim > 1 for length in buffer.shape}
+    lengths |= {
+        length for buffer in model.buffers() if buffer.ndim > 1 for length in buffer.shape
+    }
     return limit if lengths & {*range(limit, limit + 8)} else 0

@@ -168,7 +168,9 @@ class _Plan:
         self.found[name] = style
 
     def _their_style(self, name: str) -> str:
-        found = next((s for pattern, s in self.theirs.items() if fnmatchcase(name, pattern)), "")
+        found = next(
+            (s for pattern, s in self.theirs.items() if fnmatchcase(name, pattern)), ""
+        )
         parent, _, leaf = name.rpartition(".")
         if found or any(pattern.startswith(f"{_star(parent)}.") for pattern in self.theirs):
             return found
@@ -204,7 +206,9 @@ class _Plan:
                 self._put(expert, "experts")
         elif isinstance(module, nn.Linear) and self._their_style(name) in (*COLUMNS, *ROWS):
             # A feed-forward layer whose matrices are the block's own children.
-            self._put(name, "gather_colwise" if self._their_style(name) in COLUMNS else "rowwise")
+            self._put(
+                name, "gather_colwise" if self._their_style(name) in COLUMNS else "rowwise"
+            )
         elif attends or any(self._their_style(n) in (*COLUMNS, *ROWS) for n in inside):
             self._region(name, module, inside, attends=attends)
         elif any(isinstance(m, nn.modules.conv._ConvNd) for m in inside.values()):
@@ -250,7 +254,9 @@ class _Plan:
             (p for n, p in self.parts.items() if n.startswith(name) and p.attention), None
         )
         call = attention.attention if attention is not None else None
-        queries, keys, values = attention.roles if attention is not None else (set(), set(), set())
+        queries, keys, values = (
+            attention.roles if attention is not None else (set(), set(), set())
+        )
         own_parameters = dict(module.named_parameters(recurse=False))
         for n, parameter in own_parameters.items():
             if call is None or len(parameter) != call.heads:
@@ -279,7 +285,9 @@ class _Plan:
         if not attends:  # their plan may say more than the cuts
             is_fused |= any(self._their_style(n) == "colwise_gather_output" for n in inside)
         number = (
-            f":{call.kv_heads}" if call and call.kv_heads != self.model.config.n_kv_heads else ""
+            f":{call.kv_heads}"
+            if call and call.kv_heads != self.model.config.n_kv_heads
+            else ""
         )
         gather = "gather_whole" if is_fused else "gather_heads"
         self._put(name, gather if own_parameters else "gather_input")

@@ -43,7 +43,9 @@ class Watch(TorchDispatchMode):
         self.parts, self.where, self.convolves = parts, "", ""
         self.flows = Flows()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags and not self.where:
             last = [*self.parts.values()][-1]
             if not isinstance(last.module, nn.modules.dropout._DropoutNd):
@@ -169,9 +171,7 @@ def fails(model: Any, first: list[str]) -> str:
             model(torch.zeros(shape, dtype=dtype, device="meta"))
     except Exception as error:
         text = " ".join(str(error).split())[:100]
-        return (
-            f"its forward pass does not run in stages, with {', '.join(first)} on the first: {text}"
-        )
+        return f"its forward pass does not run in stages, with {', '.join(first)} on the first: {text}"
     return ""
 
 

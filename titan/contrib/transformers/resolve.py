@@ -135,9 +135,13 @@ def _changed(config: Any, overrides: dict[str, Any], *, derives: bool) -> Any:
     if derives:
         stale = _derived(config) - changes.keys()
         content = {k: v for k, v in content.items() if k not in stale}
-    number: Any = content.get(config.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
+    number: Any = content.get(
+        config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    )
     if number is not None and number != config.num_hidden_layers:
-        by_layer = {k: v for k, v in content.items() if _is_by_layer(v, config.num_hidden_layers)}
+        by_layer = {
+            k: v for k, v in content.items() if _is_by_layer(v, config.num_hidden_layers)
+        }
         # Without a value for a layer, the class fills them in again.
         content |= {k: v[:number] if number <= len(v) else None for k, v in by_layer.items()}
     if derives:
@@ -315,4 +319,6 @@ def describe(source: ModelSource) -> TransformersConfig:
     except (UnsupportedModelError, WrongKeyError):
         raise
     except Exception as error:  # of transformers' code, which may be anyone's
-        raise UnsupportedModelError(f"its sizes cannot be found: {message_of(error)}") from error
+        raise UnsupportedModelError(
+            f"its sizes cannot be found: {message_of(error)}"
+        ) from error

@@ -32,7 +32,8 @@ def shrink(sizes: TransformersConfig, n_layers: int | None = None) -> dict[str, 
     ratio = min(sizes.n_heads // max(1, sizes.n_kv_heads), 8)
     groups = min(sizes.n_kv_heads, 4 if ratio == 1 else 2)
     wanted = {
-        name: min(limit, getattr(sizes, name, limit) or limit) for name, limit in _LIMITS.items()
+        name: min(limit, getattr(sizes, name, limit) or limit)
+        for name, limit in _LIMITS.items()
     }
     wanted |= {"n_heads": groups * ratio, "n_kv_heads": groups}
     wanted["n_layers"] = n_layers or num_layers(sizes)
@@ -42,7 +43,9 @@ def shrink(sizes: TransformersConfig, n_layers: int | None = None) -> dict[str, 
     overrides: dict[str, Any] = {}
     for name, value in wanted.items():
         for key in NAMES[name]:
-            if _is_number(content.get(key)) and content[key]:  # 0 is turned off, such as a window
+            if (
+                _is_number(content.get(key)) and content[key]
+            ):  # 0 is turned off, such as a window
                 overrides[key] = value
     for key, value in _OTHERS.items():
         if _is_number(content.get(key)):
@@ -53,7 +56,10 @@ def shrink(sizes: TransformersConfig, n_layers: int | None = None) -> dict[str, 
     if _is_number(content.get("mamba_n_heads")):  # whose state is as wide as its input
         width = int((content.get("mamba_expand") or 2) * overrides["hidden_size"])
         mamba = {"mamba_n_heads": width // _HEAD_DIM, "mamba_d_head": _HEAD_DIM}
-        mamba |= {"mamba_d_state": 16, "mamba_n_groups": min(2, content.get("mamba_n_groups", 1))}
+        mamba |= {
+            "mamba_d_state": 16,
+            "mamba_n_groups": min(2, content.get("mamba_n_groups", 1)),
+        }
         overrides |= {
             key: n for key, n in {**mamba, "mamba_d_ssm": width}.items() if key in content
         }

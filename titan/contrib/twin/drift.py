@@ -254,7 +254,9 @@ class DriftWatch:
     def _waits(self, rank: int, num_ranks: int) -> Iterable[Drift]:
         """Yield a rank's losses to data and to its host."""
         data_s = self._cost("data_s", rank, expected_s=0.0)
-        yield Drift(part="data", text=f"rank {rank} waits for data", ranks=(rank,), cost_s=data_s)
+        yield Drift(
+            part="data", text=f"rank {rank} waits for data", ranks=(rank,), cost_s=data_s
+        )
         others = [self._cost("host_s", other) for other in range(num_ranks) if other != rank]
         common_s = max(0.0, median(others)) if others and self._shares_cores else 0.0
         host_s = self._cost("host_s", rank) - common_s

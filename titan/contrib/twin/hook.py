@@ -76,7 +76,10 @@ class Twin(Hook):
         self.is_scaled = is_cpu and section.twin_hardware == "auto"
         self.first_links: dict[tuple[str, int, int], float] = {}
         self.wants_links = self.measures_links = False
-        self.rows_since_links, self.links_at_s = 0, inf  # a step's time when links were measured
+        self.rows_since_links, self.links_at_s = (
+            0,
+            inf,
+        )  # a step's time when links were measured
         self.since_step = self.retries = 0
         self.host_s = self.own_host_s = self._spent_s = 0.0
         self._host_since_s: float | None = None
@@ -156,7 +159,9 @@ class Twin(Hook):
         trainer, mine = self.trainer, dict[tuple[str, int, int], float]()
         for axis in trainer.mesh.mesh_dim_names or ():
             group = trainer.mesh.get_group(axis)
-            links = bench.links_s(trainer.device, self.message_bytes, group=group, rounds=_ROUNDS)
+            links = bench.links_s(
+                trainer.device, self.message_bytes, group=group, rounds=_ROUNDS
+            )
             # Both ends have measured it; one of them reports.
             mine |= {(axis, trainer.rank, p): s for p, s in links.items() if p > trainer.rank}
         all_links = [mine] * trainer.world_size
@@ -171,8 +176,12 @@ class Twin(Hook):
             for (axis, a, b), now_s in links.items():
                 first_s = first[axis, a, b]
                 # There and back.
-                cost_s = (now_s - first_s) * self._bytes_per_step(axis) / (2 * self.message_bytes)
-                slow.append(SlowLink(axis=axis, ranks=(a, b), ratio=now_s / first_s, cost_s=cost_s))
+                cost_s = (
+                    (now_s - first_s) * self._bytes_per_step(axis) / (2 * self.message_bytes)
+                )
+                slow.append(
+                    SlowLink(axis=axis, ranks=(a, b), ratio=now_s / first_s, cost_s=cost_s)
+                )
             self.watch.measured_links(slow)
 
     def _bytes_per_step(self, axis: str) -> float:
@@ -184,7 +193,9 @@ class Twin(Hook):
             by_axis = facts["comm"]["by_axis"]
             return sum(row["bytes"] for axes, row in by_axis.items() if axis in axes.split("+"))
         parts = self.trainer.train_step.model_parts
-        return 3.0 * sum(p.numel() * p.element_size() for part in parts for p in part.parameters())
+        return 3.0 * sum(
+            p.numel() * p.element_size() for part in parts for p in part.parameters()
+        )
 
     # ---- deciding ------------------------------------------------------------------------------
 
@@ -204,7 +215,9 @@ class Twin(Hook):
             if not (self.prediction.is_running and self.shares_cores):
                 world = trainer.world_size
                 data_s, host_s, retries = (slots[n * world : (n + 1) * world] for n in range(3))
-                own_s = [own - data for own, data in zip(result.flags[times], data_s, strict=True)]
+                own_s = [
+                    own - data for own, data in zip(result.flags[times], data_s, strict=True)
+                ]
                 row = RowTimes(
                     step_s=window.step_s,
                     own_s=own_s,
@@ -241,7 +254,8 @@ class Twin(Hook):
             scale = self.watch.expected_s / facts["step_time_s"]
         spans = facts["time"]["span_s"]
         by_phase = {
-            phase: sum(spans.get(name, 0.0) for name in names) for phase, names in _PHASES.items()
+            phase: sum(spans.get(name, 0.0) for name in names)
+            for phase, names in _PHASES.items()
         }
         if self.trainer.layout.pp > 1:  # measured together
             by_phase["backward"] += by_phase.pop("forward")
@@ -257,7 +271,9 @@ class Twin(Hook):
         watch = self.watch
         is_faster = watch.expected_s < _FASTER * self.links_at_s
         # Twice for each window of rows that are judged together.
-        is_due = (watch.suspects_link or is_faster) and self.rows_since_links > watch.num_rows // 2
+        is_due = (
+            watch.suspects_link or is_faster
+        ) and self.rows_since_links > watch.num_rows // 2
         if watch.expected_s and self.trainer.world_size > 1 and is_due:
             self.wants_links, self.rows_since_links = True, 0
             if not watch.suspects_link:
@@ -277,7 +293,11 @@ class Twin(Hook):
         if drift.ratio > 1:
             text += f", which takes {drift.ratio:.2f} times as long as it did"
         _LOG.warning(f"step {trainer.step}: {text}")
-        facts = {"part": drift.part, "ranks": list(drift.ranks), "cost_s": round(drift.cost_s, 6)}
+        facts = {
+            "part": drift.part,
+            "ranks": list(drift.ranks),
+            "cost_s": round(drift.cost_s, 6),
+        }
         trainer.events.write("drift", step=trainer.step, text=text, **facts)
 
     def _where(self, drift: Drift) -> str:
@@ -322,7 +342,9 @@ class Prediction:
         environment = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES}
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         try:
-            self.messages.parent.mkdir(exist_ok=True)  # the first line of a log would make it later
+            self.messages.parent.mkdir(
+                exist_ok=True
+            )  # the first line of a log would make it later
             with self.messages.open("wb") as messages:
                 self.process = subprocess.Popen(
                     [sys.executable, "-c", _CHILD_PROGRAM, "sim", *job, *options],
@@ -343,7 +365,9 @@ class Prediction:
                 if code:
                     lines = self.messages.read_text(errors="replace").strip().splitlines()
                     # Mistakes in the job are counted in the line after them.
-                    said = [line for line in lines if not line.endswith(("problem", "problems"))]
+                    said = [
+                        line for line in lines if not line.endswith(("problem", "problems"))
+                    ]
                     raise ValueError(said[-1] if said else f"exit code {code}")
                 self.facts = json.loads(self.file.read_text())
             except (OSError, ValueError) as error:

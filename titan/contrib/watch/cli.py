@@ -26,12 +26,18 @@ def main(argv: list[str] | None = None) -> int:
         InputError: A mistake of the user, which titan.cli reports.
     """
     parser = argparse.ArgumentParser(
-        prog="titan watch", description="A live page of runs: curves, throughput, ranks, events."
+        prog="titan watch",
+        description="A live page of runs: curves, throughput, ranks, events.",
     )
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", type=Path, help="run folder (job.dump_folder)")
     add("--port", type=int, default=PORT, metavar="P", help=f"default: {PORT}; 0: a free one")
-    add("--host", default="127.0.0.1", metavar="H", help="address to listen on; default: 127.0.0.1")
+    add(
+        "--host",
+        default="127.0.0.1",
+        metavar="H",
+        help="address to listen on; default: 127.0.0.1",
+    )
     add("--once", type=Path, metavar="FILE.html", help="write the page as it is now, and end")
     arguments = parser.parse_args(argv)
     readers, host = open_runs(with_groups(arguments.runs)), arguments.host

@@ -28,7 +28,17 @@ else:
     import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 COLUMNS = (
-    *("step", "loss", "loss_mean", "grad_norm", "lr", "tokens", "tokens_per_s", "mfu", "time_s"),
+    *(
+        "step",
+        "loss",
+        "loss_mean",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "tokens_per_s",
+        "mfu",
+        "time_s",
+    ),
     *("memory_gib", "step_s", "data_wait_s", "validation_loss", "bits_per_byte", "loss_z"),
     *("grad_norm_z", "slowest_rank", "slowest_rank_s", "median_rank_s", "goodput", "unix_s"),
     *("eta_s", "expert_imbalance", "predicted/step_s", "drift/ratio"),
@@ -118,7 +128,9 @@ class RunReader:
             "stragglers": sorted(self.events.slow),
             "drift": self.events.drift,
             "starts": list(self.events.starts),
-            "events": [{k: v for k, v in e.items() if k != "seconds"} for e in self.events.rows],
+            "events": [
+                {k: v for k, v in e.items() if k != "seconds"} for e in self.events.rows
+            ],
             "seconds": seconds if isinstance(seconds, dict) else {},
             "restarts": account.get("restarts"),
             "lost_steps": account.get("lost_steps"),
@@ -127,7 +139,9 @@ class RunReader:
 
     def _facts(self) -> Row:
         """Return the facts that stay the same during a run."""
-        config = self._small("config.toml", lambda text: tomllib.loads(text.decode()), keep=dict)
+        config = self._small(
+            "config.toml", lambda text: tomllib.loads(text.decode()), keep=dict
+        )
         environment = self._small("environment.json", json.loads)
         facts: Row = {"folder": str(self.folder)}
         # Each fact that is missing, or has another type, is left out.
@@ -142,7 +156,11 @@ class RunReader:
         return scalars(facts)
 
     def _small(
-        self, name: str, load: Callable[[bytes], Any], *, keep: Callable[[Row], Row] | None = None
+        self,
+        name: str,
+        load: Callable[[bytes], Any],
+        *,
+        keep: Callable[[Row], Row] | None = None,
     ) -> Row:
         """Return the content of a small file, which is read again only if it has changed.
 
@@ -289,7 +307,9 @@ def sample_texts(content: Row) -> Row:
         ValueError: It has no pairs of texts.
     """
     texts = content.get("texts")
-    if not isinstance(texts, list) or not all(isinstance(p, list) and len(p) == 2 for p in texts):
+    if not isinstance(texts, list) or not all(
+        isinstance(p, list) and len(p) == 2 for p in texts
+    ):
         raise ValueError("no pairs of texts")
     pairs = [[str(text)[:_MAX_TEXT] for text in pair] for pair in texts[:_MAX_KEYS]]
     return {"step": number(content.get("step")), "texts": pairs}

@@ -196,14 +196,18 @@ class Certifier:
             return "", "", {}
         small = changed(self.small, self._keys(degrees))
         for n_layers in range(small.model.sizes.n_layers, depth + 1):
-            if wrong.keys().isdisjoint(_starts(stage_split(small, num_layers=n_layers).modules)):
+            if wrong.keys().isdisjoint(
+                _starts(stage_split(small, num_layers=n_layers).modules)
+            ):
                 break
         return "", f"not to be cut before {', '.join(wrong)}", self._deep(n_layers)
 
     def _deep(self, n_layers: int) -> dict[str, Any]:
         """Return the keys of the small job that depend on the number of layers."""
         keys = small_keys(self.config, tp=self.layout.tp, n_layers=n_layers)
-        return {name: keys[name] for name in ("model.overrides", "model.freeze") if name in keys}
+        return {
+            name: keys[name] for name in ("model.overrides", "model.freeze") if name in keys
+        }
 
     def _keys(self, degrees: Degrees, *, alone: bool = False) -> dict[str, Any]:
         """Return the keys of a layout, or of the one process that it is compared with."""
@@ -227,7 +231,10 @@ class Certifier:
         recipe = self.config.quantize.linear.float8.recipe_name or "tensorwise"
         if self.is_8bit and "cp" in degrees and recipe == "tensorwise":
             # A context-parallel rank scales its part of a tensor, which no process alone does. Rows are the same.
-            gathers = ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp")
+            gathers = (
+                "enable_fsdp_float8_all_gather",
+                "precompute_float8_dynamic_scale_for_fsdp",
+            )
             keys |= dict.fromkeys((f"{_FLOAT8}.{name}" for name in gathers), False)
             keys[f"{_FLOAT8}.recipe_name"] = "rowwise"
         return keys
@@ -247,7 +254,10 @@ class Certifier:
             # In some layouts, titan leaves layers alone that it converts in one process.
             kept = {name for result in results for name in result["kept"]}
             for name in ("float8", "mx"):
-                keys[f"quantize.linear.{name}.filter_fqns"] = [*section.filter_fqns, *sorted(kept)]
+                keys[f"quantize.linear.{name}.filter_fqns"] = [
+                    *section.filter_fqns,
+                    *sorted(kept),
+                ]
         alone = changed(self.small, keys)
         [reference] = self.run(alone, 1)
         limits = steps.bounds(
@@ -265,7 +275,8 @@ class Certifier:
         off = {"compile.enable": False}
         two = self.run(changed(small, off), world, recorded=True)[0]
         one, moved = (
-            self.run(changed(alone, off), 1, recorded=True, perturbed=seed)[0] for seed in (0, 1)
+            self.run(changed(alone, off), 1, recorded=True, perturbed=seed)[0]
+            for seed in (0, 1)
         )
         module = compare(one["recorded"], two["recorded"], moved["recorded"]).first
         if why := parameters_only(one["recorded"]):
@@ -349,10 +360,15 @@ def _certificate(
         "job": list(job),
         "model": f"{model.name} {model.flavor}",
         "layout": asdict(certifier.layout),
-        "titan": {"version": titan.__version__, **(git_state(Path(titan.__file__).parent) or {})},
+        "titan": {
+            "version": titan.__version__,
+            **(git_state(Path(titan.__file__).parent) or {}),
+        },
         "versions": {"python": platform.python_version(), **alone.get("versions", {})},
         "sizes": changes,
-        "keys": {key: value for key, value in certifier.keys.items() if key != "model.overrides"},
+        "keys": {
+            key: value for key, value in certifier.keys.items() if key != "model.overrides"
+        },
         "rows": [asdict(row) for row in rows],
     }
 
@@ -361,7 +377,9 @@ def _page(certificate: Mapping[str, Any], rows: Sequence[CertifiedLayout]) -> st
     """Return a certificate as Markdown."""
     source, versions = certificate["titan"], {**certificate["titan"], **certificate["versions"]}
     del versions["version"]
-    sizes = [f"| {n} | {v['job']} | {v['certified']} |" for n, v in certificate["sizes"].items()]
+    sizes = [
+        f"| {n} | {v['job']} | {v['certified']} |" for n, v in certificate["sizes"].items()
+    ]
     return f"""# Certificate of {certificate["model"]}
 
 `titan certify {shlex.join(certificate["job"])}`: titan {source["version"]}, {", ".join(f"{k} {v}" for k, v in versions.items())}.

@@ -23,7 +23,9 @@ from titan.tasks.base import Microbatch
 CPU = torch.device("cpu")
 
 
-def cut_differences(config: JobConfig, modules: Sequence[Sequence[str]]) -> dict[str, float | str]:
+def cut_differences(
+    config: JobConfig, modules: Sequence[Sequence[str]]
+) -> dict[str, float | str]:
     """Cut the model of a job in two, at each block and wherever its pipeline does.
 
     Args:
@@ -39,7 +41,8 @@ def cut_differences(config: JobConfig, modules: Sequence[Sequence[str]]) -> dict
     initialize(model, seed=config.debug.seed, std_of=model.init_std)
     drawn = [job.task.random_batch(1000 * config.debug.seed + number) for number in (1, 2)]
     first, second = (
-        job.task.microbatch(job.task.complete(batch, device=CPU, is_cut=True)) for batch in drawn
+        job.task.microbatch(job.task.complete(batch, device=CPU, is_cut=True))
+        for batch in drawn
     )
     sent = sent_by_stage(job, first.input, first.inputs).shape
     return try_cuts(model.eval(), modules, first, second, sent=sent)
@@ -73,7 +76,9 @@ def try_cuts(
         if name not in starts:
             continue
         names = [[*order[:place], *shared], [*shared, *order[place:]]]
-        parts = extract_stages(model, [[*dict.fromkeys(part)] for part in names], numbers=(0, 1))
+        parts = extract_stages(
+            model, [[*dict.fromkeys(part)] for part in names], numbers=(0, 1)
+        )
         try:
             x = parts[0](first.input, **first.inputs)
             if not isinstance(x, Tensor) or x.shape != sent:

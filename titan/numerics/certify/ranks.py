@@ -141,7 +141,9 @@ def _receive(ranks: list[tuple[Any, Any]]) -> list[tuple[bool, Any]]:
                 results[connection] = (False, RankError(text, text))
     # In the order of their ends, since a failure may cause others; results in that of the ranks.
     failed = not all(ok for ok, _ in results.values())
-    return list(results.values()) if failed else [results[connection] for connection in processes]
+    return (
+        list(results.values()) if failed else [results[connection] for connection in processes]
+    )
 
 
 def _how(code: int) -> str:
@@ -149,7 +151,9 @@ def _how(code: int) -> str:
     return f"of {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
 
 
-def _work(connection: Any, path: list[str], store: str, rank: int, world: int, job: bytes) -> None:
+def _work(
+    connection: Any, path: list[str], store: str, rank: int, world: int, job: bytes
+) -> None:
     import torch
     import torch.distributed as dist
 

@@ -66,7 +66,12 @@ def small_keys(config: JobConfig, *, tp: int, n_layers: int | None = None) -> di
     """
     section, ac, sizes = config.model, config.activation_checkpoint, config.model.sizes
     own = getattr(family(section.name), "shrink", None)
-    keys: dict[str, Any] = {**_OFF, **_EXACT, "training.seq_len": LENGTH, "training.steps": STEPS}
+    keys: dict[str, Any] = {
+        **_OFF,
+        **_EXACT,
+        "training.seq_len": LENGTH,
+        "training.steps": STEPS,
+    }
     keys |= {"lr_scheduler.warmup_steps": 2, "lr_scheduler.total_steps": None}
     keys["loss.chunk_tokens"] = min(config.loss.chunk_tokens, 100)
     keys["training.global_batch_size"] = BATCH
@@ -92,7 +97,9 @@ def small_keys(config: JobConfig, *, tp: int, n_layers: int | None = None) -> di
     partition = "_decomp_partition" * (ac.mode == "memory_budget")
     keys |= {"compile.backend": f"aot_eager{partition}", "compile.mode": "default"}
     if config.optimizer.name == "AdamW8bit":
-        keys["optimizer.implementation"] = "for-loop"  # fused, inductor compiles it for a minute
+        keys["optimizer.implementation"] = (
+            "for-loop"  # fused, inductor compiles it for a minute
+        )
     for name in config.model.converters:
         name = "quantize.linear.float8" if name in FLOAT8 else name
         keys[f"{name}.emulate"] = True
@@ -166,7 +173,9 @@ def _num_experts(sizes: Any) -> int:
     """Return the least number of experts with the job's groups and twice as many experts as a token goes to."""
     groups, best = getattr(sizes, "num_groups", 0) or 1, getattr(sizes, "top_groups", 0) or 1
     each = max(
-        ceil(sizes.top_k / best), getattr(sizes, "group_top_k", 1), ceil(2 * sizes.top_k / groups)
+        ceil(sizes.top_k / best),
+        getattr(sizes, "group_top_k", 1),
+        ceil(2 * sizes.top_k / groups),
     )
     each += each * groups % 2  # ranks share them
     return min(sizes.num_experts, each * groups)
@@ -200,7 +209,9 @@ def _small_phases(config: JobConfig) -> dict[str, Any]:
         phases.append({**phase.model_dump(), **first})
     keys = {"phase": phases, "training.steps": steps}
     # The length of a task that reads no text is its own.
-    return keys | ({"training.seq_len": small[config.training.seq_len]} if len(small) > 1 else {})
+    return keys | (
+        {"training.seq_len": small[config.training.seq_len]} if len(small) > 1 else {}
+    )
 
 
 def _small_freeze(config: JobConfig, sizes: Any, keys: Mapping[str, Any]) -> list[str]:
@@ -222,4 +233,6 @@ def _small_freeze(config: JobConfig, sizes: Any, keys: Mapping[str, Any]) -> lis
         place = int(number) if 2 * int(number) < few else int(number) + blocks - few
         return ".".join((first, str(place), *rest))
 
-    return [name for name in parameter_counts(small.name, small_model) if namesake(name) in frozen]
+    return [
+        name for name in parameter_counts(small.name, small_model) if namesake(name) in frozen
+    ]

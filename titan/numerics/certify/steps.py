@@ -181,7 +181,9 @@ def ratios(
     if isinstance(expected, list):
         runs = [zip(result[what], expected, strict=True) for result in results]
         pairs = [[(abs(a - b), abs(b)) for a, b in run] for run in runs]
-        return {step: max(map(_ratio, run)) for step, run in enumerate(zip(*pairs, strict=True), 1)}
+        return {
+            step: max(map(_ratio, run)) for step, run in enumerate(zip(*pairs, strict=True), 1)
+        }
     held = [result[what] for result in results]
     if not any(held):  # early steps in the backward pass use the gradients up
         return {}
@@ -199,7 +201,9 @@ def ratios(
 def _ratio(pair: tuple[float, float]) -> float:
     difference, size = pair
     ratio = difference and difference / size if size else difference and math.inf
-    return math.inf if math.isnan(ratio) else ratio  # max() passes over NaN, which equals nothing
+    return (
+        math.inf if math.isnan(ratio) else ratio
+    )  # max() passes over NaN, which equals nothing
 
 
 def largest(results: list[dict[str, Any]], reference: dict[str, Any], what: str) -> float:

@@ -123,7 +123,9 @@ class Audit:
 
     def lines(self) -> list[str]:
         """Return the lines of the report."""
-        where = "same layout and machine" if self.is_same else "another layout, machine or start"
+        where = (
+            "same layout and machine" if self.is_same else "another layout, machine or start"
+        )
         what = f"steps {self.since + 1} to {self.step} computed again ({where}): {self.rows} rows of metrics"
         what += f", {self.tensors} tensors of the checkpoint" if self.tensors else ""
         if self.equal_bits:
@@ -234,7 +236,9 @@ def _granted(keys: Sequence[str]) -> dict[str, str]:
     """Return those of the command line's `--key=value` that are permissions, by key."""
     given = {key.lstrip("-").partition("=")[0]: key for key in keys}
     fields = {name: field_at(tuple(name.split("."))) for name in given}
-    return {name: given[name] for name, field in fields.items() if field and permission_of(field)}
+    return {
+        name: given[name] for name, field in fields.items() if field and permission_of(field)
+    }
 
 
 def _require_permissions(lost: Mapping[str, Loss]) -> None:
@@ -260,7 +264,9 @@ def _job(config: JobConfig, original: _Record, base: Location | None, step: int)
     training, schedule = config.training, config.lr_scheduler
     batch = layout.dp * layout.accumulation * training.local_batch_size
     changes: dict[str, Any] = dict.fromkeys(_OFF, False) | {
-        "phase": [p for p, at in zip(config.phase, begin, strict=True) if at.first_step <= step],
+        "phase": [
+            p for p, at in zip(config.phase, begin, strict=True) if at.first_step <= step
+        ],
         "training.steps": step,
         "training.global_batch_size": batch,  # that of the run, on any number of ranks
         "lr_scheduler.total_steps": schedule.total_steps or training.steps,
@@ -317,7 +323,9 @@ def _compare(found: Audit, original: _Record, first: _Record, again: _Record | N
     # The last save may hold weights alone.
     is_whole = not read_metadata(original.saved).get("model_only")
     names = names_apart(original.saved, first.saved) if is_whole else []
-    found.findings += [f"{name} is in one checkpoint only, or has another shape" for name in names]
+    found.findings += [
+        f"{name} is in one checkpoint only, or has another shape" for name in names
+    ]
     found.equal_bits &= not names
     wrong: list[SavedTensor] = []
     tensors = compare_saved(
@@ -341,9 +349,14 @@ def _blame_of(wrong: Sequence[SavedTensor], found: Audit) -> str:
     if wrong and {_kind(tensor.name) for tensor in wrong} == {"weights"}:
         return "the weights of the checkpoint: what the optimizer keeps is equal"
     # What an update changes wrongly changes all gradients of the next step.
-    if max((tensor.wrong for tensor in wrong), default=0) <= _FEW or found.since + 1 == found.step:
+    if (
+        max((tensor.wrong for tensor in wrong), default=0) <= _FEW
+        or found.since + 1 == found.step
+    ):
         return f"the update of step {found.step}"
-    return f"an update of steps {found.since + 1} to {found.step}: their rows of metrics are equal"
+    return (
+        f"an update of steps {found.since + 1} to {found.step}: their rows of metrics are equal"
+    )
 
 
 def _kind(name: str) -> str:
@@ -373,7 +386,9 @@ def _compare_rows(
     steps = [step for step in sorted(theirs) if step in ours and step > found.since]
     # The largest of all steps: in a single one, two roundings may cancel.
     spread = {
-        column: max(0.0 if found.is_same else UNIT["float32"], *_moves(column, theirs, again or {}))
+        column: max(
+            0.0 if found.is_same else UNIT["float32"], *_moves(column, theirs, again or {})
+        )
         for column in _COLUMNS
     }
     found.rows, before = len(steps), found.since
@@ -388,8 +403,14 @@ def _compare_rows(
             size = abs(b) or 1.0
             if abs(a - b) <= BEYOND * spread[column] * size:
                 continue
-            found.findings.append(f"step {step}: {column} is {a!r}, and {b!r} when computed again")
-            if column == "loss" and step > found.since + 1 and abs(a - b) < _OTHER_SAMPLES * size:
+            found.findings.append(
+                f"step {step}: {column} is {a!r}, and {b!r} when computed again"
+            )
+            if (
+                column == "loss"
+                and step > found.since + 1
+                and abs(a - b) < _OTHER_SAMPLES * size
+            ):
                 blamed = f"the update of step {before}, or of one up to step {step - 1}"
             found.blame(blamed.format(step))
         before = step

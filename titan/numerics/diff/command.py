@@ -57,7 +57,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--spread", type=Path, metavar="RUN_C", help=about)
     about = "folder to keep the run folders in; default: they are deleted"
     parser.add_argument("--output", type=Path, metavar="FOLDER", help=about)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the comparison as JSON")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the comparison as JSON"
+    )
     options, rest = parser.parse_known_args(argv)
     check_place(options.json)
     for word in rest:
@@ -92,13 +94,19 @@ def main(argv: list[str]) -> int:
     return int(bool(found.differences))
 
 
-def _check_spread(a: Sequence[RecordedStep], spread: Sequence[RecordedStep], folder: Path) -> None:
+def _check_spread(
+    a: Sequence[RecordedStep], spread: Sequence[RecordedStep], folder: Path
+) -> None:
     """Raise InputError if a run is no disturbed run of A's job."""
-    ours, moved = ({(s.step, t.kind, t.name): t for s in x for t in s.tensors} for x in (a, spread))
+    ours, moved = (
+        {(s.step, t.kind, t.name): t for s in x for t in s.tensors} for x in (a, spread)
+    )
     away = [distance(t, moved[key]) for key, t in ours.items() if key in moved]
     if len(away) < len(ours) or not any(away) or median(away) > _ANOTHER:
         why = "it has other steps, tensors, weights or samples, or equal bits"
-        raise InputError(f"--spread: {folder} is no run of A's job with record_perturbed: {why}")
+        raise InputError(
+            f"--spread: {folder} is no run of A's job with record_perturbed: {why}"
+        )
 
 
 def report(found: Comparison, *, measured: bool) -> list[str]:

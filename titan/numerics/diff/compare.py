@@ -142,7 +142,9 @@ def compare(
 
 
 def _inherited(
-    a: Mapping[Key, RecordedTensor], b: Mapping[Key, RecordedTensor], normal: Mapping[Key, float]
+    a: Mapping[Key, RecordedTensor],
+    b: Mapping[Key, RecordedTensor],
+    normal: Mapping[Key, float],
 ) -> float:
     """Return how many times as far as in the disturbed run the weights of a step are off. All that follows is off by as much."""
     weights = [key for key in a if key[0] == "weight" and key in b]
@@ -248,9 +250,7 @@ def parameters_only(steps: Sequence[RecordedStep]) -> str:
     """Return why a comparison names no output of a module, or "" if outputs were recorded."""
     if any(tensor.kind == "output" for step in steps for tensor in step.tensors):
         return ""
-    return (
-        "parameters only: the model does not run on meta, so outputs of modules were not recorded"
-    )
+    return "parameters only: the model does not run on meta, so outputs of modules were not recorded"
 
 
 def distance(a: RecordedTensor, b: RecordedTensor) -> float:
@@ -302,7 +302,9 @@ def guess_of(a: RecordedTensor, b: RecordedTensor, axes: Mapping[str, int]) -> s
         parts = ", ".join(str(filled.index(n) + 1) for n in bad)
         return f"only the parts {parts} of {len(filled)} along its first dimension differ"
     if is_small:
-        return "it differs by little: another precision or constant, or few values are other ones"
+        return (
+            "it differs by little: another precision or constant, or few values are other ones"
+        )
     if abs(factor - 1) < _CLOSE:
         return "part of its values are other ones"
     return f"it has {factor:.2g} of the reference in it, and other values"

@@ -49,9 +49,7 @@ class SavedTensor:
         where = f"{self.name}[{', '.join(map(str, self.index))}]" if self.index else self.name
         many = f"; {self.wrong:,} of its {self.count:,} values differ" if self.wrong > 1 else ""
         flip = " (one bit)" if self.bits == 1 else ""
-        return (
-            f"{where} is {self.saved:.9g}, and {self.computed:.9g} when computed again{flip}{many}"
-        )
+        return f"{where} is {self.saved:.9g}, and {self.computed:.9g} when computed again{flip}{many}"
 
 
 def compare_saved(
@@ -73,7 +71,9 @@ def compare_saved(
         while count < len(names) and (not size or size < _READ_AT_ONCE):
             size += ours[names[count]][0].numel() * ours[names[count]][1].itemsize
             count += 1
-        states = [_read(p, names[:count], ours) for p in (saved, computed, again) if p is not None]
+        states = [
+            _read(p, names[:count], ours) for p in (saved, computed, again) if p is not None
+        ]
         for name in names[:count]:
             yield _compare(name, *(state.pop(name) for state in states), rounds=rounds)
         names = names[count:]

@@ -76,14 +76,31 @@ def _parse(
     )
     add = parser.add_argument
     add("--nodes", type=positive, required=True, metavar="N", help="machines")
-    add("--gpus-per-node", type=whole, default=8, metavar="G", help="default: 8; 0: run on CPUs")
-    add("--ranks-per-node", type=positive, metavar="R", help="default: one per GPU, or one on CPUs")
+    add(
+        "--gpus-per-node", type=whole, default=8, metavar="G", help="default: 8; 0: run on CPUs"
+    )
+    add(
+        "--ranks-per-node",
+        type=positive,
+        metavar="R",
+        help="default: one per GPU, or one on CPUs",
+    )
     help_ = "restarts after a crash; default: 3 on several nodes, 0 on one"
     add("--max-restarts", type=whole, metavar="R", help=help_)
     add("--hardware", metavar="H", help='of the cluster, for parallelism.layout = "auto"')
     add_new_layout(parser)
-    add("--preflight", action="store_true", help="run it first, and leave out nodes that it names")
-    add("--spare-nodes", type=whole, default=0, metavar="S", help="for those left out; default: 0")
+    add(
+        "--preflight",
+        action="store_true",
+        help="run it first, and leave out nodes that it names",
+    )
+    add(
+        "--spare-nodes",
+        type=whole,
+        default=0,
+        metavar="S",
+        help="for those left out; default: 0",
+    )
     help_ = "for sbatch, such as --sbatch=--qos=high; also all words after --"
     add("--sbatch", action="append", default=[], metavar="OPTION", help=help_)
     add("--output", type=Path, metavar="FILE", help="default: job.sbatch in the run folder")
@@ -125,15 +142,15 @@ def main(argv: list[str] | None = None) -> int:
     def profile(config: JobConfig) -> Profile:
         name = "cpu" if device == "cpu" else options.hardware or config.hardware.name
         if name == "auto":
-            fault = (
-                'parallelism.layout = "auto" needs the hardware of the cluster, such as h100-sxm'
-            )
+            fault = 'parallelism.layout = "auto" needs the hardware of the cluster, such as h100-sxm'
             raise ConfigError([Problem(COMMAND_LINE, 0, "--hardware", fault)])
         return auto.on_nodes(load_profile(name), ranks)
 
     if options.hardware:
         load_profile(options.hardware)  # also where the job does not need it
-    job, choice = auto.resolve(job, world_size=size, profile=profile, keep=not options.new_layout)
+    job, choice = auto.resolve(
+        job, world_size=size, profile=profile, keep=not options.new_layout
+    )
     config, _ = load_to_run(job, world_size=size, options=known, here=here, device=device)
     # Nothing is written before everything is checked.
     folder = run_folder(config)
@@ -177,7 +194,9 @@ def _require_valid(options: argparse.Namespace) -> None:
             raise ConfigError([Problem(COMMAND_LINE, 0, f"--{name}", message)])
     for word in options.sbatch:
         if not re.fullmatch(_SBATCH_OPTION, word):
-            message = f"{word!r}: expected such as --qos=high, and no option that titan slurm sets"
+            message = (
+                f"{word!r}: expected such as --qos=high, and no option that titan slurm sets"
+            )
             raise ConfigError([Problem(COMMAND_LINE, 0, "--sbatch", message)])
 
 
@@ -228,7 +247,9 @@ def script(
         "PREFLIGHT": "1" if options.preflight else "",
         "MAX_RESTARTS": options.max_restarts,
         "CONTAINER": options.container or "",
-        "CONTAINER_MOUNTS": ",".join(filter(None, [f"{Path.cwd()}:{Path.cwd()}", options.mounts])),
+        "CONTAINER_MOUNTS": ",".join(
+            filter(None, [f"{Path.cwd()}:{Path.cwd()}", options.mounts])
+        ),
     }
     # Directives come first in the file: Slurm stops reading them at the first command.
     before, _, rest = TEMPLATE.read_text(encoding="utf-8").partition("\n\n")
@@ -241,7 +262,11 @@ def script(
     return "\n".join(
         [
             *kept,
-            *(f"#SBATCH --{key}={value}" for key, value in directives.items() if value is not None),
+            *(
+                f"#SBATCH --{key}={value}"
+                for key, value in directives.items()
+                if value is not None
+            ),
             *(f"#SBATCH {word}" for word in options.sbatch),
             "",
             "# Written by `titan slurm`.",

@@ -29,7 +29,9 @@ def main(argv: list[str]) -> int:
         description="What happened to a run: which rank, which collective, which line, what to do. Exit code 1: a fault was found.",
         allow_abbrev=False,
     )
-    parser.add_argument("run", metavar="RUN_DIR", type=Path, help="a run folder (job.dump_folder)")
+    parser.add_argument(
+        "run", metavar="RUN_DIR", type=Path, help="a run folder (job.dump_folder)"
+    )
     parser.add_argument("--json", action="store_true", help="the answer as JSON")
     options = parser.parse_args(argv)
     runs = with_groups([options.run])

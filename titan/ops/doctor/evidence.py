@@ -22,7 +22,15 @@ from pydantic import Field
 
 from titan.base.errors import Activity, Failure, stacks_file
 from titan.base.run_folder import Status, load_status
-from titan.base.untrusted import Count, Finite, InputError, Rank, parse_json, read_json, tail_lines
+from titan.base.untrusted import (
+    Count,
+    Finite,
+    InputError,
+    Rank,
+    parse_json,
+    read_json,
+    tail_lines,
+)
 from titan.ops.run_lock import LOCK_FILE, ProcessId
 
 # Signals of a fault in native code, and how faulthandler names them.
@@ -385,7 +393,9 @@ class Evidence:
     def _rows(self, path: Path, kind: type[T], num: int) -> list[T]:
         """Return the newest whole rows. A kill may have torn the last line."""
         *lines, torn = self._lines(path) or [""]
-        rows = [self._try(lambda x=x: parse_json(x, kind, name=path), None) for x in lines[-num:]]
+        rows = [
+            self._try(lambda x=x: parse_json(x, kind, name=path), None) for x in lines[-num:]
+        ]
         if torn and any(rows):
             with suppress(InputError):
                 rows.append(parse_json(torn, kind, name=path))

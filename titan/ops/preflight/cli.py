@@ -101,7 +101,9 @@ def run_rank(
     # The only field of a layout that is no axis of the mesh.
     del axes["accumulation"]
     mesh = build_mesh(device.type, **axes, nccl=config.comm.nccl.options())
-    set_timeout(timedelta(seconds=config.comm.init_timeout_seconds))  # also for the mesh's groups
+    set_timeout(
+        timedelta(seconds=config.comm.init_timeout_seconds)
+    )  # also for the mesh's groups
     code = check_all(
         config, layout, device=device, mesh=mesh, json_file=json_file, dry=dry, job=job
     )
@@ -140,10 +142,15 @@ def check_all(
     whole = replace(layout, pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1)  # as in a checkpoint
     memory_gib = estimate_memory(config, config.model.sizes, whole)
     section = config.checkpoint
-    checkpoint_gib = memory_gib["parameters"] + memory_gib["optimizer"] if section.enable else 0.0
+    checkpoint_gib = (
+        memory_gib["parameters"] + memory_gib["optimizer"] if section.enable else 0.0
+    )
     # The last checkpoint stays until the next one is complete, so one more must fit than are kept.
     problems = judge.problems(
-        facts, profile, checkpoint_gib=checkpoint_gib, num_kept=max(section.keep_latest_k, 1) + 1
+        facts,
+        profile,
+        checkpoint_gib=checkpoint_gib,
+        num_kept=max(section.keep_latest_k, 1) + 1,
     )
     report: dict[str, Any] = {
         "ranks": [asdict(f) for f in facts],
@@ -157,7 +164,9 @@ def check_all(
         for text in problems[:_MOST]:
             print(f"PROBLEM  {text}", flush=True)
         if len(problems) > _MOST:
-            print(f"... and {len(problems) - _MOST} more; --json FILE has all of them", flush=True)
+            print(
+                f"... and {len(problems) - _MOST} more; --json FILE has all of them", flush=True
+            )
         _write(json_file, report)
     dist.barrier()  # the table comes first
     if dry:
@@ -181,7 +190,9 @@ def check_all(
             print(result, *(f"PROBLEM  {text}" for text in result.problems), sep="\n")
             _write(json_file, report | {"dry_run": asdict(result), "problems": problems})
     if rank == 0:
-        print(f"{len(problems)} problem{'s'[: len(problems) != 1]}" if problems else "no problems")
+        print(
+            f"{len(problems)} problem{'s'[: len(problems) != 1]}" if problems else "no problems"
+        )
     return 1 if problems else 0
 
 
@@ -199,7 +210,16 @@ def predict(job: Sequence[str], world_size: int, profile: Any) -> float | None:
     if not job or profile is None or profile.name == "cpu":
         return None
     # The simulator records the job on pretended ranks, and needs no device.
-    ours = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "PET_")
+    ours = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_",
+        "GROUP_",
+        "ROLE_",
+        "MASTER_",
+        "TORCHELASTIC_",
+        "PET_",
+    )
     environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     environment["CUDA_VISIBLE_DEVICES"] = ""
     with TemporaryDirectory() as folder:
@@ -210,7 +230,9 @@ def predict(job: Sequence[str], world_size: int, profile: Any) -> float | None:
             subprocess.run(command, env=environment, capture_output=True, timeout=_SIM_S)
             return json.loads(file.read_text())["step_time_s"]
         except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-            print(f"titan sim predicts nothing of this job ({type(error).__name__})", flush=True)
+            print(
+                f"titan sim predicts nothing of this job ({type(error).__name__})", flush=True
+            )
             return None
 
 

@@ -20,7 +20,14 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 from titan.base.hardware import HARDWARE, MARGIN, by_name
@@ -252,7 +259,9 @@ class Profile(BaseModel):
         if kernel == "auto":
             return self
         if kernel not in known:
-            message = f"{self.name} has no figures of {kernel}, only of {', '.join(sorted(known))}"
+            message = (
+                f"{self.name} has no figures of {kernel}, only of {', '.join(sorted(known))}"
+            )
             raise ConfigError([Problem("simulator.attention_kernel", 0, "", message)])
         return self.model_copy(update={"attention_kernel": kernel})
 
@@ -395,7 +404,9 @@ def _merged(file: Path, *, below: Sequence[Path] = ()) -> tuple[dict[str, Any], 
     unsourced = known - set(filter(stated.get, stated)) - _NOT_FIGURES
     if unsourced:
         problems = [
-            Problem(str(file), lines.get((key,), 0), key, "[sources] does not say where it is from")
+            Problem(
+                str(file), lines.get((key,), 0), key, "[sources] does not say where it is from"
+            )
             for key in sorted(unsourced)
         ]
         raise ConfigError(problems)

@@ -79,7 +79,11 @@ def declare(kernels: Any, fallbacks: Any, device_type: str) -> None:
         device_type: Device type, as torch.autocast takes it.
     """
     fallbacks.fallback(torch.library.fallthrough_kernel, _KEY)
-    for names, call in ((_LOWER, _with_inputs), (_FP32, _with_inputs), (_FP32_RESULT, _to_fp32)):
+    for names, call in (
+        (_LOWER, _with_inputs),
+        (_FP32, _with_inputs),
+        (_FP32_RESULT, _to_fp32),
+    ):
         for name in names:
             packet, _, overload = name.partition(".")
             op = getattr(getattr(torch.ops.aten, packet), overload or "default")

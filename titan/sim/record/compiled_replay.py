@@ -279,7 +279,9 @@ class RecordedProgram:
             described.append((("part", source) if whole is None else ("input", whole), shape))
             outputs.append(self._of_input(described[-1], inputs))
         run = _RecordedRun(
-            tracer.transfers.shift, _in_order(tracer.events[start:], self._notes, start), described
+            tracer.transfers.shift,
+            _in_order(tracer.events[start:], self._notes, start),
+            described,
         )
         # -1: memory that this run did not allocate. Such an output, a result under way or a wait
         # for something from before could not be repeated.
@@ -392,7 +394,9 @@ def _refers_outside(run: _RecordedRun) -> bool:
     """Return whether a run waits for something that began before it."""
     events = [e for e in run.log if not isinstance(e, tuple | list)]
     begun = {number_of(e) for e in events if isinstance(e, BEGINS)}
-    return any(number_of(e) not in begun for e in events if isinstance(e, AwaitWork | AwaitEvent))
+    return any(
+        number_of(e) not in begun for e in events if isinstance(e, AwaitWork | AwaitEvent)
+    )
 
 
 def _plain(output: Any) -> Any:

@@ -22,7 +22,13 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 from titan.parallel import documents
 from titan.parallel.block_attention import AttentionSpec
 from titan.sim.record import autocast, torch_compat
-from titan.sim.record.trace import COMPUTE_STREAM, AwaitEvent, AwaitStream, RecordEvent, Synchronize
+from titan.sim.record.trace import (
+    COMPUTE_STREAM,
+    AwaitEvent,
+    AwaitStream,
+    RecordEvent,
+    Synchronize,
+)
 
 NAME = "sim"
 _aten = torch.ops.aten

@@ -52,9 +52,7 @@ _BLOCK = re.compile(r"(.*\.)?layers\.\d+")
 _ROUNDS = 8
 """Measured steps, and bursts of tiny operations between them. Medians count, so that other work on the machine slows both."""
 _BURST = 1000
-_LARGEST = (
-    20_000_000  # parameters of a tiny model of another package, whose sizes may have other names
-)
+_LARGEST = 20_000_000  # parameters of a tiny model of another package, whose sizes may have other names
 _UNDER_WAY = torch.ops._c10d_functional._wrap_tensor_autograd.default  # no operation of its own
 _FSDP = "torch.distributed.fsdp._fully_shard"
 _HOOKS = (
@@ -107,7 +105,9 @@ class HostMeter:
             def metered(*args: Any, **kwargs: Any) -> Any:
                 now = part
                 if part == "hooks":
-                    now = f"{self.part.split()[0]} hooks" if _serves_block(args[0]) else self.part
+                    now = (
+                        f"{self.part.split()[0]} hooks" if _serves_block(args[0]) else self.part
+                    )
                 with self.within(now):
                     return function(*args, **kwargs)
 
@@ -170,7 +170,9 @@ class HostMeter:
 
 def _serves_block(owner: Any) -> bool:
     """Return whether FSDP's object, a state or its group, shards a block."""
-    one = getattr(owner, "_fsdp_param_group", owner)  # a state of torch before 2.12 has one group
+    one = getattr(
+        owner, "_fsdp_param_group", owner
+    )  # a state of torch before 2.12 has one group
     groups = getattr(owner, "_fsdp_param_groups", [one])
     first = next((g._module_fqn or "" for g in groups if hasattr(g, "_module_fqn")), "")
     first = first.partition(",")[0]
@@ -211,7 +213,10 @@ class Census(TorchDispatchMode):
         if not isinstance(func, torch._ops.OpOverload):
             return result
         if func not in self._operators:
-            self._operators[func] = (classify(func), func is not _UNDER_WAY and collective_of(func))
+            self._operators[func] = (
+                classify(func),
+                func is not _UNDER_WAY and collective_of(func),
+            )
         op, collective = self._operators[func]
         if not collective and op.kind is None:
             return result

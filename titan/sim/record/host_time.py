@@ -92,7 +92,8 @@ def tiny(config: JobConfig, layout: Layout) -> tuple[JobConfig, Layout]:
         "activation_checkpoint": {"op_keep": [], "op_keep_by_block": []},
     }
     sections: dict[str, Any] = {
-        name: getattr(config, name).model_copy(update=update) for name, update in changes.items()
+        name: getattr(config, name).model_copy(update=update)
+        for name, update in changes.items()
     }
     plain = {"simulator": SimulatorSection(), "quantize": QuantizeSection()}
     return config.model_copy(update=sections | plain), shape
@@ -142,4 +143,6 @@ def with_paces(
         keys.append(host.key)
         requests[host.key] = host
     hosts = [(host, partial(paces.measured, key)) for key, host in requests.items()]
-    return hosts + [(j, partial(paces.recorded, key)) for j, key in zip(jobs, keys, strict=True)]
+    return hosts + [
+        (j, partial(paces.recorded, key)) for j, key in zip(jobs, keys, strict=True)
+    ]

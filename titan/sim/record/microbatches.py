@@ -195,10 +195,15 @@ class Microbatches:
         events: list[tuple[Event, int]] = []
         described: list[Any] = []
         for event in self.tracer.events[start:]:
-            key, count = number_of(event), -1  # -1: it refers to something before the microbatch
+            key, count = (
+                number_of(event),
+                -1,
+            )  # -1: it refers to something before the microbatch
             if key is not None:
                 is_new = isinstance(event, BEGINS)
-                count = counted.setdefault(key, len(counted)) if is_new else counted.get(key, -1)
+                count = (
+                    counted.setdefault(key, len(counted)) if is_new else counted.get(key, -1)
+                )
                 if isinstance(event, Free) and count >= 0:
                     counted["freed", key[1]] = counted.pop(key)
             scope = scope_of(event)
@@ -214,7 +219,9 @@ class Microbatches:
                 return value
             # Another kind of tensor has no memory here: then nothing repeats it.
             block = self.tracer.storages.block_of(value) if type(value) is FakeTensor else -1
-            return _Output(counted.get(("block", block), -1), Shape.of(value), value.requires_grad)
+            return _Output(
+                counted.get(("block", block), -1), Shape.of(value), value.requires_grad
+            )
 
         outputs = tree_map(output, result)
         described += _outputs(outputs)
@@ -236,7 +243,9 @@ class Microbatches:
                 before_it = [event for event, count in recorded.events if count < 0]
                 refers = any(isinstance(e, Free | AwaitEvent | AwaitWork) for e in before_it)
                 if refers or any(output.number < 0 for output in _outputs(recorded.outputs)):
-                    return f"microbatches of stage {stage} need what was before them in {earlier}"
+                    return (
+                        f"microbatches of stage {stage} need what was before them in {earlier}"
+                    )
         if part == "B":
             # Memory that neither ends within the microbatch nor is returned ends outside of it, which is not repeated.
             left = [n for (kind, _), n in self._counted[stage, like].items() if kind == "block"]
@@ -343,5 +352,7 @@ def track_actions(tracer: Tracer) -> None:
         return losing
 
     torch_compat.replace(
-        "torch.distributed.pipelining.schedules", "_PipelineSchedule._maybe_compute_loss", with_loss
+        "torch.distributed.pipelining.schedules",
+        "_PipelineSchedule._maybe_compute_loss",
+        with_loss,
     )

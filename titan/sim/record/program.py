@@ -45,7 +45,9 @@ class Program:
     parts: Sequence[nn.Module]
     optimizers: Sequence[torch.optim.Optimizer]
     train: Callable[[int], Any]
-    clips: Sequence[tuple[Any, str]] = field(default_factory=lambda: [(module, "clip_gradients")])
+    clips: Sequence[tuple[Any, str]] = field(
+        default_factory=lambda: [(module, "clip_gradients")]
+    )
     pipeline: Any = None
     needs_two: bool = True
     tokens: int = 0
@@ -219,7 +221,9 @@ def _watched(program: Program, tracer: Any) -> Iterator[list[Any]]:
 
         return clip_gradients
 
-    def updating(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> Callable[..., Any]:
+    def updating(
+        optimizer: torch.optim.Optimizer, step: Callable[..., Any]
+    ) -> Callable[..., Any]:
         def optimizer_step(*args: Any, **kwargs: Any) -> Any:
             mark_gradients()
             own = (p for group in optimizer.param_groups for p in group["params"])
@@ -236,7 +240,9 @@ def _watched(program: Program, tracer: Any) -> Iterator[list[Any]]:
     @torch.no_grad()
     def attribute_states(optimizer: torch.optim.Optimizer) -> None:
         for parameter, state in optimizer.state.items():
-            tensors = (local(value) for value in state.values() if isinstance(value, torch.Tensor))
+            tensors = (
+                local(value) for value in state.values() if isinstance(value, torch.Tensor)
+            )
             storages.attribute(tensors, owners.get(parameter, ""))
 
     for optimizer in program.optimizers:

@@ -43,7 +43,9 @@ Phase = Literal["setup", "forward", "backward", "recompute", "clip", "optimizer"
 # Actions of two micro-batches that overlap.
 TURNS = ("first", "second")
 # Purpose of memory; storages.py defines each category.
-Category = Literal["parameters", "gradients", "optimizer", "activations", "unsharded", "temporary"]
+Category = Literal[
+    "parameters", "gradients", "optimizer", "activations", "unsharded", "temporary"
+]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 RECURRENCE_CHUNK = 64

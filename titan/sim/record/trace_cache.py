@@ -200,7 +200,12 @@ class _Plan:
             recorded = shallow_depths(request, self.deeper or 0)
             size = request.config.parallelism.fsdp_blocks_per_unit
             missing = -request.config.model.sizes.n_layers % size
-            how = {"recorded": recorded, "stages": self.depths, "size": size, "missing": missing}
+            how = {
+                "recorded": recorded,
+                "stages": self.depths,
+                "size": size,
+                "missing": missing,
+            }
             # Programs compiled at one depth serve the other depth, too.
             programs = (at_depth(request, n) for n in (recorded.fewest, recorded.depth))
             job = replace(job, programs=(*programs,), join=partial(_repeated, **how))
@@ -233,7 +238,12 @@ class _Plan:
 
 
 def _repeated(
-    traces: Sequence[Trace], *, recorded: Recorded, stages: Sequence[Depth], size: int, missing: int
+    traces: Sequence[Trace],
+    *,
+    recorded: Recorded,
+    stages: Sequence[Depth],
+    size: int,
+    missing: int,
 ) -> Trace:
     """Return the trace of the whole model.
 
@@ -282,7 +292,10 @@ def shallow(request: TraceRequest, deeper: int = 0) -> list[Depth] | None:
     """Return the stages of a model, in FSDP units, or None if tracing shallower models is not possible or not worth it."""
     config, layout = request.config, request.layout
     recompute = config.activation_checkpoint
-    every = recompute.mode == "selective" and str(recompute.selective_ac_option) not in ("op", "1")
+    every = recompute.mode == "selective" and str(recompute.selective_ac_option) not in (
+        "op",
+        "1",
+    )
     if config.model.freeze or every or len(recompute.op_keep_by_block) > 1:
         return None  # blocks differ
     size = config.parallelism.fsdp_blocks_per_unit
@@ -350,7 +363,10 @@ def at_depth(request: TraceRequest, depth: int) -> JobConfig:
         names[0][:0] = ends_of(sizes).first
         names[-1] += ends_of(sizes).last
         parallelism = parallelism.model_copy(
-            update={"module_fqns_per_model_part": names, "pipeline_parallel_layers_per_stage": None}
+            update={
+                "module_fqns_per_model_part": names,
+                "pipeline_parallel_layers_per_stage": None,
+            }
         )
     # The depth is a setting of the model like any other: nothing else of the job changes.
     size = parallelism.fsdp_blocks_per_unit

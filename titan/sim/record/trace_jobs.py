@@ -76,7 +76,9 @@ class Job:
 def distinct_ranks(config: JobConfig, layout: Layout) -> list[int]:
     """Return one rank of each pipeline stage: the rank with most work."""
     parallel = config.parallelism
-    alike = parallel.splits_from_both_ends or parallel.context_parallel_rotate_method == "ulysses"
+    alike = (
+        parallel.splits_from_both_ends or parallel.context_parallel_rotate_method == "ulysses"
+    )
     # If the sequence is not balanced, the ranks with its end attend to most of it.
     busiest = 0 if alike else (layout.cp - 1) * layout.tp
     size = layout.world_size // layout.pp  # ranks are numbered stage by stage
@@ -126,7 +128,9 @@ def trace_job(
             assert layout is not None
             _prepare(job, layout, tracer)
             builds = [partial(job_program, p, layout, device, mesh) for p in job.programs]
-        reported: dict[int, TraceError] = {}  # by id of the error; described where it was raised
+        reported: dict[
+            int, TraceError
+        ] = {}  # by id of the error; described where it was raised
 
         def tell(error: Exception) -> None:
             reported[id(error)] = TraceError(_describe(error, tracer, rank))
@@ -285,7 +289,9 @@ def trace_jobs(
     context = multiprocessing.get_context("forkserver")
     # Children end without cleaning up. Python's tracker of semaphores would warn the user about that.
     quiet = "ignore::UserWarning:multiprocessing.resource_tracker"
-    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), quiet]))
+    os.environ["PYTHONWARNINGS"] = ",".join(
+        filter(None, [os.environ.get("PYTHONWARNINGS"), quiet])
+    )
     context.set_forkserver_preload(_PRELOAD)
     waiting = [[*group] for group in _groups(jobs, processes if shared else len(jobs))]
     # For each process: the numbers of its open jobs, the process, and the first job's answers by rank.

@@ -207,7 +207,9 @@ class Tracer(TorchDispatchMode):
             result = args[0]
         elif op.updates:  # in place, so that shapes stay: torch would hash long lists
             result = None
-        elif self._compiled and "out" in kwargs:  # of the right shape; not all have a fake kernel
+        elif (
+            self._compiled and "out" in kwargs
+        ):  # of the right shape; not all have a fake kernel
             result = kwargs["out"]
         else:
             result = func(*args, **kwargs)
@@ -233,7 +235,9 @@ class Tracer(TorchDispatchMode):
             self.storages.categorize(tensors_in((*whole, *kwargs.values())), "unsharded")
         collective = self._collectives[op.func]
         if collective is not None:
-            self.transfers.issue(collective, op.func, args, kwargs, result, self.scopes.current())
+            self.transfers.issue(
+                collective, op.func, args, kwargs, result, self.scopes.current()
+            )
             return
         if op.kind is None:
             return
@@ -254,8 +258,12 @@ class Tracer(TorchDispatchMode):
         for block in workspace:
             self.storages.give_back(block)
         # A copy that blocks makes the host wait until the device has done all that came before.
-        if kernel.kind == "host_copy" and not argument_of(op.func, "non_blocking", args, kwargs):
-            self.record(Synchronize(device.current_stream(), f"{op.name} between device and host"))
+        if kernel.kind == "host_copy" and not argument_of(
+            op.func, "non_blocking", args, kwargs
+        ):
+            self.record(
+                Synchronize(device.current_stream(), f"{op.name} between device and host")
+            )
 
     def launch_on_host(self, kernel: Kernel) -> None:
         """Record a computation of the host itself: the norm and the update of offloaded parameters."""

@@ -148,7 +148,13 @@ class Transfers:
         self.groups, self.shift = {}, shift
 
     def issue(
-        self, collective: Collective, func: Any, args: Any, kwargs: Any, result: Any, scope: Scope
+        self,
+        collective: Collective,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        result: Any,
+        scope: Scope,
     ) -> int:
         """Record a call of a collective.
 
@@ -164,7 +170,9 @@ class Transfers:
         def argument(index: int) -> Any:
             return argument_of(func, index, args, kwargs)
 
-        data = list(tensors_in([result] if collective.data < 0 else [argument(collective.data)]))
+        data = list(
+            tensors_in([result] if collective.data < 0 else [argument(collective.data)])
+        )
         # Tensors of the host only: nothing goes over the accelerator's network.
         if not any(t.fake_device.type != "cpu" for t in data):  # pyright: ignore
             return 0

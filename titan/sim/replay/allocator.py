@@ -239,7 +239,9 @@ class Allocator:
         page = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT
         # The first hole that suffices together with the free block before it. The tail of the range
         # always does, so a second range is made only for the pool's first request.
-        start = next((b for _, b in self._unmapped[pool] if _room(_first_free(b)) >= size), None)
+        start = next(
+            (b for _, b in self._unmapped[pool] if _room(_first_free(b)) >= size), None
+        )
         if start is None:
             start = _Block(self._next_address, _ADDRESSES, pool, mapped=False)
             self._next_address += start.size

@@ -110,7 +110,9 @@ class Host:
         """Compute on the host. The device does not notice, unless it runs out of work."""
         self._spend(self.clock_s + seconds, event)
 
-    def launch(self, seconds: float, host_s: float, event: Launch, copies: bool) -> Signal | None:
+    def launch(
+        self, seconds: float, host_s: float, event: Launch, copies: bool
+    ) -> Signal | None:
         """Queue a kernel."""
         self._spend(self.clock_s + host_s, event)
         stream = self.device.stream(event.stream)

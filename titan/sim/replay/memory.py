@@ -220,7 +220,8 @@ def tensors_behind(
             groups[name][size] -= 1
         if number in wanted:
             sums = [
-                (n, g.total(), sum(k * count for k, count in g.items())) for n, g in groups.items()
+                (n, g.total(), sum(k * count for k, count in g.items()))
+                for n, g in groups.items()
             ]
             found.append(nlargest(most, sums, key=lambda entry: entry[2]))
     return found

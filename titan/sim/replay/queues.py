@@ -85,7 +85,9 @@ def replay(
         # Nothing can happen any more. A rank that is not done waits for something that never comes.
         stuck = [host for host in hosts if host.waits_for or not host.device.is_done]
         if stuck:
-            waits = (f"rank {host.device.rank} waits for {host.describe_wait()}" for host in stuck)
+            waits = (
+                f"rank {host.device.rank} waits for {host.describe_wait()}" for host in stuck
+            )
             raise ReplayError(f"the step cannot end: {'; '.join(waits)}")
         return _timeline(hosts, steps, busiest)
 
@@ -103,7 +105,13 @@ def _timeline(hosts: Sequence[Host], steps: int, busiest: float) -> Timeline:
     for host, device in zip(hosts, devices, strict=True):
         lanes, groups = [*device.streams.values()], host.trace.groups
         ranks[device.rank] = rank = summarise(
-            device.rank, lanes, device.transfers, host.lane, groups, step_s=step_s, origin=origin
+            device.rank,
+            lanes,
+            device.transfers,
+            host.lane,
+            groups,
+            step_s=step_s,
+            origin=origin,
         )
         slowest = 1 + host.cost.profile.lag(host.trace.world_size)
         rank.waiting_s = waiting(rank, groups, slowest, busiest)

@@ -26,7 +26,16 @@ class Flow:
         with_volume: Whether the latency is over.
     """
 
-    __slots__ = ("begin", "left", "rate", "sides", "since", "version", "volume_s", "with_volume")
+    __slots__ = (
+        "begin",
+        "left",
+        "rate",
+        "sides",
+        "since",
+        "version",
+        "volume_s",
+        "with_volume",
+    )
 
     def __init__(
         self, sides: list[tuple[TransferBatch, Transfer, Group, TransferPrice]], now: float

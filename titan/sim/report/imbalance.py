@@ -42,7 +42,10 @@ def with_imbalance(config: JobConfig, imbalance: float) -> JobConfig:
 
 def _largest_that_fits(simulation: Simulation, at: Callable[[float], Simulation]) -> float:
     """Return the largest imbalance with which the job fits."""
-    fitting, too_much = simulation.busiest_rank, most_imbalance(simulation.config, simulation.model)
+    fitting, too_much = (
+        simulation.busiest_rank,
+        most_imbalance(simulation.config, simulation.model),
+    )
     if too_much <= fitting or (worst := at(too_much)).fits:
         return max(fitting, too_much)
     missing = {fitting: _missing_bytes(simulation), too_much: _missing_bytes(worst)}

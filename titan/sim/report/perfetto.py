@@ -41,7 +41,9 @@ def write_trace(simulation: StepSimulation, path: Path) -> None:
     timelines = simulation.timeline.ranks
     starts = [host[0][0] for t in timelines.values() if (host := t.host)]
     # The host is ahead of the device, and a trace begins at 0.
-    begin_s = min(0.0, *starts, *(t.intervals[0].start for t in timelines.values() if t.intervals))
+    begin_s = min(
+        0.0, *starts, *(t.intervals[0].start for t in timelines.values() if t.intervals)
+    )
     events = {
         rank: [*_events(trace, timelines[rank], begin_s)]
         for rank, trace in simulation.traces.items()
@@ -67,7 +69,9 @@ def _events(trace: Trace, timeline: RankTimeline, begin_s: float) -> Iterator[Re
         return {"ph": kind, "pid": trace.rank, "tid": tid, "ts": us(at_s), **values}
 
     # "X" is a complete event, "s" and "f" begin and end an arrow, "M" gives a name, "C" is a counter.
-    def span(tid: int, start: float, end: float, name: str, category: str, **args: Any) -> Record:
+    def span(
+        tid: int, start: float, end: float, name: str, category: str, **args: Any
+    ) -> Record:
         args = {key: value for key, value in args.items() if value}
         dur = round(us(end) - us(start), 3)
         return event("X", tid, start, dur=dur, name=name, cat=category, args=args)
@@ -109,7 +113,8 @@ def _events(trace: Trace, timeline: RankTimeline, begin_s: float) -> Iterator[Re
         yield span(stream, start, end, *_named(what, trace), **details, **_details(what))
         yield event("f", stream, start, id=number, bp="e", **arrow)
     yield from (
-        event("C", 0, at_s, name="memory, GiB", args=gib) for at_s, gib in _memory(trace, timeline)
+        event("C", 0, at_s, name="memory, GiB", args=gib)
+        for at_s, gib in _memory(trace, timeline)
     )
 
 

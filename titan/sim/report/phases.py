@@ -56,7 +56,17 @@ def phase_lines(rows: Sequence[Facts]) -> Iterator[str]:
     """Yield a table of phases and of the whole run; nothing for a single phase."""
     if len(rows) < 2:
         return
-    head = ["phase", "steps", "sequences", "tokens", "step", "tokens/s/GPU", "MFU", "GiB", "time"]
+    head = [
+        "phase",
+        "steps",
+        "sequences",
+        "tokens",
+        "step",
+        "tokens/s/GPU",
+        "MFU",
+        "GiB",
+        "time",
+    ]
     table = [[*head, ""]]
     for number, row in enumerate(rows, 1):
         sizes = [row["steps"], row["sequences_per_step"], row["seq_len"]]

@@ -44,7 +44,9 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def job_parser(name: str, usage: str, description: str, *, required: bool = True) -> ArgumentParser:
+def job_parser(
+    name: str, usage: str, description: str, *, required: bool = True
+) -> ArgumentParser:
     """Return the parser of a command that simulates a job, with the options that all such commands have."""
     parser = ArgumentParser(
         prog=f"titan {name}",
@@ -56,8 +58,12 @@ def job_parser(name: str, usage: str, description: str, *, required: bool = True
         "--world-size", type=int, required=required, metavar="N", help="ranks in all"
     )
     parser.add_argument("--hardware", required=required, metavar="H", help=hardware_names())
-    parser.add_argument("--json", metavar="FILE", help="everything as data; - for standard output")
-    parser.add_argument("--processes", type=int, metavar="P", help="at once; default: all cores")
+    parser.add_argument(
+        "--json", metavar="FILE", help="everything as data; - for standard output"
+    )
+    parser.add_argument(
+        "--processes", type=int, metavar="P", help="at once; default: all cores"
+    )
     add_quiet(parser)
     return parser
 
@@ -131,7 +137,9 @@ def check_target(option: str, target: Path, *, is_folder: bool = False) -> None:
             raise mistake(option, f"there is no folder {folder}")
         if is_folder or not target.exists():
             TemporaryFile(dir=folder).close()
-        elif not (target.is_fifo() or target.is_char_device()):  # a pipe would wait for its reader
+        elif not (
+            target.is_fifo() or target.is_char_device()
+        ):  # a pipe would wait for its reader
             target.open("ab").close()
     except OSError as error:
         raise mistake(option, f"cannot write {target}: {error.strerror}") from None
@@ -240,7 +248,9 @@ def _machine(facts: Facts) -> Iterator[str]:
     """Yield the assumptions about the machine, and their uncertainty."""
     if note := facts["hardware_note"]:
         yield f"  {facts['hardware']}: {note}"
-    assumed = filter(None, (facts["hardware_assumes"], f"attention in {facts['attention_kernel']}"))
+    assumed = filter(
+        None, (facts["hardware_assumes"], f"attention in {facts['attention_kernel']}")
+    )
     yield f"  assumed   {', '.join(assumed)}"
     for name, speed in facts["hardware_kin"].items():
         change = speed / facts["tokens_per_s_per_gpu"] - 1
@@ -277,12 +287,16 @@ def _time(facts: Facts) -> Iterator[str]:
     rows["waiting for other stages"] = time["peers_s"]
     rows["waiting for copies"] = time["copies_s"]
     rows["waiting for the host"] = time["host_s"]
-    yield "  where the time goes" + ("" if len(facts["per_rank"]) == 1 else " (mean over stages)")
+    yield "  where the time goes" + (
+        "" if len(facts["per_rank"]) == 1 else " (mean over stages)"
+    )
     yield from _bars(rows, total=total, unit=duration)
     if time["host_s"] > _NOTABLE * total:
         yield f"    {_host_line(facts)}"
     hidden = {
-        axis: seconds for axis, row in comm["by_axis"].items() if (seconds := row["overlapped_s"])
+        axis: seconds
+        for axis, row in comm["by_axis"].items()
+        if (seconds := row["overlapped_s"])
     }
     if hidden:
         parts = ", ".join(f"{axis} {duration(seconds)}" for axis, seconds in hidden.items())

@@ -76,7 +76,11 @@ def phase_facts(simulation: Simulation, *, changes_layout: bool = False) -> Fact
         changes_layout: The phase begins with a save in the foreground and a new start, in another layout.
     """
     config, step_s = simulation.config, simulation.timeline.step_s
-    run, steps, ranks = config.simulator.run, config.training.steps, simulation.layout.world_size
+    run, steps, ranks = (
+        config.simulator.run,
+        config.training.steps,
+        simulation.layout.world_size,
+    )
     nodes = ceil(ranks / simulation.profile.gpus_per_node)
     mtbf_s = run.mtbf_gpu_hours * _HOUR_S / ranks
     size = state_bytes(simulation)
@@ -151,7 +155,9 @@ def _validation_s(simulation: Simulation) -> float:
         tokens_of_batch = section.local_batch_size * (section.seq_len or training.seq_len)
         tokens += ceil(training.steps / section.freq) * section.steps * tokens_of_batch
     forward_s = simulation.timeline.step_s * by_phase["forward"] / sum(by_phase.values())
-    tokens_of_step = training.local_batch_size * training.seq_len * simulation.layout.accumulation
+    tokens_of_step = (
+        training.local_batch_size * training.seq_len * simulation.layout.accumulation
+    )
     return forward_s * tokens / tokens_of_step
 
 

@@ -46,7 +46,15 @@ _LAYOUT, _REASON = "parallelism.layout", "parallelism.layout_reason"
 _CHECKPOINTING = ("activation_checkpoint.mode", "activation_checkpoint.selective_ac_option")
 _BATCHES = ("training.local_batch_size", "training.global_batch_size")
 # Sections that change no rank's step.
-_OTHERS = {"job", "metrics", "checkpoint", "profiling", "tokenizer", "evaluation", "lr_scheduler"}
+_OTHERS = {
+    "job",
+    "metrics",
+    "checkpoint",
+    "profiling",
+    "tokenizer",
+    "evaluation",
+    "lr_scheduler",
+}
 
 
 @dataclass(frozen=True)
@@ -107,7 +115,9 @@ def resolve(
     if config.parallelism.layout != "auto":
         return [*job], None
     if is_replica_group(config):
-        raise _mistake(config, 'is not for replica groups; use "fixed" and the degrees of a group')
+        raise _mistake(
+            config, 'is not for replica groups; use "fixed" and the degrees of a group'
+        )
     follows = [p.local_batch_size and not p.global_batch_size for p in config.phase]
     if config.training.global_batch_size == -1 and any(follows):
         raise _mistake(
@@ -116,7 +126,9 @@ def resolve(
     if (file := Path(config.job.dump_folder) / FILE).is_dir():
         raise _mistake(config, f"{file}, where the choice is kept, is a folder: remove it")
     kept, news = _kept(job, config, world_size) if keep else (None, "chosen")
-    choice = kept or choose(job, config, profile(config), world_size=world_size, simulate=simulate)
+    choice = kept or choose(
+        job, config, profile(config), world_size=world_size, simulate=simulate
+    )
     if not is_quiet():
         other = f". Runner-up: {choice.runner_up}" if choice.runner_up else ""
         print(f"titan: layout {news}: {choice.settings[_REASON]}{other}", file=sys.stderr)
@@ -130,7 +142,9 @@ def choose(
     held = _held(config)
     relevant = config.model_dump(mode="json", exclude=_OTHERS)
     key = [relevant, sorted(held), world_size, profile.model_dump(mode="json"), source_hash()]
-    digest = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=16).hexdigest()
+    digest = hashlib.blake2b(
+        json.dumps(key, sort_keys=True).encode(), digest_size=16
+    ).hexdigest()
     file = default_cache_folder() / "layouts" / f"{digest}.json"
     with suppress(InputError):
         return read_json(file, ChosenLayout)
@@ -168,7 +182,9 @@ def _by_simulation(search: LayoutSearch) -> ChosenLayout | str:
         ranked[:] = sorted((p for p in tried if tried[p].fits), key=lambda p: -tried[p].speed)
 
     # The formula does not know the host, which data parallelism alone costs least.
-    alone = [p for spread in (False, True) for p in search.data_parallel(spreads_experts=spread)]
+    alone = [
+        p for spread in (False, True) for p in search.data_parallel(spreads_experts=spread)
+    ]
     simulate(alone + search.first(1))
     for lost in (point for point in alone if not tried[point].fits):
         # As far as the formula was off here.
@@ -270,7 +286,9 @@ def profile_here(config: JobConfig, ranks: int) -> Profile:
     """
     if not count_accelerators():
         memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30 / ranks
-        return on_nodes(load_profile("cpu"), ranks).model_copy(update={"memory_gib": memory_gib})
+        return on_nodes(load_profile("cpu"), ranks).model_copy(
+            update={"memory_gib": memory_gib}
+        )
     name = config.hardware.name
     if name == "auto":
         # Another process, since asking takes some of the memory of a GPU.
@@ -294,7 +312,9 @@ def _why_none(search: LayoutSearch) -> str:
         return f"none has degrees that divide the ranks and the global batch, {search.global_batch} sequences"
     if not refusals or not all(refusals):
         return ""
-    return f"the job's rules refuse all {len(refusals)} that divide, the first with: {refusals[0]}"
+    return (
+        f"the job's rules refuse all {len(refusals)} that divide, the first with: {refusals[0]}"
+    )
 
 
 def _nothing_fits(search: LayoutSearch) -> ConfigError:

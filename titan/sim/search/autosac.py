@@ -29,7 +29,15 @@ from titan.sim.record.trace_jobs import TraceError
 from titan.sim.replay.queues import ReplayError
 from titan.sim.report.text import job_parser, say
 from titan.sim.search.command import read_command, settings_overlay, show
-from titan.sim.search.recomputation import Block, Kept, choose, find_blocks, keep, measure, samples
+from titan.sim.search.recomputation import (
+    Block,
+    Kept,
+    choose,
+    find_blocks,
+    keep,
+    measure,
+    samples,
+)
 from titan.sim.search.variants import Search, Variant
 from titan.sim.simulate import GIB, HardwareError, Simulation, facts, price, simulate
 
@@ -54,7 +62,11 @@ _OP = {"mode": "selective", "selective_ac_option": "op"}
 _OTHERS: dict[str, dict[str, str]] = {
     "full": {"mode": "full", "op_keep_modules": "[]"},
     "op": _OP,
-    "every 2nd block": {"mode": "selective", "selective_ac_option": "2", "op_keep_modules": "[]"},
+    "every 2nd block": {
+        "mode": "selective",
+        "selective_ac_option": "2",
+        "op_keep_modules": "[]",
+    },
     "none": {"mode": "none", "op_keep_modules": "[]"},
 }
 """Modes of recomputation that a choice is compared with."""
@@ -84,7 +96,9 @@ def autosac(search: Search, *, host: bool = False) -> Choice:
         ReplayError: The traced ranks wait for each other forever.
     """
     job, world_size, profile = search.job, search.world_size, search.profile
-    is_compiled = "model" in (compile := load_from_argv(job).compile).components and compile.enable
+    is_compiled = (
+        "model" in (compile := load_from_argv(job).compile).components and compile.enable
+    )
 
     # Without a limit the allocator never has to give memory back, which would be slow.
     roomy = profile.model_copy(update={"memory_gib": 2.0**20})
@@ -93,13 +107,17 @@ def autosac(search: Search, *, host: bool = False) -> Choice:
         overrides = (f"--{key}={value}" for key, value in settings(lines).items())
         config = load_from_argv([*job, *overrides, *more])
         check_to_run(config, world_size=world_size)
-        return simulate(config, world_size=world_size, profile=roomy, processes=search.processes)
+        return simulate(
+            config, world_size=world_size, profile=roomy, processes=search.processes
+        )
 
     base = run(["0:"], *(["--compile.enable=false"] if is_compiled else []))
     cost = Cost(profile)
     blocks = {rank: find_blocks(trace, cost) for rank, trace in base.traces.items()}
     if is_compiled:
-        every = {layer: block for of_rank in blocks.values() for layer, block in of_rank.items()}
+        every = {
+            layer: block for of_rank in blocks.values() for layer, block in of_rank.items()
+        }
         chosen = samples(every)
         measure(every, run(to_lines(chosen)).traces.values(), chosen, cost)
     to_host = _host_bytes(base, profile) if host and not is_compiled else 0
@@ -150,7 +168,9 @@ def _choose(
 
 def _host_bytes(base: Simulation, profile: Profile) -> int:
     """Return the bytes that a rank can copy to the host while it computes its forward passes."""
-    return int(base.timeline.mean_by("by_phase_s")["forward"] * profile.host_gb_per_s * 1e9 * 0.9)
+    return int(
+        base.timeline.mean_by("by_phase_s")["forward"] * profile.host_gb_per_s * 1e9 * 0.9
+    )
 
 
 def _to_host(
@@ -206,18 +226,24 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--host", action="store_true", help=host)
     output = "write the overlay; default: print it"
     parser.add_argument("--output", type=Path, metavar="FILE", help=output)
-    options, search, config = read_command(parser, argv, positive=["processes"], written=["output"])
+    options, search, config = read_command(
+        parser, argv, positive=["processes"], written=["output"]
+    )
     others, compile = dict(_OTHERS), config.compile
     if compile.enable and "model" in compile.components:
         budget = {"mode": "memory_budget", "op_keep_modules": "[]"}
         shares = ("0.25", "0.5", "0.75")
-        others |= {f"memory_budget {share}": budget | {"memory_budget": share} for share in shares}
+        others |= {
+            f"memory_budget {share}": budget | {"memory_budget": share} for share in shares
+        }
     search.what = "others simulated"
     try:
         say("choosing")
         choice = autosac(search, host=options.host)
         plain = {_KEY + "op_keep_by_block": "[]"}
-        compared = search(plain | {_KEY + k: v for k, v in one.items()} for one in others.values())
+        compared = search(
+            plain | {_KEY + k: v for k, v in one.items()} for one in others.values()
+        )
     except (HardwareError, TraceError, ReplayError) as error:
         say("")
         print(f"titan autosac: {error}", file=sys.stderr)

@@ -43,7 +43,9 @@ _RESHARD = "parallelism.fsdp_reshard_after_forward"
 _SCHEDULE = "parallelism.pipeline_parallel_schedule"
 _MICROBATCH = "parallelism.pipeline_parallel_microbatch_size"
 _HOPELESS = 1.5  # times the best time by the formula: a kind is not explored for its own sake
-_TRIES = 8  # points of a kind that are checked against the rules, before the kind counts as refused
+_TRIES = (
+    8  # points of a kind that are checked against the rules, before the kind counts as refused
+)
 _SCHEDULES = {
     "1F1B": (1,),
     "Interleaved1F1B": (2, 4),
@@ -90,7 +92,9 @@ class LayoutSearch(Search):
             tuple(itertools.compress(also, taken))
             for taken in itertools.product((False, True), repeat=len(also))
         )
-        contained = {(a, b) for a in also for b in also if ALSO[a][0].items() < ALSO[b][0].items()}
+        contained = {
+            (a, b) for a in also for b in also if ALSO[a][0].items() < ALSO[b][0].items()
+        }
         self.also = [
             found for found in combinations if not any({*p} <= {*found} for p in contained)
         ]
@@ -181,7 +185,9 @@ class LayoutSearch(Search):
     def same_layout(self, point: Point) -> list[Point]:
         """Return the legal points with a point's layout, in all local batches and modes of recomputation, the largest first."""
         per_rank = self.global_batch // (point.replicate * point.shard)
-        batches = [per_rank] if point.pp > 1 else reversed(divisors(per_rank)) if per_rank else []
+        batches = (
+            [per_rank] if point.pp > 1 else reversed(divisors(per_rank)) if per_rank else []
+        )
         pairs = itertools.product(batches, _RECOMPUTE)
         near = (replace(point, batch=batch, recompute=mode) for batch, mode in pairs)
         return [p for p in near if self._layout(p).accumulation and self.legal(p)]
@@ -238,7 +244,9 @@ class LayoutSearch(Search):
 
         microbatches = point.batch // point.microbatch
         bubble = (
-            _bubble(point.schedule, point.pp, point.stages, microbatches) if point.pp > 1 else 0.0
+            _bubble(point.schedule, point.pp, point.stages, microbatches)
+            if point.pp > 1
+            else 0.0
         )
 
         # For each pass FSDP gathers weights once or twice (2 bytes) and reduces gradients once (4 bytes).
@@ -283,7 +291,9 @@ class LayoutSearch(Search):
         for tp in (n for n in _powers(self.profile.gpus_per_node) if ranks % n == 0):
             per_rank, rest = divmod(self.global_batch, own.replicate * (ranks // tp))
             if not rest:
-                near.append(replace(own, tp=tp, shard=ranks // tp, batch=gcd(own.batch, per_rank)))
+                near.append(
+                    replace(own, tp=tp, shard=ranks // tp, batch=gcd(own.batch, per_rank))
+                )
         if own.ep:
             lent = own.shard * own.cp * own.tp
             near += [replace(own, ep=ep) for ep in _powers(lent) if lent % ep == 0]

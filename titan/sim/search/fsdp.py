@@ -104,7 +104,9 @@ def run(options: Namespace, search: Search, config: JobConfig) -> int:
         print(f"titan plan: no choice fits in {where}; {reason}", file=sys.stderr)
         return 1
     command = f"titan train {' '.join(search.job)} fsdp.toml"
-    overlay = settings_overlay(best.settings, command) if best.settings else "# the job as it is\n"
+    overlay = (
+        settings_overlay(best.settings, command) if best.settings else "# the job as it is\n"
+    )
     results = {"as it is": now, "fsdp": best}
     show(options, config, {"settings": best.settings}, results, overlay, limit_gib=limit_gib)
     return 0

@@ -278,7 +278,9 @@ def _overlay(name: str, variant: Variant, job: Sequence[str]) -> str:
     needed = f"{variant.needed_gib:.1f} GiB" + (", tight" if variant.is_tight else "")
     where = f"{needed}, on {facts['world_size']} x {facts['hardware']}"
     summary = f"{name}: {variant.speed:,.0f} tokens/s/GPU{mfu}, {where}"
-    return settings_overlay(variant.settings, summary, f"titan train {' '.join(job)} {name}.toml")
+    return settings_overlay(
+        variant.settings, summary, f"titan train {' '.join(job)} {name}.toml"
+    )
 
 
 def _parser() -> ArgumentParser:
@@ -319,7 +321,9 @@ def main(argv: list[str] | None = None) -> int:
         if name not in ALSO:
             raise mistake("--also", f"unknown: '{name}'{choose(name, ALSO)}")
     if "float8" in also and config.model.converters:
-        raise mistake("--also", "the job has model.converters already; float8 would replace them")
+        raise mistake(
+            "--also", "the job has model.converters already; float8 would replace them"
+        )
     search = LayoutSearch(
         job,
         config,
@@ -347,7 +351,11 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 1
     print(*unsupported(shown[0][1].facts), *table(search, found.job, shown), sep="\n")
-    print(*_remarks(search, found, wall_s=time.monotonic() - start), _fixed(search, also), sep="\n")
+    print(
+        *_remarks(search, found, wall_s=time.monotonic() - start),
+        _fixed(search, also),
+        sep="\n",
+    )
     print(*_prices(search, found, free=free), sep="\n")
     plans = {f"plan-{number}": variant for number, (_, variant) in enumerate(shown, 1)}
     if free:

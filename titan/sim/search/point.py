@@ -17,7 +17,10 @@ ALSO: dict[str, tuple[dict[str, str], float]] = {
     "async_tp": ({"parallelism.enable_async_tensor_parallel": "true"}, 0.95),
     "expert_overlap": ({"parallelism.expert_overlap": "true"}, 0.92),
     "expert_overlap_reduce_once": (
-        {"parallelism.expert_overlap": "true", "parallelism.expert_overlap_reduce_once": "true"},
+        {
+            "parallelism.expert_overlap": "true",
+            "parallelism.expert_overlap_reduce_once": "true",
+        },
         0.88,
     ),
 }
@@ -86,7 +89,9 @@ class Point:
 
     def settings(self, global_batch: int, *, num_layers: int) -> dict[str, str]:
         """Return the point as overrides of a job."""
-        found: dict[str, int | str] = {AXES[axis]: degree for axis, degree in self.degrees.items()}
+        found: dict[str, int | str] = {
+            AXES[axis]: degree for axis, degree in self.degrees.items()
+        }
         if self.ep:
             found["parallelism.expert_parallel_degree"] = self.ep
         if self.pp > 1:

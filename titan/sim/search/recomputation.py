@@ -113,7 +113,9 @@ def find_blocks(trace: Trace, cost: Cost) -> dict[int, Block]:
     for (layer, call, repeats), repeated in runs.items():
         forward = runs.get((layer, call, False), [])
         if repeats and len(forward) == len(repeated):
-            blocks.setdefault(layer, Block()).runs[call] = list(zip(forward, repeated, strict=True))
+            blocks.setdefault(layer, Block()).runs[call] = list(
+                zip(forward, repeated, strict=True)
+            )
             for first, again in blocks[layer].runs[call]:
                 _pair(first, again, step, freed)
     for block in blocks.values():
@@ -152,7 +154,9 @@ def _measure(block: Block, trace: Trace, cost: Cost, freed: Mapping[int, int]) -
     sizes: dict[int, int] = {}
     for call, runs in block.runs.items():
         sizes |= {
-            e.block: e.size_bytes for n in runs[0][1].events if isinstance(e := step[n], Allocate)
+            e.block: e.size_bytes
+            for n in runs[0][1].events
+            if isinstance(e := step[n], Allocate)
         }
         if call.partition("@")[0] in (*EXPENSIVE, *_POINTWISE):
             block.sizes[call] = sum(sizes[number] for number in runs[0][1].results)
@@ -187,7 +191,9 @@ def keep(trace: Trace, blocks: Mapping[int, Block], kept: Mapping[int, Kept]) ->
     for layer, calls in kept.items():
         block = blocks[layer]
         for microbatch in range(max((len(runs) for runs in block.runs.values()), default=0)):
-            pairs = [r[microbatch] for c, r in block.runs.items() if calls is None or c in calls]
+            pairs = [
+                r[microbatch] for c, r in block.runs.items() if calls is None or c in calls
+            ]
             end = max((again.until for _, again in pairs), default=0)
             for forward, again in pairs:
                 dropped.update(again.events)
@@ -347,7 +353,9 @@ def _front(block: Block) -> list[_Option]:
     options: list[_Option] = [(0, 0.0, frozenset())]
     for call, size in block.sizes.items():
         more = [
-            (b + size, s + block.seconds[call], k | {call}) for b, s, k in options if k is not None
+            (b + size, s + block.seconds[call], k | {call})
+            for b, s, k in options
+            if k is not None
         ]
         options = _best([*options, *more])
     return _best([*options, (*block.whole, None)])
@@ -378,7 +386,9 @@ def samples(blocks: Mapping[int, Block], most: int = 14) -> dict[int, Kept]:
         # The compiler fuses everything else, and runs it again at next to no cost.
         block = blocks[inner[0]]
         expensive = {c: n for c, n in block.sizes.items() if c.partition("@")[0] in EXPENSIVE}
-        front = [kept for *_, kept in _front(replace(block, sizes=expensive)) if kept is not None]
+        front = [
+            kept for *_, kept in _front(replace(block, sizes=expensive)) if kept is not None
+        ]
         steps = min(most, len(inner), len(front) + 1) - 2
         later = [front[n * (len(front) - 1) // steps] for n in range(1, steps + 1)]
         ladder = [None, front[0], *later]

@@ -110,7 +110,9 @@ def simulate_variants(
             no `facts`.
     """
     variants: list[Variant] = []
-    by_key: defaultdict[str, list[tuple[Variant, TraceRequest, Profile, Phase]]] = defaultdict(list)
+    by_key: defaultdict[str, list[tuple[Variant, TraceRequest, Profile, Phase]]] = defaultdict(
+        list
+    )
     for chosen in settings:
         # One Variant for each profile: the settings are checked and traced once for all of them.
         of_settings = [Variant(chosen, profile.name) for profile in profiles]
@@ -196,7 +198,9 @@ class Search:
         """Return the job with each of these settings, simulated."""
         wanted = {str(one): one for one in settings}
         new = {key: one for key, one in wanted.items() if key not in self.known}
-        before = len(self.known.keys() - {str({})})  # the job as it is counts with the next ones
+        before = len(
+            self.known.keys() - {str({})}
+        )  # the job as it is counts with the next ones
 
         def progress(done: int, total: int) -> None:
             say(f"{before + done} of {max(self.total, before + total)} {self.what}")
@@ -216,7 +220,9 @@ class Search:
 def front(variants: Sequence[Variant]) -> list[Variant]:
     """Return the variants that fit and beat all others that need no more memory, the fastest first."""
     best: list[Variant] = []
-    for variant in sorted((v for v in variants if v.fits), key=lambda v: (-v.speed, v.needed_gib)):
+    for variant in sorted(
+        (v for v in variants if v.fits), key=lambda v: (-v.speed, v.needed_gib)
+    ):
         # From the fastest down, a variant is on the front if it needs less memory than all before
         # it. The margin of one byte keeps out equals.
         if not best or variant.needed_gib < best[-1].needed_gib - 1 / GIB:

@@ -66,7 +66,9 @@ def test_a_foreign_trace_with_shapes(folder: Path, capsys: pytest.CaptureFixture
     assert "matmul_share tfloat32" in printed and "attention" not in printed
 
 
-def test_a_foreign_trace_without_shapes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_foreign_trace_without_shapes(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """All-reduces of two A100s, in all as fast as the fastest of each size, since the others waited."""
     trace = TRACES / "nccl_arguments.json"
     found = calibrated(trace, "--hardware", "a100-80g")
@@ -109,7 +111,12 @@ def with_kernels(trace: dict[str, Any]) -> dict[str, float]:
         what: str, name: str, us: float, thread: dict[str, Any], at: float = 0.1, **more: Any
     ) -> None:
         number = next(numbers)
-        common = {"ph": "X", "pid": thread["pid"], "tid": thread["tid"], "ts": thread["ts"] + at}
+        common = {
+            "ph": "X",
+            "pid": thread["pid"],
+            "tid": thread["tid"],
+            "ts": thread["ts"] + at,
+        }
         args = {"correlation": number, "External id": thread["args"]["External id"]}
         events.append(common | {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "dur": 0.1, "args": args})  # fmt: skip
         args |= {"device": 0, "stream": 7} | more
@@ -170,7 +177,10 @@ def test_rates_of_a_known_machine_come_back(folder: Path) -> None:
     one = Kernel("aten::mul", "pointwise", read_bytes=2 * moved, write_bytes=moved)
     assert cost.kernel_s(one) * 1e6 == pytest.approx(spent["pointwise"] / STEPS, rel=0.01)
     shape = (2, 32, 4096, 128)
-    for kind, what in (("attention", "attentionFalse"), ("attention_backward", "attentionTrue")):
+    for kind, what in (
+        ("attention", "attentionFalse"),
+        ("attention_backward", "attentionTrue"),
+    ):
         kernel = Kernel("aten::attention", kind, (shape,) * 3, "bfloat16", causal=True)  # pyright: ignore[reportArgumentType]
         assert cost.kernel_s(kernel) * 1e6 == pytest.approx(spent[what] / STEPS, rel=0.005)
     assert found.attention_kernel == "cudnn"
@@ -206,7 +216,11 @@ def test_mistakes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         trace = on_a_gpu(json.loads((folder / "cpu.json").read_text()))
         trace["traceEvents"][-2]["args"][key] = value  # of aten::mm
         (folder / f"strange{number}.json").write_text(json.dumps(trace))
-    for name, what in {"Group size": 10**12, "Out msg nelems": "many", "dur": float("nan")}.items():
+    for name, what in {
+        "Group size": 10**12,
+        "Out msg nelems": "many",
+        "dur": float("nan"),
+    }.items():
         trace = on_a_gpu(json.loads((folder / "cpu.json").read_text()))
         said = {
             "Collective name": "allgather",
@@ -215,10 +229,15 @@ def test_mistakes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
             "Out msg nelems": 2**20,
         }
         kernel = trace["traceEvents"][-1]
-        kernel |= {"args": kernel["args"] | said | {name: what}} if name != "dur" else {name: what}
+        kernel |= (
+            {"args": kernel["args"] | said | {name: what}} if name != "dur" else {name: what}
+        )
         (folder / f"nccl{name[:3]}.json").write_text(json.dumps(trace))
     for file, says in {
-        **{f"strange{number}.json": "not a whole trace of torch's profiler" for number in range(4)},
+        **{
+            f"strange{number}.json": "not a whole trace of torch's profiler"
+            for number in range(4)
+        },
         **{
             f"nccl{name}.json": "not a whole trace of torch's profiler ("
             for name in ("Gro", "Out", "dur")
@@ -252,7 +271,12 @@ def on_a_gpu(
     operator = [e for e in events if e.get("name") == "aten::mm"][-1]
     operator["args"] |= {"Input Dims": [[size, size]] * 2, "Input type": [dtype] * 2}
     operator["args"].pop("Input Strides", None)
-    same = {"ph": "X", "pid": operator["pid"], "tid": operator["tid"], "args": {"correlation": 7}}
+    same = {
+        "ph": "X",
+        "pid": operator["pid"],
+        "tid": operator["tid"],
+        "args": {"correlation": 7},
+    }
     launch = same | {
         "cat": "cuda_runtime",
         "name": "cudaLaunchKernel",
@@ -262,7 +286,10 @@ def on_a_gpu(
     kernel = same | {"cat": "kernel", "name": "gemm", "ts": operator["ts"], "dur": us}
     devices = [{"id": 0, "name": "NVIDIA H100 80GB HBM3"}]
     last = [e for e in events if e is not operator]
-    return trace | {"deviceProperties": devices, "traceEvents": [*last, launch, operator, kernel]}
+    return trace | {
+        "deviceProperties": devices,
+        "traceEvents": [*last, launch, operator, kernel],
+    }
 
 
 @pytest.mark.parametrize(
@@ -278,16 +305,21 @@ def test_a_dtype_changes_its_own_share_alone(folder: Path, dtype: str, name: str
         json.loads((folder / "cpu.json").read_text()), dtype=dtype, size=4096, us=1000.0
     )
     (folder / "mm.json").write_text(json.dumps(trace))
-    found, base = calibrated(folder / "mm.json").matmul_share, load_profile("h100-sxm").matmul_share
+    found, base = (
+        calibrated(folder / "mm.json").matmul_share,
+        load_profile("h100-sxm").matmul_share,
+    )
     assert {dtype: share for dtype, share in found.items() if dtype != name} == base
     if name:
         kernel = Kernel("aten::mm", "matmul", ((4096, 4096),) * 2, name, 2 * 4096**3)
-        assert Cost(load_profile(folder / "mm-hardware.toml")).kernel_s(kernel) == pytest.approx(
-            1e-3, rel=0.01
-        )
+        assert Cost(load_profile(folder / "mm-hardware.toml")).kernel_s(
+            kernel
+        ) == pytest.approx(1e-3, rel=0.01)
 
 
-def test_a_figure_at_its_limit_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_figure_at_its_limit_is_told(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Cards that are twice as fast as the profile's: no share exceeds 1, so the kernels do not take their time."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
         torch.mm(torch.ones(2, 2), torch.ones(2, 2))
@@ -304,5 +336,6 @@ def test_a_figure_at_its_limit_is_told(folder: Path, capsys: pytest.CaptureFixtu
     (folder / "fast.json").write_text(json.dumps(trace))
     assert calibrated(folder / "fast.json").nic_share == 1
     assert (
-        "nic_share is at its limit: its kernels took 5.0 ms, and take 1" in capsys.readouterr().out
+        "nic_share is at its limit: its kernels took 5.0 ms, and take 1"
+        in capsys.readouterr().out
     )

@@ -43,7 +43,9 @@ def decoded(path: Path) -> tuple[Any, list[Any]]:
     return metadata, nodes
 
 
-def test_the_jsonizer_of_chakra_reads_the_files(simulation: StepSimulation, tmp_path: Path) -> None:
+def test_the_jsonizer_of_chakra_reads_the_files(
+    simulation: StepSimulation, tmp_path: Path
+) -> None:
     write_chakra(simulation, tmp_path)
     for rank, trace in simulation.traces.items():
         source, target = tmp_path / f"rank.{rank}.et", tmp_path / f"rank.{rank}.json"
@@ -96,14 +98,20 @@ def collect(nodes: list[Any], types: dict[str, set[str]]) -> None:
 
 def value(node: Any, name: str) -> Any:
     [attribute] = [a for a in node.attr if a.name == name]
-    [(_, found)] = [(f, v) for f, v in attribute.ListFields() if f.name != "name"] or [(None, 0)]
+    [(_, found)] = [(f, v) for f, v in attribute.ListFields() if f.name != "name"] or [
+        (None, 0)
+    ]
     return found
 
 
 def test_files_hold_the_trace(simulation: StepSimulation, tmp_path: Path) -> None:
     write_chakra(simulation, tmp_path)
     groups = json.loads((tmp_path / "groups.json").read_text())
-    assert {path.name for path in tmp_path.iterdir()} == {"rank.0.et", "rank.4.et", "groups.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "rank.0.et",
+        "rank.4.et",
+        "groups.json",
+    }
     for rank, trace in simulation.traces.items():
         metadata, nodes = decoded(tmp_path / f"rank.{rank}.et")
         assert metadata.version == "0.0.4"
@@ -130,7 +138,8 @@ def test_files_hold_the_trace(simulation: StepSimulation, tmp_path: Path) -> Non
         for node in nodes:
             for parent in (by_id[number] for number in node.data_deps):
                 assert (
-                    parent.start_time_micros + parent.duration_micros <= node.start_time_micros + 2
+                    parent.start_time_micros + parent.duration_micros
+                    <= node.start_time_micros + 2
                 )
         assert sum(not node.data_deps for node in nodes) <= 4
         busy = sum(value(n, "duration_nanos") for n, e in zip(compute, launches, strict=True) if e.stream != HOST)  # fmt: skip

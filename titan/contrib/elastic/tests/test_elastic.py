@@ -44,7 +44,9 @@ def test_groups_judge_a_step_before_all_other_hooks(monkeypatch: pytest.MonkeyPa
     groups = membership.Elastic(run)
     groups.updated(Mock())
     assert groups.is_first and run.repeat.called
-    run.hook(StepLimit).step_end.assert_called_once()  # the next quorum may take longer than a step
+    run.hook(
+        StepLimit
+    ).step_end.assert_called_once()  # the next quorum may take longer than a step
 
 
 @needs_torchft
@@ -81,7 +83,14 @@ def test_a_checkpoint_of_three_groups_resumes_with_any_number(tmp_path: Path) ->
     def train(name: str, *settings: str) -> Path:
         """Train to step 4; a rate of 1e-30 leaves the weights as they were loaded."""
         folder = tmp_path / name
-        command = [sys.executable, "-m", "titan.cli", "train", *JOB, f"--job.dump_folder={folder}"]
+        command = [
+            sys.executable,
+            "-m",
+            "titan.cli",
+            "train",
+            *JOB,
+            f"--job.dump_folder={folder}",
+        ]
         command += ["--checkpoint.interval=1", *settings]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -156,7 +165,9 @@ def end_group(group: subprocess.Popen[str]) -> None:
     group.communicate()
 
 
-def start_group(number: int, folder: Path, address: str, *settings: str) -> subprocess.Popen[str]:
+def start_group(
+    number: int, folder: Path, address: str, *settings: str
+) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "titan.cli", "train", *JOB]
     command += [
         "--nproc",
@@ -164,10 +175,20 @@ def start_group(number: int, folder: Path, address: str, *settings: str) -> subp
         "--fault_tolerance.enable=true",
         "--fault_tolerance.replica_groups=2",
     ]
-    command += [f"--fault_tolerance.replica_id={number}", f"--fault_tolerance.lighthouse={address}"]
-    command += [f"--job.dump_folder={folder}/group-{number}", f"--checkpoint.folder={folder}/saved"]
+    command += [
+        f"--fault_tolerance.replica_id={number}",
+        f"--fault_tolerance.lighthouse={address}",
+    ]
+    command += [
+        f"--job.dump_folder={folder}/group-{number}",
+        f"--checkpoint.folder={folder}/saved",
+    ]
     return subprocess.Popen(
-        [*command, *settings], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*command, *settings],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
@@ -233,7 +254,9 @@ def test_a_group_that_cannot_heal_ends_and_the_others_go_on(tmp_path: Path) -> N
             assert returning[-1].returncode == 1, text
             assert "healing_timeout_seconds = 2" in text and "group-1 ends, so that" in text
             before = len(logged_steps(tmp_path / "group-0"))
-            wait_for(lambda at=before: len(logged_steps(tmp_path / "group-0")) > at + 3, [healthy])
+            wait_for(
+                lambda at=before: len(logged_steps(tmp_path / "group-0")) > at + 3, [healthy]
+            )
         assert {row["replica_groups"] for row in logged_rows(tmp_path / "group-0")} == {1}
     finally:
         for group in [healthy, *returning]:
@@ -260,7 +283,9 @@ def lighthouse(port: int, min_replicas: int = 1) -> Any:
         ("fault_tolerance.replica_id=0", "replica_id: group-0 trains already"),
     ],
 )
-def test_a_group_of_another_job_is_refused_by_name(tmp_path: Path, setting: str, said: str) -> None:
+def test_a_group_of_another_job_is_refused_by_name(
+    tmp_path: Path, setting: str, said: str
+) -> None:
     server = lighthouse(0)
     address = "http://127.0.0.1:" + server.address().rpartition(":")[2]
     # Both wait for the other, so that they begin together.
@@ -332,7 +357,9 @@ def test_the_script_of_groups_is_an_array_that_finds_its_lighthouse(
     section = groups_of(job)
     assert (section.enable, section.replica_id, section.replica_groups) == (True, 1, 3)
     assert section.lighthouse == f"{run}/lighthouse"  # each group reads it, again after a loss
-    assert job.job.dump_folder == f"{run}/group-1" and job.checkpoint.folder == f"{run}/checkpoint"
+    assert (
+        job.job.dump_folder == f"{run}/group-1" and job.checkpoint.folder == f"{run}/checkpoint"
+    )
     capsys.readouterr()
 
 
@@ -367,7 +394,10 @@ def test_the_lighthouse_is_queued_again_while_there_are_groups(
         (tmp_path / name).chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     arguments = [str(ROOT / JOB[0]), "--job.dump_folder=run", "--checkpoint.enable=true"]
-    assert main(["slurm", *arguments, "--nodes", "1", "--gpus-per-node", "0", "--groups", "2"]) == 0
+    assert (
+        main(["slurm", *arguments, "--nodes", "1", "--gpus-per-node", "0", "--groups", "2"])
+        == 0
+    )
     script = tmp_path / "run/lighthouse.sbatch"
     assert "#SBATCH --requeue" in script.read_text()
     path = f"{tmp_path}:{os.environ['PATH']}"
@@ -476,7 +506,10 @@ def environments_of_groups(monkeypatch: pytest.MonkeyPatch, *options: str) -> li
     ],
 )
 def test_groups_share_out_the_gpus(
-    monkeypatch: pytest.MonkeyPatch, visible: str | None, options: list[str], expected: list[str]
+    monkeypatch: pytest.MonkeyPatch,
+    visible: str | None,
+    options: list[str],
+    expected: list[str],
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
@@ -490,7 +523,10 @@ def test_groups_share_out_the_gpus(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--groups", "3"], "--groups: 8 accelerators do not divide among 3 groups; use --groups"),
+        (
+            ["--groups", "3"],
+            "--groups: 8 accelerators do not divide among 3 groups; use --groups",
+        ),
         (["--groups", "2", "--nproc", "5"], "--nproc: 2 groups x 5 processes do not fit the 8"),
         (["--groups", "9"], "--groups: 9 groups x 1 processes do not fit the 8 accelerators"),
     ],
@@ -503,14 +539,16 @@ def test_groups_that_would_share_gpus_are_refused(
 ) -> None:
     monkeypatch.setattr("titan.base.hardware.count_accelerators", lambda: 8)
     assert (
-        main(["train", str(ROOT / JOB[0]), "--checkpoint.enable=true", "--elastic", *options]) == 2
+        main(["train", str(ROOT / JOB[0]), "--checkpoint.enable=true", "--elastic", *options])
+        == 2
     )
     line, _ = capsys.readouterr().err.splitlines()
     assert line.startswith("command line: ") and message in line
 
 
 @pytest.mark.parametrize(
-    ("enable", "of_user", "expected"), [(True, None, "2"), (True, "1", "1"), (False, None, None)]
+    ("enable", "of_user", "expected"),
+    [(True, None, "2"), (True, "1", "1"), (False, None, None)],
 )
 def test_nccl_leaves_it_to_the_groups_to_go_on(
     monkeypatch: pytest.MonkeyPatch, enable: bool, of_user: str | None, expected: str | None
@@ -533,7 +571,11 @@ def test_nccl_leaves_it_to_the_groups_to_go_on(
     ("section", "key", "message"),
     [
         ({"lighthouse": "node0:29510"}, "lighthouse", "expected http://HOST:PORT, or"),
-        ({"replica_id": 2, "replica_groups": 2}, "replica_id", "must be below replica_groups = 2"),
+        (
+            {"replica_id": 2, "replica_groups": 2},
+            "replica_id",
+            "must be below replica_groups = 2",
+        ),
         (
             {"min_replicas": 3, "replica_groups": 2},
             "min_replicas",

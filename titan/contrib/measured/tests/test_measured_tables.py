@@ -77,7 +77,9 @@ def test_products(card: str, library_of: str) -> None:
     for row in random.Random(0).sample(every, 1000):
         m, n, k = row["m"], row["n"], row["k"]
         moved = 2 * (m * k + k * n), 2 * m * n
-        kernel = Kernel("aten::mm", "matmul", ((m, k), (k, n)), "bfloat16", 2 * m * n * k, *moved)
+        kernel = Kernel(
+            "aten::mm", "matmul", ((m, k), (k, n)), "bfloat16", 2 * m * n * k, *moved
+        )
         burst = _at_level(cost, cost.tables.large_share if cost.tables else {})
         ratios.append(burst.kernel_s(kernel) / (row["latency"] * 1e-3))
     level = median(ratios)
@@ -107,7 +109,11 @@ def test_causal_attention_by_length(card: str) -> None:
         if not is_plain or row.get("window_size") not in (None, 0, -1) or sizes != (128, 32, 8):
             continue
         if length in (1024, 2048, 4096, 8192, 16384) and batch in (1, 2, 4, 8):
-            shapes = ((batch, 32, length, 128), (batch, 8, length, 128), (batch, 8, length, 128))
+            shapes = (
+                (batch, 32, length, 128),
+                (batch, 8, length, 128),
+                (batch, 8, length, 128),
+            )
             kernel = Kernel("aten::attention", "attention", shapes, "bfloat16", causal=True)
             ratio = cost.kernel_s(kernel) / (row["latency"] * 1e-3)
             by_length.setdefault(length, []).append(ratio)
@@ -121,7 +127,9 @@ def test_causal_attention_by_length(card: str) -> None:
 def test_uneven_routes_slow_grouped_products() -> None:
     """81% of the rate with 512 rows an expert under a power law on H100, nearly all of it with many rows or mild routes."""
     tables = shipped("h100")
-    assert tables.uneven_share(512, 1.01) == tables.uneven_share(512, 1.2) == pytest.approx(0.81)
+    assert (
+        tables.uneven_share(512, 1.01) == tables.uneven_share(512, 1.2) == pytest.approx(0.81)
+    )
     assert tables.uneven_share(512, 0.0) == 1.0 and tables.uneven_share(512, 0.18) > 0.96
     assert tables.uneven_share(4096, 1.01) > 0.9
     shapes, flops = ((64, 512, 4096), (64, 4096, 2048)), 2 * 64 * 512 * 4096 * 2048
@@ -142,7 +150,9 @@ def test_the_package_is_read_where_it_is_installed(
     whole, small = Tables(raw), shipped("a100")
     assert len(raw["products"]["bfloat16"][0]["axes"][0]) > 17
     for shape in ((4096, 4096, 4096), (8192, 7168, 16384)):
-        assert whole.product_ratio("bfloat16", *shape) == small.product_ratio("bfloat16", *shape)
+        assert whole.product_ratio("bfloat16", *shape) == small.product_ratio(
+            "bfloat16", *shape
+        )
 
 
 def test_another_version_of_the_package_is_told(
@@ -165,7 +175,11 @@ def test_linear_attention(card: str, kind: str) -> None:
     measured = 0
     for row in rows(card, folder, runner, version, f"{kind}_perf.parquet"):
         heads, tokens = row["num_v_heads"], row["seq_len"]
-        if not row["kernel_source"].startswith("chunk") or row["batch_size"] > 1 or tokens < 2048:
+        if (
+            not row["kernel_source"].startswith("chunk")
+            or row["batch_size"] > 1
+            or tokens < 2048
+        ):
             continue
         shapes = [(1, tokens, row["num_k_heads"], 128), (1, tokens, heads, 128)]
         gates = (1, tokens, heads, 128) if kind == "kda" else (1, tokens, heads)

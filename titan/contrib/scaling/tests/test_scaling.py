@@ -68,7 +68,9 @@ def test_a_csv_file_is_fitted_predicted_and_kept(
     arguments += ["--predict=7e10,1.4e12", f"--plot={tmp_path / 'law.png'}"]
     assert titan(arguments) == 0
     said = capsys.readouterr().out
-    assert "the 34 smaller runs predicts the 2 largest" in said and said.count("; measured ") == 2
+    assert (
+        "the 34 smaller runs predicts the 2 largest" in said and said.count("; measured ") == 2
+    )
     assert "36 runs of " in said
     assert " times the largest run: the interval is 0." in said and "nats wide" in said
     assert (tmp_path / "law.png").stat().st_size > 10_000
@@ -86,7 +88,10 @@ def folder(path: Path, *, width: int, tokens: int, loss: float, **changes: Any) 
     overrides = f"overrides = {{ dim = {width}, n_layers = 2, vocab_size = 512 }}"
     lines = ["[model]", 'name = "llama3"', 'flavor = "tiny"', overrides]
     more, training = changes.pop("more", ""), {"steps": 10, "dataset": "stdlib"} | changes
-    lines += ["[training]", *(f"{key} = {json.dumps(value)}" for key, value in training.items())]
+    lines += [
+        "[training]",
+        *(f"{key} = {json.dumps(value)}" for key, value in training.items()),
+    ]
     (path / "config.toml").write_text("\n".join([*lines, more]) + "\n")
     rows = [
         {"step": step, "loss": loss + 1, "loss_mean": loss + 1, "tokens": tokens * step // 10}
@@ -104,7 +109,9 @@ def test_run_folders_have_their_parameters_tokens_and_validation_losses(tmp_path
 
     for width in (64, 128, 256):
         for tokens in (10_000, 20_000, 40_000):
-            folder(tmp_path / f"{width}-{tokens}", width=width, tokens=tokens, loss=9e4 / tokens)
+            folder(
+                tmp_path / f"{width}-{tokens}", width=width, tokens=tokens, loss=9e4 / tokens
+            )
     runs, shared = read([tmp_path])
     assert len(runs) == 9 and shared["training.dataset"] == "stdlib"
     assert {run.loss for run in runs} == {9.0, 4.5, 2.25}
@@ -119,11 +126,16 @@ def test_run_folders_have_their_parameters_tokens_and_validation_losses(tmp_path
     [
         ({"dataset": "synthetic"}, "runs differ in training.dataset: 'stdlib', 'synthetic'"),
         ({"more": "[lr_scheduler]\ntotal_steps = 30"}, "step 10 of 30: only finished runs"),
-        ({"more": "[[data.sources]]\ntype = 'text'\npath = 'a'"}, "runs differ in data.sources: "),
+        (
+            {"more": "[[data.sources]]\ntype = 'text'\npath = 'a'"},
+            "runs differ in data.sources: ",
+        ),
         ({"steps": 20}, "step 10 of 20: only finished runs have a final loss"),
     ],
 )
-def test_folders_that_do_not_compare(tmp_path: Path, change: dict[str, Any], expected: str) -> None:
+def test_folders_that_do_not_compare(
+    tmp_path: Path, change: dict[str, Any], expected: str
+) -> None:
     from titan.contrib.scaling.runs import read
 
     folder(tmp_path / "a", width=64, tokens=10_000, loss=3.0)
@@ -211,12 +223,19 @@ def test_losses_of_another_law_and_copies_are_called_so(
     for rows, expected in (
         (runs, None),
         (wrong, "these losses do not follow the law"),
-        ([run._replace(loss=run.loss - HOFFMANN.E) for run in runs], "E is as small as it may be"),
+        (
+            [run._replace(loss=run.loss - HOFFMANN.E) for run in runs],
+            "E is as small as it may be",
+        ),
         ([*runs, *runs[:2]], "2 runs equal another one"),
     ):
         assert titan(["scaling", str(write_csv(tmp_path / "r.csv", rows)), "--draws=2"]) == 0
         said = capsys.readouterr().out
-        for text in ("do not follow the law", "equal another one", "E is as small as it may be"):
+        for text in (
+            "do not follow the law",
+            "equal another one",
+            "E is as small as it may be",
+        ):
             assert (text in said) == (expected is not None and text in expected)
 
 
@@ -295,7 +314,9 @@ def test_a_layout_that_does_not_fit_by_simulation_makes_way_for_another(
         capsys.readouterr()
         assert titan(words) == 0
         said = capsys.readouterr()
-        assert len([line for line in said.out.splitlines() if line.startswith("llama3")]) == sizes
+        assert (
+            len([line for line in said.out.splitlines() if line.startswith("llama3")]) == sizes
+        )
         assert len({*tried}) == len(tried) == (fits_at or 3)
         assert (
             "titan budget: 405B is left out: " in said.err
@@ -350,7 +371,9 @@ def test_runs_on_a_line_of_tokens_and_parameters_are_called_so(
     line = [Run(f"{n:.0e}", n, 20 * n, loss) for n, loss in zip(sizes, losses, strict=True)]
     for runs, is_said in ((line, True), (synthetic(0, sizes=3, lengths=3), False)):
         assert titan(["scaling", str(write_csv(tmp_path / "runs.csv", runs)), "--draws=2"]) == 0
-        assert ("the law cannot tell A / N^a from B / D^b" in capsys.readouterr().out) == is_said
+        assert (
+            "the law cannot tell A / N^a from B / D^b" in capsys.readouterr().out
+        ) == is_said
 
 
 def test_runs_that_are_left_out_do_not_count(

@@ -144,7 +144,10 @@ def test_intervals_hold_the_truth() -> None:
     ("words", "expected"),
     [
         (["--set=lr=1"], "lr=1: expected a key and its values"),
-        (["--set=optimizer.lr"], "expected a key and its values, such as optimizer.lr=1e-3,3e-3"),
+        (
+            ["--set=optimizer.lr"],
+            "expected a key and its values, such as optimizer.lr=1e-3,3e-3",
+        ),
         (["--set=optimizer.lr=1e-3,1e-3"], "a value of optimizer.lr is there twice"),
         (["--set=optimizer.lr=1e-3,x"], "optimizer.lr"),
         (["--set=debug.seed=1,2"], "seeds are --seeds N"),
@@ -165,7 +168,11 @@ def test_intervals_hold_the_truth() -> None:
     ],
 )
 def test_mistakes_are_lines(
-    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], expected: str
+    job: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    expected: str,
 ) -> None:
     assert titan(["sweep", str(job), f"--folder={tmp_path / 's'}", *words]) == 2
     said = capsys.readouterr().err
@@ -179,7 +186,10 @@ def test_a_report_takes_no_job(job: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_folder_keeps_the_runs_of_its_sweep(
-    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    job: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A report would lose some."""
     monkeypatch.setattr("titan.contrib.scaling.execute.run_here", lambda *_, **__: 0)
@@ -188,7 +198,9 @@ def test_a_folder_keeps_the_runs_of_its_sweep(
     assert "lr=2e-3: waiting" in capsys.readouterr().err
     kept = (tmp_path / "s/sweep.json").read_text()
     assert titan([*words, "--set=optimizer.lr=2e-3,3e-3"]) == 2
-    assert "is the folder of a sweep with lr=1e-3: use another --folder" in capsys.readouterr().err
+    assert (
+        "is the folder of a sweep with lr=1e-3: use another --folder" in capsys.readouterr().err
+    )
     assert (tmp_path / "s/sweep.json").read_text() == kept
     assert titan([*words, "--set=optimizer.lr=2e-3,3e-3,1e-3"]) == 1
     assert [trial.name for trial in trials.read(tmp_path / "s")] == [
@@ -228,7 +240,9 @@ def test_another_job_needs_another_folder(job: Path, tmp_path: Path) -> None:
 
 def test_values_with_commas_and_names() -> None:
     given = ["model.overrides.dim=32,64", 'training.dataset="a,b",c', "data.x=[1, 2],[3]"]
-    nested = trials.parse_settings(['a.b=[[1, 2], [3]],{c = {d = 1, e = 2}, f = [3, 4]},"it\'s"'])
+    nested = trials.parse_settings(
+        ['a.b=[[1, 2], [3]],{c = {d = 1, e = 2}, f = [3, 4]},"it\'s"']
+    )
     assert nested["a.b"] == ["[[1, 2], [3]]", "{c = {d = 1, e = 2}, f = [3, 4]}", '"it\'s"']
     settings = trials.parse_settings(given)
     assert settings["training.dataset"] == ['"a,b"', "c"] and settings["data.x"] == [
@@ -290,7 +304,9 @@ def test_sigterm_cancels_the_tasks_of_ray_and_orphans_are_named(
     monkeypatch.setattr("titan.contrib.scaling.execute.connect", lambda *_, **__: ray)
     assert run_on_ray(two, "auto", processes=1) == 75
     assert ray.cancelled == ["a", "b"]
-    assert capsys.readouterr().out.startswith("b: goes on since an earlier command; its task waits")
+    assert capsys.readouterr().out.startswith(
+        "b: goes on since an earlier command; its task waits"
+    )
 
 
 @pytest.mark.slow
@@ -302,9 +318,15 @@ def test_a_sweep_on_two_nodes_of_ray_stops_and_goes_on(job: Path, tmp_path: Path
     cluster.add_node(num_cpus=1)
     folder = tmp_path / "sweep"
     words = [sys.executable, "-m", "titan.cli", "sweep", str(job), f"--folder={folder}"]
-    words += ["--training.steps=600", "--set=optimizer.lr=1e-3,3e-3", f"--ray={cluster.address}"]
+    words += [
+        "--training.steps=600",
+        "--set=optimizer.lr=1e-3,3e-3",
+        f"--ray={cluster.address}",
+    ]
     try:
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        process = subprocess.Popen(
+            words, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
         deadline = time.monotonic() + 240
         while len([*folder.glob("lr=*/metrics.jsonl")]) < 2:
             assert time.monotonic() < deadline and process.poll() is None

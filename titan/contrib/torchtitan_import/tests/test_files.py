@@ -254,7 +254,9 @@ def test_every_key_loads_as_written(tmp_path: Path) -> None:
     assert config.quantize.linear.float8.filter_fqns == ["output"]
 
 
-def test_unused_keys_are_ignored_at_their_defaults_and_refused_otherwise(tmp_path: Path) -> None:
+def test_unused_keys_are_ignored_at_their_defaults_and_refused_otherwise(
+    tmp_path: Path,
+) -> None:
     config = load_text(UNUSED_KEYS, tmp_path)
     assert config == JobConfig()
     assert len(config.source_map.warnings) == 16 and all(

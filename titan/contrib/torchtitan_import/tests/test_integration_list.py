@@ -123,9 +123,13 @@ expert_dim = 32
 """
 BOUND = 1e-5  # relative, as in tests/parity
 OUT = "artifacts-to-be-uploaded"
-PP, TP, CP = (f"--parallelism.{axis}_parallel_degree" for axis in ("pipeline", "tensor", "context"))
+PP, TP, CP = (
+    f"--parallelism.{axis}_parallel_degree" for axis in ("pipeline", "tensor", "context")
+)
 EP, ETP = "--parallelism.expert_parallel_degree", "--parallelism.expert_tensor_parallel_degree"
-SHARD, REPLICATE = (f"--parallelism.data_parallel_{kind}_degree" for kind in ("shard", "replicate"))
+SHARD, REPLICATE = (
+    f"--parallelism.data_parallel_{kind}_degree" for kind in ("shard", "replicate")
+)
 SCHEDULE, PER_STAGE = (
     f"--parallelism.pipeline_parallel_{name}" for name in ("schedule", "layers_per_stage")
 )
@@ -133,9 +137,7 @@ ROTATE = "--parallelism.context_parallel_rotate_method"
 SAVE, STEPS, COMPILE = "--checkpoint.enable", "--training.steps", "--compile.enable"
 AC, OPTION = "--activation_checkpoint.mode", "--activation_checkpoint.selective_ac_option"
 FLOAT8, LOADER = "--quantize.linear.float8", "--training.dataloader"
-NO_ETP = (
-    "parallelism.expert_tensor_parallel_degree"  # FSDP shards experts over tensor-parallel ranks
-)
+NO_ETP = "parallelism.expert_tensor_parallel_degree"  # FSDP shards experts over tensor-parallel ranks
 NO_FAMILY = "model.name"
 THREE_D = f"{PP} 2 {SHARD} 2 {TP} 2"
 OFFLOADED = "--training.enable_cpu_offload --optimizer.early_step_in_backward"
@@ -199,7 +201,9 @@ ENTRIES = [
         ranks=2,
     ),
     entry(
-        "optimizer_foreach", "--optimizer.name AdamW --optimizer.implementation foreach", ranks=2
+        "optimizer_foreach",
+        "--optimizer.name AdamW --optimizer.implementation foreach",
+        ranks=2,
     ),
     entry("ddp", f"{SHARD}=1 {REPLICATE}=4"),
     entry("hsdp", f"{SHARD}=2 {REPLICATE}=2"),
@@ -412,7 +416,11 @@ def references() -> References:
 @pytest.mark.slow
 @pytest.mark.parametrize("entry", RUN, ids=lambda entry: entry.name)
 def test_agrees_with_one_process(
-    entry: Entry, root: Path, references: References, pool: Pool, monkeypatch: pytest.MonkeyPatch
+    entry: Entry,
+    root: Path,
+    references: References,
+    pool: Pool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(root)
     folder = f"{OUT}/{entry.name}"
@@ -433,6 +441,8 @@ def test_agrees_with_one_process(
     assert len(expected[-1]) >= 10 and expected[0][9]["loss"] < expected[0][0]["loss"]
     for rows, expected_rows in zip(found, expected, strict=True):
         assert rows == [pytest.approx(row, rel=BOUND) for row in expected_rows]
-    if entry.name == "test_generate":  # after it, TorchTitan's runner generates from the checkpoint
+    if (
+        entry.name == "test_generate"
+    ):  # after it, TorchTitan's runner generates from the checkpoint
         step = f"{root}/{OUT}/{entry.name}/checkpoint/step-10"
         assert generate(["--checkpoint", step, "--prompt", "What is", "--device", "cpu"]) == 0

@@ -60,7 +60,9 @@ def test_same_flavor_same_model(name: str, flavor: str) -> None:
     ours = rope_frequencies(
         config.head_dim, config.rope_theta, config.rope_scaling, torch.device("cpu")
     )
-    assert ours.tolist() == pytest.approx(published_frequencies(head_dim, theta, factor), rel=1e-5)
+    assert ours.tolist() == pytest.approx(
+        published_frequencies(head_dim, theta, factor), rel=1e-5
+    )
 
 
 def test_every_shared_flavor_is_compared() -> None:
