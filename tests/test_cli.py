@@ -296,7 +296,7 @@ def test_quiet_reaches_whatever_reports_progress(
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     seen: list[bool] = []
     main = SimpleNamespace(main=lambda argv: seen.append(is_quiet()) or 0)
-    monkeypatch.setitem(sys.modules, "titan.train", main)
+    monkeypatch.setitem(sys.modules, "titan.run.train", main)
     monkeypatch.setenv("RANK", "0")
     for options in ((), ("--quiet",), ("-q",)):
         monkeypatch.setenv("TITAN_QUIET", "")
@@ -353,7 +353,7 @@ def test_one_process_trains_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr("titan.base.hardware.count_accelerators", lambda: 0)
     monkeypatch.setitem(
-        sys.modules, "titan.train", SimpleNamespace(main=lambda argv: seen.append(argv) or 75)
+        sys.modules, "titan.run.train", SimpleNamespace(main=lambda argv: seen.append(argv) or 75)
     )
     assert cli.main(["train", DEBUG, "--training.steps=5"]) == 75
     assert seen == [[DEBUG, "--training.steps=5"]]

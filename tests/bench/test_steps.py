@@ -79,7 +79,7 @@ def test_before_is_the_titan_of_another_folder(
     for name, program in (("works", works), ("fails", "raise SystemExit('no such key')")):
         (tmp_path / name / "titan").mkdir(parents=True)
         (tmp_path / name / "titan/__init__.py").touch()
-        (tmp_path / name / "titan/run/train.py").write_text(program)
+        (tmp_path / name / "titan/train.py").write_text(program)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BEFORE", "works")
     (run,) = runs(tmp_path / "works.json", "before", "--steps", "2")

@@ -83,7 +83,7 @@ def test_a_signal_in_a_collective_that_never_ends(start: Start) -> None:
     assert (status["state"], status["exit_code"], status["step"]) == ("failed", 1, 3)
     asked_to_stop = r"SIGTERM asked rank {} to stop, but fault_tolerance.grace_seconds = 3 are over: it is in {}"
     waits = asked_to_stop.format(0, r"\w+.* \((titan|models)/[\w/]+\.py:\d+, in \w+\)")
-    sleeps = asked_to_stop.format(1, r"hang \(titan/trainer\.py:\d+, in train_one_step\)")
+    sleeps = asked_to_stop.format(1, r"hang \(titan/run/trainer\.py:\d+, in train_one_step\)")
     assert re.search(f"{waits}|{sleeps}", status["reason"]), status
     assert re.search(sleeps, said) and re.search(waits, said), said
     for rank in (0, 1):
@@ -169,7 +169,7 @@ def test_a_hung_step_ends_the_run_and_names_the_rank(hang: str, start: Start) ->
     status = run.status()
     assert (status["state"], status["exit_code"], status["step"]) == ("hung", 1, 3), status
     culprit = {
-        "data": r"rank 1 is in hang \(titan/trainer\.py:\d+, in train_one_step\)",
+        "data": r"rank 1 is in hang \(titan/run/trainer\.py:\d+, in train_one_step\)",
         "locked": r"rank 1 does not answer \(stopped, or its interpreter is locked\)",
         "stopped": r"rank 1 does not answer \(stopped, or its interpreter is locked\)",
     }[hang]

@@ -241,7 +241,7 @@ def test_experts_and_data_parallelism_that_does_not_fit(
 
     monkeypatch.setattr(LayoutSearch, "__call__", lambda _, settings: simulate(settings))
     monkeypatch.setattr(auto, "reason", lambda *_: "")
-    words = ["--model.name=qwen3", "--model.flavor=30B-A3B", "--training.seq_len=4096", "--training.global_batch_size=32"]  # fmt: skip
+    words = ["--model.name=qwen3", "--model.flavor=30B-A3B", "--model.overrides.n_layers=12", "--training.seq_len=4096", "--training.global_batch_size=32"]  # fmt: skip
     choice = choose([str(job), *words], 8, "h100-sxm")
     degrees = [(one["parallelism.pipeline_parallel_degree"], int(one["parallelism.expert_parallel_degree"]) > 1) for one in seen[:4]]  # fmt: skip
     assert degrees[:3] == [("1", False), ("1", True), (degrees[2][0], False)]
