@@ -91,7 +91,7 @@ def _overrides() -> Iterator[str]:
             if f.name in vars(kind).get("__annotations__", {}) and f.init
         ]
         if own:
-            users = ", ".join(name for name, k in kinds.items() if issubclass(k, kind))
+            users = ", ".join(name for name, k in kinds.items() if kind in k.__mro__)
             shown = (f"`{f.name}`" + _default_of(f) for f in own)
             about = " ".join((kind.__doc__ or "").replace("Attributes:", "").split())
             yield f"| {users} | {', '.join(shown)} | {about} |"

@@ -353,7 +353,9 @@ def test_one_process_trains_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr("titan.base.hardware.count_accelerators", lambda: 0)
     monkeypatch.setitem(
-        sys.modules, "titan.run.train", SimpleNamespace(main=lambda argv: seen.append(argv) or 75)
+        sys.modules,
+        "titan.run.train",
+        SimpleNamespace(main=lambda argv: seen.append(argv) or 75),
     )
     assert cli.main(["train", DEBUG, "--training.steps=5"]) == 75
     assert seen == [[DEBUG, "--training.steps=5"]]

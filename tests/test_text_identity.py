@@ -68,9 +68,11 @@ def config(
     made = job(run or folder / "run", **sections)
     return made.model_copy(
         update={
-            "evaluation": JobConfig.model_validate(
-                {"evaluation": [{"tasks": [str(folder / "task.jsonl")], "interval": 100}]}
-            ).evaluation
+            "evaluation": dict(
+                JobConfig.model_validate(
+                    {"evaluation": [{"tasks": [str(folder / "task.jsonl")], "interval": 100}]}
+                )
+            )["evaluation"]
         }
     )
 

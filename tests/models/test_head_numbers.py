@@ -129,7 +129,11 @@ WAYS = {
 def test_a_fused_matrix_is_known_by_how_its_output_is_cut(way: str) -> None:
     model = Fused(way).to("meta")
     watch = Watch({})
-    model.qkv.register_forward_hook(lambda _, __, out: watch.flows.begin("qkv", out, -1))
+
+    def begin(_: nn.Module, __: object, out: torch.Tensor) -> None:
+        watch.flows.begin("qkv", out, -1)
+
+    model.qkv.register_forward_hook(begin)
     with torch.no_grad(), watch:
         model(torch.zeros(1, 5, 8, device="meta"))
     assert (watch.flows.cut == {"qkv"}) is WAYS[way]

@@ -15,6 +15,7 @@ from tests.support.ranks import Pool
 from tests.support.steps import build_step
 from tests.support.trainers import PoolTrainer
 from titan.config.schema import JobConfig
+from titan.contrib.averages.average import WeightAverage
 from titan.contrib.averages.section import AverageSection
 from titan.parallel import build_mesh
 from titan.parallel.mesh import axis_rank, axis_size
@@ -50,6 +51,7 @@ def train(layout: Layout, precision: str) -> tuple[list[float], list[float], flo
             )
             if of.average is None:
                 continue
+            assert isinstance(of.average, WeightAverage)
             share = {3: 1 - 2 / 11, 5: 1 - min(0.4, 4 / 13)}.get(
                 step, 0.0 if step == 4 else 1.0
             )

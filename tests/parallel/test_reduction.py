@@ -139,9 +139,8 @@ def expert_gradients(degrees: dict[str, int], ep: int, used: int) -> dict[str, T
     if world > 1:
         mesh = build_mesh("cpu", **degrees)
         sparse = build_sparse_mesh(mesh, ep=ep)
-        axes = tuple(
-            axis for axis in ("dp_replicate", "efsdp") if axis in sparse.mesh_dim_names
-        )  # pyright: ignore
+        names = sparse.mesh_dim_names or ()
+        axes = tuple(axis for axis in ("dp_replicate", "efsdp") if axis in names)
         if ep > 1:
             apply_ep(model, mesh=submesh(sparse, "ep"), moe_type=Mixture)  # pyright: ignore
         own: Any = {model.mixture.experts: sparse[axes]}

@@ -132,13 +132,15 @@ titan.whole_model titan.step.whole_model
 
 
 @cache
-def _names() -> dict[str, str]:
-    return dict(line.split() for line in _NAMES.strip().splitlines())
+def names_today() -> dict[str, str]:
+    """Return today's names of modules by their former ones."""
+    words = _NAMES.split()
+    return dict(zip(words[::2], words[1::2], strict=True))
 
 
 def name_today(name: str) -> str | None:
     """Return today's name of a module, or None if `name` has always been its name."""
-    names = _names()
+    names = names_today()
     parent, _, last = name.rpartition(".")
     if name in names:
         return names[name]
