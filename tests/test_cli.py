@@ -295,8 +295,7 @@ def test_quiet_reaches_whatever_reports_progress(
     monkeypatch.setenv("TITAN_QUIET", "")  # and as it was, after the test
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     seen: list[bool] = []
-    main = SimpleNamespace(main=lambda argv: seen.append(is_quiet()) or 0)
-    monkeypatch.setitem(sys.modules, "titan.run.train", main)
+    monkeypatch.setattr("titan.run.train.main", lambda argv: seen.append(is_quiet()) or 0)
     monkeypatch.setenv("RANK", "0")
     for options in ((), ("--quiet",), ("-q",)):
         monkeypatch.setenv("TITAN_QUIET", "")
@@ -352,11 +351,7 @@ def test_one_process_trains_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr("titan.base.hardware.count_accelerators", lambda: 0)
-    monkeypatch.setitem(
-        sys.modules,
-        "titan.run.train",
-        SimpleNamespace(main=lambda argv: seen.append(argv) or 75),
-    )
+    monkeypatch.setattr("titan.run.train.main", lambda argv: seen.append(argv) or 75)
     assert cli.main(["train", DEBUG, "--training.steps=5"]) == 75
     assert seen == [[DEBUG, "--training.steps=5"]]
     monkeypatch.setenv("RANK", "0")  # under torchrun nothing is checked or started here
