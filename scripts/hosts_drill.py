@@ -203,7 +203,7 @@ def silences(
 
 
 def silence(groups: Groups, lost: int, *, is_cut: bool) -> Event:
-    """Let a host fall silent, and return what that and its return cost."""
+    """Stop a host, and return what that and its return cost."""
     hosts, survivor = groups.hosts, 1 - lost
     silent: Callable[[], None] = lambda: groups.signal(lost, signal.SIGSTOP)  # noqa: E731
     again: Callable[[], None] = lambda: groups.signal(lost, signal.SIGCONT)  # noqa: E731
@@ -220,7 +220,7 @@ def silence(groups: Groups, lost: int, *, is_cut: bool) -> Event:
 
 
 def splits(groups: Groups, count: int, chosen: random.Random) -> Iterator[Event]:
-    """Let both groups reach the lighthouse, but not each other, until group-1 has ended."""
+    """Cut the link between the groups, but not to the lighthouse, until group-1 has ended."""
     for _ in range(count):
         time.sleep(chosen.uniform(0, 2))
         yield split(groups)
@@ -249,7 +249,7 @@ def split(groups: Groups) -> Event:
 def changed_jobs(
     groups: Groups, count: int, chosen: random.Random, *, first: int = 0
 ) -> Iterator[Event]:
-    """Let a group return with another value of a key, until it has ended. Then it returns with the job of the other."""
+    """Start a group with another value of a key, and wait until it has ended. Then start it with the job of the other."""
     for change in real_changes()[first : first + count]:
         lost = chosen.randrange(2)
         groups.kill(lost)

@@ -122,7 +122,10 @@ def test_commands_of_the_core(ring: str, shared: Path) -> None:
     code, text, error = titan("train", JOB, f"--job.dump_folder={ring}", *settings)
     assert code == 0 and "step " in text, error
     if ring == "contrib":  # keys and options of its parts are unknown
-        assert "replica_groups: unknown key" in titan("config", JOB, "--fault_tolerance.replica_groups=2")[2]  # fmt: skip
+        assert (
+            "replica_groups: unknown key"
+            in titan("config", JOB, "--fault_tolerance.replica_groups=2")[2]
+        )
         assert "--elastic: unknown option" in titan("train", JOB, "--elastic")[2]
 
 

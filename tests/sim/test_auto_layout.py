@@ -151,17 +151,41 @@ def test_a_resumed_run_keeps_its_layout(
         (["--parallelism.tensor_parallel_degree=2"], 4),
         (["--parallelism.data_parallel_replicate_degree=2"], 4),
         (["--parallelism.data_parallel_shard_degree=1"], 2),
-        (["--parallelism.context_parallel_degree=3", "--training.seq_len=96"], 6),  # no power of two
+        (
+            ["--parallelism.context_parallel_degree=3", "--training.seq_len=96"],
+            6,
+        ),  # no power of two
         (["--parallelism.pipeline_parallel_degree=2"], 4),
-        (["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=GPipe"], 2),
-        (["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_microbatch_size=2"], 2),
+        (
+            [
+                "--parallelism.pipeline_parallel_degree=2",
+                "--parallelism.pipeline_parallel_schedule=GPipe",
+            ],
+            2,
+        ),
+        (
+            [
+                "--parallelism.pipeline_parallel_degree=2",
+                "--parallelism.pipeline_parallel_microbatch_size=2",
+            ],
+            2,
+        ),
         (["--parallelism.fsdp_reshard_after_forward=always"], 4),
-        (["--parallelism.fsdp_prefetch=2", "--parallelism.fsdp_reshard_after_forward=never"], 4),
+        (
+            ["--parallelism.fsdp_prefetch=2", "--parallelism.fsdp_reshard_after_forward=never"],
+            4,
+        ),
         (["--activation_checkpoint.mode=full"], 2),
-        (["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=3"], 2),
+        (
+            [
+                "--activation_checkpoint.mode=selective",
+                "--activation_checkpoint.selective_ac_option=3",
+            ],
+            2,
+        ),
         (["--activation_checkpoint.mode=none"], 2),
     ],
-)  # fmt: skip
+)
 def test_keys_that_the_job_sets_are_held(job: Path, words: list[str], ranks: int) -> None:
     argv = [str(job), *words]
     choice = choose(argv, ranks)
@@ -241,9 +265,21 @@ def test_experts_and_data_parallelism_that_does_not_fit(
 
     monkeypatch.setattr(LayoutSearch, "__call__", lambda _, settings: simulate(settings))
     monkeypatch.setattr(auto, "reason", lambda *_: "")
-    words = ["--model.name=qwen3", "--model.flavor=30B-A3B", "--model.overrides.n_layers=12", "--training.seq_len=4096", "--training.global_batch_size=32"]  # fmt: skip
+    words = [
+        "--model.name=qwen3",
+        "--model.flavor=30B-A3B",
+        "--model.overrides.n_layers=12",
+        "--training.seq_len=4096",
+        "--training.global_batch_size=32",
+    ]
     choice = choose([str(job), *words], 8, "h100-sxm")
-    degrees = [(one["parallelism.pipeline_parallel_degree"], int(one["parallelism.expert_parallel_degree"]) > 1) for one in seen[:4]]  # fmt: skip
+    degrees = [
+        (
+            one["parallelism.pipeline_parallel_degree"],
+            int(one["parallelism.expert_parallel_degree"]) > 1,
+        )
+        for one in seen[:4]
+    ]
     assert degrees[:3] == [("1", False), ("1", True), (degrees[2][0], False)]
     assert int(degrees[2][0]) > 1 and degrees[3][0] == "1"
     assert [one["activation_checkpoint.mode"] for one in seen[:2]] == ["none", "none"]
@@ -292,12 +328,17 @@ def test_phases_hold_in_the_layout(job: Path) -> None:
         auto.resolve([str(job)], world_size=4, profile=lambda _: load_profile("cpu"))
 
 
-def test_ranks_refuse_a_layout_that_is_not_chosen(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_ranks_refuse_a_layout_that_is_not_chosen(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     variables = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "0"}
     variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    for per_node, command in {"4": f"titan train {job} --nproc 4", "2": f"titan slurm {job} --nodes 2"}.items():  # fmt: skip
+    for per_node, command in {
+        "4": f"titan train {job} --nproc 4",
+        "2": f"titan slurm {job} --nodes 2",
+    }.items():
         monkeypatch.setenv("LOCAL_WORLD_SIZE", per_node)
         with pytest.raises(ConfigError) as error:
             load_to_run([str(job)], world_size=None, here=True)

@@ -187,5 +187,5 @@ class FormerNames:
 
 
 def install() -> None:
-    """Let imports find modules by their former names."""
+    """Add former names to what imports find."""
     sys.meta_path.insert(0, FormerNames())  # pyright: ignore[reportArgumentType]

@@ -228,7 +228,7 @@ class RunFiles:
         return True
 
     def make(self, name: str, write: Callable[[Path], object]) -> bool:
-        """Let a function write a whole file of its own format, such as a trace or a picture.
+        """Call a function that writes a whole file, such as a trace or a picture.
 
         Args:
             name: path of the file in the run folder.

@@ -141,7 +141,7 @@ class UnknownSizes(ModelSizes):
 
 
 def add_defaults(sizes: Any) -> None:
-    """Give a class of sizes the defaults of `ModelSizes` that it lacks.
+    """Add the defaults of `ModelSizes` that a class of sizes lacks.
 
     Args:
         sizes: An object of the class, such as a flavor of a user's family.

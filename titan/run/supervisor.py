@@ -1,4 +1,4 @@
-"""What watches over a rank of a run, from before torch is imported to the end of the process.
+"""Supervisors, which watch over a rank of a run from before torch is imported to the end of the process.
 
 titan/run/train.py knows of supervision what stands here. The entry point group `titan.supervisors` names the class that it
 uses, which is that of titan/ops.
@@ -65,7 +65,7 @@ class Supervisor:
         """Stop to expect signs of life of this rank, whose training has ended or failed."""
 
     def close(self) -> None:
-        """Give the run folder back. The last call, after the hooks are closed."""
+        """Release the run folder. The last call, after the hooks are closed."""
 
 
 def supervisor_class() -> type[Supervisor]:

@@ -76,7 +76,7 @@ class Trainer(RunProgress):
             config: must have passed titan.checks.rules.
             hooks: returns the hooks of this trainer in their order; titan.run.standard_hooks.standard_hooks returns those of `titan train`.
             stop: asked after each step whether to stop.
-            supervisor: is told of the progress of the run; None: nobody is.
+            supervisor: what watches over the run; None: nothing does.
             begin: step and process of the beginning. It decides the layout of a job whose phases have several.
         """
         super().__init__()

@@ -101,7 +101,9 @@ def describe(split: StageSplit, *, columns: int) -> str:
         stages = schedule.stages_of(rank)
         held = "; ".join(f"stage {s}: {_short(split.modules[s])}" for s in stages)
         rows.append(f"rank {rank}  at most {schedule.peak_in_flight(rank)} in flight  {held}")
-    note = "in flight: microbatches whose activations are held, each stage of a rank counted by itself"
+    note = (
+        "in flight: microbatches whose activations are held, counted for each stage of a rank"
+    )
     return "\n".join([*rows, note, "", *_timetable(schedule, columns=columns)])
 
 
