@@ -32,6 +32,7 @@ titan.contrib.demo_pictures.shapes titan.contrib.flux.shapes
 titan.contrib.lm_eval titan.contrib.evaluation.lm_eval
 titan.contrib.lm_eval.harness titan.contrib.evaluation.harness
 titan.contrib.sweep titan.contrib.scaling
+titan.data.chat titan.contrib.chat.template
 titan.data.examples titan.contrib.evaluation.examples
 titan.data.named_tokens titan.data.special_tokens
 titan.data.parts titan.contrib.prepare_hosts.parts

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.config import schema as s
-from titan.data import DataError, files, require
+from titan.data import DataError, conversations, files, require
 from titan.data.reading import (
     Document,
     Meter,
@@ -39,7 +39,7 @@ from titan.data.reading import (
     read_python,
     read_text,
 )
-from titan.data.rows import NoText, RowText, conversation, field
+from titan.data.rows import NoText, RowText, field
 from titan.data.unread import Counts, count, unread_line
 
 # Folders without text about the library, or that some Pythons lack: tests, applications, tables of character codes.
@@ -114,7 +114,8 @@ def open_documents(section: s.Section) -> Documents:
         endings, read = _ROWS[section.type]
         found = files.find_files(section.path, endings=endings)
         if section.messages_key:
-            read, kind = partial(read, take=conversation), f"{section.type} conversations"
+            read = partial(read, take=conversations().TakeConversation())
+            kind = f"{section.type} conversations"
             return _from_files(kind, *found, read, key=section.messages_key)
         documents = _from_files(section.type, *found, read, key=section.text_key)
         return _with_paste(section, documents)

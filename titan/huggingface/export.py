@@ -30,7 +30,7 @@ from titan.checkpoint.storage import LocalStorage
 from titan.checkpoint.tensors import StateDict
 from titan.config.phases import longest_sequence
 from titan.config.schema import JobConfig
-from titan.data.chat import answer_ends
+from titan.data import conversations
 from titan.data.special_tokens import begin_ids
 from titan.data.tokenizer import CHAT_TEMPLATE, Tokenizer
 from titan.data.tokenizer_files import (
@@ -102,7 +102,7 @@ class Export:
             dtype,
             file_bytes,
             bos_id=tokenizer and tokenizer.bos_id,
-            ends=answer_ends(tokenizer) if tokenizer else [],
+            ends=_answer_ends(tokenizer) if tokenizer else [],
             seq_len=longest_sequence(config),
             assets=tokenizer_files(tokenizer_path(config)) if tokenizer else [],
             begin=_begin(config, tokenizer) if tokenizer else None,
@@ -168,6 +168,13 @@ class Export:
                 is_alone = expert is None and name not in self.model.copies
                 kept[name] = part.to("cpu", copy=not is_alone)
         return kept
+
+
+def _answer_ends(tokenizer: Tokenizer) -> list[int]:
+    """Return the ids that end an answer, the chat template's own first."""
+    if tokenizer.chat_template:
+        return conversations().answer_ends(tokenizer)
+    return sorted(tokenizer.end_ids)
 
 
 def _begin(config: JobConfig, tokenizer: Tokenizer) -> str | None:

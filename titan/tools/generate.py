@@ -45,11 +45,9 @@ from titan.config.options import TRUST_OPTION, positive
 from titan.config.plug_ins import load_launcher
 from titan.config.schema import JobConfig
 from titan.config.task import predicts_tokens
-from titan.data import DataError
-from titan.data.chat import ChatTemplate, answer_ends
+from titan.data import DataError, conversations
 from titan.data.files import is_jsonl
 from titan.data.reading import read_row
-from titan.data.rows import Chat, chat_of
 from titan.data.special_tokens import begin_ids, start_ids
 from titan.data.tokenizer import Tokenizer
 from titan.generation import Generator, streamed
@@ -167,13 +165,13 @@ class Answers:
         names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
         self.generator = Generator(model=model, **{name: getattr(args, name) for name in names})
         self.is_first = not dist.is_initialized() or dist.get_rank() == 0
-        self._template: ChatTemplate | None = None
+        self._template: Any = None
         self._lines = 0  # lines read so far
 
     @property
-    def template(self) -> ChatTemplate:
+    def template(self) -> Any:
         """Return the tokenizer's chat template. It raises DataError if the tokenizer has none."""
-        self._template = self._template or ChatTemplate.of(self.tokenizer)
+        self._template = self._template or conversations().ChatTemplate.of(self.tokenizer)
         return self._template
 
     def of_text(self, text: str) -> _Prompt:
@@ -189,7 +187,7 @@ class Answers:
             )
         return _Prompt(ids, {"prompt": text})
 
-    def of_messages(self, chat: Chat, *, where: str) -> _Prompt:
+    def of_messages(self, chat: Any, *, where: str) -> _Prompt:
         """Encode a conversation to answer."""
         given = {"messages": chat} if isinstance(chat, list) else chat
         return _Prompt(self.template.prompt(chat, where=where), given)
@@ -198,7 +196,9 @@ class Answers:
     def stopping(self) -> Generator:
         """Return the generator with the tokens that end an answer."""
         # The next speaker of a conversation is no part of the answer.
-        ends = answer_ends(self.tokenizer) if self._template else self.tokenizer.end_ids
+        ends = self.tokenizer.end_ids
+        if self._template:
+            ends = conversations().answer_ends(self.tokenizer)
         return replace(self.generator, stop={*ends})
 
     def stream(self, prompt: _Prompt) -> Iterator[str]:
@@ -284,7 +284,7 @@ def read_prompts(file: Path, answers: Answers) -> list[_Prompt]:
                 f'{where}: has no text under "prompt", and no list of messages under "messages"'
             )
         else:
-            chat = chat_of(row, "messages", where=where)
+            chat = conversations().chat_of(row, "messages", where=where)
             prompts.append(answers.of_messages(chat, where=where))
     if not prompts:
         raise DataError(f"{file}: holds no prompts; write one in each line")

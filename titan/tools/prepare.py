@@ -19,9 +19,8 @@ from pathlib import Path
 from titan.base.untrusted import InputError
 from titan.config.options import add_quiet, positive
 from titan.config.plug_ins import load_plug_ins
-from titan.data import DataError
+from titan.data import DataError, conversations
 from titan.data.cache import display, exclusive, usable_cores
-from titan.data.chat import ChatTemplate
 from titan.data.shards import Index
 from titan.data.sources import Documents, open_all, resolve_sources, source_of_path
 from titan.data.special_tokens import SpecialTokens
@@ -153,14 +152,16 @@ def _prepare(arguments: argparse.Namespace, words: list[str]) -> str:
     for extension in extensions:
         extension.check(arguments)
     tokenizer = tokenizer_named(arguments.tokenizer, chat_template=arguments.chat_template)
-    documents, folder = _open(arguments), arguments.output
+    documents, folder, template = _open(arguments), arguments.output, None
+    if arguments.messages_key:
+        template = conversations().ChatTemplate.of(tokenizer)
     spec = TokenizationSpec(
         tokenizer=tokenizer,
         special_tokens=SpecialTokens.of(
             tokenizer, add_bos=not arguments.no_bos, add_eos=not arguments.no_eos
         ),
         validation_fraction=arguments.validation_fraction,
-        template=ChatTemplate.of(tokenizer) if arguments.messages_key else None,
+        template=template,
     )
     index = None
     for extension in extensions:
