@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from titan.data.packing import Batch
-from titan.optim.adam import local
+from titan.optim.states import local
 from titan.run.hook import Hook
 from titan.run.standard_hooks import standard_hooks
 from titan.run.trainer import Trainer

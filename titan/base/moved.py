@@ -83,7 +83,9 @@ titan.observe.routing titan.sim.routing
 titan.observe.trace titan.tools.trace
 titan.observe.trace_files titan.tools.trace_files
 titan.observe.trace_kinds titan.tools.trace_kinds
+titan.optim.adam titan.contrib.small_adam.optimizer
 titan.optim.average titan.contrib.averages.average
+titan.optim.muon titan.contrib.muon.optimizer
 titan.parallel.digests titan.numerics.digests
 titan.parallel.linear_attention titan.contrib.transformers.linear_attention_borders
 titan.parallel.linear_attention_kernels titan.contrib.transformers.linear_attention_kernels

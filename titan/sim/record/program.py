@@ -20,7 +20,7 @@ from torch import nn
 
 from titan.config.layout import Layout
 from titan.config.schema import JobConfig
-from titan.optim.adam import local
+from titan.optim.states import local
 from titan.parallel.init_weights import canonical_name
 from titan.sim.record.microbatches import Microbatches, wrap_part
 from titan.sim.record.trace import BEGINS, Allocate, Event, Free, Trace, number_of

@@ -20,8 +20,15 @@ from torch.distributed.tensor.parallel import (
 
 from tests.support.ranks import Pool
 from titan.config.schema import MuonSection
-from titan.optim import muon
-from titan.optim.muon import Exchange, Muon, collect, cuts_of, give_back, newton_schulz
+from titan.contrib.muon import optimizer as muon
+from titan.contrib.muon.optimizer import (
+    Exchange,
+    Muon,
+    collect,
+    cuts_of,
+    give_back,
+    newton_schulz,
+)
 from titan.optim.optimizers import build_optimizer
 from titan.parallel import build_mesh
 

@@ -19,8 +19,7 @@ from titan.config.schema import (
     MuonSection,
     OptimizerSection,
 )
-from titan.optim.adam import SmallAdam, block_size
-from titan.optim.muon import Muon
+from titan.contrib.small_adam.optimizer import SmallAdam, block_size
 from titan.optim.optimizers import build_optimizer
 from titan.optim.rounding import RoundingSeeds
 from titan.parallel import build_mesh
@@ -178,8 +177,9 @@ def test_state_dicts_keep_precision(weights: torch.dtype, moments: torch.dtype) 
 def test_a_closure_is_called() -> None:
     """As torch's optimizers do: with gradients on, before the update, and its loss is returned."""
     weight, vector = (nn.Parameter(torch.ones(shape)) for shape in ((4, 4), (4,)))
-    others = SmallAdam([vector], lr=0.1, betas=(0.9, 0.95), eps=1e-8, state_dtype=torch.float32)
-    optimizer = Muon([weight], others=others, lr=0.1, weight_decay=0.0)
+    small = SmallAdam([vector], lr=0.1, betas=(0.9, 0.95), eps=1e-8, state_dtype=torch.float32)
+    named = {"layers.0.weight": weight, "vector": vector}
+    optimizer = build_optimizer(MuonSection(lr=0.1), named.items())
 
     def closure() -> Tensor:
         loss = (weight @ vector).sum()
@@ -188,7 +188,7 @@ def test_a_closure_is_called() -> None:
 
     assert optimizer.step(closure).item() == 16
     assert (weight != 1).any() and (vector != 1).all()
-    assert others.step(lambda: 5) == 5
+    assert small.step(lambda: 5) == 5
 
 
 # ---- stochastic rounding ---------------------------------------------------------------------
