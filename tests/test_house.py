@@ -70,7 +70,7 @@ def test_a_public_type_has_one_meaning() -> None:
 # Modules that look for several words in a text, since its author gives them nothing else.
 READS_WORDS = {
     "titan.config.toml": "the place of a mistake in the message of tomllib",
-    "titan.base.errors": "a counter's name in the kernel's file",
+    "titan.ops.activity": "a counter's name in the kernel's file",
     "titan.ops.doctor.diagnosis": "the name that the flight recorder gives to the axis of all ranks",
     "titan.ops.doctor.evidence": "the heading of a thread in a stack that Python wrote",
 }

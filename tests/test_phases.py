@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.backends import registry
 
-from tests.data.test_data_chat import LLAMA, WORDS, conversations, written
 from tests.support.jobs import ROOT, SMALL, with_changes
 from tests.support.jobs import job as any_job
 from tests.support.layouts import BOUND, largest, whole_gradients
@@ -27,6 +26,7 @@ from titan.checks.rules import check_to_run
 from titan.config.load import load_config
 from titan.config.phases import phases_of
 from titan.config.schema import JobConfig
+from titan.contrib.chat.tests.test_chat import LLAMA, WORDS, conversations, written
 from titan.data.tokenizer import EOS
 from titan.observe.clock import StepTimer
 

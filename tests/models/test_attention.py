@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.attention import plain_formula
-from titan.models.common.attention import CachedAttention, InnerAttention
+from titan.models.common.attention import InnerAttention
 from titan.parallel import block_attention, documents
 from titan.parallel.block_attention import AttentionSpec, attend, attend_backward
 from titan.parallel.documents import MaskForm, document_cu_seqlens, mask_of
+from titan.tools.generation import CachedAttention
 
 BATCH, LENGTH = 2, 150  # more than a block of FlexAttention, and no multiple of it
 SIGHTS = [

@@ -34,8 +34,8 @@ from titan.config.layout import _check_plug_in
 from titan.config.schema import ModelSection
 from titan.contrib.evaluation import evaluate
 from titan.contrib.transformers import build_model
-from titan.generation import Generator
 from titan.parallel import apply_tp, build_mesh, initialize, materialize
+from titan.tools.generation import Generator
 
 COMPILED = {
     "compile": {"enable": True, "backend": "aot_eager"},

@@ -29,11 +29,10 @@ from titan.parallel.schedules import (
     read_schedule,
     splits_backward,
     stage_numbers,
-    write_schedule,
 )
 from titan.parallel.stage_split import StageSplit, split_modules, split_stages
 from titan.parallel.stages import extract_stage, extract_stages
-from titan.tools.pipeline import main
+from titan.tools.pipeline import main, write_schedule
 
 LAYERS, WIDTH, VOCABULARY, BATCH, LENGTH = 8, 8, 11, 12, 5
 MULTI = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")

@@ -30,14 +30,14 @@ from tests.support import planted
 from tests.support.ranks import Pool
 from titan.config.layout import AXES, resolve_layout
 from titan.config.load import load_from_argv
+from titan.contrib.muon import optimizer as muon
 from titan.models.common import moe
 from titan.models.llama3.model import Llama
 from titan.numerics.certify import steps
 from titan.numerics.certify.ranks import MORE
 from titan.numerics.diff.compare import Comparison, compare
+from titan.numerics.recorded import RecordedStep
 from titan.numerics.recording import StepRecorder
-from titan.observe.recorded import RecordedStep
-from titan.optim import muon
 from titan.parallel import (
     build_mesh,
     collectives,

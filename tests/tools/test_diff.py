@@ -17,7 +17,7 @@ from tests.support.ranks import Pool
 from tests.support.silent_bugs import BUGS, RECORDED, Reference, found_with
 from titan.cli import main as titan
 from titan.numerics.diff.compare import compare, guess_of, in_order
-from titan.observe.recorded import FOLDER, RecordedStep, RecordedTensor, read_steps, write_step
+from titan.numerics.recorded import FOLDER, RecordedStep, RecordedTensor, read_steps, write_step
 from titan.run.standard_hooks import standard_hooks
 from titan.run.trainer import Trainer
 

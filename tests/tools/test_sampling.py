@@ -12,9 +12,9 @@ import torch
 
 from tests.support.ranks import Pool
 from titan.data.tokenizer import bytes_tokenizer
-from titan.generation import Generator, streamed
 from titan.parallel import apply_tp, build_mesh, initialize, materialize
 from titan.tools.generate import load_model
+from titan.tools.generation import Generator, streamed
 
 # Of lengths that share no factor; the second fills the batch.
 PROMPTS = [[7, 8, 9], [*range(20, 37)], [5]]

@@ -16,7 +16,7 @@ import json
 import sys
 import sysconfig
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -396,40 +396,3 @@ def source_of_path(path: str, *, text_key: str, messages_key: str = "") -> s.Sec
             f"'{path}' holds no messages; --messages-key reads JSON Lines and Parquet"
         )
     return kind(path=path, **{key: v for key, v in keys.items() if key in kind.model_fields})
-
-
-def open_all(sections: Sequence[s.Section]) -> Documents:
-    """Return the documents of several sources, one source after another."""
-    parts = [open_documents(section) for section in sections]
-    sizes = [part.num_bytes for part in parts if part.num_bytes is not None]
-    here = 0
-
-    def read(first: int = 0, *place: int) -> Iterator[Document]:
-        nonlocal here
-        for here, part in enumerate(parts[first:], first):  # noqa: B007 (`place` reads it)
-            yield from part.read(*place)
-            place = ()
-
-    def places(least: int) -> Iterator[tuple[tuple[int, ...], int]]:
-        for number, part in enumerate(parts):
-            if part.places is None:
-                raise DataError(
-                    f"{part.name} is read as one stream, which hosts cannot share: download its files (hf download), and name "
-                    "them as --input, or prepare without --engine"
-                )
-            yield from (((number, *place), size) for place, size in part.places(least))
-
-    def try_first() -> None:
-        for part in parts:
-            part.try_first()
-
-    return Documents(
-        name=", ".join(part.name for part in parts),
-        identity=[part.identity for part in parts],
-        read=read,
-        num_bytes=sum(sizes) if len(sizes) == len(parts) else None,
-        position=lambda: sum(p.num_bytes or 0 for p in parts[:here]) + parts[here].position(),
-        place=lambda: (here, *parts[here].place()),
-        places=places,
-        try_first=try_first,
-    )

@@ -28,10 +28,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from titan.numerics.module_hooks import hook_outputs, is_recomputation
 from titan.parallel.compile import is_compiled
 from titan.parallel.init_weights import canonical_name
 from titan.parallel.mesh import axis_rank, axis_size
-from titan.parallel.module_hooks import hook_outputs, is_recomputation
 from titan.parallel.selective import outside_selection
 
 from .digests import Digest, differ, digest_of, indices_of

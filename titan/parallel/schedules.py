@@ -16,7 +16,6 @@ torch: `titan pipeline` draws, and the simulator and the tests read, the schedul
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -410,12 +409,6 @@ def read_schedule(file: Path | str) -> Schedule:
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
     return schedule
-
-
-def write_schedule(schedule: Schedule, file: Path | str) -> None:
-    """Write a schedule as a CSV that `read_schedule` (and torch) reads, as a start for a custom schedule."""
-    with Path(file).open("w", newline="", encoding="utf-8") as lines:
-        csv.writer(lines).writerows(schedule.order)
 
 
 def _read_line(row: Sequence[str], *, place: str) -> tuple[Action, ...]:

@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan.base import flight_recorder
 from titan.base.async_scalars import AsyncScalars, to_device
 from titan.base.hardware import by_name, recognise
 from titan.base.run_folder import open_rank_log, write_environment, write_status
@@ -232,7 +231,7 @@ class Trainer(RunProgress):
         degrees = self.layout.degrees
         nccl = self.config.comm.nccl.options()
         self.mesh = build_mesh(self.device.type, **degrees, nccl=nccl)
-        flight_recorder.name_axes(self.mesh)
+        self.supervisor.see_mesh(self.mesh)
 
     def _build_data(self) -> None:
         config = self.config

@@ -3,7 +3,7 @@
 It continues a prompt, a file of prompts or a picture, or holds a conversation. A model that draws
 pictures writes them into a file.
 
-titan/generation.py chooses the tokens. With --nproc, or under torchrun, tensor parallelism splits
+titan/tools/generation.py chooses the tokens. With --nproc, or under torchrun, tensor parallelism splits
 the model over all ranks. Every rank computes the same tokens, and rank 0 reads and prints.
 """
 
@@ -50,7 +50,6 @@ from titan.data.files import is_jsonl
 from titan.data.reading import read_row
 from titan.data.special_tokens import begin_ids, start_ids
 from titan.data.tokenizer import Tokenizer
-from titan.generation import Generator, streamed
 from titan.parallel import apply_tp, build_mesh, materialize
 from titan.parallel.init_distributed import (
     default_store,
@@ -59,6 +58,7 @@ from titan.parallel.init_distributed import (
 )
 from titan.step.parallelize import default_dtype, torch_dtype
 from titan.tasks import task_of
+from titan.tools.generation import Generator, streamed
 
 
 def load_model(

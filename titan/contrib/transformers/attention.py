@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from titan.contrib.transformers.fake_tensors import real_tensors
 from titan.models.common.attention import InnerAttention
-from titan.parallel.fake_tensors import real_tensors
 
 from .errors import UnsupportedModelError
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan.parallel.fake_tensors import is_fake
+from titan.contrib.transformers.fake_tensors import is_fake
 
 from . import attention, experts
 from .config import ModelSource, rope_types

@@ -35,7 +35,7 @@ from titan.numerics.certify.shrink import changed
 from titan.numerics.diff.command import RECORDS, ROUNDED, check_place, train
 from titan.numerics.diff.compare import BEYOND, UNIT, compare
 from titan.numerics.diff.saved import SavedTensor, compare_saved, names_apart
-from titan.observe.recorded import FOLDER, RecordedStep, read_steps
+from titan.numerics.recorded import FOLDER, RecordedStep, read_steps
 from titan.observe.rows import Row, number, read_rows
 from titan.observe.run_log import read_events
 

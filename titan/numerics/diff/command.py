@@ -27,7 +27,7 @@ from titan.config.phases import DEGREES
 from titan.config.schema import JobConfig
 from titan.numerics.certify.command import least_world
 from titan.numerics.diff.compare import Comparison, compare, distance, parameters_only
-from titan.observe.recorded import RecordedStep, read_steps
+from titan.numerics.recorded import RecordedStep, read_steps
 
 _SHOWN = 8
 _ANOTHER = 0.3  # relative distance of most tensors: rounding does less, other samples more

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from titan.observe.recorded import RecordedStep, RecordedTensor
+from titan.numerics.recorded import RecordedStep, RecordedTensor
 
 Key = tuple[str, str]
 # A difference is beyond rounding from this many times the measured spread on: a layout adds up in another order in each module, and the

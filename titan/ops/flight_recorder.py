@@ -37,19 +37,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from titan.base.errors import (
+from titan.base.errors import Failure, frames_of, locate, recorded_collectives
+from titan.base.run_writer import run_files, write_text_atomically
+from titan.ops.activity import (
     Activity,
-    Failure,
     count_oom_kills,
     dump_stacks,
-    frames_of,
-    locate,
     main_thread,
     open_stacks,
-    recorded_collectives,
     stacks_file,
 )
-from titan.base.run_writer import run_files, write_text_atomically
 
 # Version of the dump's format. `titan doctor` reads it.
 VERSION = 2
