@@ -67,7 +67,7 @@ def test_greedy_tokens_are_transformers(name: str, tmp_path: Path) -> None:
     for parameter in twin.parameters():
         parameter.data.normal_(std=0.2 if parameter.ndim > 1 else 0.5, generator=generator)
     twin.save_pretrained(tmp_path)
-    model, _, _ = load_model(tmp_path, device=torch.device("cpu"), tokenizer="bytes")
+    model, _ = load_model(tmp_path, device=torch.device("cpu"), tokenizer="bytes")
     for prompt, ours in zip(PROMPTS, greedy(model, PROMPTS), strict=True):
         ids = torch.tensor([prompt])
         theirs = twin.generate(

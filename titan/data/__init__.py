@@ -75,7 +75,7 @@ def conversations() -> Any:
     Raises:
         ConfigError: it is not installed.
     """
-    missing = "titan's part for conversations is not installed; read plain text by text_key"
+    missing = "the part of titan/contrib for conversations is not installed; read plain text by text_key"
     return load_part("chat", key="messages_key", missing=missing)
 
 

@@ -40,7 +40,7 @@ from titan.data.tokenizer_files import (
     tokenizer_files,
     tokenizer_path,
 )
-from titan.huggingface.load import CONFIG, HFModel, differences
+from titan.huggingface.load import CONFIG, HFModel
 
 _NAMES = ("bos_token", "eos_token")
 DEFAULT_FILE_BYTES = 5_000_000_000
@@ -192,7 +192,7 @@ def require_same_model(model: HFModel) -> None:
         CheckpointError: it would make another model. The message names the sizes that differ.
     """
     read = model.hooks.read_config(model.hooks.hf_config(model.sizes))
-    if others := getattr(model.hooks, "differences", differences)(read, model.sizes):
+    if others := model.hooks.differences(read, model.sizes):
         what = ", ".join(f"{key} = {getattr(model.sizes, key)}" for key in others)
         fix = ", ".join(f"{key} = {value}" for key, value in others.items())
         raise CheckpointError(
@@ -370,7 +370,7 @@ def _write_texts(folder: Path, export: Export, files: dict[str, list[str]]) -> N
     total = sum(map(export.num_bytes, model.on_disk))
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     texts = {model.index_name: index, CONFIG: export.config()}
-    texts |= getattr(model.hooks, "hf_files", lambda _: {})(model.sizes)
+    texts |= model.hooks.hf_files(model.sizes)
     for name, value in texts.items():
         LocalStorage().write(folder / name, (json.dumps(value, indent=2) + "\n").encode())
     assets = {asset.name: read_asset(asset) for asset in export.assets}

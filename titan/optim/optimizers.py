@@ -178,7 +178,7 @@ def build_adam(
 
 def _part(name: str) -> Any:
     """Return the function that builds an optimizer of titan's optional parts."""
-    missing = "titan's part for this optimizer is not installed; use AdamW without small states"
+    missing = 'its part of titan/contrib is not installed; use "AdamW", without state_dtype and stochastic_rounding'
     return load_part(f"optimizer.{name}", key="optimizer.name", missing=missing)
 
 

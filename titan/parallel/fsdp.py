@@ -35,7 +35,13 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from .alike import require_alike_modules, require_alike_parameters
-from .fsdp_compat import average_gradients, compare_units, parameter_groups, reduce_unused
+from .fsdp_compat import (
+    average_gradients,
+    compare_units,
+    is_sharded,
+    parameter_groups,
+    reduce_unused,
+)
 from .init_weights import canonical_name
 from .one_rank import stay_on_rank
 from .selective import outside_selection
@@ -409,7 +415,7 @@ def separate_reduce_scatter(parts: Iterable[nn.Module]) -> bool:
             if not hasattr(unit, "_set_separate_reduce_scatter_group"):
                 return False
             # torch's public function takes one root: each stage would get a communicator, as would units of one rank.
-            if getattr(unit.mesh_info, "shard_mesh_size", 1) > 1:
+            if is_sharded(unit):
                 unit._set_separate_reduce_scatter_group(True, groups)
     return True
 

@@ -21,6 +21,16 @@ def parameter_groups(module: nn.Module) -> list[Any]:
     ]
 
 
+def is_sharded(group: Any) -> bool:
+    """Return whether several ranks share the parameters of a group."""
+    return getattr(group.mesh_info, "shard_mesh_size", 1) > 1
+
+
+def gathered(group: Any) -> list[Any]:
+    """Return the parameters of a group that FSDP has gathered at least once."""
+    return [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+
+
 def data_parallel_groups(model: nn.Module) -> list[Any]:
     """Return FSDP's groups of parameters of a model, in the order in which FSDP ends a backward pass."""
     groups = (g for m in model.modules() for g in reversed(parameter_groups(m)))
@@ -60,7 +70,7 @@ def average_gradients(module: nn.Module, divisor: int) -> None:
     """
     for group in parameter_groups(module):
         own = group.mesh_info.mesh.size()
-        if own != divisor and getattr(group.mesh_info, "shard_mesh_size", 1) > 1:
+        if own != divisor and is_sharded(group):
             group.gradient_divide_factor = float(divisor)
         elif own != divisor:
             group.post_backward = partial(_divide, group, group.post_backward, divisor / own)
@@ -68,8 +78,7 @@ def average_gradients(module: nn.Module, divisor: int) -> None:
 
 @torch.no_grad()
 def _divide(group: Any, reduce: Callable[..., None], factor: float, *args: Any) -> None:
-    gathered = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
-    for p in gathered if group.reduce_grads else ():
+    for p in gathered(group) if group.reduce_grads else ():
         p.accumulate_unsharded_grad_if_needed()
         # Not in place: two gradients may be views of one sum.
         if p.unsharded_accumulated_grad is not None:
@@ -119,7 +128,7 @@ def compare_units(model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> N
 def _post_backward(
     group: Any, reduce: Callable[..., None], used: set[Any], ran: set[nn.Module], *args: Any
 ) -> None:
-    parameters = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+    parameters = gathered(group)
     if not parameters:
         return  # never gathered
     grads = {

@@ -40,7 +40,7 @@ from titan.checkpoint.saved_model import (
 from titan.checkpoint.storage import Location
 from titan.checkpoint.tensors import reason
 from titan.config.errors import COMMAND_LINE, ConfigError, Problem
-from titan.config.model import family
+from titan.config.model import family, tensor_plan_of
 from titan.config.options import TRUST_OPTION, positive
 from titan.config.plug_ins import load_launcher
 from titan.config.schema import JobConfig
@@ -62,36 +62,22 @@ from titan.tools.generation import Generator, streamed
 
 
 def load_model(
-    where: Location,
-    *,
-    device: torch.device,
-    tokenizer: str = "",
-    dtype: str = "float32",
-    average: bool = False,
-    trust_remote_code: bool = False,
-) -> tuple[nn.Module, Tokenizer, Location]:
-    """Load a model on a device.
-
-    With a process group, all ranks call it, and tensor parallelism splits the model over them.
+    where: Location, *, device: torch.device, tokenizer: str = ""
+) -> tuple[nn.Module, Tokenizer]:
+    """Load the model of a run, a step or a Hugging Face folder, in float32, and its tokenizer.
 
     Args:
         where: as for `find_checkpoint`; or a Hugging Face folder.
         device: device of the model.
         tokenizer: as for `find_checkpoint`.
-        dtype: dtype of the weights.
-        average: whether to load the average of the weights, which the step must hold.
-        trust_remote_code: as for `find_checkpoint`.
-
-    Returns:
-        The model, its tokenizer, and the step or folder.
     """
-    config, step = _find(where, tokenizer, trust_remote_code=trust_remote_code)
+    config, step = _find(where, tokenizer)
     opened = _open_tokenizer(config)  # before the weights, which take longer
-    return _load(config, step, device=device, dtype=dtype, average=average), opened, step
+    return _load(config, step, device=device), opened
 
 
 def _find(
-    where: Location, tokenizer: str, *, trust_remote_code: bool
+    where: Location, tokenizer: str, *, trust_remote_code: bool = False
 ) -> tuple[JobConfig, Location]:
     """Return the job of a checkpoint or a Hugging Face folder, and the step or folder."""
     if is_hf_folder(where):
@@ -110,8 +96,14 @@ def _open_tokenizer(config: JobConfig) -> Tokenizer:
 
 
 def _load(
-    config: JobConfig, step: Location, *, device: torch.device, dtype: str, average: bool
+    config: JobConfig,
+    step: Location,
+    *,
+    device: torch.device,
+    dtype: str = "float32",
+    average: bool = False,
 ) -> nn.Module:
+    """Load a model. With a process group, all ranks call it, and tensor parallelism splits the model over them."""
     name, sizes = config.model.name, config.model.sizes
     if average:
         require_average(step)
@@ -122,7 +114,7 @@ def _load(
             apply_tp(
                 model,
                 mesh=build_mesh(device.type, tp=ranks)["tp"],
-                plan=getattr(model, "tensor_plan", family(name).TENSOR_PLAN),
+                plan=tensor_plan_of(model, family(name)),
                 num_kv_heads=sizes.n_kv_heads,
                 loss_parallel=False,
             )

@@ -42,7 +42,7 @@ class CardSource(NamedTuple):
 
     Attributes:
         folder: Folder of the card.
-        device: Row of titan/base/hardware.py, whose peaks the roofline has.
+        device: Row of titan/base/hardware.toml, whose peaks the roofline has.
         vllm: Version of vLLM, whose products in 16 bits (torch's linear layer) and attention were measured.
         trtllm: Version of TensorRT-LLM, whose products in 16 and in 8 bits (cuBLAS, as torch's) and experts were measured.
         nccl: Version of NCCL.

@@ -131,7 +131,7 @@ class Certifier:
             found["job" if len(own) <= _MOST_AXES else f"job: {_mesh(degrees)}"] = degrees
         if names is not None:
             return found | {n: d for n, d in LAYOUTS.items() if n in names}
-        has_experts = getattr(self.config.model.sizes, "num_experts", 0) > 0
+        has_experts = self.config.model.sizes.num_experts > 0
         useful = {n: d for n, d in LAYOUTS.items() if has_experts or "ep" not in d}
         return found | {n: d for n, d in useful.items() if d not in found.values()}
 
