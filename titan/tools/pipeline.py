@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--world-size", type=int, metavar="N", help="default: the least that fits"
+        "--world-size", type=int, metavar="N", help="default: the smallest number that fits"
     )
     parser.add_argument("--microbatches", type=int, metavar="M", help="default: the job's")
     parser.add_argument("--output", help=argparse.SUPPRESS)

@@ -1,6 +1,6 @@
 """Settings that mean something else in TorchTitan v0.2.2, for `titan check`. Imports no torch.
 
-docs/architecture.md lists what differs in every run, such as the initialization of weights.
+README.md lists what differs in every run, such as the initialization of weights.
 """
 
 from __future__ import annotations

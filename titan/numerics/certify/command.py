@@ -138,8 +138,8 @@ class Certifier:
     def certify(self, name: str, degrees: Degrees) -> CertifiedLayout:
         """Return the verdict about a layout.
 
-        A difference that a rounding may make is looked for again, on other weights and tokens. A value next to the kink of a ReLU, or
-        a token between two experts, may fall on either side. A fault comes back.
+        Rounding may move a value near 0 across the corner of a ReLU, or a token to another expert. So a difference that rounding
+        can make is tried again with other weights and tokens: a fault comes back.
         """
         row = partial(CertifiedLayout, name=name, mesh=_mesh(degrees))
         world = prod(n for axis, n in degrees.items() if axis != "ep")
@@ -300,7 +300,7 @@ def main(argv: list[str], program: Callable[..., Any] | None = None) -> int:
     parser = command_parser("certify", usage, summary=summary_of("certify"))
     default = "default: all, or job if the command line has keys of [parallelism]"
     parser.add_argument("--layouts", metavar="NAME,...", help=f"{', '.join(names)}; {default}")
-    about = "ranks of the job; default: the least that fit"
+    about = "ranks of the job; default: the smallest number that fits"
     parser.add_argument("--world-size", type=positive, metavar="N", help=about)
     about = "folder of the certificates; default: the working directory"
     parser.add_argument("--output", type=Path, metavar="FOLDER", default=Path(), help=about)

@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     about = "steps to train; default: 3"
     parser.add_argument("--steps", type=positive, default=3, metavar="N", help=about)
     for side in "ab":
-        about = f"ranks of {side.upper()}; default: the least that fit"
+        about = f"ranks of {side.upper()}; default: the smallest number that fits"
         parser.add_argument(f"--nproc-{side}", type=positive, metavar="N", help=about)
     about = "a run of A's job with debug.record_perturbed: what rounding does"
     parser.add_argument("--spread", type=Path, metavar="RUN_C", help=about)

@@ -307,7 +307,7 @@ def guess_of(a: RecordedTensor, b: RecordedTensor, axes: Mapping[str, int]) -> s
         )
     if abs(factor - 1) < _CLOSE:
         return "part of its values are other ones"
-    return f"it has {factor:.2g} of the reference in it, and other values"
+    return f"it is {factor:.2g} times the reference, plus other values"
 
 
 def _differing_chunks(a: RecordedTensor, b: RecordedTensor) -> list[int]:
