@@ -59,7 +59,7 @@ def run(folder: Path, base: dict[str, Any]) -> list[list[tuple[float, bool]]]:
     trainer = PoolTrainer(JobConfig.model_validate(sections))
     hook, scores = trainer.hook(Evaluation), []
     assert hook is not None
-    score = hook.scorer.score
+    score: Any = hook.scorer.score
     hook.scorer.score = lambda *args, **how: scores.append(score(*args, **how)) or scores[-1]
     while trainer.step < trainer.last_step:
         trainer.train_one_step()

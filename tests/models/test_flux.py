@@ -213,7 +213,7 @@ def draw(layout: Layout, folder: str, steps: int) -> tuple[np.ndarray, list[floa
         losses.append(report.loss.item())
         return report
 
-    trainer.train_step.train = watched  # pyright: ignore[reportAttributeAccessIssue]
+    trainer.train_step.train = watched
     assert trainer.run() == 0
     task: Any = trainer.task
     average = trainer.train_step.average

@@ -114,7 +114,7 @@ def test_qwen3_computes_the_same() -> None:
     attention = Attention(FLAVORS["tiny"])
     x = torch.randn(2, 16, FLAVORS["tiny"].dim)
     angles = torch.randn(FLAVORS["tiny"].head_dim // 2)
-    cos_sin = rotation_table(torch.arange(16), angles)[:, None].chunk(2, dim=-1)
+    cos_sin: Any = rotation_table(torch.arange(16), angles)[:, None].chunk(2, dim=-1)
     results = []
     for forward in (Attention.forward, partial(_forward_qwen3, attention)):
         attention.zero_grad()

@@ -433,7 +433,7 @@ def row_of(
                 parts = str(error).split(MARK)
                 # Of the rank that came furthest.
                 rows = [json.loads(part) for part in parts[1::2]]
-                row |= (
+                row |= (  # pyrefly: ignore[unsupported-operation]
                     max(rows, key=len) if rows else {"error": " ".join(parts[0].split())[-200:]}
                 )
                 left = {name: axes for name, axes in left.items() if rows and name not in row}

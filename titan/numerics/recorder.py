@@ -85,7 +85,7 @@ def whole_shapes(
             for hook in hooks:
                 hook.remove()
         seen.append(shapes)
-    named = {
+    named: Any = {
         tuple(pair): name for name, pair in zip("BS", zip(*sizes, strict=True), strict=True)
     }
     named[tuple(batch * tokens for batch, tokens in sizes)] = "BS"
@@ -94,7 +94,7 @@ def whole_shapes(
         pairs = [*zip(first, seen[1].get(name, ()), strict=False)]
         dims = [named.get(pair, pair[0] if pair[0] == pair[1] else None) for pair in pairs]
         if len(pairs) == len(first) and dims and None not in dims:
-            found[canonical_name(name)] = tuple(dims)  # pyright: ignore
+            found[canonical_name(name)] = tuple(dims)
     return found
 
 

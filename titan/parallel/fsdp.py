@@ -78,7 +78,7 @@ def apply_fsdp(
     prefetch: int = -1,
     own_mesh: Mapping[nn.Module, DeviceMesh] | None = None,
     encoders: Sequence[nn.Module] = (),
-    first: Sequence[nn.Module] = (),
+    first: Sequence[Any] = (),
     last: Sequence[nn.Module] = (),
 ) -> None:
     """Shard `model` in place over `mesh`: one axis (FSDP) or two (replicate, shard: HSDP).
@@ -126,7 +126,7 @@ def apply_fsdp(
         reshard = reshard_after_forward and kept.isdisjoint(unit)
         inside = _shard_inside(unit, own_mesh or {}, reshard_after_forward=reshard, **options)
         gathered.insert(0, [unit[0], *inside])
-        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, **options)  # pyright: ignore
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, **options)
     # The root's parameters are used at both ends of the forward pass (tied embeddings), so they stay gathered.
     fully_shard(model, mesh=mesh, reshard_after_forward=False, **options)
     alone = {inner for inner, inner_mesh in (own_mesh or {}).items() if inner_mesh.size() == 1}
@@ -135,7 +135,7 @@ def apply_fsdp(
     num_averaged = mesh.size() if gradients == "mean" else 1
     reduce_gradients(model, divisor=num_averaged, alone=alone, uneven=own_mesh or ())
     if [*first] in units and _only_embeddings(first):
-        first[0].set_unshard_in_backward(False)  # pyright: ignore
+        first[0].set_unshard_in_backward(False)
     # FSDP finds a unit inside another one only when it runs, and experts run after a wait of the host.
     gathers = any(inner.size(inner.ndim - 1) > 1 for inner in (own_mesh or {}).values())
     _prefetch(gathered, int(gathers) if prefetch < 0 else prefetch)
@@ -244,7 +244,7 @@ def _only_embeddings(modules: Iterable[nn.Module]) -> bool:
     )
 
 
-def _prefetch(units: Sequence[Sequence[nn.Module]], depth: int) -> None:
+def _prefetch(units: Sequence[Sequence[Any]], depth: int) -> None:
     """Gather `depth` units ahead, in the forward and in the backward pass.
 
     Args:
@@ -257,8 +257,8 @@ def _prefetch(units: Sequence[Sequence[nn.Module]], depth: int) -> None:
         ahead = units[place + 1 : place + 1 + depth]
         # In the order in which the backward pass needs them: the nearest block before this one first.
         behind = units[max(0, place - depth) : place][::-1]
-        unit.set_modules_to_forward_prefetch([*chain(*ahead)])  # pyright: ignore
-        unit.set_modules_to_backward_prefetch([*chain(*behind)])  # pyright: ignore
+        unit.set_modules_to_forward_prefetch([*chain(*ahead)])
+        unit.set_modules_to_backward_prefetch([*chain(*behind)])
 
 
 def _run_hooks_outside_selection(unit: nn.Module) -> None:

@@ -372,7 +372,7 @@ class Stage(PipelineStage):
 
     def _shape_inference(self, *args: Any, **kwargs: Any) -> Any:
         """Run torch 2.11's only pass to learn shapes, and undo its effects. torch calls no cleanup after it."""
-        outputs = super()._shape_inference(*args, **kwargs)  # pyright: ignore
+        outputs = super()._shape_inference(*args, **kwargs)  # pyrefly: ignore[missing-attribute]
         assert self._undo_inference is not None
         self._undo_inference()
         return outputs

@@ -152,7 +152,7 @@ def parallelize(
     )
 
 
-def tensor_plan_of(model: nn.Module, job: ResolvedJob) -> Mapping[str, str]:
+def tensor_plan_of(model: Any, job: ResolvedJob) -> Mapping[str, str]:
     """Return the tensor-parallel plan of a model: its own, or that of its family."""
     return getattr(model, "tensor_plan", job.family.TENSOR_PLAN)
 
@@ -327,7 +327,7 @@ def _apply_data_parallel(
     casts = training.compute_dtype != training.dtype
     # A pipeline stage may lack some of them.
     last = [getattr(model, name) for name in ends.last if not name.startswith("layers.")]
-    options = {
+    options: Any = {
         "blocks": list(model.get_submodule("layers").children()),
         "gradients": "sum",
         "encoders": _encoders(model, ends.embedding),

@@ -156,7 +156,7 @@ def _parameters_on_meta() -> Iterator[None]:
             param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
         register(self, name, param)
 
-    nn.Module.register_parameter = register_on_meta  # pyright: ignore
+    nn.Module.register_parameter = register_on_meta
     try:
         with torch.device("cpu"):
             yield

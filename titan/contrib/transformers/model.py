@@ -419,7 +419,7 @@ def _table_positions(model: TransformersModel) -> int:
     limit = getattr(model.hf.config, "max_position_embeddings", None) or 0
     # Some tables have rows for padding before the first position.
     lengths = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
-    lengths -= {model.tok_embeddings.num_embeddings}  # pyright: ignore
+    lengths -= {model.tok_embeddings.num_embeddings}  # pyrefly: ignore[missing-attribute]
     lengths |= {
         length for buffer in model.buffers() if buffer.ndim > 1 for length in buffer.shape
     }

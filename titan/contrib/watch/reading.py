@@ -25,7 +25,7 @@ from titan.observe.rows import MAX_ROWS, LineFile, Row, RowFile, number, parse, 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib  # pyright: ignore[reportMissingImports]
+    import tomli as tomllib
 
 COLUMNS = (
     *(
