@@ -170,7 +170,7 @@ def test_scores_of_rows(chunk_tokens: int, with_output: bool) -> None:
 def scorer(**data: Any) -> Scorer:
     """Return a scorer that encodes bytes, and has no model."""
     config = JobConfig.model_validate({"data": data, "training": {"seq_len": 256}})
-    step: Any = SimpleNamespace(
+    step = SimpleNamespace(
         config=config, mesh=SimpleNamespace(mesh_dim_names=()), loss_sum=None
     )
     return Scorer(step, bytes_tokenizer())

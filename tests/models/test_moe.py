@@ -206,7 +206,7 @@ def test_biases_of_experts_are_vectors_to_an_optimizer() -> None:
     vectors = {name for name in named if name.endswith("bias")}
     assert len(vectors) == 4 and {named[name].ndim for name in vectors} == {1, 2}
     for section in (AdamWSection(weight_decay=0.5), MuonSection(weight_decay=0.5)):
-        optimizer: Any = build_optimizer(section, named.items())
+        optimizer = build_optimizer(section, named.items())
         ids = {id(p): name for name, p in named.items()}
         decayed = {
             ids[id(p)]: group["weight_decay"] > 0

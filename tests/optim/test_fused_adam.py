@@ -135,7 +135,7 @@ def test_gradients_of_another_layout_or_dtype(
     weights.append(torch.randn(3, 1024).bfloat16())
     grads.append(torch.randn(3, 1024).bfloat16())
     ours, theirs = ([nn.Parameter(w.clone()) for w in weights] for _ in range(2))
-    options: Any = {"lr": 0.01, "weight_decay": 0.0}
+    options = {"lr": 0.01, "weight_decay": 0.0}
     cases = (
         (ours, FusedAdam(ours, decoupled=True, backend=backend, lr=0.01)),
         (theirs[:-1], torch.optim.AdamW(theirs[:-1], foreach=False, **options)),

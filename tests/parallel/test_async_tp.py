@@ -63,7 +63,7 @@ def build(*, compiled: bool) -> tuple[nn.Module, Rewrites | None]:
 
 def run(model: Any) -> list[Any]:
     """Output, gradient of the input and of the weights, of this rank."""
-    block: Any = model.get_submodule("layers.0")
+    block = model.get_submodule("layers.0")
     # Two sequences: torch 2.13 does not recognise the all-gather of a batch of one (docs/log.md).
     x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
     x.requires_grad_()

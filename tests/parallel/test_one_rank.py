@@ -91,7 +91,7 @@ def test_bytes_that_a_step_copies_for_each_parameter(ours: bool, bytes_each: int
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
-        options: Any = {"param_dtype": torch.bfloat16, "reshard_after_forward": False}
+        options = {"param_dtype": torch.bfloat16, "reshard_after_forward": False}
         with nullcontext() if ours else patch("titan.parallel.fsdp.stay_on_rank"):
             apply_fsdp(
                 model,

@@ -90,7 +90,7 @@ def test_qwen3_gathered_its_queries_and_keys() -> None:
         activation_checkpoint={"mode": "full"},
         compile={"enable": False},
     )
-    model: Any = config.model.sizes
+    model = config.model.sizes
     now, then = (
         trace_ranks(config, world_size=2, ranks=[0], prepare=how)[0] for how in (None, emulate)
     )

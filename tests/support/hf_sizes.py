@@ -210,7 +210,7 @@ def _runs(architecture: str, fields: dict[str, Any]) -> bool:
     """Return whether transformers alone runs a model."""
     import transformers
 
-    kind: Any = getattr(transformers, architecture)
+    kind = getattr(transformers, architecture)
     try:
         config = kind.config_class(**fields)
         model = kind._from_config(config, attn_implementation="eager")

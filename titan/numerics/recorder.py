@@ -188,7 +188,7 @@ class Recorder:
         leaves, spec = tree_flatten(out)
         local = x.to_local() if isinstance(x, DTensor) else x
         signs = torch.randint(-1, 2, local.shape, generator=self.generator).to(local.device)
-        factor: Any = 1 + signs.to(local.dtype) * torch.finfo(local.dtype).eps
+        factor = 1 + signs.to(local.dtype) * torch.finfo(local.dtype).eps
         if isinstance(x, DTensor):
             factor = DTensor.from_local(factor, x.device_mesh, x.placements, run_check=False)
         leaves = [x * factor if leaf is x else leaf for leaf in leaves]
@@ -420,7 +420,7 @@ def source_line(modules: Mapping[str, nn.Module], name: str) -> str:
     if name not in modules:
         return ""
     # FSDP puts a class of its own around that of the model.
-    kind: Any = next(c for c in type(modules[name]).__mro__ if "forward" in vars(c))
+    kind = next(c for c in type(modules[name]).__mro__ if "forward" in vars(c))
     function = inspect.unwrap(kind.forward)
     try:
         file, line = inspect.getsourcefile(function), inspect.getsourcelines(function)[1]

@@ -94,7 +94,7 @@ def apply_compile(
             detach_collective(module)
     # Each call of a block looks up the program that the first block of its shape compiled.
     for block in blocks:
-        unwrapped: Any = getattr(block, "_checkpoint_wrapped_module", block)
+        unwrapped = getattr(block, "_checkpoint_wrapped_module", block)
         traits = traits_of(unwrapped)
         select = selection_of(block) if traits.compiled else None
         if select is not None:

@@ -120,7 +120,7 @@ def apply_fsdp(
     # A loss in chunks has done the output layer's part of the backward pass. The norm, which follows, is too short to
     # hide an all-gather of the last block.
     kept = {*last, *blocks[-kept_blocks:]}
-    options: Any = {"mp_policy": precision, "offload_policy": offload}
+    options = {"mp_policy": precision, "offload_policy": offload}
     gathered: list[list[nn.Module]] = []
     for unit in reversed(units):  # inner ones first: all other parameters belong to the root
         reshard = reshard_after_forward and kept.isdisjoint(unit)
@@ -347,7 +347,7 @@ def _require_even_float8(model: nn.Module, mesh: DeviceMesh) -> None:
     """Raise ValueError for a weight that torchao gathers in float8, and cannot in parts of unequal size: ranks would wait for ever."""
     ranks = mesh.size(mesh.ndim - 1)
     for name, parameter in model.named_parameters():
-        own: Any = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if hasattr(own, "fsdp_pre_all_gather") and len(own) % ranks:
             raise ValueError(
                 f"{ranks} FSDP ranks do not divide the {len(own)} rows of {name}, which is gathered in float8: give apply_float8 "

@@ -272,7 +272,7 @@ class Pipeline:
         that is the base of torch's other classes, which gathers a stage at a time.
         """
         # torch would divide gradients by the number of microbatches, but the loss is divided already.
-        settings: Any = {"loss_fn": self._divided_loss, "scale_grads": False}
+        settings = {"loss_fn": self._divided_loss, "scale_grads": False}
         count = self.schedule.num_microbatches
         single = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}.get(self.schedule.name)
         if single is not None:

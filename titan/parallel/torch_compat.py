@@ -202,7 +202,7 @@ def _keep_random_numbers() -> None:
     """
     from torch._functorch import partitioners
 
-    choose: Any = partitioners.choose_saved_values_set
+    choose = partitioners.choose_saved_values_set
     if hasattr(choose, "original"):
         return
 
@@ -380,7 +380,7 @@ def limit_gloo(*, loopback: bool) -> None:
     ("ALLGATHER_COALESCED", which is DTensor's all-gather). The heap is then corrupt, and the process dies later, at any place:
     docs/architecture.md. GLOO_SOCKET_IFNAME wins over `loopback`.
     """
-    gloo: Any = dist.ProcessGroupGloo
+    gloo = dist.ProcessGroupGloo
     original = getattr(gloo.__init__, "original", gloo.__init__)
 
     def init(

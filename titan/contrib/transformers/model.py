@@ -238,7 +238,7 @@ class TransformersModel(nn.Module):
             UnsupportedModelError: a folder has it in a form that titan does not write.
         """
         parent, _, leaf = name.rpartition(".")
-        owner: Any = self.get_submodule(parent)
+        owner = self.get_submodule(parent)
         is_half = f"{parent}.gate_up_proj" in self.inits and leaf in ("gate_proj", "up_proj")
         names = self._on_disk(f"{parent}.gate_up_proj" if is_half else name)
         if is_half:

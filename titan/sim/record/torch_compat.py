@@ -42,7 +42,7 @@ def find(module: str, name: str) -> Any:
         MissingName: This torch has no such name.
     """
     try:
-        value: Any = import_module(module)
+        value = import_module(module)
         for part in name.split("."):
             value = getattr(value, part)
     except (ImportError, AttributeError) as error:

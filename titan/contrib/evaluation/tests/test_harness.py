@@ -63,8 +63,8 @@ def test_the_harness_says_the_same(
     found, samples = {}, {}
     # Of whole texts, which the harness begins by itself, a tokenizer that does so too would begin them twice.
     for add_bos, names in ((True, [*[*HARNESS][:2], "harness_free"]), (None, ["harness_text"])):
-        options: Any = {"pretrained": hf, "device": "cpu", "dtype": "float32", "batch_size": 4}
-        theirs: Any = simple_evaluate(
+        options = {"pretrained": hf, "device": "cpu", "dtype": "float32", "batch_size": 4}
+        theirs = simple_evaluate(
             model=HFLM(**options, max_length=128, add_bos_token=add_bos),
             tasks=names,
             limit=NUM_EXAMPLES,

@@ -90,7 +90,7 @@ def test_figures_are_the_harness_own(
     write_folder(folder, shape, scripts={begin: words})
     special = f"generation_kwargs: {{until: ['none', '{mark}'], max_gen_toks: 9}}\n"
     include = write(tmp_path / "tasks", tasks := {**TASKS, "special": FREE + special})
-    theirs: Any = simple_evaluate(
+    theirs = simple_evaluate(
         model=HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=1),
         tasks=[*tasks],
         bootstrap_iters=0,
