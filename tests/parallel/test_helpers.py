@@ -79,7 +79,7 @@ def _gradients(kind: str, net: type[Net] = Net) -> dict[str, torch.Tensor]:
     }[kind]
     mesh = build_mesh("cpu", **degrees)
     with torch.device("meta"):
-        model: Any = net()
+        model = net()
     units: Any = {"blocks": model.blocks, "gradients": "sum"}
     if net is EndsNet:
         units |= {"first": [model.stem], "last": [model.norm, model.head]}

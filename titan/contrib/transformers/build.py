@@ -43,9 +43,7 @@ def build(source: ModelSource) -> tuple[Any, dict[int, Init]]:
             'as {rope_parameters = {rope_type = "default"}}'
         )
     if source.code:
-        config: Any = transformers.AutoConfig.from_pretrained(
-            source.code, trust_remote_code=True
-        )
+        config = transformers.AutoConfig.from_pretrained(source.code, trust_remote_code=True)
     else:
         config = transformers.CONFIG_MAPPING[content["model_type"]].from_dict(content)
     config._attn_implementation = attention.PROBE
