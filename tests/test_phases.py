@@ -138,7 +138,7 @@ def test_the_step_before_a_phase_is_saved_and_kept(
     # The page's number is the step before the phase of the job that it trains, and its two settings go on from there.
     page = (ROOT / "docs/data.md").read_text()
     [annealing] = load_config(ROOT / "train_configs/fineweb_edu_1b.toml").phase
-    step = annealing.from_step - 1  # pyright: ignore[reportOptionalOperand]
+    step = annealing.from_step - 1  # pyrefly: ignore[unsupported-operation]
     assert f"step {step:,}" in page and f"checkpoint/step-{step}" in page
     options = re.findall(r"checkpoint\.(initial_load_\w+) = (\S+)", page)
     assert [key for key, _ in options] == ["initial_load_path", "initial_load_model_only"]
@@ -306,7 +306,7 @@ def test_each_phase_trains_with_programs_for_its_own_shapes(
         return graph.forward
 
     registry.lookup_backend("eager")
-    watched._tags = ("debug",)  # pyright: ignore[reportFunctionMemberAccess]
+    watched._tags = ("debug",)  # pyrefly: ignore[missing-attribute]
     monkeypatch.setitem(registry._COMPILER_FNS, "eager", watched)
     torch.compiler.reset()
     finish(

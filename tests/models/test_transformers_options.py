@@ -195,7 +195,7 @@ def test_evaluation_is_transformers_cross_entropy(kind: str, tmp_path: Path) -> 
     architecture = families()[kind]
     fields = overrides_of(architecture) | {"vocab_size": 512}
     torch.manual_seed(0)
-    twin: Any = getattr(transformers, architecture)(_config_class(kind)(**fields)).eval()
+    twin = getattr(transformers, architecture)(_config_class(kind)(**fields)).eval()
     twin.set_attn_implementation("eager")
     twin.save_pretrained(tmp_path / "model")
     context, target = "The capital of France, a city on the Seine, is", " Paris."

@@ -51,7 +51,7 @@ class FaultInjection(Hook):
         weight[0] ^= 1
 
 
-def hooks_with_faults(trainer: Trainer) -> list[Hook]:
+def hooks_with_faults(trainer: Any) -> list[Hook]:
     """Return the standard hooks, and before them the fault that TITAN_FAULT names."""
     fault = os.environ.get("TITAN_FAULT")
     return [*([FaultInjection(trainer, fault)] if fault else []), *standard_hooks(trainer)]

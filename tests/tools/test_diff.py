@@ -83,7 +83,12 @@ def step(
             ]
             norm = math.sqrt(sum(x * x for row in sums for x in row) / 4)
             tensors.append(RecordedTensor(kind, full, "float32", norm, sums))
-    values = {"step": 1, "loss": 2.0 * (1 + noise), "grad_norm": 3.0 * (1 + noise), "axes": {}}
+    values: Any = {
+        "step": 1,
+        "loss": 2.0 * (1 + noise),
+        "grad_norm": 3.0 * (1 + noise),
+        "axes": {},
+    }
     values |= {"computes_in": "float32", "about": {}} | about
     return RecordedStep(**values, tensors=tensors)
 

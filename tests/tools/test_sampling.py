@@ -86,7 +86,7 @@ def test_a_batch_gets_what_its_prompts_get_alone(name: str) -> None:
     model = built(name)
     assert greedy(model, PROMPTS) == [greedy(model, [prompt])[0] for prompt in PROMPTS]
     # Nor does the cache change them: each is the likeliest of a whole forward pass.
-    tokens: Any = greedy(model, PROMPTS[:1])[0]
+    tokens = greedy(model, PROMPTS[:1])[0]
     with torch.no_grad():
         logits = model(torch.tensor([PROMPTS[0] + tokens]))
     assert tokens == logits[0].argmax(-1)[len(PROMPTS[0]) - 1 : -1].tolist()

@@ -172,7 +172,7 @@ class FormerNames:
     ) -> ModuleSpec | None:
         if not name.startswith("titan.") or name_today(name) is None:
             return None
-        return ModuleSpec(name, self)  # pyright: ignore[reportArgumentType]
+        return ModuleSpec(name, self)  # pyrefly: ignore[bad-argument-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         today = name_today(spec.name)
@@ -201,4 +201,4 @@ class FormerNames:
 
 def install() -> None:
     """Add former names to what imports find."""
-    sys.meta_path.insert(0, FormerNames())  # pyright: ignore[reportArgumentType]
+    sys.meta_path.insert(0, FormerNames())

@@ -158,7 +158,7 @@ def _check_data(config: JobConfig) -> Iterator[Any]:
 
 
 def _check_source(
-    config: JobConfig, tokenizer: Tokenizer | None, key: str, source: s.Section, *, split: str
+    config: JobConfig, tokenizer: Tokenizer | None, key: str, source: Any, *, split: str
 ) -> Iterator[Any]:
     package = {s.ParquetSource: "pyarrow", s.HuggingFaceSource: "datasets"}.get(type(source))
     if package and find_spec(package) is None:

@@ -158,7 +158,7 @@ class _Metered(Unpacked):
 
 
 def _open(file: Path, meter: Meter) -> BinaryIO:
-    return io.BufferedReader(_Metered(file, meter), _BLOCK_BYTES)  # pyright: ignore[reportReturnType]
+    return io.BufferedReader(_Metered(file, meter), _BLOCK_BYTES)
 
 
 def read_python(file: Path, meter: Meter) -> Iterator[str]:

@@ -80,7 +80,7 @@ class BlendSamples(Samples):
         for source in self._parts:
             source.resize(part.seq_len)
         # Number of each source's first sample with these settings.
-        self._starts = np.array([-(-tokens // part.seq_len) for tokens in part.tokens])
+        self._starts: Any = np.array([-(-tokens // part.seq_len) for tokens in part.tokens])
 
     def tokens_after(self, count: int, *, whole: bool) -> list[int]:
         tokens = ((self._starts + self._blend.consumed(count)) * self._part.seq_len).tolist()

@@ -99,7 +99,7 @@ def open_documents(section: s.Section) -> Documents:
         DataError: the source is unusable, or contains no text.
     """
     if hasattr(section, "documents"):
-        return section.documents()  # pyright: ignore[reportAttributeAccessIssue]
+        return section.documents()
     if isinstance(section, s.StdlibSource):
         return _from_files("stdlib", _stdlib_files(), "", read_python)
     if isinstance(section, s.TextSource):

@@ -337,7 +337,7 @@ def encode_documents(chunk: list[_Piece], spec: TokenizationSpec) -> list[_Encod
         if spec.template is not None:
             chat = json.loads(piece.text)
             keys += spec.template.unread_beside(chat)
-            framed: Any = spec.template.encode(chat, where=piece.where, unread=unread)
+            framed = spec.template.encode(chat, where=piece.where, unread=unread)
         else:
             encode = spec.tokenizer.encode_rest if piece.index else spec.tokenizer.encode
             ids = encode(piece.text)

@@ -101,7 +101,7 @@ class Export:
             model.with_copies(),
             dtype,
             file_bytes,
-            bos_id=tokenizer and tokenizer.bos_id,
+            bos_id=tokenizer.bos_id if tokenizer else None,
             ends=_answer_ends(tokenizer) if tokenizer else [],
             seq_len=longest_sequence(config),
             assets=tokenizer_files(tokenizer_path(config)) if tokenizer else [],

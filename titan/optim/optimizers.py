@@ -79,7 +79,7 @@ def build_optimizer(
         backend: Backend of torch.compile for the update of AdamW and Adam. Empty: torch's own fused kernel.
     """
     named = {canonical_name(name): p for name, p in named_parameters if p.requires_grad}
-    build: Any = getattr(section, "build", None)
+    build = getattr(section, "build", None)
     if build is not None:
         optimizer = build(list(named.values()))
     elif isinstance(section, MuonSection):

@@ -243,7 +243,7 @@ def selection_of(block: nn.Module) -> Callable[[Callable[..., Any]], Callable[..
 
     def select(function: Callable[..., Any]) -> Callable[..., Any]:
         within = names.get(getattr(function, "__self__", inside), "")
-        options = {**settings, "context_fn": partial(_contexts, selection, within=within)}
+        options: Any = {**settings, "context_fn": partial(_contexts, selection, within=within)}
 
         def selected(*args: Any, **kwargs: Any) -> Any:
             return checkpoint(function, *args, **options, **kwargs)

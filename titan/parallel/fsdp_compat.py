@@ -13,7 +13,7 @@ from torch._guards import detect_fake_mode
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState as TrainingState
 
 
-def parameter_groups(module: nn.Module) -> list[Any]:
+def parameter_groups(module: Any) -> list[Any]:
     """Return FSDP's groups of a module's own parameters, if it shards the module. torch 2.11 has one, 2.13 a list."""
     state = getattr(module, "_get_fsdp_state", lambda: None)()
     return getattr(state, "_fsdp_param_groups", None) or [

@@ -341,7 +341,7 @@ def _torch_order(
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     # The class asks its stages for a few numbers at construction, and runs nothing.
-    stages: Any = [
+    stages = [
         SimpleNamespace(
             stage_index=stage,
             num_stages=num_stages,
@@ -357,7 +357,7 @@ def _torch_order(
         )
     ]
     # Built for rank 0. The class computes the orders of all ranks.
-    torch_schedule: Any = get_schedule_class(name)(stages, num_microbatches)
+    torch_schedule = get_schedule_class(name)(stages, num_microbatches)
     return [
         list(_computations(torch_schedule.pipeline_order[rank])) for rank in range(num_ranks)
     ]

@@ -89,7 +89,7 @@ class Trainer(RunProgress):
         self.rank_log = open_rank_log(self.run_dir, self.rank)
         if self.rank == 0:
             write_status(self.run_dir, state="running")
-        self.device = self._init_distributed()
+        self.device = self._init_distributed()  # pyrefly: ignore[read-only]
         config = config.on_device(self.device.type)
         phases = phases_of(config, world_size=self.world_size)
         first = phase_at(phases, begin.step + 1).config

@@ -322,7 +322,7 @@ def _apply_data_parallel(
     casts = training.compute_dtype != training.dtype
     # A pipeline stage may lack some of them.
     last = [getattr(model, name) for name in ends.last if not name.startswith("layers.")]
-    options = {
+    options: Any = {
         "blocks": list(model.get_submodule("layers").children()),
         "gradients": "sum",
         "encoders": _encoders(model, ends.embedding),

@@ -76,7 +76,7 @@ class ChatTemplate:
             DataError: the text is not valid Jinja.
         """
         self.source, self.tokenizer = source, tokenizer
-        environment = ImmutableSandboxedEnvironment(
+        environment: Any = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Marks, "jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)

@@ -285,7 +285,7 @@ def cuts_of(parameter: Tensor) -> list[Cut]:
     axes.sort(key=lambda i: hasattr(parameter.placements[i], "split_factor"))
     cuts, shape = [], list(parameter.shape)
     for axis in axes:
-        dim: int = parameter.placements[axis].dim  # pyright: ignore
+        dim: int = parameter.placements[axis].dim  # pyrefly: ignore[missing-attribute]
         if (place := dim - (parameter.ndim - 2)) >= 0:
             cuts.append(Cut(parameter.device_mesh.get_group(axis), dim=place, size=shape[dim]))
             shape[dim] = cuts[-1].length()

@@ -105,7 +105,7 @@ def _of_folder(
     """Return a run, and the settings that all runs must share."""
     config = load_config(folder / "config.toml")
     obeyed, _ = without_permissions(config, run=folder, granted=granted)
-    sizes: Any = obeyed.model.sizes
+    sizes = obeyed.model.sizes
     rows = [row for row in read_rows(folder / "metrics.jsonl") if number(row.get("tokens"))]
     # A run may have been stopped early on the schedule of a whole one.
     steps = max(config.training.steps, config.lr_scheduler.total_steps or 0)

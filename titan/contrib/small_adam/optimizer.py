@@ -146,7 +146,7 @@ class SmallAdam(Allocates, torch.optim.Optimizer):
 def _update_shard(
     shard: Tensor,
     grad: Tensor,
-    state: dict[str, Tensor],
+    state: dict[str, Any],
     levels: dict[str, Tensor] | None,
     **options: Any,
 ) -> None:
@@ -156,7 +156,7 @@ def _update_shard(
     if levels is None:
         return adam.single_param_adam(shard, grad, **state, **options)
     parts = {name: (state[f"{name}_codes"], state[f"{name}_scale"]) for name in MOMENTS}
-    moments = {
+    moments: Any = {
         name: quant_utils.dequant_with_qmap(codes, levels[name], scale)
         for name, (codes, scale) in parts.items()
     }

@@ -26,7 +26,7 @@ from titan.tools.row_files import MAX_ROWS, LineFile, RowFile, runs_near
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib  # pyright: ignore[reportMissingImports]
+    import tomli as tomllib
 
 COLUMNS = (
     *(

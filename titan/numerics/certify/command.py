@@ -163,7 +163,7 @@ class Certifier:
                 found = row(draw=draw, **self._compare(degrees, world, drawn, is_last=is_last))
                 if found.verdict != "differs" or found.reason:
                     break
-            return replace(found, reason=found.reason or uncut)
+            return replace(found, reason=found.reason or uncut)  # pyrefly: ignore[unbound-name]
         except ConfigError as error:
             problem = error.problems[0]
             return row(verdict="refused", reason=f"{problem.key}: {problem.message}")

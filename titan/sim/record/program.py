@@ -246,7 +246,7 @@ def _watched(program: Program, tracer: Any) -> Iterator[list[Any]]:
             storages.attribute(tensors, owners.get(parameter, ""))
 
     for optimizer in program.optimizers:
-        optimizer.step = updating(optimizer, optimizer.step)  # pyright: ignore
+        optimizer.step = updating(optimizer, optimizer.step)
     if program.pipeline is not None:
         program.pipeline.loss_fn = wrap_part(tracer, program.pipeline.loss_fn, "L")
     with ExitStack() as replaced:

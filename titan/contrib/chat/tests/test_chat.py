@@ -504,7 +504,7 @@ def test_rows_become_what_transformers_makes_of_them(
     """Together in one file, whose Parquet columns have the fields of all rows."""
     import transformers
 
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    theirs: Any = transformers.AutoTokenizer.from_pretrained(folder)
     theirs.chat_template = RICH
     rows = [
         row

@@ -323,7 +323,7 @@ def round_halves(kind: str) -> tuple[list[int], Tensor]:
     """This rank's place among the shards, and which elements it rounded up: all of them by a coin."""
     mesh = build_mesh("cpu", dp_replicate=2, dp_shard=2)
     ones = torch.ones(8, 512, dtype=torch.bfloat16)
-    weight = nn.Parameter(
+    weight: Any = nn.Parameter(
         distribute_tensor(ones, mesh, [Replicate(), Shard(0)], src_data_rank=None)
     )
     named = {"layers.0.w": weight, "norm.w": nn.Parameter(torch.ones(4, dtype=torch.bfloat16))}
@@ -335,7 +335,7 @@ def round_halves(kind: str) -> tuple[list[int], Tensor]:
     for group in optimizer.param_groups:
         group["weight_decay"] = -(2**-8)  # from 1 to the middle between it and its neighbour
     optimizer.step()
-    return list(mesh.get_coordinate() or ()), weight.detach().to_local() > 1  # pyright: ignore[reportAttributeAccessIssue]
+    return list(mesh.get_coordinate() or ()), weight.detach().to_local() > 1
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "Muon"])
