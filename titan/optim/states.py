@@ -15,7 +15,7 @@ class Allocates:
     """Mixin of an optimizer that can create the states of its parameters before their first step."""
 
     param_groups: list[dict[str, Any]]
-    state: dict[Any, Any]
+    state: Any  # of torch.optim.Optimizer
 
     def init_state(self, parameter: Tensor) -> None:
         """Fill the state of a parameter with zeros, laid out like it."""

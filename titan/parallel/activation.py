@@ -216,7 +216,7 @@ def keeps_some(block: nn.Module) -> bool:
     return selection_of(block) is not None
 
 
-def unwrapped(block: nn.Module) -> nn.Module:
+def unwrapped(block: Any) -> nn.Module:
     """Return a block without the wrapper of torch's activation checkpointing."""
     return getattr(block, "_checkpoint_wrapped_module", block)
 

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from titan.config.schema import MuonSection
@@ -195,7 +195,7 @@ class Muon(Allocates, torch.optim.Optimizer):
 
 
 def build_muon(
-    section: MuonSection, named: Mapping[str, Tensor], *, seed: int, backend: str
+    section: MuonSection, named: Mapping[str, nn.Parameter], *, seed: int, backend: str
 ) -> torch.optim.Optimizer:
     """Build the optimizer of a section (optimizer.Muon of `titan.extensions`).
 

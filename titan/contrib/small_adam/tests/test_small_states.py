@@ -186,7 +186,7 @@ def test_a_closure_is_called() -> None:
         loss.backward()
         return loss
 
-    assert optimizer.step(closure).item() == 16
+    assert optimizer.step(closure).item() == 16  # pyrefly: ignore[no-matching-overload]
     assert (weight != 1).any() and (vector != 1).all()
     assert small.step(lambda: 5) == 5
 
