@@ -44,7 +44,7 @@ CONFIG = LlamaConfig(
     num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=2,
-    attn_implementation="titan",  # pyright: ignore
+    attn_implementation="titan",
     use_cache=False,
 )
 

@@ -99,7 +99,7 @@ class Groups:
         self.signal(number, signal.SIGKILL)
         self.processes.pop(number).wait()
 
-    def signal(self, number: int, which: signal.Signals) -> None:
+    def signal(self, number: int, which: int) -> None:
         """Send a signal to all processes of a group's host."""
         for pid in self.hosts.processes(number + 1):
             with suppress(ProcessLookupError):

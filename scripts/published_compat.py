@@ -203,6 +203,7 @@ def _hold_reductions() -> None:
 
 
 def _await_at_once() -> None:
+    patched: Any = ring
     wait = ring.wait
 
     def at_once(start: Callable[..., Any]) -> Callable[..., Any]:
@@ -210,4 +211,4 @@ def _await_at_once() -> None:
 
     for name in ("start_all_gather", "start_all_to_all", "start_reduce_scatter"):
         setattr(ring, name, at_once(getattr(ring, name)))
-    ring.wait = lambda x: x
+    patched.wait = lambda x: x

@@ -22,7 +22,7 @@ types=$(mktemp)
 checker=
 trap '[ -z "$checker" ] || kill "$checker" 2> /dev/null || true; rm -f "$types"' EXIT
 if [ "${lane[*]}" != "--lane quick" ]; then
-  "$bin/pyright" --pythonpath "$PYTHON" > "$types" &
+  scripts/types.sh > "$types" 2>&1 &
   checker=$!
 fi
 echo "tests: pytest"
@@ -33,7 +33,7 @@ workers=3
 [ "${lane[*]}" != "--lane quick" ] || workers=0 # each worker imports torch
 "$PYTHON" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder "${lane[@]}" "$@" || failed=$?
 if [ -n "$checker" ]; then
-  echo "types: pyright"
-  wait "$checker" || { grep -v " - warning:" "$types"; exit 1; }
+  echo "types: pyrefly"
+  wait "$checker" || { cat "$types"; exit 1; }
 fi
 exit "$failed"

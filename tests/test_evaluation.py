@@ -59,7 +59,7 @@ def run(folder: Path, base: dict[str, Any]) -> list[list[tuple[float, bool]]]:
     trainer = PoolTrainer(JobConfig.model_validate(sections))
     hook, scores = trainer.hook(Evaluation), []
     assert hook is not None
-    score = hook.scorer.score
+    score: Any = hook.scorer.score
     hook.scorer.score = lambda *args, **how: scores.append(score(*args, **how)) or scores[-1]
     while trainer.step < trainer.last_step:
         trainer.train_one_step()
@@ -170,7 +170,7 @@ def test_scores_of_rows(chunk_tokens: int, with_output: bool) -> None:
 def scorer(**data: Any) -> Scorer:
     """Return a scorer that encodes bytes, and has no model."""
     config = JobConfig.model_validate({"data": data, "training": {"seq_len": 256}})
-    step: Any = SimpleNamespace(
+    step = SimpleNamespace(
         config=config, mesh=SimpleNamespace(mesh_dim_names=()), loss_sum=None
     )
     return Scorer(step, bytes_tokenizer())

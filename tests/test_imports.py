@@ -23,7 +23,7 @@ FLOORS = (
     "parallel",
     "config models losses",
     "commands data optim",
-    "checkpoint generation observe tasks",
+    "checkpoint observe tasks",
     "checks step",  # step: the program of a training step, which the simulator and the tests build, too
     "run",
     "cli train",

@@ -1,8 +1,14 @@
-"""The table of lanes, and what a change adds."""
+"""The table of lanes, what a change adds, and the check of types."""
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from tests.support.lanes import lane_of, read_table, touched_tests
 
@@ -27,3 +33,33 @@ def test_the_table_names_what_exists() -> None:
     for pattern, tests in read_table()["touched"].items():
         assert list(ROOT.glob(pattern)), pattern
         assert all((ROOT / test.partition("::")[0]).exists() for test in tests), tests
+
+
+PLANTED = """
+from titan.config.phases import Layout, Nothing  # missing-module-attribute
+from titan.models.llama3.config import FLAVORS
+
+first, second = FLAVORS["tiny"].dim, Layout.degrees, 1  # bad-unpacking
+FLAVORS["tiny"].dim[0]  # bad-index
+FLAVORS["tiny"].dim()  # not-callable
+FLAVORS["tiny"].width  # missing-attribute
+FLAVORS.get("tiny").dim  # missing-attribute
+Layout(pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1, accumulation=1, dp=1)  # unexpected-keyword
+Layout(pp=1, dp_replicate=1, dp_shard=1, cp=1, tp="1", accumulation=1)  # bad-argument-type
+Layout(pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1)  # missing-argument
+del later  # unbound-name
+later: int = None  # bad-assignment
+
+
+def text(layout: Layout) -> str:
+    return layout.pp  # bad-return
+"""
+
+
+def test_mistakes_of_types_are_found(tmp_path: Path) -> None:
+    pytest.importorskip("pyrefly")
+    (tmp_path / "planted.py").write_text(PLANTED)
+    command = ["scripts/types.sh", str(tmp_path / "planted.py")]
+    settings = os.environ | {"TITAN_VENV": sys.prefix}
+    said = subprocess.run(command, cwd=ROOT, env=settings, stdout=subprocess.PIPE, text=True)
+    assert re.findall(r"\[([\w-]+)\]\n", said.stdout) == re.findall("  # (.*)", PLANTED)

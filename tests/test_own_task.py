@@ -142,8 +142,9 @@ def fails(*_: Any) -> Tensor:
     ],
 )
 def test_a_loss_is_tried_before_the_run(loss: Any, message: str) -> None:
+    mesh: Any = None
     task = Sums(sums_job())
     task.loss = lambda *_, **__: loss
     with pytest.raises(InputError, match=f"the loss of Sums .*{message}"):
-        try_loss(task, None, CPU)  # pyright: ignore[reportArgumentType]
-    try_loss(Sums(sums_job()), None, CPU)  # pyright: ignore[reportArgumentType]
+        try_loss(task, mesh, CPU)
+    try_loss(Sums(sums_job()), mesh, CPU)

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.backends import registry
 
-from tests.data.test_data_chat import LLAMA, WORDS, conversations, written
 from tests.support.jobs import ROOT, SMALL, with_changes
 from tests.support.jobs import job as any_job
 from tests.support.layouts import BOUND, largest, whole_gradients
@@ -27,6 +26,7 @@ from titan.checks.rules import check_to_run
 from titan.config.load import load_config
 from titan.config.phases import phases_of
 from titan.config.schema import JobConfig
+from titan.contrib.chat.tests.test_chat import LLAMA, WORDS, conversations, written
 from titan.data.tokenizer import EOS
 from titan.observe.clock import StepTimer
 
@@ -138,7 +138,7 @@ def test_the_step_before_a_phase_is_saved_and_kept(
     # The page's number is the step before the phase of the job that it trains, and its two settings go on from there.
     page = (ROOT / "docs/data.md").read_text()
     [annealing] = load_config(ROOT / "train_configs/fineweb_edu_1b.toml").phase
-    step = annealing.from_step - 1  # pyright: ignore[reportOptionalOperand]
+    step = annealing.from_step - 1  # pyrefly: ignore[unsupported-operation]
     assert f"step {step:,}" in page and f"checkpoint/step-{step}" in page
     options = re.findall(r"checkpoint\.(initial_load_\w+) = (\S+)", page)
     assert [key for key, _ in options] == ["initial_load_path", "initial_load_model_only"]
@@ -306,7 +306,7 @@ def test_each_phase_trains_with_programs_for_its_own_shapes(
         return graph.forward
 
     registry.lookup_backend("eager")
-    watched._tags = ("debug",)  # pyright: ignore[reportFunctionMemberAccess]
+    watched._tags = ("debug",)  # pyrefly: ignore[missing-attribute]
     monkeypatch.setitem(registry._COMPILER_FNS, "eager", watched)
     torch.compiler.reset()
     finish(

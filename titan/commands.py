@@ -20,8 +20,8 @@ from titan.config.plug_ins import load_plug_in, plug_ins
 
 COMMANDS: dict[str, tuple[str, str]] = {
     # name: its line in `titan --help`, and the function, whose module is imported when it runs
-    "init": ("write a commented job file to start from", "titan.config.shipped:init"),
-    "configs": ("list the jobs that come with titan, or copy one", "titan.config.shipped:main"),
+    "init": ("write a commented job file to start from", "titan.tools.shipped:init"),
+    "configs": ("list the jobs that come with titan, or copy one", "titan.tools.shipped:main"),
     "train": (
         "train a model: one process per accelerator, one on a CPU, or --nproc N",
         "titan.cli:train",

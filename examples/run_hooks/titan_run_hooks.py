@@ -98,7 +98,7 @@ class MLflow(Hook):
     def start(self) -> None:
         if not self.is_on:
             return
-        import mlflow  # pyright: ignore[reportMissingImports]
+        import mlflow
 
         self.mlflow = mlflow
         mlflow.start_run(run_name=self.trainer.run_dir.name)

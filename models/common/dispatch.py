@@ -32,7 +32,7 @@ def dispatch(
     """
     inverse_N, counts_E = places_by_expert(ids_TK, num_experts)
     order_N = inverted(inverse_N)
-    tokens_ND: Any = Spread.apply(x_TD, order_N, inverse_N, ids_TK.shape[1])
+    tokens_ND = Spread.apply(x_TD, order_N, inverse_N, ids_TK.shape[1])
     # Sums run in the order of K: on a GPU, index_add into tokens would have no fixed order.
     results_ND = permute(dispatcher(tokens_ND, counts_E), inverse_N, order_N)
     return results_ND.unflatten(0, ids_TK.shape)

@@ -109,7 +109,7 @@ class Experts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(shape))
         self.w2 = nn.Parameter(torch.empty(shape).mT.contiguous())
         self.w3 = nn.Parameter(torch.empty(shape))
-        self.names = ("w1", "w2", "w3")
+        self.names: tuple[str, ...] = ("w1", "w2", "w3")
         for name in self.names if config.moe_biases else ():
             bias = nn.Parameter(torch.empty(self.get_parameter(name).shape[:2]))
             self.register_parameter(f"{name}_bias", bias)
@@ -202,7 +202,7 @@ def grouped_matmuls(
         if bias_eO is None:
             return tokens_RO
         # Float8 matmuls pad the groups (titan/parallel/grouped_float8.py).
-        return _AddBias.apply(tokens_RO, bias_eO, ends_e, product is not grouped_mm)  # pyright: ignore
+        return _AddBias.apply(tokens_RO, bias_eO, ends_e, product is not grouped_mm)
 
     hidden_RF = gate(multiply(tokens_RD, w1_eFD, w1_bias), limit)
     hidden_RF = hidden_RF * gated(multiply(tokens_RD, w3_eFD, w3_bias), limit)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from titan.models.common.moe_config import MoEConfig
 
@@ -96,7 +97,7 @@ def _deepseek(
     num_experts: int,
     top_k: int,
     expert_dim: int,
-    **rest: object,
+    **rest: Any,
 ) -> DeepSeekConfig:
     return DeepSeekConfig(
         dim=dim,
@@ -107,7 +108,7 @@ def _deepseek(
         num_experts=num_experts,
         top_k=top_k,
         expert_dim=expert_dim,
-        **rest,  # pyright: ignore
+        **rest,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from titan.models.common.moe_config import MoEConfig
 
@@ -52,14 +53,14 @@ class GptOssConfig(MoEConfig):
         return 2 * self.dim + biases + self.n_heads
 
 
-def _gpt_oss(dim: int, n_layers: int, expert_dim: int, **rest: object) -> GptOssConfig:
+def _gpt_oss(dim: int, n_layers: int, expert_dim: int, **rest: Any) -> GptOssConfig:
     # All layers have experts: no feed-forward layer has this width.
     return GptOssConfig(
         dim=dim,
         n_layers=n_layers,
         ffn_dim=expert_dim,
         expert_dim=expert_dim,
-        **rest,  # pyright: ignore
+        **rest,
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from titan.models.common.config import LlamaConfig
 
 
 def _llama(
-    dim: int, n_layers: int, n_heads: int, n_kv_heads: int, ffn_dim: int, **rest: object
+    dim: int, n_layers: int, n_heads: int, n_kv_heads: int, ffn_dim: int, **rest: Any
 ) -> LlamaConfig:
     return LlamaConfig(
         dim=dim,
@@ -14,7 +16,7 @@ def _llama(
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         ffn_dim=ffn_dim,
-        **rest,  # pyright: ignore
+        **rest,
     )
 
 

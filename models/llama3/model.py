@@ -146,7 +146,7 @@ class MTPModule(nn.Module):
     Each module predicts one token further ahead than the module before it.
     """
 
-    def __init__(self, config: LlamaConfig, block: Block) -> None:
+    def __init__(self, config: LlamaConfig, block: Any) -> None:
         super().__init__()
         self.enorm, self.hnorm, self.head_norm = (
             nn.RMSNorm(config.dim, eps=config.norm_eps) for _ in range(3)
@@ -201,7 +201,7 @@ class Llama(nn.Module):
             {str(i): block(config, i, attention=attention) for i in range(config.num_blocks)}
         )
         for name in map(str, range(config.n_layers, config.num_blocks)):
-            self.layers[name] = MTPModule(config, self.layers[name])  # pyright: ignore
+            self.layers[name] = MTPModule(config, self.layers[name])
         self.norm: nn.Module | None = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output: nn.Module | None = nn.Linear(config.dim, config.vocab_size, bias=False)
         # One parameter, under both names.

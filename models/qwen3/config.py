@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from titan.models.common.moe_config import MoEConfig
 
@@ -51,7 +52,7 @@ def _experts(
     num_experts: int,
     top_k: int,
     expert_dim: int,
-    **rest: object,
+    **rest: Any,
 ) -> Qwen3Config:
     return Qwen3Config(
         dim=dim,
@@ -64,7 +65,7 @@ def _experts(
         expert_dim=expert_dim,
         normalize_weights=True,
         global_balance_coeff=1e-3,
-        **rest,  # pyright: ignore
+        **rest,
     )
 
 

@@ -163,7 +163,8 @@ def shares(args: argparse.Namespace) -> None:
             totals.append(time.perf_counter() - start)
     start = time.perf_counter()
     for value in state.values():
-        manifest.xxh3_128(value.numpy()).hexdigest()  # pyright: ignore
+        data: Any = value.numpy()
+        manifest.xxh3_128(data).hexdigest()
     hashing, total = time.perf_counter() - start, sum(totals) / len(totals)
     rows = {name: seconds / args.saves for name, seconds in spent.seconds.items()}
     rows["hashing alone"] = hashing
@@ -229,7 +230,7 @@ def peers(args: argparse.Namespace) -> None:
     for ranks in map(int, args.ranks.split(",")):
         for tensors in map(int, args.tensors.split(",")):
             with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-                torch.multiprocessing.spawn(_peers_on, (ranks, tensors, folder, args), ranks)  # pyright: ignore
+                torch.multiprocessing.spawn(_peers_on, (ranks, tensors, folder, args), ranks)
 
 
 def _peers_on(

@@ -125,10 +125,10 @@ def torchtitan() -> None:
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             pass
 
-    torchtitan_spec.OneBatch = lambda *sizes: Batches()  # pyright: ignore
+    torchtitan_spec.OneBatch = lambda *sizes: Batches()
     sizes = load_job().model.sizes  # with what the job overrides
     spec = get_train_spec("llama3")
-    spec.model_args[load_job().model.flavor] = torchtitan_spec.arguments(sizes)  # pyright: ignore
+    spec.model_args[load_job().model.flavor] = torchtitan_spec.arguments(sizes)
     trainer = Trainer(ConfigManager().parse_args(["--job.config_file=torchtitan.toml"]))
     weights = torch.load("weights.pt", map_location="cpu")
     halves = sizes.head_dim // 2

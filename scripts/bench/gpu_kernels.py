@@ -304,8 +304,8 @@ def output_rows(model: Model, book: Book) -> None:
             return lambda: torch.mm(d_logits.T, x)
         total = make(model.vocab, model.dim, dtype=FP32)
         if part == "dW fp32, written":
-            return lambda: torch.mm(d_logits.T, x, out=total, out_dtype=FP32)  # pyright: ignore
-        return lambda: torch.addmm(total, d_logits.T, x, out=total, out_dtype=FP32)  # pyright: ignore
+            return lambda: torch.mm(d_logits.T, x, out=total, out_dtype=FP32)
+        return lambda: torch.addmm(total, d_logits.T, x, out=total, out_dtype=FP32)
 
     parts = (
         "logits fp32",

@@ -69,7 +69,7 @@ ROWS: dict[str, dict[str, Any]] = {
         **EVEN,
     },
 }
-TRAINING = {
+TRAINING: dict[str, Any] = {
     "local_batch_size": 1,
     "seq_len": 16,
     "mixed_precision_param": "bfloat16",
@@ -80,7 +80,8 @@ def config_of(row: str) -> Any:
     """Return the config of a row."""
     from titan.config.schema import JobConfig
 
-    return JobConfig(**{"training": TRAINING, **ROWS[row]})
+    sections: Any = {"training": TRAINING, **ROWS[row]}
+    return JobConfig(**sections)
 
 
 def real_step(row: str) -> dict[str, float]:
@@ -182,7 +183,7 @@ def ask(what: str, row: str) -> Any:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # pyright: ignore
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", default="", help="only rows whose name has this text")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)

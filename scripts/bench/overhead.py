@@ -183,7 +183,7 @@ def answer_as_an_accelerator() -> None:
 
     import torch
 
-    torch._utils._get_available_device_type = lambda: "cpu"  # pyright: ignore
+    torch._utils._get_available_device_type = lambda: "cpu"
     answers: dict[str, Any] = {
         "get_device_name": "CPU",
         "get_device_properties": SimpleNamespace(total_memory=2**34),
@@ -247,9 +247,9 @@ def hf(size: str, steps: int) -> None:
         disable_tqdm=True,
         ddp_backend="gloo",
     )
-    rows = [{"input_ids": tokens, "labels": tokens}] * (batch * steps * 2)
+    rows: Any = [{"input_ids": tokens, "labels": tokens}] * (batch * steps * 2)
     model = transformers.LlamaForCausalLM(config)
-    transformers.Trainer(model=model, args=arguments, train_dataset=rows).train()  # pyright: ignore
+    transformers.Trainer(model=model, args=arguments, train_dataset=rows).train()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()  # gloo's threads would abort the process as it ends
 

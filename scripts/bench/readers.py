@@ -66,11 +66,11 @@ def write_run(folder: Path, *, rows: int, checkpoints: int) -> None:
     traces = folder / "traces" / "step-10"
     traces.mkdir(parents=True)
     span = {"ph": "X", "pid": 0, "cat": "user_annotation", "name": "ProfilerStep#10", "tid": 1}
-    events = [span | {"ts": 0, "dur": STEP_US}]
+    events: list = [span | {"ts": 0, "dur": STEP_US}]
     for number in range(rows):
         begin = number * STEP_US // rows
         args = {"stream": number % STREAMS, "correlation": number}
-        kernel = {
+        kernel: dict = {
             "ph": "X",
             "cat": "kernel",
             "name": f"gemm_{number % 97}",

@@ -28,9 +28,9 @@ from titan.config.model import family
 from titan.config.schema import ModelSection
 from titan.numerics.certify.steps import micro_batches
 from titan.numerics.digests import PROJECTIONS
+from titan.numerics.recorded import FOLDER, write_step
 from titan.numerics.recorder import whole_shapes
 from titan.numerics.recording import StepRecorder
-from titan.observe.recorded import FOLDER, write_step
 from titan.parallel import build_mesh
 from titan.step.resolved import resolve_job
 from titan.step.train_step import build_train_step

@@ -13,7 +13,7 @@ def on_config(config: Any) -> None:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     return re.sub(
-        r"\[([^\]]*)\]\((?:\.\./)+([^)#]*\.(?:py|yaml|toml|sbatch)|examples/[^)]*|(?:titan/contrib|train_configs)/[^)#]*|(?:AGENTS|README)\.md)[^)]*\)",
+        r"\[([^\]]*)\]\((?:\.\./)+([^)#]*\.(?:py|yaml|toml|sbatch)|examples/[^)]*|(?:titan|train_configs)/[^)#]*|(?:AGENTS|README)\.md)[^)]*\)",
         r"`\2`",
         markdown,
     )

@@ -136,7 +136,7 @@ def save_changing_tensors(folder: Path) -> None:
         raise OSError("no plan")
 
     manager.group.forget_plans()
-    DefaultSavePlanner.create_global_plan = fail  # pyright: ignore
+    DefaultSavePlanner.create_global_plan = fail  # pyrefly: ignore[bad-assignment]
     try:
         with pytest.raises(SaveFailed, match="no plan"):
             manager.save(5, state(5), metadata={})

@@ -193,7 +193,7 @@ def through_titan_job(
     local = [t.to_local() if isinstance(t, DTensor) else t for t in state.values()]
 
     model = HFModel.of(config.model.name, config.model.sizes)
-    safetensors.safe_open, Counted.slices = Counted, []  # pyright: ignore
+    safetensors.safe_open, Counted.slices = Counted, []  # pyrefly: ignore[bad-assignment]
     huggingface.load(source, state, model=model, group=CheckpointGroup())
     safetensors.safe_open = Counted.real
 
@@ -335,17 +335,16 @@ def _gather_with_warnings() -> tuple[list[str], bool]:
     """Messages of torch while this rank gathers weights of each cut, and whether all are whole."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(6, 6, bias=False) for _ in range(3)))
+    model: Any = torch.nn.Sequential(*(torch.nn.Linear(6, 6, bias=False) for _ in range(3)))
     expected = [parameter.detach().clone() for parameter in model.parameters()]
-    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
-    parallelize_module(model, mesh["tp"], plan)
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
     both = distribute_tensor(expected[0], mesh, [Shard(0), Shard(0)])  # one cut after the other
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("torch.distributed.tensor").addHandler(handler)
-    found = [whole_of(tensor) for tensor in (*model.parameters(), both)]  # pyright: ignore
+    found = [whole_of(tensor) for tensor in (*model.parameters(), both)]
     return said, all(map(torch.equal, found, [*expected, expected[0]]))
 
 

@@ -166,12 +166,12 @@ def through_ranks(source: Path, degrees: Degrees, ep: int, folder: Path) -> tupl
     axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     mesh = build_mesh("cpu", **{axis: getattr(layout, axis) for axis in axes})
     train_step = build_step(config, mesh)
-    state = checkpoints.model_state(train_step.model_parts)
+    state: Any = checkpoints.model_state(train_step.model_parts)
     model = HFModel.of(config.model.name, config.model.sizes)
     huggingface.load(source, state, model=model, group=CheckpointGroup())
     out = Export(model, torch.float32, file_bytes=60_000, seq_len=32)
     export_state(folder / f"out-{ep}", state, out, group=CheckpointGroup())
-    held = sum(p.to_local().numel() for key, p in state.items() if ".experts.w" in key)  # pyright: ignore
+    held = sum(p.to_local().numel() for key, p in state.items() if ".experts.w" in key)
     return held, sum(p.numel() for key, p in state.items() if ".experts.w" in key)
 
 
@@ -458,7 +458,7 @@ def test_a_model_that_transformers_has_not() -> None:
     with pytest.raises(
         CheckpointError, match=r"has no group_top_k = 2; it has group_top_k = 1"
     ):
-        sizes = {**vars(FLAVORS["tiny"]), "score": "softmax", "normalize_weights": False}
+        sizes: Any = {**vars(FLAVORS["tiny"]), "score": "softmax", "normalize_weights": False}
         sizes = {
             key: value for key, value in sizes.items() if key not in ("n_kv_heads", "head_dim")
         }

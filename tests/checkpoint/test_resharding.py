@@ -115,7 +115,7 @@ def run_leg(degrees: Degrees, folder: Path, steps: int, modules: int) -> tuple[i
     first = trainer.step + 1
     train_step, seen = trainer.train_step.train, Seen()
 
-    def watched(batches: Any, *, step: int, accept: Any) -> Any:
+    def watched(batches: Any, *, step: int, accept: Any = None) -> Any:
         for batch in batches:
             for row, tokens in enumerate(batch.tokens_BS.tolist()):
                 assert (
@@ -123,7 +123,7 @@ def run_leg(degrees: Degrees, folder: Path, steps: int, modules: int) -> tuple[i
                 )
         return train_step(batches, step=step, accept=accept)
 
-    trainer.train_step.train = watched  # pyright: ignore[reportAttributeAccessIssue]
+    trainer.train_step.train = watched
     assert trainer.loader.state_dict()["position"] == (first - 1) * GLOBAL_BATCH
     assert trainer.run() == 0
     position = trainer.loader.state_dict()["position"]
@@ -208,7 +208,7 @@ def train_a_step(train_step: TrainStep) -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(VOCABULARY, (GLOBAL_BATCH, SEQUENCE + 1), generator=generator)
     mine = rows.chunk(world)[rank]
-    batch: Any = SimpleNamespace(
+    batch = SimpleNamespace(
         tokens_BS=mine[:, :-1], labels_BS=mine[:, 1:], positions_BS=None, document_ids_BS=None
     )
     train_step.train([batch], step=1)

@@ -391,7 +391,7 @@ def test_a_shard_moves_to_the_shared_allocation() -> None:
     try:
         weight = distribute_tensor(torch.ones(8, 4), init_device_mesh("cpu", (1,)), [Shard(0)])
         memory = torch.empty(512, dtype=torch.uint8)
-        local = staging_module._local(weight)  # pyright: ignore[reportPrivateUsage]
+        local = staging_module._local(weight)
         staging_module.share_memory([local], lambda _: memory)
         with torch.no_grad():
             weight.fill_(5)

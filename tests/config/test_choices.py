@@ -86,7 +86,7 @@ def test_a_job_that_comes_with_data_gives_no_permission(
     key: str, value: str, tmp_path: Path
 ) -> None:
     table, name = key.split(".", 1)
-    values: Any = {name: key in OF_NO_TEXT or value}
+    values = {name: key in OF_NO_TEXT or value}
     if name == "sources.path":
         values, key = (
             {"sources": [{"type": "huggingface", "path": "a/b"}]},
@@ -116,7 +116,7 @@ def has(field: FieldInfo, mark: type) -> bool:
 @pytest.mark.parametrize("key", OTHER)
 def test_it_is_refused_where_nothing_reads_it(key: str) -> None:
     section, _, name = key.rpartition(".")
-    changes: Any = {section: {name: OTHER[key]}}
+    changes = {section: {name: OTHER[key]}}
     problems = check(job(**changes))
     assert [p.key for p in problems] == [key]
     assert "nothing reads it with" in problems[0].message

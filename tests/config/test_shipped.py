@@ -11,7 +11,7 @@ import pytest
 
 from titan.cli import main
 from titan.config.load import load_config
-from titan.config.shipped import about, jobs
+from titan.tools.shipped import about, jobs
 
 
 def test_every_shipped_job_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,13 +30,13 @@ from titan.data.writer import write_shards as write
 CONTEXT = multiprocessing.get_context("spawn")
 
 
-def spec(**changes: object) -> TokenizationSpec:
+def spec(**changes: Any) -> TokenizationSpec:
     tokenizer = bytes_tokenizer()
-    options: dict[str, object] = {
+    options: dict[str, Any] = {
         "special_tokens": SpecialTokens.of(tokenizer),
         "validation_fraction": 0.0,
     } | changes
-    return TokenizationSpec(tokenizer=tokenizer, **options)  # pyright: ignore[reportArgumentType]
+    return TokenizationSpec(tokenizer=tokenizer, **options)
 
 
 def build(cache: str, marks: str, delay_s: float) -> None:

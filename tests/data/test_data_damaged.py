@@ -233,8 +233,8 @@ def test_broken_off_within_a_document_it_continues_to_the_same_bytes(
     assert prepare(book, tmp_path / "whole") == 0
     real, encoded = writer.write_index, []
 
-    def broken(*arguments: object) -> None:
-        real(*arguments)  # pyright: ignore[reportArgumentType]
+    def broken(*arguments) -> None:
+        real(*arguments)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(writer, "write_index", broken)

@@ -227,7 +227,7 @@ def test_prompts_are_lines(tmp_path: Path, name: str) -> None:
         else [json.dumps({"prompt": value}, ensure_ascii=False) for value in values]
     )
     (tmp_path / name).write_bytes(BOM + f"{lines[0]}\r\n   \n{lines[1]}".encode())
-    assert read_prompts(tmp_path / name, Prompts()) == values  # pyright: ignore
+    assert read_prompts(tmp_path / name, Prompts()) == values  # pyrefly: ignore[bad-argument-type]
 
 
 @pytest.mark.parametrize("key", ["text", "messages"])
@@ -244,8 +244,8 @@ def test_values_of_a_dictionary_are_read_a_few_at_a_time(
     batches: list[int] = []
     following = reading.next_batch
 
-    def watched(*args: object, **kwargs: object) -> object:
-        values = following(*args, **kwargs)  # pyright: ignore
+    def watched(*args, **kwargs) -> object:
+        values = following(*args, **kwargs)
         batches.append(len(json.dumps(values or [])))
         return values
 

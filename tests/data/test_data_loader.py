@@ -43,6 +43,7 @@ LAYOUTS = [
 def training(**changes: Any) -> s.TrainingSection:
     loader = s.DataloaderSection(num_workers=changes.pop("workers", 0))
     return s.TrainingSection(
+        # pyrefly: ignore[bad-argument-type]
         **({"seq_len": SEQ_LEN, "local_batch_size": 4, "dataloader": loader} | changes)
     )
 
@@ -50,8 +51,8 @@ def training(**changes: Any) -> s.TrainingSection:
 class Job:
     """A data section, and the global order that a share makes of it."""
 
-    def __init__(self, *sources: s.Section, cache: str, **options: Any) -> None:
-        self.data = s.DataSection(sources=list(sources), cache_folder=cache, **options)  # pyright: ignore
+    def __init__(self, *sources: Any, cache: str, **options: Any) -> None:
+        self.data = s.DataSection(sources=list(sources), cache_folder=cache, **options)
 
     def loader(self, share: tuple[int, int, int], rank: int, **changes: Any) -> Loader:
         (world, batch, accumulation), seed = share, changes.pop("seed", 5)

@@ -49,7 +49,8 @@ def shards(
         seed=0,
         longest=LONGEST,
     )
-    return ShardSamples(Numbered(num_tokens, first), options, key=key, name="numbers")  # pyright: ignore
+    # pyrefly: ignore[bad-argument-type]
+    return ShardSamples(Numbered(num_tokens, first), options, key=key, name="numbers")
 
 
 def loader(
@@ -59,7 +60,7 @@ def loader(
     return Loader(
         BlendSamples(sources, weights=weights, key=3, seq_len=16),
         share=ShardSpec(rank=rank, world=world, batch=8 // world),
-        collate=lambda rows, first_sample: rows,  # pyright: ignore
+        collate=lambda rows, first_sample: rows,
         dataloader=s.DataloaderSection(num_workers=workers, pin_memory=False),
     )
 
@@ -173,7 +174,7 @@ def test_each_source_goes_on_from_its_place_when_weights_change() -> None:
 def test_a_stream_goes_on_with_the_next_token() -> None:
     texts = [f"document {number} of a stream" for number in range(200)]
     made = StreamSamples(
-        ListStream(texts),  # pyright: ignore[reportArgumentType]
+        ListStream(texts),  # pyrefly: ignore[bad-argument-type]
         tokenizer=bytes_tokenizer(),
         special_tokens=SpecialTokens(256, 257),
         seq_len=16,

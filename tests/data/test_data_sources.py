@@ -182,10 +182,10 @@ def test_presets_resolve_to_sources(tmp_path: Path) -> None:
     (tmp_path / "README.md").touch()
     carded = resolve_sources("fineweb-edu", dataset_path=str(tmp_path))[0]
     assert isinstance(carded, s.HuggingFaceSource) and carded.name == "sample-10BT"
-    assert resolve_sources("c4_validation")[0].split == "validation"  # pyright: ignore
-    assert resolve_sources("c4", dataset_path="copy")[0].path == "copy"  # pyright: ignore
+    assert vars(resolve_sources("c4_validation")[0])["split"] == "validation"
+    assert vars(resolve_sources("c4", dataset_path="copy")[0])["path"] == "copy"
     assert resolve_sources("c4_test") == [s.JsonlSource(path="tests/assets/c4_test")]
-    assert resolve_sources("fineweb-edu")[0].name == "sample-10BT"  # pyright: ignore
+    assert vars(resolve_sources("fineweb-edu")[0])["name"] == "sample-10BT"
     assert resolve_sources("owner/name") == [s.HuggingFaceSource(path="owner/name")]
     assert resolve_sources("shards", dataset_path="x") == [s.ShardsSource(path="x")]
 

@@ -60,10 +60,11 @@ class Counting:
 def samples(
     texts: list[str], *, shuffle_buffer: int = 0, **options: Any
 ) -> tuple[StreamSamples, ListStream, Counting]:
-    stream, tokenizer = ListStream(texts), Counting()
+    stream: Any = ListStream(texts)
+    tokenizer: Any = Counting()
     made = StreamSamples(
-        stream,  # pyright: ignore[reportArgumentType]
-        tokenizer=tokenizer,  # pyright: ignore[reportArgumentType]
+        stream,
+        tokenizer=tokenizer,
         special_tokens=SpecialTokens(256, 257),
         seq_len=SEQ_LEN,
         shuffle_buffer=shuffle_buffer,

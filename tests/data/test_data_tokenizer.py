@@ -386,7 +386,7 @@ def test_tokens_beside_have_the_librarys_ids(
         (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     ours = build_tokenizer(TokenizerSection(path=str(tmp_path)), hf_assets_path="")
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    theirs: Any = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert (ours.vocab_size, ours.eos_id) == (len(theirs), theirs.eos_token_id)
     for text in ("the <a> thing<|end|>", "x  <a>  <|end|>  y", "<a><a>", "plain"):
         assert ours.encode_rendered(text)[0] == theirs(text, add_special_tokens=False).input_ids

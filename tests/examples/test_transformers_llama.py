@@ -41,7 +41,7 @@ def alone(steps: int) -> tuple[float, dict[str, torch.Tensor]]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     names: dict[str, Any] = runpy.run_path(str(EXAMPLE))
-    config = LlamaConfig(**{**names["CONFIG"].to_dict(), "attn_implementation": "sdpa"})
+    config = LlamaConfig(**names["CONFIG"].to_dict() | {"attn_implementation": "sdpa"})
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     materialize(model, device="cpu", fill_buffers=model._init_weights)

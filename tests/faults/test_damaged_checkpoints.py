@@ -185,7 +185,7 @@ def test_the_newest_whole_step_is_used(
 def resume(run_dir: Path) -> tuple[Any, list[str]]:
     heard: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore
+    handler.emit = lambda record: heard.append(record.getMessage())
     logging.getLogger("titan").addHandler(handler)
     return CheckpointManager(section(), run_dir=run_dir).step_to_resume(), heard
 

@@ -222,7 +222,7 @@ def save_on_a_full_disk(folder: Path, full: bool) -> tuple[bool, str]:
         def no_room(*_: Any, **__: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        manager.staging.begin = lambda state: no_room  # type: ignore
+        manager.staging.begin = lambda state: no_room  # pyrefly: ignore[bad-assignment]
     saved = try_save(manager, 10)
     dist.barrier()  # the training's group still works
     return saved, str(manager.steps())

@@ -108,7 +108,7 @@ def _check_groups(rank: int, store: str) -> None:
 
 
 def test_groups_have_one_backend_and_the_time_limit_of_the_job(tmp_path: Path) -> None:
-    multiprocessing.spawn(_check_groups, (str(tmp_path),), nprocs=2)  # pyright: ignore
+    multiprocessing.spawn(_check_groups, (str(tmp_path),), nprocs=2)
 
 
 def test_a_rank_that_fails_ends_the_job(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""titan/base/flight_recorder.py: what a rank writes down when something goes wrong."""
+"""titan/ops/flight_recorder.py: what a rank writes down when something goes wrong."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.ranks import Pool
-from titan.base import flight_recorder
-from titan.base.errors import Failure, dump_stacks
-from titan.base.flight_recorder import FlightRecorder
+from titan.base.errors import Failure
 from titan.config.schema import CommSection
+from titan.ops import flight_recorder
+from titan.ops.activity import dump_stacks
+from titan.ops.flight_recorder import FlightRecorder
 
 BECAUSE = Failure("because", step=7)
 

@@ -122,4 +122,4 @@ def test_a_killed_torchrun_is_told_by_its_parent(
         assert "which `titan train` starts the ranks with, was ended by SIGKILL" in said
         status = read_status(tmp_path)
         assert (status["state"], status["step"]) == (left, 7)
-    assert status["reason"] == ""
+    assert status["reason"] == ""  # pyrefly: ignore[unbound-name]

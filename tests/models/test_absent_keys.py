@@ -85,7 +85,7 @@ def test_each_key_that_is_left_out_has_the_value_of_transformers_class(
 
 @pytest.mark.parametrize("model_type", sorted(DEFAULTS.keys() - {"flux", "llava_vision"}))
 def test_the_values_are_those_of_the_class(model_type: str) -> None:
-    config: Any = transformers.AutoConfig.for_model(model_type)
+    config = transformers.AutoConfig.for_model(model_type)
     values = {**config.to_dict(), "topk_method": getattr(config, "topk_method", None)}
     rope = values.get("rope_parameters") or {}
     for key, value in DEFAULTS[model_type].items():

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.attention import plain_formula
-from titan.models.common.attention import CachedAttention, InnerAttention
+from titan.models.common.attention import InnerAttention
 from titan.parallel import block_attention, documents
 from titan.parallel.block_attention import AttentionSpec, attend, attend_backward
 from titan.parallel.documents import MaskForm, document_cu_seqlens, mask_of
+from titan.tools.generation import CachedAttention
 
 BATCH, LENGTH = 2, 150  # more than a block of FlexAttention, and no multiple of it
 SIGHTS = [
@@ -79,7 +80,7 @@ def varlen_backward(
     *rows: Tensor, lse: Tensor, ends: Tensor, length: int, spec: AttentionSpec, scale: float
 ) -> list[Tensor]:
     grad, q, k, v, out = (x.transpose(0, 1)[None] for x in rows)
-    how: Any = {"spec": spec, "scale": scale, "mask_BST": varlen_mask(ends, spec)[None]}
+    how = {"spec": spec, "scale": scale, "mask_BST": varlen_mask(ends, spec)[None]}
     gradients = attend_backward(grad, q, k, v, out, lse[None], **how)
     return [x[0].transpose(0, 1) for x in gradients]
 
@@ -101,7 +102,7 @@ def test_equals_the_formula(
     monkeypatch.setattr(documents, "choose_form", lambda *_: form)
     attention = InnerAttention(scale=0.3, window=spec.window, causal=spec.causal)
     ids = document_ids() if packed else None
-    mask: Any = ids
+    mask = ids
     if ids is not None and form == "varlen":
         mask = mask_of(ids, form=form, cu_seqlens_BN=document_cu_seqlens(ids), specs=(spec,))
     leaves = inputs(torch.float64, has_sinks=has_sinks)

@@ -77,7 +77,7 @@ def test_yarn_is_that_of_transformers(name: str, flavor: str) -> None:
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    config: Any = family(name).FLAVORS[flavor]
+    config = family(name).FLAVORS[flavor]
     if name == "gpt_oss":
         theirs, scale = transformers.GptOssConfig(), config.softmax_scale * config.head_dim**0.5
     else:

@@ -213,9 +213,9 @@ def draw(layout: Layout, folder: str, steps: int) -> tuple[np.ndarray, list[floa
         losses.append(report.loss.item())
         return report
 
-    trainer.train_step.train = watched  # pyright: ignore[reportAttributeAccessIssue]
+    trainer.train_step.train = watched
     assert trainer.run() == 0
-    task: Any = trainer.task
+    task = trainer.task
     average = trainer.train_step.average
     assert isinstance(task, FlowMatching) and average is not None
     with average.in_place():
@@ -310,7 +310,7 @@ def test_encodings_are_drawn_by_the_number_of_a_held_out_item(tmp_path: Path) ->
     }.items():
         np.save(tmp_path / f"{name}.npy", draw(shape).astype(np.float32))
     options = {"source": "encoded", "path": str(tmp_path), "sample_steps": 1, "sample_rows": 1}
-    task: Any = task_of(flux_job(task={"options": options}))
+    task = task_of(flux_job(task={"options": options}))
     # With gates of zero, as a run begins, nothing is seen of the conditions.
     model = build_model(dataclasses.replace(sizes, gate_init_std=0.1))
     initialize(model, seed=0, std_of=model.init_std)
@@ -321,7 +321,7 @@ def test_encodings_are_drawn_by_the_number_of_a_held_out_item(tmp_path: Path) ->
     assert not np.array_equal(*drawn)
     with pytest.raises(DataError, match="no item that is held out; take 0 to 1"):
         task.draw(model, "2", seed=0, file=tmp_path / "x.npy")
-    labels: Any = task_of(
+    labels = task_of(
         flux_job(task={"options": options | {"source": "pictures", "path": "moved"}})
     )
     labels.draw(model, "3", seed=0, file=tmp_path / "x.npy")

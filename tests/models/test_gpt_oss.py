@@ -24,7 +24,7 @@ def test_logits_equal_transformers() -> None:
     # Neither norms of ones nor biases and sinks of zeros: the test would miss them otherwise.
     initialize(model, seed=1, std_of=lambda name: 0.5 if "norm" in name else 0.2)
     for module in model.modules():
-        getattr(module, "reset_buffers", lambda: None)()
+        getattr(module, "reset_buffers", lambda: None)()  # pyrefly: ignore[not-callable]
     form = HFModel.of("gpt_oss", SMALL)
     weights = dict(model.named_parameters())
     twin = transformers.GptOssForCausalLM(transformers.GptOssConfig(**hf_config(SMALL))).eval()
@@ -40,6 +40,7 @@ def test_logits_equal_transformers() -> None:
         torch.testing.assert_close(model(tokens), expected, rtol=1e-5, atol=1e-5)
         # The windows and the stretched context are seen: without either, logits are others.
         for change in ({"window": 0}, {"rope_factor": 0.0}, {"swiglu_limit": 7.0}):
+            # pyrefly: ignore[bad-argument-type]
             other = build_model(dataclasses.replace(SMALL, **change))
             other.load_state_dict(model.state_dict())
             assert (other(tokens) - expected).abs().max() > 1e-2, change

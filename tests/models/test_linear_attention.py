@@ -91,10 +91,10 @@ def test_gates_that_close_for_a_moment_keep_their_digits() -> None:
 
 def test_half_precision_keeps_the_state_in_fp32() -> None:
     given = inputs(KINDS["gated delta"], 300)
-    halves = [x if x is None else x.bfloat16() for x in given]
-    rounded = [x if x is None else x.double() for x in halves]
-    out, last = linear_attention(*halves)  # pyright: ignore
-    theirs, last_of_theirs = step_by_step(*rounded)  # pyright: ignore
+    halves: Any = [x if x is None else x.bfloat16() for x in given]
+    rounded: Any = [x if x is None else x.double() for x in halves]
+    out, last = linear_attention(*halves)
+    theirs, last_of_theirs = step_by_step(*rounded)
     assert out.dtype == torch.bfloat16 and last.dtype == torch.float32
     assert largest_error([last], [last_of_theirs]) < 1e-6
     assert largest_error([out], [theirs]) < 2**-8

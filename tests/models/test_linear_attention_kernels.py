@@ -37,9 +37,11 @@ def by_documents(
     ends = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
     outs, lasts = [], []
     for number, (a, b) in enumerate(pairwise(ends)):
-        part = [None if x is None else x[:, a:b].transpose(1, 2) for x in (q, k, v, g, beta)]
+        part: Any = [
+            None if x is None else x[:, a:b].transpose(1, 2) for x in (q, k, v, g, beta)
+        ]
         before = first if cu_seqlens is None else first[number : number + 1]
-        out, last = step_by_step(*part, state=before, scale=scale)  # pyright: ignore
+        out, last = step_by_step(*part, state=before, scale=scale)
         outs.append(out.transpose(1, 2))
         lasts.append(last)
     return torch.cat(outs, dim=1), torch.cat(lasts)
@@ -57,10 +59,11 @@ class StandIn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         def differentiate() -> list[Any]:
-            leaves = [
+            leaves: Any = [
                 x if x is None else x.detach().requires_grad_() for x in ctx.saved_tensors
             ]
-            outs = by_documents(*leaves, ctx.cu_seqlens, ctx.scale)  # pyright: ignore
+            # pyrefly: ignore[bad-argument-count]
+            outs = by_documents(*leaves, ctx.cu_seqlens, ctx.scale)
             given = [x for x in leaves if x is not None]
             found = iter(torch.autograd.grad(outs, given, grads))
             return [None if x is None else next(found) for x in leaves]
@@ -88,11 +91,12 @@ def package(monkeypatch: pytest.MonkeyPatch) -> None:
         ("simple_gla", "chunk_simple_gla"),
     ):
         module = SimpleNamespace(**{name: function(takes_beta=folder != "simple_gla")})
-        monkeypatch.setitem(sys.modules, f"fla.ops.{folder}", module)  # pyright: ignore
+        monkeypatch.setitem(sys.modules, f"fla.ops.{folder}", module)
 
 
 def kernel(q: Any, k: Any, v: Any, gates: Any, betas: Any, **options: Any) -> Any:
     options = {"scale": q.shape[-1] ** -0.5, "starts_BS": None, "state": None} | options
+    # pyrefly: ignore[bad-argument-type]
     return kernels.attend_with_kernel(q, k, v, gates, betas, **options)
 
 

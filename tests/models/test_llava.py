@@ -208,7 +208,7 @@ def test_transformers_both_ways(old_names: bool, tmp_path: Path) -> None:
     to_hf(tmp_path / "ours", tmp_path / "back", dtype=None, file_bytes=10**9, tokenizer="bytes")
     back = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path / "back").eval()
     assert json.loads((tmp_path / "back" / "preprocessor_config.json").read_text())["crop_size"]
-    model, _, _ = load_model(tmp_path / "ours", device=torch.device("cpu"), tokenizer="bytes")
+    model, _ = load_model(tmp_path / "ours", device=torch.device("cpu"), tokenizer="bytes")
     batch: Any = picture_batch(LAYOUTS[0], 0)
     tokens, rows = (
         batch.tokens_BS[2:3],

@@ -23,9 +23,9 @@ B, S, D, E, K = 3, 16, 32, 8, 2
 
 
 def config(**changes: Any) -> MoEConfig:
-    sizes = {"dim": D, "n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "ffn_dim": D}
+    sizes: Any = {"dim": D, "n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "ffn_dim": D}
     experts = {"num_experts": E, "top_k": K, "expert_dim": 48}
-    return MoEConfig(**{**sizes, **experts, **changes})
+    return MoEConfig(**sizes | experts | changes)
 
 
 def build(seed: int = 0, **changes: Any) -> MoE:
@@ -77,7 +77,9 @@ def test_a_balance_term_has_the_gradient_of_its_formula(
     x = tokens().double().requires_grad_()
     ExpertBiasBalancer({"moe": moe}, group=None).begin(num_sequences=B, num_tokens=B * S)
     seen: list[Tensor] = []
-    moe.router.choose = lambda scores, bias: seen.append(scores.topk(K).indices) or seen[-1]
+    moe.router.choose = lambda scores_TE, bias_E: (
+        seen.append(scores_TE.topk(K).indices) or seen[-1]
+    )
     (0 * moe(x).sum()).backward()  # all that is left is the term's
     logits_TE = (x @ moe.router.gate.weight.T).flatten(0, 1)
     scores_TE = logits_TE.softmax(-1) if score == "softmax" else logits_TE.sigmoid()
@@ -151,9 +153,9 @@ def products(
     weights = (getattr(experts, name) for name in experts.names)
     out = function(rows, torch.tensor(counts), *weights, limit=experts.limit)
     (out * torch.linspace(-1, 1, D, dtype=dtype)).sum().backward()
-    gradients = [parameter.grad for parameter in (rows, *experts.parameters())]
+    gradients: Any = [parameter.grad for parameter in (rows, *experts.parameters())]
     assert all(gradient is not None for gradient in gradients)
-    return [out, *gradients]  # pyright: ignore
+    return [out, *gradients]
 
 
 @pytest.mark.parametrize(
@@ -204,7 +206,7 @@ def test_biases_of_experts_are_vectors_to_an_optimizer() -> None:
     vectors = {name for name in named if name.endswith("bias")}
     assert len(vectors) == 4 and {named[name].ndim for name in vectors} == {1, 2}
     for section in (AdamWSection(weight_decay=0.5), MuonSection(weight_decay=0.5)):
-        optimizer: Any = build_optimizer(section, named.items())
+        optimizer = build_optimizer(section, named.items())
         ids = {id(p): name for name, p in named.items()}
         decayed = {
             ids[id(p)]: group["weight_decay"] > 0

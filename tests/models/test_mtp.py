@@ -139,7 +139,7 @@ def differences(name: str, chunk_output: bool) -> dict[str, float]:
             "loss": {"chunk_output": chunk_output, "chunk_tokens": 20},
         }
     )
-    step = build_step(config, build_mesh("cpu"))
+    step: Any = build_step(config, build_mesh("cpu"))
     (model,) = step.model_parts
     row = torch.randint(2048, (2, 25), generator=torch.Generator().manual_seed(0))
     batch = Batch(tokens_BS=row[:, :-1], labels_BS=row[:, 1:])
@@ -155,7 +155,7 @@ def differences(name: str, chunk_output: bool) -> dict[str, float]:
         key: (gradients[key], p.grad) for key, p in model.named_parameters()
     }
     pairs |= {"loss": (loss, first.detach()), "evaluated": (evaluated, first.detach())}
-    [mean] = step.loss_sum.means  # pyright: ignore
+    [mean] = step.loss_sum.means
     pairs |= {"further": (mean, further.detach())}
     norm = torch.linalg.vector_norm
     return {key: float(norm(a - b) / norm(b)) for key, (a, b) in pairs.items()}

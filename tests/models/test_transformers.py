@@ -71,7 +71,7 @@ def section(**keys: Any) -> ModelSection:
 def saved(folder: Path, kind: str, **fields: Any) -> Path:
     """A folder of transformers' own with a small model."""
     architecture = families()[kind]
-    config: Any = getattr(transformers, architecture).config_class(
+    config = getattr(transformers, architecture).config_class(
         **overrides_of(architecture) | fields
     )
     torch.manual_seed(0)
@@ -139,7 +139,7 @@ def test_a_class_that_refuses_null_gets_its_token_ids(kind: str) -> None:
     keys = {"architecture": architecture, "overrides": overrides_of(architecture)}
     model = HFModel.of("transformers", section(**keys).sizes)
     content = Export(model, torch.float32).config()
-    read: Any = transformers.CONFIG_MAPPING[kind].from_dict(content)
+    read = transformers.CONFIG_MAPPING[kind].from_dict(content)
     assert (read.bos_token_id, read.eos_token_id) == (1, 2)
 
 

@@ -68,7 +68,7 @@ def test_logits_are_transformers(
     architecture = families()[kind]
     save_twin(architecture, overrides_of(architecture) | fields, tmp_path)
     model = built(resolved(hf_path=str(tmp_path)))
-    twin: Any = getattr(transformers, architecture).from_pretrained(
+    twin = getattr(transformers, architecture).from_pretrained(
         tmp_path, attn_implementation="eager", dtype=torch.float32
     )
     theirs = dict(twin.named_parameters())

@@ -34,8 +34,8 @@ from titan.config.layout import _check_plug_in
 from titan.config.schema import ModelSection
 from titan.contrib.evaluation import evaluate
 from titan.contrib.transformers import build_model
-from titan.generation import Generator
 from titan.parallel import apply_tp, build_mesh, initialize, materialize
+from titan.tools.generation import Generator
 
 COMPILED = {
     "compile": {"enable": True, "backend": "aot_eager"},
@@ -195,7 +195,7 @@ def test_evaluation_is_transformers_cross_entropy(kind: str, tmp_path: Path) -> 
     architecture = families()[kind]
     fields = overrides_of(architecture) | {"vocab_size": 512}
     torch.manual_seed(0)
-    twin: Any = getattr(transformers, architecture)(_config_class(kind)(**fields)).eval()
+    twin = getattr(transformers, architecture)(_config_class(kind)(**fields)).eval()
     twin.set_attn_implementation("eager")
     twin.save_pretrained(tmp_path / "model")
     context, target = "The capital of France, a city on the Seine, is", " Paris."

@@ -313,7 +313,8 @@ def test_columns_stay_where_they_are_over_a_whole_run() -> None:
             everywhere = all(end in line for line in shown)
             assert len(places) == everywhere, (end, width)  # in all lines, or left out of all
         # The numbers too: each ends where the others do.
-        ends = {re.search(r"loss +\S+", line).end() for line in shown}  # pyright: ignore
+        # pyrefly: ignore[missing-attribute]
+        ends = {re.search(r"loss +\S+", line).end() for line in shown}
         ends_of_rate = {line.index(" tok/s") for line in shown}
         assert len(ends) == len(ends_of_rate) == 1
         if width is None:

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from titan.observe import rows as module
-from titan.observe.rows import RowFile, Tail, cut_after, read_rows
+from titan.observe.rows import cut_after, read_rows
+from titan.tools import row_files
+from titan.tools.row_files import RowFile, Tail
 
 
 def write(path: Path, steps: range, mode: str = "w", **values: object) -> Path:
@@ -68,8 +70,9 @@ def test_reading_on_notices_a_cut_in_place(path: Path) -> None:
 def test_long_lines_are_left_out_in_bounded_memory(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_BLOCK_BYTES", 100)
-    monkeypatch.setattr(module, "_MAX_LINE_BYTES", 1000)
+    for reader in (module, row_files):
+        monkeypatch.setattr(reader, "BLOCK_BYTES", 100)
+        monkeypatch.setattr(reader, "MAX_LINE_BYTES", 1000)
     path.write_bytes(b'{"step": 1}\n' + b"x" * 5000 + b'\n{"step": 2}\n' + b"y" * 3000)
     tail = Tail(path)
     assert [line for lines in tail.read() for line in lines] == [b'{"step": 1}', b'{"step": 2}']
@@ -84,7 +87,7 @@ def test_long_lines_are_left_out_in_bounded_memory(
 @pytest.mark.parametrize("block", [7, 64, 2**18])
 @pytest.mark.parametrize("step", [0, 1, 57, 99, 100])
 def test_cutting(path: Path, block: int, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BLOCK_BYTES", block)
+    monkeypatch.setattr(module, "BLOCK_BYTES", block)
     write(path, range(1, 51))
     with path.open("ab") as file:
         file.write(b"\xff\x00 no row\n{\n[]\n")
@@ -112,7 +115,7 @@ def test_many_rows_take_little_memory(path: Path) -> None:
         for _ in range(299):
             file.write(block)
     code = (
-        "import json, sys; from pathlib import Path; from titan.observe.rows import *\n"
+        "import json, sys; from pathlib import Path; from titan.observe.rows import *; from titan.tools.row_files import *\n"
         "used = lambda: int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) / 1024\n"
         "path, before = Path(sys.argv[1]), used()\n"
         "rows = RowFile(path); rows.update(); rows.thin.rows(); cut_after(path, step=999)\n"

@@ -45,7 +45,7 @@ def train(layout: Layout, precision: str) -> tuple[list[float], list[float], flo
         losses, validated, expected, apart = [], [], {}, 0.0
         for step in range(1, STEPS + 1):
             # The second time step 4 has no update.
-            accept = lambda *_, step=step: step != 4  # noqa: E731
+            accept: Any = lambda *_, step=step: step != 4  # noqa: E731
             losses.append(
                 of.train([mine(layout, of, step)], step=step, accept=accept).loss.item()
             )

@@ -94,12 +94,12 @@ def test_a_norm_that_is_no_number_spoils_all_weights(
     """As a multiplication of gradients by the factor would: nothing finite hides it."""
     monkeypatch.setattr(fused_adam, "_LARGE", 2048)
     model = Sizes()
-    optimizer = build_optimizer(AdamWSection(), model.named_parameters(), backend=backend)
+    optimizer: Any = build_optimizer(AdamWSection(), model.named_parameters(), backend=backend)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     one, odd = (model.get_parameter(name) for name in ("one", "odd"))
     odd.grad = torch.full_like(odd, bad)
-    norm = clip_gradients(model.parameters(), max_norm=1.0, optimizer=optimizer)  # pyright: ignore
+    norm = clip_gradients(model.parameters(), max_norm=1.0, optimizer=optimizer)
     assert not torch.isfinite(norm)
     optimizer.step()
     assert odd.isnan().all()
@@ -135,7 +135,7 @@ def test_gradients_of_another_layout_or_dtype(
     weights.append(torch.randn(3, 1024).bfloat16())
     grads.append(torch.randn(3, 1024).bfloat16())
     ours, theirs = ([nn.Parameter(w.clone()) for w in weights] for _ in range(2))
-    options: Any = {"lr": 0.01, "weight_decay": 0.0}
+    options = {"lr": 0.01, "weight_decay": 0.0}
     cases = (
         (ours, FusedAdam(ours, decoupled=True, backend=backend, lr=0.01)),
         (theirs[:-1], torch.optim.AdamW(theirs[:-1], foreach=False, **options)),

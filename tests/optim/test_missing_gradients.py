@@ -14,7 +14,7 @@ from titan.optim.in_backward import OptimizerInBackward
 from titan.parallel import build_mesh
 
 
-def parameters() -> tuple[nn.Parameter, nn.Parameter]:
+def parameters() -> tuple:
     """Return two parameters of which each rank has a half, and rank 1 no gradient of the second."""
     mesh = build_mesh("cpu", dp_shard=2)["dp_shard"]
     both = [nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)])) for _ in "ab"]
@@ -32,7 +32,7 @@ def clip(order: int) -> tuple[float, list[float]]:
     found = parameters()
     norm = clip_gradients(found[::order], max_norm=1.0)
     dist.barrier()
-    gradients = [p.grad.to_local().tolist()[0] for p in found if p.grad is not None]  # pyright: ignore
+    gradients = [p.grad.to_local().tolist()[0] for p in found if p.grad is not None]
     return norm.item(), gradients
 
 

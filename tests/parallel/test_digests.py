@@ -119,7 +119,7 @@ def sharded_like(layout: str) -> dict[str, tuple[Tensor, Digest, bool]]:
     world, rank = dist.get_world_size(), dist.get_rank()
     found: dict[str, tuple[Tensor, Digest, bool]] = {}
 
-    def note(name: str, whole: Tensor, part: DTensor, is_first: bool) -> None:
+    def note(name: str, whole: Tensor, part: Any, is_first: bool) -> None:
         local = part.to_local()
         digest = digest_of(
             local,
@@ -133,8 +133,9 @@ def sharded_like(layout: str) -> dict[str, tuple[Tensor, Digest, bool]]:
     if layout == "fsdp x tp":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         net, plain = seeded(), dict(seeded().named_parameters())
-        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        parallelize_module(net, mesh["tp"], plan)  # pyright: ignore
+        parallelize_module(
+            net, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        )
         fully_shard(net, mesh=mesh["dp"])
         for name, parameter in net.named_parameters():
             assert isinstance(parameter, DTensor)
@@ -145,7 +146,7 @@ def sharded_like(layout: str) -> dict[str, tuple[Tensor, Digest, bool]]:
                 if not isinstance(p, Shard) and p.is_replicate()
             )
             missing = "tp" not in axes and mesh["tp"].get_local_rank() > 0
-            note(name, plain[name].detach(), parameter.detach(), alone and not missing)  # pyright: ignore
+            note(name, plain[name].detach(), parameter.detach(), alone and not missing)
         return found
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("x",))
     for rows in (8, 5, 1):  # the last ones uneven, or empty on a rank
@@ -182,7 +183,7 @@ def recorded_alone(layout: str) -> tuple[list[JoinedTensor], dict[str, Any]]:
     """Record a step of a trainer without titan, and return what torch says of the whole model, too."""
     rank, batch = dist.get_rank(), 4
     x = torch.randn(2 * batch, 3, 6, generator=torch.Generator().manual_seed(5))
-    plain = seeded()
+    plain: Any = seeded()
     outputs: dict[str, Tensor] = {}
 
     def keep(name: str, out: Tensor) -> None:
@@ -193,26 +194,26 @@ def recorded_alone(layout: str) -> tuple[list[JoinedTensor], dict[str, Any]]:
         module.register_forward_hook(lambda _, __, out, name=name: keep(name, out))
     plain(x).pow(3).sum().backward()
     truth = {f"output {name}": out.detach() for name, out in outputs.items() if name}
-    truth |= {f"output gradient {name}": out.grad for name, out in outputs.items() if name}  # pyright: ignore
-    truth |= {f"gradient {name}": p.grad for name, p in plain.named_parameters()}  # pyright: ignore
-    net = seeded()
+    truth |= {f"output gradient {name}": out.grad for name, out in outputs.items() if name}
+    truth |= {f"gradient {name}": p.grad for name, p in plain.named_parameters()}
+    net: Any = seeded()
     with torch.device("meta"):
         shapes = whole_shapes(
             Net(), lambda model, b, length: model(torch.empty(b, length, 6)), length=3
         )
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     fully_shard(net, mesh=mesh)
-    net.set_gradient_divide_factor(1.0)  # pyright: ignore
-    net.set_force_sum_reduction_for_comms(True)  # pyright: ignore
+    net.set_gradient_divide_factor(1.0)
+    net.set_force_sum_reduction_for_comms(True)
     recorder = Recorder([net], shapes, mesh=mesh, full=True)
     recorder.begin(batch=batch, samples=batch, positions=torch.arange(3), length=3)
     net(x.chunk(2)[rank]).pow(3).sum().backward()
     recorder.parameters("gradient")
     with torch.no_grad():
         for parameter in net.parameters():
-            parameter -= 0.5 * parameter.grad  # pyright: ignore
+            parameter -= 0.5 * parameter.grad
     recorder.parameters("update")
-    truth |= {f"update {name}": -0.5 * p.grad for name, p in plain.named_parameters()}  # pyright: ignore
+    truth |= {f"update {name}": -0.5 * p.grad for name, p in plain.named_parameters()}
     return recorder.end(), truth
 
 

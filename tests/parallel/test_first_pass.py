@@ -36,8 +36,8 @@ def first_step(sections: dict[str, Any]) -> dict[str, Any]:
         return forward(self, number, *args, **options)
 
     pipeline.Stage.forward_one_chunk = microbatch
-    TokenDispatcher.find_routes = exchanged  # pyright: ignore[reportAttributeAccessIssue]
-    ask = dist.recv_object_list
+    TokenDispatcher.find_routes = exchanged  # pyrefly: ignore[bad-assignment]
+    ask: Any = dist.recv_object_list
     dist.recv_object_list = lambda *a, **k: (events.append("asked"), ask(*a, **k))[1]
     trainer = PoolTrainer(job(None, base=sections))
     try:

@@ -300,8 +300,8 @@ def test_the_chunked_loss_multiplies_as_the_layer_does(recipe: str) -> None:
             ]
             loss = torch.stack(each).sum()
         results.append([loss.detach(), *torch.autograd.grad(loss, [x, weight])])
+    norm = torch.linalg.vector_norm
     for found, expected in zip(*results, strict=True):
-        norm = torch.linalg.vector_norm
         # A gradient next to a rounding boundary falls on its other side.
         assert norm(found - expected) / norm(expected) < 1e-3
     high = torch.nn.functional.linear(x, weight)
@@ -624,11 +624,11 @@ def test_matrices_that_three_ranks_do_not_divide(pool: Pool) -> None:
 
 
 def shard_without_telling(_: int) -> str:
-    model = meta_model()
+    model: Any = meta_model()
     apply_float8(model, emulate=True, fsdp_all_gather=True)
     with pytest.raises(ValueError) as error:
         mesh = build_mesh("cpu", dp_shard=3)["dp_shard"]
-        apply_fsdp(model, mesh=mesh, blocks=model.layers, gradients="sum")  # pyright: ignore
+        apply_fsdp(model, mesh=mesh, blocks=model.layers, gradients="sum")
     return str(error.value)
 
 

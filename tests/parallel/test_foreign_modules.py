@@ -218,7 +218,7 @@ def losses(model: nn.Module, ranks: range) -> list[float]:
     found = []
     for step in range(3):
         values = [model(ids_of(step, 0, rank)).square().sum() for rank in ranks]
-        sum(values).backward()  # pyright: ignore
+        sum(values).backward()  # pyrefly: ignore[missing-attribute]
         optimizer.step()
         optimizer.zero_grad()
         found.append(sum(value.item() for value in values))

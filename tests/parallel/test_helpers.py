@@ -48,6 +48,7 @@ class DictNet(Net):
 
     def __init__(self) -> None:
         super().__init__()
+        # pyrefly: ignore[bad-assignment]
         self.blocks = nn.ModuleDict({"0": nn.Linear(7, 7), "1": nn.Linear(7, 7)})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -78,7 +79,7 @@ def _gradients(kind: str, net: type[Net] = Net) -> dict[str, torch.Tensor]:
     }[kind]
     mesh = build_mesh("cpu", **degrees)
     with torch.device("meta"):
-        model: Any = net()
+        model = net()
     units: Any = {"blocks": model.blocks, "gradients": "sum"}
     if net is EndsNet:
         units |= {"first": [model.stem], "last": [model.norm, model.head]}
@@ -245,7 +246,7 @@ def test_a_callback_fills_buffers_and_misses_none() -> None:
 
 def test_buffers_built_on_the_cpu_keep_their_values_and_follow_the_parameters() -> None:
     with torch.device("meta"):
-        model = nn.Sequential(Net(), Places())
+        model: Any = nn.Sequential(Net(), Places())
     model[1].table = torch.arange(4.0)
     materialize(model, device="cpu")
     assert model[1].table.tolist() == [0, 1, 2, 3]

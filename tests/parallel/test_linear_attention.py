@@ -125,12 +125,12 @@ def _error(
         apply_ac(net, keep=())
     if change == "compiled":
         net.compile(backend="aot_eager", fullgraph=True)
-    local = [
+    local: Any = [
         None if y is None else shard_sequence(y, dim=1, **split) for y in (x, targets, ids)
     ]
     with pytest.MonkeyPatch.context() as patch:
         plant(fault, patch)
-        mine = _results(net, local[0], local[1], x.numel(), local[2])  # pyright: ignore
+        mine = _results(net, local[0], local[1], x.numel(), local[2])
     for partial_sum in mine[1:]:
         dist.all_reduce(partial_sum)
     return largest_error(mine, theirs)
@@ -223,8 +223,8 @@ def test_pieces_that_are_shorter_than_the_convolution_are_refused(pool: Pool) ->
 def test_heads_are_independent() -> None:
     """As tensor parallelism needs it: the heads of a rank, and the channels of its convolution."""
     whole = inputs(KINDS["gated delta"], 50)
-    out, last = module.linear_attention(*whole)  # pyright: ignore
+    out, last = module.linear_attention(*whole)
     for rank in range(2):
-        own = [None if x is None else x.chunk(2, dim=1)[rank] for x in whole]
-        mine = module.linear_attention(*own)  # pyright: ignore
+        own: Any = [None if x is None else x.chunk(2, dim=1)[rank] for x in whole]
+        mine = module.linear_attention(*own)
         assert largest_error([*mine], [x.chunk(2, dim=1)[rank] for x in (out, last)]) < 1e-14

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -42,7 +40,7 @@ def inputs(dtype: torch.dtype) -> list[torch.Tensor]:
 def test_products_of_16_bits_equal_those_of_fp32(
     dtype: torch.dtype, compiled: bool, as_on_cuda: None
 ) -> None:
-    product: Any = linear_in_fp32
+    product = linear_in_fp32
     if compiled:
         product = torch.compile(linear_in_fp32, backend="aot_eager", fullgraph=True)
     results = []

@@ -66,7 +66,7 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.layers:
-            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)  # pyright: ignore
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
         return x
 
 

@@ -44,7 +44,8 @@ def run_on_meta(model: nn.Module, batch: int, length: int) -> None:
 
 def step(kind: str) -> list[JoinedTensor]:
     """Return the record of the second micro-batches' step of a layout."""
-    model, mesh = build(), None
+    model: Any = build()
+    mesh = None
     with torch.device("meta"):
         shapes = whole_shapes(nn.Sequential(Layer(), Layer()), run_on_meta, length=LENGTH)
     share, rank = BATCH, 0
@@ -55,8 +56,8 @@ def step(kind: str) -> list[JoinedTensor]:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         for sharded in (*model, model):
-            sharded.set_gradient_divide_factor(1.0)  # pyright: ignore
-            sharded.set_force_sum_reduction_for_comms(True)  # pyright: ignore
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)
     if kind == "tp":
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         plan: Any = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -121,7 +122,7 @@ def test_whole_tensors_and_their_norms(pool: Pool) -> None:
     output = kept["output", "1.up"]
     torch.testing.assert_close(output.full, seen["up"].detach())
     assert output.digest.count == seen["up"].numel()
-    assert abs(output.digest.squares - seen["up"].square().sum().item()) < 1e-3  # pyright: ignore
+    assert abs(output.digest.squares - seen["up"].square().sum().item()) < 1e-3
     gradient = model[0].get_submodule("down").get_parameter("weight").grad
     torch.testing.assert_close(kept["gradient", "0.down.weight"].full, gradient)
 

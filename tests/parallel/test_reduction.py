@@ -45,7 +45,8 @@ class Transformer(nn.Module):
 def losses(ours: str, accumulates: bool) -> list[float]:
     """Run on each rank: a loop as in torch's tutorial of FSDP2. "": torch's own fully_shard."""
     torch.manual_seed(0)
-    model, world = Transformer(), dist.get_world_size()
+    model: Any = Transformer()
+    world = dist.get_world_size()
     if ours == "ddp":
         mesh = build_mesh("cpu", dp_replicate=world)["dp_replicate"]
         apply_ddp(model, mesh=mesh, blocks=model.layers, gradients="mean")
@@ -73,7 +74,7 @@ def losses(ours: str, accumulates: bool) -> list[float]:
             if ours and accumulates:
                 set_gradient_sync(model, part == 1)
             elif accumulates:
-                model.set_requires_gradient_sync(part == 1)  # pyright: ignore
+                model.set_requires_gradient_sync(part == 1)
             logits = model(ids[:, :-1])
             loss = nn.functional.cross_entropy(
                 logits.flatten(0, 1).float(), ids[:, 1:].flatten()
@@ -142,7 +143,8 @@ def expert_gradients(degrees: dict[str, int], ep: int, used: int) -> dict[str, T
         names = sparse.mesh_dim_names or ()
         axes = tuple(axis for axis in ("dp_replicate", "efsdp") if axis in names)
         if ep > 1:
-            apply_ep(model, mesh=submesh(sparse, "ep"), moe_type=Mixture)  # pyright: ignore
+            # pyrefly: ignore[bad-argument-type]
+            apply_ep(model, mesh=submesh(sparse, "ep"), moe_type=Mixture)
         own: Any = {model.mixture.experts: sparse[axes]}
         data = mesh[tuple(degrees)]
         apply_fsdp(model, mesh=data, blocks=[model.mixture], own_mesh=own, gradients="mean")

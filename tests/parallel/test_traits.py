@@ -36,7 +36,7 @@ class Plain(nn.Module):
 
 
 def test_the_named_functions_are_compiled_or_the_whole_block() -> None:
-    model = nn.Module()
+    model: Any = nn.Module()
     model.layers = nn.ModuleDict({"0": Waiting(), "1": Plain()})
     x = torch.randn(3, 4)
     expected = [block(x) for block in model.layers.values()]

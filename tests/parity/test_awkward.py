@@ -336,7 +336,7 @@ def early(layout: Layout) -> list[float]:
 
 def test_early_steps_update_what_the_last_micro_batch_does_not_use(pool: Pool) -> None:
     """Layers after the exit have a gradient of the first micro-batch only."""
-    settings: Any = {"accumulation": 2}
+    settings = {"accumulation": 2}
     usual, soon = (
         pool.run(1, early, awkward(Layout("", optimizer=optimizer, **settings), "exits"))[0]
         for optimizer in ((("name", "AdamW"),), EARLY)

@@ -58,7 +58,7 @@ LAYOUTS: dict[str, tuple[Any, dict[str, Any]]] = {
 def layout_of(name: str) -> Layout:
     degrees, options = LAYOUTS[name]
     overrides = (*TWO, *options.get("overrides", ()))
-    return Layout(name, degrees, **{**options, "overrides": overrides})
+    return Layout(name, degrees, **options | {"overrides": overrides})
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

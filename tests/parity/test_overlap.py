@@ -41,7 +41,7 @@ LAYOUTS = [
         name,
         degrees,
         settings=(*ep(2), *settings),
-        **{"model": QWEN, "accumulation": 2, **options},
+        **{"model": QWEN, "accumulation": 2, **options},  # pyrefly: ignore[bad-argument-type]
     )
     for name, degrees, settings, options in (
         ("FSDP2", fsdp(2), (), {}),

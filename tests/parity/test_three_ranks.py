@@ -39,7 +39,7 @@ def batch(layout: Layout, step: int) -> TensorBatch:
 def train(layout: Layout) -> dict[str, Any]:
     """Run on each rank: as tests/parity, with sizes that three ranks share."""
     whole = layouts.GLOBAL_BATCH
-    layouts.GLOBAL_BATCH = BATCH
+    layouts.GLOBAL_BATCH = BATCH  # pyrefly: ignore[bad-assignment]
     try:
         job = layouts.job_of(layout, steps=STEPS)
     finally:

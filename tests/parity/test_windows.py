@@ -85,7 +85,7 @@ def train_with_sinks(layout: Layout, window: int = WINDOW) -> dict[str, Any]:
     build, plan = llama3.build_model, llama3.TENSOR_PLAN
 
     def with_sinks(config: llama3.LlamaConfig) -> Any:
-        model = build(config)
+        model: Any = build(config)
         for block in model.layers.values():
             block.attention.inner_attention.window = window
             block.attention.sinks = Sinks(config.n_heads)

@@ -196,7 +196,7 @@ def canonical(trace: Trace, section: str, numbers: defaultdict[str, dict[int, in
     for event in getattr(trace, section):
         values: list[Any] = [type(event).__name__]
         for f in fields(event):
-            value: Any = getattr(event, f.name)
+            value = getattr(event, f.name)
             if f.name in ("block", "event", "work"):
                 value = numbers[f.name].setdefault(value, len(numbers[f.name]))
             values.append(trace.groups[value].ranks if f.name == "group" else value)

@@ -251,9 +251,9 @@ PACE = {"forward": 1.0, "forward block": 30.0, "forward hooks": 12.0}
 class Paced(FixedCost):
     """As FixedCost, with tiny operations of 1 us, launches of 2, compiled ones of 3, and calls of compiled code of 50."""
 
-    tiny_s = 1e-6  # pyright: ignore
-    launch_transfer_s = 4e-6  # pyright: ignore
-    compiled_call_s = 50e-6  # pyright: ignore
+    tiny_s = 1e-6
+    launch_transfer_s = 4e-6
+    compiled_call_s = 50e-6
 
     def launch_s(self, kernel: Any) -> float:
         return 3e-6 if kernel.host == "compiled" else 2e-6
@@ -316,9 +316,9 @@ def test_slower_hosts_show_as_waiting() -> None:
     for name in ("h100-sxm", "gb200"):
         profile = load_profile(name)
         cost = FixedCost(profile)
-        cost.kernel_s = lambda _: 150e-6  # pyright: ignore
+        cost.kernel_s = lambda kernel: 150e-6
         real = Cost(profile)
-        cost.launch_s = real.launch_s  # pyright: ignore
+        cost.launch_s = real.launch_s
         cost.__class__ = type("C", (FixedCost,), {"tiny_s": real.tiny_s})
         waits[name] = replay({0: trace}, cost).ranks[0].host_s
     assert waits["h100-sxm"] < 0.1e-3 < 10e-3 < waits["gb200"]

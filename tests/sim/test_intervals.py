@@ -54,10 +54,12 @@ def test_shares_are_the_step_by_class(simulation: Simulation) -> None:
         simulation.timeline.ranks.values(),
     )
     assert sum(shares.values()) == pytest.approx(1)
-    compute = [i for i in rank.intervals if i.lane == "compute" and isinstance(i.event, Launch)]
+    compute: Any = [
+        i for i in rank.intervals if i.lane == "compute" and isinstance(i.event, Launch)
+    ]
 
     def share(*kinds: str) -> float:
-        seconds = sum(i.end - i.start for i in compute if i.event.kernel.kind in kinds)  # pyright: ignore
+        seconds = sum(i.end - i.start for i in compute if i.event.kernel.kind in kinds)
         return seconds / simulation.timeline.step_s
 
     assert shares["matmuls"] == pytest.approx(share("matmul"), rel=1e-6)

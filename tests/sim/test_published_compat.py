@@ -90,7 +90,7 @@ def test_qwen3_gathered_its_queries_and_keys() -> None:
         activation_checkpoint={"mode": "full"},
         compile={"enable": False},
     )
-    model: Any = config.model.sizes
+    model = config.model.sizes
     now, then = (
         trace_ranks(config, world_size=2, ranks=[0], prepare=how)[0] for how in (None, emulate)
     )
@@ -114,7 +114,7 @@ def test_qwen3_computes_the_same() -> None:
     attention = Attention(FLAVORS["tiny"])
     x = torch.randn(2, 16, FLAVORS["tiny"].dim)
     angles = torch.randn(FLAVORS["tiny"].head_dim // 2)
-    cos_sin = rotation_table(torch.arange(16), angles)[:, None].chunk(2, dim=-1)
+    cos_sin: Any = rotation_table(torch.arange(16), angles)[:, None].chunk(2, dim=-1)
     results = []
     for forward in (Attention.forward, partial(_forward_qwen3, attention)):
         attention.zero_grad()

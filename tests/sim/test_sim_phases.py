@@ -84,9 +84,9 @@ def test_a_choice_is_ranked_by_the_speed_of_the_run_and_the_memory_of_the_fulles
     jobs: tuple[str, str],
 ) -> None:
     where = {"world_size": 2, "profiles": [load_profile("h100-sxm")]}
-    [run] = simulate_variants([jobs[0]], [{}], **where)  # pyright: ignore[reportArgumentType]
+    [run] = simulate_variants([jobs[0]], [{}], **where)
     settings = [dict(c.removeprefix("--").split("=") for c in changes) for *_, changes in ALONE]
-    parts = simulate_variants([jobs[1]], settings, **where)  # pyright: ignore[reportArgumentType]
+    parts = simulate_variants([jobs[1]], settings, **where)
     steps = [steps for steps, *_ in ALONE]
     pairs = [*zip(steps, parts, strict=True)]
     seconds = sum(n * part.facts["step_time_s"] for n, part in pairs)

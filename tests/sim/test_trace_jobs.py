@@ -368,7 +368,7 @@ def test_says_what_cannot_be_traced() -> None:
 
 
 def _child_that_fails(*args: Any) -> None:
-    def fail(op: Any, _: Any) -> Any:
+    def fail(op: Any, args: Any) -> Any:
         if op.name == "aten::silu_backward":
             raise ValueError("no room")
         return []

@@ -15,16 +15,16 @@ import pytest
 from tests.support.jobs import job
 from tests.support.runs import Run, logged_rows, saved_tensors
 from tests.support.trainers import Trainer
-from titan.checkpoint.interval import (
+from titan.cli import main
+from titan.contrib.evaluation.section import EvaluationSection
+from titan.models.llama3 import build_model
+from titan.sim.price.profiles import load_profile
+from titan.sim.report.interval import (
     daly_interval_s,
     expected_interval_s,
     num_spares,
     young_interval_s,
 )
-from titan.cli import main
-from titan.contrib.evaluation.section import EvaluationSection
-from titan.models.llama3 import build_model
-from titan.sim.price.profiles import load_profile
 from titan.sim.report.whole_run import phase_facts, save_times_s, state_bytes
 from titan.sim.simulate import simulate
 

@@ -122,7 +122,8 @@ class Awkward(Llama):
     def decode(
         self, x_BSD: Tensor, cos_sin: Any, document_ids_BS: Tensor | None, **kwargs: Any
     ) -> Tensor:
-        other, config = self.kind[0], self.config
+        other = self.kind[0]
+        config: Any = self.config
         blocks = self.layers
         if config.has("skips") and not other:
             self.layers = nn.ModuleDict({k: b for k, b in blocks.items() if k != "1"})

@@ -13,7 +13,7 @@ from tests.support.ranks import Pool
 from tests.support.silent_bugs import train
 from titan.numerics.certify.ranks import MORE
 from titan.numerics.diff.compare import Comparison, compare
-from titan.observe.recorded import RecordedStep
+from titan.numerics.recorded import RecordedStep
 
 STEPS = 3
 _SMALL = (

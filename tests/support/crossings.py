@@ -11,7 +11,6 @@ from functools import cache
 from itertools import combinations
 from typing import Any
 
-from tests.data.test_data_chat import chat_batch
 from tests.support.layouts import (
     CUT,
     GLOBAL_BATCH,
@@ -25,6 +24,7 @@ from tests.support.layouts import (
 )
 from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
+from titan.contrib.chat.tests.test_chat import chat_batch
 from titan.data.base import TensorBatch
 from titan.losses.loss import IGNORED
 

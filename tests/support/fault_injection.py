@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from titan.data.packing import Batch
-from titan.optim.adam import local
+from titan.optim.states import local
 from titan.run.hook import Hook
 from titan.run.standard_hooks import standard_hooks
 from titan.run.trainer import Trainer
@@ -51,7 +51,7 @@ class FaultInjection(Hook):
         weight[0] ^= 1
 
 
-def hooks_with_faults(trainer: Trainer) -> list[Hook]:
+def hooks_with_faults(trainer: Any) -> list[Hook]:
     """Return the standard hooks, and before them the fault that TITAN_FAULT names."""
     fault = os.environ.get("TITAN_FAULT")
     return [*([FaultInjection(trainer, fault)] if fault else []), *standard_hooks(trainer)]

@@ -80,7 +80,7 @@ def num_ranks(degrees: dict[str, int]) -> int:
 def _folder_of(architecture: str, fields: str) -> Path:
     """Return a folder with a config.json."""
     folder = Path(mkdtemp())
-    kind: Any = getattr(transformers, architecture).config_class
+    kind = getattr(transformers, architecture).config_class
     kind(**json.loads(fields), architectures=[architecture]).save_pretrained(folder)
     return folder
 
@@ -161,7 +161,7 @@ def _kda_in_steps() -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         for kind in ("bailing_hybrid", "kimi_linear"):
-            file: Any = sys.modules.get(f"transformers.models.{kind}.modeling_{kind}")
+            file = sys.modules.get(f"transformers.models.{kind}.modeling_{kind}")
             if file is not None:
                 steps = file.recurrent_kimi_delta_attention
                 patch.setattr(file, "chunk_kimi_delta_attention", steps)
@@ -433,7 +433,7 @@ def row_of(
                 parts = str(error).split(MARK)
                 # Of the rank that came furthest.
                 rows = [json.loads(part) for part in parts[1::2]]
-                row |= (
+                row |= (  # pyrefly: ignore[unsupported-operation]
                     max(rows, key=len) if rows else {"error": " ".join(parts[0].split())[-200:]}
                 )
                 left = {name: axes for name, axes in left.items() if rows and name not in row}

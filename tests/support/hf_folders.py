@@ -29,7 +29,7 @@ def twin_of(content: dict[str, Any]) -> Any:
 def save_twin(architecture: str, fields: dict[str, Any], folder: Path) -> None:
     """Write a folder of transformers' own, with random numbers in each tensor."""
     torch.manual_seed(0)
-    kind: Any = getattr(transformers, architecture)
+    kind = getattr(transformers, architecture)
     twin = kind(kind.config_class(**fields))
     with torch.no_grad():
         for tensor in twin.state_dict().values():

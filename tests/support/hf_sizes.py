@@ -192,6 +192,7 @@ def _draw(architecture: str, variant: int, attempt: int) -> dict[str, Any]:
         if key not in fields and (key in SMALL or config.get(key) is None):
             continue  # turned off, or derived
         if key == "head_dim":
+            # pyrefly: ignore[unbound-name]
             usual = fields["hidden_size"] // heads  # some classes have no other
             values = [usual] if attempt > 9 else [v for v in values if v != usual]
             values = [] if is_latent else values
@@ -209,7 +210,7 @@ def _runs(architecture: str, fields: dict[str, Any]) -> bool:
     """Return whether transformers alone runs a model."""
     import transformers
 
-    kind: Any = getattr(transformers, architecture)
+    kind = getattr(transformers, architecture)
     try:
         config = kind.config_class(**fields)
         model = kind._from_config(config, attn_implementation="eager")

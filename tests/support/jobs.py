@@ -26,9 +26,7 @@ SMALL: Sections = {
 }
 
 
-def job(
-    folder: Path | str | None = None, *, base: Sections = SMALL, **changes: Mapping[str, Any]
-) -> JobConfig:
+def job(folder: Any = None, *, base: Any = SMALL, **changes: Mapping[str, Any]) -> JobConfig:
     """Return a config: `base`, with each section of `changes` merged into its section.
 
     Args:

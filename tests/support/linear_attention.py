@@ -37,7 +37,7 @@ def inputs(
     heads: int = 4,
     groups: int = 2,
     gate: float = 1.0,
-) -> list[Tensor | None]:
+) -> list[Any]:
     """q, k, v, gates and betas in fp64: keys of length 1, gates of -0.7 x `gate` on average, strengths from 0 to 1."""
     generator = torch.Generator().manual_seed(length + heads)
 

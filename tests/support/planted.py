@@ -35,20 +35,20 @@ def train_with(fault: str, layout: Layout, steps: int = STEPS) -> dict[str, Any]
 def unreduced_router() -> None:
     """Leave each tensor-parallel rank with the router's gradient of its own tokens (torchtitan#4054)."""
 
-    def forward(self: moe.Gate, x: DTensor) -> DTensor:
-        logits = F.linear(x.to_local(), self.weight.to_local())  # pyright: ignore
+    def forward(self: Any, x: DTensor) -> DTensor:
+        logits = F.linear(x.to_local(), self.weight.to_local())
         return DTensor.from_local(logits, x.device_mesh, (Shard(1),), run_check=False)
 
-    moe.Gate.forward = forward  # pyright: ignore
+    moe.Gate.forward = forward
 
 
 def doubled_experts() -> None:
     """Double the gradients of experts (pytorch#160285)."""
     forward = moe.Experts.forward
 
-    def doubling(self: moe.Experts, *args: Any) -> Tensor:
+    def doubling(self: Any, *args: Any) -> Tensor:
         for name, weight in list(self._parameters.items()):
-            self._parameters[name] = 2 * weight - weight.detach()  # pyright: ignore
+            self._parameters[name] = 2 * weight - weight.detach()
         return forward(self, *args)
 
     moe.Experts.forward = doubling
@@ -56,7 +56,7 @@ def doubled_experts() -> None:
 
 def norm_without_experts() -> None:
     """Leave experts out of the gradient norm (Megatron-LM#5916)."""
-    clip = train_step.clip_gradients
+    clip: Any = train_step.clip_gradients
     train_step.clip_gradients = lambda parameters, **options: clip(
         [p for p in parameters if p.ndim < 3], **options
     )
@@ -89,7 +89,7 @@ def counted_in_forward() -> None:
         self.loads.copy_(before)
         return gradients
 
-    moe._RouterTerms.apply = counting  # pyright: ignore
+    moe._RouterTerms.apply = counting
     moe.MoE.term_gradients = without_counting
 
 
@@ -150,18 +150,18 @@ def _receive(change: Callable[[Tensor], Tensor]) -> None:
 
 def mixed_gradients() -> None:
     """Add the gradients of two micro-batches to one of a unit."""
-    overlap._Unit._keep_apart = lambda *_: None  # pyright: ignore
+    overlap._Unit._keep_apart = lambda *_: None
 
 
 def second_before_first() -> None:
     """Add the gradients of the second of two micro-batches first."""
     backward = overlap.Overlap.backward
-    overlap.Overlap.backward = lambda self, losses, **options: backward(self, losses[::-1], **options)  # fmt: skip  # pyright: ignore
+    overlap.Overlap.backward = lambda self, losses, **options: backward(self, losses[::-1], **options)  # fmt: skip
 
 
 def freed_early() -> None:
     """Free a unit when the first of two micro-batches leaves it."""
-    overlap._Unit._reshard = lambda _, method: method()  # pyright: ignore
+    overlap._Unit._reshard = lambda _, method: method()
 
 
 def _prefer(experts: Callable[[int], list[int]]) -> None:
@@ -213,7 +213,7 @@ def lose_partial_sums() -> None:
 
     give = RowwiseParallel._prepare_output_fn
     if dist.get_world_size() > 1:
-        RowwiseParallel._prepare_output_fn = staticmethod(keep_own)  # pyright: ignore
+        RowwiseParallel._prepare_output_fn = staticmethod(keep_own)
 
 
 def doubled_gradient(config: JobConfig, *options: Any) -> dict[str, Any]:
@@ -230,9 +230,9 @@ def _scaled(factor: float, name: str, config: JobConfig, options: Any) -> dict[s
     """Train with a parameter's gradient multiplied by a factor, before it is clipped, on each of several ranks."""
 
     def record(train_step: train_step.TrainStep, *batches: Any) -> dict[str, Any]:
-        gradient_of = dict(steps.named_parameters(train_step))[name]
+        gradient_of: Any = dict(steps.named_parameters(train_step))[name]
         clip = train_step._clip
-        train_step._clip = lambda: (gradient_of.grad.mul_(factor), clip())[1]  # pyright: ignore
+        train_step._clip = lambda: (gradient_of.grad.mul_(factor), clip())[1]
         return whole(train_step, *batches)
 
     whole = steps.record
@@ -253,7 +253,7 @@ def ignore_windows() -> None:
     def apply(model: nn.Module, **options: Any) -> None:
         for module in model.modules():
             if isinstance(module, InnerAttention):
-                module.window = 0  # pyright: ignore
+                module.window = 0
         whole(model, **options)
 
     whole = parallelize.apply_cp
@@ -284,7 +284,7 @@ def positions_of_a_part(config: JobConfig, *options: Any) -> dict[str, Any]:
 
     whole = TransformersModel.forward
     if dist.get_world_size() > 1:
-        TransformersModel.forward = forward  # pyright: ignore
+        TransformersModel.forward = forward
     return steps.train_job(config, *options)
 
 
@@ -296,7 +296,7 @@ def damaged_between_stages(config: JobConfig, *options: Any) -> dict[str, Any]:
         return whole(self, 2 * tokens_BS if is_later else tokens_BS, *args, **options)
 
     whole = TransformersModel.forward
-    TransformersModel.forward = forward  # pyright: ignore
+    TransformersModel.forward = forward
     return steps.train_job(config, *options)
 
 

@@ -217,7 +217,7 @@ def write_folder(
     }
     names = {"tokenizer_class": "PreTrainedTokenizerFast"}
     names |= {"bos_token": shape.bos, "eos_token": shape.eos, **shape.names}
-    files = {"config.json": facts | config, "generation_config.json": generation}
+    files: Any = {"config.json": facts | config, "generation_config.json": generation}
     files["tokenizer_config.json"] = names
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, ensure_ascii=False, indent=1))

@@ -30,14 +30,14 @@ from tests.support import planted
 from tests.support.ranks import Pool
 from titan.config.layout import AXES, resolve_layout
 from titan.config.load import load_from_argv
+from titan.contrib.muon import optimizer as muon
 from titan.models.common import moe
 from titan.models.llama3.model import Llama
 from titan.numerics.certify import steps
 from titan.numerics.certify.ranks import MORE
 from titan.numerics.diff.compare import Comparison, compare
+from titan.numerics.recorded import RecordedStep
 from titan.numerics.recording import StepRecorder
-from titan.observe.recorded import RecordedStep
-from titan.optim import muon
 from titan.parallel import (
     build_mesh,
     collectives,
@@ -194,19 +194,21 @@ def kept_loss_gradient() -> None:
         module.register_forward_pre_hook(gather)
         return module
 
-    tensor_styles.GatherForLoss._apply = apply  # pyright: ignore
+    tensor_styles.GatherForLoss._apply = apply
 
 
 def averaged_keys() -> None:
-    scatter = collectives.start_reduce_scatter
+    scatter: Any = collectives.start_reduce_scatter
     collectives.start_reduce_scatter = lambda x, **options: scatter(
-        x / options["size"], **options
+        # pyrefly: ignore[unsupported-operation]
+        x / options["size"],
+        **options,
     )
 
 
 def scaled_by_microbatches() -> None:
     schedule = pipeline.Schedule1F1B
-    pipeline.Schedule1F1B = lambda *args, **options: schedule(  # pyright: ignore
+    pipeline.Schedule1F1B = lambda *args, **options: schedule(
         *args, **(options | {"scale_grads": True})
     )
 
@@ -234,7 +236,7 @@ def halved_by_fsdp() -> None:
 
 
 def norm_of_one_stage() -> None:
-    clip = train_step.clip_gradients
+    clip: Any = train_step.clip_gradients
     train_step.clip_gradients = lambda parameters, **options: clip(
         parameters, max_norm=options["max_norm"]
     )
@@ -254,7 +256,7 @@ def own_tokens_for_all() -> None:
 # ---- bugs of other projects ----------------------------------------------------------------------
 
 
-def _before_clipping(change: Callable[[dict[str, nn.Parameter]], None]) -> None:
+def _before_clipping(change: Callable[[dict[str, nn.Parameter]], Any]) -> None:
     """Change the complete gradients of each step."""
     clip = TrainStep._clip
 
@@ -278,7 +280,7 @@ def averaged_norms() -> None:
         for parameter in parameters.values():
             grad = parameter.grad
             if isinstance(grad, DTensor) and grad.placements[0].is_partial():
-                parameter.grad = grad / grad.device_mesh.size()  # pyright: ignore
+                parameter.grad = grad / grad.device_mesh.size()
 
     _before_clipping(average)
 
@@ -297,16 +299,16 @@ def unsummed_keys_and_values() -> None:
                 setattr(p, "grad", _whole_as_it_is(p.grad))
                 for name, p in parameters.items()
                 if name.endswith((".wk.weight", ".wv.weight"))
-            ]  # pyright: ignore
+            ]
         )
         return module
 
     right: Callable[..., nn.Module] = tensor_styles.ReplicatedHeads._apply
-    tensor_styles.ReplicatedHeads._apply = apply  # pyright: ignore
+    tensor_styles.ReplicatedHeads._apply = apply
 
 
 def positions_from_zero() -> None:
-    rotations = Llama.rotary_cos_sin
+    rotations: Any = Llama.rotary_cos_sin
     Llama.rotary_cos_sin = lambda self, positions, *rest: rotations(self, None, *rest)
 
 
@@ -316,7 +318,7 @@ def leaking_documents() -> None:
     def attend_to_all(self: Any, q: Tensor, k: Tensor, v: Tensor, _: Any, sinks: Any) -> Tensor:
         return attend(self, q, k, v, None, sinks)
 
-    context.ContextParallelAttention._attend = attend_to_all  # pyright: ignore
+    context.ContextParallelAttention._attend = attend_to_all
 
 
 def wrong_softmax_in_ring() -> None:
@@ -374,11 +376,11 @@ class _Collectives:
 
 
 def replicas_apart() -> None:
-    _fsdp_collectives.dist = _Collectives(0)  # pyright: ignore
+    _fsdp_collectives.dist = _Collectives(0)
 
 
 def replicas_twice() -> None:
-    _fsdp_collectives.dist = _Collectives(2)  # pyright: ignore
+    _fsdp_collectives.dist = _Collectives(2)
 
 
 def mean_of_each_microbatch() -> None:
@@ -397,7 +399,7 @@ def gate_in_bf16() -> None:
     def multiply(x: Tensor, weight: Tensor, **_: Any) -> Tensor:
         return F.linear(x.bfloat16(), weight.bfloat16()).float()
 
-    moe.linear_in_fp32 = multiply  # pyright: ignore
+    moe.linear_in_fp32 = multiply
 
 
 def averaged_norm_of_experts() -> None:
@@ -407,7 +409,7 @@ def averaged_norm_of_experts() -> None:
         parameters = [*parameters]
         square = clip([p for p in parameters if p.ndim < 3], max_norm=0.0, **options) ** 2
         own = [p.grad for p in parameters if p.ndim == 3]
-        square += sum(g.to_local().square().sum() for g in own)  # pyright: ignore
+        square += sum(g.to_local().square().sum() for g in own)
         norm = square.sqrt()
         dist.all_reduce(norm)
         norm /= dist.get_world_size()

@@ -74,7 +74,7 @@ def transfer(
     return Transfer(kind, group, us, "bfloat16", stream, detached, work, scope, peer)
 
 
-def trace(events: list[Event], *groups: Group, rank: int = 0, world_size: int = 8) -> Trace:
+def trace(events: list, *groups: Group, rank: int = 0, world_size: int = 8) -> Trace:
     return Trace(rank, world_size, groups={group.name: group for group in groups}, step=events)
 
 

@@ -32,7 +32,7 @@ from titan.step.train_step import TrainStep
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
-def job(*, batch: int = 4, layers: int = 4, **sections: dict[str, Any]) -> JobConfig:
+def job(*, batch: Any = 4, layers: Any = 4, **sections: dict[str, Any]) -> JobConfig:
     """A tiny Llama; sections are merged into it."""
     base: dict[str, dict[str, Any]] = {
         "model": {"flavor": "tiny", "overrides": {"n_layers": layers}},
@@ -305,7 +305,7 @@ class TrackMemory(_Plain):
                 tracker._set(storage._cdata, size)
             return result
 
-        torch.UntypedStorage.resize_ = resize  # pyright: ignore
+        torch.UntypedStorage.resize_ = resize  # pyrefly: ignore[bad-assignment]
         super().__enter__()
         return self
 

@@ -17,7 +17,8 @@ from titan.run.checkpointing import Checkpointing
 
 class Trainer(trainer.Trainer):
     def __init__(self, config: JobConfig, **options: Any) -> None:
-        super().__init__(config, **{"hooks": hooks_with_faults, **options})
+        options.setdefault("hooks", hooks_with_faults)
+        super().__init__(config, **options)
         self.start()
 
     @property

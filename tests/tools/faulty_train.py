@@ -80,15 +80,17 @@ def before_step(step: int) -> None:
 
 
 def of_data(call: Any) -> Any:
+    calls = 0
+
     def get(*args: Any) -> Any:
-        get.calls += 1
-        if STRIKES and get.calls >= STEP:
+        nonlocal calls
+        calls += 1
+        if STRIKES and calls >= STEP:
             if FAULT == "dead_loader":
                 raise ConnectionError("file server data1 does not answer")
             hang()
         return call(*args)
 
-    get.calls = 0
     return get
 
 
@@ -112,12 +114,12 @@ def install() -> None:
 
     def faulty_loader(self: Loader, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        self.samples.get = of_data(self.samples.get)  # pyright: ignore
+        self.samples.get = of_data(self.samples.get)
 
     Trainer.train_one_step = faulty_step
     # As NCCL's waits for collectives that other ranks never join.
     if FAULT not in ("none", "slow"):
-        dist.destroy_process_group = lambda *_: hang()
+        dist.destroy_process_group = lambda group=None: hang()
     titan.run.standard_hooks.standard_hooks = hooks_with_faults  # TITAN_FAULT
     if FAULT in ("dead_loader", "stuck_loader"):
         Loader.__init__ = faulty_loader

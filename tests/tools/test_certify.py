@@ -352,7 +352,7 @@ def test_a_package_is_certified(tmp_path: Path) -> None:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, *folders, ROOT)))
     }
-    options: Any = {"env": environment, "cwd": tmp_path, "capture_output": True, "text": True}
+    options = {"env": environment, "cwd": tmp_path, "capture_output": True, "text": True}
     done = subprocess.run([*command, "--layouts=tp"], **options)
     assert done.returncode == 0 and "equal (largest" in done.stdout, done.stdout + done.stderr
     written = json.loads((tmp_path / "opt.certificate.json").read_text())

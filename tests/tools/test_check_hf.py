@@ -50,7 +50,7 @@ GEMMA_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 2e5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
 }
-YARN = BASES["DeepseekV3"]["rope_parameters"]
+YARN: Any = BASES["DeepseekV3"]["rope_parameters"]
 # What may stand in a config.json, and whether titan's model can be that. Where it can, the logits must be equal.
 CHANGES: list[tuple[str, dict[str, Any], bool]] = [
     *((name, {}, True) for name in BASES),

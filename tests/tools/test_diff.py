@@ -17,7 +17,7 @@ from tests.support.ranks import Pool
 from tests.support.silent_bugs import BUGS, RECORDED, Reference, found_with
 from titan.cli import main as titan
 from titan.numerics.diff.compare import compare, guess_of, in_order
-from titan.observe.recorded import FOLDER, RecordedStep, RecordedTensor, read_steps, write_step
+from titan.numerics.recorded import FOLDER, RecordedStep, RecordedTensor, read_steps, write_step
 from titan.run.standard_hooks import standard_hooks
 from titan.run.trainer import Trainer
 
@@ -83,7 +83,12 @@ def step(
             ]
             norm = math.sqrt(sum(x * x for row in sums for x in row) / 4)
             tensors.append(RecordedTensor(kind, full, "float32", norm, sums))
-    values = {"step": 1, "loss": 2.0 * (1 + noise), "grad_norm": 3.0 * (1 + noise), "axes": {}}
+    values: Any = {
+        "step": 1,
+        "loss": 2.0 * (1 + noise),
+        "grad_norm": 3.0 * (1 + noise),
+        "axes": {},
+    }
     values |= {"computes_in": "float32", "about": {}} | about
     return RecordedStep(**values, tensors=tensors)
 

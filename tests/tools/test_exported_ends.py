@@ -91,7 +91,7 @@ def test_texts_begin_in_the_export_as_in_the_run(
     config, _ = find_checkpoint(tmp_path / "run")
     ours = open_run_tokenizer(config)
     first = begin_ids(ours, add_bos=config.data.add_bos)
-    _, used, _ = load_model(tmp_path / "run", device=torch.device("cpu"))
+    _, used = load_model(tmp_path / "run", device=torch.device("cpu"))
     assert used.begin_ids == first, "titan generate"
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     assert theirs("the quick").input_ids == [*first, *ours.encode("the quick")]

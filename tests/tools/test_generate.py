@@ -191,11 +191,11 @@ def converse(words: list[str]) -> list[str]:
     set_timeout(timedelta(seconds=1))
     answered: list[str] = []
     args = generate.parse(["--checkpoint", "unused", "--interactive"])
-    generator = generate.Answers(
+    generator: Any = generate.Answers(
         torch.nn.Linear(1, 1), build_tokenizer(TokenizerSection(), hf_assets_path=""), args
     )
-    generator.of_messages = lambda messages, **_: messages[-1]["content"]  # pyright: ignore
-    generator.stream = lambda prompt: iter([prompt])  # pyright: ignore[reportAttributeAccessIssue]
+    generator.of_messages = lambda messages, **_: messages[-1]["content"]
+    generator.stream = lambda prompt: iter([prompt])
     generator.print_stream = lambda parts: answered.append("".join(parts)) or answered[-1]
     sys.stdin = Slow("".join(f"{word}\n" for word in words))
     generator.converse()

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from titan.cli import main
-from titan.observe.rows import run_names
 from titan.tools.plot import loss_curves, panels, points, read_metrics, running_mean
+from titan.tools.row_files import run_names
 
 
 def write_run(folder: Path, *, slope: float) -> Path:

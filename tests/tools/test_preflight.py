@@ -109,7 +109,7 @@ def preflight(folder: Path, fault: str, dry: bool) -> tuple[int, dict[str, Any]]
             time.sleep(0.02)
             return mm(*args)
 
-        torch.mm = slow
+        torch.mm = slow  # pyrefly: ignore[bad-assignment]
     elif fault == "version" and is_odd:
         measure.versions = lambda: versions() | {"torch": "2.11.0"}
     elif fault == "memory":
@@ -119,7 +119,7 @@ def preflight(folder: Path, fault: str, dry: bool) -> tuple[int, dict[str, Any]]
                 "CUDA out of memory. Tried to allocate 2.00 GiB.\nMore."
             )
 
-        dry_run.build_train_step, os._exit = build, _raise
+        dry_run.build_train_step, os._exit = build, _raise  # pyrefly: ignore[bad-assignment]
     world = dist.get_world_size()
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
     degrees = {

@@ -46,7 +46,7 @@ def jsonl(folder: Path) -> None:
 def zstandard(folder: Path) -> None:
     """As datatrove writes it, with nulls and empty texts."""
     for number in range(5):
-        rows = [{"text": text, "id": "x"} for text in make_texts(60, seed=number)]
+        rows: list = [{"text": text, "id": "x"} for text in make_texts(60, seed=number)]
         rows[::7] = [{"text": ""}, {"text": None}] * 4 + [{"text": "last"}]
         with pyarrow.CompressedOutputStream(
             str(folder / f"{number}.jsonl.zst"), "zstd"
@@ -202,7 +202,7 @@ class Nodes:
 
         self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
         self.others = [self.cluster.add_node(num_cpus=1) for _ in range(2)]
-        self.options = ["--engine", "ray", "--address", self.cluster.address]
+        self.options: list = ["--engine", "ray", "--address", self.cluster.address]
 
 
 @pytest.fixture(scope="module")

@@ -358,17 +358,11 @@ def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert "not a whole trace" in error("run")
 
 
+EVENT = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 1, "dur": 2}
+
+
 def _damaged(name: str, tmp_path: Path) -> Path:
-    event = {
-        "ph": "X",
-        "cat": "cpu_op",
-        "name": "aten::mm",
-        "pid": 1,
-        "tid": 1,
-        "ts": 1,
-        "dur": 2,
-    }
-    whole = json.dumps({"traceEvents": [event] * 1000}).encode()
+    whole = json.dumps({"traceEvents": [EVENT] * 1000}).encode()
     contents = {
         "junk.json.gz": os.urandom(3000),
         "cut.json.gz": gzip.compress(whole)[:-200],
@@ -416,17 +410,8 @@ def test_a_damaged_trace_is_one_line(
 def test_a_large_trace_is_read_event_by_event(tmp_path: Path) -> None:
     """What is read of an event is kept, not the event: these took 600 MB."""
     path = tmp_path / "large.json"
-    event = {
-        "ph": "X",
-        "cat": "python_function",
-        "name": "f",
-        "pid": 1,
-        "tid": 1,
-        "ts": 1,
-        "dur": 2,
-    }
-    line = json.dumps(event | {"args": {"stack": ["x" * 20] * 20}})
-    real = json.dumps(event | {"cat": "cpu_op", "name": "aten::mm"})
+    more = {"cat": "python_function", "name": "f", "args": {"stack": ["x" * 20] * 20}}
+    line, real = json.dumps(EVENT | more), json.dumps(EVENT)
     path.write_text('{"traceEvents": [' + f"{line}," * 80_000 + real + "]}")
     code = (
         "import sys; from titan.tools.profile import main\n"
@@ -442,15 +427,6 @@ def test_a_trace_of_too_many_events_says_what_to_do(
 ) -> None:
     monkeypatch.setattr("titan.tools.trace.MAX_EVENTS", 500)
     path = tmp_path / "trace.json"
-    event = {
-        "ph": "X",
-        "cat": "cpu_op",
-        "name": "aten::mm",
-        "pid": 1,
-        "tid": 1,
-        "ts": 1,
-        "dur": 2,
-    }
-    path.write_text(json.dumps({"traceEvents": [event] * 1000}))
+    path.write_text(json.dumps({"traceEvents": [EVENT] * 1000}))
     assert main([str(path)]) == 2
     assert "record fewer steps: profiling.profiler_active" in capsys.readouterr().err

@@ -12,9 +12,9 @@ import torch
 
 from tests.support.ranks import Pool
 from titan.data.tokenizer import bytes_tokenizer
-from titan.generation import Generator, streamed
 from titan.parallel import apply_tp, build_mesh, initialize, materialize
 from titan.tools.generate import load_model
+from titan.tools.generation import Generator, streamed
 
 # Of lengths that share no factor; the second fills the batch.
 PROMPTS = [[7, 8, 9], [*range(20, 37)], [5]]
@@ -67,7 +67,7 @@ def test_greedy_tokens_are_transformers(name: str, tmp_path: Path) -> None:
     for parameter in twin.parameters():
         parameter.data.normal_(std=0.2 if parameter.ndim > 1 else 0.5, generator=generator)
     twin.save_pretrained(tmp_path)
-    model, _, _ = load_model(tmp_path, device=torch.device("cpu"), tokenizer="bytes")
+    model, _ = load_model(tmp_path, device=torch.device("cpu"), tokenizer="bytes")
     for prompt, ours in zip(PROMPTS, greedy(model, PROMPTS), strict=True):
         ids = torch.tensor([prompt])
         theirs = twin.generate(
@@ -86,7 +86,7 @@ def test_a_batch_gets_what_its_prompts_get_alone(name: str) -> None:
     model = built(name)
     assert greedy(model, PROMPTS) == [greedy(model, [prompt])[0] for prompt in PROMPTS]
     # Nor does the cache change them: each is the likeliest of a whole forward pass.
-    tokens: Any = greedy(model, PROMPTS[:1])[0]
+    tokens = greedy(model, PROMPTS[:1])[0]
     with torch.no_grad():
         logits = model(torch.tensor([PROMPTS[0] + tokens]))
     assert tokens == logits[0].argmax(-1)[len(PROMPTS[0]) - 1 : -1].tolist()

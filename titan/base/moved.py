@@ -12,16 +12,20 @@ from types import CodeType, ModuleType
 # A former name, and the name of today. All modules below a name that ends with a dot have moved with it.
 _NAMES = """
 titan.async_scalars titan.base.async_scalars
+titan.base.flight_recorder titan.ops.flight_recorder
 titan.bench titan.ops.bench
 titan.checkpoint.export titan.huggingface.export
 titan.checkpoint.hf_folders titan.huggingface.hf_folders
 titan.checkpoint.hf_model titan.huggingface.hf_model
 titan.checkpoint.huggingface titan.huggingface.load
+titan.checkpoint.interval titan.sim.report.interval
 titan.checkpoint.quantized titan.huggingface.quantized
 titan.checkpoint.saved titan.checkpoint.identity
 titan.checks.evaluation_rules titan.contrib.evaluation.rules
+titan.checks.extension titan.tools.check_extension
 titan.checks.text_identity titan.checkpoint.identity
 titan.config.resume_diff titan.checkpoint.identity
+titan.config.shipped titan.tools.shipped
 titan.contrib.calibrate_trace titan.contrib.calibrate
 titan.contrib.calibrate_trace.calibrate titan.contrib.calibrate.from_trace
 titan.contrib.calibrate_trace.calls titan.contrib.calibrate.calls
@@ -32,16 +36,18 @@ titan.contrib.demo_pictures.shapes titan.contrib.flux.shapes
 titan.contrib.lm_eval titan.contrib.evaluation.lm_eval
 titan.contrib.lm_eval.harness titan.contrib.evaluation.harness
 titan.contrib.sweep titan.contrib.scaling
+titan.data.chat titan.contrib.chat.template
 titan.data.examples titan.contrib.evaluation.examples
 titan.data.named_tokens titan.data.special_tokens
 titan.data.parts titan.contrib.prepare_hosts.parts
 titan.data.passes titan.contrib.evaluation.passes
 titan.data.scoring titan.contrib.evaluation.scoring
 titan.data.tokenizer_base titan.data.special_tokens
+titan.generation titan.tools.generation
 titan.hardware titan.base.hardware
 titan.health titan.ops
 titan.health.errors titan.base.errors
-titan.health.flight_recorder titan.base.flight_recorder
+titan.health.flight_recorder titan.ops.flight_recorder
 titan.health.heartbeats titan.ops.heartbeats
 titan.health.launch titan.ops.launch
 titan.health.memory_limit titan.ops.memory_limit
@@ -60,7 +66,7 @@ titan.hooks.evaluation titan.contrib.evaluation.hook
 titan.hooks.experts titan.run.experts
 titan.hooks.metrics titan.run.metrics
 titan.hooks.mtp titan.run.mtp
-titan.hooks.profiling titan.run.profiling
+titan.hooks.profiling titan.tools.profiling_hook
 titan.hooks.rank_times titan.ops.rank_times
 titan.hooks.recording titan.numerics.recording_hook
 titan.hooks.recovery titan.ops.recovery_hook
@@ -77,15 +83,21 @@ titan.models.flux. titan.contrib.flux
 titan.models.llava. titan.contrib.llava
 titan.models.transformers. titan.contrib.transformers
 titan.observe.estimate titan.sim.estimate
+titan.observe.profiler titan.tools.profiler
 titan.observe.ranks titan.ops.ranks
+titan.observe.recorded titan.numerics.recorded
 titan.observe.routing titan.sim.routing
 titan.observe.trace titan.tools.trace
 titan.observe.trace_files titan.tools.trace_files
 titan.observe.trace_kinds titan.tools.trace_kinds
+titan.optim.adam titan.contrib.small_adam.optimizer
 titan.optim.average titan.contrib.averages.average
+titan.optim.muon titan.contrib.muon.optimizer
 titan.parallel.digests titan.numerics.digests
+titan.parallel.fake_tensors titan.contrib.transformers.fake_tensors
 titan.parallel.linear_attention titan.contrib.transformers.linear_attention_borders
 titan.parallel.linear_attention_kernels titan.contrib.transformers.linear_attention_kernels
+titan.parallel.module_hooks titan.numerics.module_hooks
 titan.parallel.overlap titan.contrib.expert_overlap.overlap
 titan.parallel.recorder titan.numerics.recorder
 titan.parallel.replay titan.numerics.replay
@@ -96,6 +108,7 @@ titan.random_draws titan.step.random_draws
 titan.recording titan.numerics.recording
 titan.refusals titan.step.refusals
 titan.resolved titan.step.resolved
+titan.run.profiling titan.tools.profiling_hook
 titan.run_folder titan.base.run_folder
 titan.run_writer titan.base.run_writer
 titan.sim.price.calibrate titan.contrib.calibrate.device
@@ -159,7 +172,7 @@ class FormerNames:
     ) -> ModuleSpec | None:
         if not name.startswith("titan.") or name_today(name) is None:
             return None
-        return ModuleSpec(name, self)  # pyright: ignore[reportArgumentType]
+        return ModuleSpec(name, self)  # pyrefly: ignore[bad-argument-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         today = name_today(spec.name)
@@ -188,4 +201,4 @@ class FormerNames:
 
 def install() -> None:
     """Add former names to what imports find."""
-    sys.meta_path.insert(0, FormerNames())  # pyright: ignore[reportArgumentType]
+    sys.meta_path.insert(0, FormerNames())

@@ -368,9 +368,9 @@ def parse_json(
         else text.removeprefix("\ufeff")
     )
     # Count before parsing: "[]" takes two bytes here and 56 in memory.
-    marks = (b",", b"[", b"{") if isinstance(text, bytes) else (",", "[", "{")
+    marks: Any = (b",", b"[", b"{") if isinstance(text, bytes) else (",", "[", "{")
     # Commas, brackets and braces bound the number of values from above.
-    if sum(text.count(mark) for mark in marks) > values:  # pyright: ignore[reportArgumentType]
+    if sum(text.count(mark) for mark in marks) > values:
         raise InputError(f"{name}: holds more than {values:,} values")
     try:
         return _adapter(kind).validate_json(text, strict=True)

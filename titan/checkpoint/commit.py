@@ -91,7 +91,7 @@ class CheckpointGroup:
         # Report the failure of the lowest rank.
         if failures := [outcome for outcome in outcomes if outcome[0]]:
             raise SaveFailed(failures[0][0], kind=failures[0][1])
-        return [result for *_, result in outcomes]  # pyright: ignore[reportReturnType]
+        return [result for *_, result in outcomes]  # pyrefly: ignore[bad-return]
 
     def run_on_main(self, work: Callable[[], object]) -> None:
         """Run `work` on rank 0.

@@ -118,7 +118,8 @@ def share_memory(tensors: Sequence[Tensor], allocate: Callable[[int], Tensor]) -
         if size > len(left):
             left = allocate(max(size, min(sum(sizes[number:]), _ALLOCATION)))
         place, left = left[: tensor.nbytes], left[size:]
-        tensor.set_(place.view(tensor.dtype).view(tensor.shape))  # pyright: ignore[reportArgumentType]
+        # pyrefly: ignore[bad-argument-type]
+        tensor.set_(place.view(tensor.dtype).view(tensor.shape))
 
 
 @torch.no_grad()

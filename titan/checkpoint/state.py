@@ -149,7 +149,8 @@ def rng_state(rank: int, device: torch.device) -> StateDict:
     states = {
         "cpu": torch.get_rng_state(),
         "python": _to_bytes(random.getstate()),
-        "numpy": _to_bytes([kind, numbers.tolist(), pos, has_gauss, cached]),  # pyright: ignore
+        # pyrefly: ignore[missing-attribute]
+        "numpy": _to_bytes([kind, numbers.tolist(), pos, has_gauss, cached]),
     }
     if device.type != "cpu":
         states[device.type] = torch.get_device_module(device).get_rng_state()

@@ -170,7 +170,7 @@ class CheckpointReader(dcp.FileSystemReader):
 
         The chunk's archive must not be compressed, because a small archive could then become a tensor of any size.
         """
-        part: Any = super()._slice_file(file, sinfo)
+        part = super()._slice_file(file, sinfo)
         if sinfo.length <= _BUFFER_BYTES:  # one read, in place of torch's twenty or so
             part = io.BytesIO(part.read(sinfo.length))
         # A zip's list of entries is at its end. Read only the end, not the tensor.
@@ -195,7 +195,7 @@ def read_metadata(location: Location) -> Metadata:
     Raises:
         CheckpointError: the index is unusable.
     """
-    tensors: Any = {}
+    tensors = {}
     infos: dict[MetadataIndex, _StorageInfo] = {}
     for name, stored in tensor_index.read_index(location, file_sizes(location)).tensors.items():
         # The index has checked the spelling of the name, so this is no other attribute of torch.

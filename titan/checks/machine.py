@@ -33,8 +33,6 @@ from titan.data.special_tokens import LOSSY, SpecialTokens
 from titan.data.tokenizer import Tokenizer, open_tokenizer
 from titan.data.unread import unread_line
 
-_TRIED_ROWS = 100  # rows of a source that `titan check` reads
-
 
 def check_machine(config: JobConfig, *, device: str | None = None) -> list[Problem]:
     """Return everything that the job needs and this machine lacks.
@@ -160,7 +158,7 @@ def _check_data(config: JobConfig) -> Iterator[Any]:
 
 
 def _check_source(
-    config: JobConfig, tokenizer: Tokenizer | None, key: str, source: s.Section, *, split: str
+    config: JobConfig, tokenizer: Tokenizer | None, key: str, source: Any, *, split: str
 ) -> Iterator[Any]:
     package = {s.ParquetSource: "pyarrow", s.HuggingFaceSource: "datasets"}.get(type(source))
     if package and find_spec(package) is None:
@@ -175,13 +173,13 @@ def _check_source(
             open_documents(source).try_first()
         has_chats = reads_chats(source)
         if tokenizer is not None and (has_chats or isinstance(source, s.ShardsSource)):
-            _try_rows(config, tokenizer, source, split=split, count=3)
+            try_rows(config, tokenizer, source, split=split, count=3)
     except (OSError, ValueError) as error:  # DataError too
         paste = error.paste if isinstance(error, DataError) else ()
         yield key, _first_line(error), paste
 
 
-def _try_rows(
+def try_rows(
     config: JobConfig,
     tokenizer: Tokenizer,
     source: s.Section,
@@ -288,18 +286,6 @@ def advise_text(config: JobConfig) -> list[str]:
         *(str(config.source_map.problem(*warning)) for warning in warnings.items()),
         *unread,
     ]
-
-
-def advise_rows(config: JobConfig) -> list[str]:
-    """Return a line for each source with keys that nothing reads: of prepared rows, or of the first rows."""
-    tokenizer, lines = try_tokenizer(config), []
-    if tokenizer is None:
-        return lines
-    for key, source in sources_of(config, "training"):
-        if isinstance(source, s.ShardsSource | s.JsonlSource | s.CsvSource | s.ParquetSource):
-            found = _try_rows(config, tokenizer, source, count=_TRIED_ROWS)
-            lines += [f"{key}: {line}" for line in found]
-    return lines
 
 
 def first_weights(config: JobConfig) -> str:

@@ -141,7 +141,7 @@ class Section(BaseModel):
         allow_inf_nan=False,
     )
 
-    if not TYPE_CHECKING:  # otherwise pyright would accept every name as an attribute
+    if not TYPE_CHECKING:  # otherwise a type checker would accept every name as an attribute
 
         def __getattr__(self, name: str) -> Any:
             if name in type(self).model_fields:

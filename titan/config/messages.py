@@ -77,7 +77,7 @@ def _path_in(data: Any, error: ErrorDetails) -> KeyPath:
         path += (part,)
     # pydantic points at the table; the mistake is the key that names its kind.
     if error["type"] == "union_tag_invalid":
-        path += (error["ctx"]["discriminator"].strip("'"),)  # pyright: ignore[reportTypedDictNotRequiredAccess]
+        path += (error["ctx"]["discriminator"].strip("'"),)
     return path
 
 

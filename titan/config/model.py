@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import pkgutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
@@ -298,6 +298,11 @@ def parameter_counts(name: str, sizes: Any) -> dict[str, int]:
     return {name: parameter.numel() for name, parameter in model.named_parameters()}
 
 
+def tensor_plan_of(model: Any, package: ModuleType) -> Mapping[str, str]:
+    """Return the tensor-parallel plan of a model: its own, or that of its family."""
+    return getattr(model, "tensor_plan", package.TENSOR_PLAN)
+
+
 def check_split(
     name: str, config: Any, *, stages: list[list[str]], tp: int
 ) -> Iterator[RuleViolation]:
@@ -320,7 +325,7 @@ def check_split(
         yield f"{prefix}.pipeline_parallel_degree", f"{error}{where}"
     try:
         if tp > 1:
-            plan = getattr(model, "tensor_plan", package.TENSOR_PLAN)
+            plan = tensor_plan_of(model, package)
             check_plan(model, plan, size=tp, num_kv_heads=config.n_kv_heads)
     except (KeyError, ValueError) as error:
         yield f"{prefix}.tensor_parallel_degree", f"{error.args[0]}{where}"

@@ -77,7 +77,7 @@ def _kept(
 ) -> S | None:
     """Return a section without permissions, or None if it is nothing without them, as a dataset of the hub."""
     changes: dict[str, Any] = {}
-    for name, field in type(section).model_fields.items():
+    for name, field in section.__class__.model_fields.items():
         value, inner = vars(section).get(name), (*path, name)
         options: dict[str, Any] = {"run": run, "granted": granted, "lost": lost}
         mark, key = permission_of(field), key_text(inner)

@@ -14,9 +14,11 @@ same, and no other part of titan imports them:
     titan.supervisors  NAME = the class that watches over each rank of a run: a titan.run.supervisor.Supervisor
     titan.extensions   COMMAND.NAME = a part of `titan COMMAND`, such as an option: a subclass of the class that the
                        command names. More: launch.NAME = a module whose functions `launch` and `launch_command` start the processes of
-                       --nproc. layout.NAME = a module whose function `resolve` chooses a layout.
+                       --nproc. optimizer.NAME = a function that
+                       builds one of titan's optional optimizers. layout.NAME = a module whose function `resolve` chooses a layout.
                        failure.NAME = a function that returns the titan.base.failure.RunFailure that explains an exception,
-                       or None. checkpoint.NAME = a module that reads and writes folders of models. folder.NAME = the
+                       or None. chat.NAME = a module that
+                       reads conversations. checkpoint.NAME = a module that reads and writes folders of models. folder.NAME = the
                        function behind `titan check --hf`. estimate.NAME = a function that estimates the memory of a job.
                        measured.NAME = a function that reads the parts of a step from a run's trace. tables.NAME = a
                        function that returns the simulator's measured tables of a card, or None. python.NAME = a function
@@ -55,7 +57,7 @@ def plug_ins(group: str, *, of: str = "") -> list[EntryPoint]:
         of: Keep only entry points with this name, or with this name and a dot at the beginning. Empty keeps all.
     """
     found = sorted(installed_entry_points()[group], key=lambda entry: entry.name)
-    return [entry for entry in found if not of or entry.name.partition(".")[0] == of]
+    return [entry for entry in found if not of or f"{entry.name}.".startswith(f"{of}.")]
 
 
 def load_plug_in(entry: EntryPoint) -> Any:

@@ -89,7 +89,7 @@ class AdamOptions(Section):
 class AdamWSection(AdamOptions):
     """AdamW (Loshchilov and Hutter, arXiv:1711.05101)."""
 
-    name: Literal["AdamW"] = "AdamW"  # pyright: ignore[reportIncompatibleVariableOverride]
+    name: Literal["AdamW"] = "AdamW"
     state_dtype: DType | None = None
     """Precision in which the moments are stored. Unset: that of the parameters. "bfloat16" saves
     half of their memory. The update is always computed in fp32."""
@@ -98,7 +98,7 @@ class AdamWSection(AdamOptions):
 class AdamSection(AdamWSection):
     """Adam (Kingma and Ba, arXiv:1412.6980). Weight decay, if set, is added to the gradient."""
 
-    name: Literal["Adam"] = "Adam"  # pyright: ignore[reportIncompatibleVariableOverride]
+    name: Literal["Adam"] = "Adam"
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """L2 penalty, added to the gradient of matrices and, with decay_norms, of all other parameters."""
 
@@ -106,7 +106,7 @@ class AdamSection(AdamWSection):
 class AdamW8bitSection(AdamOptions):
     """AdamW with 8-bit moments, 2 bytes for each parameter instead of 8 (arXiv:2110.02861). Moments of vectors stay in fp32."""
 
-    name: Literal["AdamW8bit"] = "AdamW8bit"  # pyright: ignore[reportIncompatibleVariableOverride]
+    name: Literal["AdamW8bit"] = "AdamW8bit"
 
 
 class MuonSection(AdamOptions):
@@ -115,7 +115,7 @@ class MuonSection(AdamOptions):
     AdamW updates the embedding, the output layer and the norms, with beta1, beta2, eps and implementation.
     """
 
-    name: Literal["Muon"] = "Muon"  # pyright: ignore[reportIncompatibleVariableOverride]
+    name: Literal["Muon"] = "Muon"
     lr: Annotated[float, Field(gt=0)] = 8e-4
     """Peak learning rate. Muon's updates are scaled to the size of AdamW's, so a learning rate that
     suits AdamW is a good start."""
@@ -320,6 +320,7 @@ _Sources = StdlibSource | SyntheticSource | _LocalSources | HuggingFaceSource
 
 def _members(group: str, built_in: Any) -> Any:
     """Return the union of the built-in sections and the sections registered under an entry-point group."""
+    # pyrefly: ignore[not-a-type, unknown-name]
     return Union[(built_in, *(load_plug_in(entry) for entry in plug_ins(group)))]
 
 

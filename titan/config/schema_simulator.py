@@ -72,4 +72,4 @@ class HardwareSection(Section):
     """The run's accelerators, for MFU."""
 
     name: str = "auto"
-    """Name of the accelerator in titan/base/hardware.py, or "auto": by its device name."""
+    """Name of the accelerator in titan/base/hardware.toml, or "auto": by its device name."""

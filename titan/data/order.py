@@ -108,4 +108,4 @@ class Blend:
         """Return how many samples of each source come before sample `position`."""
         block, place = divmod(position, _BLOCK)
         inside = np.bincount(self._block(block)[0][:place], minlength=len(self.counts))
-        return (block * self.counts + inside).tolist()
+        return (block * self.counts + inside).tolist()  # pyrefly: ignore[bad-return]

@@ -29,16 +29,15 @@ from titan.base.untrusted import Unpacked
 from titan.data import DataError, require
 from titan.data.files import ending_of
 from titan.data.rows import (
-    BESIDE,
     SET_KEY,
     LongText,
     NoText,
+    TakeRow,
     field,
     plain_text,
     row_text,
     without_nulls,
 )
-from titan.data.rows import conversation as conversation
 
 # Characters of a piece: small enough to hand to a worker, large enough that few tokens are near a cut.
 PIECE_CHARS = 2**17
@@ -159,7 +158,7 @@ class _Metered(Unpacked):
 
 
 def _open(file: Path, meter: Meter) -> BinaryIO:
-    return io.BufferedReader(_Metered(file, meter), _BLOCK_BYTES)  # pyright: ignore[reportReturnType]
+    return io.BufferedReader(_Metered(file, meter), _BLOCK_BYTES)
 
 
 def read_python(file: Path, meter: Meter) -> Iterator[str]:
@@ -208,7 +207,7 @@ def _decoded(file: Path, meter: Meter) -> Iterator[str]:
 
 
 def read_jsonl(
-    file: Path, meter: Meter, key: str, take: Callable[..., Document] | None = None
+    file: Path, meter: Meter, key: str, take: TakeRow | None = None
 ) -> Iterator[Document]:
     """Yield a document for each line: the text in field `key`, or the result of `take(row, key, where=...)`."""
     number = 0
@@ -306,11 +305,11 @@ def _lines(blocks: Iterable[str], file: Path) -> Iterator[str]:
 
 
 def read_parquet(
-    file: Path, meter: Meter, key: str, take: Callable[..., Document] | None = None
+    file: Path, meter: Meter, key: str, take: TakeRow | None = None
 ) -> Iterator[Document]:
     """Yield a document for each row: the text in column `key`, or the result of `take(row, key, where=...)`.
 
-    Reading begins at the row group of `meter`. A row for `take` has the columns of `BESIDE`, too.
+    Reading begins at the row group of `meter`. A row for `take` has its other columns, too.
     """
     with open_parquet(file) as table:
         names = table.schema_arrow.names
@@ -322,7 +321,7 @@ def read_parquet(
             )
             message = f"{file}: no column '{key}'; its columns are {listed} ({SET_KEY})"
             raise NoText(message, likely)
-        columns = [key, *(name for name in names if take and name in BESIDE)]
+        columns = [key, *(name for name in names if take and name in take.columns)]
         others = tuple(name for name in names if name not in columns)
         size, first = file.stat().st_size, meter.group
         num_chars, most_chars = 0, max(Unpacked.RATIO_FROM_BYTES, Unpacked.MAX_RATIO * size)

@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 
 from titan.config import schema as s
-from titan.data import DataError
+from titan.data import DataError, conversations
 from titan.data.base import DatasetPhase, Samples, Source
 from titan.data.cache import cached_shards
-from titan.data.chat import ChatTemplate
 from titan.data.order import Blend, derive_key
 from titan.data.shard_samples import SampleOptions, ShardSamples
 from titan.data.shards import TokenShards
@@ -81,7 +80,7 @@ class BlendSamples(Samples):
         for source in self._parts:
             source.resize(part.seq_len)
         # Number of each source's first sample with these settings.
-        self._starts = np.array([-(-tokens // part.seq_len) for tokens in part.tokens])
+        self._starts: Any = np.array([-(-tokens // part.seq_len) for tokens in part.tokens])
 
     def tokens_after(self, count: int, *, whole: bool) -> list[int]:
         tokens = ((self._starts + self._blend.consumed(count)) * self._part.seq_len).tolist()
@@ -183,10 +182,10 @@ def _open_source(section: s.Section, number: int, options: SampleOptions) -> Sou
 
 def spec_of(section: s.Section, options: SampleOptions) -> TokenizationSpec:
     """Return the settings by which the documents of a source become tokens."""
-    is_chat = s.reads_chats(section)
-    return replace(
-        options.spec, template=ChatTemplate.of(options.tokenizer) if is_chat else None
-    )
+    if not s.reads_chats(section):
+        return options.spec
+    template = conversations().ChatTemplate.of(options.tokenizer)
+    return replace(options.spec, template=template)
 
 
 def _shard_samples(shards: TokenShards, options: SampleOptions, **named: Any) -> ShardSamples:

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import (
@@ -138,7 +138,7 @@ def write_index(file: Path, index: BaseModel) -> None:
     temporary = temporary_name(file)
     with temporary.open("w", encoding="utf-8") as opened:
         of_shards = {split: {"__all__": {"unread"}} for split in SPLITS}
-        left_out: Any = {"open": True, "place": True, "splits": of_shards}
+        left_out = {"open": True, "place": True, "splits": of_shards}
         left_out = left_out if file.name == INDEX else None
         opened.write(index.model_dump_json(indent=1, exclude=left_out))
         opened.flush()

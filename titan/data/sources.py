@@ -16,7 +16,7 @@ import json
 import sys
 import sysconfig
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.config import schema as s
-from titan.data import DataError, files, require
+from titan.data import DataError, conversations, files, require
 from titan.data.reading import (
     Document,
     Meter,
@@ -39,7 +39,7 @@ from titan.data.reading import (
     read_python,
     read_text,
 )
-from titan.data.rows import NoText, RowText, conversation, field
+from titan.data.rows import NoText, RowText, field
 from titan.data.unread import Counts, count, unread_line
 
 # Folders without text about the library, or that some Pythons lack: tests, applications, tables of character codes.
@@ -99,7 +99,7 @@ def open_documents(section: s.Section) -> Documents:
         DataError: the source is unusable, or contains no text.
     """
     if hasattr(section, "documents"):
-        return section.documents()  # pyright: ignore[reportAttributeAccessIssue]
+        return section.documents()
     if isinstance(section, s.StdlibSource):
         return _from_files("stdlib", _stdlib_files(), "", read_python)
     if isinstance(section, s.TextSource):
@@ -114,7 +114,8 @@ def open_documents(section: s.Section) -> Documents:
         endings, read = _ROWS[section.type]
         found = files.find_files(section.path, endings=endings)
         if section.messages_key:
-            read, kind = partial(read, take=conversation), f"{section.type} conversations"
+            read = partial(read, take=conversations().TakeConversation())
+            kind = f"{section.type} conversations"
             return _from_files(kind, *found, read, key=section.messages_key)
         documents = _from_files(section.type, *found, read, key=section.text_key)
         return _with_paste(section, documents)
@@ -395,40 +396,3 @@ def source_of_path(path: str, *, text_key: str, messages_key: str = "") -> s.Sec
             f"'{path}' holds no messages; --messages-key reads JSON Lines and Parquet"
         )
     return kind(path=path, **{key: v for key, v in keys.items() if key in kind.model_fields})
-
-
-def open_all(sections: Sequence[s.Section]) -> Documents:
-    """Return the documents of several sources, one source after another."""
-    parts = [open_documents(section) for section in sections]
-    sizes = [part.num_bytes for part in parts if part.num_bytes is not None]
-    here = 0
-
-    def read(first: int = 0, *place: int) -> Iterator[Document]:
-        nonlocal here
-        for here, part in enumerate(parts[first:], first):  # noqa: B007 (`place` reads it)
-            yield from part.read(*place)
-            place = ()
-
-    def places(least: int) -> Iterator[tuple[tuple[int, ...], int]]:
-        for number, part in enumerate(parts):
-            if part.places is None:
-                raise DataError(
-                    f"{part.name} is read as one stream, which hosts cannot share: download its files (hf download), and name "
-                    "them as --input, or prepare without --engine"
-                )
-            yield from (((number, *place), size) for place, size in part.places(least))
-
-    def try_first() -> None:
-        for part in parts:
-            part.try_first()
-
-    return Documents(
-        name=", ".join(part.name for part in parts),
-        identity=[part.identity for part in parts],
-        read=read,
-        num_bytes=sum(sizes) if len(sizes) == len(parts) else None,
-        position=lambda: sum(p.num_bytes or 0 for p in parts[:here]) + parts[here].position(),
-        place=lambda: (here, *parts[here].place()),
-        places=places,
-        try_first=try_first,
-    )

@@ -122,14 +122,16 @@ class Tokenizer(ABC):
             DataError: the vocabulary has no such token.
         """
         for which, name in (("bos", bos), ("eos", eos)):
-            if name and (token := self.id_of(name)) is None:
+            if not name:
+                continue
+            token = self.id_of(name)
+            if token is None:
                 raise DataError(
                     f'tokenizer.{which}_token = "{name}" is no token of {self.file or "the embedded tokenizer"}'
                 )
-            if name:
-                self.special_ids[name] = token
-                self.token_texts[f"{which}_token"] = name
-                setattr(self, f"{which}_id", token)
+            self.special_ids[name] = token
+            self.token_texts[f"{which}_token"] = name
+            setattr(self, f"{which}_id", token)
         if bos:
             self.begin_ids = [self.special_ids[bos]]
         if eos:

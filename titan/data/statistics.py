@@ -12,9 +12,11 @@ from titan.data.loader import Loader
 from titan.data.special_tokens import CONTEXT, KIND_SHIFT, without_kind
 from titan.data.tokenizer import Tokenizer
 
+_MAX_TOKENS = 2**22  # of each text that are counted
+
 
 def unigram_bits_per_byte(
-    train: Loader, *, validation: Loader, tokenizer: Tokenizer, max_tokens: int = 2**22
+    train: Loader, *, validation: Loader, tokenizer: Tokenizer
 ) -> float | None:
     """Compute the cross entropy of the validation text under the byte frequencies of the training text.
 
@@ -22,7 +24,6 @@ def unigram_bits_per_byte(
         train: loader of the training text.
         validation: loader of the validation text.
         tokenizer: the tokenizer of both.
-        max_tokens: number of tokens to count of each text, from the beginning of its samples.
 
     Returns:
         Bits a byte, or None if a text is endless or the tokenizer does not keep all bytes of a text.
@@ -31,21 +32,19 @@ def unigram_bits_per_byte(
         return None
     if train.samples.num_samples is None or validation.samples.num_samples is None:
         return None
-    counts, other = (
-        byte_counts(x, tokenizer, max_tokens=max_tokens) for x in (train, validation)
-    )
+    counts, other = (byte_counts(x, tokenizer) for x in (train, validation))
     return cross_entropy_bits(counts, validation=other)
 
 
-def byte_counts(loader: Loader, tokenizer: Tokenizer, *, max_tokens: int) -> np.ndarray:
-    """Count how often each byte occurs in the first `max_tokens` tokens of an epoch, float64[256]."""
+def byte_counts(loader: Loader, tokenizer: Tokenizer) -> np.ndarray:
+    """Count how often each byte occurs in the first tokens of an epoch, float64[256]."""
     token_counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     for number in range(loader.samples.num_samples or 0):
         # Count labels, since a model predicts labels.
         labels = loader.samples.get(np.array([number]))[0, 1:]
         labels = without_kind(labels[labels < CONTEXT << KIND_SHIFT])
         token_counts += np.bincount(labels[labels >= 0], minlength=len(token_counts))
-        if token_counts.sum() >= max_tokens:
+        if token_counts.sum() >= _MAX_TOKENS:
             break
     # Convert counts of tokens to counts of their bytes.
     counts = np.zeros(256, dtype=np.float64)

@@ -29,12 +29,11 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 
 from titan.data import DataError
-from titan.data.chat import ChatTemplate
 from titan.data.reading import Document, pieces_of
 from titan.data.shards import (
     FORMAT,
@@ -64,6 +63,16 @@ ReadPosition = tuple[int, int]
 """Position of the reader: number of whole documents, and of pieces of the next document, that have been read."""
 
 
+class Template(Protocol):
+    """Chat template, which turns a conversation into tokens (titan.data.conversations)."""
+
+    source: str
+
+    def encode(self, chat: Any, *, where: str, unread: Counts | None = None) -> np.ndarray: ...
+
+    def unread_beside(self, chat: Any) -> list[str]: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class TokenizationSpec:
     """Settings by which documents become tokens. Workers get them, and the shards depend on them."""
@@ -71,7 +80,7 @@ class TokenizationSpec:
     tokenizer: Tokenizer
     special_tokens: SpecialTokens
     validation_fraction: float
-    template: ChatTemplate | None = None
+    template: Template | None = None
     """Chat template, if the documents are conversations."""
 
     @property
@@ -328,7 +337,7 @@ def encode_documents(chunk: list[_Piece], spec: TokenizationSpec) -> list[_Encod
         if spec.template is not None:
             chat = json.loads(piece.text)
             keys += spec.template.unread_beside(chat)
-            framed: Any = spec.template.encode(chat, where=piece.where, unread=unread)
+            framed = spec.template.encode(chat, where=piece.where, unread=unread)
         else:
             encode = spec.tokenizer.encode_rest if piece.index else spec.tokenizer.encode
             ids = encode(piece.text)

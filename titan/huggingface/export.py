@@ -30,7 +30,7 @@ from titan.checkpoint.storage import LocalStorage
 from titan.checkpoint.tensors import StateDict
 from titan.config.phases import longest_sequence
 from titan.config.schema import JobConfig
-from titan.data.chat import answer_ends
+from titan.data import conversations
 from titan.data.special_tokens import begin_ids
 from titan.data.tokenizer import CHAT_TEMPLATE, Tokenizer
 from titan.data.tokenizer_files import (
@@ -40,7 +40,7 @@ from titan.data.tokenizer_files import (
     tokenizer_files,
     tokenizer_path,
 )
-from titan.huggingface.load import CONFIG, HFModel, differences
+from titan.huggingface.load import CONFIG, HFModel
 
 _NAMES = ("bos_token", "eos_token")
 DEFAULT_FILE_BYTES = 5_000_000_000
@@ -101,8 +101,8 @@ class Export:
             model.with_copies(),
             dtype,
             file_bytes,
-            bos_id=tokenizer and tokenizer.bos_id,
-            ends=answer_ends(tokenizer) if tokenizer else [],
+            bos_id=tokenizer.bos_id if tokenizer else None,
+            ends=_answer_ends(tokenizer) if tokenizer else [],
             seq_len=longest_sequence(config),
             assets=tokenizer_files(tokenizer_path(config)) if tokenizer else [],
             begin=_begin(config, tokenizer) if tokenizer else None,
@@ -170,6 +170,13 @@ class Export:
         return kept
 
 
+def _answer_ends(tokenizer: Tokenizer) -> list[int]:
+    """Return the ids that end an answer, the chat template's own first."""
+    if tokenizer.chat_template:
+        return conversations().answer_ends(tokenizer)
+    return sorted(tokenizer.end_ids)
+
+
 def _begin(config: JobConfig, tokenizer: Tokenizer) -> str | None:
     """Return the token that the job puts before texts, "" for no token, or None if the tokenizer's own behaviour is the same."""
     begins = bool(begin_ids(tokenizer, add_bos=config.data.add_bos))
@@ -185,7 +192,7 @@ def require_same_model(model: HFModel) -> None:
         CheckpointError: it would make another model. The message names the sizes that differ.
     """
     read = model.hooks.read_config(model.hooks.hf_config(model.sizes))
-    if others := getattr(model.hooks, "differences", differences)(read, model.sizes):
+    if others := model.hooks.differences(read, model.sizes):
         what = ", ".join(f"{key} = {getattr(model.sizes, key)}" for key in others)
         fix = ", ".join(f"{key} = {value}" for key, value in others.items())
         raise CheckpointError(
@@ -363,7 +370,7 @@ def _write_texts(folder: Path, export: Export, files: dict[str, list[str]]) -> N
     total = sum(map(export.num_bytes, model.on_disk))
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     texts = {model.index_name: index, CONFIG: export.config()}
-    texts |= getattr(model.hooks, "hf_files", lambda _: {})(model.sizes)
+    texts |= model.hooks.hf_files(model.sizes)
     for name, value in texts.items():
         LocalStorage().write(folder / name, (json.dumps(value, indent=2) + "\n").encode())
     assets = {asset.name: read_asset(asset) for asset in export.assets}

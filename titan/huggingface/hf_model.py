@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,32 @@ from titan.data.unread import file_line
 
 INDEX = "model.safetensors.index.json"
 OF_DIFFUSERS = "diffusion_pytorch_"  # comes before the names of its files
+
+
+def differences(sizes: Any, other: Any) -> dict[str, Any]:
+    """Return the fields, with their values in `sizes`, in which two models differ.
+
+    Fields about initialization and balancing do not count.
+    """
+    names = (f.name for f in dataclasses.fields(sizes) if f.init)
+    names = (name for name in names if not name.endswith(("init_std", "_coeff")))
+    values = {name: getattr(sizes, name) for name in names}
+    return {
+        name: value for name, value in values.items() if getattr(other, name, None) != value
+    }
+
+
+# What a family's huggingface.py may leave out.
+_LEFT_OUT: dict[str, Any] = {
+    "SPELLINGS": (),
+    "differences": differences,
+    "hf_buffer": lambda name, sizes: None,
+    "hf_copies": lambda sizes: {},
+    "hf_files": lambda sizes: {},
+    "hf_part": lambda name: None,
+    "hf_unread": None,
+    "hf_unused": lambda config, sizes: (),
+}
 
 
 class DiskTensor(NamedTuple):
@@ -49,7 +75,7 @@ class HFModel:
     Attributes:
         name: name of the family.
         sizes: sizes of the model.
-        hooks: the family's huggingface.py.
+        hooks: the family's huggingface.py, with the defaults of what it leaves out.
         names: our names to the names on disk, in the model's order, without buffers that are not on disk. A parameter that is
             stacked by expert is many tensors on disk, and {} stands for the expert's number.
         parts: parameters that are a part of one tensor on disk, with the first of their channels there, and the stride to the
@@ -61,7 +87,7 @@ class HFModel:
 
     name: str
     sizes: Any
-    hooks: ModuleType
+    hooks: Any
     names: dict[str, str]
     parts: dict[str, tuple[int, int]]
     shapes: dict[str, torch.Size]
@@ -87,31 +113,28 @@ class HFModel:
         state = {key.removeprefix("model."): t for key, t in model_state([model]).items()}
         parameters = {ours for ours, _ in model.named_parameters()}
         buffers = {ours: t.dtype for ours, t in state.items() if ours not in parameters}
-        name_of_buffer = getattr(hooks, "hf_buffer", lambda *_: None)
-        hf_name = _names_of(hooks, sizes)
+        hf_name = hooks.hf_name_of(sizes)
         names = {
-            ours: name_of_buffer(ours, sizes) if ours in buffers else hf_name(ours)
+            ours: hooks.hf_buffer(ours, sizes) if ours in buffers else hf_name(ours)
             for ours in state
         }
         names = {ours: theirs for ours, theirs in names.items() if theirs}
-        part_of = getattr(hooks, "hf_part", lambda _: None)
-        parts = {ours: part for ours in names if (part := part_of(ours))}
+        parts = {ours: part for ours in names if (part := hooks.hf_part(ours))}
         shapes = {ours: t.shape for ours, t in state.items()}
         return HFModel(name, sizes, hooks, names, parts, shapes, buffers)
 
     def hf_name(self, ours: str) -> str:
         """Return the name on disk of one of our parameters, also of one that is not there, as a tied output layer."""
-        return _names_of(self.hooks, self.sizes)(ours)
+        return self.hooks.hf_name_of(self.sizes)(ours)
 
     def with_copies(self) -> HFModel:
         """Return the model as it is exported, with the copies of embeddings that readers of its MTP modules expect."""
-        copies = getattr(self.hooks, "hf_copies", lambda _: {})(self.sizes)
-        return dataclasses.replace(self, copies=copies)
+        return dataclasses.replace(self, copies=self.hooks.hf_copies(self.sizes))
 
     def spelled_as(self, files: Collection[str]) -> HFModel:
         """Return the model with the names of a folder's tensors, if they have another prefix from the family's SPELLINGS."""
         names = self.names
-        for ours, theirs in getattr(self.hooks, "SPELLINGS", ()):
+        for ours, theirs in self.hooks.SPELLINGS:
             if not any(name.startswith(ours) for name in files):
                 names = {
                     n: re.sub(f"^{re.escape(ours)}", theirs, name) for n, name in names.items()
@@ -176,20 +199,19 @@ class HFModel:
         return sum(self.shapes[name][-1] for name in tensor.ours[: tensor.ours.index(ours)])
 
 
-def _names_of(hooks: ModuleType, sizes: Any) -> Callable[[str], str]:
-    return hooks.hf_name_of(sizes) if hasattr(hooks, "hf_name_of") else hooks.hf_name
-
-
-def hooks_of(name: str) -> ModuleType | None:
-    """Return a family's huggingface.py, or None if it has no complete one (docs/architecture.md)."""
+def hooks_of(name: str) -> Any:
+    """Return the names of a family's huggingface.py, or None if it has no complete one (docs/architecture.md)."""
     package = family(name)
     # A family of another package may be one file.
     name = f"{package.__name__}.huggingface" if hasattr(package, "__path__") else ""
-    module = import_module(name) if name and find_spec(name) else None
-    return module if hasattr(module, "read_config") else None
+    given = vars(import_module(name)) if name and find_spec(name) else {}
+    if "read_config" not in given:
+        return None
+    names = {"hf_name_of": lambda _: given["hf_name"], **_LEFT_OUT, **given}
+    return SimpleNamespace(**names)
 
 
-def unread_keys(file: Path, config: dict[str, Any], hooks: ModuleType, sizes: Any) -> list[str]:
+def unread_keys(file: Path, config: dict[str, Any], hooks: Any, sizes: Any) -> list[str]:
     """Return a line about keys of a config.json that no model of titan has, or nothing without such keys."""
 
     def unknown(config: dict[str, Any], known: dict[str, Any], at: str = "") -> Iterator[str]:
@@ -199,7 +221,7 @@ def unread_keys(file: Path, config: dict[str, Any], hooks: ModuleType, sizes: An
             elif value and key not in known:
                 yield at + key
 
-    if hasattr(hooks, "hf_unread"):
+    if hooks.hf_unread:
         return file_line(file, hooks.hf_unread(config, sizes))
     # An export has all keys that the family reads.
     return file_line(file, unknown(config, hooks.hf_config(sizes)))

@@ -38,7 +38,14 @@ from titan.config.model import families, family, num_blocks
 from titan.config.schema import ModelSection
 from titan.config.toml import format_value
 from titan.data import require
-from titan.huggingface.hf_model import INDEX, OF_DIFFUSERS, HFModel, hooks_of, unread_keys
+from titan.huggingface.hf_model import (
+    INDEX,
+    OF_DIFFUSERS,
+    HFModel,
+    differences,
+    hooks_of,
+    unread_keys,
+)
 from titan.huggingface.quantized import (
     Form,
     Where,
@@ -193,7 +200,7 @@ def check_folder(path: Path, model: HFModel) -> HFFolder:
     """
     folder = open_folder(path)
     name, sizes = read_sizes(folder, of=model.name)
-    others = getattr(model.hooks, "differences", differences)(sizes, model.sizes)
+    others = model.hooks.differences(sizes, model.sizes)
     others.pop("num_mtp_modules", None)  # the check of tensors finds missing modules
     if name != model.name or others:
         what = f"the model is {name}, the job's is {model.name}"
@@ -408,9 +415,9 @@ def left_out(folder: HFFolder, model: HFModel) -> dict[str, str]:
     extra = extra if isinstance(extra, int) else 0
     numbers = range(first, model.sizes.n_layers + min(extra, 100))
     reasons = {f"model.layers.{number}.": "it predicts further tokens" for number in numbers}
-    copies = getattr(model.hooks, "hf_copies", lambda _: {})(model.sizes)
+    copies = model.hooks.hf_copies(model.sizes)
     reasons |= {name: f"it is a copy of {ours}" for name, ours in copies.items()}
-    unused = getattr(model.hooks, "hf_unused", lambda *_: ())(folder.config, model.sizes)
+    unused = model.hooks.hf_unused(folder.config, model.sizes)
     reasons |= dict.fromkeys(unused, "the model's output does not depend on it")
     return {p: why for p, why in reasons.items() if any(n.startswith(p) for n in folder.files)}
 
@@ -440,16 +447,3 @@ def _headers(file: Path) -> dict[str, tuple[list[int], str]]:
 def _is_weights_name(name: Any) -> bool:
     """Return whether a value names a safetensors file in a folder, not a path out of it."""
     return is_plain_name(name) and name.endswith(".safetensors")
-
-
-def differences(sizes: Any, other: Any) -> dict[str, Any]:
-    """Return the fields, with their values in `sizes`, in which two models differ.
-
-    Fields about initialization and balancing do not count.
-    """
-    names = (f.name for f in dataclasses.fields(sizes) if f.init)
-    names = (name for name in names if not name.endswith(("init_std", "_coeff")))
-    values = {name: getattr(sizes, name) for name in names}
-    return {
-        name: value for name, value in values.items() if getattr(other, name, None) != value
-    }

@@ -157,7 +157,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, grad_output: Tensor, *_: Any
-    ) -> tuple[Tensor | None, Tensor | None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
         if ctx.weight_dtype is None:  # in place: the largest tensor of the step
             d_logits_NV, ctx.gradient = ctx.gradient, None
             if d_logits_NV is None:
@@ -300,7 +300,7 @@ def scaled_cross_entropy(
     if logits_fn is not None:
         size = -(-size // _FLOAT8_TOKENS) * _FLOAT8_TOKENS
     settings = _Settings(size, shard, kernels or Kernels(), logits_fn, custom, scales)
-    return _ChunkedCrossEntropy.apply(input_ND, weight, labels_N, settings)  # pyright: ignore[reportReturnType]
+    return _ChunkedCrossEntropy.apply(input_ND, weight, labels_N, settings)
 
 
 def _parts(

@@ -38,8 +38,8 @@ class Digest:
             [a + b for a, b in zip(*rows, strict=True)]
             for rows in zip(self.sums, other.sums, strict=True)
         ]
-        known = self.squares is not None and other.squares is not None
-        self.squares = self.squares + other.squares if known else None  # pyright: ignore
+        if self.squares is not None:
+            self.squares = None if other.squares is None else self.squares + other.squares
         self.count += other.count
 
 

@@ -28,10 +28,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from titan.numerics.module_hooks import hook_outputs, is_recomputation
 from titan.parallel.compile import is_compiled
 from titan.parallel.init_weights import canonical_name
 from titan.parallel.mesh import axis_rank, axis_size
-from titan.parallel.module_hooks import hook_outputs, is_recomputation
 from titan.parallel.selective import outside_selection
 
 from .digests import Digest, differ, digest_of, indices_of
@@ -85,7 +85,7 @@ def whole_shapes(
             for hook in hooks:
                 hook.remove()
         seen.append(shapes)
-    named = {
+    named: Any = {
         tuple(pair): name for name, pair in zip("BS", zip(*sizes, strict=True), strict=True)
     }
     named[tuple(batch * tokens for batch, tokens in sizes)] = "BS"
@@ -94,7 +94,7 @@ def whole_shapes(
         pairs = [*zip(first, seen[1].get(name, ()), strict=False)]
         dims = [named.get(pair, pair[0] if pair[0] == pair[1] else None) for pair in pairs]
         if len(pairs) == len(first) and dims and None not in dims:
-            found[canonical_name(name)] = tuple(dims)  # pyright: ignore
+            found[canonical_name(name)] = tuple(dims)
     return found
 
 
@@ -188,7 +188,7 @@ class Recorder:
         leaves, spec = tree_flatten(out)
         local = x.to_local() if isinstance(x, DTensor) else x
         signs = torch.randint(-1, 2, local.shape, generator=self.generator).to(local.device)
-        factor: Any = 1 + signs.to(local.dtype) * torch.finfo(local.dtype).eps
+        factor = 1 + signs.to(local.dtype) * torch.finfo(local.dtype).eps
         if isinstance(x, DTensor):
             factor = DTensor.from_local(factor, x.device_mesh, x.placements, run_check=False)
         leaves = [x * factor if leaf is x else leaf for leaf in leaves]
@@ -420,7 +420,7 @@ def source_line(modules: Mapping[str, nn.Module], name: str) -> str:
     if name not in modules:
         return ""
     # FSDP puts a class of its own around that of the model.
-    kind: Any = next(c for c in type(modules[name]).__mro__ if "forward" in vars(c))
+    kind = next(c for c in type(modules[name]).__mro__ if "forward" in vars(c))
     function = inspect.unwrap(kind.forward)
     try:
         file, line = inspect.getsourcefile(function), inspect.getsourcelines(function)[1]

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 import titan
 from titan.base.run_folder import git_state
 from titan.config.layout import AXES
+from titan.numerics.recorded import RecordedStep, RecordedTensor
 from titan.numerics.recorder import Recorder, source_line, whole_shapes
-from titan.observe.recorded import RecordedStep, RecordedTensor
 from titan.parallel import shard_sequence
 from titan.parallel.init_weights import canonical_name
 from titan.parallel.mesh import axis_rank, axis_size

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Sequence
 
 from titan.data.base import TensorBatch
+from titan.numerics.recorded import FOLDER, write_step
 from titan.numerics.recording import StepRecorder
-from titan.observe.recorded import FOLDER, write_step
 from titan.run.hook import Hook
 from titan.run.progress import RunProgress
 from titan.step.train_step import StepReport

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten
 
 from titan.base.failure import RunFailure
-from titan.parallel.module_hooks import hook_outputs, is_recomputation
+from titan.numerics.module_hooks import hook_outputs, is_recomputation
 
 Place = tuple[str, str, int]
 """Kind, module or parameter, and number of the call."""

@@ -1,13 +1,4 @@
-"""Readers of JSON Lines files of any length in bounded memory, even while they are written.
-
-    Tail        yields the lines that were added since the last call
-    LineFile    a Tail, and what is kept of its lines (a subclass says what); starts again when the file is cut or replaced
-    RowFile     the LineFile of a metrics.jsonl: thinned rows, and the newest ones in full
-    Thin        keeps, for each stretch of rows, the rows with the smallest and largest loss, the last validation and the
-                last row. Stretches are joined in pairs when there are too many
-
-Used by `titan watch`, `titan plot` and the log of metrics. Imports no torch.
-"""
+"""Rows of a metrics.jsonl: reading them, and cutting them off after a step. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,21 +6,16 @@ import errno
 import json
 import math
 import os
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from titan.base.run_writer import open_to_write
 from titan.base.untrusted import InputError, open_regular
 
 Row = dict[str, Any]
-MAX_ROWS = 4000
-_MAX_LINE_BYTES = 2**20
-_BLOCK_BYTES = 2**18
-_CHECK_BYTES = 64  # compared to notice that a file of the same inode was rewritten
-_LAST = 0.05  # share of a run's rows whose mean loss is its final loss
-_RECENT = 500  # rows that a page can fetch one by one between two polls
+MAX_LINE_BYTES = 2**20
+BLOCK_BYTES = 2**18
 
 
 def parse(line: bytes, *, key: str = "step") -> Row | None:
@@ -67,20 +53,10 @@ def lines_of(path: Path) -> Iterator[bytes]:
         OSError: the file cannot be read, or has a line that is too long for a row.
     """
     with open_regular(path, within=path.parent) as file:
-        while line := file.readline(_MAX_LINE_BYTES):
-            if len(line) == _MAX_LINE_BYTES:
+        while line := file.readline(MAX_LINE_BYTES):
+            if len(line) == MAX_LINE_BYTES:
                 raise OSError(errno.EFBIG, "a line is too long for a row")
             yield line
-
-
-def final_loss(rows: list[Row]) -> float | None:
-    """Return a run's last validation loss, or the mean of its last training losses; None if there is none."""
-    validations = [x for row in rows if (x := number(row.get("validation_loss"))) is not None]
-    if validations:
-        return validations[-1]
-    last = rows[-max(1, round(_LAST * len(rows))) :]
-    losses = [x for row in last if (x := number(row.get("loss_mean"))) is not None]
-    return sum(losses) / len(losses) if losses else None
 
 
 def with_groups(paths: Iterable[Path]) -> list[Path]:
@@ -90,208 +66,6 @@ def with_groups(paths: Iterable[Path]) -> list[Path]:
         groups = [file.parent for file in path.glob("group-[0-9]*/status.json")]
         found += sorted(groups, key=lambda group: int(group.name[6:])) or [path]
     return found
-
-
-def run_names(paths: list[Path]) -> list[str]:
-    """Return short names that distinguish the runs: folder names, or whole paths if two names are equal."""
-    names = [path.resolve().name for path in paths]
-    return names if len(set(names)) == len(names) else [str(path) for path in paths]
-
-
-def runs_near(folder: Path, signs: Iterable[str]) -> str:
-    """Return a hint for an error: runs near the folder.
-
-    Args:
-        folder: folder that was not found.
-        signs: names of files; a folder with one of them is a run.
-    """
-    near = sorted({file.parent for sign in signs for file in folder.parent.glob(f"*/{sign}")})
-    return f"; runs near it: {', '.join(map(str, near[:5]))}" if near else ""
-
-
-class Tail:
-    """Reader of the whole lines that are added to a file.
-
-    Attributes:
-        path: the file.
-        generation: how often the file began again, because it was cut or replaced.
-        num_long: lines that were dropped because of their length.
-    """
-
-    def __init__(self, path: Path, *, last_bytes: int | None = None) -> None:
-        """Start at the beginning of the file, or near its end.
-
-        Args:
-            path: the file.
-            last_bytes: distance of the start from the end; None: read the whole file.
-        """
-        self.path, self._last_bytes = path, last_bytes
-        self.generation, self.num_long = 0, 0
-        self._inode, self._offset, self._check, self._in_long = -1, 0, b"", False
-
-    def read(self) -> Iterator[list[bytes]]:
-        """Yield new lines, block by block.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
-        with open_regular(self.path, within=self.path.parent) as file:
-            status = os.fstat(file.fileno())
-            # A resumed run cuts its file and appends other rows: the inode stays, the bytes before the offset do not.
-            file.seek(max(self._offset - len(self._check), 0))
-            if status.st_ino != self._inode or file.read(len(self._check)) != self._check:
-                self._begin(status)
-                file.seek(self._offset)
-            yield from self._blocks(file)
-
-    def _begin(self, status: os.stat_result) -> None:
-        self._inode, self.generation, self.num_long = status.st_ino, self.generation + 1, 0
-        left_out = status.st_size - (self._last_bytes or status.st_size)
-        self._offset, self._check, self._in_long = max(left_out, 0), b"", left_out > 0
-
-    def _blocks(self, file: IO[bytes]) -> Iterator[list[bytes]]:
-        rest = b""
-        while block := file.read(_BLOCK_BYTES):
-            text = rest + block
-            whole, newline, rest = text.rpartition(b"\n")
-            # Drop a line without an end, so that memory stays bounded.
-            if not newline and len(rest) > _MAX_LINE_BYTES:
-                self.num_long += not self._in_long
-                self._advance(rest)
-                self._in_long, rest = True, b""
-            if newline:
-                self._advance(whole + newline)
-                lines = whole.split(b"\n")
-                if self._in_long:
-                    lines, self._in_long = lines[1:], False
-                yield lines
-
-    def _advance(self, text: bytes) -> None:
-        self._offset += len(text)
-        self._check = (self._check + text[-_CHECK_BYTES:])[-_CHECK_BYTES:]
-
-
-class _Kept(NamedTuple):
-    number: int
-    loss: float
-    row: Row
-
-
-class Thin:
-    """About `limit` rows of any number of them. While there are few, all are kept.
-
-    With a limit of 8 there are two stretches. After 4 rows each has two of them; the fifth row joins both into one of four rows, and
-    begins the second. A stretch keeps at most four rows: the ones with the least and largest loss, the last validation and the last row.
-    """
-
-    def __init__(self, limit: int = MAX_ROWS) -> None:
-        self.count = 0
-        self._most = max(limit // 8 * 2, 2)  # even, so that all pairs are whole
-        self._size = 1
-        self._stretches: list[dict[str, _Kept]] = []  # by the reason why a row stays
-
-    def add(self, row: Row) -> None:
-        """Add a row at the end. Where there are too many stretches, neighbours become one."""
-        if self.count % self._size == 0:
-            if len(self._stretches) == self._most:
-                for first, second in zip(
-                    self._stretches[::2], self._stretches[1::2], strict=True
-                ):
-                    _join(first, second)
-                self._stretches = self._stretches[::2]
-                self._size *= 2
-            self._stretches.append({})
-        loss = number(row.get("loss"))
-        kept = _Kept(self.count, loss or 0.0, row)
-        reasons = ["last"] if loss is None else ["least", "largest", "last"]
-        # An evaluation may come in another step than a validation.
-        if any(key == "validation_loss" or key.startswith("eval/") for key in row):
-            reasons.append("validation")
-        _join(self._stretches[-1], dict.fromkeys(reasons, kept))
-        self.count += 1
-
-    def rows(self) -> list[Row]:
-        """Return the rows that were kept, in order."""
-        kept = {k.number: k.row for stretch in self._stretches for k in stretch.values()}
-        return [kept[n] for n in sorted(kept)]
-
-
-def _join(stretch: dict[str, _Kept], later: Mapping[str, _Kept]) -> None:
-    """Take the rows to keep of a later stretch into this one."""
-    for why, new in later.items():
-        old = stretch.get(why, new)
-        is_least = why == "least" and old.loss <= new.loss
-        is_largest = why == "largest" and old.loss >= new.loss
-        stretch[why] = old if is_least or is_largest else new
-
-
-class LineFile:
-    """Keep something of the lines of a file that grows. A subclass says what, in `begin` and `take`.
-
-    `problem` is a line for people, or "".
-    """
-
-    def __init__(self, path: Path, *, last_bytes: int | None = None) -> None:
-        self.tail, self.problem = Tail(path, last_bytes=last_bytes), ""
-        self._generation = 0
-        self.num_bad = 0  # lines that are not what they should be
-        self.begin()
-
-    def begin(self) -> None:
-        """Forget all lines: the file begins again."""
-        raise NotImplementedError
-
-    def take(self, lines: list[bytes]) -> None:
-        """Take in new lines."""
-        raise NotImplementedError
-
-    def update(self) -> None:
-        """Read what is new."""
-        self.problem = ""
-        try:
-            for lines in self.tail.read():
-                self._begin_if_new()
-                self.take(lines)
-        except FileNotFoundError:
-            pass  # not written yet
-        except OSError as error:
-            self.problem = f"{self.tail.path.name}: {error.strerror or error}"
-        self._begin_if_new()  # a file that was cut to nothing yields no lines
-        if num_bad := self.num_bad + self.tail.num_long:
-            self.problem = (
-                f"{self.tail.path.name}: {num_bad:,} lines are too long, or not readable"
-            )
-
-    def _begin_if_new(self) -> None:
-        if self.tail.generation != self._generation:
-            self._generation, self.num_bad = self.tail.generation, 0
-            self.begin()
-
-
-class RowFile(LineFile):
-    """Keep the rows of a metrics.jsonl that grows: all of them thinned, and the newest ones in full."""
-
-    def __init__(self, path: Path, *, limit: int = MAX_ROWS) -> None:
-        self._limit = limit
-        super().__init__(path)
-
-    def begin(self) -> None:
-        self.thin = Thin(self._limit)
-        self._recent = deque[Row](maxlen=min(_RECENT, self._limit))
-
-    def take(self, lines: list[bytes]) -> None:
-        rows = [row for line in lines if (row := parse(line))]
-        for row in rows:
-            self.thin.add(row)
-        self._recent.extend(rows)
-
-    def since(self, count: int) -> list[Row] | None:
-        """Return the rows after the first `count`, or None if not all of them are still there."""
-        new = self.thin.count - count
-        # A client that has no rows, or rows of another file, gets all of them.
-        if not 0 < count <= self.thin.count or new > len(self._recent):
-            return None
-        return list(self._recent)[len(self._recent) - new :]
 
 
 def cut_after(path: Path, *, step: int) -> Row | None:
@@ -334,7 +108,7 @@ def _lines_backwards(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:
     position, rest = os.fstat(file.fileno()).st_size, b""
     while position:
         # Read one more block towards the start of the file.
-        begin = max(position - _BLOCK_BYTES, 0)
+        begin = max(position - BLOCK_BYTES, 0)
         file.seek(begin)
         text = file.read(position - begin) + rest
         position, rest = begin, b""
@@ -342,7 +116,7 @@ def _lines_backwards(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:
             rest, newline, text = text.partition(b"\n")
             begin += len(rest + newline)
             rest += newline
-            if len(rest) > _MAX_LINE_BYTES:
+            if len(rest) > MAX_LINE_BYTES:
                 rest = b""
         end = begin + len(text)
         for line in reversed(text.splitlines(keepends=True)):

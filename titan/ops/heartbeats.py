@@ -60,7 +60,7 @@ def connect(timeout_s: float) -> Any:
     store = default_store()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
     if isinstance(store, dist.FileStore):
-        return FolderStore(Path(f"{store.path}-beats"))  # pyright: ignore[reportAttributeAccessIssue]
+        return FolderStore(Path(f"{store.path}-beats"))  # pyrefly: ignore[missing-attribute]
     if not isinstance(store, dist.TCPStore):
         return None
     timeout = timedelta(seconds=max(timeout_s, 5))

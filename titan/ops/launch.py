@@ -24,7 +24,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from titan.base.errors import count_oom_kills
 from titan.base.run_folder import read_status, write_status
 from titan.base.run_writer import run_files
 from titan.base.signals import (
@@ -37,6 +36,7 @@ from titan.base.signals import (
 )
 from titan.config.options import is_quiet
 from titan.ops import warm_start
+from titan.ops.activity import count_oom_kills
 
 # Faults in native code, which Python cannot report.
 FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)

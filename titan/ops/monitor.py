@@ -39,18 +39,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from titan.base import flight_recorder
-from titan.base.errors import (
-    COMMUNICATION,
-    Failure,
-    explains_itself,
-    main_thread,
-    open_stacks,
-    stacks_file,
-    where_failed,
-)
+from titan.base.errors import COMMUNICATION, Failure, explains_itself
 from titan.base.run_folder import write_status
 from titan.base.signals import EXIT_FAILED, StopRequest, has_agent, leave, signal_main_thread
+from titan.ops import flight_recorder
+from titan.ops.activity import main_thread, open_stacks, stacks_file, where_failed
 from titan.ops.heartbeats import describe_hang, describe_silence, store_host, why_silent
 from titan.ops.peers import LINGER_S, Peers, call_with_timeout
 from titan.ops.run_lock import BEAT_S, RunLock, RunLocked

@@ -16,7 +16,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from titan.base.errors import Failure, main_thread
+from titan.base.errors import Failure
+from titan.ops.activity import main_thread
 from titan.ops.heartbeats import Heartbeat, connect
 from titan.ops.run_lock import ProcessId
 

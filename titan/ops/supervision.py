@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from titan.base import flight_recorder
-from titan.base.flight_recorder import FlightRecorder
 from titan.base.signals import StopRequest
 from titan.config.schema import JobConfig
+from titan.ops import flight_recorder
+from titan.ops.flight_recorder import FlightRecorder
 from titan.ops.memory_limit import require_address_space
 from titan.ops.monitor import Monitor
 from titan.ops.run_lock import RunLock
 from titan.run.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Supervision(Supervisor):
@@ -64,6 +68,10 @@ class Supervision(Supervisor):
             self.monitor.end()
         else:
             self.monitor.begin(step, extra_s=extra_s)
+
+    def see_mesh(self, mesh: DeviceMesh) -> None:
+        """Name the axes of process groups in dumps."""
+        flight_recorder.name_axes(mesh)
 
     def end(self) -> None:
         """Tell the peers not to expect heartbeats. Those of the lock go on, while a save ends."""

@@ -63,7 +63,7 @@ def prepare() -> None:
     gc.freeze()
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-    subprocess_handler.Popen = _Rank  # pyright: ignore[reportAttributeAccessIssue]
+    subprocess_handler.Popen = _Rank
 
 
 class _Rank(subprocess.Popen[bytes]):
@@ -111,7 +111,7 @@ def _run_rank(argv: Sequence[str], env: dict[str, str]) -> None:
         # `ps` shows the launcher's command line for all ranks.
         Path("/proc/self/comm").write_text(f"titan rank {env['RANK']}")
         for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+            stream.reconfigure(line_buffering=True)  # pyrefly: ignore[missing-attribute]
         sys.argv = [_RANK[-1], *argv]
         sys.modules[_RANK[-1]].run_rank()
     except BaseException:

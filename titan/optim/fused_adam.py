@@ -24,14 +24,14 @@ from torch import Tensor
 
 from titan.parallel.float8 import plain
 
-from .adam import begin_step, local
+from .states import Allocates, begin_step, local
 
 # A shard of that many elements is worth a separate launch and a call from the host. It has rows of this length, so that a compiler
 # that knows neither the number of rows nor the address still loads 16 bytes at a time.
 _LARGE, _ROW = 2**16, 2**10
 
 
-class FusedAdam(torch.optim.Adam):
+class FusedAdam(Allocates, torch.optim.Adam):
     """torch's fused Adam or AdamW, which clips as it updates.
 
     Attributes:

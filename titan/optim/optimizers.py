@@ -1,8 +1,8 @@
 """Construction of the optimizer from its section. Matrices are decayed, norms and biases only with `decay_norms`.
 
-    AdamW, Adam   fused_adam.py, or another implementation of torch, if weights and moments share a precision; otherwise adam.py
-    AdamW8bit     adam.py, moments in 8 bits
-    Muon          muon.py for the matrices of the blocks, AdamW for the rest
+    AdamW, Adam   fused_adam.py, or another implementation of torch, if weights and moments share a precision
+    the same with small states, AdamW8bit, Muon
+                  plug-ins of the kind "optimizer" (titan/config/plug_ins.py)
 
 Groups keep their own peak learning rate as "initial_lr" (torch's name for it), which the schedule scales.
 """
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from titan.config.plug_ins import load_part
 from titan.config.schema import (
     AdamOptions,
     AdamSection,
@@ -27,10 +28,9 @@ from titan.config.schema import (
 from titan.parallel.float8 import plain
 from titan.parallel.init_weights import canonical_name
 
-from .adam import SmallAdam
 from .fused_adam import FusedAdam
-from .muon import Muon
 from .rounding import RoundingSeeds
+from .states import Allocates
 
 
 def is_matrix(name: str, parameter: nn.Parameter) -> bool:
@@ -79,14 +79,15 @@ def build_optimizer(
         backend: Backend of torch.compile for the update of AdamW and Adam. Empty: torch's own fused kernel.
     """
     named = {canonical_name(name): p for name, p in named_parameters if p.requires_grad}
-    build: Any = getattr(section, "build", None)
+    build = getattr(section, "build", None)
     if build is not None:
         optimizer = build(list(named.values()))
     elif isinstance(section, MuonSection):
-        optimizer = _muon(section, named, seed=seed, backend=backend)
+        build = _part("Muon")
+        optimizer = build(section, named, seed=seed, backend=backend)
     else:
         assert isinstance(section, AdamOptions)
-        optimizer = _adam(section, named, lr=section.lr, seed=seed, backend=backend)
+        optimizer = build_adam(section, named, lr=section.lr, seed=seed, backend=backend)
     # torch's schedulers keep the peak under this name.
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
@@ -104,22 +105,16 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> bool:
     Returns:
         Whether titan can create this optimizer's states.
     """
-    if isinstance(optimizer, Muon):
-        for matrix in optimizer.param_groups[0]["params"]:
-            if not optimizer.state[matrix]:
-                optimizer.init_state(matrix)
-        return allocate_state(optimizer.others)
+    if isinstance(optimizer, Allocates):
+        optimizer.allocate()
+        return True
     # amsgrad has a third moment, which is not created here.
     is_torchs = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
-    is_torchs = is_torchs and not optimizer.defaults["amsgrad"]
-    if not (is_torchs or isinstance(optimizer, (FusedAdam, SmallAdam))):
+    if not is_torchs or optimizer.defaults["amsgrad"]:
         return False
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if optimizer.state[parameter]:
-                continue
-            if isinstance(optimizer, (FusedAdam, SmallAdam)):
-                optimizer.init_state(parameter)
                 continue
             # Fused kernels read the step on the device, the others on the host.
             device = parameter.device if group["fused"] else "cpu"
@@ -131,7 +126,7 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> bool:
     return True
 
 
-def _adam(
+def build_adam(
     section: AdamOptions,
     named: Mapping[str, nn.Parameter],
     *,
@@ -139,7 +134,15 @@ def _adam(
     seed: int,
     backend: str,
 ) -> torch.optim.Optimizer:
-    """Build Adam or AdamW: `FusedAdam`, torch's, or `SmallAdam`."""
+    """Build Adam or AdamW: `FusedAdam`, torch's, or one with small states.
+
+    Args:
+        section: [optimizer].
+        named: Trained parameters, by name.
+        lr: Peak learning rate.
+        seed: Seed of stochastic rounding.
+        backend: Backend of torch.compile for the update.
+    """
     groups = parameter_groups(
         named.values(),
         weight_decay=section.weight_decay,
@@ -163,7 +166,7 @@ def _adam(
         return (torch.optim.AdamW if decoupled else torch.optim.Adam)(
             groups, foreach=section.implementation == "foreach", **options
         )
-    return SmallAdam(
+    return _part("small")(
         groups,
         state_dtype=state_dtype or weight_dtypes.pop(),
         decoupled=decoupled,
@@ -173,27 +176,10 @@ def _adam(
     )
 
 
-def _muon(
-    section: MuonSection, named: Mapping[str, nn.Parameter], *, seed: int, backend: str
-) -> torch.optim.Optimizer:
-    """Build Muon. Blocks are the children of `layers`, a name that every model family shares."""
-    in_blocks = {k: p for k, p in named.items() if k.startswith("layers.") and is_matrix(k, p)}
-    rest = {name: p for name, p in named.items() if name not in in_blocks}
-    adam_lr = section.lr if section.adam_lr is None else section.adam_lr
-    others = _adam(section, rest, lr=adam_lr, seed=seed, backend=backend)
-    if not in_blocks:  # a pipeline stage of the embedding alone
-        return others
-    return Muon(
-        list(in_blocks.values()),
-        others=others,
-        lr=section.lr,
-        weight_decay=section.weight_decay,
-        momentum=section.momentum,
-        nesterov=section.nesterov,
-        ns_steps=section.ns_steps,
-        ns_dtype=getattr(torch, section.ns_dtype),
-        seeds=RoundingSeeds(in_blocks, seed=seed) if section.stochastic_rounding else None,
-    )
+def _part(name: str) -> Any:
+    """Return the function that builds an optimizer of titan's optional parts."""
+    missing = 'its part of titan/contrib is not installed; use "AdamW", without state_dtype and stochastic_rounding'
+    return load_part(f"optimizer.{name}", key="optimizer.name", missing=missing)
 
 
 def _state_dtype(section: AdamOptions) -> torch.dtype | None:

@@ -216,6 +216,11 @@ def keeps_some(block: nn.Module) -> bool:
     return selection_of(block) is not None
 
 
+def unwrapped(block: Any) -> nn.Module:
+    """Return a block without the wrapper of torch's activation checkpointing."""
+    return getattr(block, "_checkpoint_wrapped_module", block)
+
+
 def selection_of(block: nn.Module) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
     """Return a decorator that checkpoints a function of a block by the block's own save list.
 
@@ -233,12 +238,12 @@ def selection_of(block: nn.Module) -> Callable[[Callable[..., Any]], Callable[..
     if not isinstance(context_fn, partial) or context_fn.func is not _contexts:
         return None
     selection = context_fn.args[0]
-    inside: nn.Module = getattr(block, "_checkpoint_wrapped_module", block)
+    inside = unwrapped(block)
     names = {module: f"{name}." for name, module in inside.named_modules() if name}
 
     def select(function: Callable[..., Any]) -> Callable[..., Any]:
         within = names.get(getattr(function, "__self__", inside), "")
-        options = {**settings, "context_fn": partial(_contexts, selection, within=within)}
+        options: Any = {**settings, "context_fn": partial(_contexts, selection, within=within)}
 
         def selected(*args: Any, **kwargs: Any) -> Any:
             return checkpoint(function, *args, **options, **kwargs)

@@ -121,12 +121,12 @@ class AsyncAllToAll:
     def __init__(self, x: Tensor, *, group: str, to: list[int], from_: list[int]) -> None:
         self.group, self.to, self.from_ = group, to, from_
         self.gradients: list[Tensor] = []
-        self._rows: list[Tensor] = [_SendTokens.apply(x, self)]  # pyright: ignore
+        self._rows: list[Tensor] = [_SendTokens.apply(x, self)]
 
     def wait(self) -> Tensor:
         """Return the tokens that arrived. Call it once."""
         # Remove it from the list: the graph keeps this object, which would then keep the graph.
-        return _ReceiveTokens.apply(self._rows.pop(), self)  # pyright: ignore[reportReturnType]
+        return _ReceiveTokens.apply(self._rows.pop(), self)
 
 
 def _wait_in_turn(arriving: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from titan.base.failure import UserError
 
-from .activation import selection_of
+from .activation import selection_of, unwrapped
 from .random_numbers import require_restored
 from .selective import outside_selection, show_programs_to_checkpoints
 from .torch_compat import (
@@ -94,14 +94,14 @@ def apply_compile(
             detach_collective(module)
     # Each call of a block looks up the program that the first block of its shape compiled.
     for block in blocks:
-        unwrapped: Any = getattr(block, "_checkpoint_wrapped_module", block)
-        traits = traits_of(unwrapped)
+        inner = unwrapped(block)
+        traits = traits_of(inner)
         select = selection_of(block) if traits.compiled else None
         if select is not None:
             show_programs_to_checkpoints()
         for path in traits.compiled:
             inside_of, _, name = path.rpartition(".")
-            owner = unwrapped.get_submodule(inside_of)
+            owner = inner.get_submodule(inside_of)
             function = getattr(owner, name)
             passed_over = getattr(function, "is_outside_selection", False)
             if passed_over:

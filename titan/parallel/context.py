@@ -165,7 +165,7 @@ class ContextParallelAttention(nn.Module):
     """
 
     def __init__(
-        self, inner: nn.Module, *, part: SequencePart, method: Method, name: str = "attention"
+        self, inner: Any, *, part: SequencePart, method: Method, name: str = "attention"
     ) -> None:
         super().__init__()
         self.inner = inner

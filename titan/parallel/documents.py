@@ -265,7 +265,7 @@ def share_document_mask(model: nn.Module, make: Callable[..., DocumentMask] = ma
         make: called as `make(ids, cu_seqlens_BN=..., specs=...)`.
     """
     found = {module.spec for module in modules_of(model, MaskedAttention).values()}
-    specs: Any = tuple(sorted(found)) or (CAUSAL,)  # pyright: ignore
+    specs = tuple(sorted(found)) or (CAUSAL,)
     linear = [*modules_of(model, SequenceModule).values()]
 
     def before(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

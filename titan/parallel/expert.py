@@ -189,7 +189,8 @@ def _give_local_parameters(module: nn.Module) -> None:
         module.__dict__["_split_parameters"] = calls + 1, split
         for name, parameter in split.items() if not calls else ():
             if isinstance(parameter, DTensor):
-                module._parameters[name] = parameter.to_local()  # pyright: ignore
+                # pyrefly: ignore[unsupported-operation]
+                module._parameters[name] = parameter.to_local()
 
     def restore(module: nn.Module, *_: Any) -> None:
         calls, split = module.__dict__.pop("_split_parameters")

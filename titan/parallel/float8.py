@@ -252,7 +252,7 @@ def plain(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return local._tensor
     # Not by from_local, which would copy an offloaded weight to the mesh's device.
-    return DTensor(local._tensor, tensor._spec, requires_grad=False)  # pyright: ignore
+    return DTensor(local._tensor, tensor._spec, requires_grad=False)
 
 
 def table(report: Iterable[Conversion], *, recipe: str, emulated: bool, compiled: bool) -> str:
@@ -297,9 +297,7 @@ def is_tensorwise(module: nn.Module) -> bool:
     return cast is not None and cast.scaling_granularity.value == "tensorwise"
 
 
-def cast_before_gather(
-    module: nn.Module, mesh: DeviceMesh
-) -> Callable[[DTensor], DTensor] | None:
+def cast_before_gather(module: nn.Module, mesh: DeviceMesh) -> Callable[[DTensor], Any] | None:
     """Return a function that casts the input of the layers in `module`, to be all-gathered in float8.
 
     Args:
@@ -320,7 +318,7 @@ def cast_before_gather(
     _gather_bytes(mesh)
     layer: Any = layers[0]
     dtype = layer.config.cast_config_input.target_dtype
-    return lambda x: hp_tensor_to_float8_dynamic(  # pyright: ignore
+    return lambda x: hp_tensor_to_float8_dynamic(
         x, dtype, layer.linear_mm_config, gemm_input_role=GemmInputRole.INPUT
     )
 

@@ -35,7 +35,13 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from .alike import require_alike_modules, require_alike_parameters
-from .fsdp_compat import average_gradients, compare_units, parameter_groups, reduce_unused
+from .fsdp_compat import (
+    average_gradients,
+    compare_units,
+    is_sharded,
+    parameter_groups,
+    reduce_unused,
+)
 from .init_weights import canonical_name
 from .one_rank import stay_on_rank
 from .selective import outside_selection
@@ -78,7 +84,7 @@ def apply_fsdp(
     prefetch: int = -1,
     own_mesh: Mapping[nn.Module, DeviceMesh] | None = None,
     encoders: Sequence[nn.Module] = (),
-    first: Sequence[nn.Module] = (),
+    first: Sequence[Any] = (),
     last: Sequence[nn.Module] = (),
 ) -> None:
     """Shard `model` in place over `mesh`: one axis (FSDP) or two (replicate, shard: HSDP).
@@ -120,13 +126,13 @@ def apply_fsdp(
     # A loss in chunks has done the output layer's part of the backward pass. The norm, which follows, is too short to
     # hide an all-gather of the last block.
     kept = {*last, *blocks[-kept_blocks:]}
-    options: Any = {"mp_policy": precision, "offload_policy": offload}
+    options = {"mp_policy": precision, "offload_policy": offload}
     gathered: list[list[nn.Module]] = []
     for unit in reversed(units):  # inner ones first: all other parameters belong to the root
         reshard = reshard_after_forward and kept.isdisjoint(unit)
         inside = _shard_inside(unit, own_mesh or {}, reshard_after_forward=reshard, **options)
         gathered.insert(0, [unit[0], *inside])
-        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, **options)  # pyright: ignore
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, **options)
     # The root's parameters are used at both ends of the forward pass (tied embeddings), so they stay gathered.
     fully_shard(model, mesh=mesh, reshard_after_forward=False, **options)
     alone = {inner for inner, inner_mesh in (own_mesh or {}).items() if inner_mesh.size() == 1}
@@ -135,7 +141,7 @@ def apply_fsdp(
     num_averaged = mesh.size() if gradients == "mean" else 1
     reduce_gradients(model, divisor=num_averaged, alone=alone, uneven=own_mesh or ())
     if [*first] in units and _only_embeddings(first):
-        first[0].set_unshard_in_backward(False)  # pyright: ignore
+        first[0].set_unshard_in_backward(False)
     # FSDP finds a unit inside another one only when it runs, and experts run after a wait of the host.
     gathers = any(inner.size(inner.ndim - 1) > 1 for inner in (own_mesh or {}).values())
     _prefetch(gathered, int(gathers) if prefetch < 0 else prefetch)
@@ -244,7 +250,7 @@ def _only_embeddings(modules: Iterable[nn.Module]) -> bool:
     )
 
 
-def _prefetch(units: Sequence[Sequence[nn.Module]], depth: int) -> None:
+def _prefetch(units: Sequence[Sequence[Any]], depth: int) -> None:
     """Gather `depth` units ahead, in the forward and in the backward pass.
 
     Args:
@@ -257,8 +263,8 @@ def _prefetch(units: Sequence[Sequence[nn.Module]], depth: int) -> None:
         ahead = units[place + 1 : place + 1 + depth]
         # In the order in which the backward pass needs them: the nearest block before this one first.
         behind = units[max(0, place - depth) : place][::-1]
-        unit.set_modules_to_forward_prefetch([*chain(*ahead)])  # pyright: ignore
-        unit.set_modules_to_backward_prefetch([*chain(*behind)])  # pyright: ignore
+        unit.set_modules_to_forward_prefetch([*chain(*ahead)])
+        unit.set_modules_to_backward_prefetch([*chain(*behind)])
 
 
 def _run_hooks_outside_selection(unit: nn.Module) -> None:
@@ -347,7 +353,7 @@ def _require_even_float8(model: nn.Module, mesh: DeviceMesh) -> None:
     """Raise ValueError for a weight that torchao gathers in float8, and cannot in parts of unequal size: ranks would wait for ever."""
     ranks = mesh.size(mesh.ndim - 1)
     for name, parameter in model.named_parameters():
-        own: Any = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if hasattr(own, "fsdp_pre_all_gather") and len(own) % ranks:
             raise ValueError(
                 f"{ranks} FSDP ranks do not divide the {len(own)} rows of {name}, which is gathered in float8: give apply_float8 "
@@ -409,7 +415,7 @@ def separate_reduce_scatter(parts: Iterable[nn.Module]) -> bool:
             if not hasattr(unit, "_set_separate_reduce_scatter_group"):
                 return False
             # torch's public function takes one root: each stage would get a communicator, as would units of one rank.
-            if getattr(unit.mesh_info, "shard_mesh_size", 1) > 1:
+            if is_sharded(unit):
                 unit._set_separate_reduce_scatter_group(True, groups)
     return True
 

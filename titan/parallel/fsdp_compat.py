@@ -13,12 +13,22 @@ from torch._guards import detect_fake_mode
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState as TrainingState
 
 
-def parameter_groups(module: nn.Module) -> list[Any]:
+def parameter_groups(module: Any) -> list[Any]:
     """Return FSDP's groups of a module's own parameters, if it shards the module. torch 2.11 has one, 2.13 a list."""
     state = getattr(module, "_get_fsdp_state", lambda: None)()
     return getattr(state, "_fsdp_param_groups", None) or [
         group for group in [getattr(state, "_fsdp_param_group", None)] if group is not None
     ]
+
+
+def is_sharded(group: Any) -> bool:
+    """Return whether several ranks share the parameters of a group."""
+    return getattr(group.mesh_info, "shard_mesh_size", 1) > 1
+
+
+def gathered(group: Any) -> list[Any]:
+    """Return the parameters of a group that FSDP has gathered at least once."""
+    return [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
 
 
 def data_parallel_groups(model: nn.Module) -> list[Any]:
@@ -60,7 +70,7 @@ def average_gradients(module: nn.Module, divisor: int) -> None:
     """
     for group in parameter_groups(module):
         own = group.mesh_info.mesh.size()
-        if own != divisor and getattr(group.mesh_info, "shard_mesh_size", 1) > 1:
+        if own != divisor and is_sharded(group):
             group.gradient_divide_factor = float(divisor)
         elif own != divisor:
             group.post_backward = partial(_divide, group, group.post_backward, divisor / own)
@@ -68,8 +78,7 @@ def average_gradients(module: nn.Module, divisor: int) -> None:
 
 @torch.no_grad()
 def _divide(group: Any, reduce: Callable[..., None], factor: float, *args: Any) -> None:
-    gathered = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
-    for p in gathered if group.reduce_grads else ():
+    for p in gathered(group) if group.reduce_grads else ():
         p.accumulate_unsharded_grad_if_needed()
         # Not in place: two gradients may be views of one sum.
         if p.unsharded_accumulated_grad is not None:
@@ -119,7 +128,7 @@ def compare_units(model: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> N
 def _post_backward(
     group: Any, reduce: Callable[..., None], used: set[Any], ran: set[nn.Module], *args: Any
 ) -> None:
-    parameters = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+    parameters = gathered(group)
     if not parameters:
         return  # never gathered
     grads = {

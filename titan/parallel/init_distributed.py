@@ -96,7 +96,7 @@ def default_store() -> Any:
     from torch.distributed.distributed_c10d import _get_default_store
 
     # A prefix store waits for its keys. The store below it has host, port and path.
-    store: Any = _get_default_store()
+    store = _get_default_store()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store

@@ -93,7 +93,7 @@ def materialize(
     # Buffers are filled last, since their values may be computed on the device.
     for module in dict.fromkeys(module for _, module in on_meta):
         if hasattr(module, "reset_buffers"):
-            module.reset_buffers()  # pyright: ignore
+            module.reset_buffers()  # pyrefly: ignore[not-callable]
     if left and fill_buffers is not None:
         _fill(left, fill_buffers)
 

@@ -46,7 +46,7 @@ def linear_in_fp32(x: Tensor, weight_ED: Tensor, *, into_fp32: bool = True) -> T
     is_exact = x.dtype == weight_ED.dtype and multiplies_into_fp32(x.dtype, x.device.type)
     # DTensor has no rule for a matmul with out_dtype.
     if into_fp32 and is_exact and not isinstance(x, DTensor):
-        return _LinearIntoFp32.apply(x.flatten(0, -2), weight_ED).unflatten(0, x.shape[:-1])  # pyright: ignore
+        return _LinearIntoFp32.apply(x.flatten(0, -2), weight_ED).unflatten(0, x.shape[:-1])
     dtype = torch.promote_types(x.dtype, torch.float32)
     return F.linear(x.to(dtype), weight_ED.to(dtype))
 

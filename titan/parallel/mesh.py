@@ -76,7 +76,7 @@ def build_mesh(
 def _build(
     device_type: str, degrees: Mapping[str, int], nccl: Mapping[str, Mapping[str, Any]]
 ) -> DeviceMesh:
-    mesh = init_device_mesh(
+    mesh: Any = init_device_mesh(
         device_type,
         tuple(degrees.values()),
         mesh_dim_names=tuple(degrees),
@@ -87,7 +87,7 @@ def _build(
             if axis in nccl and n > 1
         },
     )
-    mesh.nccl = nccl  # pyright: ignore[reportAttributeAccessIssue]  # for the sparse mesh
+    mesh.nccl = nccl  # for the sparse mesh
     return mesh
 
 
@@ -136,7 +136,7 @@ def submesh(mesh: DeviceMesh, *axes: str, flatten: bool = False) -> DeviceMesh |
     present = tuple(axis for axis in axes if axis_size(mesh, axis) > 1)
     if not present:
         return None
-    part = mesh[present] if len(present) > 1 else mesh[present[0]]  # pyright: ignore
+    part = mesh[present] if len(present) > 1 else mesh[present[0]]
     if flatten and len(present) > 1:
         return part._flatten("_".join(present))  # private, but the same in torch 2.11 to 2.15
     return part

@@ -5,7 +5,6 @@ apply_ep, the overlap of experts, float8, document masks and context parallelism
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 class ExpertModule(Protocol):
     """Module that sends each token to some of its experts. Expert parallelism replaces the function that sends them."""
 
-    dispatcher: Callable[..., Tensor]
+    dispatcher: Any
 
 
 @runtime_checkable

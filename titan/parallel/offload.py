@@ -151,10 +151,10 @@ class _Run:
             )
         # Backward asks for the last saved tensor first: copy all of this block back, and start with the block before.
         self.begin_restoring()
-        if (before := self.before and self.before()) is not None:
+        if self.before and (before := self.before()) is not None:
             before.begin_restoring()
         dtype, *place = how
-        return torch.empty(0, dtype=dtype, device=what.device).set_(what.restored(), *place)  # pyright: ignore
+        return torch.empty(0, dtype=dtype, device=what.device).set_(what.restored(), *place)
 
     def begin_restoring(self) -> None:
         for copy in self.copies:
@@ -181,7 +181,7 @@ class _Copy:
         self.on_device: Tensor | None = None
         self.ready: torch.Event | None = None
         # The whole storage as bytes, whichever views of it were saved.
-        flat = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)  # pyright: ignore
+        flat = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
         if stream is None:
             self.host = flat.clone()
             return

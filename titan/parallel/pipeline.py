@@ -272,7 +272,7 @@ class Pipeline:
         that is the base of torch's other classes, which gathers a stage at a time.
         """
         # torch would divide gradients by the number of microbatches, but the loss is divided already.
-        settings: Any = {"loss_fn": self._divided_loss, "scale_grads": False}
+        settings = {"loss_fn": self._divided_loss, "scale_grads": False}
         count = self.schedule.num_microbatches
         single = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}.get(self.schedule.name)
         if single is not None:
@@ -372,7 +372,7 @@ class Stage(PipelineStage):
 
     def _shape_inference(self, *args: Any, **kwargs: Any) -> Any:
         """Run torch 2.11's only pass to learn shapes, and undo its effects. torch calls no cleanup after it."""
-        outputs = super()._shape_inference(*args, **kwargs)  # pyright: ignore
+        outputs = super()._shape_inference(*args, **kwargs)  # pyrefly: ignore[missing-attribute]
         assert self._undo_inference is not None
         self._undo_inference()
         return outputs

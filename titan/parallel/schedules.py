@@ -16,7 +16,6 @@ torch: `titan pipeline` draws, and the simulator and the tests read, the schedul
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -342,7 +341,7 @@ def _torch_order(
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     # The class asks its stages for a few numbers at construction, and runs nothing.
-    stages: Any = [
+    stages = [
         SimpleNamespace(
             stage_index=stage,
             num_stages=num_stages,
@@ -358,7 +357,7 @@ def _torch_order(
         )
     ]
     # Built for rank 0. The class computes the orders of all ranks.
-    torch_schedule: Any = get_schedule_class(name)(stages, num_microbatches)
+    torch_schedule = get_schedule_class(name)(stages, num_microbatches)
     return [
         list(_computations(torch_schedule.pipeline_order[rank])) for rank in range(num_ranks)
     ]
@@ -410,12 +409,6 @@ def read_schedule(file: Path | str) -> Schedule:
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
     return schedule
-
-
-def write_schedule(schedule: Schedule, file: Path | str) -> None:
-    """Write a schedule as a CSV that `read_schedule` (and torch) reads, as a start for a custom schedule."""
-    with Path(file).open("w", newline="", encoding="utf-8") as lines:
-        csv.writer(lines).writerows(schedule.order)
 
 
 def _read_line(row: Sequence[str], *, place: str) -> tuple[Action, ...]:

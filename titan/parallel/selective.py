@@ -98,7 +98,7 @@ def call_program(program: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
     ]
     if _outside.depth or not modes:
         return program(inputs)
-    mode: Any = modes[-1]
+    mode = modes[-1]
     return mode.__torch_dispatch__(_Program(program), (), (inputs,))
 
 

@@ -26,7 +26,7 @@ def extract_stages(
     """
     # Such as rotary embeddings, which a model names that is not cut by hand.
     everywhere = getattr(model, "on_all_stages", ())
-    modules = [[*names, *everywhere] for names in modules]
+    modules = [[*names, *everywhere] for names in modules]  # pyrefly: ignore[not-iterable]
     # Every parameter must be trained by exactly one stage.
     stages_of: dict[str, list[int]] = {}
     for stage, names in enumerate(modules):

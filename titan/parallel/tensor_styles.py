@@ -167,7 +167,8 @@ class ReplicatedHeads(ParallelStyle):
             local = output.to_local(grad_placements=(Partial(),))
             return local.unflatten(-1, (self.num_heads, -1))[..., head, :]
 
-        return distribute_module(module, device_mesh, _replicate, _accept_replicated, keep_head)  # pyright: ignore
+        # pyrefly: ignore[bad-argument-type]
+        return distribute_module(module, device_mesh, _replicate, _accept_replicated, keep_head)
 
 
 class ReplicatedInput(ParallelStyle):
@@ -224,7 +225,8 @@ class NormOfAllRanks(ParallelStyle):
         def give(_: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
             return output.to_local()
 
-        return distribute_module(module, device_mesh, _split_weight, take, give)  # pyright: ignore
+        # pyrefly: ignore[bad-argument-type]
+        return distribute_module(module, device_mesh, _split_weight, take, give)
 
 
 class HeadVector(ParallelStyle):
@@ -397,7 +399,7 @@ def _reading(kind: Any, names: tuple[str, ...], convert: Callable[[Any], Any]) -
     torch.compile has programs for each class, and compiles only 8 versions of a function's code. So the classes' functions do not share theirs.
     """
 
-    def reader(name: str) -> property:
+    def reader(name: str) -> Any:
         def read(self: Any) -> Any:
             stored = (self._parameters if name in self._parameters else self._buffers)[name]
             # FSDP reads the stored ones, by the same names.

@@ -152,6 +152,7 @@ def keep_random_state_in_graphs(keep: bool) -> None:
     from torch._functorch import partitioners
 
     with_random_state = _with_random_state()
+    # pyrefly: ignore[bad-assignment]
     partitioners.functionalize_rng_ops = with_random_state if keep else _without_random_state
 
 
@@ -201,7 +202,7 @@ def _keep_random_numbers() -> None:
     """
     from torch._functorch import partitioners
 
-    choose: Any = partitioners.choose_saved_values_set
+    choose = partitioners.choose_saved_values_set
     if hasattr(choose, "original"):
         return
 
@@ -215,7 +216,8 @@ def _keep_random_numbers() -> None:
         drawn = [value for node in drawing for value in _tensors_of(node)]
         return [*dict.fromkeys([*saved, *drawn])]
 
-    choose_with_random_numbers.original = choose  # pyright: ignore
+    choose_with_random_numbers.original = choose  # pyrefly: ignore[missing-attribute]
+    # pyrefly: ignore[bad-assignment]
     partitioners.choose_saved_values_set = choose_with_random_numbers
 
 
@@ -259,7 +261,7 @@ def _count_grouped_heads(name: str, keys: int) -> None:
         key, value = ((batch, heads, *rest) for batch, _, *rest in shapes[keys : keys + 2])
         return original(*shapes[:keys], key, value)
 
-    count.original = original  # pyright: ignore[reportFunctionMemberAccess]
+    count.original = original  # pyrefly: ignore[missing-attribute]
     setattr(flop_counter, name, count)
 
 
@@ -378,7 +380,7 @@ def limit_gloo(*, loopback: bool) -> None:
     ("ALLGATHER_COALESCED", which is DTensor's all-gather). The heap is then corrupt, and the process dies later, at any place:
     docs/architecture.md. GLOO_SOCKET_IFNAME wins over `loopback`.
     """
-    gloo: Any = dist.ProcessGroupGloo
+    gloo = dist.ProcessGroupGloo
     original = getattr(gloo.__init__, "original", gloo.__init__)
 
     def init(
@@ -397,7 +399,7 @@ def limit_gloo(*, loopback: bool) -> None:
         options._threads = 1
         original(self, store, rank, size, options)
 
-    init.original = original  # pyright: ignore[reportFunctionMemberAccess]
+    init.original = original  # pyrefly: ignore[missing-attribute]
     gloo.__init__ = init
 
 

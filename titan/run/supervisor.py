@@ -16,6 +16,8 @@ from titan.base.signals import StopRequest
 from titan.config.plug_ins import load_plug_ins
 
 if TYPE_CHECKING:  # `explain` must not need the keys of packages, which may be what is wrong
+    from torch.distributed.device_mesh import DeviceMesh
+
     from titan.config.schema import JobConfig
 
 
@@ -54,6 +56,9 @@ class Supervisor:
             extra_s: seconds that the step may take beyond the limit of others.
         """
         self.step = step or self.step
+
+    def see_mesh(self, mesh: DeviceMesh) -> None:
+        """Look at the device mesh of a trainer, before its groups communicate."""
 
     def fail(self, error: Exception) -> int:
         """Report the error that ends the run. Return the exit code of this rank."""

@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan.base import flight_recorder
 from titan.base.async_scalars import AsyncScalars, to_device
 from titan.base.hardware import by_name, recognise
 from titan.base.run_folder import open_rank_log, write_environment, write_status
@@ -90,7 +89,7 @@ class Trainer(RunProgress):
         self.rank_log = open_rank_log(self.run_dir, self.rank)
         if self.rank == 0:
             write_status(self.run_dir, state="running")
-        self.device = self._init_distributed()
+        self.device = self._init_distributed()  # pyrefly: ignore[read-only]
         config = config.on_device(self.device.type)
         phases = phases_of(config, world_size=self.world_size)
         first = phase_at(phases, begin.step + 1).config
@@ -236,7 +235,7 @@ class Trainer(RunProgress):
         degrees = self.layout.degrees
         nccl = self.config.comm.nccl.options()
         self.mesh = build_mesh(self.device.type, **degrees, nccl=nccl)
-        flight_recorder.name_axes(self.mesh)
+        self.supervisor.see_mesh(self.mesh)
 
     def _build_data(self) -> None:
         config = self.config

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from titan.base.untrusted import InputError
-from titan.config.model import frozen_names
+from titan.config.model import frozen_names, tensor_plan_of
 from titan.config.plug_ins import load_plug_ins
 from titan.config.schema import (
     ActivationCheckpointSection,
@@ -93,7 +93,7 @@ def parallelize(
         apply_tp(
             model,
             mesh=tp,
-            plan=tensor_plan_of(model, job),
+            plan=tensor_plan_of(model, job.family),
             num_kv_heads=job.sizes.n_kv_heads,
             loss_parallel=techniques.loss_parallel,
             output_in_loss=techniques.output_in_loss,
@@ -150,11 +150,6 @@ def parallelize(
         mesh=mesh,
         own_mesh=own_mesh,
     )
-
-
-def tensor_plan_of(model: nn.Module, job: ResolvedJob) -> Mapping[str, str]:
-    """Return the tensor-parallel plan of a model: its own, or that of its family."""
-    return getattr(model, "tensor_plan", job.family.TENSOR_PLAN)
 
 
 def moes_of(model: nn.Module) -> dict[str, Any]:
@@ -327,7 +322,7 @@ def _apply_data_parallel(
     casts = training.compute_dtype != training.dtype
     # A pipeline stage may lack some of them.
     last = [getattr(model, name) for name in ends.last if not name.startswith("layers.")]
-    options = {
+    options: Any = {
         "blocks": list(model.get_submodule("layers").children()),
         "gradients": "sum",
         "encoders": _encoders(model, ends.embedding),

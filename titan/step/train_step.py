@@ -404,7 +404,7 @@ def build_train_step(job: ResolvedJob, *, device: torch.device, mesh: DeviceMesh
     if config.parallelism.fsdp_separate_reduce_scatter:
         separate_reduce_scatter(stages.values())
     in_loss = job.techniques.output_in_loss
-    output = getattr(stages[max(stages)], "output", None) if in_loss else None
+    output: Any = getattr(stages[max(stages)], "output", None) if in_loss else None
     loss_sum = job.task.loss(mesh, output=output, float8=float8)
     pipeline = None
     if pp is not None and schedule is not None:
@@ -419,7 +419,8 @@ def build_train_step(job: ResolvedJob, *, device: torch.device, mesh: DeviceMesh
             boundary=partial(sent_by_stage, job),
         )
     model_parts = list(stages.values())
-    num_blocks = sum(len(part.get_submodule("layers")) for part in model_parts)  # pyright: ignore
+    # pyrefly: ignore[bad-argument-type]
+    num_blocks = sum(len(part.get_submodule("layers")) for part in model_parts)
     optimizer = build_optimizer(
         config.optimizer,
         [named for part in model_parts for named in part.named_parameters()],

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan.base.untrusted import InputError
+from titan.config.model import tensor_plan_of
 from titan.losses.loss import defer_lm_head
 from titan.parallel.float8 import Conversion, Float8Error, apply_float8
 from titan.parallel.module_kinds import GroupedExperts, modules_of
@@ -18,7 +19,6 @@ from titan.step.parallelize import (
     default_dtype,
     freeze,
     require_trained,
-    tensor_plan_of,
     torch_dtype,
 )
 from titan.step.resolved import ResolvedJob
@@ -76,7 +76,7 @@ def convert_to_float8(model: nn.Module, job: ResolvedJob) -> list[Conversion]:
         emulate=section.emulate,
         keep=in_loss if techniques.output_in_loss and tp > 1 else {},
         fsdp_all_gather=techniques.gathers_float8,
-        tensor_plan=tensor_plan_of(model, job),
+        tensor_plan=tensor_plan_of(model, job.family),
         tp=tp,
         num_kv_heads=job.sizes.n_kv_heads,
         fsdp_ranks=job.layout.dp_shard * job.layout.cp,

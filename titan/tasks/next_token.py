@@ -53,7 +53,7 @@ class NextToken(Task):
     knows_shards = True
 
     @cached_property
-    def tokenizer(self) -> Tokenizer:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def tokenizer(self) -> Tokenizer:
         """Return the job's tokenizer."""
         return open_tokenizer(self.config)
 

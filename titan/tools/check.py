@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from titan.base.hardware import HARDWARE, MARGIN, by_name
-from titan.checks.extension import check_extensions
-from titan.checks.machine import advise_config, advise_rows, first_weights
+from titan.checkpoint.identity import sources_of
+from titan.checks.machine import advise_config, first_weights, try_rows, try_tokenizer
 from titan.checks.rules import device_of, load_to_run
 from titan.commands import summary_of
 from titan.config.errors import ConfigError
@@ -23,9 +23,12 @@ from titan.config.model import model_title
 from titan.config.options import JOB, command_parser, positive
 from titan.config.phases import memory_of, phases_of
 from titan.config.plug_ins import load_plug_in, plug_ins
-from titan.config.schema import JobConfig
+from titan.config.schema import CsvSource, JobConfig, JsonlSource, ParquetSource, ShardsSource
 from titan.sim.price import profiles
 from titan.sim.price.profiles import Profile
+from titan.tools.check_extension import check_extensions
+
+_TRIED_ROWS = 100  # rows of a source that are read
 
 
 def main(argv: list[str]) -> int:
@@ -105,6 +108,18 @@ def main(argv: list[str]) -> int:
     else:
         print(_page(facts, judged))
     return 2 if facts["fits"] is False and not facts["tight"] else 0
+
+
+def advise_rows(config: JobConfig) -> list[str]:
+    """Return a line for each source with keys that nothing reads: of prepared rows, or of the first rows."""
+    tokenizer, lines = try_tokenizer(config), []
+    if tokenizer is None:
+        return lines
+    for key, source in sources_of(config, "training"):
+        if isinstance(source, ShardsSource | JsonlSource | CsvSource | ParquetSource):
+            found = try_rows(config, tokenizer, source, count=_TRIED_ROWS)
+            lines += [f"{key}: {line}" for line in found]
+    return lines
 
 
 def _with_layout(job: Sequence[str], *, world_size: int, hardware: str | None) -> list[str]:

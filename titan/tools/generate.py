@@ -3,7 +3,7 @@
 It continues a prompt, a file of prompts or a picture, or holds a conversation. A model that draws
 pictures writes them into a file.
 
-titan/generation.py chooses the tokens. With --nproc, or under torchrun, tensor parallelism splits
+titan/tools/generation.py chooses the tokens. With --nproc, or under torchrun, tensor parallelism splits
 the model over all ranks. Every rank computes the same tokens, and rank 0 reads and prints.
 """
 
@@ -40,19 +40,16 @@ from titan.checkpoint.saved_model import (
 from titan.checkpoint.storage import Location
 from titan.checkpoint.tensors import reason
 from titan.config.errors import COMMAND_LINE, ConfigError, Problem
-from titan.config.model import family
+from titan.config.model import family, tensor_plan_of
 from titan.config.options import TRUST_OPTION, positive
 from titan.config.plug_ins import load_launcher
 from titan.config.schema import JobConfig
 from titan.config.task import predicts_tokens
-from titan.data import DataError
-from titan.data.chat import ChatTemplate, answer_ends
+from titan.data import DataError, conversations
 from titan.data.files import is_jsonl
 from titan.data.reading import read_row
-from titan.data.rows import Chat, chat_of
 from titan.data.special_tokens import begin_ids, start_ids
 from titan.data.tokenizer import Tokenizer
-from titan.generation import Generator, streamed
 from titan.parallel import apply_tp, build_mesh, materialize
 from titan.parallel.init_distributed import (
     default_store,
@@ -61,39 +58,26 @@ from titan.parallel.init_distributed import (
 )
 from titan.step.parallelize import default_dtype, torch_dtype
 from titan.tasks import task_of
+from titan.tools.generation import Generator, streamed
 
 
 def load_model(
-    where: Location,
-    *,
-    device: torch.device,
-    tokenizer: str = "",
-    dtype: str = "float32",
-    average: bool = False,
-    trust_remote_code: bool = False,
-) -> tuple[nn.Module, Tokenizer, Location]:
-    """Load a model on a device.
-
-    With a process group, all ranks call it, and tensor parallelism splits the model over them.
+    where: Location, *, device: torch.device, tokenizer: str = ""
+) -> tuple[nn.Module, Tokenizer]:
+    """Load the model of a run, a step or a Hugging Face folder, in float32, and its tokenizer.
 
     Args:
         where: as for `find_checkpoint`; or a Hugging Face folder.
         device: device of the model.
         tokenizer: as for `find_checkpoint`.
-        dtype: dtype of the weights.
-        average: whether to load the average of the weights, which the step must hold.
-        trust_remote_code: as for `find_checkpoint`.
-
-    Returns:
-        The model, its tokenizer, and the step or folder.
     """
-    config, step = _find(where, tokenizer, trust_remote_code=trust_remote_code)
+    config, step = _find(where, tokenizer)
     opened = _open_tokenizer(config)  # before the weights, which take longer
-    return _load(config, step, device=device, dtype=dtype, average=average), opened, step
+    return _load(config, step, device=device), opened
 
 
 def _find(
-    where: Location, tokenizer: str, *, trust_remote_code: bool
+    where: Location, tokenizer: str, *, trust_remote_code: bool = False
 ) -> tuple[JobConfig, Location]:
     """Return the job of a checkpoint or a Hugging Face folder, and the step or folder."""
     if is_hf_folder(where):
@@ -112,8 +96,14 @@ def _open_tokenizer(config: JobConfig) -> Tokenizer:
 
 
 def _load(
-    config: JobConfig, step: Location, *, device: torch.device, dtype: str, average: bool
+    config: JobConfig,
+    step: Location,
+    *,
+    device: torch.device,
+    dtype: str = "float32",
+    average: bool = False,
 ) -> nn.Module:
+    """Load a model. With a process group, all ranks call it, and tensor parallelism splits the model over them."""
     name, sizes = config.model.name, config.model.sizes
     if average:
         require_average(step)
@@ -124,7 +114,7 @@ def _load(
             apply_tp(
                 model,
                 mesh=build_mesh(device.type, tp=ranks)["tp"],
-                plan=getattr(model, "tensor_plan", family(name).TENSOR_PLAN),
+                plan=tensor_plan_of(model, family(name)),
                 num_kv_heads=sizes.n_kv_heads,
                 loss_parallel=False,
             )
@@ -167,13 +157,13 @@ class Answers:
         names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
         self.generator = Generator(model=model, **{name: getattr(args, name) for name in names})
         self.is_first = not dist.is_initialized() or dist.get_rank() == 0
-        self._template: ChatTemplate | None = None
+        self._template: Any = None
         self._lines = 0  # lines read so far
 
     @property
-    def template(self) -> ChatTemplate:
+    def template(self) -> Any:
         """Return the tokenizer's chat template. It raises DataError if the tokenizer has none."""
-        self._template = self._template or ChatTemplate.of(self.tokenizer)
+        self._template = self._template or conversations().ChatTemplate.of(self.tokenizer)
         return self._template
 
     def of_text(self, text: str) -> _Prompt:
@@ -189,7 +179,7 @@ class Answers:
             )
         return _Prompt(ids, {"prompt": text})
 
-    def of_messages(self, chat: Chat, *, where: str) -> _Prompt:
+    def of_messages(self, chat: Any, *, where: str) -> _Prompt:
         """Encode a conversation to answer."""
         given = {"messages": chat} if isinstance(chat, list) else chat
         return _Prompt(self.template.prompt(chat, where=where), given)
@@ -198,7 +188,9 @@ class Answers:
     def stopping(self) -> Generator:
         """Return the generator with the tokens that end an answer."""
         # The next speaker of a conversation is no part of the answer.
-        ends = answer_ends(self.tokenizer) if self._template else self.tokenizer.end_ids
+        ends = self.tokenizer.end_ids
+        if self._template:
+            ends = conversations().answer_ends(self.tokenizer)
         return replace(self.generator, stop={*ends})
 
     def stream(self, prompt: _Prompt) -> Iterator[str]:
@@ -284,7 +276,7 @@ def read_prompts(file: Path, answers: Answers) -> list[_Prompt]:
                 f'{where}: has no text under "prompt", and no list of messages under "messages"'
             )
         else:
-            chat = chat_of(row, "messages", where=where)
+            chat = conversations().chat_of(row, "messages", where=where)
             prompts.append(answers.of_messages(chat, where=where))
     if not prompts:
         raise DataError(f"{file}: holds no prompts; write one in each line")

@@ -9,6 +9,7 @@ runs and measures nothing: the order is that of training, and each action starts
 from __future__ import annotations
 
 import argparse
+import csv
 import shutil
 import sys
 from math import prod
@@ -17,7 +18,7 @@ from pathlib import Path
 from titan.config.errors import ConfigError
 from titan.config.layout import AXES, check_layout, stage_split
 from titan.config.load import load_from_argv
-from titan.parallel.schedules import Schedule, write_schedule
+from titan.parallel.schedules import Schedule
 from titan.parallel.stage_split import StageSplit
 
 OPTIONS = ("--world-size", "--microbatches", "--csv")
@@ -33,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--world-size", type=int, metavar="N", help="default: the least that fits"
+        "--world-size", type=int, metavar="N", help="default: the smallest number that fits"
     )
     parser.add_argument("--microbatches", type=int, metavar="M", help="default: the job's")
     parser.add_argument("--output", help=argparse.SUPPRESS)
@@ -138,3 +139,9 @@ def _timetable(schedule: Schedule, *, columns: int) -> list[str]:
         rows = [f"{f'rank {rank}':{len(label)}}{line[part]}" for rank, line in enumerate(lines)]
         blocks += [f"time {start}", *(row.rstrip() for row in rows), ""]
     return blocks[:-1]
+
+
+def write_schedule(schedule: Schedule, file: Path | str) -> None:
+    """Write a schedule as a CSV that `read_schedule` (and torch) reads, as a start for a custom schedule."""
+    with Path(file).open("w", newline="", encoding="utf-8") as lines:
+        csv.writer(lines).writerows(schedule.order)

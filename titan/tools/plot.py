@@ -18,16 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from titan.base.untrusted import InputError
-from titan.observe.rows import (
-    Row,
-    RowFile,
-    number,
-    read_rows,
-    run_names,
-    runs_near,
-    with_groups,
-)
+from titan.observe.rows import Row, number, read_rows, with_groups
 from titan.observe.sinks import require
+from titan.tools.row_files import RowFile, run_names, runs_near
 
 Style = dict[str, Any]
 BOLD: Style = {"linewidth": 2}

@@ -14,16 +14,18 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from titan.base.untrusted import InputError
 from titan.config.options import add_quiet, positive
 from titan.config.plug_ins import load_plug_ins
-from titan.data import DataError
+from titan.config.schema import Section
+from titan.data import DataError, conversations
 from titan.data.cache import display, exclusive, usable_cores
-from titan.data.chat import ChatTemplate
+from titan.data.reading import Document
 from titan.data.shards import Index
-from titan.data.sources import Documents, open_all, resolve_sources, source_of_path
+from titan.data.sources import Documents, open_documents, resolve_sources, source_of_path
 from titan.data.special_tokens import SpecialTokens
 from titan.data.tokenizer import tokenizer_named
 from titan.data.unread import unread_line
@@ -125,6 +127,43 @@ def _open(arguments: argparse.Namespace) -> Documents:
     return open_all([section])
 
 
+def open_all(sections: Sequence[Section]) -> Documents:
+    """Return the documents of several sources, one source after another."""
+    parts = [open_documents(section) for section in sections]
+    sizes = [part.num_bytes for part in parts if part.num_bytes is not None]
+    here = 0
+
+    def read(first: int = 0, *place: int) -> Iterator[Document]:
+        nonlocal here
+        for here, part in enumerate(parts[first:], first):  # noqa: B007 (`place` reads it)
+            yield from part.read(*place)
+            place = ()
+
+    def places(least: int) -> Iterator[tuple[tuple[int, ...], int]]:
+        for number, part in enumerate(parts):
+            if part.places is None:
+                raise DataError(
+                    f"{part.name} is read as one stream, which hosts cannot share: download its files (hf download), and name "
+                    "them as --input, or prepare without --engine"
+                )
+            yield from (((number, *place), size) for place, size in part.places(least))
+
+    def try_first() -> None:
+        for part in parts:
+            part.try_first()
+
+    return Documents(
+        name=", ".join(part.name for part in parts),
+        identity=[part.identity for part in parts],
+        read=read,
+        num_bytes=sum(sizes) if len(sizes) == len(parts) else None,
+        position=lambda: sum(p.num_bytes or 0 for p in parts[:here]) + parts[here].position(),
+        place=lambda: (here, *parts[here].place()),
+        places=places,
+        try_first=try_first,
+    )
+
+
 def _summary(folder: Path, index: Index, unread: list[str]) -> str:
     lines = [f"{folder}: {index.tokenizer} tokenizer, {index.vocab_size} ids, {index.dtype}"]
     for split, shards in index.splits.items():
@@ -153,14 +192,16 @@ def _prepare(arguments: argparse.Namespace, words: list[str]) -> str:
     for extension in extensions:
         extension.check(arguments)
     tokenizer = tokenizer_named(arguments.tokenizer, chat_template=arguments.chat_template)
-    documents, folder = _open(arguments), arguments.output
+    documents, folder, template = _open(arguments), arguments.output, None
+    if arguments.messages_key:
+        template = conversations().ChatTemplate.of(tokenizer)
     spec = TokenizationSpec(
         tokenizer=tokenizer,
         special_tokens=SpecialTokens.of(
             tokenizer, add_bos=not arguments.no_bos, add_eos=not arguments.no_eos
         ),
         validation_fraction=arguments.validation_fraction,
-        template=ChatTemplate.of(tokenizer) if arguments.messages_key else None,
+        template=template,
     )
     index = None
     for extension in extensions:

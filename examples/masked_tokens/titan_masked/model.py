@@ -11,4 +11,4 @@ class Encoder(Llama):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
         for block in self.layers.values():
-            block.attention.inner_attention.causal = False  # pyright: ignore
+            block.attention.inner_attention.causal = False

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titan.optim.adam import local
 from titan.optim.averaged import reshard
+from titan.optim.states import local
 from titan.parallel.float8 import plain
 from titan.parallel.init_weights import canonical_name
 

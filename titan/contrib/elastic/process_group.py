@@ -148,7 +148,7 @@ class _Linked(_Base):
     def gloo(self, name: str, store: Any, rank: int, world_size: int) -> Any:
         """Return a gloo group of one rank of each group."""
         address = "" if "GLOO_SOCKET_IFNAME" in os.environ else self.host
-        options: Any = gloo_options(self.connect_limit, host=address)
+        options = gloo_options(self.connect_limit, host=address)
         group = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, world_size, options)
         group._set_default_timeout(self.limit)
         return group

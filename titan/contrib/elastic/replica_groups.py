@@ -118,7 +118,7 @@ class ReplicaGroups:
         self._host, port, self._store = _store(host)
         self.manager: Any = Manager(
             pg=self.group,
-            load_state_dict=load,  # pyright: ignore[reportArgumentType]
+            load_state_dict=load,
             state_dict=state,
             min_replica_size=section.min_replicas,
             use_async_quorum=False,  # a step's groups are known before its samples are
@@ -131,7 +131,7 @@ class ReplicaGroups:
             lighthouse_addr=self._lighthouse,
             replica_id=self._name,
             hostname=self._host,
-            checkpoint_transport=self._healing,  # pyright: ignore[reportArgumentType]
+            checkpoint_transport=self._healing,  # pyrefly: ignore[bad-argument-type]
             init_sync=False,  # weights come from the seed, or all groups load one checkpoint
         )
         self.group.member = self.manager._store.get(REPLICA_ID_KEY).decode()

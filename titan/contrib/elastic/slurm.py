@@ -10,7 +10,7 @@ from pathlib import Path
 
 from titan.config.options import positive
 from titan.config.schema import JobConfig
-from titan.ops.cluster.slurm import SlurmExtension
+from titan.ops.cluster.slurm import SlurmExtension, directive_lines
 
 
 class GroupScripts(SlurmExtension):
@@ -78,13 +78,7 @@ def _lighthouse_script(options: Namespace, job: Sequence[str], folder: Path) -> 
     return "\n".join(
         [
             "#!/bin/bash",
-            *(
-                f"#SBATCH --{key}={value}"
-                for key, value in directives.items()
-                if value is not None
-            ),
-            "#SBATCH --requeue",
-            *(f"#SBATCH {word}" for word in options.sbatch),
+            *directive_lines(directives, ["--requeue", *options.sbatch]),
             "",
             f"cd -- {shlex.quote(str(Path.cwd()))} || exit 2",
             "trap 'kill $(jobs -p)' USR1  # a minute before the time limit",

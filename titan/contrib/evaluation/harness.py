@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from lm_eval import simple_evaluate, tasks  # pyright: ignore[reportAttributeAccessIssue] # takes this folder for it
+from lm_eval import simple_evaluate, tasks  # takes this folder for it
 from lm_eval.api.model import LM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 

@@ -55,8 +55,8 @@ def check_task_files(config: JobConfig) -> Iterator[RuleViolation]:
         # A token has at least one byte, so few answers have to be encoded.
         long = [answer for _, answer in pairs if len(answer.encode()) > length]
         tokenizer = try_tokenizer(config) if long else None
-        for answer in long if tokenizer else ():
-            if (count := len(tokenizer.encode(answer))) > length:  # pyright: ignore[reportOptionalMemberAccess]
+        for answer in long:
+            if tokenizer and (count := len(tokenizer.encode(answer))) > length:
                 fault = f"{task}: an answer has {count:,} tokens, and training.seq_len is {length:,}"
                 yield key, f"{fault}: raise that, or shorten {answer[:40]!r}..."
                 break

@@ -23,7 +23,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -83,7 +83,7 @@ also_forget.append(_worker.cache_clear)
 
 def _contexts_of_thread() -> Iterator[Callable[[], AbstractContextManager[Any]]]:
     """Yield functions that make the contexts of torch which this thread has entered, and which another thread does not inherit."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is not None:
         yield partial(saved_tensors_hooks, *hooks)
     if not torch.is_grad_enabled():
@@ -156,7 +156,7 @@ class Overlap:
         overlap.backward(losses, prepare=lambda is_last: set_gradient_sync(model, is_last))
     """
 
-    def __init__(self, model: nn.Module, *, reduce_once: bool = False) -> None:
+    def __init__(self, model: Any, *, reduce_once: bool = False) -> None:
         """Prepare a model, after all other helpers.
 
         Args:

@@ -40,12 +40,12 @@ from titan.data.reading import field, read_row
 from titan.data.sources import in_validation
 from titan.data.special_tokens import SpecialTokens, begin_ids
 from titan.data.text import collate_rows
-from titan.generation import Generator
 from titan.losses.loss import IGNORED
 from titan.parallel import materialize
 from titan.parallel.init_weights import canonical_name
 from titan.tasks.base import Microbatch, SampleContext
 from titan.tasks.next_token import NextToken
+from titan.tools.generation import Generator
 
 _ROW = ("images", "image_index_BS")
 _DRAWN = 24  # at most, of the pictures that are described

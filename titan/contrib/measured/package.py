@@ -42,7 +42,7 @@ class CardSource(NamedTuple):
 
     Attributes:
         folder: Folder of the card.
-        device: Row of titan/base/hardware.py, whose peaks the roofline has.
+        device: Row of titan/base/hardware.toml, whose peaks the roofline has.
         vllm: Version of vLLM, whose products in 16 bits (torch's linear layer) and attention were measured.
         trtllm: Version of TensorRT-LLM, whose products in 16 and in 8 bits (cuBLAS, as torch's) and experts were measured.
         nccl: Version of NCCL.
@@ -133,7 +133,7 @@ def _rows(file: Path, *columns: str) -> Iterator[tuple[Any, ...]]:
     yield from zip(*(table[name].to_pylist() for name in columns), strict=True)
 
 
-def _table(points: Mapping[tuple[int, ...], float]) -> dict[str, Any]:
+def _table(points: Mapping[Any, float]) -> dict[str, Any]:
     """Return measured points as a table (measured.Grid), by their sizes."""
     axes = [sorted({*sizes}) for sizes in zip(*points, strict=True)]
     return {"axes": axes, "values": [points.get(point, 0.0) for point in product(*axes)]}

@@ -142,7 +142,7 @@ def _unpacked(reference: Any, folder: str) -> Parts:
     # Paths of the text may be relative to the folder of the command.
     with suppress(OSError):
         os.chdir(folder)
-    parts: Any = ray.get(reference)
+    parts = ray.get(reference)
     parts.check()
     return parts
 

@@ -142,7 +142,7 @@ def run_on_ray(trials: Sequence[Trial], address: str, *, processes: int) -> int:
         return process.wait()
 
     options: dict[str, Any] = {resource: processes, "max_retries": 3}
-    remote: Any = ray.remote(**options)(train)
+    remote = ray.remote(**options)(train)
     for trial in filter(_goes_on, trials):
         _say(f"{trial.name}: goes on since an earlier command; its task waits for its end")
     tasks = {remote.remote(trial): trial for trial in trials}

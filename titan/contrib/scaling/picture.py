@@ -104,7 +104,7 @@ def draw_law(found: Fit, runs: list[Run], file: Path) -> None:
         params = np.array([law.best_params(each) for each in flops])
         bands.append(law.loss(params, flops / 6 / params))
     low, high = np.quantile(bands[1:], (0.05, 0.95), axis=0)
-    upper.plot(flops, bands[0], color="black", label="least loss of the law")
+    upper.plot(flops, bands[0], color="black", label="compute-optimal frontier")
     upper.fill_between(flops, low, high, color="black", alpha=0.15, label="90% interval")
     losses = np.array([run.loss for run in runs])
     expected = np.array([float(found.law.loss(run.params, run.tokens)) for run in runs])

@@ -13,8 +13,9 @@ from typing import Any
 
 from titan.base.run_folder import read_status
 from titan.base.untrusted import InputError
-from titan.observe.rows import final_loss, read_rows
+from titan.observe.rows import read_rows
 
+from .runs import final_loss
 from .trials import Trial
 
 # 95% quantiles of Student's distribution by degrees of freedom: a two-sided interval of 90%.

@@ -13,7 +13,8 @@ from titan.base.untrusted import InputError, printable, read_text
 from titan.config.load import load_config
 from titan.config.permissions import without_permissions
 from titan.config.schema import JobConfig
-from titan.observe.rows import final_loss, number, read_rows, runs_near
+from titan.observe.rows import Row, number, read_rows
+from titan.tools.row_files import runs_near
 
 from .law import Law, Run
 
@@ -25,6 +26,19 @@ _COLUMNS = {
     "loss": ("loss", "l"),
     "name": ("name", "run", "id"),
 }
+
+
+_LAST = 0.05  # share of a run's rows whose mean loss is its final loss
+
+
+def final_loss(rows: list[Row]) -> float | None:
+    """Return a run's last validation loss, or the mean of its last training losses; None if there is none."""
+    validations = [x for row in rows if (x := number(row.get("validation_loss"))) is not None]
+    if validations:
+        return validations[-1]
+    last = rows[-max(1, round(_LAST * len(rows))) :]
+    losses = [x for row in last if (x := number(row.get("loss_mean"))) is not None]
+    return sum(losses) / len(losses) if losses else None
 
 
 def read(
@@ -91,7 +105,7 @@ def _of_folder(
     """Return a run, and the settings that all runs must share."""
     config = load_config(folder / "config.toml")
     obeyed, _ = without_permissions(config, run=folder, granted=granted)
-    sizes: Any = obeyed.model.sizes
+    sizes = obeyed.model.sizes
     rows = [row for row in read_rows(folder / "metrics.jsonl") if number(row.get("tokens"))]
     # A run may have been stopped early on the schedule of a whole one.
     steps = max(config.training.steps, config.lr_scheduler.total_steps or 0)

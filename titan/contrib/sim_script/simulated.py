@@ -15,7 +15,7 @@ from typing import Any
 
 from titan.sim.price.cost import Cost, peak_dtype
 from titan.sim.price.profiles import Profile, load_profile
-from titan.sim.record.trace import Launch, Trace, no_garbage_collection
+from titan.sim.record.trace import Launch, no_garbage_collection
 from titan.sim.record.trace_jobs import Job, trace_jobs
 from titan.sim.simulate import Facts, StepSimulation, replayed, step_facts
 
@@ -59,7 +59,7 @@ def simulate_step(
     file, _, function = build.rpartition(":")
     script = Script(file, function, tuple(settings.items()))
     jobs = [Job((), world_size, (rank,), script=script) for rank in ranks]
-    traces: dict[int, Trace] = dict.fromkeys(ranks)  # pyright: ignore
+    traces: dict[int, Any] = dict.fromkeys(ranks)
     with no_garbage_collection():
         for number, result in trace_jobs(jobs, processes or os.cpu_count() or 1):
             if isinstance(result, Exception):

@@ -1,6 +1,6 @@
 """Settings that mean something else in TorchTitan v0.2.2, for `titan check`. Imports no torch.
 
-docs/architecture.md lists what differs in every run, such as the initialization of weights.
+README.md lists what differs in every run, such as the initialization of weights.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from functools import reduce
 from typing import Any
 
-from titan.checks.extension import CheckExtension
 from titan.config.errors import COMMAND_LINE, RuleViolation
 from titan.config.model import family
 from titan.config.quantize import FLOAT8
 from titan.config.schema import JobConfig
 from titan.config.toml import format_value
+from titan.tools.check_extension import CheckExtension
 
 # Flavors of both projects. They are the same models: tests/test_models.py.
 FLAVORS = {

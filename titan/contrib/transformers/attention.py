@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from titan.contrib.transformers.fake_tensors import real_tensors
 from titan.models.common.attention import InnerAttention
-from titan.parallel.fake_tensors import real_tensors
 
 from .errors import UnsupportedModelError
 
@@ -104,7 +104,7 @@ def recording() -> Iterator[Probe]:
 
     # On meta there are no positions in which packed documents could be found.
     find = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda *_: None
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
     _probe = Probe()
     try:
         yield _probe

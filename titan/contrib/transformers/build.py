@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan.parallel.fake_tensors import is_fake
+from titan.contrib.transformers.fake_tensors import is_fake
 
 from . import attention, experts
 from .config import ModelSource, rope_types
@@ -43,9 +43,7 @@ def build(source: ModelSource) -> tuple[Any, dict[int, Init]]:
             'as {rope_parameters = {rope_type = "default"}}'
         )
     if source.code:
-        config: Any = transformers.AutoConfig.from_pretrained(
-            source.code, trust_remote_code=True
-        )
+        config = transformers.AutoConfig.from_pretrained(source.code, trust_remote_code=True)
     else:
         config = transformers.CONFIG_MAPPING[content["model_type"]].from_dict(content)
     config._attn_implementation = attention.PROBE
@@ -156,7 +154,7 @@ def _parameters_on_meta() -> Iterator[None]:
             param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
         register(self, name, param)
 
-    nn.Module.register_parameter = register_on_meta  # pyright: ignore
+    nn.Module.register_parameter = register_on_meta
     try:
         with torch.device("cpu"):
             yield

@@ -135,7 +135,7 @@ def _run(module: Any, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tenso
         return in_chunks(products, module.chunk_tokens, tokens_RD, counts_e, *weights)
 
     tokens_TKD = dispatch(x_TD, ids_TK, module.total, run)
-    y_TD: Any = _CountLoads.apply(module.combine(tokens_TKD, weights_TK), ids_TK, module)
+    y_TD = _CountLoads.apply(module.combine(tokens_TKD, weights_TK), ids_TK, module)
     return y_TD.to(x_TD.dtype)
 
 

@@ -238,7 +238,7 @@ class TransformersModel(nn.Module):
             UnsupportedModelError: a folder has it in a form that titan does not write.
         """
         parent, _, leaf = name.rpartition(".")
-        owner: Any = self.get_submodule(parent)
+        owner = self.get_submodule(parent)
         is_half = f"{parent}.gate_up_proj" in self.inits and leaf in ("gate_proj", "up_proj")
         names = self._on_disk(f"{parent}.gate_up_proj" if is_half else name)
         if is_half:
@@ -419,7 +419,7 @@ def _table_positions(model: TransformersModel) -> int:
     limit = getattr(model.hf.config, "max_position_embeddings", None) or 0
     # Some tables have rows for padding before the first position.
     lengths = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
-    lengths -= {model.tok_embeddings.num_embeddings}  # pyright: ignore
+    lengths -= {model.tok_embeddings.num_embeddings}  # pyrefly: ignore[missing-attribute]
     lengths |= {
         length for buffer in model.buffers() if buffer.ndim > 1 for length in buffer.shape
     }

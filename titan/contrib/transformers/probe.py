@@ -186,7 +186,7 @@ def fails_in_parts(model: Any, plan: dict[str, str]) -> str:
         return output[..., : output.shape[-1] // 2]
 
     def whole(module: nn.Module, args: tuple[Tensor, ...]) -> Tensor:
-        weight: Any = next(
+        weight = next(
             module.parameters()
         )  # (outputs, inputs) of a matrix, (channels,) of a norm
         return F.pad(args[0], (0, weight.shape[-1] - args[0].shape[-1]))

@@ -32,7 +32,7 @@ def prepare_recurrences(model: nn.Module) -> None:
     for module in list(model.modules()):
         code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
         called = {*code.co_names} if code is not None else set()
-        file: Any = sys.modules[type(module).__module__]
+        file = sys.modules[type(module).__module__]
         # Functions that have kernels elsewhere.
         kernels = {name for name in called if hasattr(getattr(file, name, None), "__wrapped__")}
         ours = kernels & _OURS.keys()
@@ -42,7 +42,7 @@ def prepare_recurrences(model: nn.Module) -> None:
             continue
         for name in ours:
             _replace(file, name)
-        layer: Any = module
+        layer = module
         layer.recurrence = LinearAttention(scale=1.0 if _MAMBA in ours else None)
         layer.register_forward_pre_hook(_name_layer, with_kwargs=True)
 

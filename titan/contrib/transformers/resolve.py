@@ -135,9 +135,7 @@ def _changed(config: Any, overrides: dict[str, Any], *, derives: bool) -> Any:
     if derives:
         stale = _derived(config) - changes.keys()
         content = {k: v for k, v in content.items() if k not in stale}
-    number: Any = content.get(
-        config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    )
+    number = content.get(config.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
     if number is not None and number != config.num_hidden_layers:
         by_layer = {
             k: v for k, v in content.items() if _is_by_layer(v, config.num_hidden_layers)

@@ -26,10 +26,10 @@ class StandIn:
         return x if x.is_floating_point() else x.new_zeros((), dtype=torch.get_default_dtype())
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.model._modules[self.name])  # pyright: ignore
+        return iter(self.model._modules[self.name])
 
     def __getitem__(self, key: Any) -> Any:
-        return self.model._modules[self.name][key]  # pyright: ignore
+        return self.model._modules[self.name][key]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("model", "name"):

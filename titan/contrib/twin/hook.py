@@ -7,7 +7,7 @@ reason, and the run is compared with its own first steps.
 Most measurements exist already: RankTimes times ranks, the step timer waits and saves, torch's
 allocator counts its retries. This hook adds the phases of a step, and the links, which titan.ops.bench
 measures when a step has become slow without another explanation. The ranks exchange their
-measurements in the trainer's one all-reduce. titan/contrib/twin/drift.py decides. docs/simulator.md defines
+measurements in the trainer's one all-reduce. titan/contrib/twin/drift.py decides. titan/contrib/twin/README.md defines
 the columns.
 """
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from titan.base.untrusted import InputError
 from titan.contrib.watch.reading import RunReader, read_all
 from titan.contrib.watch.server import LOOPBACK, Server, page
-from titan.observe.rows import MAX_ROWS, run_names, with_groups
+from titan.observe.rows import with_groups
+from titan.tools.row_files import MAX_ROWS, run_names
 
 PORT = 6060
 _ALL_ROWS = 20_000  # of all runs together: many runs must not make the page slow

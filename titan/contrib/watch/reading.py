@@ -1,6 +1,6 @@
 """Readers of a run's folder for the live page, while the run writes it. Only files of fixed names are read.
 
-Each poll reads the lines that were added to metrics.jsonl and events.jsonl (titan/observe/rows.py). If a resume cut a file
+Each poll reads the lines that were added to metrics.jsonl and events.jsonl (titan/tools/row_files.py). If a resume cut a file
 or replaced it, its `generation` changes and the client gets all rows again. A million rows are thinned to four thousand,
 which contain every peak. A damaged file costs its own part of the page, and adds a line to `problems`. Imports no torch.
 """
@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from titan.base.untrusted import InputError, open_regular
-from titan.observe.rows import MAX_ROWS, LineFile, Row, RowFile, number, parse, runs_near
+from titan.observe.rows import Row, number, parse
+from titan.tools.row_files import MAX_ROWS, LineFile, RowFile, runs_near
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib  # pyright: ignore[reportMissingImports]
+    import tomli as tomllib
 
 COLUMNS = (
     *(

@@ -75,7 +75,7 @@ class Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     """Handler of the page's requests."""
 
-    server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
+    server: Server
 
     def do_GET(self) -> None:
         # Against DNS rebinding: a web page may point its own name at 127.0.0.1.

@@ -131,15 +131,15 @@ class Certifier:
             found["job" if len(own) <= _MOST_AXES else f"job: {_mesh(degrees)}"] = degrees
         if names is not None:
             return found | {n: d for n, d in LAYOUTS.items() if n in names}
-        has_experts = getattr(self.config.model.sizes, "num_experts", 0) > 0
+        has_experts = self.config.model.sizes.num_experts > 0
         useful = {n: d for n, d in LAYOUTS.items() if has_experts or "ep" not in d}
         return found | {n: d for n, d in useful.items() if d not in found.values()}
 
     def certify(self, name: str, degrees: Degrees) -> CertifiedLayout:
         """Return the verdict about a layout.
 
-        A difference that a rounding may make is looked for again, on other weights and tokens. A value next to the kink of a ReLU, or
-        a token between two experts, may fall on either side. A fault comes back.
+        Rounding may move a value near 0 across the corner of a ReLU, or a token to another expert. So a difference that rounding
+        can make is tried again with other weights and tokens: a fault comes back.
         """
         row = partial(CertifiedLayout, name=name, mesh=_mesh(degrees))
         world = prod(n for axis, n in degrees.items() if axis != "ep")
@@ -163,7 +163,7 @@ class Certifier:
                 found = row(draw=draw, **self._compare(degrees, world, drawn, is_last=is_last))
                 if found.verdict != "differs" or found.reason:
                     break
-            return replace(found, reason=found.reason or uncut)
+            return replace(found, reason=found.reason or uncut)  # pyrefly: ignore[unbound-name]
         except ConfigError as error:
             problem = error.problems[0]
             return row(verdict="refused", reason=f"{problem.key}: {problem.message}")
@@ -300,7 +300,7 @@ def main(argv: list[str], program: Callable[..., Any] | None = None) -> int:
     parser = command_parser("certify", usage, summary=summary_of("certify"))
     default = "default: all, or job if the command line has keys of [parallelism]"
     parser.add_argument("--layouts", metavar="NAME,...", help=f"{', '.join(names)}; {default}")
-    about = "ranks of the job; default: the least that fit"
+    about = "ranks of the job; default: the smallest number that fits"
     parser.add_argument("--world-size", type=positive, metavar="N", help=about)
     about = "folder of the certificates; default: the working directory"
     parser.add_argument("--output", type=Path, metavar="FOLDER", default=Path(), help=about)

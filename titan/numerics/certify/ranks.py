@@ -100,7 +100,7 @@ class Pool:
             for rank in range(world):
                 ours, theirs = self.context.Pipe()
                 arguments = (theirs, sys.path, f"{folder}/store", rank, world, job)
-                process = self.context.Process(target=_work, args=arguments, daemon=True)  # pyright: ignore
+                process = self.context.Process(target=_work, args=arguments, daemon=True)
                 process.start()
                 theirs.close()
                 ranks.append((process, ours))

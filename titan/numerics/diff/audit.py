@@ -35,7 +35,7 @@ from titan.numerics.certify.shrink import changed
 from titan.numerics.diff.command import RECORDS, ROUNDED, check_place, train
 from titan.numerics.diff.compare import BEYOND, UNIT, compare
 from titan.numerics.diff.saved import SavedTensor, compare_saved, names_apart
-from titan.observe.recorded import FOLDER, RecordedStep, read_steps
+from titan.numerics.recorded import FOLDER, RecordedStep, read_steps
 from titan.observe.rows import Row, number, read_rows
 from titan.observe.run_log import read_events
 
@@ -317,7 +317,7 @@ def _compare(found: Audit, original: _Record, first: _Record, again: _Record | N
         found.blame("the files of the checkpoint: they changed after they were saved")
     if original.recorded and again is not None:
         _compare_recorded(found, original, first, again)
-    _compare_rows(found, original.rows, first.rows, again and again.rows)
+    _compare_rows(found, original.rows, first.rows, again.rows if again else None)
     if original.saved is None or first.saved is None:
         return
     # The last save may hold weights alone.
@@ -329,7 +329,7 @@ def _compare(found: Audit, original: _Record, first: _Record, again: _Record | N
     found.equal_bits &= not names
     wrong: list[SavedTensor] = []
     tensors = compare_saved(
-        original.saved, first.saved, again and again.saved, rounds=not found.is_same
+        original.saved, first.saved, again.saved if again else None, rounds=not found.is_same
     )
     for tensor in tensors:
         found.tensors += 1

@@ -27,7 +27,7 @@ from titan.config.phases import DEGREES
 from titan.config.schema import JobConfig
 from titan.numerics.certify.command import least_world
 from titan.numerics.diff.compare import Comparison, compare, distance, parameters_only
-from titan.observe.recorded import RecordedStep, read_steps
+from titan.numerics.recorded import RecordedStep, read_steps
 
 _SHOWN = 8
 _ANOTHER = 0.3  # relative distance of most tensors: rounding does less, other samples more
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     about = "steps to train; default: 3"
     parser.add_argument("--steps", type=positive, default=3, metavar="N", help=about)
     for side in "ab":
-        about = f"ranks of {side.upper()}; default: the least that fit"
+        about = f"ranks of {side.upper()}; default: the smallest number that fits"
         parser.add_argument(f"--nproc-{side}", type=positive, metavar="N", help=about)
     about = "a run of A's job with debug.record_perturbed: what rounding does"
     parser.add_argument("--spread", type=Path, metavar="RUN_C", help=about)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from titan.observe.recorded import RecordedStep, RecordedTensor
+from titan.numerics.recorded import RecordedStep, RecordedTensor
 
 Key = tuple[str, str]
 # A difference is beyond rounding from this many times the measured spread on: a layout adds up in another order in each module, and the
@@ -307,7 +307,7 @@ def guess_of(a: RecordedTensor, b: RecordedTensor, axes: Mapping[str, int]) -> s
         )
     if abs(factor - 1) < _CLOSE:
         return "part of its values are other ones"
-    return f"it has {factor:.2g} of the reference in it, and other values"
+    return f"it is {factor:.2g} times the reference, plus other values"
 
 
 def _differing_chunks(a: RecordedTensor, b: RecordedTensor) -> list[int]:

@@ -13,8 +13,9 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from titan.checks.rules import load_to_run
 from titan.config.errors import COMMAND_LINE, ConfigError, Problem
@@ -262,12 +263,7 @@ def script(
     return "\n".join(
         [
             *kept,
-            *(
-                f"#SBATCH --{key}={value}"
-                for key, value in directives.items()
-                if value is not None
-            ),
-            *(f"#SBATCH {word}" for word in options.sbatch),
+            *directive_lines(directives, options.sbatch),
             "",
             "# Written by `titan slurm`.",
             f"cd -- {shlex.quote(str(Path.cwd()))} || exit 2",
@@ -278,6 +274,12 @@ def script(
             rest[rest.index("set -uo pipefail") :],
         ]
     )
+
+
+def directive_lines(directives: Mapping[str, Any], more: Sequence[str]) -> list[str]:
+    """Return the lines for sbatch: directives with a value, and more options as they are."""
+    lines = [f"--{key}={value}" for key, value in directives.items() if value is not None]
+    return [f"#SBATCH {line}" for line in [*lines, *more]]
 
 
 def _snapshot(job: Sequence[str], folder: Path) -> tuple[list[str], dict[Path, bytes]]:

@@ -20,7 +20,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import Field
 
-from titan.base.errors import Activity, Failure, stacks_file
+from titan.base.errors import Failure
 from titan.base.run_folder import Status, load_status
 from titan.base.untrusted import (
     Count,
@@ -31,6 +31,7 @@ from titan.base.untrusted import (
     read_json,
     tail_lines,
 )
+from titan.ops.activity import Activity, stacks_file
 from titan.ops.run_lock import LOCK_FILE, ProcessId
 
 # Signals of a fault in native code, and how faulthandler names them.
@@ -120,7 +121,7 @@ class GroupRecord:
 
 @dataclass(frozen=True)
 class Dump:
-    """Flight recorder of a rank. titan/base/flight_recorder.py defines its content.
+    """Flight recorder of a rank. titan/ops/flight_recorder.py defines its content.
 
     Attributes:
         rank: the rank.

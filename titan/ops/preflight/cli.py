@@ -97,10 +97,7 @@ def run_rank(
         host_tensors=config.training.enable_cpu_offload,
         numa_binding=config.comm.numa_binding,
     )
-    axes = asdict(layout)
-    # The only field of a layout that is no axis of the mesh.
-    del axes["accumulation"]
-    mesh = build_mesh(device.type, **axes, nccl=config.comm.nccl.options())
+    mesh = build_mesh(device.type, **layout.degrees, nccl=config.comm.nccl.options())
     set_timeout(
         timedelta(seconds=config.comm.init_timeout_seconds)
     )  # also for the mesh's groups

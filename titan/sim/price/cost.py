@@ -150,7 +150,7 @@ class Cost:
                 flops /= self.tables.uneven_share(m, self.unevenness)
         peak = profile.peak_tflops[dtype] * 1e12
         moved_s = (kernel.read_bytes + kernel.write_bytes) / (profile.memory_tb_per_s * 1e12)
-        ratio = self.tables and self.tables.product_ratio(dtype, rows, n, k)
+        ratio = self.tables.product_ratio(dtype, rows, n, k) if self.tables else None
         if ratio is None or self.tables is None:
             return least + max(self._memory_s(kernel), flops / (peak * share))
         level = share / self.tables.large_share[dtype]

@@ -2,7 +2,7 @@
 
 A profile is a TOML file, by name in titan/sim/hardware/ or by its path (`titan sim --calibrate`
 writes such a file). `base` names another profile whose figures it takes over; every figure that it
-states itself needs a line in [sources]. Peak rates and memory come from titan/base/hardware.py, by
+states itself needs a line in [sources]. Peak rates and memory come from titan/base/hardware.toml, by
 `device`, unless the file states them.
 
 An achievable share is the share of the peak that a kernel's inner loop reaches while the device is
@@ -110,7 +110,7 @@ class Profile(BaseModel):
 
     name: str
     device: str = ""
-    """Row of titan/base/hardware.py that peaks and memory are taken from."""
+    """Row of titan/base/hardware.toml that peaks and memory are taken from."""
     is_cpu: bool = False
     """Whether jobs run on CPUs, which decides the meaning of training.mixed_precision_param = "auto"."""
     peak_tflops: Annotated[dict[str, Rate], AfterValidator(_known_dtypes)]

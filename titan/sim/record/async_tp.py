@@ -56,9 +56,9 @@ def install(tracer: Tracer) -> None:
         _MODULE, "is_symm_mem_enabled_for_group", lambda _: announced.__contains__
     )
     # The implementation names torch.cuda directly where it should ask for the tensor's device.
-    torch.cuda.current_stream = lambda *_: device.current()  # pyright: ignore
+    torch.cuda.current_stream = lambda *_: device.current()  # pyrefly: ignore[bad-assignment]
     # torch delays one of the two streams with it by some cycles, too few to count.
-    torch.cuda._sleep = lambda *_: None
+    torch.cuda._sleep = lambda cycles: None
     for name in _FUSED:
         operator = getattr(torch.ops.symm_mem, name).default
         # Compiled programs call the operator; the tracer looks it up in EXPANDED.
@@ -95,7 +95,7 @@ class _Workspace:
         buffer = self.tracer.paused(torch.empty)(sizes, dtype=dtype, device=device.NAME)
         if rank != self.rank:
             # `_Reads` below recognises reads of a peer by this mark.
-            buffer.peer = (self.group_name, rank)  # pyright: ignore
+            buffer.peer = (self.group_name, rank)
         return buffer
 
 

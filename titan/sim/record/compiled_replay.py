@@ -107,7 +107,7 @@ class Shape:
             # set_ gives a tensor another one's memory and leaves no view relation, which as_strided
             # would.
             empty = torch.empty(0, dtype=self.dtype, device=device.NAME)
-            return empty.set_(memory.untyped_storage(), self.offset, self.shape, self.stride)  # pyright: ignore
+            return empty.set_(memory.untyped_storage(), self.offset, self.shape, self.stride)
 
 
 class Repetition:
@@ -351,7 +351,8 @@ def _is_tensor(output: Any) -> bool:
 
 def _address(value: Any) -> int:
     """Return the address of a tensor's memory on the device, or 0 for other values."""
-    if isinstance(value, Tensor) and value.fake_device.type == device.NAME:  # pyright: ignore
+    # pyrefly: ignore[missing-attribute]
+    if isinstance(value, Tensor) and value.fake_device.type == device.NAME:
         return value.untyped_storage()._cdata
     return 0
 

@@ -34,7 +34,7 @@ def fake_world(
     fake_device = device.register()
     torch_compat.init_fake_process_group(device.NAME, rank=rank, world_size=world_size)
     _replace_generic_names()
-    mesh = layout and build_mesh(device.NAME, **layout.degrees)
+    mesh = build_mesh(device.NAME, **layout.degrees) if layout else None
     # From here on, tensors have shapes and no memory. The mesh above holds real tensors of ranks.
     with torch_compat.fake_tensors():
         yield fake_device, mesh
@@ -68,8 +68,9 @@ def impersonate_rank(rank: int, mesh: DeviceMesh) -> int:
 
 def _replace_generic_names() -> None:
     """Replace torch's device-independent streams and generators, which support only devices of its C++ side."""
-    torch.Stream, torch.Event = device.Stream, device.Event  # pyright: ignore
-    torch.accelerator.current_stream = lambda *_: device.current()  # pyright: ignore
+    generic: Any = torch
+    generic.Stream, generic.Event = device.Stream, device.Event
+    generic.accelerator.current_stream = lambda *_: device.current()
     torch.accelerator.is_available = lambda: False  # or Dynamo would look into its streams
     generator = torch.Generator
 
@@ -80,14 +81,14 @@ def _replace_generic_names() -> None:
         def __new__(cls, device: Any = "cpu") -> Any:
             return generator("cpu")
 
-    torch.Generator = Generator  # pyright: ignore
+    generic.Generator = Generator
     # Its default is CUDA's generators, and pipelines of torch 2.12 leave it at that.
     torch.random.fork_rng = partial(torch.random.fork_rng, device_type=device.NAME)
-    Tensor.pin_memory = lambda tensor, *_, **__: tensor  # pyright: ignore
+    Tensor.pin_memory = lambda tensor, *_, **__: tensor
     # Linear attention of GPUs is a kernel.
     GPU_TYPES.add(device.NAME)
     # Only titan.parallel.offload calls it (FSDP2 waits for events instead). Not modelled: memory that is copied to the
     # host is freed when the copy ends, a block later than here.
-    Tensor.record_stream = lambda *_: None  # pyright: ignore
+    Tensor.record_stream = lambda self, s: None
     # It copies plain tensors only, which here are fake ones.
-    offload.Tensor = torch_compat.FakeTensor  # pyright: ignore
+    offload.Tensor = torch_compat.FakeTensor

@@ -161,7 +161,7 @@ class HostMeter:
             result = forward(*args, **kwargs)
             for tensor in tensors_in([result]):
                 if tensor.requires_grad:
-                    tensor.of_block = True  # pyright: ignore
+                    tensor.of_block = True
                     tensor.register_hook(entering("backward block"))
             return result
 

@@ -265,7 +265,7 @@ class Microbatches:
             tracer.storages.categorize_new("activations")
         scopes: dict[Any, Any] = {None: None}
         for event, count in recorded.events:
-            scope: Any = scope_of(event)
+            scope = scope_of(event)
             if scope not in scopes:
                 scopes[scope] = tracer.scopes.in_action(scope)
             # The tensor's memory ends here, even if it has other references.

@@ -166,7 +166,7 @@ def _kind(name: str) -> KernelKind:
     return "pointwise"
 
 
-def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterator[Any]:
     """Yield the tensors among the values and in lists of them."""
     for value in values:
         if isinstance(value, Tensor):
@@ -201,7 +201,7 @@ def kernel_of(
     read_bytes = sum(size_bytes(t) for t in (*inputs, *named) if id(t) not in overwritten)
     if kind == "copy":
         # Both cross the host's bus if the two sides differ.
-        devices = {t.fake_device.type for t in (*inputs, *outputs)}  # pyright: ignore
+        devices = {t.fake_device.type for t in (*inputs, *outputs)}
         kind = "host_copy" if len(devices) > 1 else "copy"
     # A factory such as `full` has no inputs: its result tells the dtype. An addend may be in fp32, where factors are not.
     first = inputs[name in _WITH_ADDEND] if inputs else outputs[0]

@@ -20,7 +20,7 @@ from torch import nn
 
 from titan.config.layout import Layout
 from titan.config.schema import JobConfig
-from titan.optim.adam import local
+from titan.optim.states import local
 from titan.parallel.init_weights import canonical_name
 from titan.sim.record.microbatches import Microbatches, wrap_part
 from titan.sim.record.trace import BEGINS, Allocate, Event, Free, Trace, number_of
@@ -246,7 +246,7 @@ def _watched(program: Program, tracer: Any) -> Iterator[list[Any]]:
             storages.attribute(tensors, owners.get(parameter, ""))
 
     for optimizer in program.optimizers:
-        optimizer.step = updating(optimizer, optimizer.step)  # pyright: ignore
+        optimizer.step = updating(optimizer, optimizer.step)
     if program.pipeline is not None:
         program.pipeline.loss_fn = wrap_part(tracer, program.pipeline.loss_fn, "L")
     with ExitStack() as replaced:

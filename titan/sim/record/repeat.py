@@ -349,7 +349,7 @@ class _Repetition:
         # Scopes and kernels are shared between events, as in a recorded trace.
         self.scopes: dict[tuple[Scope, int], Scope] = {}
         self.kernels: dict[Kernel, Kernel] = {}
-        sections: dict[str, list[Event]] = {name: [] for name in SECTIONS}
+        sections: dict[str, Any] = {name: [] for name in SECTIONS}
         for number, segment in enumerate(self.more.segments):
             self._emit(number, sections[segment.section])
         return replace(more, **sections)

@@ -162,8 +162,8 @@ def _labels(events: Sequence[Event], allocations: dict[int, Allocate], depth: in
     """Return ((phase, action, stage), block) for each event that belongs to a block, and None for other events."""
     labels: list[Any] = []
     # Label of the last event with a scope.
-    current: Any = None
-    phase: Any = ("",)
+    current = None
+    phase = ("",)
     for event in events:
         # An event without a scope has the label of the event before it, and so has one of the second of two micro-batches that
         # overlap: it is in the first one's block, or half a block behind.
@@ -278,7 +278,7 @@ def _join_series(parsed: ParsedTrace) -> None:
     # Segment of each block of memory that a single event allocated.
     home: dict[int, Segment] = {}
     joined: list[Segment] = []
-    last: Any = None
+    last = None
     for segment in parsed.segments:
         event, key = None if segment.direction else segment.parts[0][0], None
         # Outside layer passes, an event joins the series of equal ones before it.

@@ -42,7 +42,7 @@ def find(module: str, name: str) -> Any:
         MissingName: This torch has no such name.
     """
     try:
-        value: Any = import_module(module)
+        value = import_module(module)
         for part in name.split("."):
             value = getattr(value, part)
     except (ImportError, AttributeError) as error:
@@ -105,9 +105,9 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
         "torch._subclasses.fake_tensor", "FakeTensorMode._prep_args_for_hash", _hash_quickly
     )
     # A model that is copied (a pipeline stage) stays in the same world of fake tensors.
-    FakeTensorMode.__deepcopy__ = lambda mode, _: mode  # pyright: ignore
+    FakeTensorMode.__deepcopy__ = lambda mode, _: mode
     # It makes the data of torch.tensor on the host, and moves the fake of it: a move of a number would need memory on the device.
-    FakeTensorMode.avoid_device_init = True  # pyright: ignore
+    FakeTensorMode.avoid_device_init = True  # pyrefly: ignore[bad-assignment]
     with FakeTensorMode() as mode:
         yield mode
 
@@ -411,17 +411,17 @@ def pause_in_compilation(begin: Callable[[], None], end: Callable[[], None]) -> 
 
 def sequence_number() -> int:
     """Return the number of the next autograd node of this thread."""
-    return torch._C._autograd._get_sequence_nr()  # pyright: ignore
+    return torch._C._autograd._get_sequence_nr()
 
 
 def running_node() -> Any:
     """Return the autograd node whose backward runs, or None."""
-    return torch._C._current_autograd_node()  # pyright: ignore
+    return torch._C._current_autograd_node()
 
 
 def in_backward() -> bool:
     """Return whether autograd runs a backward pass in this thread."""
-    return torch._C._current_graph_task_id() != -1  # pyright: ignore
+    return torch._C._current_graph_task_id() != -1
 
 
 def work_classes() -> tuple[Any, Any, Any]:

@@ -386,13 +386,13 @@ def _renamed(trace: Trace, pattern: re.Pattern[str], name: Callable[..., str]) -
     """Return a trace with other names of modules."""
     scopes: dict[events.Scope, events.Scope] = {}
 
-    def rename(event: events.Event) -> events.Event:
+    def rename(event: Any) -> events.Event:
         scope = scope_of(event)
         if scope is None:
             return event
         if scope not in scopes:
             scopes[scope] = replace(scope, module=pattern.sub(name, scope.module))
-        return replace(event, scope=scopes[scope])  # pyright: ignore
+        return replace(event, scope=scopes[scope])
 
     setup, first_step, step = ([*map(rename, getattr(trace, name))] for name in SECTIONS)
     return replace(trace, setup=setup, first_step=first_step, step=step)

@@ -221,10 +221,10 @@ class Tracer(TorchDispatchMode):
 
     def _record_call(self, op: Operator, args: Any, kwargs: Any, result: Any) -> None:
         """Record the memory, and the transfer or launch, of a call that has run."""
-        outputs = [result] if isinstance(result, Tensor) else list(tensors_in([result]))
+        outputs: Any = [result] if isinstance(result, Tensor) else list(tensors_in([result]))
         on_device = False
         for tensor in outputs:
-            if tensor.fake_device.type == device.NAME:  # pyright: ignore
+            if tensor.fake_device.type == device.NAME:
                 on_device = True
                 # A view's storage is known already.
                 if op.makes:
@@ -247,7 +247,7 @@ class Tracer(TorchDispatchMode):
             if not inputs and not outputs:
                 return
             # A read from the device is a copy, which goes on below.
-            if not any(t.fake_device.type == device.NAME for t in inputs):  # pyright: ignore
+            if not any(t.fake_device.type == device.NAME for t in inputs):
                 self.launch_on_host(kernel_of(op, args, kwargs, result))
                 return
         host: Host = "compiled" if self._compiled else "eager"
@@ -296,9 +296,9 @@ class Tracer(TorchDispatchMode):
             self._compiled = before
             self.scopes.enter_compiled("", False)
 
-    def _read(self, tensor: Tensor) -> int | float | bool:
+    def _read(self, tensor: Any) -> int | float | bool:
         """Return a value, which fake tensors lack: 1 for numbers, so that divisions work; False for booleans, so that loops end."""
-        if tensor.fake_device.type == device.NAME:  # pyright: ignore
+        if tensor.fake_device.type == device.NAME:
             self.record(Synchronize(device.current_stream(), "a value is read"))
         if tensor.dtype == torch.bool:
             return False
@@ -321,4 +321,4 @@ class Tracer(TorchDispatchMode):
                 self.storages.resize(storage, size)
             return resize(storage, size)
 
-        torch.UntypedStorage.resize_ = resized  # pyright: ignore
+        torch.UntypedStorage.resize_ = resized  # pyrefly: ignore[bad-assignment]

@@ -174,7 +174,7 @@ class Transfers:
             tensors_in([result] if collective.data < 0 else [argument(collective.data)])
         )
         # Tensors of the host only: nothing goes over the accelerator's network.
-        if not any(t.fake_device.type != "cpu" for t in data):  # pyright: ignore
+        if not any(t.fake_device.type != "cpu" for t in data):
             return 0
         size = _bytes_of(data)
         # A rank may receive more tokens than it sends, or fewer: the larger part sets the time.

@@ -191,8 +191,11 @@ def _unlimited(trace: Trace, workspace_bytes: int, expandable: bool) -> MemoryRe
     return report
 
 
+_MOST_TENSORS = 6  # that are listed for a point
+
+
 def tensors_behind(
-    trace: Trace, profile: Profile, points: Sequence[MemoryPoint], *, most: int = 6
+    trace: Trace, profile: Profile, points: Sequence[MemoryPoint]
 ) -> list[list[tuple[str, int, int]]]:
     """Return the largest tensors in use at each of these points: description, number of blocks, and their bytes.
 
@@ -203,7 +206,6 @@ def tensors_behind(
         trace: The rank's trace.
         profile: The hardware.
         points: Points of the report's timeline.
-        most: Entries for each point.
     """
     wanted = {point.number for point in points}
     groups: defaultdict[str, Counter[int]] = defaultdict(Counter)  # sizes of the blocks in use
@@ -223,7 +225,7 @@ def tensors_behind(
                 (n, g.total(), sum(k * count for k, count in g.items()))
                 for n, g in groups.items()
             ]
-            found.append(nlargest(most, sums, key=lambda entry: entry[2]))
+            found.append(nlargest(_MOST_TENSORS, sums, key=lambda entry: entry[2]))
     return found
 
 

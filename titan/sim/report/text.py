@@ -304,7 +304,7 @@ def _time(facts: Facts) -> Iterator[str]:
     waits = {kind: s for kind, s in comm["waiting_s"].items() if s > _SMALL * total}
     if waits:
         parts = ", ".join(f"{kind} {duration(seconds)}" for kind, seconds in waits.items())
-        yield f"    of all that, an average rank waits for slower or busier ones, in {parts}"
+        yield f"    within the step, an average rank waits for slower or busier ranks: {parts}"
     if len(facts["per_rank"]) > 1:
         yield f"    pipeline bubble: {facts['pipeline']['bubble_fraction']:.1%} of the step"
     yield "  compute by module"

@@ -1,7 +1,7 @@
 """Cost of a whole run (`titan sim --run`): days, GPU hours, energy, money, checkpoints, failures, spare nodes.
 
 A step's simulation gives the seconds of a step and the bytes of a checkpoint. `[simulator.run]`
-gives figures that are no part of a job, and titan/checkpoint/interval.py the time under failures.
+gives figures that are no part of a job, and titan/sim/report/interval.py the time under failures.
 All figures are expectations.
 
 Each phase of a job (`[[phase]]`, titan/config/phases.py) is accounted for separately. A later job
@@ -13,16 +13,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
-from titan.checkpoint.interval import (
+from titan.config.phases import mesh_of
+from titan.config.schema import JobConfig
+from titan.sim.estimate import estimate_memory
+from titan.sim.extension import sim_extensions
+from titan.sim.report.interval import (
     daly_interval_s,
     expected_interval_s,
     num_spares,
     young_interval_s,
 )
-from titan.config.phases import mesh_of
-from titan.config.schema import JobConfig
-from titan.sim.estimate import estimate_memory
-from titan.sim.extension import sim_extensions
 from titan.sim.report.text import duration
 from titan.sim.simulate import Facts, Simulation
 

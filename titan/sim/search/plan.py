@@ -291,7 +291,7 @@ def _parser() -> ArgumentParser:
         "The fastest ways to run a job on so many devices, by simulation, as TOML overlays, beside the job as it is. Model, data and "
         "global batch stay; degrees, ZeRO, batch, schedule and recomputation are searched.",
     )
-    help_ = f"candidates, beside single changes of the job; default: {_BUDGET}"
+    help_ = f"layouts to simulate, in addition to single changes of the job; default: {_BUDGET}"
     parser.add_argument("--simulate", type=int, default=_BUDGET, metavar="C", help=help_)
     also = f"search with and without these, too: {', '.join(ALSO)}"
     parser.add_argument("--also", default="", metavar="A,B", help=also)

@@ -181,7 +181,7 @@ def test_rates_of_a_known_machine_come_back(folder: Path) -> None:
         ("attention", "attentionFalse"),
         ("attention_backward", "attentionTrue"),
     ):
-        kernel = Kernel("aten::attention", kind, (shape,) * 3, "bfloat16", causal=True)  # pyright: ignore[reportArgumentType]
+        kernel = Kernel("aten::attention", kind, (shape,) * 3, "bfloat16", causal=True)
         assert cost.kernel_s(kernel) * 1e6 == pytest.approx(spent[what] / STEPS, rel=0.005)
     assert found.attention_kernel == "cudnn"
     gathered = cost.transfer(sent("all_gather", 2**28), Group("", (), tuple(range(8))), rank=0)

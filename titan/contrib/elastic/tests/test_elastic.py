@@ -459,7 +459,7 @@ def test_a_run_is_done_when_a_group_is_and_each_loss_is_said(
 
     def start(group: Any) -> None:
         program = f"import os; {programs[group.number]}"
-        options: Any = {"stdout": subprocess.PIPE, "text": True}
+        options = {"stdout": subprocess.PIPE, "text": True}
         group.process = subprocess.Popen([sys.executable, "-c", program], **options)
 
     monkeypatch.setattr(launch_groups._Group, "_start", start)

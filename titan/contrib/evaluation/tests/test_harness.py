@@ -40,9 +40,9 @@ def asked(argv: list[str]) -> tuple[dict[str, float], list[str]]:
     from titan.contrib.evaluation import harness
 
     texts: list[list[str]] = []
-    model = harness.TitanLM
+    model: Any = harness.TitanLM
     answer = model.generate_until
-    model.generate_until = lambda *of: texts.append(answer(*of)) or texts[-1]  # pyright: ignore
+    model.generate_until = lambda *of: texts.append(answer(*of)) or texts[-1]
     return scored(argv), texts[0]
 
 
@@ -52,7 +52,7 @@ def test_the_harness_says_the_same(
 ) -> None:
     pytest.importorskip("lm_eval", reason="needs the extra `evaluate`")
     pytest.importorskip("accelerate", reason="the harness's own model needs it")
-    from lm_eval import simple_evaluate  # pyright: ignore[reportAttributeAccessIssue] # takes the folder above for it
+    from lm_eval import simple_evaluate  # takes the folder above for it
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
@@ -63,8 +63,8 @@ def test_the_harness_says_the_same(
     found, samples = {}, {}
     # Of whole texts, which the harness begins by itself, a tokenizer that does so too would begin them twice.
     for add_bos, names in ((True, [*[*HARNESS][:2], "harness_free"]), (None, ["harness_text"])):
-        options: Any = {"pretrained": hf, "device": "cpu", "dtype": "float32", "batch_size": 4}
-        theirs: Any = simple_evaluate(
+        options = {"pretrained": hf, "device": "cpu", "dtype": "float32", "batch_size": 4}
+        theirs = simple_evaluate(
             model=HFLM(**options, max_length=128, add_bos_token=add_bos),
             tasks=names,
             limit=NUM_EXAMPLES,

@@ -51,9 +51,9 @@ def asked(argv: list[str]) -> tuple[dict[str, float], list[str]]:
     from titan.contrib.evaluation import harness
 
     texts: list[str] = []
-    model = harness.TitanLM
+    model: Any = harness.TitanLM
     answer = model.generate_until
-    model.generate_until = lambda *of: texts.extend(answer(*of)) or texts[-len(of[1]) :]  # pyright: ignore
+    model.generate_until = lambda *of: texts.extend(answer(*of)) or texts[-len(of[1]) :]
     args, overrides = evaluate.parse(argv)
     try:
         weights = evaluate.find_weights(args.folder, overrides, tokenizer="", world_size=1)
@@ -75,7 +75,7 @@ def test_figures_are_the_harness_own(
 ) -> None:
     pytest.importorskip("lm_eval", reason="needs the extra `evaluate`")
     pytest.importorskip("accelerate", reason="the harness's own model needs it")
-    from lm_eval import simple_evaluate  # pyright: ignore[reportAttributeAccessIssue] # takes the folder above for it
+    from lm_eval import simple_evaluate  # takes the folder above for it
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
@@ -90,7 +90,7 @@ def test_figures_are_the_harness_own(
     write_folder(folder, shape, scripts={begin: words})
     special = f"generation_kwargs: {{until: ['none', '{mark}'], max_gen_toks: 9}}\n"
     include = write(tmp_path / "tasks", tasks := {**TASKS, "special": FREE + special})
-    theirs: Any = simple_evaluate(
+    theirs = simple_evaluate(
         model=HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=1),
         tasks=[*tasks],
         bootstrap_iters=0,

@@ -133,7 +133,7 @@ def test_intervals_hold_the_truth() -> None:
 
     generator, wrong = np.random.default_rng(0), 0
     for _ in range(2000):
-        drawn = groups(*generator.normal(size=(2, 3)).tolist())
+        drawn = groups(*generator.normal(size=(2, 3)).tolist())  # pyrefly: ignore[not-iterable]
         gap, width = results.difference(drawn[0], drawn[1], drawn)
         assert width is not None
         wrong += abs(gap) > width

@@ -21,8 +21,8 @@ from titan.cli import main
 from titan.contrib.watch.cli import open_runs
 from titan.contrib.watch.reading import COLUMNS, RunReader, read_all
 from titan.contrib.watch.server import Server
-from titan.observe.rows import MAX_ROWS
 from titan.tools.plot import mark, read_metrics, read_starts
+from titan.tools.row_files import MAX_ROWS
 
 HOSTILE = (
     "</script><script>document.title='owned'</script><img src=x onerror=\"alert(1)\"> & <!--"

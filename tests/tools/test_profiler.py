@@ -21,10 +21,10 @@ from tests.support.trainers import PoolTrainer, Trainer
 from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
 from titan.config.schema import JobConfig, ProfilingSection
-from titan.observe import profiler as recording
-from titan.observe.profiler import Profiler, name_modules
-from titan.run.profiling import Profiling
+from titan.tools import profiler as recording
 from titan.tools.profile import main
+from titan.tools.profiler import Profiler, name_modules
+from titan.tools.profiling_hook import Profiling
 from titan.tools.trace import Report
 from titan.tools.trace_files import read_report
 

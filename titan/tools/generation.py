@@ -1,12 +1,12 @@
 """Text generation for a batch of prompts of any lengths: `titan generate`, and descriptions of pictures in a validation.
 
 The inner attention of each block is replaced from outside by one that caches keys and values
-(titan.models.common.attention.CachedAttention), so each new token costs one position. Shorter prompts are padded on their left. A
+(`CachedAttention`), so each new token costs one position. Shorter prompts are padded on their left. A
 document mask keeps the padding out, and positions begin after it, so that each prompt gets the tokens that it would get alone.
 
 A linear recurrence has no such cache here: the whole text goes through the model for each new token.
 
-B prompts, S sequence, V vocabulary
+B batch of prompts, S sequence, T cached positions, H query heads, G key/value heads, K head dim, V vocabulary
 """
 
 from __future__ import annotations
@@ -16,15 +16,85 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan.data.tokenizer import Tokenizer
-from titan.models.common.attention import CachedAttention, InnerAttention
+from titan.models.common.attention import InnerAttention
+from titan.parallel.attention_sinks import attend_with_sinks
+from titan.parallel.block_attention import AttentionSpec, match_heads
 from titan.parallel.module_kinds import SequenceModule, modules_of
 
 _GREEDY = 1e-6  # temperatures below it take the likeliest token
 _EVEN = 1e9  # and temperatures above it are infinite in fp32, or as good as that
+
+
+class CachedAttention(nn.Module):
+    """Inner attention of generation, with a cache of the keys and values of all positions so far.
+
+    The first call takes the whole prompts. In each later call only the last token is new. The tokens before it are
+    padding, which tensor parallelism needs to split the sequence.
+    """
+
+    def __init__(self, inner: InnerAttention) -> None:
+        super().__init__()
+        self.inner = inner
+        self.k_BGTK: Tensor | None = None
+        self.v_BGTK: Tensor | None = None
+        self.ids_BT: Tensor | None = None
+
+    def forward(
+        self,
+        q_BHSK: Tensor,
+        k_BGSK: Tensor,
+        v_BGSK: Tensor,
+        document_ids_BS: Tensor | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """Compute attention to the cached and the new keys.
+
+        Args:
+            q_BHSK: Queries.
+            k_BGSK: Keys of the prompts, or of padding and one new token.
+            v_BGSK: Values, as the keys.
+            document_ids_BS: Ids that differ between a prompt and the padding on its left, int64. None: all prompts have
+                the same length.
+            sinks_H: Logits of `Sinks` for these heads. None: no sinks.
+
+        Returns:
+            The attention output, (B, H, S, K). In later calls the padding's output is zeros.
+        """
+        last = slice(-self.inner.window, None)  # without a window: all keys
+        ids_BS = document_ids_BS
+        if self.k_BGTK is None or self.v_BGTK is None:
+            # The prompts: nothing is cached yet, and the inner attention masks them.
+            self.k_BGTK, self.v_BGTK = k_BGSK[:, :, last], v_BGSK[:, :, last]
+            self.ids_BT = None if ids_BS is None else ids_BS[:, last]
+            return self.inner(q_BHSK, k_BGSK, v_BGSK, ids_BS, sinks_H)
+        self.k_BGTK = torch.cat([self.k_BGTK, k_BGSK[:, :, -1:]], dim=2)[:, :, last]
+        self.v_BGTK = torch.cat([self.v_BGTK, v_BGSK[:, :, -1:]], dim=2)[:, :, last]
+        mask_B1T = None
+        if self.ids_BT is not None and ids_BS is not None:
+            self.ids_BT = torch.cat([self.ids_BT, ids_BS[:, -1:]], dim=1)[:, last]
+            mask_B1T = (self.ids_BT == ids_BS[:, -1:])[:, None]
+        # The newest token sees all cached keys, except padding.
+        q_BH1K, scale = q_BHSK[:, :, -1:], self.inner.scale
+        if sinks_H is not None:
+            whole = {"spec": AttentionSpec(causal=False), "scale": scale, "mask_BST": mask_B1T}
+            out_BH1K = attend_with_sinks(q_BH1K, self.k_BGTK, self.v_BGTK, sinks_H, **whole)
+        else:
+            has_mask = mask_B1T is not None
+            k_BGTK, v_BGTK = match_heads(q_BH1K, self.k_BGTK, self.v_BGTK, has_mask=has_mask)
+            out_BH1K = F.scaled_dot_product_attention(
+                q_BH1K,
+                k_BGTK,
+                v_BGTK,
+                attn_mask=mask_B1T[:, None] if mask_B1T is not None else None,
+                scale=scale,
+                enable_gqa=q_BHSK.shape[1] != k_BGTK.shape[1],
+            )
+        return F.pad(out_BH1K, (0, 0, q_BHSK.shape[2] - 1, 0))
 
 
 def cache_attention(model: nn.Module) -> Callable[[], None]:

@@ -27,10 +27,10 @@ from tests.support.layouts import (
 from tests.support.ranks import Pool
 from titan.cli import main as titan
 from titan.config import schema as s
+from titan.contrib.chat import ChatTemplate
+from titan.contrib.chat.messages import Conversation
 from titan.data import DataError
-from titan.data.chat import ChatTemplate
 from titan.data.packing import Batch, pack
-from titan.data.rows import Conversation
 from titan.data.samples import SampleOptions, build_samples
 from titan.data.sources import open_documents, source_of_path
 from titan.data.special_tokens import KIND_SHIFT, PREDICTED, START, SpecialTokens, without_kind
@@ -504,7 +504,7 @@ def test_rows_become_what_transformers_makes_of_them(
     """Together in one file, whose Parquet columns have the fields of all rows."""
     import transformers
 
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    theirs: Any = transformers.AutoTokenizer.from_pretrained(folder)
     theirs.chat_template = RICH
     rows = [
         row

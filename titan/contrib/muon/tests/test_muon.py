@@ -20,8 +20,15 @@ from torch.distributed.tensor.parallel import (
 
 from tests.support.ranks import Pool
 from titan.config.schema import MuonSection
-from titan.optim import muon
-from titan.optim.muon import Exchange, Muon, collect, cuts_of, give_back, newton_schulz
+from titan.contrib.muon import optimizer as muon
+from titan.contrib.muon.optimizer import (
+    Exchange,
+    Muon,
+    collect,
+    cuts_of,
+    give_back,
+    newton_schulz,
+)
 from titan.optim.optimizers import build_optimizer
 from titan.parallel import build_mesh
 
@@ -205,7 +212,9 @@ def shares(kinds: list[tuple[int, int]]) -> int:
         p.grad = torch.ones_like(p)
     done: list[int] = []
     whole = muon.newton_schulz
-    muon.newton_schulz = lambda x, **options: done.append(len(x)) or whole(x, **options)
+    muon.newton_schulz = lambda x_NRC, **options: (
+        done.append(len(x_NRC)) or whole(x_NRC, **options)
+    )
     try:
         optimizer.step()
     finally:
@@ -224,7 +233,7 @@ def update_twice(sharded: bool) -> dict[str, Tensor]:
     """Weights of three layers of each kind after two updates. FSDP is joined first where TP cut the same dimension, last elsewhere."""
     torch.manual_seed(0)
     kinds = {"wide": (8, 16), "col": (8, 8), "row": (8, 8)}
-    model = nn.Sequential(
+    model = nn.Sequential(  # pyrefly: ignore[no-matching-overload]
         OrderedDict(
             (f"{name}{i}", nn.Linear(*sizes, bias=False))
             for i in range(3)

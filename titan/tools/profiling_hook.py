@@ -1,12 +1,12 @@
-"""Hook for profiler traces and memory snapshots (titan/observe/profiler.py)."""
+"""Hook for profiler traces and memory snapshots (titan/tools/profiler.py)."""
 
 from __future__ import annotations
 
 import torch
 
-from titan.observe.profiler import Profiler
 from titan.run.hook import Hook
 from titan.run.progress import RunProgress
+from titan.tools.profiler import Profiler
 
 
 class Profiling(Hook):

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .compile import is_compiled
-from .init_weights import canonical_name
+from titan.parallel.compile import is_compiled
+from titan.parallel.init_weights import canonical_name
 
 See = Callable[[str, nn.Module, Any, Any], Any]
 """Called with the name of a module in the plain model, the module, its arguments and its output. It returns a new output, or None."""

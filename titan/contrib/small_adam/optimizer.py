@@ -5,7 +5,7 @@ computed in fp32, and the stored state is small:
 
     bf16 moments          4 bytes a parameter rather than 8
     8-bit moments         slightly more than 2 bytes; vectors, and rows that make no blocks, keep fp32
-    stochastic rounding   bf16 weights with no fp32 master (rounding.py)
+    stochastic rounding   bf16 weights with no fp32 master (titan/optim/rounding.py)
 
 The 8-bit format is dynamic block-wise quantization (arXiv:2110.02861): each block of a row is divided by its largest magnitude
 (its scale), and each element becomes the number (its code) of the nearest of 256 levels.
@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from titan.optim.rounding import RoundingSeeds
+from titan.optim.states import Allocates, begin_step, load_as_saved, local
 from titan.parallel.float8 import plain, quiet_torchao
-
-from .rounding import RoundingSeeds
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 LARGEST_BLOCK, SMALLEST_BLOCK = 256, 8
@@ -45,7 +45,7 @@ def block_size(shape: Sequence[int]) -> int:
     return block if block >= SMALLEST_BLOCK else 0
 
 
-class SmallAdam(torch.optim.Optimizer):
+class SmallAdam(Allocates, torch.optim.Optimizer):
     """Adam or AdamW with moments in a chosen precision.
 
     Attributes:
@@ -81,7 +81,7 @@ class SmallAdam(torch.optim.Optimizer):
             compiled: Use one kernel per parameter, by torch.compile (the first step takes seconds), otherwise one per operation.
         """
         quiet_torchao(has_kernels=torch.cuda.is_available())
-        # Weight decay is each group's own (optimizers.py).
+        # Weight decay is each group's own (titan/optim/optimizers.py).
         super().__init__(
             parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0}
         )
@@ -146,7 +146,7 @@ class SmallAdam(torch.optim.Optimizer):
 def _update_shard(
     shard: Tensor,
     grad: Tensor,
-    state: dict[str, Tensor],
+    state: dict[str, Any],
     levels: dict[str, Tensor] | None,
     **options: Any,
 ) -> None:
@@ -156,7 +156,7 @@ def _update_shard(
     if levels is None:
         return adam.single_param_adam(shard, grad, **state, **options)
     parts = {name: (state[f"{name}_codes"], state[f"{name}_scale"]) for name in MOMENTS}
-    moments = {
+    moments: Any = {
         name: quant_utils.dequant_with_qmap(codes, levels[name], scale)
         for name, (codes, scale) in parts.items()
     }
@@ -175,47 +175,6 @@ def _levels(device: torch.device) -> dict[str, Tensor]:
         name: torch.tensor(create_dynamic_map(name == "exp_avg"), device=device)
         for name in MOMENTS
     }
-
-
-def begin_step(optimizer: Any, group: dict[str, Any]) -> list[Tensor]:
-    """Return a group's parameters that have gradients, after creating missing states and counting the step.
-
-    Args:
-        optimizer: Optimizer with a method `init_state(parameter)`.
-        group: One of its parameter groups.
-    """
-    parameters = [p for p in group["params"] if p.grad is not None]
-    for parameter in parameters:
-        if not optimizer.state[parameter]:
-            optimizer.init_state(parameter)
-    if parameters:
-        torch._foreach_add_([optimizer.state[p]["step"] for p in parameters], 1)
-    return parameters
-
-
-def load_as_saved(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Load a state as torch's load_state_dict does, without its cast of every state to the weights' precision.
-
-    Args:
-        optimizer: The optimizer.
-        state_dict: Its saved state.
-    """
-    torch.optim.Optimizer.load_state_dict(optimizer, state_dict)
-    saved = (i for group in state_dict["param_groups"] for i in group["params"])
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    for i, parameter in zip(saved, parameters, strict=True):
-        for name, value in state_dict["state"].get(i, {}).items():
-            # "step" stays on the host.
-            if name != "step":
-                optimizer.state[parameter][name] = value.to(parameter.device)
-
-
-def local(tensor: Tensor | None) -> Tensor:
-    """Return this rank's shard, sharing its memory (under no_grad)."""
-    assert tensor is not None
-    tensor = plain(tensor)
-    # Not a Parameter, whose shape torch.compile would take for a constant.
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _zeros_of_blocks(parameter: Tensor, block: int) -> Tensor:

@@ -19,8 +19,7 @@ from titan.config.schema import (
     MuonSection,
     OptimizerSection,
 )
-from titan.optim.adam import SmallAdam, block_size
-from titan.optim.muon import Muon
+from titan.contrib.small_adam.optimizer import SmallAdam, block_size
 from titan.optim.optimizers import build_optimizer
 from titan.optim.rounding import RoundingSeeds
 from titan.parallel import build_mesh
@@ -178,17 +177,18 @@ def test_state_dicts_keep_precision(weights: torch.dtype, moments: torch.dtype) 
 def test_a_closure_is_called() -> None:
     """As torch's optimizers do: with gradients on, before the update, and its loss is returned."""
     weight, vector = (nn.Parameter(torch.ones(shape)) for shape in ((4, 4), (4,)))
-    others = SmallAdam([vector], lr=0.1, betas=(0.9, 0.95), eps=1e-8, state_dtype=torch.float32)
-    optimizer = Muon([weight], others=others, lr=0.1, weight_decay=0.0)
+    small = SmallAdam([vector], lr=0.1, betas=(0.9, 0.95), eps=1e-8, state_dtype=torch.float32)
+    named = {"layers.0.weight": weight, "vector": vector}
+    optimizer = build_optimizer(MuonSection(lr=0.1), named.items())
 
     def closure() -> Tensor:
         loss = (weight @ vector).sum()
         loss.backward()
         return loss
 
-    assert optimizer.step(closure).item() == 16
+    assert optimizer.step(closure).item() == 16  # pyrefly: ignore[no-matching-overload]
     assert (weight != 1).any() and (vector != 1).all()
-    assert others.step(lambda: 5) == 5
+    assert small.step(lambda: 5) == 5
 
 
 # ---- stochastic rounding ---------------------------------------------------------------------
@@ -323,7 +323,7 @@ def round_halves(kind: str) -> tuple[list[int], Tensor]:
     """This rank's place among the shards, and which elements it rounded up: all of them by a coin."""
     mesh = build_mesh("cpu", dp_replicate=2, dp_shard=2)
     ones = torch.ones(8, 512, dtype=torch.bfloat16)
-    weight = nn.Parameter(
+    weight: Any = nn.Parameter(
         distribute_tensor(ones, mesh, [Replicate(), Shard(0)], src_data_rank=None)
     )
     named = {"layers.0.w": weight, "norm.w": nn.Parameter(torch.ones(4, dtype=torch.bfloat16))}
@@ -335,7 +335,7 @@ def round_halves(kind: str) -> tuple[list[int], Tensor]:
     for group in optimizer.param_groups:
         group["weight_decay"] = -(2**-8)  # from 1 to the middle between it and its neighbour
     optimizer.step()
-    return list(mesh.get_coordinate() or ()), weight.detach().to_local() > 1  # pyright: ignore[reportAttributeAccessIssue]
+    return list(mesh.get_coordinate() or ()), weight.detach().to_local() > 1
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "Muon"])

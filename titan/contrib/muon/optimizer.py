@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -38,13 +38,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from titan.config.schema import MuonSection
+from titan.optim.optimizers import allocate_state, build_adam, is_matrix
+from titan.optim.rounding import RoundingSeeds
+from titan.optim.states import Allocates, begin_step, load_as_saved, local
 from titan.parallel.float8 import plain
-
-from .adam import begin_step, load_as_saved, local
-from .rounding import RoundingSeeds
 
 # a X + b (X X^T) X + c (X X^T)^2 X lifts small singular values fast and leaves those near 1 within 0.7 .. 1.2 (Jordan).
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -57,7 +58,7 @@ BATCH_BYTES = (
 Exchange = Generator[None, None, Tensor]
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(Allocates, torch.optim.Optimizer):
     """Muon for matrices, and another optimizer for the other parameters.
 
     Attributes:
@@ -171,6 +172,12 @@ class Muon(torch.optim.Optimizer):
         self.state[matrix]["step"] = torch.tensor(0.0)  # on the host
         self.state[matrix]["momentum"] = torch.zeros_like(plain(matrix))
 
+    def allocate(self) -> None:
+        for matrix in self.param_groups[0]["params"]:
+            if not self.state[matrix]:
+                self.init_state(matrix)
+        allocate_state(self.others)
+
     def _momentum(self, batch: list[Tensor]) -> Tensor:
         """Update the momentum, and return the local shards to orthogonalize, stacked."""
         x = torch.empty(
@@ -185,6 +192,36 @@ class Muon(torch.optim.Optimizer):
                 averages = torch._foreach_lerp(grads, averages, self.momentum)
             torch._foreach_copy_(list(x[part].unbind()), averages)
         return x
+
+
+def build_muon(
+    section: MuonSection, named: Mapping[str, nn.Parameter], *, seed: int, backend: str
+) -> torch.optim.Optimizer:
+    """Build the optimizer of a section (optimizer.Muon of `titan.extensions`).
+
+    Args:
+        section: [optimizer]. Its blocks are the children of `layers`, a name that every model family shares.
+        named: Trained parameters of the model, or of this rank's stages, by name.
+        seed: Seed of stochastic rounding.
+        backend: Backend of torch.compile for the update of the other parameters.
+    """
+    in_blocks = {k: p for k, p in named.items() if k.startswith("layers.") and is_matrix(k, p)}
+    rest = {name: p for name, p in named.items() if name not in in_blocks}
+    adam_lr = section.lr if section.adam_lr is None else section.adam_lr
+    others = build_adam(section, rest, lr=adam_lr, seed=seed, backend=backend)
+    if not in_blocks:  # a pipeline stage of the embedding alone
+        return others
+    return Muon(
+        list(in_blocks.values()),
+        others=others,
+        lr=section.lr,
+        weight_decay=section.weight_decay,
+        momentum=section.momentum,
+        nesterov=section.nesterov,
+        ns_steps=section.ns_steps,
+        ns_dtype=getattr(torch, section.ns_dtype),
+        seeds=RoundingSeeds(in_blocks, seed=seed) if section.stochastic_rounding else None,
+    )
 
 
 def newton_schulz(x_NRC: Tensor, *, steps: int) -> Tensor:
@@ -248,7 +285,7 @@ def cuts_of(parameter: Tensor) -> list[Cut]:
     axes.sort(key=lambda i: hasattr(parameter.placements[i], "split_factor"))
     cuts, shape = [], list(parameter.shape)
     for axis in axes:
-        dim: int = parameter.placements[axis].dim  # pyright: ignore
+        dim: int = parameter.placements[axis].dim  # pyrefly: ignore[missing-attribute]
         if (place := dim - (parameter.ndim - 2)) >= 0:
             cuts.append(Cut(parameter.device_mesh.get_group(axis), dim=place, size=shape[dim]))
             shape[dim] = cuts[-1].length()

@@ -35,33 +35,22 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from titan.base.errors import (
+from titan.base.errors import Failure, frames_of, locate, recorded_collectives
+from titan.base.run_writer import run_files, write_text_atomically
+from titan.ops.activity import (
     Activity,
-    Failure,
     count_oom_kills,
     dump_stacks,
-    frames_of,
-    locate,
     main_thread,
     open_stacks,
-    recorded_collectives,
     stacks_file,
 )
-from titan.base.run_writer import run_files, write_text_atomically
 
 # Version of the dump's format. `titan doctor` reads it.
 VERSION = 2
 NEWEST = 2000  # entries of a dump: a step has tens to thousands, and the last ones matter
-
-
-class TraceSettings(Protocol):
-    """Keys of the config section [comm] that a recorder reads."""
-
-    trace_buf_size: int
-    save_traces_folder: str
-    save_traces_file_prefix: str
 
 
 @dataclass
@@ -79,7 +68,7 @@ class FlightRecorder:
         p2p_counts: number of operations by (peer, whether it sends).
     """
 
-    section: TraceSettings
+    section: Any
     run_dir: Path
     rank: int
     world_size: int

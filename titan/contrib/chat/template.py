@@ -5,7 +5,7 @@ functions that transformers documents for chat templates. Answers are the text w
 these marks, an answer is a difference: the text of the messages up to the answer, less the text of the messages before it with
 `add_generation_prompt`. A template that changes earlier messages later needs the marks.
 
-writer.py calls `ChatTemplate.encode` for each conversation, and `titan generate` calls `prompt`. Imports no torch.
+titan/data/writer.py calls `ChatTemplate.encode` for each conversation, and `titan generate` calls `prompt`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from titan.base.untrusted import printable
 from titan.data import DataError
-from titan.data.rows import Chat, is_learnt
 from titan.data.special_tokens import CONTEXT, KIND_SHIFT, PREDICTED, START
 from titan.data.tokenizer import Tokenizer
 from titan.data.unread import Counts, count
+
+from .messages import Chat, is_learnt
 
 if TYPE_CHECKING:
     import numpy as np
     from jinja2.parser import Parser
 
 # Marks around answers in the rendered text. Unicode reserves these two code points as noncharacters (section 23.7), and
-# rows.py replaces them in messages.
+# messages.py replaces them in messages.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 # Names of a message's reasoning. transformers fills the first two from any of them.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -75,7 +76,7 @@ class ChatTemplate:
             DataError: the text is not valid Jinja.
         """
         self.source, self.tokenizer = source, tokenizer
-        environment = ImmutableSandboxedEnvironment(
+        environment: Any = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Marks, "jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)

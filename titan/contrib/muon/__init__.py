@@ -1,0 +1,1 @@
+"""Muon for the matrices of the blocks (optimizer.name = "Muon")."""
