@@ -7,8 +7,8 @@
     pytest --touched COMMIT    the default lane, and all tests of what has changed since that commit
     pytest tests/sim           what is named on the command line runs whole
 
-The longest row that begins a test's id decides. A test without a row is in the default lane if it is cheap, and is drawn if
-tests/costs.toml has it.
+The longest row that begins a test's id decides. Of tests without a row, and of the rows `drawn`, the cheap ones are in the
+default lane, and those in tests/costs.toml are drawn.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ LANES = ("quick", "default", "full")
 TABLE = Path(__file__).parents[1] / "lanes.toml"
 COSTS, FULL = TABLE.with_name("costs.toml"), TABLE.with_name("full.toml")
 LEFT_OUT = pytest.StashKey[str]()
+DEAR = 10.0  # CPU seconds of a test, which has a reason in the default lane
 DRAWN = pytest.StashKey[list[str]]()
 
 
@@ -42,7 +43,7 @@ def read_table() -> dict[str, Any]:
     table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
     lanes: dict[str, str] = {}
     for lane, beginnings in table["lanes"].items():
-        if lane not in LANES:
+        if lane not in (*LANES, "drawn"):
             raise ValueError(f"{TABLE}: no lane {lane}")
         lanes |= dict.fromkeys(beginnings, lane)
     return table | {"lanes": lanes}
@@ -165,15 +166,17 @@ def pytest_collection_modifyitems(
         # A test that -m names runs in every lane.
         named = any(item.get_closest_marker(marker) for marker in ("slow", "gpu"))
         row = row_of(item.nodeid, of_file.get(item.nodeid.partition("::")[0], {}))
-        runs_in = lanes[row] if row else "default"
+        runs_in = lanes[row] if row else "drawn"
+        cost = costs.get(item.nodeid.partition("[")[0], 0.0)
+        if runs_in == "drawn":
+            runs_in = "full" if cost > DEAR else "default"
+            if cost and cost <= DEAR and not named and not item.nodeid.startswith(touched):
+                dear[item.nodeid] = cost
         if named or runs_in in runs or item.nodeid.startswith(touched):
             kept.append(item)
         else:
             item.stash[LEFT_OUT] = f"{runs_in} lane: pytest --lane {runs_in}"
             left.append(item)
-        cost = costs.get(item.nodeid.partition("[")[0], 0.0)
-        if cost and not (row or named or item.nodeid.startswith(touched)):
-            dear[item.nodeid] = cost
     if dear:
         seed = config.getoption("--draw") or git("rev-parse", "--short", "HEAD")
         settings = {name: table["draw"][name] for name in ("budget", "techniques")}
