@@ -16,7 +16,7 @@ from tests.support.ranks import Pool
 # more than it does, above all beside another worker.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-pytest_plugins = ["tests.support.lanes", "tests.support.not_run"]
+pytest_plugins = ["tests.support.lanes", "tests.support.not_run", "tests.support.costs"]
 
 # The files that take longest come first: the workers of scripts/test.sh then end together.
 LONGEST = [

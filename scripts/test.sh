@@ -3,7 +3,7 @@
 #   scripts/test.sh [pytest arguments]     the default lane, or the tests that are named
 #   scripts/test.sh --quick                for every save: lint, and the tests without ranks and processes
 #   scripts/test.sh --full                 every test that needs no accelerator and is not marked slow
-# tests/lanes.toml says which test is in which lane.
+# tests/lanes.toml says which test is in which lane. The default lane draws some of the dear tests by the commit, and prints them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/environment.sh
@@ -31,7 +31,8 @@ echo "tests: pytest"
 failed=0
 workers=3
 [ "${lane[*]}" != "--lane quick" ] || workers=0 # each worker imports torch
-"$PYTHON" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder "${lane[@]}" "$@" || failed=$?
+"$PYTHON" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder --durations=40 --durations-min=2 \
+  "${lane[@]}" "$@" || failed=$?
 if [ -n "$checker" ]; then
   echo "types: pyrefly"
   wait "$checker" || { cat "$types"; exit 1; }

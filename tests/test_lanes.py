@@ -10,17 +10,27 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.lanes import lane_of, read_table, touched_tests
+from tests.support.lanes import draw, read_table, row_of, touched_tests
 
 ROOT = Path(__file__).parents[1]
 
 
 def test_the_longest_row_decides() -> None:
-    lanes = {"tests/a": "full", "tests/a/test_b.py::test_c[x]": "default", "tests/q": "quick"}
-    assert lane_of("tests/a/test_b.py::test_c[x]", lanes) == "default"
-    assert lane_of("tests/a/test_b.py::test_c[y]", lanes) == "full"
-    assert lane_of("tests/q.py::test_d", lanes) == "quick"
-    assert lane_of("tests/other.py::test_e", lanes) == "default"
+    lanes = {"tests/a": "full", "tests/a/test_b.py::test_c[x]": "default"}
+    assert row_of("tests/a/test_b.py::test_c[x]", lanes) == "tests/a/test_b.py::test_c[x]"
+    assert row_of("tests/a/test_b.py::test_c[y]", lanes) == "tests/a"
+    assert row_of("tests/other.py::test_e", lanes) is None
+
+
+def test_each_commit_draws_other_tests_and_each_technique() -> None:
+    costs = {f"test[{n}{'TP' if n == 7 else ''}]": 1.0 + n % 3 for n in range(60)}
+    drawn = [draw(costs, seed=s, budget=30, techniques=["TP", "CP"]) for s in "aab"]
+    assert drawn[0] == drawn[1] != drawn[2]
+    for tests in drawn:
+        assert "test[7TP]" in tests and 27 < sum(costs[test] for test in tests) <= 30
+    # In the long run each test has its turn.
+    commits = [draw(costs, seed=f"{n}", budget=30, techniques=[]) for n in range(60)]
+    assert set().union(*commits) == costs.keys()
 
 
 def test_a_change_adds_its_tests() -> None:

@@ -43,16 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(problem, file=sys.stderr)
         return 2
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    if name in ("-h", "--help", "help"):
-        print(_overview())
-        return 0
-    if name == "--version":
-        from titan import __version__
-
-        print(f"titan {__version__}")
-        return 0
     names = command_names()
-    if name not in names:
+    is_help = name in ("-h", "--help", "help")
+    if name not in names and not is_help and name != "--version":
         # The nearest name, or all of them.
         match = get_close_matches(name, names, n=1)
         hint = f"did you mean '{match[0]}'?" if match else f"there are {', '.join(names)}"
@@ -64,6 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     # pydantic looks for plug-ins in every installed package, which takes 0.1 s. titan has none.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
+        if is_help:
+            print(_overview(), flush=True)
+            return 0
+        if name == "--version":
+            from titan import __version__
+
+            print(f"titan {__version__}")
+            return 0
         with nullcontext() if name in _DRAWS else _printable_output(name):
             return load_command(name)(rest)
     except SystemExit as request:  # by argparse, after --help or a wrong option

@@ -34,7 +34,8 @@ def dispatch(
     order_N = inverted(inverse_N)
     tokens_ND = Spread.apply(x_TD, order_N, inverse_N, ids_TK.shape[1])
     # Sums run in the order of K: on a GPU, index_add into tokens would have no fixed order.
-    return permute(dispatcher(tokens_ND, counts_E), inverse_N, order_N).view(*ids_TK.shape, -1)
+    results_ND = permute(dispatcher(tokens_ND, counts_E), inverse_N, order_N)
+    return results_ND.unflatten(0, ids_TK.shape)
 
 
 def places_by_expert(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

@@ -44,6 +44,13 @@ def test_layouts_equal_transformers_alone(kind: str, pool: Pool) -> None:
     assert all(float(row[name]) < 1e-5 for name in names)
 
 
+def test_the_arms_of_transformers_own_table(pool: Pool) -> None:
+    """transformers' FSDP2 with expert parallelism was held against one process in these (huggingface/transformers#48516)."""
+    arms = {f"FSDP {4 // n}, EP {n}": {"dp_shard": 4, "ep": n} for n in (1, 2, 4)}
+    row = row_of(pool, "qwen3_moe", arms)
+    assert all(float(row[name]) < 1e-5 for name in arms), row
+
+
 def test_a_checkpoint_of_experts_resumes_on_tensor_parallel_ranks(pool: Pool) -> None:
     """Two steps on FSDP2 with EP, and the third on TP+SP, against transformers' third step."""
     row = row_of(pool, "glm4_moe", {"resumed": PROOFS["resumed"]})

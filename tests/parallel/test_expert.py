@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +21,7 @@ from tests.support.ranks import Pool
 from tests.support.trainers import PoolTrainer
 from titan.checkpoint.manager import optimizer_state
 from titan.config.schema import JobConfig
+from titan.models.common.dispatch import dispatch
 from titan.ops.replicas import ReplicaError, require_equal_replicas
 from titan.parallel import apply_ep, build_mesh, build_sparse_mesh
 from titan.parallel.expert import RoundRobin
@@ -206,27 +209,67 @@ class Mixture(nn.Module):
         self.dispatcher: Any = None
 
 
-def use_alone(_: int) -> tuple[list[float], float]:
+# Which of 8 experts are hot in a step on R ranks. Two of them get three quarters of the tokens. The names are those of
+# NVIDIA/Megatron-LM#7488.
+HOT: dict[str, Callable[[int, int], Sequence[int]]] = {
+    "W0 balanced": lambda step, ranks: (),
+    "W1 hot experts": lambda step, ranks: (1, 2, 3),
+    "W2 hot rank": lambda step, ranks: range(8 // ranks),
+    "W3 spread hot experts": lambda step, ranks: range(0, 8, 8 // ranks),
+    "W4 ragged sources": lambda step, ranks: (0, 7),
+    "W5 experts without tokens": lambda step, ranks: range(8 // ranks),
+    "W6 rotating hot experts": lambda step, ranks: ((2 * step) % 8, (2 * step + 1) % 8),
+    "W7 burst": lambda step, ranks: (6, 7) if step == 1 else (),
+}
+
+
+def routed(name: str, step: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
+    """Return whole numbers (T, 1) as tokens, and two different experts of each (T, 2)."""
+    hot = HOT[name](step, ranks)
+    length = 16 * rank if "ragged" in name else 16
+    experts = []
+    for token in range(length):
+        few = hot if hot and (token % 4 or "without" in name) else range(8)
+        experts.append([few[(token + step + k) % len(few)] for k in (0, 1)])
+    numbers = torch.arange(1.0, length + 1)[:, None] + 100 * rank
+    return numbers, torch.tensor(experts, dtype=torch.int64).reshape(-1, 2)
+
+
+def use_alone(ranks: int, name: str) -> list[Any]:
     import torch.distributed as dist
 
-    mesh = build_sparse_mesh(build_mesh("cpu", dp_shard=2), ep=2)
+    mesh = build_sparse_mesh(build_mesh("cpu", dp_shard=ranks), ep=ranks)
     ep = submesh(mesh, "ep")
     assert ep is not None
-    mixture = Mixture(4)
+    mixture = Mixture(8)
     apply_ep(mixture, mesh=ep, moe_type=Mixture)
-    # Rank 0 sends rows to experts 0, 0 and 3, rank 1 one row to expert 1.
-    counts = torch.tensor([[2, 0, 0, 1], [0, 1, 0, 0]][dist.get_rank()])
-    rows = torch.ones(int(counts.sum()), 1)
-    out = mixture.dispatcher(rows, counts, mixture.experts)
-    out.sum().backward()
-    gradient: Any = mixture.experts.scale.grad
-    return out.flatten().tolist(), gradient.full_tensor().tolist()
+    found = []
+    for step in range(3):
+        x_TD, ids_TK = routed(name, step, dist.get_rank(), ranks)
+        x_TD.requires_grad_()
+        run = partial(mixture.dispatcher, experts=mixture.experts)
+        y_TD = dispatch(x_TD, ids_TK, 8, run).sum(1)
+        mixture.experts.scale.grad = None
+        y_TD.sum().backward()
+        gradient: Any = mixture.experts.scale.grad
+        found.append([y_TD.detach(), x_TD.grad, gradient.full_tensor()])
+    return found
 
 
-def test_any_module_with_stacked_parameters(pool: Pool) -> None:
-    (first, gradient), (second, _) = pool.run(2, use_alone, 0)
-    assert first == [1.0, 1.0, 4.0] and second == [2.0]
-    assert gradient == [2.0, 1.0, 0.0, 1.0]
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", HOT)
+def test_imbalance_is_computed_exactly(name: str, ranks: int, pool: Pool) -> None:
+    """Experts that multiply by 1 to 8, and whole numbers as tokens: outputs and gradients are equal bits."""
+    results = pool.run(ranks, use_alone, ranks, name)
+    for step in range(3):
+        sums = torch.zeros(8)
+        for rank, found in enumerate(results):
+            x_TD, ids_TK = routed(name, step, rank, ranks)
+            sums.index_add_(0, ids_TK.flatten(), x_TD.expand(-1, 2).flatten())
+            factors_TD = (ids_TK + 1.0).sum(1, keepdim=True)
+            assert torch.equal(found[step][0], factors_TD * x_TD)
+            assert torch.equal(found[step][1], factors_TD)
+        assert all(torch.equal(found[step][2], sums) for found in results)
 
 
 class Order(TorchDispatchMode):

@@ -1,20 +1,25 @@
 """Choose which tests run: three lanes, by the table tests/lanes.toml.
 
-    pytest                     the default lane
+    pytest                     the default lane: all cheap tests, and as many dear ones as `budget` allows, drawn by the commit
+    pytest --draw COMMIT       with the dear tests of that commit
     pytest --lane quick        no ranks and no processes: for every save
     pytest --lane full         all that is not marked `slow` or `gpu`
     pytest --touched COMMIT    the default lane, and all tests of what has changed since that commit
     pytest tests/sim           what is named on the command line runs whole
 
-The longest row that begins a test's id decides. A test without a row is in the default lane.
+The longest row that begins a test's id decides. Of tests without a row, and of the rows `drawn`, the cheap ones are in the
+default lane, and those in tests/costs.toml are drawn.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatch
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +32,10 @@ else:
 
 LANES = ("quick", "default", "full")
 TABLE = Path(__file__).parents[1] / "lanes.toml"
+COSTS, FULL = TABLE.with_name("costs.toml"), TABLE.with_name("full.toml")
 LEFT_OUT = pytest.StashKey[str]()
+DEAR = 10.0  # CPU seconds of a test, which has a reason in the default lane
+DRAWN = pytest.StashKey[list[str]]()
 
 
 def read_table() -> dict[str, Any]:
@@ -35,16 +43,46 @@ def read_table() -> dict[str, Any]:
     table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
     lanes: dict[str, str] = {}
     for lane, beginnings in table["lanes"].items():
-        if lane not in LANES:
+        if lane not in (*LANES, "drawn"):
             raise ValueError(f"{TABLE}: no lane {lane}")
         lanes |= dict.fromkeys(beginnings, lane)
-    return {"lanes": lanes, "touched": table["touched"]}
+    return table | {"lanes": lanes}
 
 
-def lane_of(test: str, lanes: Mapping[str, str]) -> str:
-    """Return the lane of a test by its id, such as "tests/test_loss.py::test_sum[2]"."""
+def read_costs() -> dict[str, float]:
+    """Return tests/costs.toml: function of tests -> CPU seconds of one row."""
+    return tomllib.loads(COSTS.read_text(encoding="utf-8"))["cpu_seconds"]
+
+
+def draw(
+    costs: Mapping[str, float], *, seed: str, budget: float, techniques: Iterable[str]
+) -> set[str]:
+    """Draw tests until their costs reach the budget, so that each technique is in the name of one at least.
+
+    Args:
+        costs: id of a test -> CPU seconds.
+        seed: The same seed draws the same tests.
+        budget: CPU seconds.
+        techniques: Words of ids.
+    """
+    order = sorted(costs, key=lambda test: sha256(f"{seed} {test}".encode()).digest())
+    chosen: set[str] = set()
+    for technique in techniques:
+        have = [test for test in order if technique in test.partition("[")[2]]
+        if have and chosen.isdisjoint(have):
+            chosen.add(have[0])
+    spent = sum(costs[test] for test in chosen)
+    for test in order:
+        if test not in chosen and spent + costs[test] <= budget:
+            chosen.add(test)
+            spent += costs[test]
+    return chosen
+
+
+def row_of(test: str, lanes: Mapping[str, str]) -> str | None:
+    """Return the longest row of the table that begins a test's id, such as "tests/test_loss.py::test_sum[2]"."""
     rows = [row for row in lanes if test.startswith(row)]
-    return lanes[max(rows, key=len)] if rows else "default"
+    return max(rows, key=len, default=None)
 
 
 def touched_tests(paths: Iterable[str], touched: Mapping[str, list[str]]) -> list[str]:
@@ -61,14 +99,33 @@ def touched_tests(paths: Iterable[str], touched: Mapping[str, list[str]]) -> lis
     return sorted(named)
 
 
+def _lane(config: pytest.Config) -> str:
+    """Return the lane that runs. What is named on the command line is in the full one."""
+    is_whole = config.args == config.getini("testpaths")
+    return config.getoption("--lane") or ("default" if is_whole else "full")
+
+
 def _changed(commit: str) -> list[str]:
-    command = ["git", "diff", "--name-only", commit]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=TABLE.parent)
-    return run.stdout.splitlines()
+    if not git("rev-parse", "--verify", "--quiet", commit):
+        raise pytest.UsageError(f"--touched {commit}: git knows no such commit")
+    return git("diff", "--name-only", commit).splitlines()
+
+
+def git(*arguments: str) -> str:
+    """Return what git says; nothing where this is no clone."""
+    command = ["git", *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=TABLE.parent)
+    return run.stdout.strip()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if _lane(config) == "default":
+        os.environ.setdefault("TITAN_PARITY_STEPS", "3")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--lane", choices=LANES, help="which tests run: tests/lanes.toml")
+    parser.addoption("--draw", metavar="COMMIT", help="draw the dear tests as for this commit")
     help = "run all tests of the files changed since this commit, too: tests/lanes.toml"
     parser.addoption("--touched", metavar="COMMIT", help=help)
 
@@ -88,29 +145,53 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(
     session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
 ) -> None:
+    lane = _lane(config)
     whole = config.args == config.getini("testpaths")
     table = read_table()
-    lanes = table["lanes"]
+    lanes: dict[str, str] = table["lanes"]
+    of_file: dict[str, dict[str, str]] = {}
+    for row, of in lanes.items():
+        of_file.setdefault(row.partition("::")[0], {})[row] = of
     complete = whole and config.getoption("--lane") != "quick" and not session.testsfailed
     if complete and (unused := _unused(items, lanes)):
         raise pytest.UsageError(f"{TABLE}: no test begins with {', '.join(unused)}")
-    lane = config.getoption("--lane") or ("default" if whole else "full")
     runs = LANES[: LANES.index(lane) + 1]
     since = config.getoption("--touched")
     touched = tuple(touched_tests(_changed(since), table["touched"])) if since else ()
-    kept, left = [], []
+    kept: list[pytest.Item] = []
+    left: list[pytest.Item] = []
+    dear: dict[str, float] = {}
+    costs = read_costs() if lane == "default" else {}
     for item in items:
         # A test that -m names runs in every lane.
         named = any(item.get_closest_marker(marker) for marker in ("slow", "gpu"))
-        runs_in = lane_of(item.nodeid, lanes)
+        row = row_of(item.nodeid, of_file.get(item.nodeid.partition("::")[0], {}))
+        runs_in = lanes[row] if row else "drawn"
+        cost = costs.get(item.nodeid.partition("[")[0], 0.0)
+        if runs_in == "drawn":
+            runs_in = "full" if cost > DEAR else "default"
+            if cost and cost <= DEAR and not named and not item.nodeid.startswith(touched):
+                dear[item.nodeid] = cost
         if named or runs_in in runs or item.nodeid.startswith(touched):
             kept.append(item)
         else:
             item.stash[LEFT_OUT] = f"{runs_in} lane: pytest --lane {runs_in}"
             left.append(item)
+    if dear:
+        seed = config.getoption("--draw") or git("rev-parse", "--short", "HEAD")
+        settings = {name: table["draw"][name] for name in ("budget", "techniques")}
+        drawn = draw(dear, seed=seed, **settings)
+        for item in kept:
+            if item.nodeid in dear and item.nodeid not in drawn:
+                item.stash[LEFT_OUT] = f"not drawn by commit {seed}: pytest --lane full"
+                left.append(item)
+        kept = [item for item in kept if LEFT_OUT not in item.stash]
+        config.stash[DRAWN] = [item.nodeid for item in kept if item.nodeid in drawn]
     items[:] = kept
     config.hook.pytest_deselected(items=left)
 
 
 def _unused(items: list[pytest.Item], lanes: Mapping[str, str]) -> list[str]:
-    return [row for row in lanes if not any(item.nodeid.startswith(row) for item in items)]
+    ids = sorted(item.nodeid for item in items)
+    firsts = {row: ids[bisect_left(ids, row) :][:1] for row in lanes}
+    return [row for row, first in firsts.items() if not (first and first[0].startswith(row))]

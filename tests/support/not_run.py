@@ -1,4 +1,4 @@
-"""Say at the end of a test run which tests did not run, and why: one line for each reason."""
+"""Say at the end of a test run which tests did not run, and why, which dear ones were drawn, and how old the last full lane is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.lanes import LEFT_OUT
+from tests.support.lanes import DRAWN, FULL, LEFT_OUT, git, tomllib
 
 # The markers that pyproject.toml leaves out; a test that has two of them counts for the first.
 MARKERS = {
@@ -16,6 +16,7 @@ MARKERS = {
     "slow": "slow: pytest -m slow",
 }
 DESELECTED = pytest.StashKey[Counter[str]]()
+OLD = 50  # commits
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,6 +37,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output["deselected"] = dict(session.config.stash[DESELECTED])
+        output["drawn"] = session.config.stash.get(DRAWN, [])
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -44,6 +46,7 @@ def pytest_testnodedown(node: Any) -> None:
     deselected = getattr(node, "workeroutput", {}).get("deselected")
     if deselected is not None:
         node.config.stash[DESELECTED] = Counter(deselected)
+        node.config.stash[DRAWN] = node.workeroutput["drawn"]
 
 
 # The first of the wrappers, so that the lines follow pytest's summary, next to its closing line.
@@ -51,7 +54,10 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Iterator[None]:
     yield
     skipped = Counter(_reason(report) for report in terminalreporter.stats.get("skipped", []))
-    for line in lines(config.stash[DESELECTED], skipped):
+    found = lines(config.stash[DESELECTED], skipped)
+    if drawn := config.stash.get(DRAWN, []):
+        found += [*drawn_lines(drawn), *full_lane()]
+    for line in found:
         terminalreporter.write_line(line)
 
 
@@ -63,3 +69,23 @@ def lines(deselected: Mapping[str, int], skipped: Mapping[str, int]) -> list[str
 
 def _reason(report: Any) -> str:
     return str(report.longrepr[2]).removeprefix("Skipped: ")
+
+
+def drawn_lines(drawn: list[str]) -> list[str]:
+    """Return a line for each file with the dear tests that its commit has drawn, so that a red one can be named."""
+    files: dict[str, list[str]] = {}
+    for test in drawn:
+        name, _, row = test.partition("::")
+        files.setdefault(name, []).append(row)
+    named = [f"  {name}: {', '.join(rows)}" for name, rows in sorted(files.items())]
+    return [f"drawn by commit {git('rev-parse', '--short', 'HEAD')}: {len(drawn)}", *named]
+
+
+def full_lane() -> list[str]:
+    """Return a line if the last complete run of the full lane is old, or if there was none."""
+    if not FULL.exists():
+        return ["the full lane has not run: scripts/pieces.py"]
+    last = tomllib.loads(FULL.read_text(encoding="utf-8"))
+    commits = int(git("rev-list", "--count", f"{last['commit']}..HEAD"))
+    old = f"the full lane ran {commits} commits ago: scripts/pieces.py"
+    return [old] if commits > OLD else []

@@ -102,9 +102,12 @@ class Trainer(RunProgress):
         seed_all(config.debug)
         # The order is the user's: cheap checks first, then what reads files, then the model.
         self.layout = resolve_layout(first, self.world_size)
+        _LOG.info("mesh: %s, on %s", self.layout.degrees, self.device)
         self._build_mesh()
+        _LOG.info("data, task and loss")
         self._build_data()  # before the model, since it fails more often, and sooner
         try_loss(self.task, self.mesh, self.device)
+        _LOG.info("model, its parallel form and optimizer")
         self.train_step = build_train_step(self.job, device=self.device, mesh=self.mesh)
         self._enter_phase(begin.step + 1)
         # Groups of a mesh start with torch's limits. All of them exist now, and none has communicated yet.
@@ -112,6 +115,7 @@ class Trainer(RunProgress):
         self.last_step = config.training.steps
         self.max_pending = 0 if self.device.type == "cpu" else 1
         self.hooks = list(hooks(self))
+        _LOG.info("set up, with the hooks %s", ", ".join(type(h).__name__ for h in self.hooks))
 
     # ---- the loop ------------------------------------------------------------------------------
 
