@@ -10,55 +10,16 @@ import pytest
 from tests.support.layouts import (
     BOUND,
     GLOBAL_BATCH,
-    NEVER,
-    REPLICAS,
-    RING,
     TRACED,
-    ULYSSES,
     Layout,
-    cp,
     differences,
-    fsdp,
+    layouts_of,
     mesh_name,
-    pp,
-    schedule,
-    tp,
     train,
 )
 from titan.numerics.certify.steps import WHAT, bounds
 
-LAYOUTS = [
-    Layout("FSDP2, ZeRO-3", fsdp(2)),
-    Layout("FSDP2, ZeRO-3", fsdp(4)),
-    Layout("FSDP2, ZeRO-3", fsdp(8)),
-    Layout("FSDP2, ZeRO-2", fsdp(2), settings=NEVER, repeats=True),
-    Layout("FSDP2, ZeRO-3", fsdp(2), accumulation=2, repeats=True),
-    Layout("DDP", REPLICAS),
-    Layout("HSDP", (*REPLICAS, *fsdp(2))),
-    Layout("TP+SP", tp(2)),
-    Layout("TP+SP", tp(2), accumulation=2, repeats=True),
-    Layout("TP+SP, more ranks than key/value heads", tp(4)),
-    Layout("FSDP2 x TP+SP", (*fsdp(2), *tp(2))),
-    Layout("FSDP2 x TP+SP", (*fsdp(4), *tp(2))),
-    Layout("DDP x TP+SP", (*REPLICAS, *tp(2))),
-    Layout("HSDP x TP+SP", (*REPLICAS, *fsdp(2), *tp(2))),
-    Layout("CP all-gather", cp(2)),
-    Layout("CP ring", cp(2), settings=RING, documents=False, repeats=True),
-    Layout("CP Ulysses", cp(2), settings=ULYSSES, repeats=True),
-    Layout("FSDP2 x CP", (*fsdp(2), *cp(2))),
-    Layout("FSDP2 x CP ring", (*fsdp(2), *cp(2)), settings=RING, documents=False),
-    Layout("DDP x CP", (*REPLICAS, *cp(2))),
-    Layout("CP x TP+SP", (*cp(2), *tp(2))),
-    Layout("FSDP2 x CP x TP+SP", (*fsdp(2), *cp(2), *tp(2))),
-    Layout("PP 1F1B", pp(2)),
-    Layout("PP interleaved 1F1B", pp(2), settings=schedule("Interleaved1F1B")),
-    Layout("PP looped BFS", pp(2), settings=schedule("LoopedBFS"), repeats=True),
-    Layout("PP x FSDP2", (*pp(2), *fsdp(2))),
-    Layout("PP x DDP", (*pp(2), *REPLICAS)),
-    Layout("PP x CP", (*pp(2), *cp(2))),
-    Layout("PP x TP+SP", (*pp(2), *tp(2))),
-    Layout("PP x FSDP2 x TP+SP", (*pp(2), *fsdp(2), *tp(2))),
-]
+LAYOUTS = layouts_of("composed")
 
 
 def layouts(*also_default: str) -> list[Any]:

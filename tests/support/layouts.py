@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from tests.support.steps import build_step
 from titan.config.schema import JobConfig
+from titan.config.toml import tomllib
 from titan.data.base import TensorBatch
 from titan.data.packing import IGNORED, Batch
 from titan.numerics.certify.steps import BOUND as BOUND
@@ -70,6 +72,18 @@ class Layout:
         return ranks
 
 
+def layouts_of(table: str) -> list[Layout]:
+    """Return a table of layouts.toml."""
+    rows = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))[table]
+    return [Layout(**{name: _frozen(value) for name, value in row.items()}) for row in rows]
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple(value.items())
+    return tuple(value) if isinstance(value, list) else value
+
+
 def tp(n: int) -> tuple[tuple[str, int], ...]:
     return (("tp", n),)
 
@@ -101,200 +115,9 @@ ULYSSES = (("context_parallel_rotate_method", "ulysses"),)
 ZERO_BUBBLE = (("pipeline_parallel_schedule", "InterleavedZeroBubble"),)
 REPLICAS = (("dp_replicate", 2),)
 FOUR_AXES = (*pp(2), *fsdp(2), *cp(2), *tp(2))
-# The embedding, all of a block and a matrix of each of the others.
-FROZEN = ("tok_embeddings.*", "layers.0.*", "layers.*.attention.wv.weight")
 TRACED = "aot_eager"
 CUT = "aot_eager_decomp_partition"  # and chooses what to keep, as inductor does
-LAYOUTS = [
-    # Data parallelism and accumulation
-    Layout("one process", accumulation=2),
-    Layout("one process", accumulation=4, repeats=True),
-    Layout("FSDP2, ZeRO-3", fsdp(2)),
-    Layout("FSDP2, ZeRO-3", fsdp(2), accumulation=2),
-    Layout("FSDP2, ZeRO-3", fsdp(2), accumulation=4, repeats=True),
-    Layout("FSDP2, ZeRO-3", fsdp(4), repeats=True),
-    Layout("FSDP2, ZeRO-3", fsdp(4), accumulation=2, repeats=True),
-    Layout("FSDP2, ZeRO-3", fsdp(8), repeats=True),
-    Layout("FSDP2, ZeRO-2", fsdp(2), settings=NEVER),
-    Layout("FSDP2, ZeRO-2", fsdp(2), 2, settings=NEVER),
-    Layout("FSDP2, ZeRO-2", fsdp(4), settings=NEVER, repeats=True),
-    Layout("FSDP2, two blocks ahead", fsdp(2), settings=(("fsdp_prefetch", 2),)),
-    Layout("FSDP2, two blocks in a unit", fsdp(2), settings=IN_UNITS, blocks=5),
-    Layout(
-        "FSDP2, two blocks in a unit", fsdp(2), 2, settings=IN_UNITS, blocks=5, repeats=True
-    ),
-    Layout(
-        "FSDP2, two blocks in a unit, ZeRO-2", fsdp(2), settings=(*IN_UNITS, *NEVER), blocks=5
-    ),
-    Layout("FSDP2, three blocks kept", fsdp(2), settings=(("fsdp_kept_blocks", 3),), blocks=5),
-    Layout("FSDP2, parameters on the host", fsdp(2), offload=True),
-    Layout("FSDP2, tied embeddings", fsdp(2), **TIED),
-    Layout("DDP, tied embeddings", REPLICAS, repeats=True, **TIED),
-    Layout("FSDP2 x TP+SP, tied embeddings", (*fsdp(2), *tp(2)), repeats=True, **TIED),
-    Layout("DDP", REPLICAS),
-    Layout("DDP", REPLICAS, accumulation=2),
-    Layout("DDP", REPLICAS, accumulation=4, repeats=True),
-    Layout("HSDP", (*REPLICAS, *fsdp(2))),
-    Layout("HSDP", (*REPLICAS, *fsdp(2)), accumulation=2),
-    # Tensor parallelism
-    Layout("TP+SP", tp(2)),
-    Layout("TP+SP", tp(2), accumulation=2, repeats=True),
-    Layout("TP+SP, whole logits", tp(2), settings=(("disable_loss_parallel", True),)),
-    Layout("TP+SP, more ranks than key/value heads", tp(4)),
-    Layout("FSDP2 x TP+SP", (*fsdp(2), *tp(2))),
-    Layout("FSDP2 x TP+SP", (*fsdp(2), *tp(2)), accumulation=2, repeats=True),
-    Layout("FSDP2 x TP+SP", (*fsdp(4), *tp(2)), repeats=True),
-    Layout("FSDP2 x TP+SP", (*fsdp(2), *tp(4)), repeats=True),
-    Layout("DDP x TP+SP", (*REPLICAS, *tp(2))),
-    Layout("HSDP x TP+SP", (*REPLICAS, *fsdp(2), *tp(2)), repeats=True),
-    # Context parallelism
-    Layout("CP all-gather", cp(2)),
-    Layout("CP all-gather, not balanced", cp(2), settings=UNBALANCED),
-    Layout("CP ring", cp(2), settings=RING, documents=False),
-    Layout("CP ring", cp(4), settings=RING, documents=False, repeats=True),
-    Layout("CP ring, document masks", cp(2), settings=RING),
-    Layout("CP ring, document masks", cp(4), settings=RING, repeats=True),
-    Layout("CP ring x TP+SP, document masks", (*cp(2), *tp(2)), settings=RING, repeats=True),
-    Layout("CP ring, document masks, not balanced", cp(2), settings=(*RING, *UNBALANCED)),
-    Layout("CP ring, document masks, compiled", cp(2), settings=RING, compiled=TRACED),
-    Layout(
-        "CP ring, document masks, selective AC", cp(2), settings=RING, recompute="selective"
-    ),
-    Layout("CP ring, not balanced", cp(2), settings=(*RING, *UNBALANCED), documents=False),
-    Layout("CP Ulysses", cp(2), settings=ULYSSES),
-    Layout("CP Ulysses, more ranks than key/value heads", cp(4), settings=ULYSSES),
-    Layout("FSDP2 x CP", (*fsdp(2), *cp(2))),
-    Layout("FSDP2 x CP ring", (*fsdp(2), *cp(2)), settings=RING, documents=False),
-    Layout("DDP x CP", (*REPLICAS, *cp(2))),
-    Layout("HSDP x CP", (*REPLICAS, *fsdp(2), *cp(2)), repeats=True),
-    Layout("CP x TP+SP", (*cp(2), *tp(2))),
-    Layout("CP ring x TP+SP", (*cp(2), *tp(2)), settings=RING, documents=False),
-    Layout("FSDP2 x CP x TP+SP", (*fsdp(2), *cp(2), *tp(2)), repeats=True),
-    # Pipeline parallelism
-    Layout("PP 1F1B", pp(2)),
-    Layout("PP 1F1B", pp(2), accumulation=2),
-    Layout("PP 1F1B", pp(4), repeats=True),
-    Layout("PP GPipe", pp(2), settings=schedule("GPipe")),
-    Layout("PP interleaved 1F1B", pp(2), settings=schedule("Interleaved1F1B")),
-    Layout("PP looped BFS", pp(2), settings=schedule("LoopedBFS")),
-    Layout("PP interleaved zero bubble", pp(2), settings=ZERO_BUBBLE),
-    Layout("PP ZBV zero bubble", pp(2), settings=schedule("ZBVZeroBubble")),
-    Layout("PP DualPipeV", pp(2), settings=schedule("DualPipeV")),
-    Layout(
-        "PP interleaved 1F1B",
-        pp(4),
-        settings=schedule("Interleaved1F1B"),
-        blocks=8,
-        repeats=True,
-    ),
-    Layout("PP x FSDP2", (*pp(2), *fsdp(2))),
-    Layout("PP x FSDP2", (*pp(2), *fsdp(2)), accumulation=2, repeats=True),
-    Layout("PP interleaved zero bubble x FSDP2", (*pp(2), *fsdp(2)), settings=ZERO_BUBBLE),
-    Layout("PP DualPipeV x FSDP2", (*pp(2), *fsdp(2)), settings=schedule("DualPipeV")),
-    Layout("PP x DDP", (*pp(2), *REPLICAS)),
-    Layout("PP x HSDP", (*pp(2), *REPLICAS, *fsdp(2)), repeats=True),
-    Layout("PP x CP", (*pp(2), *cp(2))),
-    Layout("PP x TP+SP", (*pp(2), *tp(2))),
-    Layout("PP x DDP x TP+SP", (*pp(2), *REPLICAS, *tp(2)), repeats=True),
-    Layout("PP x FSDP2 x TP+SP", (*pp(2), *fsdp(2), *tp(2))),
-    Layout("PP x CP x TP+SP, FSDP2 over CP", (*pp(2), *cp(2), *tp(2)), repeats=True),
-    Layout("PP x FSDP2 x CP x TP+SP", FOUR_AXES, repeats=True),
-    # Frozen parameters
-    Layout("FSDP2, frozen", fsdp(2), freeze=FROZEN),
-    Layout("DDP, frozen", REPLICAS, freeze=FROZEN, repeats=True),
-    Layout("FSDP2 x TP+SP, frozen", (*fsdp(2), *tp(2)), freeze=FROZEN),
-    Layout("CP, frozen, full AC", cp(2), freeze=FROZEN, recompute="full"),
-    Layout("PP x FSDP2, frozen", (*pp(2), *fsdp(2)), freeze=FROZEN),
-    Layout(
-        "PP zero bubble, frozen",
-        pp(2),
-        settings=(*ZERO_BUBBLE, ("pipeline_parallel_first_stage_less_layers", 0)),
-        freeze=FROZEN,
-        blocks=8,
-    ),
-    Layout(
-        "FSDP2, frozen, compiled, full AC",
-        fsdp(2),
-        freeze=FROZEN,
-        compiled=TRACED,
-        recompute="full",
-    ),
-    Layout(
-        "FSDP2, frozen, Muon",
-        fsdp(2),
-        freeze=FROZEN,
-        optimizer=(("name", "Muon"), ("ns_dtype", "float32")),
-    ),
-    # Activation checkpointing
-    Layout("one process, full AC", recompute="full"),
-    Layout("one process, selective AC", recompute="selective"),
-    Layout("FSDP2, full AC", fsdp(2), recompute="full"),
-    Layout(
-        "FSDP2, full AC, two blocks in a unit", fsdp(2), settings=IN_UNITS, recompute="full"
-    ),
-    Layout("FSDP2 x TP+SP, selective AC", (*fsdp(2), *tp(2)), recompute="selective"),
-    Layout("CP x TP+SP, full AC", (*cp(2), *tp(2)), recompute="full"),
-    Layout(
-        "PP x FSDP2, two blocks in a unit", (*pp(2), *fsdp(2)), settings=(*IN_UNITS, *ALWAYS)
-    ),
-    Layout("PP x FSDP2, selective AC", (*pp(2), *fsdp(2)), recompute="selective"),
-    Layout("PP zero bubble, full AC", pp(2), settings=ZERO_BUBBLE, recompute="full"),
-    Layout(
-        "PP zero bubble, every 2nd block AC",
-        pp(2),
-        settings=ZERO_BUBBLE,
-        recompute="2",
-        blocks=8,
-    ),
-    Layout(
-        "PP ZBV, every 2nd block AC",
-        pp(2),
-        settings=schedule("ZBVZeroBubble"),
-        recompute="2",
-        repeats=True,
-        blocks=8,
-    ),
-    Layout(
-        "PP DualPipeV x FSDP2, every 2nd block AC",
-        (*pp(2), *fsdp(2)),
-        settings=schedule("DualPipeV"),
-        recompute="2",
-        repeats=True,
-        blocks=8,
-    ),
-    Layout("one process, activations on the host", keep_in="host"),
-    Layout("FSDP2 x TP+SP, activations on the host", (*fsdp(2), *tp(2)), keep_in="host"),
-    Layout(
-        "PP x FSDP2, full AC on the host", (*pp(2), *fsdp(2)), recompute="full", keep_in="host"
-    ),
-    Layout("PP zero bubble, on the host", pp(2), settings=ZERO_BUBBLE, keep_in="host"),
-    Layout("CP, compiled, on the host", cp(2), compiled=TRACED, keep_in="host"),
-    # Compiled blocks: by inductor once, elsewhere by the tracer alone, which has the same traps and is quick
-    Layout("one process, compiled by inductor", compiled="inductor"),
-    Layout("FSDP2, compiled", fsdp(2), compiled=TRACED),
-    Layout(
-        "FSDP2, compiled, two blocks in a unit", fsdp(2), settings=IN_UNITS, compiled=TRACED
-    ),
-    Layout("FSDP2 x TP+SP, compiled", (*fsdp(2), *tp(2)), compiled=TRACED),
-    Layout("TP+SP, compiled, full AC", tp(2), compiled=TRACED, recompute="full"),
-    Layout(
-        "TP+SP, compiled, selective AC",
-        tp(2),
-        compiled=TRACED,
-        recompute="selective",
-        repeats=True,
-    ),
-    Layout("TP+SP, compiled, memory budget", tp(2), compiled=CUT, recompute="memory_budget"),
-    Layout("CP ring, compiled", cp(2), settings=RING, documents=False, compiled=TRACED),
-    Layout("PP x FSDP2, compiled", (*pp(2), *fsdp(2)), compiled=TRACED),
-    Layout(
-        "PP x FSDP2 x CP x TP+SP, compiled, selective AC",
-        FOUR_AXES,
-        compiled=TRACED,
-        recompute="selective",
-        repeats=True,
-    ),
-]
+LAYOUTS = layouts_of("dense")
 
 
 def global_batch(step: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 
 from tests.support.layouts import STEPS, Layout, train
 from titan.config.schema import JobConfig
+from titan.contrib.expert_overlap import overlap
 from titan.contrib.transformers.model import TransformersModel
 from titan.models.common import moe
 from titan.models.common.attention import InnerAttention
@@ -22,7 +23,7 @@ from titan.models.common.dispatch import count
 from titan.models.llama3.model import Llama
 from titan.numerics.certify import steps
 from titan.optim import expert_bias
-from titan.parallel import collectives, expert, overlap
+from titan.parallel import collectives, expert
 from titan.step import parallelize, train_step
 
 

@@ -182,7 +182,7 @@ def test_text_that_is_a_stream_and_a_large_array(
 ) -> None:
     corpus = write_jsonl(tmp_path / "a.jsonl", make_texts(2))
     stream = sources.Documents(name="c4 (en)", identity=[], read=lambda: iter(["text"]))
-    monkeypatch.setattr(sources, "open_documents", lambda _: stream)
+    monkeypatch.setattr("titan.tools.prepare.open_documents", lambda _: stream)
     assert prepare(tmp_path / "out", corpus, "--engine", "slurm") == 2
     assert "c4 (en) is read as one stream, which hosts cannot share" in capsys.readouterr().err
     monkeypatch.undo()
