@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.lanes import COSTS, DEAR, read_costs, read_table
+from tests.support.lanes import COSTS, DEAR, cost_of, read_costs, read_table
 
 TICKS = os.sysconf("SC_CLK_TCK")
-SPENT = pytest.StashKey[Counter[str]]()
+SPENT = pytest.StashKey[dict[str, float]]()
 # Fewer tests than these are no run of a lane.
 MANY = 100
 FILES = 25  # so many of the dearest files are printed
@@ -62,14 +61,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[SPENT] = Counter()
+    config.stash[SPENT] = {}
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
     before = cpu_seconds(os.getpid())
     result = yield
-    item.config.stash[SPENT][item.nodeid] += max(0.0, cpu_seconds(os.getpid()) - before)
+    item.config.stash[SPENT][item.nodeid] = max(0.0, cpu_seconds(os.getpid()) - before)
     return result
 
 
@@ -100,10 +99,10 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def means(spent: Mapping[str, float]) -> dict[str, float]:
-    """Return the CPU seconds of a row of each function: id without brackets -> mean over its rows."""
+    """Return CPU seconds: of each row over DEAR, and the mean of the others of each function, by its id without brackets."""
     rows: dict[str, list[float]] = {}
     for test, seconds in spent.items():
-        rows.setdefault(test.partition("[")[0], []).append(seconds)
+        rows.setdefault(test if seconds > DEAR else test.partition("[")[0], []).append(seconds)
     return {test: round(sum(each) / len(each), 1) for test, each in rows.items()}
 
 
@@ -111,16 +110,16 @@ def report(
     spent: Mapping[str, float], known: Mapping[str, float], *, reasons: Mapping[str, str]
 ) -> list[str]:
     """Return lines: the dearest files beside what the table says of the same tests, then tests over DEAR without a reason."""
-    files: Counter[str] = Counter()
-    before: Counter[str] = Counter()
+    files: dict[str, float] = {}
+    before: dict[str, float] = {}
     for test, seconds in spent.items():
         name, _, _ = test.partition("::")
-        files[name] += seconds
-        before[name] += known.get(test.partition("[")[0], 0.0)
+        files[name] = files.get(name, 0.0) + seconds
+        before[name] = before.get(name, 0.0) + cost_of(test, known)
     lines = [
         f"CPU seconds: {sum(spent.values()):.0f}, of which in (tests/costs.toml in brackets)"
     ]
-    for name, seconds in files.most_common(FILES):
+    for name, seconds in sorted(files.items(), key=lambda pair: -pair[1])[:FILES]:
         lines.append(f"{seconds:7.1f} ({before[name]:.1f}) {name}")
     for name, seconds in files.items():
         if seconds > 2 * before[name] + DEAR:

@@ -50,8 +50,13 @@ def read_table() -> dict[str, Any]:
 
 
 def read_costs() -> dict[str, float]:
-    """Return tests/costs.toml: function of tests -> CPU seconds of one row."""
+    """Return tests/costs.toml: function of tests, or one row -> CPU seconds of a row."""
     return tomllib.loads(COSTS.read_text(encoding="utf-8"))["cpu_seconds"]
+
+
+def cost_of(test: str, costs: Mapping[str, float]) -> float:
+    """Return the CPU seconds of a test by its id, 0 if it is cheap or new."""
+    return costs.get(test, costs.get(test.partition("[")[0], 0.0))
 
 
 def draw(
@@ -167,7 +172,7 @@ def pytest_collection_modifyitems(
         named = any(item.get_closest_marker(marker) for marker in ("slow", "gpu"))
         row = row_of(item.nodeid, of_file.get(item.nodeid.partition("::")[0], {}))
         runs_in = lanes[row] if row else "drawn"
-        cost = costs.get(item.nodeid.partition("[")[0], 0.0)
+        cost = cost_of(item.nodeid, costs)
         if runs_in == "drawn":
             runs_in = "full" if cost > DEAR else "default"
             if cost and cost <= DEAR and not named and not item.nodeid.startswith(touched):
