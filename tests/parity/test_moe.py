@@ -43,6 +43,7 @@ def ep(n: int) -> tuple[tuple[str, int], ...]:
 Options = dict[str, Any]
 FULL: Options = {"recompute": "full"}
 EIGHT_BITS: Options = {"optimizer": (("name", "AdamW8bit"),)}
+BY_OP: Options = {"recompute": "selective"}
 LAYOUTS = layouts_of("experts")
 
 
