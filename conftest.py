@@ -7,6 +7,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -17,16 +18,6 @@ from tests.support.ranks import Pool
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 pytest_plugins = ["tests.support.lanes", "tests.support.not_run", "tests.support.costs"]
-
-# The files that take longest come first: the workers of scripts/test.sh then end together.
-LONGEST = [
-    "parity/test_parity.py",
-    "parity/test_composition.py",
-    "parallel/test_float8.py",
-    "optim/test_layouts.py",
-    "tests/test_agents.py",
-]
-
 
 CACHE = pytest.StashKey[str]()
 
@@ -45,8 +36,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = {path: place for place, path in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get("/".join(item.path.parts[-2:]), len(LONGEST)))
+    # The files that take longest come first: the workers of scripts/test.sh then end together.
+    from tests.support.costs import CHEAP
+    from tests.support.lanes import cost_of, read_costs
+
+    costs, of_file = read_costs(), dict[Path, float]()
+    for item in items:
+        cost = CHEAP / 10 + cost_of(item.nodeid, costs)
+        of_file[item.path] = of_file.get(item.path, 0.0) + cost
+    items.sort(key=lambda item: -of_file[item.path])
 
 
 @pytest.fixture(scope="session")

@@ -86,7 +86,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     spent = config.stash[SPENT]
-    if len(spent) < MANY:
+    if len(spent) < MANY or hasattr(config, "workerinput"):
         return
     known = read_costs()
     for line in report(spent, known, reasons=read_table()["reasons"]):
