@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from titan.checks.rules import check
 from titan.config import model, plug_ins
 from titan.config.layout import check_layout
 from titan.config.schema import JobConfig, ModelSection
@@ -139,3 +140,14 @@ def test_a_forward_with_other_names_is_a_line_of_the_job(
     lines = result.stderr.splitlines()
     assert (result.returncode, lines[1:]) == (2, ["1 problem"])
     assert lines[0].startswith(f"{folder}/job.toml:2: model.name: {SAID} is called as forward(")
+
+
+def test_folders_of_hugging_face_need_a_form(folder: Path) -> None:
+    (folder / "mine_family.py").write_text(PACKAGE.format(body="pass", after="pass"))
+    saved = {"enable": True, "last_save_in_hf": True}
+    config = JobConfig.model_validate({"model": MINE, "checkpoint": saved})
+    [problem] = check(config)
+    assert problem.key == "checkpoint.last_save_in_hf"
+    assert problem.message.startswith(
+        'the package of model family "mine" has no huggingface.py'
+    )

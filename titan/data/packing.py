@@ -40,7 +40,8 @@ class Batch(TensorBatch):
     document_ids_BS: Tensor | None = None
     """Number of the document within its sequence, for the attention mask, or None for the causal mask alone."""
     cu_seqlens_BN: Tensor | None = None
-    """int32: cu_seqlens of the documents, from `titan.parallel.documents.document_cu_seqlens`. Equal on all context-parallel ranks."""
+    """int32: end of each document within its sequence, without a leading 0 and padded with S, from
+    `titan.parallel.documents.document_cu_seqlens`. Equal on all context-parallel ranks."""
 
     mtp_targets_BSM: Tensor | None = None
     """int64[B, S, M]: inputs of multi-token prediction. Module m = 0, 1, ... reads the token m + 1 places ahead."""

@@ -113,7 +113,7 @@ def _run_rank(argv: Sequence[str], env: dict[str, str]) -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True)  # pyrefly: ignore[missing-attribute]
         sys.argv = [_RANK[-1], *argv]
-        sys.modules[_RANK[-1]].run_rank()
+        sys.modules[_RANK[-1]].run_rank()  # of titan/run/train.py
     except BaseException:
         traceback.print_exc()
     finally:

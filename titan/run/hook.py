@@ -101,7 +101,7 @@ class Hook:
         return True
 
     def updated(self, report: StepReport) -> None:
-        """Act on the computed step, whose numbers are still on the device."""
+        """Act on the computed step, whose gradients are gone, and whose numbers are still on the device."""
 
     def flags(self) -> Sequence[float]:
         """Return numbers of which every rank gets the maximum, in one all-reduce for all hooks."""

@@ -1,0 +1,27 @@
+"""Rules of Hugging Face folders. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.util import find_spec
+
+from titan.config.errors import RuleViolation
+from titan.config.model import family
+from titan.config.schema import JobConfig
+
+
+def check_form(config: JobConfig) -> Iterator[RuleViolation]:
+    """Check that the model's family has a huggingface.py, if such folders are read or written."""
+    section, name = config.checkpoint, config.model.name
+    keys = {
+        "initial_load_in_hf": section.initial_load_in_hf,
+        "last_save_in_hf": section.last_save_in_hf,
+    }
+    with suppress(KeyError):  # the rules of [model] report it
+        package = family(name)
+        is_folder = hasattr(package, "__path__")
+        if not is_folder or not find_spec(f"{package.__name__}.huggingface"):
+            for key in (key for key, asked in keys.items() if asked):
+                reason = f'the package of model family "{name}" has no huggingface.py'
+                yield key, f"{reason}; use false, or add one (docs/architecture.md)"
