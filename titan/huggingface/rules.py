@@ -20,7 +20,8 @@ def check_form(config: JobConfig) -> Iterator[RuleViolation]:
     }
     with suppress(KeyError):  # the rules of [model] report it
         package = family(name)
-        is_folder = hasattr(package, "__path__")
+        spec = package.__spec__
+        is_folder = spec and spec.submodule_search_locations  # it may be one file
         if not is_folder or not find_spec(f"{package.__name__}.huggingface"):
             for key in (key for key, asked in keys.items() if asked):
                 reason = f'the package of model family "{name}" has no huggingface.py'
