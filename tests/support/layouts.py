@@ -21,8 +21,6 @@ from titan.numerics.certify.steps import WHAT, largest, micro_batches, record
 from titan.numerics.certify.steps import whole_gradients as whole_gradients
 from titan.parallel import build_mesh
 
-# The default lane trains three: a wrong gradient shows in the first, a wrong update or state in the second, a schedule in the third.
-STEPS = int(os.environ.get("TITAN_PARITY_STEPS", "10"))
 GLOBAL_BATCH, SEQUENCE, VOCABULARY = 8, 64, 2048
 # Four blocks are enough for two ranks with two stages each, for a first, a last and two that are neither.
 BLOCKS = 4
@@ -143,14 +141,22 @@ def float8_settings(layout: Layout) -> dict[str, Any]:
     }
 
 
-def job_of(layout: Layout, *, precision: str = "float32", steps: int = STEPS) -> JobConfig:
+def num_steps() -> int:
+    """Return how many steps a row trains.
+
+    The default lane has three: a wrong gradient shows in the first, a wrong update or state in the second, a schedule in the third.
+    """
+    return int(os.environ.get("TITAN_PARITY_STEPS", "10"))
+
+
+def job_of(layout: Layout, *, precision: str = "float32", steps: int = 0) -> JobConfig:
     """Return the job that a layout stands for."""
     degrees = dict(layout.degrees)
     return JobConfig.model_validate(
         {
             "training": {
                 "mixed_precision_param": precision,
-                "steps": steps,
+                "steps": steps or num_steps(),
                 "enable_cpu_offload": layout.offload,
                 "global_batch_size": GLOBAL_BATCH,
                 "local_batch_size": GLOBAL_BATCH
@@ -196,18 +202,18 @@ def job_of(layout: Layout, *, precision: str = "float32", steps: int = STEPS) ->
     )
 
 
-def train(layout: Layout, precision: str = "float32", steps: int = STEPS) -> dict[str, Any]:
+def train(layout: Layout, precision: str = "float32", steps: int = 0) -> dict[str, Any]:
     """Run on one rank: losses and norms of each step, whole gradients of the first, whole weights at the end."""
     mesh = build_mesh("cpu", **dict(layout.degrees))
     train_step = build_step(job_of(layout, precision=precision, steps=steps), mesh)
-    whole = (layout.batch(layout, step) for step in range(1, steps + 1))
+    whole = (layout.batch(layout, step) for step in range(1, (steps or num_steps()) + 1))
     return record(train_step, (micro_batches(b, mesh, layout.accumulation) for b in whole))
 
 
 def differences(results: list[dict[str, Any]], reference: dict[str, Any]) -> dict[str, float]:
     """The largest relative difference in each of what `train` returns."""
     first, *_, last = reference["losses"]
-    assert last < first or STEPS < 10  # it trains: not ten idle steps
+    assert last < first or num_steps() < 10  # it trains: not ten idle steps
     return {name: largest(results, reference, name) for name in WHAT}
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel
 
-from tests.support.layouts import STEPS, Layout, train
+from tests.support.layouts import Layout, train
 from titan.config.schema import JobConfig
 from titan.contrib.expert_overlap import overlap
 from titan.contrib.transformers.model import TransformersModel
@@ -27,7 +27,7 @@ from titan.parallel import collectives, expert
 from titan.step import parallelize, train_step
 
 
-def train_with(fault: str, layout: Layout, steps: int = STEPS) -> dict[str, Any]:
+def train_with(fault: str, layout: Layout, steps: int = 0) -> dict[str, Any]:
     """Train as `tests.support.layouts.train` does, with a fault in this process."""
     FAULTS[fault]()
     return train(layout, steps=steps)

@@ -24,7 +24,7 @@ LAUNCH = ["-m", "titan.ops.launch", "--standalone", "--nproc-per-node=2", FAULTY
 LIMITS = ("--comm.train_timeout_seconds=6", "--comm.init_timeout_seconds=20")
 HEARTBEAT = ("--comm.heartbeat_timeout_seconds=4", "--comm.train_timeout_seconds=90")
 FILE = r"(titan|models)/[\w/]+\.py:\d+, in \w+"
-HANG = rf"rank 1 on \S+ never entered {{what}} #\d+ of {{axis}} \({FILE}\); it was in hang \(models/llama3/model\.py:\d+, in forward\) for \d+ s; rank 0 waits"
+HANG = rf"rank 1 on \S+ never entered {{what}} #\d+ of {{axis}} \({FILE}\); it was in hang \(models/llama3/model\.py:\d+, in decode\) for \d+ s; rank 0 waits"
 MEMORY = Path("/sys/fs/cgroup/memory")
 Start = Callable[..., Run]
 
