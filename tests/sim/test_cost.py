@@ -163,6 +163,13 @@ def test_attention_of_head_dim_64_as_traced() -> None:
     assert rates[1] < rates[2] < rates[3]
 
 
+def test_attention_overlaps_its_memory_traffic() -> None:
+    kernel = attention(2, 32, 8192, 8192, causal=True)
+    moving = replace(kernel, read_bytes=kernel.read_bytes + 10**8)  # 0.04 ms
+    assert H100.kernel_s(moving) == H100.kernel_s(kernel)
+    assert H100.kernel_s(replace(kernel, read_bytes=10**12)) > 0.3
+
+
 def test_attention_without_a_curve_follows_the_tables() -> None:
     """FlashAttention-2 on an H100, and cuDNN on a B200, whose tables are cuDNN's."""
     flash2 = Cost(load_profile("h100-sxm").with_attention("flash2"))
