@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.support.lanes import draw, read_table, row_of, touched_tests
 
 ROOT = Path(__file__).parents[1]
@@ -67,7 +65,6 @@ def text(layout: Layout) -> str:
 
 
 def test_mistakes_of_types_are_found(tmp_path: Path) -> None:
-    pytest.importorskip("pyrefly")
     (tmp_path / "planted.py").write_text(PLANTED)
     command = ["scripts/types.sh", str(tmp_path / "planted.py")]
     settings = os.environ | {"TITAN_VENV": sys.prefix}

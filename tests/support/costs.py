@@ -1,4 +1,4 @@
-"""Say at the end of a test run what it cost: CPU seconds by file, of the tests' processes and all that they started.
+"""Report of what a test run cost: CPU seconds by file, of the tests' processes and all that they started.
 
     pytest --write-costs      keep what each function cost in tests/costs.toml, which the next run compares with
 

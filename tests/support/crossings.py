@@ -65,7 +65,7 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "expert overlap": {
         "overlap": {"settings": (("expert_overlap", True),)},
-        "overlap, reduced once": {
+        "overlap reduced once": {
             "settings": (("expert_overlap", True), ("expert_overlap_reduce_once", True))
         },
     },
@@ -137,7 +137,7 @@ def techniques_of(layout: Layout) -> frozenset[str]:
         {"allgather": "CP all-gather", "ring": "CP ring", "ulysses": "CP Ulysses"}[rotate] if "cp" in degrees else "",
         settings.get("pipeline_parallel_schedule", "1F1B") if "pp" in degrees else "",
         ("EP" if settings.get("expert_parallel_degree", 1) > 1 else "experts") if has_experts else "",
-        {(True, False): "overlap", (True, True): "overlap, reduced once"}.get(_overlaps(settings), ""),
+        {(True, False): "overlap", (True, True): "overlap reduced once"}.get(_overlaps(settings), ""),
         {"full": "full AC", "selective": "op AC", "2": "AC of every second block"}.get(layout.recompute, ""),
         "memory budget" if layout.recompute == "memory_budget" else "",
         "compile" if layout.compiled else "",

@@ -1,4 +1,4 @@
-"""Say at the end of a test run which tests did not run, and why, which dear ones were drawn, and how old the last full lane is."""
+"""Report of the tests that did not run and why, of the expensive ones that were drawn, and of the age of the last full lane."""
 
 from __future__ import annotations
 

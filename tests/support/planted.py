@@ -157,7 +157,9 @@ def mixed_gradients() -> None:
 def second_before_first() -> None:
     """Add the gradients of the second of two micro-batches first."""
     backward = overlap.Overlap.backward
-    overlap.Overlap.backward = lambda self, losses, **options: backward(self, losses[::-1], **options)  # fmt: skip
+    overlap.Overlap.backward = lambda self, losses, **options: backward(
+        self, losses[::-1], **options
+    )
 
 
 def freed_early() -> None:

@@ -1,4 +1,4 @@
-"""What the threads of a rank do, and their stacks in logs/rank-N.stacks.txt; and the processes that the kernel killed.
+"""Activity and stacks of a rank's threads (logs/rank-N.stacks.txt), and processes that the kernel killed.
 
 Nothing in this module waits for another thread or imports anything: it runs in processes whose main thread may hang.
 """

@@ -1,4 +1,4 @@
-"""What optimizers share: shards of this rank, and states that are laid out like the parameters."""
+"""Shards of this rank and optimizer states that are laid out like the parameters, shared by all optimizers."""
 
 from __future__ import annotations
 
