@@ -73,19 +73,22 @@ class Router(nn.Module):
         scores_TE = logits_TE.sigmoid()
         return scores_TE, scores_TE / scores_TE.sum(-1, keepdim=True), log_sum_T
 
-    @torch.no_grad()
     def choose(self, scores_TE: Tensor, bias_E: Tensor) -> Tensor:
         """Return the ids of each token's best experts, (T, K) int64. The bias affects this choice only, not the weights."""
         config = self.config
-        scores_TE = scores_TE + bias_E
-        if config.num_groups:
-            # A group is as good as the sum of its best experts. Experts of other groups are left out.
-            groups_TGe = scores_TE.unflatten(1, (config.num_groups, -1))
-            best_TG = groups_TGe.topk(config.group_top_k, dim=-1).values.sum(-1)
-            kept_TG = best_TG.topk(config.top_groups, dim=-1).indices
-            left_out_TG = torch.ones_like(best_TG, dtype=torch.bool).scatter(1, kept_TG, False)
-            scores_TE = groups_TGe.masked_fill(left_out_TG[..., None], -torch.inf).flatten(1)
-        return scores_TE.topk(config.top_k, dim=-1).indices
+        # Not a decorator: torch compiles all functions with a wrapper of torch's as one, and optimizers have such, too.
+        with torch.no_grad():
+            scores_TE = scores_TE + bias_E
+            if config.num_groups:
+                # A group is as good as the sum of its best experts. Experts of other groups are left out.
+                groups_TGe = scores_TE.unflatten(1, (config.num_groups, -1))
+                best_TG = groups_TGe.topk(config.group_top_k, dim=-1).values.sum(-1)
+                kept_TG = best_TG.topk(config.top_groups, dim=-1).indices
+                left_out_TG = torch.ones_like(best_TG, dtype=torch.bool)
+                left_out_TG = left_out_TG.scatter(1, kept_TG, False)
+                groups_TGe = groups_TGe.masked_fill(left_out_TG[..., None], -torch.inf)
+                scores_TE = groups_TGe.flatten(1)
+            return scores_TE.topk(config.top_k, dim=-1).indices
 
     def weigh(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
         """Return the weights of each token's experts, (T, K)."""

@@ -8,6 +8,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from inspect import getsourcefile
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,11 @@ from torch._dynamo.exc import Unsupported
 from torch.utils import flop_counter
 
 from tests.support.ranks import Pool
+from titan.contrib.small_adam.optimizer import _update_shard
 from titan.models import qwen3
 from titan.models.llama3 import FLAVORS, TENSOR_PLAN, build_model
+from titan.models.llama3.model import Block
+from titan.optim.fused_adam import _compiled, _update_rows
 from titan.parallel import activation, apply_tp, build_mesh, initialize
 from titan.parallel.activation import apply_ac
 from titan.parallel.compile import CompileLog, apply_compile
@@ -112,6 +117,21 @@ def test_a_recompilation_is_told_once_with_its_reason() -> None:
     assert "size mismatch at index 1. expected 32, actual 48" in warning
     assert list(log.warnings()) == []
     assert "2 programs" in log.summary()
+
+
+def test_routers_and_updates_are_programs_apart() -> None:
+    """torch takes what it must wrap, such as a partial or a function under torch's decorator, for one function."""
+    model = qwen3.build_model(dataclasses.replace(qwen3.FLAVORS["tiny_moe"], n_layers=1))
+    initialize(model, seed=0, std_of=model.init_std)
+    log = CompileLog("1 block, the update")
+    apply_compile(model, backend="aot_eager")
+    step(model)
+    rows, scalar = torch.ones(64, 1024), torch.ones(())
+    with torch.no_grad():
+        for decay in (0.0, 0.1):
+            update = _compiled("aot_eager", 0.9, 0.95, 1e-8, decay)
+            update(*(rows.clone() for _ in range(4)), *(scalar,) * 4)
+    assert list(log.warnings()) == []
 
 
 class Breaking(nn.Module):
@@ -207,19 +227,28 @@ def test_memory_budget_under_tensor_parallelism(pool: Pool) -> None:
         assert saved[0.0] < saved[0.5] <= saved[1.0] - 2 * block_input
 
 
-def test_what_costs_no_speed_is_not_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scalar that becomes an input, and an update's programs for other kinds of parameters (optimizer.name = "AdamW8bit")."""
+@pytest.mark.parametrize("update", [_update_rows, _update_shard])
+def test_what_costs_no_speed_is_not_warned_of(
+    update: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scalar that becomes an input, and an update's programs for other kinds of parameters."""
     metrics = {"start_time_us": 1, "co_firstlineno": 7, "is_forward": True}
 
-    def compiled(**more: Any) -> Any:
-        return type("Metrics", (), {"__getattr__": lambda _, key: (metrics | more).get(key)})()
+    def compiled(function: Any, **more: Any) -> Any:
+        of = metrics | {"co_name": function.__name__, "co_filename": getsourcefile(function)}
+        return type("Metrics", (), {"__getattr__": lambda _, key: (of | more).get(key)})()
 
     log = CompileLog("2 blocks")
     reason = "<class 'torch._dynamo.exc.TensorifyScalarRestartAnalysis'>"
-    one = compiled(co_name="_compute", co_filename="titan/optim/eightbit.py", compile_id=1,
-                   restart_reasons={reason}, recompile_reason="dtype mismatch")  # fmt: skip
-    two = compiled(co_name="forward", co_filename="models/llama3/model.py", compile_id=2,
-                   restart_reasons={"a print"}, recompile_reason="size mismatch")  # fmt: skip
+    one = compiled(
+        update, compile_id=1, restart_reasons={reason}, recompile_reason="dtype mismatch"
+    )
+    two = compiled(
+        Block.forward,
+        compile_id=2,
+        restart_reasons={"a print"},
+        recompile_reason="size mismatch",
+    )
     monkeypatch.setattr(torch._dynamo.utils, "get_compilation_metrics", lambda: [one, two])
     assert list(log.warnings()) == [
         "graph break in forward (model.py:7): a print",

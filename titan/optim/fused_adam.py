@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -158,8 +158,11 @@ class FusedAdam(Allocates, torch.optim.Adam):
 def _compiled(
     backend: str, beta1: float, beta2: float, eps: float, decay: float
 ) -> Callable[..., None]:
-    function = partial(_update_rows, beta1=beta1, beta2=beta2, eps=eps, decay=decay)
-    return torch.compile(function, backend=backend, fullgraph=True)
+    # Not a partial: torch compiles what is no function as one function, together with other such things in models.
+    def update(*tensors: Tensor) -> None:
+        _update_rows(*tensors, beta1=beta1, beta2=beta2, eps=eps, decay=decay)
+
+    return torch.compile(update, backend=backend, fullgraph=True)
 
 
 def _update_rows(

@@ -271,12 +271,12 @@ class CompileEvent:
 
     Attributes:
         name: function, file and line. "" for a backward pass.
-        folder: folder of the file.
+        file: the function's file.
         seconds: time of the whole compilation.
     """
 
     name: str
-    folder: str
+    file: Path
     seconds: float
     is_forward: bool
     from_cache: bool
@@ -296,7 +296,7 @@ def compile_events() -> list[tuple[Any, CompileEvent]]:
         where = f"{m.co_name} ({path.name}:{m.co_firstlineno})" if m.co_name else ""
         event = CompileEvent(
             name=where,
-            folder=path.parent.name,
+            file=path,
             seconds=(m.duration_us or 0) / 1e6,
             is_forward=bool(m.is_forward),
             from_cache=bool(m.aotautograd_local_cache_hit_count),
