@@ -23,7 +23,7 @@ say() { printf '\n%s$' "$bold"; printf ' %q' "$@"; printf '%s\n' "$plain"; "$@";
 say "$bin/titan" train train_configs/demo.toml --nproc 2
 trained=$SECONDS
 say "$bin/titan" plot "$run" --output "$run/loss.png"
-say "$bin/titan" generate --checkpoint "$run" --prompt "def " --max-new-tokens 240
+say "$bin/titan" generate "$run" --prompt "def " --max-new-tokens 240
 
 cat << END
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 
 from titan import cli
+from titan.commands import ALIASES, FORMER, GONE, GROUPS, command_names, load_command
+from titan.config.options import CommandParser, command_parser
 from titan.ops.launch import environment
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,17 +47,118 @@ def test_help_lists_every_command_and_imports_little() -> None:
         [sys.executable, "-c", probe], capture_output=True, text=True, check=True
     ).stdout
     assert out.splitlines()[-1] == "[]"
-    for name in (
-        "train",
-        "check",
-        "config",
-        "schema",
-        "prepare",
-        "tokenizer",
-        "plot",
-        "generate",
-    ):
-        assert f"\n  {name} " in out
+    assert re.findall(r"^\w[\w ]+$", out, re.MULTILINE) == [*GROUPS]
+    assert re.findall(r"^  (\w+) ", out, re.MULTILINE) == [
+        name for names in GROUPS.values() for name in names
+    ]
+
+
+class _Seen(Exception):
+    """Stops a command when it parses its line."""
+
+
+def parsers(monkeypatch: pytest.MonkeyPatch) -> dict[str, CommandParser]:
+    """The parsers of all commands, and of what `convert` and `tokenizer` do, as they are when they parse."""
+    found = {}
+
+    def see(self: CommandParser, *_: object) -> None:
+        ways = [a for a in self._actions if isinstance(a, argparse._SubParsersAction)]
+        found.update(
+            {p.prog: p for way in ways for p in way.choices.values()} or {self.prog: self}
+        )
+        raise _Seen
+
+    monkeypatch.setattr(CommandParser, "parse_known_args", see)
+    for name in command_names():
+        with pytest.raises(_Seen):
+            load_command(name)([])
+    return found
+
+
+# They answer nothing, or write files of a format that they have not chosen.
+WITHOUT_JSON = (
+    "init completion prepare train slurm watch plot average generate"
+    " tokenizer-train convert-from-hf convert-to-hf"
+)
+
+
+def test_all_commands_have_one_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What means the same is called the same, and every command that answers a question gives data for --json."""
+    without = set()
+    for prog, parser in parsers(monkeypatch).items():
+        options = {
+            o: a for a in parser._actions for o in a.option_strings if a.help != "==SUPPRESS=="
+        }
+        for one, other in (("--nproc", "--world-size"), ("--output", "--out")):
+            assert options.get(one) is options.get(other), (prog, one, other)
+        for others in ("--gpus", "--nodes", "--nproc-a"):
+            assert others not in options or "--world-size" in options, (prog, others)
+        assert {"--checkpoint", "--run", "--dir", "--o"}.isdisjoint(
+            options
+        ) or prog == "titan sim"
+        json = options.get("--json")
+        if json is None:
+            without.add(prog.removeprefix("titan ").replace(" ", "-"))
+        else:
+            assert (json.nargs, json.const, json.metavar) == ("?", "-", "FILE"), prog
+    assert without == {*WITHOUT_JSON.split()}
+
+
+@pytest.mark.parametrize(
+    ("words", "target"),
+    [
+        ("--json", "-"),
+        ("--json RUN", "-"),
+        ("RUN --json", "-"),
+        ("--json - RUN", "-"),
+        ("RUN --json new.json", "new.json"),
+        ("--json new.json RUN", "new.json"),
+        ("--json=new.json RUN", "new.json"),
+        ("--json trace.json", "-"),
+        ("--json trace.json --step 3", "-"),
+        ("--json job.toml over.toml", "-"),
+        ("--json s3://bucket/step-3", "-"),
+        ("--json --step 3 RUN", "-"),
+    ],
+)
+def test_json_never_takes_the_subject_for_its_file(
+    words: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "RUN").mkdir()
+    parser = command_parser("profile", summary="")
+    parser.add_argument("--step", type=int)
+    parser.add_json()
+    options, rest = parser.parse_known_args(words.split())
+    assert (options.json, len(rest)) == (
+        target,
+        len(
+            [
+                w
+                for w in words.split()
+                if w not in ("--json", "--step", "3", "-", target, f"--json={target}")
+            ]
+        ),
+    )
+
+
+def test_names_of_earlier_versions_and_of_other_programs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    for name, words in FORMER.items():
+        assert cli.main([name, "--help"]) == 0
+        assert (said := capsys.readouterr()).out.startswith(f"usage: titan {words[0]} ")
+        assert (
+            said.err
+            == f"titan {name} is now `titan {' '.join(words)}`; write that, the old name ends\n"
+        )
+    for name, words in ALIASES.items():
+        assert cli.main([name, "--help"]) == 0
+        assert (said := capsys.readouterr()).out.startswith(f"usage: titan {words[0]}")
+        assert not said.err
+    for name in GONE:
+        assert cli.main([name]) == 2 and GONE[name] in capsys.readouterr().err
 
 
 def test_config_prints_toml_that_reproduces_the_run(tmp_path: Path) -> None:
@@ -148,7 +252,7 @@ def test_answers_take_less_than_a_second(tmp_path: Path) -> None:
         ["check", DEBUG],
         ["config", str(job)],
         ["--help"],
-        ["schema"],
+        ["config", "--schema"],
     ):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         titan(*argv)
@@ -307,7 +411,7 @@ def test_quiet_reaches_whatever_reports_progress(
         shown = capsys.readouterr().err
         assert ("7 of 9" in shown, "3 documents" in shown) == (not options, not options), shown
     assert seen == [False, True, True]
-    for command in ("train", "sim", "plan", "autosac", "prepare"):
+    for command in ("train", "sim", "plan", "prepare"):
         assert cli.main([command, "--help"]) == 0
         assert "-q, --quiet" in capsys.readouterr().out, command
 

@@ -1,20 +1,21 @@
 """Command `titan`. Each subcommand imports its modules when it runs, so that help and mistakes cost no time.
 
-Exit codes: 0 done; 2 the user's mistake, a line for each; 75 stopped by a signal after saving; 1
-any other failure.
+Exit codes: docs/cluster.md has the table.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from titan.commands import (
+    ALIASES,
+    FORMER,
+    GONE,
+    command_groups,
     command_names,
     load_command,
     missing_part,
@@ -25,16 +26,10 @@ from titan.config.options import JOB, add_new_layout, add_quiet, command_parser,
 from titan.config.plug_ins import load_launcher, load_part, load_plug_ins
 
 # Commands that draw on the terminal. They read the files of a job that was named.
-_DRAWS = ("train", "sim", "plan", "autosac", "preflight")
+_DRAWS = ("train", "sim", "plan", "preflight")
 
 if TYPE_CHECKING:
     from titan.config.schema import JobConfig
-
-# What to do in place of commands that are gone.
-_FORMER = {
-    "autofsdp": "is now `titan plan --only fsdp`",
-    "reproduce": "is gone; `titan sim` takes the jobs of train_configs/published",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,13 +38,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(problem, file=sys.stderr)
         return 2
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if former := FORMER.get(name):
+        new = " ".join(former)
+        print(
+            f"titan {name} is now `titan {new}`; write that, the old name ends", file=sys.stderr
+        )
+    name, *rest = (*(former or ALIASES.get(name, (name,))), *rest)
     names = command_names()
     is_help = name in ("-h", "--help", "help")
     if name not in names and not is_help and name != "--version":
-        # The nearest name, or all of them.
-        match = get_close_matches(name, names, n=1)
-        hint = f"did you mean '{match[0]}'?" if match else f"there are {', '.join(names)}"
-        text = _FORMER.get(name, f"unknown command; {hint}")
+        from titan.config.errors import choose
+
+        text = GONE.get(name, f"unknown command{choose(name, [*names, *ALIASES])}")
         if part := missing_part(name):
             text = f"this titan was installed without {part}, which has this command"
         print(f"command line: {name}: {text}", file=sys.stderr)
@@ -108,15 +108,17 @@ def _printable_output(name: str) -> Iterator[None]:
 
 
 def _overview() -> str:
-    names = command_names()
-    width = max(map(len, names))
-    rows = (f"  {name:{width}}  {summary_of(name)}" for name in names)
+    width = max(map(len, command_names()))
+    lines = ["usage: titan COMMAND ..."]
+    for title, names in command_groups().items():
+        rows = [f"  {name:{width}}  {summary_of(name)}" for name in names]
+        lines += ["", title, *rows] if rows else []
+    words = (f"{alias} ({' '.join(words)})" for alias, words in ALIASES.items())
     return "\n".join(
         [
-            "usage: titan COMMAND ...",
+            *lines,
             "",
-            *rows,
-            "",
+            f"also: {', '.join(words)}",
             "`titan COMMAND --help` says more. The keys of a job file: `titan config JOB.toml --comments`, docs/config.md",
         ]
     )
@@ -199,39 +201,6 @@ def train(argv: list[str]) -> int:
     from titan.run import train as rank
 
     return rank.main(job)
-
-
-def config(argv: list[str]) -> int:
-    """Run `titan config`."""
-    parser = command_parser("config", f"{JOB} [--comments]", summary=summary_of("config"))
-    parser.add_argument("--comments", action="store_true", help="with the meaning of every key")
-    options, job = parser.parse_known_args(argv)
-    from titan.checks.rules import check as check_rules
-    from titan.config.errors import ConfigError
-    from titan.config.load import load_from_argv
-    from titan.config.render import to_toml
-
-    # Report broken rules together with wrong keys: check the readable part of the config.
-    problems = []
-    try:
-        resolved = load_from_argv(job, options=["--comments"])
-    except ConfigError as error:
-        problems, resolved = error.problems, error.partial
-    if resolved is not None:
-        problems += check_rules(resolved)
-    if problems or resolved is None:
-        raise ConfigError(problems)
-    print(to_toml(resolved, comments=options.comments), end="")
-    return 0
-
-
-def schema(argv: list[str]) -> int:
-    """Run `titan schema`."""
-    command_parser("schema", "", summary=summary_of("schema")).parse_args(argv)
-    from titan.config.render import json_schema
-
-    print(json.dumps(json_schema(), indent=1, ensure_ascii=False))
-    return 0
 
 
 if __name__ == "__main__":

@@ -20,40 +20,61 @@ from titan.config.plug_ins import load_plug_in, plug_ins
 
 COMMANDS: dict[str, tuple[str, str]] = {
     # name: its line in `titan --help`, and the function, whose module is imported when it runs
-    "init": ("write a commented job file to start from", "titan.tools.shipped:init"),
-    "configs": ("list the jobs that come with titan, or copy one", "titan.tools.shipped:main"),
+    "init": (
+        "write a job file to start from: for your text, or for a Hugging Face folder",
+        "titan.tools.shipped:init",
+    ),
+    "config": (
+        "show all keys of a job, the jobs that come with titan, or the schema for editors",
+        "titan.tools.config:main",
+    ),
+    "completion": (
+        "let the shell complete commands, files and keys",
+        "titan.tools.completion:main",
+    ),
+    "prepare": ("turn text into files of tokens", "titan.tools.prepare:main"),
+    "tokenizer": ("train or inspect a tokenizer", "titan.tools.tokenizer:main"),
     "train": (
         "train a model: one process per accelerator, one on a CPU, or --nproc N",
         "titan.cli:train",
-    ),
-    "check": (
-        "check a job for a number of ranks: layout and memory; with --hardware also if it fits; --hf: a Hugging Face folder",
-        "titan.tools.check:main",
-    ),
-    "sim": (
-        "predict time and memory of a step on some hardware, without a GPU",
-        "titan.sim.cli:main",
-    ),
-    "autosac": (
-        "choose what each block keeps and what it recomputes",
-        "titan.sim.search.autosac:main",
-    ),
-    "plan": (
-        "find the fastest layouts of a job that fit, as TOML overlays",
-        "titan.sim.search.plan:main",
     ),
     "slurm": (
         "check a job, write its script for sbatch, and submit it",
         "titan.ops.cluster.slurm:main",
     ),
-    "config": ("print the resolved job as TOML", "titan.cli:config"),
-    "schema": ("print the JSON schema of job files, for editors", "titan.cli:schema"),
-    "prepare": ("tokenize text into memory-mapped shards", "titan.tools.prepare:main"),
-    "tokenizer": ("train or inspect a tokenizer", "titan.tools.tokenizer:main"),
+    "preflight": (
+        "before a run: check devices, links, disks and versions of all ranks, then try a step",
+        "titan.ops.preflight.cli:main",
+    ),
     "plot": ("draw loss and throughput curves of runs", "titan.tools.plot:main"),
+    "doctor": (
+        "explain what happened to a run: which rank, which collective, which line, what to do",
+        "titan.ops.doctor.cli:main",
+    ),
     "profile": (
         "read a profiler trace: where a step's time went, by kind of work and by module",
         "titan.tools.profile:main",
+    ),
+    "convert": (
+        "turn Hugging Face folders into checkpoints, and back",
+        "titan.huggingface.convert:main",
+    ),
+    "verify": ("check a checkpoint and name any damaged file", "titan.tools.verify:main"),
+    "generate": (
+        "sample text from a checkpoint, or chat with it",
+        "titan.tools.generate:main",
+    ),
+    "check": (
+        "find the mistakes in a job, and tell its layout, its memory, and whether it fits --hardware",
+        "titan.tools.check:main",
+    ),
+    "sim": (
+        "predict time and memory of a step on some hardware, without a GPU; draw its pipeline",
+        "titan.sim.cli:main",
+    ),
+    "plan": (
+        "find the fastest layouts of a job that fit, or the best recomputation, as TOML overlays",
+        "titan.sim.search.plan:main",
     ),
     "certify": (
         "prove on CPU ranks that a job computes the same in each layout, before GPUs",
@@ -67,34 +88,54 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "compute a step of a finished run again, and name what differs from its metrics and its checkpoint",
         "titan.numerics.diff.audit:main",
     ),
-    "pipeline": (
-        "draw a job's pipeline schedule, with its bubble and activations in flight",
-        "titan.tools.pipeline:main",
-    ),
-    "doctor": (
-        "explain what happened to a run: which rank, which collective, which line, what to do",
-        "titan.ops.doctor.cli:main",
-    ),
-    "preflight": (
-        "before a run: check devices, links, disks and versions of all ranks, then try a step",
-        "titan.ops.preflight.cli:main",
-    ),
-    "verify": ("check a checkpoint and name any damaged file", "titan.tools.verify:main"),
-    "convert": (
-        "Hugging Face folders to checkpoints, and back",
-        "titan.huggingface.convert:main",
-    ),
-    "generate": ("sample text from a checkpoint", "titan.tools.generate:main"),
-    "completion": (
-        "let the shell complete commands, files and keys",
-        "titan.tools.completion:main",
+}
+GROUPS = {
+    "begin": ("init", "config", "completion"),
+    "data": ("prepare", "tokenizer"),
+    "run": ("train", "slurm", "preflight", "watch", "plot", "doctor", "profile"),
+    "model files": ("convert", "average", "verify", "generate", "evaluate"),
+    "predict": ("check", "sim", "plan"),
+    "trust": ("certify", "diff", "audit"),
+    "study": ("sweep", "scaling", "budget"),
+}
+"""Commands in the order of `titan --help`. Those that titan/contrib adds have their places, too."""
+ALIASES = {
+    "eval": ("evaluate",),
+    "export": ("convert", "to-hf"),
+    "import": ("convert", "from-hf"),
+    "chat": ("generate", "--interactive"),
+}
+"""Words of other programs for titan's commands."""
+FORMER = {
+    "configs": ("config", "--list"),
+    "schema": ("config", "--schema"),
+    "autosac": ("plan", "--only", "sac"),
+    "pipeline": ("sim", "--pipeline"),
+}
+"""Names that commands had. They work in this release."""
+GONE = {
+    "autofsdp": "is now `titan plan --only fsdp`",
+    "reproduce": "is gone; `titan sim` takes the jobs of train_configs/published",
+    "version": "write `titan --version`",
+    **dict.fromkeys(
+        ("lora", "sft", "finetune", "serve"),
+        "titan has no LoRA and no server; `titan train` fine-tunes all weights on conversations: docs/data.md",
     ),
 }
+"""What to do in place of commands that are gone, or that titan never had."""
+
+
+def command_groups() -> dict[str, list[str]]:
+    """Return the names of all commands, by the groups of `titan --help`. The last one has what other packages add."""
+    known = {*(name for name in COMMANDS if not missing_part(name)), *_added()}
+    groups = {title: [n for n in names if n in known] for title, names in GROUPS.items()}
+    named = [name for names in groups.values() for name in names]
+    return groups | {"of other packages": sorted(known - {*named})}
 
 
 def command_names() -> list[str]:
-    """Return the names of titan's commands, then the names of commands that packages add."""
-    return [*(name for name in COMMANDS if not missing_part(name)), *_added()]
+    """Return the names of all commands, in the order of `titan --help`."""
+    return [name for names in command_groups().values() for name in names]
 
 
 @cache

@@ -1,4 +1,4 @@
-"""`titan init` and `titan configs`."""
+"""`titan init` and `titan config --list`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from titan.tools.shipped import about, jobs
 
 
 def test_every_shipped_job_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["configs"]) == 0
+    assert main(["config", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(jobs())
     assert all(about(file) in line for file, line in zip(jobs().values(), lines, strict=True))
@@ -34,7 +34,7 @@ def test_a_job_is_copied_once(
     (tmp_path / "job.toml").write_text("mine")
     assert main(["init"]) == 2
     assert (tmp_path / "job.toml").read_text() == "mine"
-    assert main(["configs", "llama3_8b", "--output", "eight.toml"]) == 0
+    assert main(["config", "--list", "llama3_8b", "--output", "eight.toml"]) == 0
     assert load_config("eight.toml").model.flavor == "8B"
     # An editor finds the schema from wherever the copy is.
     for name in ("it's mine.toml", "eight.toml"):
@@ -42,10 +42,10 @@ def test_a_job_is_copied_once(
         assert line.startswith("#:schema file:///")
         schema = Path(url2pathname(urlparse(line.removeprefix("#:schema ")).path))
         assert json.loads(schema.read_text())["title"] == "titan job file"
-    assert main(["configs", "llama3_8", "--output", "other.toml"]) == 2
+    assert main(["config", "--list", "llama3_8", "--output", "other.toml"]) == 2
     assert "did you mean 'llama3_8b'?" in capsys.readouterr().err
 
 
 def test_a_job_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["configs", "starter"]) == 0
+    assert main(["config", "--list", "starter"]) == 0
     assert capsys.readouterr().out == jobs()["starter"].read_text()

@@ -32,7 +32,8 @@ from titan.parallel.schedules import (
 )
 from titan.parallel.stage_split import StageSplit, split_modules, split_stages
 from titan.parallel.stages import extract_stage, extract_stages
-from titan.tools.pipeline import main, write_schedule
+from titan.sim.cli import main
+from titan.sim.report.pipeline import write_schedule
 
 LAYERS, WIDTH, VOCABULARY, BATCH, LENGTH = 8, 8, 11, 12, 5
 MULTI = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -609,7 +610,7 @@ def test_command_draws_and_writes_a_csv(
         pp,
         "--parallelism.pipeline_parallel_schedule=gpipe",
     ]
-    assert main([*job, "--microbatches", "3", *files]) == 0
+    assert main(["--pipeline", *job, "--microbatches", "3", *files]) == 0
     text = capsys.readouterr().out
     assert text.startswith("GPipe: 2 ranks, 2 stages, 3 microbatches, bubble 25.0%\n")
     assert "rank 0  at most 3 in flight  stage 0: tok_embeddings, layers.0 to 3\n" in text
@@ -634,4 +635,4 @@ def test_command_draws_and_writes_a_csv(
 )
 def test_command_refuses(options: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        main([str(Path(__file__).parents[2] / JOB), *options])
+        main(["--pipeline", str(Path(__file__).parents[2] / JOB), *options])

@@ -37,8 +37,9 @@ from titan.sim.record.trace import (
 )
 from titan.sim.replay.memory import memory_report
 from titan.sim.replay.queues import replay
-from titan.sim.search.autosac import autosac, main, to_lines
+from titan.sim.search.autosac import autosac, to_lines
 from titan.sim.search.command import settings_overlay
+from titan.sim.search.plan import main
 from titan.sim.search.recomputation import (
     Block,
     Kept,
@@ -299,19 +300,19 @@ def test_the_command_writes_the_fastest_overlay_that_fits(
     if waits_for == "device":
         profile = profile.model_copy(update={"launch_us": 0.0, "launch_transfer_us": 0.0})
     monkeypatch.setattr("titan.sim.search.command.load_profile", lambda _: profile)
-    found, overlay = tmp_path / "found.json", tmp_path / "autosac.toml"
+    found, overlay = tmp_path / "found.json", tmp_path / "sac.toml"
     where = ["--world-size=2", "--hardware=h100-sxm", "--memory=1.6"]
-    assert main([*JOB, *where, f"--json={found}", f"--output={overlay}"]) == 0
+    assert main([*JOB, "--only=sac", *where, f"--json={found}", f"--output={overlay}"]) == 0
     printed, results = capsys.readouterr(), json.loads(found.read_text())["results"]
     steps = {name: r["step_time_s"] for name, r in results.items() if r["fits"]}
     fastest = min(steps, key=lambda name: steps[name])
-    assert "autosac" in steps and not results["none"]["fits"]
+    assert "sac" in steps and not results["none"]["fits"]
     if waits_for == "device":
-        assert fastest == "autosac" and steps[fastest] < steps["full"]
+        assert fastest == "sac" and steps[fastest] < steps["full"]
     else:
         assert fastest in ("full", "every 2nd block")
         assert f'"{fastest}" is faster than a choice by operation' in printed.err
-    assert "autosac" in printed.out
+    assert "sac" in printed.out
     # The overlay is the job that was simulated.
     config = load_from_argv([*JOB, str(overlay)])
     simulation = simulate(config, world_size=2, profile=profile)

@@ -69,8 +69,8 @@ class ConfigError(UserError):
         super().__init__(self.problems)
 
     def __str__(self) -> str:
-        count = len(self.problems)
-        return "\n".join([*map(str, self.problems), f"{count} problem{'s' * (count != 1)}"])
+        lines = [*map(str, self.problems)]
+        return "\n".join([*lines, f"{len(lines)} problems"] if len(lines) > 1 else lines)
 
 
 class UnknownValue(Exception):

@@ -6,9 +6,17 @@ argparse takes a command's own options out. The rest of the line is the job, whi
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
-from typing import Any
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from .errors import ConfigError
 
 _QUIET = "TITAN_QUIET"
 JOB = "JOB.toml [OVERLAY.toml ...] [--section.key=value ...]"
@@ -18,20 +26,146 @@ TRUST_OPTION: dict[str, Any] = {
 }
 
 
-def command_parser(name: str, arguments: str, *, summary: str) -> argparse.ArgumentParser:
+class CommandParser(argparse.ArgumentParser):
+    """Parser of a command's own options, in one grammar: what it means is called the same in all commands.
+
+    The number of ranks is --nproc or --world-size, a file or folder to write --output or --out. Mistakes are raised as ConfigError.
+    """
+
+    def add_argument(self, *names: str, **settings: Any) -> argparse.Action:  # pyrefly: ignore[bad-override]
+        """Add an option, with the other name that all commands take for it."""
+        for alike in (("--nproc", "--world-size"), ("--output", "--out")):
+            if not {*alike}.isdisjoint(names):
+                names = (*names, *(name for name in alike if name not in names))
+        return super().add_argument(*names, **settings)
+
+    def add_json(self) -> None:
+        """Add `--json [FILE]`. `put_json` writes the answer."""
+        self.add_argument(
+            "--json",
+            nargs="?",
+            const="-",
+            type=_json_target,
+            metavar="FILE",
+            help="print the answer as JSON, or write it to FILE",
+        )
+
+    def parse_known_args(
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:  # pyrefly: ignore[bad-override]
+        """Parse the options. The second part of the result is the job."""
+        words = [*(sys.argv[1:] if args is None else args)]
+        if "--json" in words[:-1]:
+            place = words.index("--json")
+            if self._is_subject(words[place + 1], [*words[:place], *words[place + 2 :]]):
+                words[place] = "--json=-"
+        return super().parse_known_args(words, namespace)
+
+    def _is_subject(self, word: str, others: list[str]) -> bool:
+        """Return whether the word after --json is the job or run that the command is about, not a file to write."""
+        if word.endswith(".toml") or "://" in word or Path(word).is_dir():
+            return True
+        # A command about nothing does not exist: if no other word is its subject, this one is.
+        is_value = False
+        for other in others:
+            if not other.startswith("-") and not is_value:
+                return False
+            action = self._option_string_actions.get(other)
+            is_value = other.startswith("--") and "=" not in other
+            is_value = is_value and (action is None or action.nargs is None)
+        return True
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError in place of argparse's usage and exit."""
+        from .errors import did_you_mean
+
+        named = re.fullmatch(r"argument (--[\w-]+)?\S*: (.*)", message, re.DOTALL)
+        key, text = (named[1] or "", named[2]) if named else ("", message)
+        text = re.sub(
+            r"^invalid (?:int|positive) value: ", "expected a whole number, got ", text
+        )
+        text = re.sub(r"^invalid float value: ", "expected a number, got ", text)
+        if missing := text.partition("the following arguments are required: ")[2]:
+            missing = re.sub(r"/--[\w-]+", "", missing)
+            text = f"{missing}: missing; `{self.prog} --help` explains"
+        if unknown := text.partition("unrecognized arguments: ")[2]:
+            key = unknown.split()[0]
+            text = f"unknown{did_you_mean(key, [*self._option_string_actions])}"
+        raise mistake(key, text)
+
+
+def command_parser(name: str, arguments: str = "", *, summary: str) -> CommandParser:
     """Return a parser for the options of `titan NAME`.
 
     Args:
         name: name of the command.
-        arguments: the usage line after the name of the command.
+        arguments: the usage line after the name of the command. Empty: argparse makes it.
         summary: description of the command, for --help.
     """
-    return argparse.ArgumentParser(
+    return CommandParser(
         prog=f"titan {name}",
-        usage=f"titan {name} {arguments}",
+        usage=f"titan {name} {arguments}" if arguments else None,
         description=summary,
         allow_abbrev=False,  # otherwise --section.key of the job could be taken for an option
     )
+
+
+def known_options(parser: argparse.ArgumentParser) -> list[str]:
+    """Return a parser's options, so that a misspelled option is not taken for a key of the config."""
+    return [option for action in parser._actions for option in action.option_strings]
+
+
+def mistake(option: str, message: str) -> ConfigError:
+    """Return the error of a wrong option, to be raised.
+
+    Args:
+        option: The option, such as "--memory".
+        message: The rule that it breaks.
+    """
+    # pydantic comes with it, which `titan --help` does without.
+    from .errors import COMMAND_LINE, ConfigError, Problem
+
+    return ConfigError([Problem(COMMAND_LINE, 0, option, message)])
+
+
+def check_target(option: str, target: Path, *, is_folder: bool = False) -> None:
+    """Raise ConfigError if a file cannot be written, or files in a folder, which is made if it is not there.
+
+    This comes first: a file that cannot be written would cost minutes of work.
+    """
+    folder = target if is_folder else target.parent
+    try:
+        if is_folder:
+            folder.mkdir(parents=True, exist_ok=True)
+        if not folder.is_dir():
+            raise mistake(option, f"there is no folder {folder}")
+        if is_folder or not target.exists():
+            TemporaryFile(dir=folder).close()
+        elif not (
+            target.is_fifo() or target.is_char_device()
+        ):  # a pipe would wait for its reader
+            target.open("ab").close()
+    except OSError as error:
+        raise mistake(option, f"cannot write {target}: {error.strerror}") from None
+
+
+def _json_target(text: str) -> str:
+    if text != "-":
+        check_target("--json", Path(text))
+    return text
+
+
+def put_json(data: object, target: str | None, *, indent: int | None = 2) -> bool:
+    """Write the answer of a command where --json says, if anywhere.
+
+    Return whether it went to standard output, "-", which is then no place for a page.
+    """
+    text = json.dumps(data, indent=indent)
+    if target == "-":
+        print(text)
+    elif target:
+        Path(target).write_text(text + "\n", encoding="utf-8")
+    return target == "-"
 
 
 def whole(text: str, least: int = 0) -> int:

@@ -132,7 +132,7 @@ class ParallelismSection(Section):
     """Ranks that split the layers."""
     pipeline_parallel_schedule: str = "1F1B"
     """Order of forward and backward passes: GPipe, 1F1B, Interleaved1F1B, LoopedBFS,
-    InterleavedZeroBubble, ZBVZeroBubble or DualPipeV. `titan pipeline` draws it."""
+    InterleavedZeroBubble, ZBVZeroBubble or DualPipeV. `titan sim --pipeline` draws it."""
     pipeline_parallel_schedule_csv: str | None = ""
     """File with a custom schedule instead: a line of comma-separated actions for each rank."""
     pipeline_parallel_microbatch_size: Positive = 1
@@ -253,7 +253,7 @@ class ActivationCheckpointSection(Section):
     """Modules whose matmul results "op" keeps as well: patterns such as "feed_forward.w*"."""
     op_keep_by_block: StrList = []
     """Operations that "op" keeps in some blocks in place of op_keep, such as "8-15: aten.mm@0,2 attention".
-    "all" keeps everything, nothing after the colon keeps nothing. `titan autosac` writes this."""
+    "all" keeps everything, nothing after the colon keeps nothing. `titan plan --only sac` writes this."""
     memory_budget: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Share of a block's activations that the compiler keeps, from 0 to 1 (all)."""
     cpu_offload: bool = False

@@ -5,7 +5,6 @@ It shows the family of a Hugging Face folder in titan, and whether its weights l
 
 from __future__ import annotations
 
-import json
 import re
 from argparse import Namespace
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import Any
 from titan.base.untrusted import InputError, is_there, printable, read_json, root_of
 from titan.checkpoint import CheckpointError
 from titan.config.errors import ConfigError, Problem
+from titan.config.options import put_json
 from titan.config.toml import format_value
 from titan.data.tokenizer import tokenizer_named
 from titan.data.tokenizer_files import tokenizer_files
@@ -114,12 +114,12 @@ def main(options: Namespace) -> int:
     try:
         facts = describe(options.hf)
     except InputError as error:
-        if not options.json:
-            raise
         problem = Problem(str(options.hf), 0, "", str(error))
-        print(json.dumps({"problems": [asdict(problem)]}, indent=2))
-        return 2
-    print(json.dumps(facts, indent=2) if options.json else page(facts))
+        if put_json({"problems": [asdict(problem)]}, options.json):
+            return 2
+        raise
+    if not put_json(facts, options.json):
+        print(page(facts))
     return 0
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan.base.failure import RunFailure
 from titan.checkpoint import CheckpointError
 from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.commit import CheckpointGroup
@@ -35,7 +33,7 @@ from titan.checkpoint.saved_model import (
     require_average,
 )
 from titan.checkpoint.storage import Location, as_location
-from titan.config.options import TRUST_OPTION
+from titan.config.options import TRUST_OPTION, command_parser, mistake
 from titan.config.plug_ins import load_plug_ins
 from titan.config.schema import CheckpointSection
 from titan.config.task import reads_text
@@ -259,25 +257,29 @@ def _size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("output", nargs="?", type=Path, metavar="OUT", help="a new folder")
+    about = "the same, as in other commands"
+    parser.add_argument("--output", dest="named", type=Path, metavar="OUT", help=about)
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command's options."""
-    parser = argparse.ArgumentParser(
-        prog="titan convert",
-        description="Convert Hugging Face folders to checkpoints and back.",
-    )
-    ways = parser.add_subparsers(dest="way", required=True)
+    about = "Convert Hugging Face folders to checkpoints and back."
+    parser = command_parser("convert", summary=about)
+    ways = parser.add_subparsers(dest="way", required=True, metavar="{from-hf,to-hf}")
     command = ways.add_parser(
         "from-hf", help="make a checkpoint of safetensors and config.json"
     )
     command.add_argument("source", type=Path, metavar="DIR", help="a Hugging Face folder")
-    command.add_argument("output", type=Path, metavar="OUT", help="a new folder")
+    _add_output(command)
     help_ = "keep the modules of multi-token prediction, if the folder has them"
     command.add_argument("--mtp", action="store_true", help=help_)
     command = ways.add_parser("to-hf", help="make a folder that transformers loads")
     add = command.add_argument
     help_ = "a step-N folder or its URL, or a run folder (its newest step)"
     add("source", type=as_location, metavar="STEP_DIR", help=help_)
-    add("output", type=Path, metavar="OUT", help="a new folder")
+    _add_output(command)
     help_ = "precision of the weights; default: as they are stored"
     add("--dtype", choices=["float32", "bfloat16", "float16"], help=help_)
     size = {"type": _size, "default": DEFAULT_FILE_BYTES, "metavar": "SIZE"}
@@ -289,18 +291,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `titan convert`. Return its exit code, as in docs/architecture.md."""
+    """Run `titan convert`. Return its exit code, as in docs/cluster.md."""
     args = parse(argv)
-    try:
-        if args.way == "from-hf":
-            messages = from_hf(args.source, args.output, mtp=args.mtp)
-        else:
-            dtype = getattr(torch, args.dtype) if args.dtype else None
-            options = {"file_bytes": args.max_shard_size, "tokenizer": args.tokenizer}
-            options |= {"average": args.average, "trust_remote_code": args.trust_remote_code}
-            messages = to_hf(args.source, args.output, dtype=dtype, **options)
-    except RunFailure as error:
-        print(f"titan convert: {error}", file=sys.stderr)
-        return error.exit_code
+    args.output = args.output or args.named
+    if args.output is None:
+        raise mistake("", "OUT: missing; `titan convert --help` explains")
+    if args.way == "from-hf":
+        messages = from_hf(args.source, args.output, mtp=args.mtp)
+    else:
+        dtype = getattr(torch, args.dtype) if args.dtype else None
+        options = {"file_bytes": args.max_shard_size, "tokenizer": args.tokenizer}
+        options |= {"average": args.average, "trust_remote_code": args.trust_remote_code}
+        messages = to_hf(args.source, args.output, dtype=dtype, **options)
     print("\n".join(messages))
     return 0

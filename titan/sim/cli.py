@@ -12,15 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from titan.checks.rules import load_to_run
 from titan.config.load import load_from_argv
+from titan.config.options import known_options, mistake, positive, put_json
 from titan.sim.extension import sim_extensions
 from titan.sim.price.profiles import Profile, load_profile
 from titan.sim.report.text import (
     job_parser,
-    known_options,
-    mistake,
     page,
-    put_json,
-    require_positive,
     require_writable,
     say,
 )
@@ -36,15 +33,20 @@ def main(argv: list[str] | None = None) -> int:
     # Arguments that argparse does not know are the job: files and overrides, which the config's
     # loader checks.
     options, job = parser.parse_known_args(argv)
-    require_writable(options, "json", "html", folders=["trace", *_files()])
+    require_writable(options, "html", "csv", folders=["trace", *_files()])
+    if options.pipeline:
+        from titan.sim.report.pipeline import draw
+
+        return draw(options, job, known=known_options(parser))
     for code in (extension.run(options, job) for extension in sim_extensions()):
         if code is not None:
             return code
     # Not `required` in argparse, since an extension may need neither.
     swept = any(text.startswith("world_size=") for text in options.sweep)
     if (options.world_size is None and not swept) or options.hardware is None:
-        parser.error("--world-size and --hardware are needed")
-    require_positive(options, "world_size", "processes")
+        raise mistake(
+            "", "--world-size and --hardware are missing; `titan sim --help` explains"
+        )
     return _sweep(options, job) if options.sweep else _simulate(options, job)
 
 
@@ -56,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     """Return the parser of the command's own options."""
     parser = job_parser(
         "sim",
-        "[--json FILE] [--trace FILE] [--html FILE] [--sweep KEY=A,B,...] [--quiet]",
+        "[--json FILE] [--trace FILE] [--html FILE] [--sweep KEY=A,B,...] [--quiet]\n       titan sim JOB.toml --pipeline [--microbatches M] [--csv FILE]",
         "Simulate a training step: time, exposed communication, memory. Needs no GPU and starts no process group.",
         required=False,
     )
@@ -98,6 +100,15 @@ def _parser() -> argparse.ArgumentParser:
         help="with --run: a job that follows, as an overlay",
     )
     parser.add_argument("--no-cache", action="store_true", help="trace again")
+    parser.add_argument(
+        "--pipeline",
+        action="store_true",
+        help="draw the job's pipeline schedule instead, with idle time and activations in flight; needs no --hardware",
+    )
+    about = "with --pipeline: default: the job's"
+    parser.add_argument("--microbatches", type=positive, metavar="M", help=about)
+    about = "with --pipeline: also write the schedule there, as a CSV that a job can name"
+    parser.add_argument("--csv", type=Path, metavar="FILE", help=about)
     return parser
 
 
@@ -188,7 +199,7 @@ def show(
         raise
     except (HardwareError, TraceError, ReplayError, OSError) as error:
         say("")
-        print(f"titan sim: {error}", file=sys.stderr)
+        print(error, file=sys.stderr)
         # A replay that cannot end is a bug of titan; other errors follow from the job or the hardware.
         return 1 if isinstance(error, ReplayError) else 2
     phases_run = all(row["fits"] or row["tight"] for row in figures.get("phases", ()))

@@ -5,7 +5,6 @@ Only a simulation (--hardware without --formula) imports torch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +19,7 @@ from titan.config.errors import ConfigError
 from titan.config.layout import Layout
 from titan.config.load import leaves_layout_open, print_warnings
 from titan.config.model import model_title
-from titan.config.options import JOB, command_parser, positive
+from titan.config.options import JOB, command_parser, known_options, mistake, positive, put_json
 from titan.config.phases import memory_of, phases_of
 from titan.config.plug_ins import load_plug_in, plug_ins
 from titan.config.schema import CsvSource, JobConfig, JsonlSource, ParquetSource, ShardsSource
@@ -33,12 +32,12 @@ _TRIED_ROWS = 100  # rows of a source that are read
 
 def main(argv: list[str]) -> int:
     """Run `titan check`."""
-    usage = f"{JOB} [--world-size N] [--hardware H] [--formula] [--json]\n       titan check --hf FOLDER [--json]"
+    usage = f"{JOB} [--world-size N] [--hardware H] [--formula] [--json [FILE]]\n       titan check --hf FOLDER [--json [FILE]]"
     parser = command_parser("check", usage, summary=summary_of("check"))
     parser.add_argument(
         "--world-size", type=positive, default=1, metavar="N", help="ranks in all; default: 1"
     )
-    parser.add_argument("--json", action="store_true", help="the answer as JSON")
+    parser.add_json()
     parser.add_argument(
         "--hardware",
         metavar="H",
@@ -52,11 +51,11 @@ def main(argv: list[str]) -> int:
     options, job = parser.parse_known_args(argv)
     if options.hf:
         if job or options.hardware or options.formula:
-            parser.error("--hf goes with --json, and with no job")
+            raise mistake("--hf", "goes with --json, and with no job")
         for entry in plug_ins("titan.extensions", of="folder"):
             return load_plug_in(entry)(options)
-        parser.error(
-            "--hf: this titan was installed without titan/huggingface, which reads folders"
+        raise mistake(
+            "--hf", "this titan was installed without titan/huggingface, which reads folders"
         )
     profile = None
     try:
@@ -65,7 +64,7 @@ def main(argv: list[str]) -> int:
         elif options.hardware:
             job.append(f"--hardware.name={options.hardware}")
         # The names are for the error of a misspelled option.
-        names = ["--world-size", "--hardware", "--json", "--formula", "--hf"]
+        names = known_options(parser)
         # With --hardware the question is about another machine, which has the files, or will have.
         here = options.hardware is None
         job = _with_layout(job, world_size=options.world_size, hardware=options.hardware)
@@ -81,9 +80,9 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         if not options.json:
             raise
-        print(
-            json.dumps({"problems": [asdict(problem) for problem in error.problems]}, indent=2)
-        )
+        put_json({"problems": [asdict(problem) for problem in error.problems]}, options.json)
+        if options.json != "-":
+            raise
         return 2
     device = device_of(config)
     facts = _facts(config.on_device(device), layout, profile)
@@ -103,11 +102,9 @@ def main(argv: list[str]) -> int:
                 "fits": step["fits"],
                 "tight": step["tight"],
             }
-    if options.json:
-        print(json.dumps(facts | judged | {"problems": []}, indent=2))
-    else:
+    if not put_json(facts | judged | {"problems": []}, options.json):
         print(_page(facts, judged))
-    return 2 if facts["fits"] is False and not facts["tight"] else 0
+    return 1 if facts["fits"] is False and not facts["tight"] else 0
 
 
 def advise_rows(config: JobConfig) -> list[str]:

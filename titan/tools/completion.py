@@ -5,11 +5,11 @@ source <(titan completion)     in ~/.bashrc; in zsh, after `autoload -U bashcomp
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 from titan.commands import command_names
 from titan.config.keys import fields_at
+from titan.config.options import command_parser
 from titan.config.schema import JobConfig
 
 _SCRIPT = """_titan() {{
@@ -24,12 +24,8 @@ complete -o default -F _titan titan"""
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="titan completion",
-        description="Print what makes bash and zsh complete commands, files and keys of a job.",
-    )
-    parser.parse_args(argv)
-
+    about = "Print what makes bash and zsh complete commands, files and keys of a job."
+    command_parser("completion", summary=about).parse_args(argv)
     keys = [f"--{name}.{key}=" for name in JobConfig.model_fields for key in fields_at((name,))]
     print(_SCRIPT.format(commands=" ".join(command_names()), keys=" ".join(keys)))
     return 0

@@ -41,7 +41,7 @@ from titan.checkpoint.storage import Location
 from titan.checkpoint.tensors import reason
 from titan.config.errors import COMMAND_LINE, ConfigError, Problem
 from titan.config.model import family, tensor_plan_of
-from titan.config.options import TRUST_OPTION, positive
+from titan.config.options import TRUST_OPTION, command_parser, positive
 from titan.config.plug_ins import load_launcher
 from titan.config.schema import JobConfig
 from titan.config.task import predicts_tokens
@@ -285,9 +285,11 @@ def read_prompts(file: Path, answers: Answers) -> list[_Prompt]:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command's options."""
-    parser = argparse.ArgumentParser(prog="titan generate", description=main.__doc__)
+    parser = command_parser("generate", summary=main.__doc__ or "")
     add = parser.add_argument
-    add("--checkpoint", required=True, **LOCATION_OPTION)
+    # Earlier versions had only the option, which a shell's history still has.
+    add("folder", metavar="FOLDER", nargs="?", **LOCATION_OPTION)
+    add("--checkpoint", dest="named", **(LOCATION_OPTION | {"help": argparse.SUPPRESS}))
     add("--average", **AVERAGE_OPTION)
     add("--prompt", default="", help="text to continue; empty: a new document")
     group = parser.add_mutually_exclusive_group()
@@ -326,7 +328,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     dtypes = ["float32", "bfloat16", "float16"]
     help_ = "of the weights; default: bfloat16 on an accelerator, float32 on a CPU"
     add("--dtype", choices=dtypes, default="", help=help_)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.checkpoint = args.folder or args.named
+    if args.checkpoint is None:
+        parser.error("the following arguments are required: FOLDER")
+    return args
 
 
 def _check(args: argparse.Namespace) -> torch.device:

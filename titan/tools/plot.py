@@ -10,7 +10,6 @@ metrics.jsonl, which rows.py thins if it is long, and events.jsonl. It needs the
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import accumulate, cycle
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.base.untrusted import InputError
+from titan.config.options import command_parser
 from titan.observe.rows import Row, number, read_rows, with_groups
 from titan.observe.sinks import require
 from titan.tools.row_files import RowFile, run_names, runs_near
@@ -37,9 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         InputError: a run or the output is wrong. titan.cli reports it.
     """
-    parser = argparse.ArgumentParser(
-        prog="titan plot", description="Loss and throughput as PNG."
-    )
+    parser = command_parser("plot", summary="Loss and throughput as PNG.")
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", type=Path, help="run folder, or a metrics.jsonl")
     add("--output", metavar="FILE.png", type=Path, help="default: curves.png in the first run")
@@ -56,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         draw(runs, starts, output=output, x=arguments.x)
     except OSError as error:
-        raise InputError(f"titan plot: {error}") from None
+        raise InputError(str(error)) from None
     print(f"wrote {output}")
     return 0
 
@@ -69,7 +67,7 @@ def read_metrics(file: Path) -> list[Row]:
     """
     if not file.is_file():
         hint = runs_near(file.parent, ["metrics.jsonl"])
-        raise InputError(f"titan plot: {file}: no such file, so not the folder of a run{hint}")
+        raise InputError(f"{file}: no such file, so not the folder of a run{hint}")
     # Thinned: a picture of a thousand pixels cannot show a million rows.
     metrics = RowFile(file)
     metrics.update()
@@ -78,7 +76,7 @@ def read_metrics(file: Path) -> list[Row]:
         empty = (
             "its lines are not rows of metrics" if file.stat().st_size else "no step was logged"
         )
-        raise InputError(f"titan plot: {file}: {metrics.problem or empty}")
+        raise InputError(f"{file}: {metrics.problem or empty}")
     return rows
 
 

@@ -17,8 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from titan.base.untrusted import InputError
-from titan.config.options import add_quiet, positive
+from titan.config.options import add_quiet, command_parser, positive
 from titan.config.plug_ins import load_plug_ins
 from titan.config.schema import Section
 from titan.data import DataError, conversations
@@ -73,7 +72,7 @@ INPUT_HELP = 'text, JSONL or Parquet (files, folders, globs), or "stdlib"'
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="titan prepare", description="Text to token shards.")
+    parser = command_parser("prepare", summary="Text to token shards.")
     add = parser.add_argument
     text = parser.add_mutually_exclusive_group(required=True)
     text.add_argument("--input", nargs="+", metavar="PATH", help=INPUT_HELP)
@@ -233,10 +232,7 @@ def main(argv: list[str]) -> int:
     arguments = _parser().parse_args(argv)
     try:
         print(_prepare(arguments, argv))
-    except InputError as error:
-        print(f"titan prepare: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
-        print("titan prepare: interrupted; the same command continues", file=sys.stderr)
+        print("interrupted; the same command continues", file=sys.stderr)
         return 75  # as for a run that a signal has stopped: finished work is kept
     return 0

@@ -6,8 +6,6 @@ ranks are.
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import sys
 from collections import defaultdict
@@ -15,6 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from titan.base.untrusted import InputError
+from titan.config.options import command_parser, put_json
 from titan.observe.step_parts import COMMUNICATION, HOST, PARTS
 from titan.tools.trace import PHASES, Report
 from titan.tools.trace_files import TraceFileError, find_traces, read_report
@@ -24,21 +24,19 @@ _MAX_RANKS = 8  # ranks to read: a large trace takes seconds
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code, 2 for the user's mistakes."""
-    parser = argparse.ArgumentParser(
-        prog="titan profile", description="Where a step's time went, from a trace of a run."
-    )
+    about = "Where a step's time went, from a trace of a run."
+    parser = command_parser("profile", summary=about)
     add = parser.add_argument
     add("run", metavar="RUN", type=Path, help="run folder, folder of traces, or one trace")
     add("--step", type=int, metavar="N", help="default: the last one traced")
     add("--rank", type=int, metavar="R", help="default: the first one traced")
-    add("--json", action="store_true", help="the answer as JSON, each block by itself")
+    parser.add_json()
     arguments = parser.parse_args(argv)
     try:
         paths = find_traces(arguments.run, step=arguments.step, rank=arguments.rank)
         reports = [read_report(path) for path in paths[:_MAX_RANKS]]
     except (TraceFileError, OSError) as error:
-        print(f"titan profile: {error}", file=sys.stderr)
-        return 2
+        raise InputError(str(error)) from None
     ranks = {
         path.name.split(".")[0]: {
             "step_s": report.step_s,
@@ -47,10 +45,8 @@ def main(argv: list[str] | None = None) -> int:
         }
         for path, report in zip(paths, reports, strict=False)
     }
-    if arguments.json:
-        answer = {"trace": str(paths[0]), **asdict(reports[0]), "ranks": ranks}
-        print(json.dumps(answer, indent=1))
-    else:
+    answer = {"trace": str(paths[0]), **asdict(reports[0]), "ranks": ranks}
+    if not put_json(answer, arguments.json):
         lines = [str(paths[0]), *_parts(reports[0]), "", *_modules(reports[0])]
         print("\n".join(lines + (_spread(ranks, len(paths)) if len(paths) > 1 else [])))
     return 0

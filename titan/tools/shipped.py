@@ -1,14 +1,13 @@
-"""Commands `titan configs` and `titan init`, which list, show and copy the job files that come with titan."""
+"""The job files that come with titan, and `titan init`, which copies the first of them."""
 
 from __future__ import annotations
 
-import argparse
-import difflib
 import re
 import sys
 from pathlib import Path
 
 import titan
+from titan.config.options import command_parser
 
 STARTER = "starter"
 
@@ -58,35 +57,9 @@ def copy(name: str, target: Path) -> int:
     return 0
 
 
-def main(argv: list[str]) -> int:
-    """Run `titan configs`."""
-    parser = argparse.ArgumentParser(
-        prog="titan configs", description="List the jobs that come with titan, or copy one."
-    )
-    parser.add_argument("name", nargs="?", help="the job to print; without it, list them all")
-    parser.add_argument("--output", type=Path, metavar="FILE.toml", help="copy the job there")
-    args = parser.parse_args(argv)
-    known = jobs()
-    if args.name is None:
-        width = max(map(len, known))
-        print("\n".join(f"{name:{width}}  {about(file)}" for name, file in known.items()))
-        return 0
-    if args.name not in known:
-        match = difflib.get_close_matches(args.name, known, n=1)
-        hint = f"did you mean '{match[0]}'?" if match else "`titan configs` lists them"
-        print(f"titan configs: there is no job '{args.name}'; {hint}", file=sys.stderr)
-        return 2
-    if args.output is not None:
-        return copy(args.name, args.output)
-    print(known[args.name].read_text(), end="")
-    return 0
-
-
 def init(argv: list[str]) -> int:
     """Run `titan init`."""
-    parser = argparse.ArgumentParser(
-        prog="titan init", description="Write a commented job file to start from."
-    )
+    parser = command_parser("init", summary="Write a commented job file to start from.")
     parser.add_argument(
         "file", nargs="?", type=Path, default=Path("job.toml"), help="default: job.toml"
     )

@@ -13,8 +13,7 @@ import json
 import sys
 from pathlib import Path
 
-from titan.base.untrusted import InputError
-from titan.config.options import add_quiet, is_quiet
+from titan.config.options import add_quiet, command_parser, is_quiet, positive
 from titan.data import DataError, require
 from titan.data.reading import pieces_of
 from titan.data.sources import Documents, source_of_path
@@ -27,15 +26,19 @@ _SMALLEST = 256 + len((BOS, EOS))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="titan tokenizer", description="Train or inspect one."
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser = command_parser("tokenizer", summary="Train or inspect one.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{train,inspect}")
     learn = commands.add_parser("train", help="learn a byte-level BPE vocabulary")
     add_quiet(learn)
     add = learn.add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help=INPUT_HELP)
-    add("--vocab-size", type=int, required=True, help=f"ids in all, at least {_SMALLEST}")
+    add(
+        "--vocab-size",
+        type=positive,
+        required=True,
+        metavar="N",
+        help=f"ids in all, at least {_SMALLEST}",
+    )
     add("--output", required=True, metavar="DIR", type=Path, help="folder for tokenizer.json")
     add("--text-key", default="text", help="field or column with the text; default: text")
     help_ = "sizes, special tokens, and how a text is cut"
@@ -117,18 +120,12 @@ ids             {" ".join(map(str, ids[:_SHOWN_TOKENS]))}{more}"""
 def main(argv: list[str]) -> int:
     """Run `titan tokenizer` with its arguments. Return the exit code."""
     arguments = _parser().parse_args(argv)
-    try:
-        if arguments.command == "inspect":
-            print(inspect(arguments.path, text=arguments.text))
-            return 0
-        paths, wanted, output = arguments.input, arguments.vocab_size, arguments.output
-        documents = open_all(
-            [source_of_path(path, text_key=arguments.text_key) for path in paths]
-        )
-        size = train(documents, vocab_size=wanted, output=output)
-    except InputError as error:
-        print(f"titan tokenizer: {error}", file=sys.stderr)
-        return 2
+    if arguments.command == "inspect":
+        print(inspect(arguments.path, text=arguments.text))
+        return 0
+    paths, wanted, output = arguments.input, arguments.vocab_size, arguments.output
+    documents = open_all([source_of_path(path, text_key=arguments.text_key) for path in paths])
+    size = train(documents, vocab_size=wanted, output=output)
     short = (
         f" (asked for {wanted:,}: the text has no more pairs to merge)" if size < wanted else ""
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,6 +10,7 @@ from titan.checkpoint import CheckpointError
 from titan.checkpoint.formats import DAMAGED, LOST, NEWER
 from titan.checkpoint.manifest import METADATA, NAME, find_damage, list_steps
 from titan.checkpoint.storage import Location, as_location, join, name_of, storage_of
+from titan.config.options import command_parser, put_json
 
 # What is said of a step with damages of several kinds: the first of them.
 _WORDS = {NEWER: "is of a newer titan", LOST: "cannot be read", DAMAGED: "is damaged"}
@@ -24,12 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 for a whole checkpoint, 1 for a damaged one (it prints a line for each damage) and one
         that cannot be read, 2 if there is none, or a newer titan wrote it.
     """
-    parser = argparse.ArgumentParser(
-        prog="titan verify",
-        description="Check a checkpoint's files against the manifest.json that was written with them.",
-    )
+    about = "Check a checkpoint's files against the manifest.json that was written with them."
+    parser = command_parser("verify", summary=about)
     parser.add_argument("step", metavar="STEP_DIR", help="a step-N folder, or its URL")
-    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+    parser.add_json()
     args = parser.parse_args(argv)
     step = as_location(args.step)
     try:
@@ -38,10 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1 if isinstance(error, OSError) or error.kind == LOST else 2
     damages = sorted(find_damage(step))
-    if args.json:
-        answer = {"whole": not damages, "damages": [asdict(damage) for damage in damages]}
-        print(json.dumps(answer, indent=2))
-    else:
+    answer = {"whole": not damages, "damages": [asdict(damage) for damage in damages]}
+    if not put_json(answer, args.json):
         kinds = {damage.kind for damage in damages}
         what = next((_WORDS[kind] for kind in _WORDS if kind in kinds), "is whole")
         print(f"{step} {what}", *damages, sep="\n")

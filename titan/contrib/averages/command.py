@@ -8,8 +8,6 @@ run folder with one step, for `titan generate`, `titan convert to-hf` and
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +15,6 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from titan.base.failure import RunFailure
 from titan.base.untrusted import InputError
 from titan.checkpoint import CheckpointError
 from titan.checkpoint import manager as checkpoints
@@ -25,6 +22,7 @@ from titan.checkpoint.identity import require_one_tokenizer
 from titan.checkpoint.manifest import list_steps
 from titan.checkpoint.saved_model import find_saved
 from titan.checkpoint.storage import Location, as_location, join, name_of
+from titan.config.options import command_parser, positive
 from titan.config.render import to_toml
 from titan.config.schema import CheckpointSection
 from titan.data.tokenizer_files import FOLDER, read_asset, with_tokenizer, write_files
@@ -104,9 +102,8 @@ def _mean(
 
 def main(argv: Sequence[str]) -> int:
     """Run the command. Return its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="titan average", description="Write the mean of the weights of checkpoints."
-    )
+    about = "Write the mean of the weights of checkpoints."
+    parser = command_parser("average", summary=about)
     add = parser.add_argument
     help_ = "a step-N folder or its URL, or a run folder (its newest step, or --last)"
     add("sources", nargs="+", type=as_location, metavar="STEP_DIR", help=help_)
@@ -114,27 +111,26 @@ def main(argv: Sequence[str]) -> int:
     add("--weights", metavar="W,...", help="a number for each checkpoint; default: equal ones")
     add(
         "--last",
-        type=int,
+        type=positive,
         metavar="N",
         help="the newest N steps of the one folder that is named",
     )
     args = parser.parse_args(argv)
+    sources: list[Location] = args.sources
+    if args.last is not None:
+        sources = _newest(sources, args.last)
     try:
-        sources: list[Location] = args.sources
-        if args.last is not None:
-            sources = _newest(sources, args.last)
         weights = [float(weight) for weight in (args.weights or "").split(",") if weight]
         print(average(sources, args.output, weights=weights))
-    except (RunFailure, ValueError) as error:
-        print(f"titan average: {error}", file=sys.stderr)
-        return error.exit_code if isinstance(error, RunFailure) else 2
+    except ValueError as error:
+        raise InputError(str(error)) from None
     return 0
 
 
 def _newest(sources: Sequence[Location], count: int) -> list[Location]:
     [folder, *others] = sources
-    if others or count < 1:
-        raise InputError("--last N takes one run folder, and N of at least 1")
+    if others:
+        raise InputError("--last N takes one run folder")
     found = [
         (step, join(at, f"step-{step}"))
         for at in (folder, join(folder, "checkpoint"))

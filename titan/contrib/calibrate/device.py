@@ -31,11 +31,12 @@ import torch.nn.functional as F
 
 from titan.base.hardware import recognise
 from titan.config.errors import ConfigError
+from titan.config.options import mistake
 from titan.ops import bench
 from titan.sim.price.cost import Cost
 from titan.sim.price.profiles import Profile, load_profile
 from titan.sim.record.trace import Kernel
-from titan.sim.report.text import columns, mistake
+from titan.sim.report.text import columns
 
 Figures = dict[str, Any]
 SecondsOf = Callable[[Kernel], float]

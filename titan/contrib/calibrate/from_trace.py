@@ -22,11 +22,12 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from titan.config.options import check_target, mistake
 from titan.contrib.calibrate.device import Figures, base_of, to_toml
 from titan.sim.price.cost import Cost
 from titan.sim.price.profiles import Profile, load_profile
 from titan.sim.record.trace import Group, Kernel, Scope, Transfer
-from titan.sim.report.text import check_target, columns, mistake
+from titan.sim.report.text import columns
 from titan.tools.trace_files import TraceFileError
 
 from .calls import STRANGE, TracedKernels, not_a_trace, read_calls

@@ -6,9 +6,10 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from titan.config.options import mistake
 from titan.config.schema import JobConfig
 from titan.sim.extension import SimExtension
-from titan.sim.report.text import duration, mistake
+from titan.sim.report.text import duration
 
 from .section import groups_of
 

@@ -8,7 +8,6 @@ neither shipped nor files belong to an installed package.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -33,7 +32,7 @@ from titan.checkpoint.saved_model import (
 from titan.checkpoint.storage import Location
 from titan.checks.rules import check_to_run
 from titan.config.layout import Layout
-from titan.config.options import TRUST_OPTION, command_parser, positive, whole
+from titan.config.options import TRUST_OPTION, command_parser, positive, put_json, whole
 from titan.config.plug_ins import load_plug_ins
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
@@ -91,7 +90,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     )
     add("--tokenizer", **TOKENIZER_OPTION)
     add("--trust-remote-code", **TRUST_OPTION)
-    add("--json", type=Path, metavar="FILE", help="also write the figures there")
+    parser.add_json()
     args, overrides = parser.parse_known_args(argv)
     return args, [override.removeprefix("--") for override in overrides]
 
@@ -241,8 +240,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_launcher = "RANK" not in os.environ and args.nproc > 1
     world_size = args.nproc if is_launcher else int(os.environ.get("WORLD_SIZE", 1))
     split_tasks(args)  # mistakes are reported before the ranks start
-    if args.json and not args.json.absolute().parent.is_dir():
-        raise DataError(f"--json {args.json}: there is no such folder")
     weights = find_weights(
         args.folder,
         overrides,
@@ -269,7 +266,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     figures = score(scorer, args)
     if os.environ.get("RANK", "0") == "0":
         width = max(map(len, figures), default=0)
-        print("\n".join(f"{name:<{width}}  {value:.6f}" for name, value in figures.items()))
-        if args.json:
-            args.json.write_text(json.dumps(figures, indent=1) + "\n")
+        if not put_json(figures, args.json):
+            print("\n".join(f"{name:<{width}}  {value:.6f}" for name, value in figures.items()))
     return 0

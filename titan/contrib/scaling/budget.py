@@ -22,10 +22,10 @@ from titan.base.untrusted import InputError, read_json
 from titan.config.errors import ConfigError
 from titan.config.load import load_from_argv
 from titan.config.model import family
-from titan.config.options import JOB, command_parser, positive
+from titan.config.options import JOB, check_target, command_parser, mistake, positive
 from titan.config.render import to_toml
 from titan.sim.price.profiles import Profile, load_profile
-from titan.sim.report.text import check_target, columns, mistake
+from titan.sim.report.text import columns
 from titan.sim.search.auto import choose
 
 from . import picture
@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--law", type=Path, required=True, metavar="FILE.json", help="of `titan scaling --out`")
     add("--hardware", required=True, metavar="H", help="GPU, as for `titan sim`")
-    add("--gpus", type=positive, required=True, metavar="N")
+    add("--gpus", "--world-size", type=positive, required=True, metavar="N")
     aim = parser.add_mutually_exclusive_group(required=True)
     aim.add_argument("--days", type=_in_range, metavar="D", help="time of the run")
     about = "find the cheapest way to this loss"

@@ -12,9 +12,9 @@ from zlib import crc32
 
 from titan.base.run_folder import read_status
 from titan.base.untrusted import InputError, read_json
+from titan.config.options import mistake
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
-from titan.sim.report.text import mistake
 
 INDEX = "sweep.json"
 _SEED = "debug.seed"

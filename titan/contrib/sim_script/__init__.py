@@ -9,9 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titan.config.options import mistake
 from titan.sim.extension import SimExtension
 from titan.sim.price.profiles import load_profile
-from titan.sim.report.text import mistake, require_positive
 
 if TYPE_CHECKING:
     from titan.sim.simulate import Facts, StepSimulation
@@ -33,7 +33,6 @@ class SimScript(SimExtension):
             return None
         if options.world_size is None or options.hardware is None:
             raise mistake("--script", "needs --world-size and --hardware")
-        require_positive(options, "world_size", "processes")
         for name in ("sweep", "measured", "whole", "no_cache", "run", "phase"):
             if getattr(options, name):
                 raise mistake(f"--{name.replace('_', '-')}", "is for a job, not for a script")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import socket
 import sys
 from pathlib import Path
 
 from titan.base.untrusted import InputError
+from titan.config.options import command_parser
 from titan.contrib.watch.reading import RunReader, read_all
 from titan.contrib.watch.server import LOOPBACK, Server, page
 from titan.observe.rows import with_groups
@@ -26,10 +26,8 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         InputError: A mistake of the user, which titan.cli reports.
     """
-    parser = argparse.ArgumentParser(
-        prog="titan watch",
-        description="A live page of runs: curves, throughput, ranks, events.",
-    )
+    about = "A live page of runs: curves, throughput, ranks, events."
+    parser = command_parser("watch", summary=about)
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", type=Path, help="run folder (job.dump_folder)")
     add("--port", type=int, default=PORT, metavar="P", help=f"default: {PORT}; 0: a free one")
@@ -46,14 +44,14 @@ def main(argv: list[str] | None = None) -> int:
         try:
             arguments.once.write_text(page(read_all(readers)), encoding="utf-8")
         except OSError as error:
-            raise InputError(f"titan watch: {error}") from None
+            raise InputError(str(error)) from None
         print(f"wrote {arguments.once}")
         return 0
     try:
         server = Server(readers, host=host, port=arguments.port)
     except (OSError, OverflowError) as error:  # OverflowError: no such port
         raise InputError(
-            f"titan watch: cannot listen on {host} port {arguments.port} ({error}); --port 0 takes a free one"
+            f"cannot listen on {host} port {arguments.port} ({error}); --port 0 takes a free one"
         ) from None
     # An IPv6 address needs brackets in a URL.
     url = f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}/"

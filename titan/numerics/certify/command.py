@@ -23,11 +23,19 @@ from titan.base.run_writer import write_text_atomically
 from titan.base.untrusted import InputError
 from titan.checks.rules import check_to_run, load_to_run
 from titan.commands import summary_of
-from titan.config.errors import COMMAND_LINE, ConfigError, Problem, choose
+from titan.config.errors import ConfigError, choose
 from titan.config.layout import AXES, Layout, stage_split
 from titan.config.load import load_from_argv
 from titan.config.model import family
-from titan.config.options import JOB, command_parser, positive
+from titan.config.options import (
+    JOB,
+    check_target,
+    command_parser,
+    known_options,
+    mistake,
+    positive,
+    put_json,
+)
 from titan.config.quantize import eight_bit_sections, quantize_section
 from titan.config.schema import JobConfig
 from titan.config.schema_comm import NcclGroupSection
@@ -295,8 +303,8 @@ class Certifier:
 
 def main(argv: list[str], program: Callable[..., Any] | None = None) -> int:
     """Run the command. Return 0 if no layout differs, 1 if one does. titan.cli reports a `ConfigError` and an `InputError`."""
-    names, known = ["all", *LAYOUTS, _OWN], ("--layouts", "--world-size", "--output")
-    usage = f"{JOB} [--layouts NAME,...] [--world-size N] [--output FOLDER]"
+    names = ["all", *LAYOUTS, _OWN]
+    usage = f"{JOB} [--layouts NAME,...] [--world-size N] [--output FOLDER] [--json [FILE]]"
     parser = command_parser("certify", usage, summary=summary_of("certify"))
     default = "default: all, or job if the command line has keys of [parallelism]"
     parser.add_argument("--layouts", metavar="NAME,...", help=f"{', '.join(names)}; {default}")
@@ -304,25 +312,25 @@ def main(argv: list[str], program: Callable[..., Any] | None = None) -> int:
     parser.add_argument("--world-size", type=positive, metavar="N", help=about)
     about = "folder of the certificates; default: the working directory"
     parser.add_argument("--output", type=Path, metavar="FOLDER", default=Path(), help=about)
+    parser.add_json()
     options, job = parser.parse_known_args(argv)
+    known = known_options(parser)
     has_layout = any(word.startswith("--parallelism.") for word in job)
     chosen = (options.layouts or (_OWN if has_layout else "all")).split(",")
     if unknown := [name for name in chosen if name not in names]:
         message = f'unknown layout "{unknown[0]}"{choose(unknown[0], names)}'
-        raise ConfigError([Problem(COMMAND_LINE, 0, "--layouts", message)])
+        raise mistake("--layouts", message)
     world = options.world_size or least_world(load_from_argv(job, options=known, warn=False))
     config, layout = load_to_run(job, world_size=world, options=known)
-    try:
-        options.output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--output: {error}") from error
+    check_target("--output", options.output, is_folder=True)
     certifier, rows = Certifier(config, layout, program), []
     layouts = certifier.layouts(None if "all" in chosen else chosen)
     for name, degrees in layouts.items():
         rows.append(row := certifier.certify(name, degrees))
-        print(f"{row.name:8} {row.mesh:28} {row}", flush=True)
+        if options.json != "-":
+            print(f"{row.name:8} {row.mesh:28} {row}", flush=True)
     if all(row.verdict == "refused" for row in rows):
-        raise InputError("titan certify: no layout was compared, so there is no certificate")
+        raise InputError("no layout was compared, so there is no certificate")
     file = next(word for word in job if not word.startswith("--"))
     path = options.output / f"{Path(file).stem}.certificate"
     certificate = _certificate(certifier, job, rows)
@@ -330,7 +338,8 @@ def main(argv: list[str], program: Callable[..., Any] | None = None) -> int:
         Path(f"{path}.json"), json.dumps(certificate, indent=2, default=str) + "\n"
     )
     write_text_atomically(Path(f"{path}.md"), _page(certificate, rows))
-    print(f"wrote {path}.json and {path}.md")
+    if not put_json(json.loads(json.dumps(certificate, default=str)), options.json):
+        print(f"wrote {path}.json and {path}.md")
     return int(any(row.verdict in ("differs", "failed") for row in rows))
 
 

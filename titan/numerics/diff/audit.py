@@ -7,7 +7,6 @@ order of the same sums, though it may repeat its own fault.
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,14 +24,14 @@ from titan.commands import summary_of
 from titan.config.errors import ConfigError
 from titan.config.keys import field_at
 from titan.config.load import load_config, load_from_argv, print_warnings
-from titan.config.options import TRUST_OPTION, command_parser, positive
+from titan.config.options import TRUST_OPTION, command_parser, positive, put_json
 from titan.config.permissions import Loss, permission_of, without_permissions
 from titan.config.phases import phases_of
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
 from titan.data.tokenizer_files import with_tokenizer
 from titan.numerics.certify.shrink import changed
-from titan.numerics.diff.command import RECORDS, ROUNDED, check_place, train
+from titan.numerics.diff.command import RECORDS, ROUNDED, train
 from titan.numerics.diff.compare import BEYOND, UNIT, compare
 from titan.numerics.diff.saved import SavedTensor, compare_saved, names_apart
 from titan.numerics.recorded import FOLDER, RecordedStep, read_steps
@@ -141,22 +140,20 @@ class Audit:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command. Return 0 if the records of the run are equal but for rounding, else 1."""
-    usage = "RUN --step N [--KEY=VALUE ...] [--nproc M] [--trust-remote-code] [--json FILE]"
+    usage = "RUN --step N [--KEY=VALUE ...] [--nproc M] [--trust-remote-code] [--json [FILE]]"
     parser = command_parser("audit", usage, summary=summary_of("audit"))
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
     about = "the step to compute again, from the newest checkpoint before it"
     parser.add_argument("--step", type=positive, required=True, metavar="N", help=about)
     about = "ranks; default: those of the run, or the next larger number that the layout fits"
     parser.add_argument("--nproc", type=positive, metavar="M", help=about)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON")
+    parser.add_json()
     parser.add_argument("--trust-remote-code", **TRUST_OPTION)
     options, keys = parser.parse_known_args(argv)
     keys += ["--model.trust_remote_code=true"] * options.trust_remote_code
-    check_place(options.json)
     found = audit(options.run, options.step, keys=keys, nproc=options.nproc)
-    print("\n".join(found.lines()))
-    if options.json is not None:
-        options.json.write_text(json.dumps(asdict(found), indent=2) + "\n", encoding="utf-8")
+    if not put_json(asdict(found), options.json):
+        print("\n".join(found.lines()))
     return int(bool(found.findings))
 
 

@@ -7,7 +7,6 @@ for it. The first job trains a third time with `debug.record_perturbed`, which m
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from titan.checks.rules import load_to_run
 from titan.commands import summary_of
 from titan.config.errors import COMMAND_LINE, ConfigError, Problem
 from titan.config.load import load_from_argv
-from titan.config.options import command_parser, positive
+from titan.config.options import command_parser, positive, put_json
 from titan.config.phases import DEGREES
 from titan.config.schema import JobConfig
 from titan.numerics.certify.command import least_world
@@ -57,11 +56,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--spread", type=Path, metavar="RUN_C", help=about)
     about = "folder to keep the run folders in; default: they are deleted"
     parser.add_argument("--output", type=Path, metavar="FOLDER", help=about)
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the comparison as JSON"
-    )
+    parser.add_argument("--nproc", type=positive, metavar="N", help="ranks of both")
+    parser.add_json()
     options, rest = parser.parse_known_args(argv)
-    check_place(options.json)
     for word in rest:
         sides = [side for side in "ab" if not word.startswith(f"--{_OTHER[side]}.")]
         if all(Path(getattr(options, side)).is_dir() for side in sides):
@@ -86,11 +83,10 @@ def main(argv: list[str]) -> int:
     if options.spread is not None:
         _check_spread(a, spread, options.spread)
     found = compare(a, b, spread)
-    print("\n".join(report(found, measured=bool(spread))))
-    if why := parameters_only(a):
-        print(why)
-    if options.json is not None:
-        options.json.write_text(json.dumps(asdict(found), indent=2) + "\n", encoding="utf-8")
+    if not put_json(asdict(found), options.json):
+        print("\n".join(report(found, measured=bool(spread))))
+        if why := parameters_only(a):
+            print(why)
     return int(bool(found.differences))
 
 
@@ -135,16 +131,6 @@ def report(found: Comparison, *, measured: bool) -> list[str]:
     return lines
 
 
-def check_place(file: Path | None) -> None:
-    """Check that the folder of a file to write exists.
-
-    Raises:
-        InputError: it does not.
-    """
-    if file is not None and not file.absolute().parent.is_dir():
-        raise InputError(f"--json: there is no folder {file.parent}; make it first")
-
-
 def _planned(
     options: argparse.Namespace,
     rest: Sequence[str],
@@ -166,7 +152,7 @@ def _planned(
     if folder.exists():
         raise InputError(f"--output: {folder} exists; name a new folder, or delete it")
     config = load_from_argv(job, warn=False)
-    ranks = getattr(options, f"nproc_{side}") or least_world(config)
+    ranks = getattr(options, f"nproc_{side}") or options.nproc or least_world(config)
     job += _short(config, options.steps, folder, perturbed=perturbed)
     load_to_run(job, world_size=ranks, warn=False)
 
@@ -188,7 +174,7 @@ def train(job: Sequence[str], *, ranks: int, what: str) -> None:
     Raises:
         InputError: the run failed.
     """
-    print(f"training {what} on {ranks} rank{'s'[: ranks != 1]}", flush=True)
+    print(f"training {what} on {ranks} rank{'s'[: ranks != 1]}", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "titan.cli", "train", *job, f"--nproc={ranks}", "--quiet"]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:

@@ -20,7 +20,7 @@ from typing import Any
 from titan.checks.rules import load_to_run
 from titan.config.errors import COMMAND_LINE, ConfigError, Problem
 from titan.config.load import parse_args
-from titan.config.options import JOB, add_new_layout, command_parser, positive, whole
+from titan.config.options import JOB, add_new_layout, command_parser, mistake, positive, whole
 from titan.config.plug_ins import load_plug_ins
 from titan.config.schema import JobConfig
 from titan.sim.price.profiles import Profile, load_profile
@@ -76,7 +76,9 @@ def _parse(
         "slurm", f"{JOB} --nodes N [--gpus-per-node G] {usage}", summary=SUMMARY
     )
     add = parser.add_argument
-    add("--nodes", type=positive, required=True, metavar="N", help="machines")
+    add("--nodes", type=positive, metavar="N", help="machines")
+    about = "ranks in all, in place of --nodes"
+    add("--world-size", type=positive, metavar="W", help=about)
     add(
         "--gpus-per-node", type=whole, default=8, metavar="G", help="default: 8; 0: run on CPUs"
     )
@@ -119,6 +121,14 @@ def _parse(
     if options.spare_nodes and not options.preflight:
         fault = "is for --preflight, which names the nodes to leave out; add that"
         raise ConfigError([Problem(COMMAND_LINE, 0, "--spare-nodes", fault)])
+    if bool(options.nodes) == bool(options.world_size):
+        raise mistake("--nodes", "give it, or --world-size, and not both")
+    if options.world_size:
+        ranks = options.ranks_per_node or options.gpus_per_node or 1
+        options.nodes, left = divmod(options.world_size, ranks)
+        if left:
+            fault = f"{options.world_size} is no multiple of {ranks} ranks a node; see --gpus-per-node"
+            raise mistake("--world-size", fault)
     if options.max_restarts is None:
         options.max_restarts = 3 if options.nodes > 1 else 0
     return options, job
@@ -169,8 +179,7 @@ def main(argv: list[str] | None = None) -> int:
         if choice:
             choice.write(config)
     except OSError as error:
-        print(f"titan slurm: {error}", file=sys.stderr)
-        return 2
+        raise mistake("--output", str(error)) from None
     print(text, end="", flush=True)
     commands = [["sbatch", str(path)]]
     for extension in extensions:

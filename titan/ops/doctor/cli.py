@@ -6,8 +6,6 @@ run in that folder.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import textwrap
 from dataclasses import asdict
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.base.untrusted import printable
+from titan.config.options import command_parser, put_json
 from titan.observe.rows import with_groups
 from titan.ops.doctor.diagnosis import Diagnosis, diagnose
 from titan.ops.doctor.evidence import Evidence
@@ -24,15 +23,12 @@ _MAX_LINE = 2000  # characters of a cause, or a piece of evidence
 
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="titan doctor",
-        description="What happened to a run: which rank, which collective, which line, what to do. Exit code 1: a fault was found.",
-        allow_abbrev=False,
-    )
+    about = "What happened to a run: which rank, which collective, which line, what to do. Exit code 1: a fault was found."
+    parser = command_parser("doctor", summary=about)
     parser.add_argument(
         "run", metavar="RUN_DIR", type=Path, help="a run folder (job.dump_folder)"
     )
-    parser.add_argument("--json", action="store_true", help="the answer as JSON")
+    parser.add_json()
     options = parser.parse_args(argv)
     runs = with_groups([options.run])
     if not (runs[0] / "status.json").is_file():
@@ -43,10 +39,8 @@ def main(argv: list[str]) -> int:
         return 2
     # Reading and judging write nothing, so this may run beside a live run.
     diagnoses = {run: diagnose(Evidence(run)) for run in runs}
-    if options.json:
-        pages = [_as_json(run, diagnosis) for run, diagnosis in diagnoses.items()]
-        print(json.dumps(pages if len(pages) > 1 else pages[0], indent=2))
-    else:
+    pages = [_as_json(run, diagnosis) for run, diagnosis in diagnoses.items()]
+    if not put_json(pages if len(pages) > 1 else pages[0], options.json):
         print("\n\n".join(_page(run, diagnosis) for run, diagnosis in diagnoses.items()))
     return int(any(diagnosis.findings for diagnosis in diagnoses.values()))
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
@@ -20,20 +21,19 @@ from typing import Any
 
 from titan.checks.rules import load_to_run
 from titan.config.layout import Layout
-from titan.config.options import JOB, command_parser, positive
+from titan.config.options import JOB, command_parser, known_options, positive
 from titan.config.schema import JobConfig
 from titan.sim.search.auto import profile_here, resolve
 
 _MOST = 30  # printed problems
 _SIM_S = 180  # the other ranks wait for it, for comm.init_timeout_seconds at most
-OPTIONS = ("--nproc", "--json", "--no-dry-run")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command, as the launcher or as a rank."""
     parser = command_parser(
         "preflight",
-        f"{JOB} [--nproc N] [--json FILE] [--no-dry-run]",
+        f"{JOB} [--nproc N] [--json [FILE]] [--no-dry-run]",
         summary="Check devices, links, disks, clocks and versions of all ranks, then run two steps of the job on throw-away weights.",
     )
     parser.add_argument(
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         metavar="N",
         help="processes on this machine; default: one per accelerator, else one",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="everything as data")
+    parser.add_json()
     parser.add_argument("--no-dry-run", action="store_true", help="measure only")
     options, job = parser.parse_known_args(argv)
     from titan.base.hardware import count_accelerators
@@ -53,7 +53,9 @@ def main(argv: list[str] | None = None) -> int:
     if num_processes is not None:
         here = partial(profile_here, ranks=num_processes)
         job, _ = resolve(job, world_size=num_processes, profile=here, keep=True)
-    config, layout = load_to_run(job, world_size=num_processes, options=OPTIONS, here=True)
+    config, layout = load_to_run(
+        job, world_size=num_processes, options=known_options(parser), here=True
+    )
     if num_processes is not None and num_processes > 1:
         # Ranks parse the same command line, without --nproc, which is for the launcher.
         rest = [f"--json={options.json}"] if options.json else []
@@ -67,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_rank(
-    config: JobConfig, layout: Layout, job: Sequence[str], *, json_file: Path | None, dry: bool
+    config: JobConfig, layout: Layout, job: Sequence[str], *, json_file: str | None, dry: bool
 ) -> int:
     """Run the checks on all ranks together.
 
@@ -75,7 +77,7 @@ def run_rank(
         config: the job.
         layout: layout of the ranks.
         job: files and overrides, for `titan sim`.
-        json_file: file for everything as data.
+        json_file: file for everything as data; "-": standard output, and the page on standard error.
         dry: whether to run steps of the job.
 
     Returns:
@@ -101,9 +103,11 @@ def run_rank(
     set_timeout(
         timedelta(seconds=config.comm.init_timeout_seconds)
     )  # also for the mesh's groups
-    code = check_all(
-        config, layout, device=device, mesh=mesh, json_file=json_file, dry=dry, job=job
-    )
+    # --json - leaves standard output to the data.
+    with redirect_stdout(sys.stderr) if json_file == "-" else nullcontext():
+        code = check_all(
+            config, layout, device=device, mesh=mesh, json_file=json_file, dry=dry, job=job
+        )
     sys.stdout.flush()
     dist.destroy_process_group()  # not after a failure: it waits for collectives of all ranks
     return code
@@ -115,7 +119,7 @@ def check_all(
     *,
     device: Any,
     mesh: Any,
-    json_file: Path | None,
+    json_file: str | None,
     dry: bool,
     job: Sequence[str] = (),
 ) -> int:
@@ -175,7 +179,7 @@ def check_all(
             if not is_known and not out_of_memory(error):
                 traceback.print_exc()
             print(f"PROBLEM  {text}", flush=True)
-            _write(json_file, report | {"problems": [*problems, text]})
+            _write(json_file, report | {"problems": [*problems, text]}, last=True)
             sys.stdout.flush()
             os._exit(1)  # the others wait in a collective: the agent ends them
         # Two ranks must not differ in the exit code, and one of them asks the simulator.
@@ -185,8 +189,9 @@ def check_all(
         problems += result.problems
         if rank == 0:
             print(result, *(f"PROBLEM  {text}" for text in result.problems), sep="\n")
-            _write(json_file, report | {"dry_run": asdict(result), "problems": problems})
+            report |= {"dry_run": asdict(result), "problems": problems}
     if rank == 0:
+        _write(json_file, report, last=True)
         print(
             f"{len(problems)} problem{'s'[: len(problems) != 1]}" if problems else "no problems"
         )
@@ -245,8 +250,11 @@ def _profile(config: JobConfig, device: str) -> Any:
     return load_profile(name) if name in profile_names() else None
 
 
-def _write(file: Path | None, report: dict[str, Any]) -> None:
-    if file is not None:
+def _write(file: str | None, report: dict[str, Any], *, last: bool = False) -> None:
+    if file == "-":
+        if last:
+            print(json.dumps(report, indent=1), file=sys.__stdout__, flush=True)
+    elif file is not None:
         from titan.base.run_writer import write_text_atomically
 
-        write_text_atomically(file, json.dumps(report, indent=1) + "\n")
+        write_text_atomically(Path(file), json.dumps(report, indent=1) + "\n")

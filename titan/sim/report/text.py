@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import floor, log10
 from pathlib import Path
-from tempfile import TemporaryFile
 
-from titan.config.errors import ConfigError, Problem
-from titan.config.options import add_quiet, is_quiet
+from titan.config.options import (
+    JOB,
+    CommandParser,
+    add_quiet,
+    check_target,
+    command_parser,
+    is_quiet,
+    mistake,
+    positive,
+)
 from titan.sim.extension import sim_extensions
 from titan.sim.price.profiles import Profile, hardware_names
 from titan.sim.simulate import Facts
@@ -46,53 +52,20 @@ def say(text: str) -> None:
 
 def job_parser(
     name: str, usage: str, description: str, *, required: bool = True
-) -> ArgumentParser:
+) -> CommandParser:
     """Return the parser of a command that simulates a job, with the options that all such commands have."""
-    parser = ArgumentParser(
-        prog=f"titan {name}",
-        usage=f"titan {name} JOB.toml [OVERLAY.toml ...] [--section.key=value ...] --world-size N --hardware H {usage}",
-        description=description,
-        allow_abbrev=False,
-    )
+    usage = f"{JOB} --world-size N --hardware H {usage}"
+    parser = command_parser(name, usage, summary=description)
     parser.add_argument(
-        "--world-size", type=int, required=required, metavar="N", help="ranks in all"
+        "--world-size", type=positive, required=required, metavar="N", help="ranks in all"
     )
     parser.add_argument("--hardware", required=required, metavar="H", help=hardware_names())
+    parser.add_json()
     parser.add_argument(
-        "--json", metavar="FILE", help="everything as data; - for standard output"
-    )
-    parser.add_argument(
-        "--processes", type=int, metavar="P", help="at once; default: all cores"
+        "--processes", type=positive, metavar="P", help="at once; default: all cores"
     )
     add_quiet(parser)
     return parser
-
-
-def known_options(parser: ArgumentParser) -> list[str]:
-    """Return a parser's options, so that a misspelled option is not taken for a key of the config."""
-    return [option for action in parser._actions for option in action.option_strings]
-
-
-def mistake(option: str, message: str) -> ConfigError:
-    """Return the error of a wrong option.
-
-    Args:
-        option: The option, such as "--memory".
-        message: The rule that it breaks.
-
-    Returns:
-        The error, to be raised.
-    """
-    return ConfigError([Problem("command line", 0, option, message)])
-
-
-def require_positive(options: Namespace, *names: str) -> None:
-    """Raise ConfigError if one of these options is a number below 1."""
-    for name in names:
-        number = getattr(options, name)
-        if number is not None and number < 1:
-            option = f"--{name.replace('_', '-')}"
-            raise mistake(option, f"expected a whole number of at least 1, got {number}")
 
 
 def require_no_job(job: Sequence[str], option: str) -> None:
@@ -122,40 +95,6 @@ def require_writable(options: Namespace, *names: str, folders: Collection[str] =
         if target not in (None, "-"):
             is_folder = name in folders and Path(target).is_dir()
             check_target(f"--{name}", Path(target), is_folder=is_folder)
-
-
-def check_target(option: str, target: Path, *, is_folder: bool = False) -> None:
-    """Raise ConfigError if a file cannot be written, or files in a folder, which is made if it is not there.
-
-    This comes first: a file that cannot be written would cost minutes of simulating.
-    """
-    folder = target if is_folder else target.parent
-    try:
-        if is_folder:
-            folder.mkdir(parents=True, exist_ok=True)
-        if not folder.is_dir():
-            raise mistake(option, f"there is no folder {folder}")
-        if is_folder or not target.exists():
-            TemporaryFile(dir=folder).close()
-        elif not (
-            target.is_fifo() or target.is_char_device()
-        ):  # a pipe would wait for its reader
-            target.open("ab").close()
-    except OSError as error:
-        raise mistake(option, f"cannot write {target}: {error.strerror}") from None
-
-
-def put_json(data: object, target: str | None, *, indent: int | None = 2) -> bool:
-    """Write data to the file that --json names, if any.
-
-    Return whether it went to standard output, "-".
-    """
-    text = json.dumps(data, indent=indent)
-    if target == "-":
-        print(text)
-    elif target:
-        Path(target).write_text(text + "\n", encoding="utf-8")
-    return target == "-"
 
 
 def columns(rows: Sequence[Sequence[str]], *, left: Collection[int] = ()) -> list[str]:

@@ -1,6 +1,6 @@
-"""Command `titan autosac`: selective activation checkpointing (arXiv:2205.05198) for a given memory.
+"""Search of `titan plan --only sac`: selective activation checkpointing (arXiv:2205.05198) for a given memory.
 
-    titan autosac JOB.toml --world-size N --hardware H --memory G
+    titan plan JOB.toml --only sac --world-size N --hardware H --memory G
 
 It chooses the results that each block saves for its backward pass, so that the job fits in G GiB
 and takes the least time.
@@ -15,20 +15,21 @@ measured in one job, since the costs of fused operations do not add up.
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from titan.checks.rules import check_to_run
 from titan.config.load import load_from_argv
+from titan.config.schema import JobConfig
 from titan.sim.price.cost import Cost
 from titan.sim.price.profiles import Profile
 from titan.sim.record.trace import Trace
 from titan.sim.record.trace_jobs import TraceError
 from titan.sim.replay.queues import ReplayError
-from titan.sim.report.text import job_parser, say
-from titan.sim.search.command import read_command, settings_overlay, show
+from titan.sim.report.text import say
+from titan.sim.search.command import settings_overlay, show
 from titan.sim.search.recomputation import (
     Block,
     Kept,
@@ -214,21 +215,8 @@ def to_lines(kept: Mapping[int, Kept], host: Collection[tuple[int, str]] = ()) -
 # ---- the command ---------------------------------------------------------------------------------
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command. Return 1 if the job does not fit with any recomputation."""
-    parser = job_parser(
-        "autosac",
-        "[--host] [--memory GIB] [--output FILE] [--json FILE]",
-        "Choose what each block keeps for its backward pass and what it computes again, so that the job fits and takes the least "
-        "time, by simulation. Prints, or writes, a TOML overlay.",
-    )
-    host = "results may go to the host's memory, too"
-    parser.add_argument("--host", action="store_true", help=host)
-    output = "write the overlay; default: print it"
-    parser.add_argument("--output", type=Path, metavar="FILE", help=output)
-    options, search, config = read_command(
-        parser, argv, positive=["processes"], written=["output"]
-    )
+def run(options: Namespace, search: Search, config: JobConfig) -> int:
+    """Run `titan plan --only sac`. Return 1 if the job does not fit with any recomputation."""
     others, compile = dict(_OTHERS), config.compile
     if compile.enable and "model" in compile.components:
         budget = {"mode": "memory_budget", "op_keep_modules": "[]"}
@@ -246,25 +234,25 @@ def main(argv: list[str] | None = None) -> int:
         )
     except (HardwareError, TraceError, ReplayError) as error:
         say("")
-        print(f"titan autosac: {error}", file=sys.stderr)
+        print(error, file=sys.stderr)
         return 2
     say("")
     chosen = settings(choice.lines)
     compared.append(Variant(chosen, search.profile.name, facts(choice.simulation)))
-    named = zip([*others, "autosac"], compared, strict=True)
+    named = zip([*others, "sac"], compared, strict=True)
     # Gains are over the slowest.
     order = sorted((one for one in named if one[1].facts), key=lambda one: one[1].speed)
     fitting = [one for one in order if one[1].fits]
     if not fitting:
         print("the job does not fit, even if its blocks keep nothing", file=sys.stderr)
     # A choice by operation takes time of the host, which may be all that the job waits for.
-    elif (best := fitting[-1])[0] != "autosac":
+    elif (best := fitting[-1])[0] != "sac":
         print(
             f'"{best[0]}" is faster than a choice by operation, and written in its place',
             file=sys.stderr,
         )
         chosen = best[1].settings
-    overlay = settings_overlay(chosen, f"titan train {' '.join(search.job)} autosac.toml")
+    overlay = settings_overlay(chosen, f"titan train {' '.join(search.job)} sac.toml")
     data = {"op_keep_by_block": choice.lines}
     show(options, config, data, dict(order), overlay, limit_gib=search.profile.usable_gib)
     return 0 if fitting else 1

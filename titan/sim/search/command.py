@@ -8,14 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from titan.config.load import load_from_argv
+from titan.config.options import known_options, put_json
 from titan.config.schema import JobConfig
 from titan.sim.price.profiles import load_profile
 from titan.sim.report.text import (
     columns,
-    known_options,
     memory_limit,
-    put_json,
-    require_positive,
     require_writable,
     speed_range,
     utilization,
@@ -28,7 +26,6 @@ def read_command(
     parser: ArgumentParser,
     argv: Sequence[str] | None,
     *,
-    positive: Sequence[str],
     written: Sequence[str] = (),
 ) -> tuple[Namespace, Search, JobConfig]:
     """Return a command's options, a search on the profile with the memory that --memory allows, and the job.
@@ -36,7 +33,6 @@ def read_command(
     Args:
         parser: Parser with the command's own options. It gets --memory, too.
         argv: Arguments; None for those of the process.
-        positive: Options that must be at least 1.
         written: Options whose files are written.
 
     Raises:
@@ -45,8 +41,7 @@ def read_command(
     memory = "of a device, to be used; default: 90%% of it"
     parser.add_argument("--memory", type=float, metavar="GIB", help=memory)
     options, job = parser.parse_known_args(argv)
-    require_positive(options, "world_size", *positive)
-    require_writable(options, "json", *written)
+    require_writable(options, *written)
     profile = memory_limit(load_profile(options.hardware), options.memory)
     config = load_from_argv(job, options=known_options(parser))
     return options, Search(job, options.world_size, profile, options.processes), config

@@ -101,7 +101,7 @@ def run(options: Namespace, search: Search, config: JobConfig) -> int:
     if best is None:
         reason = now.problem or f"it needs {now.needed_gib:.1f} GiB as it is"
         where = f"{limit_gib:.1f} of {profile.memory_gib:g} GiB"
-        print(f"titan plan: no choice fits in {where}; {reason}", file=sys.stderr)
+        print(f"no choice fits in {where}; {reason}", file=sys.stderr)
         return 1
     command = f"titan train {' '.join(search.job)} fsdp.toml"
     overlay = (

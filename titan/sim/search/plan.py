@@ -28,14 +28,12 @@ from titan.checks.rules import advise
 from titan.config.errors import choose
 from titan.config.load import print_warnings
 from titan.config.model import model_title
+from titan.config.options import check_target, mistake, positive, put_json
 from titan.sim.report.intervals import cannot_tell_apart
 from titan.sim.report.text import (
-    check_target,
     columns,
     degrees,
     job_parser,
-    mistake,
-    put_json,
     say,
     unsupported,
     utilization,
@@ -287,19 +285,23 @@ def _parser() -> ArgumentParser:
     """Return the parser of the command's own options."""
     parser = job_parser(
         "plan",
-        f"[--only fsdp] [--free global_batch] [--simulate {_BUDGET}] [--also A,B] [--most 5] [--memory GIB] [--output DIR] [--json FILE]",
+        f"[--only fsdp|sac [--host]] [--free global_batch] [--simulate {_BUDGET}] [--also A,B] [--most 5] [--memory GIB] [--output DIR] [--json FILE]",
         "The fastest ways to run a job on so many devices, by simulation, as TOML overlays, beside the job as it is. Model, data and "
         "global batch stay; degrees, ZeRO, batch, schedule and recomputation are searched.",
     )
     help_ = f"layouts to simulate, in addition to single changes of the job; default: {_BUDGET}"
-    parser.add_argument("--simulate", type=int, default=_BUDGET, metavar="C", help=help_)
+    parser.add_argument("--simulate", type=positive, default=_BUDGET, metavar="C", help=help_)
     also = f"search with and without these, too: {', '.join(ALSO)}"
     parser.add_argument("--also", default="", metavar="A,B", help=also)
-    parser.add_argument("--most", type=int, default=5, metavar="M", help="overlays; default: 5")
+    parser.add_argument(
+        "--most", type=positive, default=5, metavar="M", help="overlays; default: 5"
+    )
     output = "write DIR/plan-1.toml, ...; with --only, a file"
     parser.add_argument("--output", type=Path, metavar="DIR", help=output)
-    only = "choose what FSDP gathers together, keeps and gathers ahead, and nothing else"
-    parser.add_argument("--only", choices=["fsdp"], help=only)
+    only = "choose one thing, and nothing else: what FSDP gathers together, keeps and gathers ahead; or what each block keeps and recomputes (selective activation checkpointing)"
+    parser.add_argument("--only", choices=["fsdp", "sac"], help=only)
+    host = "with --only sac: results may go to the host's memory, too"
+    parser.add_argument("--host", action="store_true", help=host)
     free = "also try half, 2, 4 and 8 times the global batch with the best plan"
     parser.add_argument("--free", choices=["global_batch"], help=free)
     return parser
@@ -308,12 +310,17 @@ def _parser() -> ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Return 1 if nothing fits."""
     parser = _parser()
-    positive = ["simulate", "most"]
-    options, given, config = read_command(parser, argv, positive=positive)
+    options, given, config = read_command(parser, argv)
     job, profile = given.job, given.profile
     if options.output:
         check_target("--output", options.output, is_folder=not options.only)
+    if options.host and options.only != "sac":
+        raise mistake("--host", "is for --only sac")
     if options.only:
+        if options.only == "sac":
+            from titan.sim.search import autosac  # imports torch
+
+            return autosac.run(options, given, config)
         return fsdp.run(options, given, config)
     print_warnings(advise(config, device=profile.device_kind))
     also = list(filter(None, options.also.split(",")))

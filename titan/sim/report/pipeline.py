@@ -1,17 +1,16 @@
-"""Command `titan pipeline JOB.toml [--world-size N] [--microbatches M] [--csv FILE.csv]`.
+"""Picture of a job's pipeline schedule, as text: `titan sim JOB.toml --pipeline`.
 
-It draws a job's pipeline schedule as text. Ranks go down, time goes to the right, in units of a
-forward pass of one microbatch through one stage. A whole backward pass takes two units. The command
-runs and measures nothing: the order is that of training, and each action starts as soon as it can.
+Ranks go down, time goes to the right, in units of a forward pass of one microbatch through one stage. A whole backward pass
+takes two units. Nothing runs or is measured: the order is that of training, and each action starts as soon as it can.
 `titan sim --trace` shows the same with simulated durations.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import shutil
-import sys
+from argparse import Namespace
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 
@@ -21,48 +20,31 @@ from titan.config.load import load_from_argv
 from titan.parallel.schedules import Schedule
 from titan.parallel.stage_split import StageSplit
 
-OPTIONS = ("--world-size", "--microbatches", "--csv")
 
+def draw(options: Namespace, job: list[str], *, known: Sequence[str]) -> int:
+    """Print the picture, and write the schedule as a CSV where --csv asks for it. titan.cli reports a `ConfigError`.
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code. titan.cli reports a `ConfigError`."""
-    parser = argparse.ArgumentParser(
-        prog="titan pipeline",
-        usage="titan pipeline JOB.toml [OVERLAY.toml ...] [--section.key=value ...] [--world-size N] "
-        "[--microbatches M] [--csv FILE.csv]",
-        description="Draw a job's pipeline schedule; say its idle time and its activations in flight.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--world-size", type=int, metavar="N", help="default: the smallest number that fits"
-    )
-    parser.add_argument("--microbatches", type=int, metavar="M", help="default: the job's")
-    parser.add_argument("--output", help=argparse.SUPPRESS)
-    parser.add_argument("--csv", type=Path, metavar="FILE.csv", help="also write it as a CSV")
-    options, job = parser.parse_known_args(argv)
-    if options.output:  # wrote a PNG in earlier versions
-        parser.error("--output: pictures are gone; use titan sim --trace or --csv")
-    split = _split(job, world_size=options.world_size, num_microbatches=options.microbatches)
+    Args:
+        options: options of `titan sim`.
+        job: files and overrides.
+        known: names of all options, for the error of a misspelled one.
+    """
+    split = _split(job, options, known)
     print(describe(split, columns=shutil.get_terminal_size((120, 24)).columns))
     if options.csv:
-        try:
-            write_schedule(split.schedule, options.csv)
-        except OSError as error:
-            print(f"titan pipeline: {error}", file=sys.stderr)
-            return 2
+        write_schedule(split.schedule, options.csv)
         print(f"wrote {options.csv}")
     return 0
 
 
-def _split(
-    argv: list[str], *, world_size: int | None, num_microbatches: int | None
-) -> StageSplit:
+def _split(argv: list[str], options: Namespace, known: Sequence[str]) -> StageSplit:
     """Return the stages of a job.
 
     Raises:
         ConfigError: the job is wrong, or has no pipeline.
     """
-    config = load_from_argv(argv, options=OPTIONS)
+    world_size, num_microbatches = options.world_size, options.microbatches
+    config = load_from_argv(argv, options=known)
     parallel, key = config.parallelism, "parallelism.pipeline_parallel_degree"
     if parallel.pipeline_parallel_degree == 1:
         raise ConfigError(
@@ -72,7 +54,7 @@ def _split(
         # As overrides, so that an error in the result names them.
         size = num_microbatches * parallel.pipeline_parallel_microbatch_size
         batch = [f"--training.local_batch_size={size}", "--training.global_batch_size=-1"]
-        config = load_from_argv([*argv, *batch], options=OPTIONS)
+        config = load_from_argv([*argv, *batch], options=known)
     # A degree of -1 takes all remaining ranks, at least one.
     if world_size is None:
         degrees = (getattr(parallel, axis_key.rpartition(".")[2]) for axis_key in AXES.values())

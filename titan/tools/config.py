@@ -1,0 +1,61 @@
+"""Command `titan config`: a job with all its keys, the jobs that come with titan, or the schema of job files. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from titan.checks.rules import check as check_rules
+from titan.commands import summary_of
+from titan.config.errors import ConfigError, did_you_mean
+from titan.config.load import load_from_argv
+from titan.config.options import JOB, command_parser, known_options, mistake, put_json
+from titan.config.render import json_schema, to_toml
+from titan.tools.shipped import about, copy, jobs
+
+
+def main(argv: list[str]) -> int:
+    """Run the command and return its exit code. titan.cli reports a `ConfigError`."""
+    usage = f"{JOB} [--comments] [--json [FILE]]\n       titan config --list [NAME] [--output FILE.toml]\n       titan config --schema"
+    parser = command_parser("config", usage, summary=summary_of("config"))
+    parser.add_argument("--comments", action="store_true", help="with the meaning of every key")
+    help_ = "list the jobs that come with titan, or print the one of this name"
+    parser.add_argument("--list", nargs="?", const="", metavar="NAME", help=help_)
+    help_ = "with --list NAME: copy the job there"
+    parser.add_argument("--output", type=Path, metavar="FILE.toml", help=help_)
+    help_ = "print the JSON schema of job files, for editors"
+    parser.add_argument("--schema", action="store_true", help=help_)
+    parser.add_json()
+    options, job = parser.parse_known_args(argv)
+    if options.schema:
+        put_json(json_schema(), options.json or "-", indent=1)
+        return 0
+    if options.list is not None:
+        return _shipped(options.list, options.output)
+    # Broken rules are reported together with wrong keys: the readable part of the config is checked.
+    problems = []
+    try:
+        resolved = load_from_argv(job, options=known_options(parser))
+    except ConfigError as error:
+        problems, resolved = error.problems, error.partial
+    if resolved is not None:
+        problems += check_rules(resolved)
+    if problems or resolved is None:
+        raise ConfigError(problems)
+    if not put_json(resolved.model_dump(mode="json"), options.json):
+        print(to_toml(resolved, comments=options.comments), end="")
+    return 0
+
+
+def _shipped(name: str, target: Path | None) -> int:
+    known = jobs()
+    if not name:
+        width = max(map(len, known))
+        print("\n".join(f"{job:{width}}  {about(file)}" for job, file in known.items()))
+        return 0
+    if name not in known:
+        hint = did_you_mean(name, known) or "; `titan config --list` lists them"
+        raise mistake("--list", f"there is no job '{name}'{hint}")
+    if target is not None:
+        return copy(name, target)
+    print(known[name].read_text(), end="")
+    return 0
