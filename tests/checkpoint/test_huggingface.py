@@ -560,9 +560,9 @@ def test_refused_in_a_line_that_names_it(
         (folder / file.name).write_bytes(file.read_bytes())
     change, told = REFUSED[case]
     change(folder)
-    assert convert.main(["from-hf", str(folder), str(tmp_path / "out")]) == 2
+    assert cli.main(["convert", "from-hf", str(folder), str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"titan convert: {folder}")
+    assert error.startswith(f"{folder}")
     assert told in error
     assert not (tmp_path / "out").exists()
     assert not (folder / "executed").exists()
@@ -574,7 +574,7 @@ def test_a_step_of_another_model(sources, tmp_path: Path, capsys) -> None:
     config = there / "config.toml"
     assert "[tokenizer]" not in config.read_text(), "the folder has none"
     config.write_text(config.read_text().replace("n_layers = 2", "n_layers = 3"))
-    assert convert.main(["to-hf", str(there), str(tmp_path / "out")]) == 2
+    assert cli.main(["convert", "to-hf", str(there), str(tmp_path / "out")]) == 2
     assert "step-0 lacks model." in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["there"]
 
@@ -585,7 +585,7 @@ def test_nothing_is_overwritten(sources, tmp_path: Path, capsys) -> None:
     source = str(sources["llama3", False])
     assert cli.main(["convert", "from-hf", source, str(tmp_path / "out")]) == 2
     assert "out is there already" in capsys.readouterr().err
-    assert convert.main(["from-hf", f"{source}-no", str(tmp_path / "new")]) == 2
+    assert cli.main(["convert", "from-hf", f"{source}-no", str(tmp_path / "new")]) == 2
     assert "there is no such folder" in capsys.readouterr().err
 
 

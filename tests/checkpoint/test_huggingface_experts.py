@@ -24,6 +24,7 @@ from tests.checkpoint.test_huggingface import (
 )
 from tests.support.ranks import Pool, RankFailed
 from tests.support.steps import build_step
+from titan import cli
 from titan.checkpoint import CheckpointError, SaveFailed
 from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.commit import CheckpointGroup
@@ -304,7 +305,7 @@ def test_scales_of_another_shape_are_refused(sources, tmp_path: Path, capsys) ->
     quantize(source, [name])
     file = next(f for f in source.glob("*.safetensors") if name in load_file(f))
     save_file(load_file(file) | {f"{name}_scale_inv": torch.ones(2, 1)}, file)
-    assert convert.main(["from-hf", str(source), str(tmp_path / "out")]) == 2
+    assert cli.main(["convert", "from-hf", str(source), str(tmp_path / "out")]) == 2
     assert f"{name}_scale_inv has shape [2, 1]" in capsys.readouterr().err
 
 
@@ -392,7 +393,7 @@ def test_mxfp4_that_is_refused(
     held = load_file(file)
     changed = torch.full(shape or held[name].shape, 255, dtype=torch.uint8)  # as a scale: NaN
     save_file(held | {name: changed.to(dtype)}, file)
-    assert convert.main(["from-hf", str(source), str(tmp_path / "out")]) == 2
+    assert cli.main(["convert", "from-hf", str(source), str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -450,7 +451,7 @@ def test_a_routing_bias_that_transformers_has_not(sources, tmp_path: Path, capsy
     metadata = json.loads((step / "titan.json").read_text())
     manager = checkpoints.CheckpointManager(convert.CheckpointSection(), run_dir=there)
     manager.save(1, state, metadata=metadata | {"step": 1})
-    assert convert.main(["to-hf", str(there), str(out)]) == 2
+    assert cli.main(["convert", "to-hf", str(there), str(out)]) == 2
     assert message in capsys.readouterr().err and not out.exists()
 
 

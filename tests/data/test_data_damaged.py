@@ -16,13 +16,15 @@ import pyarrow.parquet as parquet
 import pytest
 
 import titan.data.writer as writer
+from tests.support.commands import command
 from titan.config import schema as s
 from titan.data import DataError
 from titan.data.cache import describe
 from titan.data.reading import PIECE_CHARS, pieces
 from titan.data.shards import TokenShards, read_index
 from titan.data.sources import in_validation, open_documents
-from titan.tools.prepare import main
+
+main = command("prepare")
 
 ESCAPE = "\x1b]52;c;aGk=\x07"
 WORDS = "The quick brown fox, it's 1234 jumps\n\nover the lazy dog.\n    return x\n"
@@ -73,7 +75,8 @@ def test_damaged_files_are_one_line_each_in_bounded_memory(tmp_path: Path) -> No
     expected = damage(tmp_path)
     code = (
         "import json, sys, time\n"
-        "from titan.tools.prepare import main\n"
+        "from titan.cli import main as titan\n"
+        "main = lambda words: titan(['prepare', *words])\n"
         # Not ru_maxrss, which begins with that of the process that started this one.
         "used = lambda: int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])\n"
         "for n, path in enumerate(sys.argv[1:]):\n"
@@ -262,7 +265,8 @@ def test_memory_does_not_depend_on_the_size_of_a_document(tmp_path: Path) -> Non
     with (tmp_path / "large.txt").open("w") as opened:
         opened.writelines(WORDS for _ in range(20_000_000 // len(WORDS)))
     code = (
-        "import sys; from titan.tools.prepare import main\n"
+        "import sys; from titan.cli import main as titan\n"
+        "main = lambda words: titan(['prepare', *words])\n"
         "for name in ('small', 'large'):\n"
         "    arguments = ['--tokenizer', 'bytes', '--workers', '1', '--output', name]\n"
         "    assert main(['--input', f'{name}.txt', *arguments]) == 0\n"

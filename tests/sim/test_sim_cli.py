@@ -419,7 +419,7 @@ def test_the_front_holds_what_nothing_beats() -> None:
         (["--world-size", "3", *ON, "--parallelism.tensor_parallel_degree=2"], "3"),
         (
             ["--world-size", "0", *ON],
-            "--world-size: expected a whole number of at least 1, got 0",
+            "--world-size: expected a whole number of at least 1, got '0'",
         ),
         (["--world-size", "2", *ON, "--sweep", "model.flavour=8B"], "did you mean 'flavor'?"),
         (
@@ -442,7 +442,7 @@ def test_the_front_holds_what_nothing_beats() -> None:
             ["--world-size", "2", *ON, "--json", "none/a.json"],
             "--json: there is no folder none",
         ),
-        (["--world-size", "2", *ON, "--json", "."], "--json: cannot write .: Is a directory"),
+        (["--world-size", "2", *ON, "--json=."], "--json: cannot write .: Is a directory"),
         (
             ["--world-size", "2", *ON, "--html", "/proc/a.html"],
             "--html: cannot write /proc/a.html",

@@ -16,12 +16,14 @@ import pyarrow
 import pytest
 
 from tests.data.conftest import make_texts, write_jsonl
+from tests.support.commands import command
 from tests.support.fineweb_edu import write_files
 from titan.contrib.prepare_hosts import parts
 from titan.contrib.prepare_hosts.hosts import _MAX_ARRAY
 from titan.data import sources
 from titan.data.reading import PIECE_CHARS
-from titan.tools.prepare import main
+
+main = command("prepare")
 
 OPTIONS = ["--tokenizer", "bytes", "--shard-tokens", "5000", "--validation-fraction", "0.1"]
 
@@ -166,9 +168,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
     # A task on a host that does not see the folder must not begin again.
     assert "plan.json on this host; all hosts must share the disk" in line(*slurm, "--share", "1", "2")  # fmt: skip
     assert not (tmp_path / "out").exists()
-    with pytest.raises(SystemExit, match="2"):
-        prepare(tmp_path / "out", corpus, "--engine", "dask")
-    assert "invalid choice: 'dask' (choose from" in capsys.readouterr().err
+    assert "invalid choice: 'dask' (choose from" in line("--engine", "dask")
     assert prepare(tmp_path / "out", corpus, *slurm) == 0
     capsys.readouterr()
     assert "other options" in line(*slurm, "--no-bos")
@@ -237,7 +237,7 @@ def test_ray_after_its_driver_was_killed(
 ) -> None:
     folder, large = tmp_path / "ray", ["--shard-tokens", "100000"]
     words = ["--input", str(corpus), "--output", str(folder), *OPTIONS, *large, *nodes.options]
-    code = "import sys; from titan.contrib.prepare_hosts import parts; parts.UNIT_BYTES = 1; from titan.tools.prepare import main; main(sys.argv[1:])"
+    code = "import sys; from titan.contrib.prepare_hosts import parts; parts.UNIT_BYTES = 1; from titan.cli import main; main(['prepare', *sys.argv[1:]])"
     driver = subprocess.Popen([sys.executable, "-c", code, *words], start_new_session=True)
     wait_for(folder, 5)
     os.killpg(driver.pid, signal.SIGKILL)

@@ -21,10 +21,12 @@ from typing import Any
 
 import pytest
 
-from titan.tools.profile import main
+from tests.support.commands import command
 from titan.tools.trace import analyse
 from titan.tools.trace_files import find_traces
 from titan.tools.trace_kinds import kind_of_kernel, kind_of_operator, surroundings
+
+main = command("profile")
 
 MAIN, AUTOGRAD = 1, 2
 
@@ -341,7 +343,7 @@ def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     def error(*arguments: str) -> str:
         assert main([str(tmp_path / arguments[0]), *arguments[1:]]) == 2
         text = capsys.readouterr().err
-        assert text.startswith("titan profile: ") and text.count("\n") == 1
+        assert text.count("\n") == 1
         return text
 
     assert f"runs near it: {tmp_path / 'empty'}" in error("emtpy")
@@ -401,9 +403,7 @@ def test_a_damaged_trace_is_one_line(
     begin = time.process_time()
     assert main([str(path)]) == 2
     error = capsys.readouterr().err
-    assert (
-        error.startswith(f"titan profile: {path}: not a whole trace") and error.count("\n") == 1
-    )
+    assert error.startswith(f"{path}: not a whole trace") and error.count("\n") == 1
     assert error.rstrip("\n").isprintable() and time.process_time() - begin < 20
 
 

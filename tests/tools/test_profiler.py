@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerAction
 
+from tests.support.commands import command
 from tests.support.jobs import SMALL, job, with_changes
 from tests.support.metrics import read_json_lines
 from tests.support.ranks import Pool
@@ -22,11 +23,12 @@ from titan.checks.rules import check_to_run
 from titan.config.errors import ConfigError
 from titan.config.schema import JobConfig, ProfilingSection
 from titan.tools import profiler as recording
-from titan.tools.profile import main
 from titan.tools.profiler import Profiler, name_modules
 from titan.tools.profiling_hook import Profiling
 from titan.tools.trace import Report
 from titan.tools.trace_files import read_report
+
+main = command("profile")
 
 LAYERS = SMALL["model"]["overrides"]["n_layers"]
 # Matrix products of the forward pass: q, k, v, o and three of the feed-forward in each block, and the output layer.

@@ -12,8 +12,9 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
-from titan.config.options import add_quiet, command_parser, is_quiet, positive
+from titan.config.options import add_quiet, command_parser, is_quiet, positive, put_json
 from titan.data import DataError, require
 from titan.data.reading import pieces_of
 from titan.data.sources import Documents, source_of_path
@@ -42,7 +43,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", required=True, metavar="DIR", type=Path, help="folder for tokenizer.json")
     add("--text-key", default="text", help="field or column with the text; default: text")
     help_ = "sizes, special tokens, and how a text is cut"
-    add = commands.add_parser("inspect", help=help_).add_argument
+    look = commands.add_parser("inspect", help=help_)
+    look.add_json()
+    add = look.add_argument
     add("path", help='file, folder, or "bytes"')
     add("--text", default=_SAMPLE, help="text to cut; default: a sample")
     return parser
@@ -97,31 +100,46 @@ def train(documents: Documents, *, vocab_size: int, output: Path) -> int:
     return tokenizer.get_vocab_size()
 
 
-def inspect(path: str, *, text: str) -> str:
-    """Describe a tokenizer for people, with the tokens of a text."""
+def inspect(path: str, *, text: str) -> dict[str, Any]:
+    """Return facts about a tokenizer, and how it cuts a text."""
     tokenizer = tokenizer_named(path)
     ids, num_bytes = tokenizer.encode(text), len(text.encode())
-    specials = [f"{name} = {token}" for name, token in tokenizer.special_ids.items()]
-    # Decode bytes, since a token may end within a character. The slice below drops the quotes of repr.
+    # Decode bytes, since a token may end within a character. The slice drops the quotes of repr.
     pieces = [tokenizer.token_bytes(token) for token in ids[:_SHOWN_TOKENS]]
-    shown = [repr(piece.decode("utf-8", errors="backslashreplace"))[1:-1] for piece in pieces]
+    return {
+        "kind": tokenizer.kind,
+        "vocabulary": tokenizer.vocab_size,
+        "begin": tokenizer.bos_id,
+        "end": tokenizer.eos_id,
+        "special tokens": tokenizer.special_ids,
+        "fingerprint": tokenizer.fingerprint,
+        "bytes a token": num_bytes / max(len(ids), 1),
+        "tokens": [repr(piece.decode(errors="backslashreplace"))[1:-1] for piece in pieces],
+        "ids": ids,
+    }
+
+
+def _page(facts: dict[str, Any]) -> str:
+    specials = [f"{name} = {token}" for name, token in facts["special tokens"].items()]
+    ids = facts["ids"]
     more = f" ... {len(ids) - _SHOWN_TOKENS} more" if len(ids) > _SHOWN_TOKENS else ""
-    return f"""\
-kind            {tokenizer.kind}
-vocabulary      {tokenizer.vocab_size:,} ids
-begin, end      {tokenizer.bos_id}, {tokenizer.eos_id}
-special tokens  {len(specials)}: {", ".join(specials[:8])}{" ..." * (len(specials) > 8)}
-fingerprint     {tokenizer.fingerprint}
-bytes a token   {num_bytes / max(len(ids), 1):.2f} ({num_bytes} bytes, {len(ids)} tokens)
-tokens          {" ".join(shown)}{more}
-ids             {" ".join(map(str, ids[:_SHOWN_TOKENS]))}{more}"""
+    shown = facts | {
+        "vocabulary": f"{facts['vocabulary']:,} ids",
+        "special tokens": f"{len(specials)}: {', '.join(specials[:8])}{' ...' * (len(specials) > 8)}",
+        "bytes a token": f"{facts['bytes a token']:.2f}",
+        "tokens": " ".join(facts["tokens"]) + more,
+        "ids": " ".join(map(str, ids[:_SHOWN_TOKENS])) + more,
+    }
+    return "\n".join(f"{name:<16}{value}" for name, value in shown.items())
 
 
 def main(argv: list[str]) -> int:
     """Run `titan tokenizer` with its arguments. Return the exit code."""
     arguments = _parser().parse_args(argv)
     if arguments.command == "inspect":
-        print(inspect(arguments.path, text=arguments.text))
+        facts = inspect(arguments.path, text=arguments.text)
+        if not put_json(facts, arguments.json):
+            print(_page(facts))
         return 0
     paths, wanted, output = arguments.input, arguments.vocab_size, arguments.output
     documents = open_all([source_of_path(path, text_key=arguments.text_key) for path in paths])
