@@ -22,9 +22,10 @@ from typing import Any
 from unittest import mock
 
 from tests.support.jobs import ROOT
-from titan.commands import command_names, load_command
+from titan.commands import ALIASES, command_names, load_command
 from titan.config.errors import ConfigError
 from titan.config.load import load_config, parse_args
+from titan.config.options import CommandParser
 
 # Readers replace these words. One value each, for all pages.
 PLACEHOLDERS = {
@@ -225,6 +226,7 @@ def _check_call(words: list[str], *, whole: bool) -> None:
         name, *rest = rest
         if name.startswith("-"):
             return
+        name, *rest = (*ALIASES.get(name, (name,)), *rest)
         if name not in command_names():
             raise Refused(f"there is no command {name}")
         if name == "diff":  # keys of one of the two jobs
@@ -325,6 +327,7 @@ def _check_parser(run: Callable[[], object], *, whole: bool) -> None:
     patches = {"parse_known_args": parse_known, "parse_args": parse_all, "error": error}
     with (
         mock.patch.multiple(argparse.ArgumentParser, **patches),
+        mock.patch.object(CommandParser, "error", error),
         mock.patch.dict(os.environ),
     ):
         try:
