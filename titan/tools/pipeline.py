@@ -33,9 +33,7 @@ def main(argv: list[str] | None = None) -> int:
         description="Draw a job's pipeline schedule; say its idle time and its activations in flight.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--world-size", type=int, metavar="N", help="default: the smallest number that fits"
-    )
+    parser.add_argument("--world-size", type=int, metavar="N", help="default: the minimum")
     parser.add_argument("--microbatches", type=int, metavar="M", help="default: the job's")
     parser.add_argument("--output", help=argparse.SUPPRESS)
     parser.add_argument("--csv", type=Path, metavar="FILE.csv", help="also write it as a CSV")
