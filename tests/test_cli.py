@@ -57,6 +57,12 @@ def test_help_lists_every_command_and_imports_little() -> None:
         assert f"\n  {name} " in out
 
 
+def test_help_of_no_command_imports_torch() -> None:
+    probe = "import sys; sys.modules['torch'] = None; from titan.cli import main; from titan.commands import command_names as all_; "
+    probe += "sys.exit(any([main([*n.split(), '--help']) for n in ('convert to-hf', *all_())]))"
+    subprocess.run([sys.executable, "-c", probe], capture_output=True, check=True)
+
+
 def test_config_prints_toml_that_reproduces_the_run(tmp_path: Path) -> None:
     code, out, err = titan(
         "config", DEBUG, "--training.steps=7", "--lr_scheduler.decay_ratio", "0.5"

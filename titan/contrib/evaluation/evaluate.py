@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from itertools import starmap
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titan.checkpoint.model_folders import model_folders
 from titan.checkpoint.saved_model import (
@@ -38,9 +38,11 @@ from titan.config.plug_ins import load_plug_ins
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
 from titan.contrib.evaluation.examples import ExampleTask, is_file, read_task, shipped
-from titan.contrib.evaluation.scoring import Scorer
 from titan.data import DataError
 from titan.ops.launch import launch_command
+
+if TYPE_CHECKING:
+    from titan.contrib.evaluation.scoring import Scorer
 
 # Tokens of a text for a Hugging Face folder: at most, and without max_position_embeddings, as in the harness.
 _MAX_LENGTH, _UNKNOWN_LENGTH = 8192, 2048
@@ -195,6 +197,7 @@ def build_scorer(weights: Weights, *, device: Any, average: bool = False) -> Sco
         device: this rank's device.
         average: whether to load the average of the weights.
     """
+    from titan.contrib.evaluation.scoring import Scorer
     from titan.parallel import build_mesh
     from titan.parallel.block_attention import prefer_backend
     from titan.step.resolved import resolve_job
