@@ -11,7 +11,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,7 +37,7 @@ from titan.config.options import TRUST_OPTION, command_parser, positive, whole
 from titan.config.plug_ins import load_plug_ins
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
-from titan.contrib.evaluation.examples import ExampleTask, is_file, read_task, shipped
+from titan.contrib.evaluation.examples import ExampleTask, Figure, is_file, read_task, shipped
 from titan.data import DataError
 from titan.ops.launch import launch_command
 
@@ -237,6 +237,19 @@ def score(scorer: Scorer, args: argparse.Namespace) -> dict[str, float]:
     return figures
 
 
+def table(figures: Mapping[str, float]) -> list[str]:
+    """Return the lines of a table of figures by "task/name"."""
+    rows = [("task", "n", "metric", "value", "stderr", "chance")]
+    for name, value in figures.items():
+        task, _, metric = name.rpartition("/")
+        known = value if isinstance(value, Figure) else Figure(value)
+        numbers = (value, known.stderr, known.chance)
+        shown = ("-" if number is None else f"{number:.4f}" for number in numbers)
+        rows.append((task, str(known.n or "-"), metric, *shown))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Score tasks with a checkpoint or a Hugging Face folder, on one process or several."""
     argv = sys.argv[1:] if argv is None else argv
@@ -271,8 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     scorer = build_scorer(weights, device=device, average=args.average)
     figures = score(scorer, args)
     if os.environ.get("RANK", "0") == "0":
-        width = max(map(len, figures), default=0)
-        print("\n".join(f"{name:<{width}}  {value:.6f}" for name, value in figures.items()))
+        print("\n".join(table(figures)))
         if args.json:
             args.json.write_text(json.dumps(figures, indent=1) + "\n")
     return 0
