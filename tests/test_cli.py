@@ -161,6 +161,12 @@ def test_names_of_earlier_versions_and_of_other_programs(
         assert cli.main([name]) == 2 and GONE[name] in capsys.readouterr().err
 
 
+def test_help_of_no_command_imports_torch() -> None:
+    probe = "import sys; sys.modules['torch'] = None; from titan.cli import main; from titan.commands import command_names as all_; "
+    probe += "sys.exit(any([main([*n.split(), '--help']) for n in ('convert to-hf', *all_())]))"
+    subprocess.run([sys.executable, "-c", probe], capture_output=True, check=True)
+
+
 def test_config_prints_toml_that_reproduces_the_run(tmp_path: Path) -> None:
     code, out, err = titan(
         "config", DEBUG, "--training.steps=7", "--lr_scheduler.decay_ratio", "0.5"

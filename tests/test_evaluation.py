@@ -20,6 +20,7 @@ from titan import cli
 from titan.base.untrusted import InputError
 from titan.checks.rules import check
 from titan.config.schema import JobConfig
+from titan.contrib.evaluation.evaluate import table
 from titan.contrib.evaluation.examples import Example, ExampleTask, read_task
 from titan.contrib.evaluation.hook import Evaluation
 from titan.contrib.evaluation.passes import plan_passes
@@ -141,6 +142,11 @@ def test_figures_by_hand() -> None:
     assert figures == pytest.approx(
         {"acc": 1 / 3, "acc_norm": 2 / 3, "log_likelihood": -(1.5 + 2.0 + 3.0) / 3}
     )
+    # As lm_eval.api.metrics.mean_stderr: the sample standard deviation over the root of n.
+    assert table({f"t/{name}": figure for name, figure in figures.items()})[:2] == [
+        "task  n  metric          value    stderr  chance",
+        "t     3  acc             0.3333   0.3333  0.5000",
+    ]
     cloze = ExampleTask("t", "target", [Example("", ["a"]), Example("", ["b"])])
     assert cloze.figures([(-1.0, True), (-3.0, False)]) == {"acc": 0.5, "log_likelihood": -2.0}
 

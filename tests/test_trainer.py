@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -21,6 +22,7 @@ from titan.config.load import load_config
 from titan.config.schema import JobConfig
 from titan.data import DataError
 from titan.ops.recovery import NonFiniteError
+from titan.tasks.next_token import NextToken
 
 BASE = with_changes(
     SMALL,
@@ -277,7 +279,13 @@ def test_model_only_last_save_in_another_precision(tmp_path: Path) -> None:
     assert {dtype for _, dtype in stored.values()} == {torch.bfloat16}
 
 
-def test_validation_is_logged_with_bits_per_byte(tmp_path: Path) -> None:
+def test_validation_is_logged_with_bits_per_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = NextToken.report
+    monkeypatch.setattr(
+        NextToken, "report", lambda *a, **k: (time.sleep(0.5), report(*a, **k))[1]
+    )
     files = tmp_path / "text"
     files.mkdir()
     for number in range(40):
@@ -298,6 +306,7 @@ def test_validation_is_logged_with_bits_per_byte(tmp_path: Path) -> None:
     ratio = by_step[8]["bits_per_byte"] / (by_step[8]["validation_loss"] / 0.693147)
     assert 1.0 <= ratio < 1.05
     assert 2 < by_step[8]["unigram_bits_per_byte"] < 5
+    assert by_step[4]["validation_s"] > 0.5  # no time of training
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from titan.checks.rules import advise, check, check_layout
 from titan.config.errors import ConfigError, key_text
 from titan.config.keys import fields_at
 from titan.config.load import load_config
+from titan.config.schema import JobConfig
 
 SAVED = json.loads(golden.SAVED.read_text())
 # At a misspelt option: each command has other options.
@@ -162,6 +163,7 @@ def test_the_same_as_users_run_it(command: str, every: int, folder: Path) -> Non
         ("[lr_scheduler]\nwarmup_steps = 9\ntotal_steps = 8\ndecay_ratio = 1.0\n", [(2, "warmup_steps"), (4, "decay_ratio")]),
         ("[lr_scheduler]\nwarmup_steps = 2\n[training]\nsteps = 5\n[profiling]\nenable_profiling = true\n", [(5, "profile_freq")]),
         ("[lr_scheduler]\nwarmup_steps = 20\ndecay_ratio = 0.8\n[training]\nsteps = 100\n", []),
+        ("[lr_scheduler]\nwarmup_steps = 2\n[training]\nsteps = 5\n[debug]\nrecord_steps = [1, 6]\n[fault_tolerance]\nreplay_every = 6\n", [(8, "replay_every"), (6, "record_steps")]),
     ],
 )  # fmt: skip
 def test_a_short_run_is_warned_of_what_is_cut(
@@ -174,6 +176,31 @@ def test_a_short_run_is_warned_of_what_is_cut(
     warnings = [re.match(r"(.*):(\d+): \w+\.(\w+): ", line) for line in advise(config)]
     assert [(int(w[2]), w[3]) for w in warnings if w and w[1] == str(path)] == expected
     assert len(warnings) == len(expected)
+
+
+def test_every_interval_is_warned_of_or_met_at_the_last_step() -> None:
+    sections = {name: f.annotation for name, f in JobConfig.model_fields.items()}
+    names = {
+        f"{s}.{key}"
+        for s, kind in sections.items()
+        for key in getattr(kind, "model_fields", ())
+    }
+    met = {
+        "metrics.log_freq",
+        "training.gc_freq",
+        "validation.freq",
+        "checkpoint.interval",
+        "checkpoint.interval_minutes",
+    }
+    asked = {name for name in names - met if re.search("freq|every|interval", name)}
+    asked -= {"checkpoint.keep_every_n_steps"}
+    keys = [
+        "training.steps=8",
+        "profiling.enable_profiling=true",
+        *(f"{name}=9" for name in asked),
+    ]
+    warnings = "".join(advise(load_config("train_configs/debug_model.toml", overrides=keys)))
+    assert asked and all(f"{name}: 9, but the run ends" in warnings for name in asked)
 
 
 def test_an_old_torch_is_said_to_share_a_group(

@@ -215,7 +215,7 @@ def test_a_byte_order_mark_is_dropped_everywhere(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["p.txt", "P.JSONL", "p.ndjson"])
 def test_prompts_are_lines(tmp_path: Path, name: str) -> None:
-    from titan.tools.generate import read_prompts
+    from titan.tools.answers import read_prompts
 
     class Prompts:
         of_text = staticmethod(str)

@@ -92,6 +92,21 @@ def test_a_signal_in_a_collective_that_never_ends(start: Start) -> None:
     assert not run.processes()
 
 
+def test_ctrl_c_is_answered_once_and_a_second_one_says_what_is_lost(start: Start) -> None:
+    run = start("--checkpoint.interval=1", program=HANGING, HANG="data")
+    run.wait_until_training()
+    for text in ("stopping after this step and saving; Ctrl-C again", " lost"):
+        for pid in (run.rank(0), run.rank(1)):
+            os.kill(pid, signal.SIGINT)
+        run.wait_until(lambda text=text: text in run.said())
+    run.end()
+    assert_ranks_ended_by_themselves(run)
+    status, said = run.status(), run.said()
+    assert (status["state"], status["exit_code"]) == ("stopped", 130)
+    assert said.count("stopping") == said.count("lost") == 1 and "Traceback" not in said, said
+    assert "ended without saving: 1 step since step-2 is lost" in said
+
+
 # ---- shells ----------------------------------------------------------------------------------------
 
 SHELLS = {

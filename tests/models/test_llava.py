@@ -50,9 +50,9 @@ from titan.data import DataError
 from titan.data.base import TensorBatch
 from titan.data.packing import IGNORED, pack
 from titan.data.special_tokens import SpecialTokens
-from titan.huggingface.convert import from_hf, to_hf
+from titan.huggingface.conversion import from_hf, to_hf
 from titan.tasks import task_of
-from titan.tools.generate import load_model
+from titan.tools.answers import load_model
 from titan.tools.generate import main as generate
 
 SMALL = dataclasses.replace(FLAVORS["tiny"], n_layers=2)

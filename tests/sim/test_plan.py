@@ -252,7 +252,7 @@ def test_what_is_tight_comes_last_and_is_marked(
     monkeypatch.setattr("titan.sim.search.command.load_profile", lambda _: roomy)
     assert main([*options, "--json", "-"]) == 0
     printed = capsys.readouterr()
-    assert "3 of 3 candidates simulated\n" in printed.err
+    assert "3 of 3 candidates simulated, best so far " in printed.err
     found = json.loads(printed.out)
     needed = [one["facts"]["memory"]["needed_gib"] for one in found["candidates"]]
     # Less than the job needs. The job has a separate row.

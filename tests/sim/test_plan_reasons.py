@@ -267,6 +267,25 @@ def simulated(job: Any, settings: Iterable[dict[str, str]], **_: Any) -> list[Va
     return found
 
 
+def test_ctrl_c_leaves_the_best_so_far(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*given: Any, progress: Any, **_: Any) -> list[Variant]:
+        found = simulated(*given)
+        for number, variant in enumerate(found):
+            variant.facts = variant.facts | {"layout": "dp_shard 32"} if number < 3 else {}
+        progress(3, found)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("titan.sim.search.variants.simulate_variants", interrupted)
+    monkeypatch.setattr("titan.sim.report.text.EVERY_S", 0.0)
+    finder = search("qwen3_30b_a3b", "--compile.enable=false", world_size=32)
+    finder.stopped = False
+    found = plan(finder, budget=6)
+    assert finder.stopped and 0 < len(found.ranked) <= len(finder.seen) == 3
+    assert " left, best so far 1,3" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("free", [False, True])
 def test_the_price_of_the_fixed_batch(free: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []

@@ -204,6 +204,7 @@ def test_the_pipeline_of_the_job_is_cut_at_its_own_depth() -> None:
     ("trait", "found", "reason"),
     [
         ("dies", "failed", "rank 1 died with exit code 9"),
+        ("raises", "failed", "norm: RuntimeError: "),
         ("pair", "refused", "Llama.forward returned a tuple of Tensor, NoneType"),
         ("unmeta", "differs", "; parameters only: the model does not run on meta"),
     ],

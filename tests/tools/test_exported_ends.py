@@ -16,7 +16,7 @@ from titan.checkpoint.saved_model import find_checkpoint, open_run_tokenizer
 from titan.cli import main as titan
 from titan.config.render import to_toml
 from titan.data.special_tokens import begin_ids
-from titan.tools.generate import load_model
+from titan.tools.answers import load_model
 
 transformers = pytest.importorskip("transformers")
 

@@ -22,7 +22,7 @@ from titan.config.schema import TokenizerSection
 from titan.data import DataError
 from titan.data.tokenizer import EOS, build_tokenizer
 from titan.parallel.torch_compat import set_timeout
-from titan.tools import generate
+from titan.tools import answers, generate
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ 'Q: ' + m.content + '\\nA:' }}"
@@ -191,7 +191,7 @@ def converse(words: list[str]) -> list[str]:
     set_timeout(timedelta(seconds=1))
     answered: list[str] = []
     args = generate.parse(["--checkpoint", "unused", "--interactive"])
-    generator: Any = generate.Answers(
+    generator: Any = answers.Answers(
         torch.nn.Linear(1, 1), build_tokenizer(TokenizerSection(), hf_assets_path=""), args
     )
     generator.of_messages = lambda messages, **_: messages[-1]["content"]

@@ -132,7 +132,9 @@ def preflight(folder: Path, fault: str, dry: bool) -> tuple[int, dict[str, Any]]
     file = folder / f"report-{dist.get_rank()}.json"
     code = 1
     with suppress(SystemExit):
-        code = cli.check_all(config, layout, device=CPU, mesh=mesh, json_file=file, dry=dry)
+        code = cli.check_all(
+            config, layout, device=CPU, mesh=mesh, json_file=str(file), dry=dry
+        )
     return code, json.loads(file.read_text()) if file.exists() else {}
 
 

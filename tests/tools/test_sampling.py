@@ -13,7 +13,7 @@ import torch
 from tests.support.ranks import Pool
 from titan.data.tokenizer import bytes_tokenizer
 from titan.parallel import apply_tp, build_mesh, initialize, materialize
-from titan.tools.generate import load_model
+from titan.tools.answers import load_model
 from titan.tools.generation import Generator, streamed
 
 # Of lengths that share no factor; the second fills the batch.

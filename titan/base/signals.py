@@ -1,13 +1,13 @@
 """Signals that stop a run: it finishes its step, saves, and leaves with exit code 75 (please requeue me).
 
 SIGTERM and SIGUSR1 come from schedulers, SIGXCPU from a limit of processor time, SIGHUP from a
-terminal that closes, SIGINT from a person, whose second Ctrl-C ends the program at once. The handlers are installed before torch is imported, which takes seconds in which a signal
+terminal that closes, SIGINT from a person, whose second Ctrl-C ends the process at once. The handlers are installed before torch is imported, which takes seconds in which a signal
 would end the process.
 
 A Python handler does not run while the main thread waits inside a collective, which may last
 forever: another rank can be gone. But Python's C handler also writes the signal's number into a
-pipe (signal.set_wakeup_fd). A thread reads the pipe, and ends the process when the grace time is
-over.
+pipe (signal.set_wakeup_fd). A thread reads the pipe, answers the person, and ends the process after
+a second Ctrl-C, or when the grace time is over.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 
 EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR, EXIT_STOPPED = 0, 1, 2, 75
+EXIT_INTERRUPTED = 130  # as shells say it: 128 + SIGINT
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 for _number in (signal.SIGHUP, signal.SIGXCPU):
     if (
@@ -41,7 +43,10 @@ class StopRequest:
             signal.
         seen: name of the signal, set by the thread that reads the pipe.
         exit_code: exit code of a run that has ended well and only has to leave; None before.
+        is_leaving: whether a second Ctrl-C is ending the process.
         on_ask: called in a separate thread for SIGUSR2.
+        on_stop: called in a separate thread for the first signal that stops, with its name.
+        on_leave: called in a separate thread after a second Ctrl-C, before the process ends.
     """
 
     def __init__(self) -> None:
@@ -51,7 +56,10 @@ class StopRequest:
         self.exit_code: int | None = None
         self._grace_s = 0.0
         self._report: Callable[[], None] = lambda: None
+        self.is_leaving = False
         self.on_ask: Callable[[], None] = lambda: None
+        self.on_stop: Callable[[str], None] = lambda name: None
+        self.on_leave: Callable[[], None] = lambda: None
         self._armed, self._disarmed = threading.Event(), threading.Event()
 
     def install(self) -> StopRequest:
@@ -91,25 +99,40 @@ class StopRequest:
         self._disarmed.set()
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        # A person who presses Ctrl-C again does not want to wait for a save.
-        if number == signal.SIGINT and self.requested:  # a second Ctrl-C
+        if number == signal.SIGINT and self._disarmed.is_set():  # the run is over
             raise KeyboardInterrupt
         self.signal_name = signal.Signals(number).name
 
     def _watch(self, reader: int) -> None:
-        while (number := os.read(reader, 1)[0]) not in STOPPING:
+        while True:
+            number = os.read(reader, 1)[0]
             if number == ASKING:
-                threading.Thread(target=self.on_ask, name="asked", daemon=True).start()
-        # The grace time begins with the signal, not with the call of `allow`.
-        deadline = time.monotonic()
-        self.seen = signal.Signals(number).name
+                _start(self.on_ask)
+            elif number in STOPPING and not self.seen:
+                # The grace time begins with the signal, not with the call of `allow`.
+                self.seen = signal.Signals(number).name
+                _start(partial(self._end_in_time, time.monotonic()))
+                _start(lambda: self.on_stop(self.seen))
+            # A person who presses Ctrl-C again does not want to wait for a save.
+            elif number == signal.SIGINT and not self._disarmed.is_set():
+                self.is_leaving = True
+                leave(for_agent(EXIT_INTERRUPTED), self.on_leave)
+
+    def _end_in_time(self, received_s: float) -> None:
+        """End the process when the grace time since `received_s` is over, unless it is leaving by then."""
         # The grace time is known from `allow` on: it is in the config.
         self._armed.wait()
-        deadline += self._grace_s
+        left_s = received_s + self._grace_s - time.monotonic()
         # Disarmed: the run saved in time and leaves.
-        if not self._disarmed.wait(max(0, deadline - time.monotonic())):
+        if not self._disarmed.wait(max(0, left_s)):
             code = EXIT_FAILED if self.exit_code is None else self.exit_code
             leave(for_agent(code), self._report)
+
+
+def _start(function: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    return thread
 
 
 def leave(code: int, report: Callable[[], None], *, within_s: float = _REPORT_S) -> None:
@@ -120,9 +143,7 @@ def leave(code: int, report: Callable[[], None], *, within_s: float = _REPORT_S)
         report: called in another thread.
         within_s: time limit of `report`, in seconds.
     """
-    thread = threading.Thread(target=report, name="last report", daemon=True)
-    thread.start()
-    thread.join(within_s)
+    _start(report).join(within_s)
     os._exit(code)
 
 

@@ -108,7 +108,7 @@ class CheckpointManager:
     @property
     def can_save(self) -> bool:
         """Return whether the job saves at all."""
-        return self.section.enable and not self.section.load_only
+        return not self.section.why_unsaved
 
     def should_save(self, step: int, *, last_step: int) -> bool:
         """Return whether a checkpoint is due after this step, by the step's number."""

@@ -1,4 +1,4 @@
-"""Models of checkpoints and Hugging Face folders, with their job, tokenizer and weights."""
+"""Models of checkpoints and Hugging Face folders, with their job, tokenizer and weights. Imports torch where it is used."""
 
 from __future__ import annotations
 
@@ -6,19 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from titan.checkpoint.commit import CheckpointGroup
+from titan.checkpoint import CheckpointError
 from titan.checkpoint.identity import read_metadata
-from titan.checkpoint.manager import (
-    CheckpointError,
-    CheckpointManager,
-    load,
-    model_state,
-    stored_shapes,
-)
 from titan.checkpoint.manifest import METADATA, TITAN_JSON
 from titan.checkpoint.manifest import NAME as MANIFEST
 from titan.checkpoint.model_folders import model_folders
@@ -31,6 +22,9 @@ from titan.config.task import reads_text
 from titan.data import DataError
 from titan.data.tokenizer import Tokenizer, open_tokenizer
 from titan.data.tokenizer_files import tokenizer_path, with_tokenizer
+
+if TYPE_CHECKING:
+    from torch import nn
 
 LOCATION_OPTION: dict[str, Any] = {
     "type": as_location,
@@ -91,6 +85,8 @@ def find_saved(where: Location) -> tuple[JobConfig, Path | None, Location]:
     Raises:
         CheckpointError: the checkpoint is damaged or missing.
     """
+    from titan.checkpoint.manager import CheckpointManager
+
     config, folder, run_dir = None, where, None
     # The run folder is the folder itself, or above checkpoint/step-N. A URL has none.
     # It holds the config of the run that wrote the checkpoint.
@@ -214,6 +210,8 @@ def require_average(step: Location) -> None:
     Raises:
         CheckpointError: it holds none.
     """
+    from titan.checkpoint.manager import stored_shapes
+
     if is_hf_folder(step) or not any(key.startswith("average.") for key in stored_shapes(step)):
         problem = "holds no average of the weights; the job needs average.enable"
         raise CheckpointError(f"{step}: {problem}")
@@ -231,6 +229,9 @@ def load_weights(
         sizes: sizes of the model.
         average: whether to load the average of the weights (`require_average`).
     """
+    from titan.checkpoint.commit import CheckpointGroup
+    from titan.checkpoint.manager import load, model_state
+
     state = model_state(parts, average=average)
     if isinstance(step, Path) and is_hf_folder(step):
         folders = model_folders()

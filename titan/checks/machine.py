@@ -69,7 +69,7 @@ def _check_folders(config: JobConfig) -> Iterator[RuleViolation]:
     if config.compile.enable:
         folders["compile.cache_folder"] = config.compile.cache_folder
     # A relative folder is below the run folder.
-    if checkpoint.enable and not checkpoint.load_only and Path(checkpoint.folder).is_absolute():
+    if not checkpoint.why_unsaved and Path(checkpoint.folder).is_absolute():
         folders["checkpoint.folder"] = checkpoint.folder
     for key, folder in folders.items():
         if folder and (reason := why_unwritable(Path(folder))):

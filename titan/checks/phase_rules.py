@@ -38,7 +38,7 @@ def check_borders(config: JobConfig, world_size: int) -> Iterator[RuleViolation]
             continue
         key = next(iter(phase.section.model_dump(include=DEGREES, exclude_none=True)))
         key = f"phase[{before.number - 1}].{key}"
-        if not checkpoint.enable or checkpoint.load_only:
+        if checkpoint.why_unsaved:
             fix = "set checkpoint.enable = true and load_only = false, or remove it"
             yield key, f"changes the layout, and a checkpoint carries the run over; {fix}"
         old, new = before.layout.dp, phase.layout.dp

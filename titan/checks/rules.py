@@ -193,12 +193,12 @@ def advise(config: JobConfig, *, device: str | None = None) -> list[str]:
         config: the job.
         device: "cuda" or "cpu"; None: the job's kind of device.
     """
-    schedule, profiling, steps = config.lr_scheduler, config.profiling, config.training.steps
+    schedule, steps = config.lr_scheduler, config.training.steps
     name = "lr_scheduler.total_steps" if schedule.total_steps else "training.steps"
     total = schedule.total_steps or steps
     warmup, decay = phases(schedule, total_steps=steps)
     wanted = round(total * (schedule.decay_ratio or 0))
-    warnings = {}
+    warnings = dict(_never_reached(config))
     if warmup < schedule.warmup_steps:
         message = (
             f"{schedule.warmup_steps} steps do not fit into {name} = {total}; cut to {warmup}"
@@ -207,11 +207,6 @@ def advise(config: JobConfig, *, device: str | None = None) -> list[str]:
     if decay < wanted:
         message = f"{wanted} steps of decay do not fit into {name} = {total} after {warmup} of warm-up"
         warnings["lr_scheduler.decay_ratio"] = f"{message}; cut to {decay}"
-    if profiling.enable_profiling and profiling.profile_freq > steps:
-        message = (
-            f"{profiling.profile_freq}, but the run ends at training.steps = {steps}: no trace"
-        )
-        warnings["profiling.profile_freq"] = message
     separate = "parallelism.fsdp_separate_reduce_scatter"
     torch = tuple(map(int, version("torch").split(".")[:2]))
     if config.parallelism.fsdp_separate_reduce_scatter and torch < (2, 13):
@@ -235,3 +230,23 @@ def advise(config: JobConfig, *, device: str | None = None) -> list[str]:
         )
         warnings["training.mixed_precision_param"] = message
     return [str(config.source_map.problem(*warning)) for warning in warnings.items()]
+
+
+def _never_reached(config: JobConfig) -> Iterator[RuleViolation]:
+    """Yield settings for steps that the run does not reach. The last step always logs, validates, evaluates and saves."""
+    profiling, faults, steps = config.profiling, config.fault_tolerance, config.training.steps
+    traces = profiling.enable_profiling or profiling.enable_memory_snapshot
+    checks_loss = faults.on_spike != "off"
+    wanted = {
+        "profiling.profile_freq": (profiling.profile_freq * traces, "no trace"),
+        "fault_tolerance.replay_every": (faults.replay_every, "no replay"),
+        "fault_tolerance.check_replicas_every_n_steps": (
+            faults.check_replicas_every_n_steps,
+            "no comparison",
+        ),
+        "fault_tolerance.spike_min_steps": (faults.spike_min_steps * checks_loss, "no check"),
+        "debug.record_steps": (max(config.debug.record_steps, default=0), "no record of it"),
+    }
+    for key, (first, what) in wanted.items():
+        if first > steps:
+            yield key, f"{first}, but the run ends at training.steps = {steps}: {what}"

@@ -371,7 +371,6 @@ def _compile(config: JobConfig) -> Iterator[RuleViolation]:
 
 def _checkpoint(config: JobConfig) -> Iterator[RuleViolation]:
     section, every = config.checkpoint, config.checkpoint.keep_every_n_steps
-    saves = section.enable and not section.load_only
     if section.initial_load_in_hf:
         if not (section.initial_load_path or config.model.hf_assets_path):
             yield (
@@ -383,14 +382,14 @@ def _checkpoint(config: JobConfig) -> Iterator[RuleViolation]:
                 "initial_load_model_only",
                 "a Hugging Face folder holds only weights; use true",
             )
-    if section.last_save_in_hf and not saves:
-        fix = "load_only = false" if section.load_only else "enable = true"
-        yield "last_save_in_hf", f"nothing is saved in this job; set checkpoint.{fix}"
+    if section.last_save_in_hf and section.why_unsaved:
+        reason = f"nothing is saved in this job, because of {section.why_unsaved}"
+        yield "last_save_in_hf", f"{reason}; change that, or use false"
     # Steps between two saves are never kept, since they are never saved.
     if every % section.interval:
         near = max(1, round(every / section.interval)) * section.interval
         yield "keep_every_n_steps", f"is not a multiple of interval; use {near}, or 0"
-    if section.create_seed_checkpoint and not saves:
+    if section.create_seed_checkpoint and section.why_unsaved:
         yield "create_seed_checkpoint", "is a save, and this job saves nothing; use false"
     # A URL needs an fsspec implementation that is installed.
     for key in ("folder", "initial_load_path"):
@@ -419,7 +418,7 @@ def _fault_tolerance(config: JobConfig) -> Iterator[RuleViolation]:
     section, checkpoint = config.fault_tolerance, config.checkpoint
     early = config.steps_in_backward
     for key, action in (("on_nonfinite", section.on_nonfinite), ("on_spike", section.on_spike)):
-        if action == "rewind" and (not checkpoint.enable or checkpoint.load_only):
+        if action == "rewind" and checkpoint.why_unsaved:
             fix = "set checkpoint.enable = true and load_only = false"
             yield key, f'"rewind" needs checkpoints to go back to; {fix}'
         if action in ("skip", "rewind") and early:

@@ -234,6 +234,13 @@ class CheckpointSection(Section):
     load_only: bool = False
     """Resume from checkpoints, but save none."""
 
+    @property
+    def why_unsaved(self) -> str:
+        """Return the setting because of which the run saves nothing, or an empty string."""
+        if not self.enable:
+            return "checkpoint.enable = false"
+        return "checkpoint.load_only = true" if self.load_only else ""
+
 
 class ActivationCheckpointSection(Section):
     """Recomputation of activations in the backward pass, which saves their memory. docs/memory.md has formulas and measurements."""

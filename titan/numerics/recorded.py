@@ -20,8 +20,8 @@ class RecordedTensor:
     """Digest of a tensor of a recorded step, see titan/numerics/recorder.py.
 
     Attributes:
-        kind: "weight" before the step, "output", "output gradient", "gradient" or "update".
-        name: module or parameter.
+        kind: "batch", "weight" before the step, "output", "output gradient", "gradient" or "update".
+        name: module or parameter; "tokens" or "labels" of the batch.
         dtype: dtype of the tensor.
         norm: its norm. None: not known.
         sums: its projections, each by chunks of the first dimension.

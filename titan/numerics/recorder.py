@@ -45,7 +45,7 @@ class JoinedTensor:
     """A tensor of a recorded step.
 
     Attributes:
-        kind: "weight" before the step, "output", "output gradient", "gradient" or "update".
+        kind: "batch", "weight" before the step, "output", "output gradient", "gradient" or "update".
         name: module or parameter, by its name in the plain model.
         digest: of the whole tensor.
         copies: ranks whose copy of a part differs from the first rank's, each with that rank.
@@ -175,6 +175,12 @@ class Recorder:
         self.with_gradient = set()
         self.parameters("weight")
 
+    def inputs(self, first: int, **tensors: Tensor) -> None:
+        """Record what this rank reads of a micro-batch, which begins at its sample `first`. Tensors without tokens are left out."""
+        for name, x in tensors.items():
+            self.now = len(x)
+            self._note("batch", name, x, first, ("B", "S", *x.shape[2:]))
+
     # ---- outputs and their gradients ----------------------------------------------------------------
 
     def _perturb(self, args: Any, out: Any) -> Any:
@@ -219,12 +225,14 @@ class Recorder:
             self.now = before
 
     @torch.no_grad()
-    def _note(self, kind: str, name: str, x: Tensor, first: int) -> bool:
+    def _note(
+        self, kind: str, name: str, x: Tensor, first: int, dims: tuple[Dim, ...] = ()
+    ) -> bool:
         """Note a part that begins at a sample of this rank. Return whether it is known how the parts join."""
         addend = _partial_coordinate(x)
         local = x.detach()
         local = local.to_local() if isinstance(local, DTensor) else local
-        dims = self.shapes[name]
+        dims = dims or self.shapes[name]
         if "BS" in dims:
             at = dims.index("BS")
             if not self.now or local.ndim != len(dims) or local.shape[at] % self.now:

@@ -57,7 +57,8 @@ class StepRecorder:
 
     def begin(self, batches: Sequence[Any]) -> None:
         """Begin the record of a step with these micro-batches of this rank."""
-        step, first = self.step, self.step.to_local(batches[0]).input
+        step, local = self.step, [self.step.to_local(batch) for batch in batches]
+        first = local[0].input
         length = first.shape[1] * axis_size(step.mesh, "cp")
         positions = torch.arange(length)
         if (cp := axis_size(step.mesh, "cp")) > 1:
@@ -70,6 +71,8 @@ class StepRecorder:
             positions=positions,
             length=length,
         )
+        for number, each in enumerate(local):
+            self.recorder.inputs(number * len(first), tokens=each.input, labels=each.targets)
 
     def end(self, number: int, report: StepReport) -> RecordedStep:
         """End the record of a step. On ranks other than the first it has no tensors.

@@ -254,7 +254,7 @@ def _hardware(config: JobConfig, device_name: str, hardware: Hardware | None) ->
 def _outputs(config: JobConfig, run_dir: Path) -> str:
     """List the run folder and its files."""
     inside = ["metrics.jsonl", "logs/"]
-    if config.checkpoint.enable and not config.checkpoint.load_only:
+    if not config.checkpoint.why_unsaved:
         inside.append(f"{config.checkpoint.folder}/ every {config.checkpoint.interval:,} steps")
     if config.metrics.enable_tensorboard:
         inside.append(f"{config.metrics.save_tb_folder}/")

@@ -18,13 +18,14 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from titan.base.errors import explains_itself
 from titan.base.failure import RunFailure
-from titan.base.run_folder import read_status
+from titan.base.run_folder import read_status, write_status
 from titan.base.signals import (
     EXIT_DONE,
+    EXIT_INTERRUPTED,
     EXIT_USER_ERROR,
     StopRequest,
     die_with_parent,
@@ -39,6 +40,9 @@ from titan.config.errors import ConfigError
 from titan.config.options import add_quiet
 from titan.config.schema import JobConfig
 from titan.run.supervisor import Supervisor, explain, supervisor_class
+
+if TYPE_CHECKING:
+    from titan.run.trainer import Trainer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -175,6 +179,14 @@ def _run(config: JobConfig, stop: StopRequest, supervisor: Supervisor) -> int:
         )
 
     trainer, failed = None, True
+    # Both are called in another thread, which may print while the main thread computes.
+    if os.environ.get("RANK", "0") == "0":
+        stop.on_stop = lambda name: _answer(name, config, trainer)
+        stop.on_leave = lambda: _say_what_is_lost(config, trainer)
+    else:
+        stop.on_leave = lambda: time.sleep(
+            1
+        )  # torchrun ends all ranks with the first that leaves
     try:
         trainer = build(Begin(step=step_to_continue(config)))
         while (code := trainer.run()) is None:
@@ -184,6 +196,8 @@ def _run(config: JobConfig, stop: StopRequest, supervisor: Supervisor) -> int:
         failed = False
         return code
     except Exception as error:
+        if stop.is_leaving:  # a peer has left already, which is no failure
+            time.sleep(60)  # the thread that knows it ends the process
         failure = explain(error) or error
         if not explains_itself(failure):
             traceback.print_exc()
@@ -193,6 +207,44 @@ def _run(config: JobConfig, stop: StopRequest, supervisor: Supervisor) -> int:
         supervisor.end()
         if trainer:
             trainer.close(failed=failed)
+
+
+def _answer(signal_name: str, config: JobConfig, trainer: Trainer | None) -> None:
+    """Say at once what a signal does: the step that runs may take long."""
+    text = "stopping after this step and saving"
+    if config.checkpoint.why_unsaved:
+        text = f"stopping after this step; nothing is saved ({config.checkpoint.why_unsaved})"
+    by_hand = signal_name == "SIGINT"
+    text += "; Ctrl-C again ends without saving" if by_hand else f" ({signal_name})"
+    _say(text, trainer)
+
+
+def _say_what_is_lost(config: JobConfig, trainer: Trainer | None) -> None:
+    """Report the end by a second Ctrl-C on the console and in status.json."""
+    step, kept = 0, 0
+    if trainer and trainer.is_started:
+        step, kept = trainer.step, trainer.saved_step or trainer.first_step - 1
+        if "://" not in config.checkpoint.folder:
+            kept = step_to_continue(config)  # a save may be half done
+    num, text = step - kept, "ended without saving"
+    if num > 0:
+        steps = (
+            f"{num:,} step{'s' * (num > 1)} since step-{kept}" if kept else f"all {num:,} steps"
+        )
+        text += f": {steps} {'is' if num == 1 else 'are'} lost"
+    folder = Path(config.job.dump_folder)
+    write_status(folder, state="stopped", exit_code=EXIT_INTERRUPTED, step=step, reason=text)
+    _say(text, trainer)
+    if trainer and trainer.is_started:
+        trainer.console.close()  # shows the terminal's cursor again
+
+
+def _say(text: str, trainer: Trainer | None) -> None:
+    """Print a line on rank 0, above the bar."""
+    if trainer and trainer.is_started:
+        trainer.console.message(text, always=True)
+    else:
+        print(text, file=sys.stderr, flush=True)
 
 
 def set_compile_cache(folder: str) -> None:

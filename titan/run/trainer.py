@@ -373,10 +373,9 @@ class Trainer(RunProgress):
 
 
 def _why_unsaved(config: JobConfig, first_step: int) -> str:
-    setting = "load_only = true" if config.checkpoint.enable else "enable = false"
     steps = f"the steps since {first_step:,}" if first_step > 1 else "all steps"
     return (
-        f"NOTHING WAS SAVED, because of checkpoint.{setting}: {steps} are lost, and the same "
+        f"NOTHING WAS SAVED, because of {config.checkpoint.why_unsaved}: {steps} are lost, and the same "
         "command repeats them"
     )
 

@@ -63,12 +63,12 @@ class Validation(Hook):
             with averaged(trainer.train_step):
                 trainer.train_step.compute_scales()
                 self.texts = trainer.task.generate(trainer)
+            columns = trainer.task.report(
+                trainer, loss=loss, num_valid=valid, measured=sum_measured
+            )
         # The mean over all ranks' valid tokens or positions. Divide by 1 if none is valid.
         mean_loss = loss / max(valid, 1)
         trainer.events.write(
             "validation", step=trainer.step, spent=trainer.timer.total_s, loss=mean_loss
-        )
-        columns = trainer.task.report(
-            trainer, loss=loss, num_valid=valid, measured=sum_measured
         )
         return {"validation_loss": mean_loss, **columns}

@@ -244,7 +244,7 @@ def _sweep(options: argparse.Namespace, job: list[str]) -> int:
         world_size=options.world_size or 1,
         profiles=[*profiles.values()],
         processes=options.processes,
-        progress=lambda done, total: say(f"{done:,} of {total:,} variants"),
+        progress=lambda done, all_: say(f"{done:,} of {len(all_):,} variants"),
     )
     say("")
     if not put_json([asdict(variant) for variant in variants], options.json, indent=None):

@@ -11,13 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from titan.base.untrusted import InputError
 from titan.checkpoint import CheckpointError
-from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.identity import require_one_tokenizer
 from titan.checkpoint.manifest import list_steps
 from titan.checkpoint.saved_model import find_saved
@@ -26,7 +23,10 @@ from titan.config.options import command_parser, positive
 from titan.config.render import to_toml
 from titan.config.schema import CheckpointSection
 from titan.data.tokenizer_files import FOLDER, read_asset, with_tokenizer, write_files
-from titan.huggingface.convert import check_new, mapped
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 def average(sources: Sequence[Location], output: Path, *, weights: Sequence[float] = ()) -> str:
@@ -43,6 +43,9 @@ def average(sources: Sequence[Location], output: Path, *, weights: Sequence[floa
     Raises:
         InputError: the number of weights is wrong, or a weight is not positive.
     """
+    from titan.checkpoint import manager as checkpoints
+    from titan.huggingface.conversion import check_new
+
     check_new(output)
     weights = list(weights) or [1.0] * len(sources)
     if len(weights) != len(sources):
@@ -88,10 +91,15 @@ def _mean(
     file: Path,
 ) -> Tensor:
     """Return the mean of a tensor, in a file's memory. An integer tensor is the last step's."""
+    import torch
+
+    from titan.checkpoint.manager import load
+    from titan.huggingface.conversion import mapped
+
     total = torch.zeros(shape, dtype=torch.float32 if dtype.is_floating_point else dtype)
     for step, weight in zip(steps, weights, strict=True):
         state = {name: torch.empty_like(total)}
-        checkpoints.load(step, state)
+        load(step, state)
         if dtype.is_floating_point:
             total.add_(state[name], alpha=weight / sum(weights))
         else:

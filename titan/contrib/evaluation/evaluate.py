@@ -10,10 +10,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import starmap
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titan.checkpoint.model_folders import model_folders
 from titan.checkpoint.saved_model import (
@@ -36,10 +36,12 @@ from titan.config.options import TRUST_OPTION, command_parser, positive, put_jso
 from titan.config.plug_ins import load_plug_ins
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
-from titan.contrib.evaluation.examples import ExampleTask, is_file, read_task, shipped
-from titan.contrib.evaluation.scoring import Scorer
+from titan.contrib.evaluation.examples import ExampleTask, Figure, is_file, read_task, shipped
 from titan.data import DataError
 from titan.ops.launch import launch_command
+
+if TYPE_CHECKING:
+    from titan.contrib.evaluation.scoring import Scorer
 
 # Tokens of a text for a Hugging Face folder: at most, and without max_position_embeddings, as in the harness.
 _MAX_LENGTH, _UNKNOWN_LENGTH = 8192, 2048
@@ -194,6 +196,7 @@ def build_scorer(weights: Weights, *, device: Any, average: bool = False) -> Sco
         device: this rank's device.
         average: whether to load the average of the weights.
     """
+    from titan.contrib.evaluation.scoring import Scorer
     from titan.parallel import build_mesh
     from titan.parallel.block_attention import prefer_backend
     from titan.step.resolved import resolve_job
@@ -233,6 +236,19 @@ def score(scorer: Scorer, args: argparse.Namespace) -> dict[str, float]:
     return figures
 
 
+def table(figures: Mapping[str, float]) -> list[str]:
+    """Return the lines of a table of figures by "task/name"."""
+    rows = [("task", "n", "metric", "value", "stderr", "chance")]
+    for name, value in figures.items():
+        task, _, metric = name.rpartition("/")
+        known = value if isinstance(value, Figure) else Figure(value)
+        numbers = (value, known.stderr, known.chance)
+        shown = ("-" if number is None else f"{number:.4f}" for number in numbers)
+        rows.append((task, str(known.n or "-"), metric, *shown))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Score tasks with a checkpoint or a Hugging Face folder, on one process or several."""
     argv = sys.argv[1:] if argv is None else argv
@@ -264,8 +280,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     scorer = build_scorer(weights, device=device, average=args.average)
     figures = score(scorer, args)
-    if os.environ.get("RANK", "0") == "0":
-        width = max(map(len, figures), default=0)
-        if not put_json(figures, args.json):
-            print("\n".join(f"{name:<{width}}  {value:.6f}" for name, value in figures.items()))
+    if os.environ.get("RANK", "0") == "0" and not put_json(figures, args.json):
+        print("\n".join(table(figures)))
     return 0

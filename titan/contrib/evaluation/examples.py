@@ -8,6 +8,8 @@ A continuation is scored as it is written, so it contains its leading space. The
     acc              choices: the answer is the likeliest choice; cloze: each token of the target is the likeliest (greedy)
     acc_norm         choices: the answer has the highest log-likelihood per character
     log_likelihood   of the answer or target, in nats, averaged over the examples; exp(-log_likelihood) is the harness's perplexity
+
+Standard errors are the harness's, too: the sample standard deviation over the root of the number of examples.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from math import sqrt
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 from titan.base.untrusted import InputError, parse_json, read_lines
@@ -42,6 +45,28 @@ class Example:
     answer: int = 0
 
 
+class Figure(float):
+    """Figure of a task.
+
+    Attributes:
+        n: number of examples; 0: not known.
+        stderr: standard error; None: not known.
+        chance: value that guessing reaches; None: none.
+    """
+
+    n: int = 0
+    stderr: float | None = None
+    chance: float | None = None
+
+    @classmethod
+    def mean(cls, values: Sequence[float], *, chance: float | None = None) -> Figure:
+        """Return the mean of the examples' values."""
+        figure = cls(fmean(values))
+        figure.n, figure.chance = len(values), chance
+        figure.stderr = stdev(values) / sqrt(figure.n) if figure.n > 1 else None
+        return figure
+
+
 @dataclass(frozen=True)
 class ExampleTask:
     """Examples of a task.
@@ -61,7 +86,7 @@ class ExampleTask:
         """Return each context with each of its choices, in order."""
         return [(e.context, choice) for e in self.examples for choice in e.choices]
 
-    def figures(self, scores: Sequence[tuple[float, bool]]) -> dict[str, float]:
+    def figures(self, scores: Sequence[tuple[float, bool]]) -> dict[str, Figure]:
         """Compute the figures of the task.
 
         Args:
@@ -69,9 +94,10 @@ class ExampleTask:
         """
         rest = iter(scores)
         found = [(e, [next(rest) for _ in e.choices]) for e in self.examples]
-        log_likelihood = fmean(of[e.answer][0] for e, of in found)
+        log_likelihood = Figure.mean([of[e.answer][0] for e, of in found])
         if self.kind == "target":
-            return {"acc": fmean(of[0][1] for _, of in found), "log_likelihood": log_likelihood}
+            greedy = Figure.mean([of[0][1] for _, of in found])
+            return {"acc": greedy, "log_likelihood": log_likelihood}
         right = [[], []]
         for example, of in found:
             for n, lengths in enumerate(([1] * len(of), map(len, example.choices))):
@@ -81,7 +107,8 @@ class ExampleTask:
                 right[n].append(
                     values.index(max(values)) == example.answer
                 )  # the first of equals
-        acc, acc_norm = map(fmean, right)
+        chance = fmean(1 / len(of) for _, of in found)
+        acc, acc_norm = (Figure.mean(values, chance=chance) for values in right)
         return {"acc": acc, "acc_norm": acc_norm, "log_likelihood": log_likelihood}
 
 

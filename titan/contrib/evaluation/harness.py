@@ -6,8 +6,10 @@ harness it is one process.
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -17,6 +19,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from titan.base.untrusted import printable
 from titan.config.errors import did_you_mean
+from titan.contrib.evaluation.examples import Figure
 from titan.contrib.evaluation.scoring import ScoredText, Scorer
 from titan.data import DataError
 
@@ -141,7 +144,7 @@ def check_names(names: Sequence[str], *, include_path: str | None) -> None:
 
 
 def evaluate(scorer: Scorer, names: Sequence[str], args: Namespace) -> dict[str, float]:
-    """Run tasks of the harness and return their figures, without standard errors.
+    """Run tasks of the harness and return their figures.
 
     Args:
         scorer: Scorer over titan's ranks.
@@ -162,7 +165,6 @@ def evaluate(scorer: Scorer, names: Sequence[str], args: Namespace) -> dict[str,
             num_fewshot=args.num_fewshot,
             task_manager=tasks.TaskManager(include_path=args.include_path),
             bootstrap_iters=0,
-            log_samples=False,
         )
     except Exception as error:
         if type(error).__module__.split(".")[0] not in _HUB and not isinstance(
@@ -173,9 +175,23 @@ def evaluate(scorer: Scorer, names: Sequence[str], args: Namespace) -> dict[str,
             f"{', '.join(names)}: the harness cannot fetch its data ({type(error).__name__}: {printable(str(error), 200)}); without a "
             "network, run the task once where there is one and set HF_HOME to that cache, or name a .jsonl file"
         ) from None
+    samples = (found or {}).get("samples", {})
     return {
-        f"{task}/{name.removesuffix(',none')}": float(value)
+        f"{task}/{name.removesuffix(',none')}": _figure(value, name, samples.get(task, []))
         for task, figures in (found or {"results": {}})["results"].items()
         for name, value in figures.items()
         if isinstance(value, float) and "_stderr" not in name
     }
+
+
+def _figure(value: float, name: str, samples: Sequence[Mapping[str, Any]]) -> Figure:
+    """Return a figure of the harness, with its standard error if it is the mean of the values of its samples."""
+    metric, _, kind = name.partition(",")
+    mine = [sample for sample in samples if sample.get("filter", kind) == kind]
+    with suppress(TypeError, ValueError, LookupError):  # values that no mean is made of
+        figure = Figure.mean([float(sample[metric]) for sample in mine])
+        if math.isclose(figure, value, rel_tol=1e-9):
+            return figure
+    figure = Figure(value)
+    figure.n = len(mine)
+    return figure

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from titan.config.options import whole
 from titan.contrib.evaluation.evaluate import EvaluateExtension
-from titan.contrib.evaluation.scoring import Scorer
 from titan.data import require
+
+if TYPE_CHECKING:
+    from titan.contrib.evaluation.scoring import Scorer
 
 
 class LmEval(EvaluateExtension):

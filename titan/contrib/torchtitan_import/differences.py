@@ -59,10 +59,11 @@ _OURS = (
 
 
 class Differences(CheckExtension):
-    """The lines `differences` of `titan check`."""
+    """The lines `differences` of `titan check`, for a job with keys or flavors that only TorchTitan has."""
 
     def facts(self, config: JobConfig) -> dict[str, Any]:
-        return {"differences": differences(config)}
+        is_theirs = bool(config.source_map.warnings)  # of aliases.py
+        return {"differences": differences(config) if is_theirs else []}
 
     def lines(self, facts: dict[str, Any]) -> list[str]:
         lines = [f"    {line}" for line in facts["differences"]]

@@ -308,7 +308,7 @@ def main(argv: list[str], program: Callable[..., Any] | None = None) -> int:
     parser = command_parser("certify", usage, summary=summary_of("certify"))
     default = "default: all, or job if the command line has keys of [parallelism]"
     parser.add_argument("--layouts", metavar="NAME,...", help=f"{', '.join(names)}; {default}")
-    about = "ranks of the job; default: the smallest number that fits"
+    about = "ranks of the job; default: the minimum"
     parser.add_argument("--world-size", type=positive, metavar="N", help=about)
     about = "folder of the certificates; default: the working directory"
     parser.add_argument("--output", type=Path, metavar="FOLDER", default=Path(), help=about)
@@ -343,13 +343,13 @@ def main(argv: list[str], program: Callable[..., Any] | None = None) -> int:
     return int(any(row.verdict in ("differs", "failed") for row in rows))
 
 
-def least_world(config: JobConfig) -> int:
-    """Return the least number of ranks that the job's degrees allow, with two FSDP shards or more where their number is open."""
+def least_world(config: JobConfig, *, shards: int = 2) -> int:
+    """Return the minimum number of ranks of a job's degrees, with at least `shards` FSDP shards where their number is open."""
     parallel = config.parallelism
     world = prod(abs(getattr(parallel, key.rpartition(".")[2])) for key in AXES.values())
     lent = parallel.context_parallel_degree * parallel.tensor_parallel_degree
     is_open = parallel.data_parallel_shard_degree == -1
-    return world * (max(2, -(-parallel.expert_parallel_degree // lent)) if is_open else 1)
+    return world * (max(shards, -(-parallel.expert_parallel_degree // lent)) if is_open else 1)
 
 
 def _starts(modules: Sequence[Sequence[str]]) -> list[str]:

@@ -54,10 +54,23 @@ class RankError:
         first = next(iter(str(error).splitlines()), "")
         return RankError(
             text=f"rank {rank} of {world}:\n{traceback.format_exc()}",
-            line=first if refuses else f"{type(error).__name__}: {first}",
+            line=first if refuses else f"{_module_of(error)}{type(error).__name__}: {first}",
             refuses=refuses,
             follows=kind_of(error) in COMMUNICATION,
         )
+
+
+def _module_of(error: BaseException) -> str:
+    """Return "NAME: " of the innermost module of a model whose forward pass raised an error, or an empty string."""
+    from torch import nn
+
+    from titan.parallel.init_weights import canonical_name
+
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [m for f in frames if isinstance(m := f.f_locals.get("self"), nn.Module)]
+    names = {m: name for name, m in modules[0].named_modules()} if modules else {}
+    found = [canonical_name(names[m]) for m in modules if names.get(m)]
+    return f"{found[-1]}: " if found else ""
 
 
 class RankFailed(AssertionError):

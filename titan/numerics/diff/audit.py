@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titan.base.untrusted import InputError, read_json
 from titan.checkpoint.identity import read_metadata
@@ -33,10 +33,12 @@ from titan.data.tokenizer_files import with_tokenizer
 from titan.numerics.certify.shrink import changed
 from titan.numerics.diff.command import RECORDS, ROUNDED, train
 from titan.numerics.diff.compare import BEYOND, UNIT, compare
-from titan.numerics.diff.saved import SavedTensor, compare_saved, names_apart
 from titan.numerics.recorded import FOLDER, RecordedStep, read_steps
 from titan.observe.rows import Row, number, read_rows
 from titan.observe.run_log import read_events
+
+if TYPE_CHECKING:
+    from titan.numerics.diff.saved import SavedTensor
 
 # Columns that follow from the job alone, with what is wrong if one is the first that differs, in the order in which a step computes them.
 _COLUMNS = {
@@ -319,6 +321,8 @@ def _compare(found: Audit, original: _Record, first: _Record, again: _Record | N
         return
     # The last save may hold weights alone.
     is_whole = not read_metadata(original.saved).get("model_only")
+    from titan.numerics.diff.saved import compare_saved, names_apart
+
     names = names_apart(original.saved, first.saved) if is_whole else []
     found.findings += [
         f"{name} is in one checkpoint only, or has another shape" for name in names
@@ -368,7 +372,7 @@ def _compare_recorded(found: Audit, original: _Record, first: _Record, again: _R
         found.findings.append(str(differences[0]))
         step, kind, name = differences[0].step, differences[0].kind, differences[0].name
         outputs = [t.name for t in original.recorded[step].tensors if t.kind == "output"]
-        is_data = kind == "output" and name == outputs[0]
+        is_data = kind == "batch" or (kind == "output" and name == outputs[0])
         found.blame(
             f"the samples of step {step}" if is_data else f"the {kind} of {name} in step {step}"
         )

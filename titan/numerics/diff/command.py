@@ -11,19 +11,23 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import median
 
-from titan.base.untrusted import InputError
+from titan.base.untrusted import InputError, read_bytes
+from titan.checkpoint.identity import leaves
 from titan.checks.rules import load_to_run
 from titan.commands import summary_of
-from titan.config.errors import COMMAND_LINE, ConfigError, Problem
+from titan.config.errors import COMMAND_LINE, ConfigError, Problem, key_text
 from titan.config.load import load_from_argv
 from titan.config.options import command_parser, positive, put_json
 from titan.config.phases import DEGREES
+from titan.config.render import to_toml
 from titan.config.schema import JobConfig
+from titan.config.toml import format_value, tomllib
 from titan.numerics.certify.command import least_world
 from titan.numerics.diff.compare import Comparison, compare, distance, parameters_only
 from titan.numerics.recorded import RecordedStep, read_steps
@@ -50,7 +54,7 @@ def main(argv: list[str]) -> int:
     about = "steps to train; default: 3"
     parser.add_argument("--steps", type=positive, default=3, metavar="N", help=about)
     for side in "ab":
-        about = f"ranks of {side.upper()}; default: the smallest number that fits"
+        about = f"ranks of {side.upper()}; default: the minimum number of ranks"
         parser.add_argument(f"--nproc-{side}", type=positive, metavar="N", help=about)
     about = "a run of A's job with debug.record_perturbed: what rounding does"
     parser.add_argument("--spread", type=Path, metavar="RUN_C", help=about)
@@ -67,11 +71,14 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="titan-diff-") as folder:
         place = options.output or Path(folder)
         # All are checked before the first one is trained.
-        runs = [_planned(options, rest, side, place / side) for side in "ab"]
+        planned = [_planned(options, rest, side, place / side) for side in "ab"]
+        for line in differing_keys(*(text for text, _ in planned)):
+            print(line, flush=True)
+        runs = [run for _, run in planned]
         if options.spread is not None:
             runs.append(partial(list, read_steps(options.spread)))
         elif not Path(options.a).is_dir():
-            runs.append(_planned(options, rest, "a", place / "spread", perturbed=True))
+            runs.append(_planned(options, rest, "a", place / "spread", perturbed=True)[1])
         a, b, *last = (run() for run in runs)
     spread: Sequence[RecordedStep] = last[0] if last else ()
     if not {step.step for step in a} & {step.step for step in b}:
@@ -122,6 +129,8 @@ def report(found: Comparison, *, measured: bool) -> list[str]:
         return [f"equal: {of}; {share}{basis}"]
     first, *others = found.differences
     lines = [f"differs ({of}{basis})", f"first: {first}"]
+    if first.kind == "batch":
+        return lines  # all others follow from it
     lines += [
         f"  then {other.kind} of {other.name or 'the step'}, by {other.ratio:.1e}"
         for other in others[:_SHOWN]
@@ -138,11 +147,14 @@ def _planned(
     folder: Path,
     *,
     perturbed: bool = False,
-) -> Callable[[], list[RecordedStep]]:
-    """Return what reads the recorded steps of a run folder, or trains a job, checked here, and reads its steps."""
+) -> tuple[str, Callable[[], list[RecordedStep]]]:
+    """Return a resolved job as TOML, and what reads the recorded steps of its folder, or trains it, checked here, and reads its steps."""
     given = Path(getattr(options, side))
     if given.is_dir():
-        return partial(list, read_steps(given))
+        text = ""
+        with suppress(InputError):
+            text = read_bytes(given / "config.toml", within=given).decode(errors="replace")
+        return text, partial(list, read_steps(given))
     keys = [word for word in rest if not word.startswith(f"--{_OTHER[side]}.")]
     job = [str(given), *(word.replace(f"--{side}.", "--", 1) for word in keys)]
     plain = [word for word in job if not word.startswith("--")]
@@ -152,7 +164,9 @@ def _planned(
     if folder.exists():
         raise InputError(f"--output: {folder} exists; name a new folder, or delete it")
     config = load_from_argv(job, warn=False)
-    ranks = getattr(options, f"nproc_{side}") or options.nproc or least_world(config)
+    text = to_toml(config)
+    ranks = getattr(options, f"nproc_{side}") or options.nproc
+    ranks = ranks or least_world(config, shards=1)
     job += _short(config, options.steps, folder, perturbed=perturbed)
     load_to_run(job, world_size=ranks, warn=False)
 
@@ -160,7 +174,23 @@ def _planned(
         train(job, ranks=ranks, what=f"{given}{ROUNDED if perturbed else ''}")
         return read_steps(folder)
 
-    return run
+    return text, run
+
+
+def differing_keys(a: str, b: str) -> list[str]:
+    """Return a line for each of the first keys in which two resolved jobs differ; none if a job is not known."""
+    try:
+        one, two = (dict(leaves(tomllib.loads(text))) for text in (a, b))
+    except tomllib.TOMLDecodeError:
+        return []
+    different = [
+        path for path in one | two if one.get(path) != two.get(path) and path[0] != "job"
+    ]
+    lines = ["A and B are the same job"] if a and b and not different else []
+    for path in different[: _SHOWN if a and b else 0]:
+        values = [format_value(job[path]) if path in job else "not set" for job in (one, two)]
+        lines.append(f"A and B differ in {key_text(path)}: {' -> '.join(values)}")
+    return lines
 
 
 def train(job: Sequence[str], *, ranks: int, what: str) -> None:

@@ -53,6 +53,8 @@ class Difference:
     def __str__(self) -> str:
         where = f" ({self.line})" if self.line else ""
         what = f"{_words(self.kind, self.name)}{where}"
+        if self.kind == "batch" and not self.guess:
+            return f"step {self.step}: the batches differ in their {self.name}: other samples or another shape"
         if math.isinf(self.ratio) and self.guess:
             return f"step {self.step}: {what}: {self.guess}"
         return (
@@ -131,7 +133,8 @@ def compare(
                 continue
             compared += 1
             ratio = distance(a[key], b[key])
-            allowed = _allowed(key[0], normal[key]) * (1 if key[0] == "weight" else inherited)
+            is_given = key[0] in ("batch", "weight")
+            allowed = _allowed(key[0], normal[key]) * (1 if is_given else inherited)
             if ratio <= allowed and not b[key].copies:
                 worst, last = max(worst, ratio / allowed), _words(*key)
                 continue
@@ -182,7 +185,7 @@ def in_order(step: RecordedStep) -> list[Key]:
 
     keys: list[Key] = []
     stages = (
-        *(("weight",), ("output",), ("loss",)),
+        *(("batch",), ("weight",), ("output",), ("loss",)),
         *(("output gradient", "gradient"), ("gradient norm",), ("update",)),
     )
     for kinds in stages:
@@ -220,6 +223,9 @@ def _normal(
     coarse = max(UNIT.get(step.computes_in, 0.0) for step in (one, two))
     normal = {}
     for key, tensor in a.items():
+        if key[0] == "batch":
+            normal[key] = UNIT["float64"]
+            continue
         unit = max(UNIT.get(tensor.dtype, 0.0), coarse, UNIT["float32"])
         if not moved:
             is_initial = key[0] == "weight" and one.step == 1
@@ -277,6 +283,8 @@ def guess_of(a: RecordedTensor, b: RecordedTensor, axes: Mapping[str, int]) -> s
     if b.copies:
         rank, other = b.copies[0]
         return f"the copies of ranks {rank} and {other} differ: a sum or a broadcast over them is missing"
+    if b.kind == "batch":
+        return ""
     one, two = _flat(a), _flat(b)
     size = _size(one)
     if not all(map(math.isfinite, two)):

@@ -165,7 +165,8 @@ def _diagnose(run: Evidence) -> Diagnosis:
             "done", f"finished: all {step:,} steps are done", _drift(run) or _slow(run)
         )
     if status.state == "stopped":
-        return Diagnosis("stopped", f"stopped by a signal after step {step:,}, and saved", [])
+        summary = status.reason or f"stopped by a signal after step {step:,}, and saved"
+        return Diagnosis("stopped", summary, [])
     # A killed run could not write that it ended. A live run may still hang.
     alive = status.state == "running" and run.holder is not None
     if alive and not _is_stale(run):

@@ -136,7 +136,7 @@ def phase_facts(simulation: Simulation, *, changes_layout: bool = False) -> Fact
 def _interval(config: JobConfig, step_s: float) -> int:
     """Return the number of steps between saves; without saves, all of the run's steps."""
     section, steps = config.checkpoint, config.training.steps
-    if not section.enable or section.load_only:
+    if section.why_unsaved:
         return steps
     by_time = section.interval_minutes * 60 / step_s or steps
     return max(1, min(section.interval, steps, int(by_time)))

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
+from titan.base.signals import EXIT_INTERRUPTED
 from titan.checks.rules import advise
 from titan.config.errors import choose
 from titan.config.load import print_warnings
@@ -92,7 +93,11 @@ def plan(search: LayoutSearch, *, budget: int, free_batch: bool = False) -> Plan
     search.total = budget = budget + num_free
     job, *variants = search([{}, *map(search.settings, points)])
     while True:
-        results |= zip(points, variants, strict=True)
+        results |= {
+            point: variant
+            for point, variant in zip(points, variants, strict=True)
+            if variant.facts or variant.problem
+        }
         known = results
         if own is not None and job.facts:
             known = results | {own: replace(job, settings=search.settings(own))}
@@ -100,6 +105,9 @@ def plan(search: LayoutSearch, *, budget: int, free_batch: bool = False) -> Plan
             (p for p in known if known[p].fits or known[p].is_tight),
             key=lambda p: (known[p].is_tight, -known[p].speed),
         )
+        if search.stopped:
+            search.seen &= {own, *results}
+            break
         # A sixth of the budget in each round, so that later rounds start from better centres.
         count = max(0, min(budget - len(results), max(2, budget // 6)))
         # If nothing fits, try the next best candidates of the formula.
@@ -109,7 +117,8 @@ def plan(search: LayoutSearch, *, budget: int, free_batch: bool = False) -> Plan
         variants = search(map(search.settings, points))
     # The job has a row of its own. As a candidate it is shown only if nothing is faster.
     shown = [(point, known[point]) for n, point in enumerate(ranked) if n == 0 or point != own]
-    batches = try_batches(search, shown[0], free=free_batch) if shown else {}
+    has_time = shown and not search.stopped
+    batches = try_batches(search, shown[0], free=free_batch) if has_time else {}
     return Plan(job, shown, batches)
 
 
@@ -339,24 +348,30 @@ def main(argv: list[str] | None = None) -> int:
         processes=given.processes,
         also=also,
     )
+    search.stopped = False
     start = time.monotonic()
     free = options.free == "global_batch"
     found = plan(search, budget=options.simulate, free_batch=free)
     say("")
     shown = kinds_first(search, found.ranked)[: options.most]
+    code = EXIT_INTERRUPTED if search.stopped else int(not shown)
     rows = {id(variant): number for number, (_, variant) in enumerate(shown, 1)}
     candidates = [asdict(one) | {"row": rows.get(id(one))} for _, one in found.ranked]
     batches = [asdict(one) | {"global_batch": n} for n, (_, one) in found.batches.items()]
     data = {"job": asdict(found.job), "candidates": candidates, "batches": batches}
     if put_json(data, options.json):
-        return 0 if shown else 1
-    if not shown:
+        return code
+    if search.stopped:
+        end = "the best so far:" if shown else "nothing that fits so far"
+        print(f"stopped by Ctrl-C; {end}", file=sys.stderr)
+    elif not shown:
         print(
             f"none of {len(search.seen - {search.own()})} candidates runs on {options.world_size} x {profile.name} ({profile.memory_gib:g} GiB); "
             "more ranks, a smaller global batch, or --simulate with a larger number",
             file=sys.stderr,
         )
-        return 1
+    if not shown:
+        return code
     print(*unsupported(shown[0][1].facts), *table(search, found.job, shown), sep="\n")
     print(
         *_remarks(search, found, wall_s=time.monotonic() - start),
@@ -376,4 +391,4 @@ def main(argv: list[str] | None = None) -> int:
             print(f"wrote {file}")
         else:
             print(f"\n{text}", end="")
-    return 0
+    return code

@@ -12,6 +12,7 @@ speed against memory.
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,13 +23,14 @@ from titan.checks.rules import check_to_run, resolve_layout
 from titan.config.errors import ConfigError
 from titan.config.load import load_from_argv
 from titan.config.phases import Phase, phases_of
+from titan.observe.columns import duration
 from titan.sim.price.profiles import Profile
 from titan.sim.record.ranks import remap_ranks
 from titan.sim.record.trace import Trace, no_garbage_collection
 from titan.sim.record.trace_cache import TraceRequest, get_traces
 from titan.sim.replay.queues import ReplayError
 from titan.sim.report.phases import combine_phases
-from titan.sim.report.text import columns, say, utilization
+from titan.sim.report.text import columns, degrees, say, utilization
 from titan.sim.simulate import GIB, Facts, facts, not_simulated, price
 
 WORLD_SIZE = "world_size"
@@ -93,7 +95,7 @@ def simulate_variants(
     world_size: int,
     profiles: Sequence[Profile],
     processes: int | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[int, Sequence[Variant]], None] = lambda done, variants: None,
 ) -> list[Variant]:
     """Simulate a job with each of these settings on each profile.
 
@@ -103,7 +105,7 @@ def simulate_variants(
         world_size: Number of ranks, for variants that do not say.
         profiles: Hardware to price every variant on.
         processes: Number of processes that trace at once. All cores by default.
-        progress: Called with the number of variants that are done, and of all.
+        progress: Called with the number of variants that are done, and all. Those that run have facts.
 
     Returns:
         The variants, by settings and then by profile. A variant that cannot run has a `problem` and
@@ -138,7 +140,11 @@ def simulate_variants(
     def report() -> None:
         # Refused variants are done already.
         waiting = {id(variant) for parts in by_key.values() for variant, *_ in parts}
-        progress(len(variants) - len(waiting), len(variants))
+        for variant in variants:
+            if id(variant) not in waiting and variant.parts:
+                variant.facts = {} if variant.problem else combine_phases(variant.parts)
+                variant.parts.clear()
+        progress(len(variants) - len(waiting), variants)
 
     def done(traced: TraceRequest, traces: dict[int, Trace] | Exception) -> None:
         # One trace serves all variants of the key, each with its own replicas and hardware.
@@ -150,9 +156,6 @@ def simulate_variants(
     with no_garbage_collection():
         requests = [parts[0][1] for parts in by_key.values()]
         get_traces(requests, processes=processes, done=done)
-    for variant in variants:
-        variant.facts = {} if variant.problem else combine_phases(variant.parts)
-        variant.parts.clear()
     return variants
 
 
@@ -184,6 +187,7 @@ class Search:
         what: Label of the progress.
         total: Number of settings that will be simulated, as far as it is known.
         known: Variants by settings.
+        stopped: Whether Ctrl-C has ended the search, so that variants lack facts and problem. None: it ends the command.
     """
 
     job: Sequence[str]
@@ -193,6 +197,8 @@ class Search:
     what: str = "candidates simulated"
     total: int = 0
     known: dict[str, Variant] = field(default_factory=dict)
+    stopped: bool | None = None
+    began_s: float = field(default_factory=time.monotonic)
 
     def __call__(self, settings: Iterable[dict[str, str]]) -> list[Variant]:
         """Return the job with each of these settings, simulated."""
@@ -202,17 +208,34 @@ class Search:
             self.known.keys() - {str({})}
         )  # the job as it is counts with the next ones
 
-        def progress(done: int, total: int) -> None:
-            say(f"{before + done} of {max(self.total, before + total)} {self.what}")
+        found: Sequence[Variant] = []
 
-        found = simulate_variants(
-            self.job,
-            new.values(),
-            world_size=self.world_size,
-            profiles=[self.profile],
-            processes=self.processes,
-            progress=progress,
-        )
+        def progress(done: int, variants: Sequence[Variant]) -> None:
+            nonlocal found
+            found, done = variants, before + done
+            left = max(self.total, before + len(variants)) - done
+            text = f"{done} of {done + left} {self.what}"
+            if done and left:
+                spent_s = time.monotonic() - self.began_s
+                text += f", about {duration(spent_s / done * left)} left"
+            best = max((*self.known.values(), *variants), key=lambda v: v.fits * v.speed)
+            if best.fits:
+                text += f", best so far {best.speed:,.0f} tokens/s/GPU: {degrees(best.facts)}"
+            say(text)
+
+        try:
+            found = simulate_variants(
+                self.job,
+                new.values(),
+                world_size=self.world_size,
+                profiles=[self.profile],
+                processes=self.processes,
+                progress=progress,
+            )
+        except KeyboardInterrupt:
+            if self.stopped is None:
+                raise
+            self.stopped = True
         self.known |= zip(new, found, strict=True)
         return [self.known[key] for key in wanted]
 

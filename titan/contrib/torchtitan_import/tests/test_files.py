@@ -9,7 +9,7 @@ import pytest
 from titan.checks.rules import check, check_layout
 from titan.config.load import ConfigError, load_config
 from titan.config.schema import JobConfig
-from titan.contrib.torchtitan_import.differences import differences
+from titan.contrib.torchtitan_import.differences import Differences, differences
 
 EVERY_KEY = """
 [job]
@@ -278,6 +278,8 @@ NORMS = "optimizer.decay_norms: false spares norms from weight decay; TorchTitan
 
 def test_what_differs_is_reported(tmp_path: Path) -> None:
     assert differences(load_text(LLAMA_8B, tmp_path)) == [NORMS]
+    for text, found in ((LLAMA_8B, []), (LLAMA_8B + "[memory_estimation]\n", [NORMS])):
+        assert Differences().facts(load_text(text, tmp_path))["differences"] == found
     same = LLAMA_8B.replace("eps = 1e-8", "decay_norms = true")
     assert differences(load_text(same, tmp_path)) == []
     (tmp_path / "same.toml").write_text(same)
