@@ -86,7 +86,7 @@ def _number(text: str) -> float:
 
 
 def draw_law(found: Fit, runs: list[Run], file: Path) -> None:
-    """Draw losses of runs over FLOPs with the least loss that the law allows, and what the law leaves.
+    """Draw losses of runs over FLOPs with the compute-optimal frontier, and what the law leaves.
 
     Args:
         found: The law.

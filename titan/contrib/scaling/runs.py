@@ -67,13 +67,12 @@ def read(
 
 def require_enough(runs: Sequence[Run], *, left_out: int = 0) -> None:
     """Raise InputError if a law cannot be fitted to runs."""
-    count = f"titan scaling: {len(runs)} runs" + f" after --leave-out {left_out}" * bool(
-        left_out
-    )
+    count = f"titan scaling: {len(runs)} run{'s' * (len(runs) != 1)}"
+    count += f" after --leave-out {left_out}" * bool(left_out)
     for field in ("params", "tokens"):
         if len({getattr(run, field) for run in runs}) < 3:
             raise InputError(
-                f"{count} have fewer than three different numbers of {field}: the law needs three of each"
+                f"{count}: fewer than three different numbers of {field}; the law needs three of each"
             )
     if len(runs) < LEAST:
         raise InputError(f"{count}: the law needs at least {LEAST}")
@@ -188,6 +187,11 @@ def _of_csv(file: Path) -> list[Run]:
                 rule = "above zero" if field == "loss" else "from 1 to 1e18"
                 raise InputError(f"{where}: {field} is {printable(text)}, not a number {rule}")
             values.append(value)
+        params, tokens, _ = values
+        if params < 1e4 or tokens < params / 10:
+            raise InputError(
+                f"{where}: {params:g} parameters and {tokens:g} tokens: are these millions and billions? Write 70e6 for 70 million"
+            )
         name = row[places["name"]] if "name" in places else ""
         runs.append(Run(name or f"line {reader.line_num}", *values))
     return runs

@@ -10,6 +10,7 @@ from titan.base.untrusted import InputError
 from titan.checks.rules import load_to_run
 from titan.config.options import JOB, command_parser, positive
 from titan.config.schema import JobConfig
+from titan.sim.report.text import put_json, require_writable
 
 from . import execute, picture, results, trials
 from .trials import Trial
@@ -46,19 +47,23 @@ def main(argv: list[str] | None = None) -> int:
     about = "run on a Ray cluster; default address: auto"
     add("--ray", nargs="?", const="auto", metavar="ADDRESS", help=about)
     picture.add_option(parser, "draw the losses")
+    add("--json", metavar="FILE", help="write the runs and the verdict as JSON")
     about = "run nothing: say what the folder's runs have reached"
     add("--report", action="store_true", help=about)
     options, job = parser.parse_known_args(argv)
     if options.report and (job or options.set):
         parser.error(f"--report takes the runs of the folder: remove {[*job, *options.set][0]}")
     picture.require_option(options)
+    require_writable(options, "json")
     folder = options.folder.absolute()
     every = trials.read(folder) if options.report else _prepare(job, options, folder)
     code = 0 if options.report else _run(every, options)
     rows = [results.row_of(trial) for trial in every]
     results.write_rows(rows, folder)
     groups = results.groups_of(rows)
-    print("\n".join(["", *results.table(groups), "", results.verdict(groups)]))
+    verdict = results.verdict(groups)
+    if not put_json({"runs": rows, "verdict": verdict}, options.json):
+        print("\n".join(["", *results.table(groups), "", verdict]))
     if options.plot:
         picture.draw_sweep(rows, options.plot)
     for row in rows:
