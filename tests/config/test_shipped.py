@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from urllib.parse import urlparse
@@ -11,6 +12,7 @@ import pytest
 
 from titan.cli import main
 from titan.config.load import load_config
+from titan.models.llama3 import FLAVORS
 from titan.tools.shipped import about, jobs
 
 
@@ -27,7 +29,9 @@ def test_a_job_is_copied_once(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["init"]) == 0
-    assert load_config("job.toml").model.flavor == "demo"
+    assert (
+        load_config("job.toml").model.sizes == FLAVORS["demo"]
+    )  # "auto", of 258 bytes and marks
     assert load_config("job.toml").job.dump_folder == "outputs/job"
     assert main(["init", "it's mine.toml"]) == 0
     assert load_config("it's mine.toml").job.dump_folder == "outputs/first"
@@ -44,6 +48,36 @@ def test_a_job_is_copied_once(
         assert json.loads(schema.read_text())["title"] == "titan job file"
     assert main(["config", "--list", "llama3_8", "--output", "other.toml"]) == 2
     assert "did you mean 'llama3_8b'?" in capsys.readouterr().err
+
+
+def test_two_commands_train_on_own_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("none").mkdir()
+    Path("text.txt").write_text(Path(argparse.__file__).read_text())
+    init, small = ["init", "run.toml", "--text"], ["--training.seq_len=9", "--training.steps=2"]
+    for words, expected in (
+        (["none"], "no *.txt"),
+        (["text.txt", "--vocab=99"], "99 is below 258"),
+        (["text.txt", "--vocab=99999"], "text (1 file): too short for a vocabulary of 99,999"),
+    ):
+        assert main([*init, *words]) == 2 and not Path("run.toml").exists()
+        said = capsys.readouterr().err
+        assert expected in said and said.count("\n") == 1
+    assert main([*init, "text.txt", "--vocab=300"]) == 0
+    assert main(["train", "run.toml", *small]) == 0
+    ran = load_config("outputs/run/config.toml")
+    assert ran.model.overrides == {"vocab_size": 304} and ran.tokenizer.path == "run_tokenizer"
+    Path("run.toml").unlink()
+    assert main([*init, "text.txt"]) == 2  # the run's tokenizer is there
+    assert main(["init"]) == 0
+    # One key of the starter is another tokenizer.
+    words = ["config", "job.toml", "--tokenizer.path=run_tokenizer"]
+    assert main(words) == 0 and "vocab_size = 304" in capsys.readouterr().out
+    assert main([*words[:2], "--tokenizer.path=x"]) == 2
+    said = capsys.readouterr().err
+    assert "tokenizer.path: tokenizer path 'x' does not exist" in said and "1 problem" in said
 
 
 def test_a_job_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:

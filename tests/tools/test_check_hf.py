@@ -14,6 +14,7 @@ from titan import cli
 from titan.base.untrusted import printable
 from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.commit import CheckpointGroup
+from titan.config.load import load_config
 from titan.config.model import family
 from titan.config.schema import ModelSection
 from titan.huggingface import check_hf
@@ -193,6 +194,22 @@ def test_a_job_names_keys_that_nothing_reads(tmp_path: Path, capsys) -> None:
     assert capsys.readouterr().err.count(", logit_scale\n") == 2
 
 
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+def test_a_job_that_continues_a_folder(name: str, tmp_path: Path, capsys) -> None:
+    model, job = random_model(name, {}), tmp_path / "job.toml"
+    model.save_pretrained(tmp_path)
+    words = ["init", str(job), "--hf", str(tmp_path)]
+    assert cli.main(words) == 2 and "its tokenizer are missing" in capsys.readouterr().err
+    learn = ["tokenizer", "train", "--input", __file__, "--output", str(tmp_path)]
+    assert cli.main([*learn, "--vocab-size=301"]) == 0 and cli.main(words) == 0
+    config, theirs = load_config(job), model.config
+    sizes, start = config.model.sizes, config.checkpoint
+    assert sizes.num_params == model.num_parameters() and sizes.vocab_size == theirs.vocab_size
+    assert sizes.n_kv_heads == theirs.num_key_value_heads
+    assert start.initial_load_in_hf and start.last_save_in_hf
+    assert start.initial_load_path == config.tokenizer.path == str(tmp_path)
+
+
 def test_weights_that_differ_are_named(tmp_path: Path, capsys) -> None:
     model = random_model("Llama", {})
     model.save_pretrained(tmp_path)
@@ -231,6 +248,9 @@ def test_the_id_of_a_model_at_the_hub(capsys: pytest.CaptureFixture[str]) -> Non
     assert cli.main(["check", "--hf", "meta-llama/Llama-3.1-8B"]) == 2
     said = capsys.readouterr().err
     assert "hf download meta-llama/Llama-3.1-8B config.json --local-dir Llama-3.1-8B" in said
+    assert cli.main(["init", "j.toml", "--hf", "mistralai/Mistral-7B-v0.1"]) == 2
+    said = capsys.readouterr().err
+    assert "hf download mistralai/Mistral-7B-v0.1 --local-dir Mistral-7B-v0.1" in said
     assert cli.main(["check", "--hf", "no/such/folder"]) == 2
     assert "hf download" not in capsys.readouterr().err
 

@@ -105,7 +105,8 @@ def load_config(
             problems += mistakes
         _merge(merged, layer.data, locations=source_map.locations, new=layer.locations)
     for extension in extensions:
-        source_map.warnings += extension.complete(merged, source_map.locations)
+        with collect_problems(problems):
+            source_map.warnings += extension.complete(merged, source_map.locations)
     config, mistakes = _validate(merged, source_map)
     if problems := problems + mistakes:
         raise ConfigError(problems, partial=config)

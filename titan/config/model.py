@@ -52,7 +52,8 @@ class ModelSection(Section):
     flavor: str = "debugmodel"
     """A named size of the family, such as "8B"."""
     overrides: dict[str, int | float | bool | str | list[Any] | dict[str, Any]] = {}
-    """Fields of the flavor's config to change, such as {n_layers = 4}."""
+    """Fields of the flavor's config to change, such as {n_layers = 4}. vocab_size = "auto" is the number of the
+    tokenizer's ids, rounded up to a multiple of 8; without it, a flavor has its own vocabulary."""
     hf_path: Annotated[str, _OF_TRANSFORMERS] = ""
     """For name = "transformers": a folder of Hugging Face, or a config.json, that says which model it is."""
     architecture: Annotated[str, _OF_TRANSFORMERS] = ""

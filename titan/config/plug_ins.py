@@ -18,8 +18,8 @@ same, and no other part of titan imports them:
                        builds one of titan's optional optimizers. layout.NAME = a module whose function `resolve` chooses a layout.
                        failure.NAME = a function that returns the titan.base.failure.RunFailure that explains an exception,
                        or None. chat.NAME = a module that
-                       reads conversations. checkpoint.NAME = a module that reads and writes folders of models. folder.NAME = the
-                       function behind `titan check --hf`. estimate.NAME = a function that estimates the memory of a job.
+                       reads conversations. checkpoint.NAME = a module that reads and writes folders of models. folder.NAME = a
+                       module whose functions are behind `titan check --hf` (main) and `titan init --hf` (job_of). estimate.NAME = a function that estimates the memory of a job.
                        measured.NAME = a function that reads the parts of a step from a run's trace. tables.NAME = a
                        function that returns the simulator's measured tables of a card, or None. python.NAME = a function
                        titan.sim.NAME

@@ -387,7 +387,7 @@ def source_of_path(path: str, *, text_key: str, messages_key: str = "") -> s.Sec
         counts = ", ".join(f"{n} {end or 'without ending'}" for end, n in endings.most_common())
         raise DataError(
             f"'{path}' holds several kinds of files: {counts}; name those to read, as in "
-            f"--input 'DIR/**/*{endings.most_common(1)[0][0]}' (several are read one after another)"
+            f"'DIR/**/*{endings.most_common(1)[0][0]}'"
         )
     [kind] = kinds
     keys: dict[str, Any] = {"text_key": text_key, "messages_key": messages_key}

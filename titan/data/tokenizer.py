@@ -325,7 +325,7 @@ def open_tokenizer(config: JobConfig) -> Tokenizer:
     if size > model.vocab_size:
         raise DataError(
             f"the tokenizer has {size:,} tokens, but {config.model.name} {model_title(config.model)} has a vocabulary of "
-            f"{model.vocab_size:,}; set model.overrides.vocab_size = {size}, or use another tokenizer"
+            f'{model.vocab_size:,}; set model.overrides.vocab_size = "auto", or use another tokenizer'
         )
     return tokenizer
 

@@ -1,6 +1,6 @@
-"""Command `titan check --hf FOLDER`.
+"""Command `titan check --hf FOLDER`, which shows the family of a Hugging Face folder in titan, and whether its weights load.
 
-It shows the family of a Hugging Face folder in titan, and whether its weights load.
+`titan init --hf FOLDER` writes the same keys into a job.
 """
 
 from __future__ import annotations
@@ -49,14 +49,11 @@ def describe(path: Path) -> dict[str, Any]:
     """
     file = path / CONFIG if path.is_dir() else path
     # A model's id at the hub. Fetch nothing unasked: the machine may have no network.
-    if (
-        not file.exists()
-        and re.fullmatch(r"[\w.-]+/[\w.-]+", str(path))
-        and not path.suffix == ".json"
-    ):
+    if not file.exists() and re.fullmatch(r"[\w.-]+/(?!.*\.json$)[\w.-]+", str(path)):
+        download, to = f"hf download {path}", f"--local-dir {path.name}"
         raise InputError(
-            f"{path}: no such file or folder. If it is a model at the hub, fetch its config.json first: "
-            f"hf download {path} {CONFIG} --local-dir {path.name}, then: titan check --hf {path.name}"
+            f"{path}: no such file or folder. If it is a model at the hub, fetch it first: {download} {to}; "
+            f"its {CONFIG} is enough for titan check: {download} {CONFIG} {to}"
         )
     hf = read_json(file, dict[str, Any], limit=2**20, within=root_of(file.parent))
     try:
@@ -99,6 +96,32 @@ def describe(path: Path) -> dict[str, Any]:
     }
 
 
+def job_of(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the sections of a job that continues a folder's model.
+
+    Raises:
+        InputError: the folder lacks weights or a tokenizer, or titan cannot load them.
+    """
+    facts = describe(path)
+    if not facts["loads"] or not facts["tokenizer"]:
+        fetch = "`hf download NAME --local-dir FOLDER` fetches all files of a model"
+        missing = f"its weights or its tokenizer are missing; {fetch}"
+        raise InputError(f"{path}: {[*facts['problems'], missing][0]}")
+    return _sections(facts)
+
+
+def _sections(facts: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    found = {"model": facts["family"], "tokenizer": facts["tokenizer"], "checkpoint": {}}
+    if facts["loads"]:
+        start = str(Path(facts["config"]).parent)
+        found["checkpoint"] = {
+            "initial_load_path": start,
+            "initial_load_in_hf": True,
+            "last_save_in_hf": True,
+        }
+    return {name: section for name, section in found.items() if section}
+
+
 def _problems(folder: Path, name: str, sizes: Any) -> list[str]:
     """Return a line for each tensor that differs between the files and the model."""
     try:
@@ -136,10 +159,9 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     experts = f", {active:,} of them active for a token" if active != total else ""
     yield "parameters", f"{total:,}{experts}"
     yield "family", f"{keys['name']}. In a job file:"
-    lines = ["[model]", *(f"{key} = {format_value(value)}" for key, value in keys.items())]
-    if facts["tokenizer"]:
-        lines += ["[tokenizer]", f"path = {format_value(facts['tokenizer']['path'])}"]
-    yield from [("", f"    {line}") for line in lines]
+    for name, section in _sections(facts).items():
+        yield "", f"    [{name}]"
+        yield from [("", f"    {key} = {format_value(v)}") for key, v in section.items()]
     verdicts = {None: f"no weights are beside {facts['config']}", True: "yes", False: "no"}
     yield "loads", verdicts[facts["loads"]]
     more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []

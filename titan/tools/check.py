@@ -21,11 +21,11 @@ from titan.config.load import leaves_layout_open, print_warnings
 from titan.config.model import model_title
 from titan.config.options import JOB, command_parser, known_options, mistake, positive, put_json
 from titan.config.phases import memory_of, phases_of
-from titan.config.plug_ins import load_plug_in, plug_ins
 from titan.config.schema import CsvSource, JobConfig, JsonlSource, ParquetSource, ShardsSource
 from titan.sim.price import profiles
 from titan.sim.price.profiles import Profile
 from titan.tools.check_extension import check_extensions
+from titan.tools.shipped import folders
 
 _TRIED_ROWS = 100  # rows of a source that are read
 
@@ -52,11 +52,7 @@ def main(argv: list[str]) -> int:
     if options.hf:
         if job or options.hardware or options.formula:
             raise mistake("--hf", "goes with --json, and with no job")
-        for entry in plug_ins("titan.extensions", of="folder"):
-            return load_plug_in(entry)(options)
-        raise mistake(
-            "--hf", "this titan was installed without titan/huggingface, which reads folders"
-        )
+        return folders().main(options)
     profile = None
     try:
         if options.hardware and not _is_datasheet(options.hardware):

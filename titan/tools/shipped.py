@@ -1,34 +1,39 @@
-"""The job files that come with titan, and `titan init`, which copies the first of them."""
+"""The job files that come with titan, and `titan init`, which writes the starter.
+
+It is written as it is, for your own text with a tokenizer for it (--text), or for a Hugging Face model that goes on training (--hf).
+"""
 
 from __future__ import annotations
 
 import re
-import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import titan
-from titan.config.options import command_parser
+from titan.base.untrusted import InputError
+from titan.config.options import command_parser, mistake, positive
+from titan.config.plug_ins import load_part
+from titan.config.toml import format_value
+from titan.data.sources import source_of_path
+from titan.tools import tokenizer
+from titan.tools.prepare import open_all
 
 STARTER = "starter"
+_VOCABULARY = 4096
+Changes = Mapping[str, Mapping[str, Any]]
+"""Values of a job's keys by section; None removes a key."""
 
 
-def folder() -> Path:
-    """Return the folder of the shipped jobs: inside the package, or beside it in a checkout."""
+def shipped(name: str) -> Path:
+    """Return a file or folder that comes with titan: inside the package, or beside it in a checkout."""
     package = Path(titan.__file__).parent
-    installed = package / "train_configs"
-    return installed if installed.is_dir() else package.parent / "train_configs"
-
-
-def schema() -> Path:
-    """Return the schema of job files: installed with the package, or in the docs of a checkout."""
-    package = Path(titan.__file__).parent
-    installed = package / "docs" / "schema.json"
-    return installed if installed.is_file() else package.parent / "docs" / "schema.json"
+    return package / name if (package / name).exists() else package.parent / name
 
 
 def jobs() -> dict[str, Path]:
     """Return the files of the shipped jobs by name, such as "llama3_8b"."""
-    return {file.stem: file for file in sorted(folder().glob("*.toml"))}
+    return {file.stem: file for file in sorted(shipped("train_configs").glob("*.toml"))}
 
 
 def about(file: Path) -> str:
@@ -37,30 +42,103 @@ def about(file: Path) -> str:
     return next(lines, "# ")[2:]
 
 
-def copy(name: str, target: Path) -> int:
-    """Write a shipped job to a file that does not exist yet. Return the exit code."""
+def copy(name: str, target: Path, changes: Changes | None = None) -> int:
+    """Write a shipped job to a file that does not exist yet. Return the exit code.
+
+    Args:
+        name: the job.
+        target: the file.
+        changes: other values of its keys.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
     # The first line tells an editor where the schema is. Its path must work from any folder.
     text = jobs()[name].read_text()
-    text = text.replace("#:schema ../docs/schema.json", f"#:schema {schema().as_uri()}", 1)
+    schema = shipped("docs/schema.json").as_uri()
+    text = text.replace("#:schema ../docs/schema.json", f"#:schema {schema}", 1)
     if name == STARTER and re.fullmatch(r"[\w.-]+", target.stem):
         # Another run folder keeps a second job from finding the checkpoints of the first job.
         text = text.replace("outputs/first", f"outputs/{target.stem}")
         text = text.replace(" job.toml", f" {target.name}")
+    require_new(target)
     try:
-        with target.open("x") as file:
-            file.write(text)
+        target.write_text(_changed(text, changes or {}), encoding="utf-8")
     except OSError as error:
-        reason = "it exists already" if isinstance(error, FileExistsError) else error.strerror
-        print(f"{target}: cannot be written: {reason}", file=sys.stderr)
-        return 2
+        raise InputError(f"{target}: cannot be written: {error.strerror}") from error
     print(f"wrote {target}; train it with: titan train {target}")
     return 0
 
 
+def require_new(target: Path) -> None:
+    """Raise InputError if a file exists, or the folder around it does not."""
+    if target.exists() or not target.parent.is_dir():
+        reason = (
+            "it exists already" if target.exists() else f"there is no folder {target.parent}"
+        )
+        raise InputError(f"{target}: cannot be written: {reason}")
+
+
+def _changed(text: str, changes: Changes) -> str:
+    """Return a job's text with other values of some keys, at the beginning of their sections."""
+    lines: list[str] = []
+    keys: Mapping[str, Any] = {}
+    for line in text.splitlines():
+        if header := re.fullmatch(r"\[(\w+)\]", line):
+            keys = changes.get(header[1], {})
+            values = {key: value for key, value in keys.items() if value is not None}
+            lines += [
+                line,
+                *(f"{key} = {format_value(value)}" for key, value in values.items()),
+            ]
+        # The key's former line, and lines that show other values of it.
+        elif not (word := re.match(r"(?:# )?(\w+)", line)) or word[1] not in keys:
+            lines.append(line)
+    return "\n".join([*lines, ""])
+
+
+def folders() -> Any:
+    """Import the module that reads Hugging Face folders, or raise ConfigError if it is not installed."""
+    missing = "this titan was installed without titan/huggingface, which reads folders"
+    return load_part("folder", key="--hf", missing=missing)
+
+
 def init(argv: list[str]) -> int:
-    """Run `titan init`."""
+    """Run `titan init`.
+
+    Raises:
+        ConfigError, InputError: a mistake of the user, which titan.cli reports.
+    """
     parser = command_parser("init", summary="Write a commented job file to start from.")
-    parser.add_argument(
-        "file", nargs="?", type=Path, default=Path("job.toml"), help="default: job.toml"
-    )
-    return copy(STARTER, parser.parse_args(argv).file)
+    add = parser.add_argument
+    add("file", nargs="?", type=Path, default=Path("job.toml"), help="default: job.toml")
+    about = "train on this text: a file, folder or glob; a tokenizer for it is trained, too, and written beside the job"
+    add("--text", metavar="PATH", help=about)
+    about = f"with --text: ids of the tokenizer; default: {_VOCABULARY}"
+    add("--vocab", type=positive, metavar="N", help=about)
+    about = "continue the model in this Hugging Face folder, with its tokenizer"
+    add("--hf", type=Path, metavar="FOLDER", help=about)
+    options = parser.parse_args(argv)
+    if options.vocab and (options.hf or not options.text):
+        raise mistake(
+            "--vocab", "goes with --text, and not with --hf, whose model has a tokenizer"
+        )
+    require_new(options.file)
+    changes: dict[str, Mapping[str, Any]] = {}
+    if options.hf:
+        changes |= folders().job_of(options.hf)
+        model = changes["model"]
+        changes["model"] = {**model, **{key: model.get(key) for key in ("flavor", "overrides")}}
+        # The starter's rate is for a small model that begins from nothing.
+        changes["optimizer"] = {"lr": 2e-5}
+    if options.text:
+        source: Any = source_of_path(options.text, text_key="text")
+        path = getattr(source, "path", None)  # Python's library has none
+        changes["training"] = {"dataset": source.type, "dataset_path": path}
+        if not options.hf:
+            folder = options.file.with_name(f"{options.file.stem}_tokenizer")
+            size = options.vocab or _VOCABULARY
+            tokenizer.train(open_all([source]), vocab_size=size, output=folder, exact=True)
+            print(f"wrote {folder}: a tokenizer of {size:,} ids, trained on {options.text}")
+            changes["tokenizer"] = {"path": str(folder)}
+    return copy(STARTER, options.file, changes)

@@ -51,28 +51,29 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def train(documents: Documents, *, vocab_size: int, output: Path) -> int:
+def train(documents: Documents, *, vocab_size: int, output: Path, exact: bool = False) -> int:
     """Train a tokenizer. Write tokenizer.json and tokenizer_config.json.
 
     Args:
         documents: text to learn from.
         vocab_size: number of ids to reach.
         output: folder of the files.
+        exact: write nothing if the text has too few pairs to merge for the size.
 
     Returns:
         The number of ids.
 
     Raises:
-        DataError: the size is too small, or the output exists.
+        DataError: the size is too small, the output exists, or the text is too short.
     """
     if vocab_size < _SMALLEST:
         raise DataError(
-            f"--vocab-size {vocab_size} is below {_SMALLEST}: 256 bytes and two special tokens"
+            f"a vocabulary of {vocab_size} is below {_SMALLEST}: 256 bytes and two special tokens"
         )
     file = output / "tokenizer.json"
     if file.exists():
         raise DataError(
-            f"'{file}' exists; a model trained with it would lose its meaning. Choose another --output, or delete it first"
+            f"'{file}' exists; a model trained with it would lose its meaning. Delete it first, or choose another name"
         )
     tokenizers = require("tokenizers", purpose="training a tokenizer")
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -93,11 +94,16 @@ def train(documents: Documents, *, vocab_size: int, output: Path) -> int:
     # Read pieces, so that a document of any size needs little memory.
     texts = (piece for document in documents.read() for piece in pieces_of(document))
     tokenizer.train_from_iterator(texts, trainer=trainer)
+    size = tokenizer.get_vocab_size()
+    if exact and size < vocab_size:
+        raise DataError(
+            f"{documents.name}: too short for a vocabulary of {vocab_size:,}: it has {size:,} tokens at most; add text, or ask for fewer"
+        )
     output.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(file))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}
     (output / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    return tokenizer.get_vocab_size()
+    return size
 
 
 def inspect(path: str, *, text: str) -> dict[str, Any]:

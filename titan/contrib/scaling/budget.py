@@ -1,4 +1,4 @@
-"""Command `titan budget JOB.toml --law law.json --hardware H --gpus N --days D`: what sizes of a model could reach in that time.
+"""Command `titan budget JOB.toml --hardware H --gpus N --days D [--law law.json]`: what sizes of a model could reach in that time.
 
 The formula of the planner chooses each size's layout, and the simulator prices its whole run, failures included. The law says which loss
 to expect of that many tokens.
@@ -22,21 +22,26 @@ from titan.base.untrusted import InputError, read_json
 from titan.config.errors import ConfigError
 from titan.config.load import load_from_argv
 from titan.config.model import family
-from titan.config.options import JOB, check_target, command_parser, mistake, positive
+from titan.config.options import JOB, check_target, command_parser, mistake, positive, put_json
 from titan.config.render import to_toml
 from titan.sim.price.profiles import Profile, load_profile
 from titan.sim.report.text import columns
 from titan.sim.search.auto import choose
 
 from . import picture
-from .cli import load_law
-from .law import LEVEL, Fit
+from .cli import load_law, times
+from .law import CHINCHILLA, LEVEL, Fit
 
 SUMMARY = "What sizes of a model would reach on these GPUs in this time, by a law and the simulator. docs/scaling.md"
 _EXPERTS = "qwen3:30B-A3B"  # the alternative with experts
 # Shares of the memory that the formula may use, until a layout fits by simulation. All of it, if there is none with less.
 _SHARES = (0.9, 0.75, 0.6, 1)
 _STEPS = 10_000  # of the run that is simulated; others are in proportion
+_LAW_OF_OTHERS = (
+    "the law is Chinchilla's (Hoffmann et al. 2022) as Besiroglu et al. 2024, arXiv:2404.10102, fitted it: of other text and another "
+    "tokenizer, so it ranks sizes, and your runs will have other losses; `titan scaling` fits a law to yours, for --law"
+)
+_NOT_SCALED = "learning rate, warm-up and batch are the job's: they were not scaled to the size or to the length of the run"
 
 
 @dataclass(frozen=True)
@@ -67,14 +72,13 @@ class PricedRun:
 
     Attributes:
         size: The size.
-        days: Days of the run; infinite if it cannot reach the loss.
-        run: Tokens, energy, money, failures and GPU hours of these days.
+        row: Its line of the table: days, tokens, loss, energy, money, failures and GPU hours. Days are infinite if it cannot
+            reach the loss.
         rank: What is to be least: the loss, or the GPU hours to it.
     """
 
     size: Size
-    days: float
-    run: dict[str, float]
+    row: dict[str, Any]
     rank: float
 
 
@@ -84,10 +88,11 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         ConfigError, InputError: A mistake of the user, which titan.cli reports.
     """
-    usage = f"{JOB} --law law.json --hardware H --gpus N (--days D | --loss L) [--sizes FLAVOR,...] [--out DIR] [--plot FILE.png]"
+    usage = f"{JOB} --hardware H --gpus N (--days D | --loss L) [--law law.json] [--sizes FLAVOR,...] [--output DIR] [--json [FILE]] [--plot FILE.png]"
     parser = command_parser("budget", usage, summary=SUMMARY)
     add = parser.add_argument
-    add("--law", type=Path, required=True, metavar="FILE.json", help="of `titan scaling --out`")
+    about = "law of `titan scaling --output`; default: chinchilla, which ranks sizes"
+    add("--law", default="chinchilla", metavar="FILE.json", help=about)
     add("--hardware", required=True, metavar="H", help="GPU, as for `titan sim`")
     add("--gpus", "--world-size", type=positive, required=True, metavar="N")
     aim = parser.add_mutually_exclusive_group(required=True)
@@ -96,28 +101,38 @@ def main(argv: list[str] | None = None) -> int:
     aim.add_argument("--loss", type=_in_range, metavar="L", help=about)
     about = f"flavors of the job's family, or FAMILY:FLAVOR; default: all from 0.1 billion parameters, and {_EXPERTS}"
     add("--sizes", metavar="FLAVOR,...", help=about)
-    add("--out", type=Path, metavar="DIR", help="write the best as a job, and two alternatives")
+    add(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="write the best as a job, and two alternatives",
+    )
     picture.add_option(parser, "draw the expected losses over the sizes")
+    parser.add_json()
     options, job = parser.parse_known_args(argv)
-    found = load_law(options.law)
+    found = CHINCHILLA if options.law == "chinchilla" else load_law(Path(options.law))
     picture.require_option(options)
-    if options.out:
-        check_target("--out", options.out, is_folder=True)
+    if options.output:
+        check_target("--output", options.output, is_folder=True)
     if options.loss and not (found.law.B and found.law.b):
         raise InputError(
-            f"titan budget: by the law in {options.law}, more tokens change nothing: --loss needs another law"
+            f"by the law in {options.law}, more tokens change nothing: --loss needs another law"
         )
     plans = [_plan(size, found, options) for size in _priced(job, options)]
-    plans = sorted((p for p in plans if p.days < math.inf), key=lambda plan: plan.rank)
+    plans = sorted((p for p in plans if p.row["days"] < math.inf), key=lambda plan: plan.rank)
     if not plans:
         raise InputError(
-            f"titan budget: no size can reach a loss of {options.loss}, by the law in {options.law}"
+            f"no size can reach a loss of {options.loss}, by the law in {options.law}"
         )
-    print("\n".join(_table(plans, found)))
-    if options.out:
-        _write_jobs(plans, options.out)
+    rows = [plan.row for plan in plans]
+    notes = _notes(rows, found)
+    results = {"law": found.law._asdict(), "level": LEVEL, "sizes": rows, "notes": notes}
+    if not put_json(results, options.json):
+        print("\n".join([*_table(rows), *notes]))
+    if options.output:
+        _write_jobs(plans, options)
     if options.plot:
-        points = [(plan.size.name, plan.size.params, plan.run["tokens"]) for plan in plans]
+        points = [(row["size"], row["params"], row["tokens"]) for row in rows]
         picture.draw_budget(points, found, options.plot)
     return 0
 
@@ -137,7 +152,7 @@ def _priced(job: list[str], options: Namespace) -> list[Size]:
     config = load_from_argv(job, warn=False)
     if config.phase:
         raise InputError(
-            "titan budget: the time decides a run's length, so a job with [[phase]] has no budget: remove its phases"
+            "the time decides a run's length, so a job with [[phase]] has no budget: remove its phases"
         )
     profile = load_profile(options.hardware)
     names = [*_flavors(config.model.name), _EXPERTS]
@@ -161,12 +176,12 @@ def _priced(job: list[str], options: Namespace) -> list[Size]:
                 return _simulated(jobs[name], sizes[name], file, profile, options)
             except (ConfigError, InputError) as error:
                 why = str(error).splitlines()[0]
-                print(f"titan budget: {name} is left out: {why}", file=sys.stderr)
+                print(f"{name} is left out: {why}", file=sys.stderr)
                 return None
 
         if found := [size for size in pool.map(price, names) if size]:
             return found
-        raise InputError("titan budget: no size can be priced on these GPUs")
+        raise InputError("no size can be priced on these GPUs")
 
 
 def _of_size(name: str, job: list[str], changes: dict[str, Any]) -> list[str]:
@@ -227,44 +242,57 @@ def _plan(size: Size, found: Fit, options: Namespace) -> PricedRun:
         days = tokens / (run["tokens"] / run["days"])
     share = days / run["days"]
     parts = ("tokens", "energy_mwh", "cost", "failures", "gpu_hours")
-    reached = {part: run[part] * share for part in parts}
-    rank = law.loss(size.params, reached["tokens"]) if options.days else reached["gpu_hours"]
-    return PricedRun(size, days, reached, float(rank))
+    row = {part: run[part] * share for part in parts}
+    loss, *interval = found.predict(size.params, row["tokens"])
+    row |= {"size": size.name, "params": size.params, "days": days, "loss": loss}
+    row |= {"loss_interval": interval, "layout": size.figures["layout"]}
+    row["tokens_per_s_per_gpu"] = size.figures["tokens_per_s_per_gpu"]
+    return PricedRun(size, row, loss if options.days else row["gpu_hours"])
 
 
-def _table(plans: list[PricedRun], found: Fit) -> list[str]:
-    """Return the table's lines, and what to beware of."""
+def _table(results: list[dict[str, Any]]) -> list[str]:
+    """Return the lines of the table."""
     head = (
         *("size", "layout", "tokens/s/GPU", "days", "tokens", "tokens/param"),
         *(f"loss ({LEVEL:.0%})", "MWh", "cost", "failures"),
     )
     rows: list[tuple[str, ...]] = [head]
-    for plan in plans:
-        size, run = plan.size, plan.run
-        loss, low, high = found.predict(size.params, run["tokens"])
-        layout = size.figures["layout"].replace("pp 1 x ", "").replace("dp_replicate 1 x ", "")
+    for result in results:
+        low, high = result["loss_interval"]
+        layout = result["layout"].replace("pp 1 x ", "").replace("dp_replicate 1 x ", "")
+        per_param = result["tokens"] / result["params"]
         row = (
-            *(size.name, layout, f"{size.figures['tokens_per_s_per_gpu']:,.0f}"),
-            *(f"{x:.3g}" for x in (plan.days, run["tokens"], run["tokens"] / size.params)),
-            *(f"{loss:.4f} ({low:.4f} to {high:.4f})", f"{run['energy_mwh']:.3g}"),
-            *(f"{run['cost']:,.0f}" if run["cost"] else "-", f"{run['failures']:.2g}"),
+            *(result["size"], layout, f"{result['tokens_per_s_per_gpu']:,.0f}"),
+            *(f"{x:.3g}" for x in (result["days"], result["tokens"], per_param)),
+            f"{result['loss']:.4f}" + f" ({low:.4f} to {high:.4f})" * (low < high),
+            f"{result['energy_mwh']:.3g}",
+            *(f"{result['cost']:,.0f}" if result["cost"] else "-", f"{result['failures']:.2g}"),
         )
         rows.append(row)
-    lines = columns(rows, left=(0, 1))
-    farthest = max(6 * plan.size.params * plan.run["tokens"] for plan in plans) / found.largest
+    return columns(rows, left=(0, 1))
+
+
+def _notes(rows: list[dict[str, Any]], found: Fit) -> list[str]:
+    """Return what to beware of."""
+    lines = [_NOT_SCALED]
+    if found is CHINCHILLA:
+        lines.insert(0, _LAW_OF_OTHERS)
+    if rows[0]["cost"]:
+        lines.append("cost is in the currency of simulator.run.gpu_hour_price")
+    farthest = max(6 * row["params"] * row["tokens"] for row in rows) / found.largest
     if farthest > 10:
         lines.append(
-            f"up to {farthest:,.0f} times the FLOPs of the law's largest run: train larger ones before you trust this"
+            f"the law is extrapolated: up to {times(farthest)} times the FLOPs of the largest run that it was fitted to"
         )
     fewest = min(run.tokens for run in found.runs)
-    if few := [plan.size.name for plan in plans if plan.run["tokens"] < fewest / 10]:
+    if few := [row["size"] for row in rows if row["tokens"] < fewest / 10]:
         lines.append(
             f"{', '.join(few)}: far fewer tokens than any of the law's runs had: do not trust their losses"
         )
     return lines
 
 
-def _write_jobs(plans: list[PricedRun], folder: Path) -> None:
+def _write_jobs(plans: list[PricedRun], options: Namespace) -> None:
     """Write the best size as a job, the best of the smaller ones, which trains longer, and the best of the other kind of model."""
     best = plans[0].size
     chosen = {"best": plans[0]}
@@ -277,14 +305,18 @@ def _write_jobs(plans: list[PricedRun], folder: Path) -> None:
         if name not in chosen:
             continue
         plan, size = chosen[name], chosen[name].size
-        steps = round(plan.run["tokens"] / size.figures["tokens_per_step"])
+        steps = round(plan.row["tokens"] / size.figures["tokens_per_step"])
         steps = min(2**31 - 1, max(1, steps))
         changed = [f"--training.steps={steps}", "--parallelism.layout=fixed"]
+        ranks = f"{options.gpus} x {options.hardware}"
+        reason = f"the fastest by formula on {ranks} that fits by simulation (titan budget)"
+        changed.append(f"--parallelism.layout_reason={reason}")
         own = load_from_argv(size.job, warn=False)
         changed.append(f"--job.dump_folder={own.job.dump_folder}-{size.name.replace(' ', '-')}")
         if own.lr_scheduler.total_steps is not None:
             changed.append(f"--lr_scheduler.total_steps={steps}")
         config = load_from_argv([*size.job, *changed], warn=False)
-        file = folder / f"{name}.toml"
-        file.write_text(to_toml(config), encoding="utf-8")
+        file = options.output / f"{name}.toml"
+        comment = f"# {size.name} on {ranks}, by titan budget: {_NOT_SCALED}.\n"
+        file.write_text(comment + to_toml(config), encoding="utf-8")
         print(f"wrote {file}: {size.name}, {steps:,} steps")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-from titan.base.untrusted import parse_json, read_bytes
-from titan.config.options import TRUST_OPTION, command_parser, positive, whole
+from titan.base.untrusted import InputError, parse_json, read_bytes
+from titan.config.options import TRUST_OPTION, command_parser, positive, put_json, whole
 from titan.observe.sinks import require
 from titan.sim.report.text import require_writable
 
@@ -27,9 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         InputError: A mistake of the user, which titan.cli reports.
     """
-    usage = (
-        "RUN... | RUNS.csv [--leave-out K] [--predict N,D] [--out law.json] [--plot FILE.png]"
-    )
+    usage = "RUN... | RUNS.csv [--leave-out K] [--predict N,D] [--output law.json] [--json [FILE]] [--plot FILE.png]"
     parser = command_parser("scaling", usage, summary=SUMMARY)
     add = parser.add_argument
     about = "run folders, folders of them, or a CSV file with params, tokens, loss"
@@ -43,12 +41,13 @@ def main(argv: list[str] | None = None) -> int:
     about = "draws of the bootstrap; default: 400"
     add("--draws", type=positive, default=400, metavar="K", help=about)
     add("--seed", type=whole, default=0, help="seed of the draws; default: 0")
-    add("--out", type=Path, metavar="FILE.json", help="write the law, for `titan budget`")
+    add("--output", type=Path, metavar="FILE.json", help="write the law, for `titan budget`")
     picture.add_option(parser, "draw losses over FLOPs, and what the law leaves")
+    parser.add_json()
     add("--trust-remote-code", **TRUST_OPTION)
     options = parser.parse_args(argv)
     require("scipy", extra="scaling", asked_by="titan scaling")
-    require_writable(options, "out")
+    require_writable(options, "output")
     picture.require_option(options)
     runs, shared = reading.read(
         options.runs, total=options.total, trust_remote_code=options.trust_remote_code
@@ -56,31 +55,32 @@ def main(argv: list[str] | None = None) -> int:
     kept = runs[: max(0, len(runs) - options.leave_out)]
     left = runs[len(kept) :]
     reading.require_enough(kept, left_out=len(left))
+    lines, checked = [], []
     if left:
         check = fit(kept, draws=options.draws, seed=options.seed)
-        print(
+        checked = [predicted(check, run) for run in left]
+        lines.append(
             f"checked: a law of the {len(kept)} smaller runs predicts the {len(left)} largest"
         )
-        for run in left:
-            print(prediction(check, run))
     # The law that is kept, drawn and asked is that of all runs.
     found = fit(runs, draws=options.draws, seed=options.seed)
-    print("\n".join(_report(found, runs)))
-    for params, tokens in options.predict:
-        print(prediction(found, Run("", params, tokens, 0.0)))
-    if options.out:
-        content = vars(found) | {
-            "law": found.law._asdict(),
-            "intervals": {constant: found.interval(constant) for constant in Law._fields},
-            "level": LEVEL,
-            "runs": [run._asdict() for run in runs],
-            "versions": {name: version(name) for name in ("titan-pretrain", "numpy", "scipy")},
-            "shared": shared,
-            "params": "total" if options.total else "active",
-            "seed": options.seed,
-        }
-        options.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        print(f"wrote {options.out}")
+    wanted = [predicted(found, Run("", *size, 0.0)) for size in options.predict]
+    lines += [*map(_line, checked), *_report(found, runs), *map(_line, wanted)]
+    law = vars(found) | {
+        "law": found.law._asdict(),
+        "intervals": {constant: found.interval(constant) for constant in Law._fields},
+        "level": LEVEL,
+        "runs": [run._asdict() for run in runs],
+        "versions": {name: version(name) for name in ("titan-pretrain", "numpy", "scipy")},
+        "shared": shared,
+        "params": "total" if options.total else "active",
+        "seed": options.seed,
+    }
+    if not put_json(law | {"checked": checked, "predictions": wanted}, options.json):
+        print("\n".join(lines))
+    if options.output:
+        put_json(law, options.output, indent=1)
+        print(f"wrote {options.output}")
     if options.plot:
         picture.draw_law(found, runs, options.plot)
     return 0
@@ -127,29 +127,44 @@ def _report(found: Fit, runs: list[Run]) -> list[str]:
     return lines
 
 
-def prediction(found: Fit, run: Run) -> str:
-    """Return the line about a run that the law was not fitted to.
+def predicted(found: Fit, run: Run) -> dict[str, Any]:
+    """Return what the law expects of a run that it was not fitted to.
 
     Args:
         found: The law.
         run: Its loss is 0 if it is not known.
     """
-    loss, low, high = found.predict(run.params, run.tokens)
-    text = f"N {run.params:.3g}, D {run.tokens:.3g}: loss {loss:.4f} ({low:.4f} to {high:.4f}, {LEVEL:.0%})"
-    if run.loss:
-        where = "inside" if low <= run.loss <= high else "OUTSIDE"
-        text += f"; measured {run.loss:.4f} in {run.name}: {run.loss / loss - 1:+.2%}, {where}"
-    if (times := run.flops / found.largest) > _FAR:
-        text += (
-            f"; {times:.0f} times the largest run: the interval is {high - low:.2f} nats wide"
-        )
+    loss, *interval = found.predict(run.params, run.tokens)
+    expected = {"expected": loss, "interval": interval, "times": run.flops / found.largest}
+    return run._asdict() | expected
+
+
+def _line(row: dict[str, Any]) -> str:
+    """Return the line about a prediction."""
+    expected, measured, (low, high) = row["expected"], row["loss"], row["interval"]
+    text = f"N {row['params']:.3g}, D {row['tokens']:.3g}: loss {expected:.4f} ({low:.4f} to {high:.4f}, {LEVEL:.0%})"
+    if measured:
+        where = "inside" if low <= measured <= high else "OUTSIDE"
+        text += f"; measured {measured:.4f} in {row['name']}: {measured / expected - 1:+.2%}, {where}"
+    if row["times"] > _FAR:
+        text += f"; {times(row['times'])} times the largest run: the interval is {high - low:.2f} nats wide"
     return text
 
 
+def times(factor: float) -> str:
+    """Return a factor as text, such as 1,200 or 2.7e18."""
+    return f"{factor:,.0f}" if factor < 1e6 else f"{factor:.1e}".replace("e+", "e")
+
+
 def load_law(file: Path) -> Fit:
-    """Return the law of a file of `titan scaling --out`.
+    """Return the law of a file of `titan scaling --output`.
 
     Raises:
         InputError: The file is wrong.
     """
+    if file.suffix.lower() == ".csv":
+        fix = f"titan scaling {file} --output law.json"
+        raise InputError(
+            f"{file}: that is a CSV of runs, to which a law is fitted first: {fix}"
+        )
     return parse_json(read_bytes(file), Fit, name=f"{file}: no law of titan scaling")

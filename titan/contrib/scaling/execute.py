@@ -103,7 +103,7 @@ def _shares(at_a_time: int, processes: int) -> list[dict[str, str]]:
         return [{"OMP_NUM_THREADS": str(threads)}] * at_a_time
     if needed > devices:
         raise InputError(
-            f"titan sweep: {at_a_time} runs of {processes} processes need {needed} accelerators, and there are {devices}: "
+            f"{at_a_time} runs of {processes} processes need {needed} accelerators, and there are {devices}: "
             "use fewer --jobs"
         )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(devices)))).split(

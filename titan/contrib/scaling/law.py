@@ -61,14 +61,14 @@ class Law(NamedTuple):
         return self.E + self.A / np.power(params, self.a) + self.B / np.power(tokens, self.b)
 
     def best_params(self, flops: float) -> float:
-        """Return the parameters with the least loss for training FLOPs 6 N D."""
+        """Return the compute-optimal parameters for training FLOPs 6 N D."""
         share = (self.a * self.A / (self.b * self.B)) ** (1 / (self.a + self.b))
         return share * (flops / 6) ** (self.b / (self.a + self.b))
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A law with what is needed for intervals, as `titan scaling --out` writes it.
+    """A law with what is needed for intervals, as `titan scaling --output` writes it.
 
     Attributes:
         format: Version of the file.
@@ -99,6 +99,18 @@ class Fit:
         losses = np.array([law.loss(params, tokens) for law in self.draws])
         noisy = losses[:, None] * np.exp(_widened(np.array(self.errors)))
         return float(self.law.loss(params, tokens)), *_interval(noisy.ravel())
+
+
+# The corrected fit to Chinchilla's runs (Besiroglu et al. 2024, arXiv:2404.10102, table 1). The constants that Hoffmann et al. printed
+# are rounded, and their best sizes are not those of the paper's other two approaches. The runs are the bounds of Hoffmann et al.:
+# 70 million to 16 billion parameters, 5 billion tokens or more, and at most 3e21 FLOPs.
+_CHINCHILLA = Law(E=1.8172, A=482.01, B=2085.43, a=0.3478, b=0.3658)
+CHINCHILLA = Fit(
+    law=_CHINCHILLA,
+    draws=[_CHINCHILLA],
+    errors=[0.0],
+    runs=[Run("smallest", 7e7, 5e9, 0.0), Run("largest", 1.6e10, 3e21 / 6 / 1.6e10, 0.0)],
+)
 
 
 def fit(runs: Sequence[Run], *, draws: int = 400, seed: int = 0) -> Fit:

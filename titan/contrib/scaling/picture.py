@@ -57,7 +57,7 @@ def draw_sweep(rows: Sequence[dict[str, Any]], file: Path) -> None:
         if all(map(math.isfinite, numbers)):
             values[key] = numbers
     if not values:
-        raise InputError("titan sweep: --plot: no key has numbers as values, or no run is done")
+        raise InputError("--plot: no key has numbers as values, or no run is done")
     axis = max(values, key=lambda key: len(values[key]))
     lines: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in done:
@@ -86,7 +86,7 @@ def _number(text: str) -> float:
 
 
 def draw_law(found: Fit, runs: list[Run], file: Path) -> None:
-    """Draw losses of runs over FLOPs with the least loss that the law allows, and what the law leaves.
+    """Draw losses of runs over FLOPs with the compute-optimal frontier, and what the law leaves.
 
     Args:
         found: The law.

@@ -67,13 +67,12 @@ def read(
 
 def require_enough(runs: Sequence[Run], *, left_out: int = 0) -> None:
     """Raise InputError if a law cannot be fitted to runs."""
-    count = f"titan scaling: {len(runs)} runs" + f" after --leave-out {left_out}" * bool(
-        left_out
-    )
+    count = f"{len(runs)} run{'s' * (len(runs) != 1)}"
+    count += f" after --leave-out {left_out}" * bool(left_out)
     for field in ("params", "tokens"):
         if len({getattr(run, field) for run in runs}) < 3:
             raise InputError(
-                f"{count} have fewer than three different numbers of {field}: the law needs three of each"
+                f"{count}: fewer than three different numbers of {field}; the law needs three of each"
             )
     if len(runs) < LEAST:
         raise InputError(f"{count}: the law needs at least {LEAST}")
@@ -93,10 +92,8 @@ def _folders(path: Path) -> list[Path]:
         return inside
     hint = runs_near(path, ["metrics.jsonl"])
     if path.is_file():
-        raise InputError(
-            f"titan scaling: {path}: expected run folders, or one file that ends in .csv"
-        )
-    raise InputError(f"titan scaling: {path}: no run, and no folder of runs{hint}")
+        raise InputError(f"{path}: expected run folders, or one file that ends in .csv")
+    raise InputError(f"{path}: no run, and no folder of runs{hint}")
 
 
 def _of_folder(
@@ -112,13 +109,11 @@ def _of_folder(
     if not rows or rows[-1]["step"] < steps:
         done = rows[-1]["step"] if rows else 0
         raise InputError(
-            f"titan scaling: {folder}: step {done} of {steps}: only finished runs have a final loss"
+            f"{folder}: step {done} of {steps}: only finished runs have a final loss"
         )
     params = sizes.num_params if total else sizes.num_active_params
     if not (loss := final_loss(rows)):
-        raise InputError(
-            f"titan scaling: {folder}: its last rows have no loss: did it diverge?"
-        )
+        raise InputError(f"{folder}: its last rows have no loss: did it diverge?")
     return Run(folder.name, float(params), float(rows[-1]["tokens"]), loss), _trained_on(config)
 
 
@@ -138,9 +133,7 @@ def _shared(settings: list[dict[str, Any]]) -> dict[str, Any]:
         values = list(dict.fromkeys(str(each[key]) for each in settings))
         if len(values) > 1:
             shown = ", ".join(map(repr, values[:3]))
-            raise InputError(
-                f"titan scaling: runs differ in {key}: {shown:.300}: their losses do not compare"
-            )
+            raise InputError(f"runs differ in {key}: {shown:.300}: their losses do not compare")
     return settings[0] if settings else {}
 
 
@@ -150,9 +143,7 @@ def _of_csv(file: Path) -> list[Run]:
     # Fields end at the separator that the header has most of.
     separator = max(",;\t", key=lines[0].count) if lines else ","
     if max(map(len, lines), default=0) > _LONGEST:
-        raise InputError(
-            f"titan scaling: {file}: has a line of more than {_LONGEST:,} characters"
-        )
+        raise InputError(f"{file}: has a line of more than {_LONGEST:,} characters")
     reader = csv.reader(lines, delimiter=separator)
     header = [name.strip() for name in next(reader, [])]
     places: dict[str, int] = {}
@@ -160,19 +151,15 @@ def _of_csv(file: Path) -> list[Run]:
         found = [place for place, name in enumerate(header) if name.lower() in known]
         if len(found) > 1:
             several = " and ".join(header[place] for place in found)
-            raise InputError(
-                f"titan scaling: {file}: columns {several} mean the same: remove one"
-            )
+            raise InputError(f"{file}: columns {several} mean the same: remove one")
         if found:
             places[field] = found[0]
         elif field != "name":
             has = ", ".join(header).lower() or "none"
-            raise InputError(
-                f"titan scaling: {file}: no column {field} ({' or '.join(known)}); it has {has}"
-            )
+            raise InputError(f"{file}: no column {field} ({' or '.join(known)}); it has {has}")
     runs = []
     for row in filter(None, reader):
-        where = f"titan scaling: {file}:{reader.line_num}"
+        where = f"{file}:{reader.line_num}"
         if len(row) != len(header):
             raise InputError(
                 f"{where}: has more or fewer fields than the header, which are separated by {separator!r}"
@@ -188,6 +175,11 @@ def _of_csv(file: Path) -> list[Run]:
                 rule = "above zero" if field == "loss" else "from 1 to 1e18"
                 raise InputError(f"{where}: {field} is {printable(text)}, not a number {rule}")
             values.append(value)
+        params, tokens, _ = values
+        if params < 1e4 or tokens < params / 10:
+            raise InputError(
+                f"{where}: {params:g} parameters and {tokens:g} tokens: are these millions and billions? Write 70e6 for 70 million"
+            )
         name = row[places["name"]] if "name" in places else ""
         runs.append(Run(name or f"line {reader.line_num}", *values))
     return runs

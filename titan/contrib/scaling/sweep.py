@@ -8,7 +8,7 @@ from pathlib import Path
 
 from titan.base.untrusted import InputError
 from titan.checks.rules import load_to_run
-from titan.config.options import JOB, command_parser, positive
+from titan.config.options import JOB, command_parser, positive, put_json
 from titan.config.schema import JobConfig
 
 from . import execute, picture, results, trials
@@ -46,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     about = "run on a Ray cluster; default address: auto"
     add("--ray", nargs="?", const="auto", metavar="ADDRESS", help=about)
     picture.add_option(parser, "draw the losses")
+    parser.add_json()
     about = "run nothing: say what the folder's runs have reached"
     add("--report", action="store_true", help=about)
     options, job = parser.parse_known_args(argv)
@@ -58,7 +59,9 @@ def main(argv: list[str] | None = None) -> int:
     rows = [results.row_of(trial) for trial in every]
     results.write_rows(rows, folder)
     groups = results.groups_of(rows)
-    print("\n".join(["", *results.table(groups), "", results.verdict(groups)]))
+    verdict = results.verdict(groups)
+    if not put_json({"runs": rows, "verdict": verdict}, options.json):
+        print("\n".join(["", *results.table(groups), "", verdict]))
     if options.plot:
         picture.draw_sweep(rows, options.plot)
     for row in rows:
@@ -96,7 +99,7 @@ def _prepare(job: list[str], options: Namespace, folder: Path) -> list[Trial]:
             if other is not trial:
                 texts = " and ".join(results.text_of(each.settings) for each in (other, trial))
                 raise InputError(
-                    f"titan sweep: two runs have the same {what}: {texts}; remove one, or use another value"
+                    f"two runs have the same {what}: {texts}; remove one, or use another value"
                 )
     trials.write(found, folder)
     return [trial for trial, _ in found]

@@ -140,7 +140,7 @@ def write(trials: Sequence[tuple[Trial, JobConfig]], folder: Path) -> None:
     before = [old.name for old in read(folder)] if (folder / INDEX).is_file() else []
     if lost := {*before} - {trial.name for trial, _ in trials}:
         raise InputError(
-            f"titan sweep: {folder} is the folder of a sweep with {min(lost)}: use another --folder, or give its values, too"
+            f"{folder} is the folder of a sweep with {min(lost)}: use another --folder, or give its values, too"
         )
     # The runs that were there keep their order.
     trials = sorted(trials, key=lambda pair: [*before, pair[0].name].index(pair[0].name))
@@ -149,12 +149,12 @@ def write(trials: Sequence[tuple[Trial, JobConfig]], folder: Path) -> None:
         job = trial.job
         if job.is_file() and trial.run.is_dir() and job.read_text(encoding="utf-8") != text:
             raise InputError(
-                f"titan sweep: {trial.run} is a run of another job than today's {trial.name}: use another --folder"
+                f"{trial.run} is a run of another job than today's {trial.name}: use another --folder"
             )
     try:
         (folder / "jobs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"titan sweep: --folder {folder}: {error.strerror}") from None
+        raise InputError(f"--folder {folder}: {error.strerror}") from None
     rows = []
     for trial, text in texts:
         trial.job.write_text(text, encoding="utf-8")
@@ -169,5 +169,5 @@ def read(folder: Path) -> list[Trial]:
         InputError: It is no folder of a sweep.
     """
     if not (folder / INDEX).is_file():
-        raise InputError(f"titan sweep: {folder}: no folder of a sweep: {INDEX} is missing")
+        raise InputError(f"{folder}: no folder of a sweep: {INDEX} is missing")
     return [replace(row, folder=folder) for row in read_json(folder / INDEX, list[Trial])]

@@ -16,7 +16,7 @@ from titan.cli import main as titan
 from titan.contrib.scaling import budget
 from titan.contrib.scaling import runs as reading
 from titan.contrib.scaling.cli import load_law
-from titan.contrib.scaling.law import Law, Run, fit
+from titan.contrib.scaling.law import CHINCHILLA, Law, Run, fit
 
 # Hoffmann et al. 2022, approach 3.
 HOFFMANN = Law(E=1.69, A=406.4, B=410.7, a=0.34, b=0.28)
@@ -156,10 +156,13 @@ def test_folders_that_do_not_compare(
         ("N;D;loss\n1e8;1e9;3,14\n", "runs.csv:2: loss is 3,14, not a number above zero"),
         ("N,D,loss\n1e8,1e9," + "3" * 200_000 + "\n", "has a line of more than 131,072 characters"),
         ("N,D,loss\n1e-300,1e9,3\n", "runs.csv:2: params is 1e-300, not a number from 1 to 1e18"),
+        ("N,D,loss\n1e8,2e9,3\n70,1.4,3\n", "runs.csv:3: 70 parameters and 1.4 tokens: are these millions"),
+        ("N,D,loss\n1e8,1e6,3\n", "runs.csv:2: 1e+08 parameters and 1e+06 tokens: are these"),
+        ("N,D,loss\n1e8,1e9,3\n", "1 run: fewer than three"),
         ("N,D,loss\n1e8,1e209,3\n", "runs.csv:2: tokens is 1e209, not a number from 1 to 1e18"),
         ("params,N,D,loss\n1e9,1e8,1e9,3\n", "columns params and N mean the same: remove one"),
         ("N,D,loss,Loss\n1e9,1e8,1e9,3\n", "columns loss and Loss mean the same: remove one"),
-        ("N,D,loss\n" + "1e8,1e9,3\n" * 9, "9 runs have fewer than three different numbers of params"),
+        ("N,D,loss\n" + "1e8,1e9,3\n" * 9, "9 runs: fewer than three different numbers of params"),
         ("N,D,loss\n1e8,1e9,3\n2e8,2e9,3\n3e8,3e9,3\n", "3 runs: the law needs at least 6"),
     ],
 )  # fmt: skip
@@ -287,6 +290,52 @@ def test_budgets_that_are_refused(
     assert code == 2 and expected in capsys.readouterr().err
 
 
+def test_the_built_in_law_ranks_sizes_as_chinchilla_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At Chinchilla's compute the best size is 70 billion parameters, by the closed form of Hoffmann et al., equation 4."""
+    compute, (_, A, B, a, b) = 5.76e23, CHINCHILLA.law
+    closed = (a * A / (b * B)) ** (1 / (a + b)) * (compute / 6) ** (b / (a + b))
+    assert CHINCHILLA.law.best_params(compute) == pytest.approx(closed) == pytest.approx(7e10, rel=0.05)  # fmt: skip
+
+    def simulated(job: list[str], sizes: Any, *_: object) -> budget.Size:
+        run = dict.fromkeys(("days", "energy_mwh", "cost", "failures", "gpu_hours"), 10.0)
+        run["tokens"] = compute / 6 / sizes.num_params
+        figures = {
+            "layout": "L",
+            "tokens_per_s_per_gpu": 9.0,
+            "tokens_per_step": 9e6,
+            "run": run,
+        }
+        return budget.Size(f"{sizes.n_layers} layers", job, sizes, figures)
+
+    monkeypatch.setattr(budget, "_simulated", simulated)
+    monkeypatch.chdir(tmp_path)
+    job = '[tokenizer]\nname = "bytes"\n[training]\ndataset = "synthetic"\n'
+    Path("job.toml").write_text(job)
+    words = [
+        "budget",
+        "job.toml",
+        "--hardware=h100-sxm",
+        "--gpus=8",
+        "--days=10",
+        "--json=b.json",
+    ]
+    assert titan([*words, "--sizes=1B,8B,70B,405B", "--out=jobs"]) == 0
+    said, found = capsys.readouterr().out, json.loads(Path("b.json").read_text())
+    losses = [row["loss"] for row in found["sizes"]]
+    best = found["sizes"][0]
+    expected = float(CHINCHILLA.law.loss(best["params"], best["tokens"]))
+    assert best["size"] == "80 layers" and losses[0] == pytest.approx(expected)
+    assert losses == sorted(losses) and len({*losses}) == 4
+    assert "Besiroglu et al. 2024" in said and "192 times the FLOPs" in said
+    assert "in the currency of simulator.run.gpu_hour_price" in said
+    written = Path("jobs/best.toml").read_text()
+    assert "were not scaled" in written.splitlines()[0] and "compares some" not in written
+    assert titan([*words, "--law=runs.csv"]) == 2
+    assert "titan scaling runs.csv --output law.json" in capsys.readouterr().err
+
+
 def test_a_layout_that_does_not_fit_by_simulation_makes_way_for_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -319,7 +368,7 @@ def test_a_layout_that_does_not_fit_by_simulation_makes_way_for_another(
         )
         assert len({*tried}) == len(tried) == (fits_at or 3)
         assert (
-            "titan budget: 405B is left out: " in said.err
+            "405B is left out: " in said.err
             and "finds no layout that fits 64 x h100-sxm (79.1 GiB)" in said.err
         )
         assert ("70B is left out: its layout L, by formula, needs 99.0 GiB by simulation" in said.err) == (not fits_at)  # fmt: skip
@@ -382,7 +431,7 @@ def test_runs_that_are_left_out_do_not_count(
     runs = [run for run in synthetic(0, noise=0) if run.params < 1e8 or run.tokens > 4e11]
     file = write_csv(tmp_path / "runs.csv", runs)
     assert titan(["scaling", str(file), "--leave-out=5"]) == 2
-    assert "6 runs after --leave-out 5 have fewer than three" in capsys.readouterr().err
+    assert "6 runs after --leave-out 5: fewer than three" in capsys.readouterr().err
 
 
 def test_a_run_that_is_named_twice_counts_once(tmp_path: Path) -> None:

@@ -1,0 +1,52 @@
+"""`model.overrides.vocab_size = "auto"`: the size of the job's tokenizer, put into the job before its keys are checked.
+
+So all commands, the run folder and its checkpoints see the number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from titan.base.untrusted import InputError
+from titan.config.errors import ConfigError, SourceLocation, SourceMap
+from titan.config.layer import LoadExtension
+from titan.config.schema import TokenizerSection
+
+MULTIPLE = 8  # tensor cores want it of the sizes of a matrix in bf16
+
+
+class AutoVocabulary(LoadExtension):
+    """Replaces "auto" by the tokenizer's number of ids, rounded up to a multiple of 8."""
+
+    def complete(self, data: dict[str, Any], locations: dict[str, SourceLocation]) -> list[str]:
+        model, section = data.get("model"), data.get("tokenizer", {})
+        overrides = model.get("overrides") if isinstance(model, dict) else None
+        if not isinstance(overrides, dict) or overrides.get("vocab_size") != "auto":
+            return []
+        # The model is as the flavor says if the tokenizer is wrong, so that the rest can be checked.
+        del overrides["vocab_size"]
+        assets = str(model.get("hf_assets_path", ""))
+        try:
+            section = TokenizerSection.model_validate(section)
+            overrides["vocab_size"] = size_for(section, hf_assets_path=assets)
+        except ValidationError:
+            pass  # it is reported with the mistakes of the other keys
+        except InputError as error:
+            key = "tokenizer.path" if section.path else "model.hf_assets_path"
+            problem = SourceMap(locations=locations).problem(key, str(error))
+            raise ConfigError([problem]) from error
+        return []
+
+
+def size_for(section: TokenizerSection, *, hf_assets_path: str = "") -> int:
+    """Return the vocabulary of a model for a tokenizer.
+
+    Raises:
+        DataError: the tokenizer cannot be read.
+    """
+    from titan.data.tokenizer import build_tokenizer  # its libraries take a moment
+
+    size = build_tokenizer(section, hf_assets_path=hf_assets_path).vocab_size
+    return -(-size // MULTIPLE) * MULTIPLE
