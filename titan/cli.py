@@ -47,9 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = command_names()
     is_help = name in ("-h", "--help", "help")
     if name not in names and not is_help and name != "--version":
-        from titan.config.errors import choose
+        from titan.config.errors import did_you_mean
 
-        text = GONE.get(name, f"unknown command{choose(name, [*names, *ALIASES])}")
+        hint = did_you_mean(name, [*names, *ALIASES]) or f"; there are {', '.join(names)}"
+        text = GONE.get(name, f"unknown command{hint}")
         if part := missing_part(name):
             text = f"this titan was installed without {part}, which has this command"
         print(f"command line: {name}: {text}", file=sys.stderr)

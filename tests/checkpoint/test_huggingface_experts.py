@@ -30,7 +30,7 @@ from titan.checkpoint import manager as checkpoints
 from titan.checkpoint.commit import CheckpointGroup
 from titan.checks.rules import resolve_layout
 from titan.config.model import family
-from titan.config.schema import JobConfig
+from titan.config.schema import CheckpointSection, JobConfig
 from titan.huggingface import convert
 from titan.huggingface import load as huggingface
 from titan.huggingface.export import Export, export_state, require_same_model
@@ -449,7 +449,7 @@ def test_a_routing_bias_that_transformers_has_not(sources, tmp_path: Path, capsy
     assert convert.main(["from-hf", str(sources["Qwen3Moe"]), str(there)]) == 0
     step = there / "checkpoint" / "step-0"
     metadata = json.loads((step / "titan.json").read_text())
-    manager = checkpoints.CheckpointManager(convert.CheckpointSection(), run_dir=there)
+    manager = checkpoints.CheckpointManager(CheckpointSection(), run_dir=there)
     manager.save(1, state, metadata=metadata | {"step": 1})
     assert cli.main(["convert", "to-hf", str(there), str(out)]) == 2
     assert message in capsys.readouterr().err and not out.exists()

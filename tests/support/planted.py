@@ -277,7 +277,8 @@ def with_trait(trait: str, config: JobConfig, *options: Any) -> dict[str, Any]:
         out_BSV = whole(self, x_BSD, *args, **options)
         return (out_BSV, None) if trait == "pair" else out_BSV
 
-    whole, Llama.decode = Llama.decode, decode
+    whole: Any = Llama.decode
+    Llama.decode = decode
     return steps.train_job(config, *options)
 
 

@@ -23,7 +23,11 @@ class AutoVocabulary(LoadExtension):
     def complete(self, data: dict[str, Any], locations: dict[str, SourceLocation]) -> list[str]:
         model, section = data.get("model"), data.get("tokenizer", {})
         overrides = model.get("overrides") if isinstance(model, dict) else None
-        if not isinstance(overrides, dict) or overrides.get("vocab_size") != "auto":
+        if (
+            model is None
+            or not isinstance(overrides, dict)
+            or overrides.get("vocab_size") != "auto"
+        ):
             return []
         # The model is as the flavor says if the tokenizer is wrong, so that the rest can be checked.
         del overrides["vocab_size"]

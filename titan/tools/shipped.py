@@ -15,9 +15,6 @@ from titan.base.untrusted import InputError
 from titan.config.options import command_parser, mistake, positive
 from titan.config.plug_ins import load_part
 from titan.config.toml import format_value
-from titan.data.sources import source_of_path
-from titan.tools import tokenizer
-from titan.tools.prepare import open_all
 
 STARTER = "starter"
 _VOCABULARY = 4096
@@ -92,7 +89,7 @@ def _changed(text: str, changes: Changes) -> str:
                 *(f"{key} = {format_value(value)}" for key, value in values.items()),
             ]
         # The key's former line, and lines that show other values of it.
-        elif not (word := re.match(r"(?:# )?(\w+)", line)) or word[1] not in keys:
+        elif not (word := re.match(r"\W*(\w+)", line)) or word[1] not in keys:
             lines.append(line)
     return "\n".join([*lines, ""])
 
@@ -132,10 +129,15 @@ def init(argv: list[str]) -> int:
         # The starter's rate is for a small model that begins from nothing.
         changes["optimizer"] = {"lr": 2e-5}
     if options.text:
+        from titan.data.sources import source_of_path  # imports numpy
+
         source: Any = source_of_path(options.text, text_key="text")
         path = getattr(source, "path", None)  # Python's library has none
         changes["training"] = {"dataset": source.type, "dataset_path": path}
         if not options.hf:
+            from titan.tools import tokenizer
+            from titan.tools.prepare import open_all
+
             folder = options.file.with_name(f"{options.file.stem}_tokenizer")
             size = options.vocab or _VOCABULARY
             tokenizer.train(open_all([source]), vocab_size=size, output=folder, exact=True)

@@ -238,7 +238,7 @@ def score(scorer: Scorer, args: argparse.Namespace) -> dict[str, float]:
 
 def table(figures: Mapping[str, float]) -> list[str]:
     """Return the lines of a table of figures by "task/name"."""
-    rows = [("task", "n", "metric", "value", "stderr", "chance")]
+    rows: list[Sequence[str]] = [("task", "n", "metric", "value", "stderr", "chance")]
     for name, value in figures.items():
         task, _, metric = name.rpartition("/")
         known = value if isinstance(value, Figure) else Figure(value)
