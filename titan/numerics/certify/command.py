@@ -314,6 +314,8 @@ def main(argv: list[str], program: Callable[..., Any] | None = None) -> int:
     config, layout = load_to_run(job, world_size=world, options=known)
     try:
         options.output.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise InputError(f"--output: {options.output} is a file; name a folder") from error
     except OSError as error:
         raise InputError(f"--output: {error}") from error
     certifier, rows = Certifier(config, layout, program), []

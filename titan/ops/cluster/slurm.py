@@ -171,7 +171,8 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         print(f"titan slurm: {error}", file=sys.stderr)
         return 2
-    print(text, end="", flush=True)
+    if options.output is None:
+        print(text, end="", flush=True)
     commands = [["sbatch", str(path)]]
     for extension in extensions:
         commands = [*extension.write(options, job, folder, path), *commands]
