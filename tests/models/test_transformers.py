@@ -187,6 +187,7 @@ def test_sizes_are_the_models() -> None:
             "did you mean hidden_size",
         ),
         ({"hf_path": "nowhere"}, "model.hf_path", "there is no"),
+        ({"hf_path": "no/one"}, "model.hf_path", "hf download no/one --local-dir one"),
         ({"architecture": "LlamaModel"}, "model.architecture", "has no output layer"),
     ],
     ids=lambda value: str(value)[:40],

@@ -79,6 +79,10 @@ def test_no_false_alarm(changes: dict[str, Any]) -> None:
 def test_another_peak_is_said_without_advice() -> None:
     line = jump(starter(), starter(optimizer={"lr": 3e-2}), 30)
     assert re.fullmatch(r"learning rate 2\.\d\de-03 -> 2\.\d\de-02 from step 30 to 31", line)
+    # Half the steps: the rates of step 40 follow at once, and then fall.
+    assert jump(starter(200), starter(100), 40).endswith(
+        "at step 71 it is 9.26e-04, not 2.46e-03"
+    )
     # A config that nobody can read says nothing.
     assert rate_jump("", starter(), step=3, ranks=1) == ""
     assert rate_jump("[model]\nname = 3", starter(), step=3, ranks=1) == ""

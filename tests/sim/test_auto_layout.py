@@ -237,7 +237,9 @@ def test_small_models_get_data_parallelism(job: Path) -> None:
     """The formula prefers a pipeline, whose short microbatches keep the host busy."""
     argv, profile = [str(job), "--training.global_batch_size=16"], load_profile("h100-sxm")
     assert LayoutSearch(argv, load_from_argv(argv), profile, world_size=2).points[0].pp == 2
-    assert choose(argv, 2, "h100-sxm").settings["parallelism.pipeline_parallel_degree"] == "1"
+    for simulate in (True, False):
+        found = choose(argv, 2, "h100-sxm", simulate=simulate).settings
+        assert found["parallelism.pipeline_parallel_degree"] == "1"
 
 
 def test_experts_and_data_parallelism_that_does_not_fit(

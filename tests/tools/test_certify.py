@@ -395,6 +395,7 @@ def test_a_difference_is_exit_code_1(
         ),
         (["--layouts=ep"], "no layout was compared, so there is no certificate"),
         (["--model.flavor=tinny"], "did you mean 'tiny'?"),
+        ([f"--output={__file__}"], "test_certify.py is a file; name a folder"),
         (["--world-size=3", "--parallelism.tensor_parallel_degree=2"], "3 ranks / (tp 2)"),
     ],
 )

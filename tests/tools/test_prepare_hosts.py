@@ -172,6 +172,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
     assert prepare(tmp_path / "out", corpus, *slurm) == 0
     capsys.readouterr()
     assert "other options" in line(*slurm, "--no-bos")
+    assert "other options" in line("--no-bos")  # nor does one host go on with them
     assert "other options" in line(*slurm, "--no-bos", "--share", "1", "2")
     monkeypatch.setitem(sys.modules, "ray", None)
     assert "pip install 'titan-pretrain[ray]'" in line("--engine", "ray")

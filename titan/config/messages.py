@@ -174,8 +174,9 @@ def _unknown(path: KeyPath, value: Any, *, data: dict[str, Any]) -> str:
     # Otherwise look for a similar key here, then for the same key in another section.
     elsewhere = sections_with(name)
     if len(path) == 1:
-        what = "unknown section" if isinstance(value, dict) else "key outside any section"
-        hint = did_you_mean(name, here) if isinstance(value, dict) else ""
+        is_table = isinstance(value[0] if isinstance(value, list) and value else value, dict)
+        what = "unknown section" if is_table else "key outside any section"
+        hint = did_you_mean(name, here) if is_table else ""
     else:
         what, hint = "unknown key", did_you_mean(name, here, cutoff=0.75)
     if not hint and 0 < len(elsewhere) <= 3:

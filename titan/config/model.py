@@ -24,7 +24,16 @@ from titan.base.untrusted import InputError
 from titan.parallel.traits import UnknownSizes, add_defaults
 
 from .base import TOKENIZER_FILE, Permission, ReadWith, Section, StrList
-from .errors import ConfigError, Problem, RuleViolation, choose, divisors, either, neighbours
+from .errors import (
+    ConfigError,
+    Problem,
+    RuleViolation,
+    choose,
+    divisors,
+    either,
+    nearest,
+    neighbours,
+)
 from .plug_ins import is_ours, load_plug_in, plug_ins
 from .toml import format_value
 
@@ -111,6 +120,8 @@ def _resolve(section: ModelSection) -> tuple[Any, list[RuleViolation]]:
     except KeyError:
         retired: dict[str, str] = import_module("titan.models").RETIRED
         unknown = f'unknown model family "{section.name}"{choose(section.name, families())}'
+        if nearest(section.name, families()) is None:
+            unknown += '. For another model of transformers: name = "transformers", and hf_path = its folder'
         return None, [("model.name", retired.get(section.name, unknown))]
     # Families of other packages are checked when they are loaded. Tests check titan's families.
     foreign = is_plug_in(section.name)

@@ -145,6 +145,8 @@ def check_target(option: str, target: Path, *, is_folder: bool = False) -> None:
             target.is_fifo() or target.is_char_device()
         ):  # a pipe would wait for its reader
             target.open("ab").close()
+    except FileExistsError:
+        raise mistake(option, f"{target} is a file; name a folder") from None
     except OSError as error:
         raise mistake(option, f"cannot write {target}: {error.strerror}") from None
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,7 +14,7 @@ from typing import Any
 
 from titan.base.untrusted import InputError, is_there, printable, read_json, root_of
 from titan.checkpoint import CheckpointError
-from titan.config.errors import ConfigError, Problem
+from titan.config.errors import ConfigError, Problem, hub_fix
 from titan.config.options import put_json
 from titan.config.toml import format_value
 from titan.data.tokenizer import tokenizer_named
@@ -48,13 +47,9 @@ def describe(path: Path) -> dict[str, Any]:
         InputError: the folder holds no model of titan's families.
     """
     file = path / CONFIG if path.is_dir() else path
-    # A model's id at the hub. Fetch nothing unasked: the machine may have no network.
-    if not file.exists() and re.fullmatch(r"[\w.-]+/(?!.*\.json$)[\w.-]+", str(path)):
-        download, to = f"hf download {path}", f"--local-dir {path.name}"
-        raise InputError(
-            f"{path}: no such file or folder. If it is a model at the hub, fetch it first: {download} {to}; "
-            f"its {CONFIG} is enough for titan check: {download} {CONFIG} {to}"
-        )
+    # Fetch nothing unasked: the machine may have no network.
+    if not file.exists() and (fix := hub_fix(str(path), files=CONFIG)):
+        raise InputError(f"{path}: no such file or folder{fix}")
     hf = read_json(file, dict[str, Any], limit=2**20, within=root_of(file.parent))
     try:
         name, sizes = read_sizes(HFFolder(file.parent, hf, {}))

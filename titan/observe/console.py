@@ -209,9 +209,11 @@ class Console(logging.Handler):
 
     def _spikes(self, row: Row) -> list[_Column]:
         """Return a column for each large score."""
-        scores = {"loss": row["loss_z"], "gnorm": row["grad_norm_z"]}
+        scores = {"loss": row["loss_z"], "gradient norm": row["grad_norm_z"]}
         return [
-            _Column(f"{name} z {z:.1f}", style="bold red")
+            _Column(
+                f"{name} unusual: {z:.1f} deviations above the last steps", style="bold red"
+            )
             for name, z in scores.items()
             if z is not None and z > LARGE_Z
         ]

@@ -88,7 +88,6 @@ def startup_page(
         steps = sum(p.steps_after(resume_step) * p.tokens_per_step for p in phases)
         in_all = tokens_seen + steps * groups
     frozen = num_frozen(config.model, model_config)
-    reason = config.parallelism.layout_reason  # of the first phase's layout
     # Show the phase that needs the most memory.
     most = max(memory_of(phases, model_config), key=lambda gib: gib["total"], default={})
     return StartupPage(
@@ -100,7 +99,6 @@ def startup_page(
             **_experts(config, model_config, layout, ranks_per_node),
             "data": data,
             "layout": _layout(config, layout),
-            **({"chosen": reason} if reason and layout == phases[0].layout else {}),
             **({"groups": _groups(groups)} if is_replica_group(config) else {}),
             "precision": f"{training.compute_dtype} compute, "
             f"{training.mixed_precision_reduce} gradient reduction, {_states(config)}",

@@ -116,11 +116,19 @@ def rate_jump(saved: str, config: JobConfig, *, step: int, ranks: int) -> str:
         p.first_step == step + 1 and p.section and p.section.sets_rate
         for p in phases_of(config, world_size=ranks)
     )
-    if is_planned or math.isclose(new, usual, rel_tol=1e-6) or old / 2 <= new <= 2 * old:
+    total, own = (
+        job.lr_scheduler.total_steps or job.training.steps for job in (before, config)
+    )
+    if is_planned:
         return ""
+    if math.isclose(new, usual, rel_tol=1e-6) or old / 2 <= new <= 2 * old:
+        at = (step + own) // 2 + 1  # a shorter schedule may differ only later
+        usual, new = (_rates(job, at - 1, ranks)[1] for job in (before, config))
+        if own >= total or at > own or math.isclose(new, usual, rel_tol=0.05):
+            return ""
+        return f"the learning rate follows a schedule of {own} steps, not of {total}: at step {at} it is {new:.2e}, not {usual:.2e}"
     text = f"learning rate {old:.2e} -> {new:.2e} from step {step:,} to {step + 1:,}"
-    total = before.lr_scheduler.total_steps or before.training.steps
-    if total == (config.lr_scheduler.total_steps or config.training.steps):
+    if total == own:
         return text
     return (
         f"{text}, since the schedule spans training.steps. lr_scheduler.total_steps = {total} keeps the one before, which goes on at "

@@ -225,8 +225,7 @@ def _page(facts: dict[str, Any], judged: dict[str, Any]) -> str:
         [
             *first,
             f"model    {model['name']} {model['flavor']}, {model['parameters']:,} parameters{active}",
-            f"layout   {facts['world_size']} ranks = {axes}",
-            *([f"chosen   {facts['layout_reason']}"] if facts["layout_reason"] else []),
+            f"layout   {facts['world_size']} {'rank' if facts['world_size'] == 1 else 'ranks'} = {axes}",
             f"step     {batch} = {facts['tokens_per_step']:,} tokens",
             *phases,
             *memory,

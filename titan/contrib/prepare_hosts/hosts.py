@@ -60,11 +60,13 @@ class Hosts(PrepareExtension):
         words: list[str],
     ) -> Index | str | None:
         engine = arguments.engine
-        if not engine:
-            return None
         # Other hosts have other working folders.
         folder = arguments.output.absolute()
         parts = Parts(documents, spec, folder, arguments.shard_tokens)
+        if not engine:
+            if parts.path("plan.json").is_file():  # other hosts began the folder
+                parts.check()
+            return None
         share, shares = arguments.share or (1, 1)
         # A task must not divide the work: it may be on a host that does not see the folder.
         parts.check() if arguments.share else parts.divide()

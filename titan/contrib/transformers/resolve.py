@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.base.untrusted import InputError, is_there, read_json
+from titan.config.errors import hub_fix
 
 from .config import NAMES, ModelSource, TransformersConfig
 from .errors import UnsupportedModelError, WrongKeyError, message_of
@@ -38,7 +39,8 @@ def resolve(section: Any) -> tuple[TransformersConfig | None, list[tuple[str, st
         return None, [*error.args]
     except UnsupportedModelError as error:
         key = "model.hf_path" if section.hf_path else "model.architecture"
-        return None, [(key, str(error))]
+        fix = "" if Path(section.hf_path).exists() else hub_fix(section.hf_path)
+        return None, [(key, f"{error}{fix}")]
 
 
 @cache

@@ -180,7 +180,8 @@ def main(argv: list[str] | None = None) -> int:
             choice.write(config)
     except OSError as error:
         raise mistake("--output", str(error)) from None
-    print(text, end="", flush=True)
+    if options.output is None:
+        print(text, end="", flush=True)
     commands = [["sbatch", str(path)]]
     for extension in extensions:
         commands = [*extension.write(options, job, folder, path), *commands]

@@ -41,6 +41,7 @@ from titan.sim.search.variants import Variant
 FILE = "layout.toml"
 _MOST = 12  # layouts that are simulated until one fits
 _MOST_PARAMS = 75e9  # of a model that is simulated: larger ones take minutes
+_SMALL = 100e6  # parameters
 _OPEN = (-1, "default")  # values in [parallelism] that leave a key to titan
 _LAYOUT, _REASON = "parallelism.layout", "parallelism.layout_reason"
 _CHECKPOINTING = ("activation_checkpoint.mode", "activation_checkpoint.selective_ac_option")
@@ -214,12 +215,21 @@ def _by_simulation(search: LayoutSearch) -> ChosenLayout | str:
 
 def _by_formula(search: LayoutSearch, why: str) -> ChosenLayout:
     """Return the fastest layout by formula, and the reason why it was not simulated."""
-    if not (first := search.first(2)):
+    # The formula says little about small kernels: of small models it would prefer a pipeline.
+    is_small = search.model.num_params < _SMALL
+    alone = search.data_parallel(spreads_experts=False) if is_small else []
+    if not (first := [*alone, *search.first(2)][:2]):
         raise _nothing_fits(search)
     best, second = first[0], first[-1]
-    text = f"fastest by formula of {len(search.points):,} layouts that may fit; {why}"
-    slower = 1 - search.seconds(best) / search.seconds(second)
-    runner_up = f"{_describe(second)}, {slower:.0%} slower by formula" if first[1:] else ""
+    text = f"fastest by formula of {len(search.points):,} layouts that may fit"
+    slower = f", {1 - search.seconds(best) / search.seconds(second):.0%} slower by formula"
+    if alone:
+        size, slower = f"{_SMALL / 1e6:g} million", ""
+        text = (
+            f"data parallelism; by formula, models below {size} parameters are not to be judged"
+        )
+    runner_up = f"{_describe(second)}{slower}" if first[1:] else ""
+    text = f"{text}; {why}"
     return _choice(search, best, text, runner_up)
 
 

@@ -250,7 +250,7 @@ def test_losses_of_another_law_and_copies_are_called_so(
         (["--days=1", "--sizes=1B,8C"], "8C"),
         (["--days=1e9"], "--days: expected a number from 0.001 to 10,000"),
         (["--days=1", "--plot=none/x.png"], "--plot: there is no folder none"),
-        (["--days=1", "--out=job.toml"], "--output: cannot write job.toml: File exists"),
+        (["--days=1", "--out=job.toml"], "--output: job.toml is a file; name a folder"),
         (["--loss=3", "flat"], "more tokens change nothing"),
         (["--days=1", "phase"], "a job with [[phase]] has no budget"),
         (
