@@ -24,7 +24,7 @@ DOCS = ROOT / "docs"
 _INTRODUCTION = """\
 # Configuration reference
 
-Generated from titan/config/schema*.py by `python scripts/gen_docs.py`; do not edit.
+<!-- Generated from titan/config/schema*.py by `python scripts/gen_docs.py`; do not edit. -->
 
 A job is one TOML file: `titan train JOB.toml [OVERLAY.toml ...] [--section.key=value ...]`. Overlays are merged over the job
 file from left to right: tables key by key, lists and single values as a whole. Then `--section.key=value` replaces both. A value

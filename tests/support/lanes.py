@@ -33,6 +33,7 @@ else:
 LANES = ("quick", "default", "full")
 TABLE = Path(__file__).parents[1] / "lanes.toml"
 COSTS, FULL = TABLE.with_name("costs.toml"), TABLE.with_name("full.toml")
+PROMISES = TABLE.with_name("promises.toml")
 LEFT_OUT = pytest.StashKey[str]()
 DEAR = 10.0  # CPU seconds of a test, which has a reason in the default lane
 DRAWN = pytest.StashKey[list[str]]()
@@ -47,6 +48,16 @@ def read_table() -> dict[str, Any]:
             raise ValueError(f"{TABLE}: no lane {lane}")
         lanes |= dict.fromkeys(beginnings, lane)
     return table | {"lanes": lanes}
+
+
+def read_promises() -> dict[str, Any]:
+    """Return tests/promises.toml."""
+    return tomllib.loads(PROMISES.read_text(encoding="utf-8"))
+
+
+def promised_tests() -> list[str]:
+    """Return the ids of the tests that prove promises; one without a row in brackets means all of its function's."""
+    return [test for row in read_promises()["promise"] for test in row.get("tests", ())]
 
 
 def read_costs() -> dict[str, float]:
@@ -158,8 +169,11 @@ def pytest_collection_modifyitems(
     for row, of in lanes.items():
         of_file.setdefault(row.partition("::")[0], {})[row] = of
     complete = whole and config.getoption("--lane") != "quick" and not session.testsfailed
-    if complete and (unused := _unused(items, lanes)):
-        raise pytest.UsageError(f"{TABLE}: no test begins with {', '.join(unused)}")
+    # tests/test_promises.py looks for functions; the rows of a function are known here.
+    named = [*lanes, *(test for test in promised_tests() if "[" in test)]
+    if complete and (unused := _unused(items, named)):
+        text = f"{TABLE} or {PROMISES.name}: no test begins with {', '.join(unused)}"
+        raise pytest.UsageError(text)
     runs = LANES[: LANES.index(lane) + 1]
     since = config.getoption("--touched")
     touched = tuple(touched_tests(_changed(since), table["touched"])) if since else ()
@@ -196,7 +210,7 @@ def pytest_collection_modifyitems(
     config.hook.pytest_deselected(items=left)
 
 
-def _unused(items: list[pytest.Item], lanes: Mapping[str, str]) -> list[str]:
+def _unused(items: list[pytest.Item], lanes: Iterable[str]) -> list[str]:
     ids = sorted(item.nodeid for item in items)
     firsts = {row: ids[bisect_left(ids, row) :][:1] for row in lanes}
     return [row for row, first in firsts.items() if not (first and first[0].startswith(row))]

@@ -164,17 +164,16 @@ def did_you_mean(word: str, choices: Iterable[str], *, cutoff: float = 0.6) -> s
     return f"; did you mean '{match}'?" if match else ""
 
 
-def hub_fix(name: str, *, files: str = "") -> str:
+def hub_fix(name: str) -> str:
     """Return a hint to append to a message about a folder that is not there: how to fetch it, if its name may be an id at the hub.
 
     Args:
         name: path as the user wrote it, such as "mistralai/Mistral-7B-v0.1".
-        files: names of the files that are needed; "": all.
     """
     if not re.fullmatch(r"\w[\w.-]*/[\w.-]+(?<!\.json)", name):
         return ""
-    command = f"hf download {name} {files}".rstrip()
-    return f"; if it is a model at the hub, fetch it: {command} --local-dir {name.partition('/')[2]}"
+    folder = name.partition("/")[2]
+    return f"; if it is a model at the hub, fetch it: hf download {name} --local-dir {folder}"
 
 
 def choose(word: str, choices: Iterable[str]) -> str:

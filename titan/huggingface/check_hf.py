@@ -48,8 +48,9 @@ def describe(path: Path) -> dict[str, Any]:
     """
     file = path / CONFIG if path.is_dir() else path
     # Fetch nothing unasked: the machine may have no network.
-    if not file.exists() and (fix := hub_fix(str(path), files=CONFIG)):
-        raise InputError(f"{path}: no such file or folder{fix}")
+    if not file.exists() and (fix := hub_fix(str(path))):
+        enough = f"; its {CONFIG} is enough for titan check"
+        raise InputError(f"{path}: no such file or folder{fix}{enough}")
     hf = read_json(file, dict[str, Any], limit=2**20, within=root_of(file.parent))
     try:
         name, sizes = read_sizes(HFFolder(file.parent, hf, {}))
