@@ -273,7 +273,7 @@ def with_trait(trait: str, config: JobConfig, *options: Any) -> dict[str, Any]:
         if trait == "unmeta" and (x_BSD.sum().item(), several)[1]:
             x_BSD = 2 * x_BSD
         if trait == "raises" and several:
-            self.norm(x_BSD[..., 1:])
+            self.get_submodule("norm")(x_BSD[..., 1:])
         out_BSV = whole(self, x_BSD, *args, **options)
         return (out_BSV, None) if trait == "pair" else out_BSV
 

@@ -247,7 +247,10 @@ HOSTILE: list[Any] = [
 def test_the_id_of_a_model_at_the_hub(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", "--hf", "meta-llama/Llama-3.1-8B"]) == 2
     said = capsys.readouterr().err
-    assert "hf download meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B; its config.json is" in said
+    assert (
+        "hf download meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B; its config.json is"
+        in said
+    )
     assert cli.main(["init", "j.toml", "--hf", "mistralai/Mistral-7B-v0.1"]) == 2
     said = capsys.readouterr().err
     assert "hf download mistralai/Mistral-7B-v0.1 --local-dir Mistral-7B-v0.1" in said
