@@ -371,8 +371,7 @@ def _compare_recorded(found: Audit, original: _Record, first: _Record, again: _R
     if differences := compare(*runs).differences:
         found.findings.append(str(differences[0]))
         step, kind, name = differences[0].step, differences[0].kind, differences[0].name
-        outputs = [t.name for t in original.recorded[step].tensors if t.kind == "output"]
-        is_data = kind == "batch" or (kind == "output" and name == outputs[0])
+        is_data = kind == "batch"
         found.blame(
             f"the samples of step {step}" if is_data else f"the {kind} of {name} in step {step}"
         )
