@@ -47,7 +47,7 @@ def test_the_mean_is_that_of_a_formula_and_other_tools_read_it(
         (["--last", "9"], "holds 3 steps, and --last 9 wants 9"),
         (["--weights", "1,2"], "2 weights for 1 checkpoints"),
         (["--weights=-1"], "weights must be positive"),
-        (["--weights=much"], "could not convert string to float: 'much'"),
+        (["--weights=much"], "expected numbers with commas, such as 1,2, got 'much'"),
     ],
 )
 def test_mistakes_are_one_line(

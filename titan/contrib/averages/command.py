@@ -19,7 +19,7 @@ from titan.checkpoint.identity import require_one_tokenizer
 from titan.checkpoint.manifest import list_steps
 from titan.checkpoint.saved_model import find_saved
 from titan.checkpoint.storage import Location, as_location, join, name_of
-from titan.config.options import command_parser, positive
+from titan.config.options import command_parser, mistake, positive
 from titan.config.render import to_toml
 from titan.config.schema import CheckpointSection
 from titan.data.tokenizer_files import FOLDER, read_asset, with_tokenizer, write_files
@@ -129,9 +129,10 @@ def main(argv: Sequence[str]) -> int:
         sources = _newest(sources, args.last)
     try:
         weights = [float(weight) for weight in (args.weights or "").split(",") if weight]
-        print(average(sources, args.output, weights=weights))
-    except ValueError as error:
-        raise InputError(str(error)) from None
+    except ValueError:
+        fault = f"expected numbers with commas, such as 1,2, got '{args.weights}'"
+        raise mistake("--weights", fault) from None
+    print(average(sources, args.output, weights=weights))
     return 0
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from titan.base.untrusted import InputError
 from titan.checks.rules import load_to_run
-from titan.config.options import JOB, command_parser, positive, put_json
+from titan.config.options import JOB, command_parser, mistake, positive, put_json
 from titan.config.schema import JobConfig
 
 from . import execute, picture, results, trials
@@ -51,7 +51,11 @@ def main(argv: list[str] | None = None) -> int:
     add("--report", action="store_true", help=about)
     options, job = parser.parse_known_args(argv)
     if options.report and (job or options.set):
-        parser.error(f"--report takes the runs of the folder: remove {[*job, *options.set][0]}")
+        raise mistake(
+            "--report", f"takes the runs of the folder: remove {[*job, *options.set][0]}"
+        )
+    if not (options.report or options.set) and options.seeds == 1:
+        raise mistake("--set", "missing: nothing differs between the runs; or give --seeds")
     picture.require_option(options)
     folder = options.folder.absolute()
     every = trials.read(folder) if options.report else _prepare(job, options, folder)

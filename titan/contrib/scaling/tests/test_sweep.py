@@ -182,7 +182,7 @@ def test_mistakes_are_lines(
 
 def test_a_report_takes_no_job(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert titan(["sweep", str(job), "--report"]) == 2
-    assert "--report takes the runs of the folder: remove " in capsys.readouterr().err
+    assert "--report: takes the runs of the folder: remove " in capsys.readouterr().err
 
 
 def test_a_folder_keeps_the_runs_of_its_sweep(
@@ -209,7 +209,7 @@ def test_a_folder_keeps_the_runs_of_its_sweep(
         "lr=3e-3",
     ]
     (tmp_path / "file").touch()
-    assert titan(["sweep", str(job), f"--folder={tmp_path / 'file'}"]) == 2
+    assert titan(["sweep", str(job), "--seeds=2", f"--folder={tmp_path / 'file'}"]) == 2
     assert "file: " in capsys.readouterr().err
 
 
