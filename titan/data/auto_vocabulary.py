@@ -22,19 +22,20 @@ class AutoVocabulary(LoadExtension):
 
     def complete(self, data: dict[str, Any], locations: dict[str, SourceLocation]) -> list[str]:
         model, section = data.get("model"), data.get("tokenizer", {})
-        overrides = model.get("overrides") if isinstance(model, dict) else None
-        if (
-            model is None
-            or not isinstance(overrides, dict)
-            or overrides.get("vocab_size") != "auto"
-        ):
+        if not isinstance(model, dict):
             return []
+        overrides = model.get("overrides")
+        if not isinstance(overrides, dict) or overrides.get("vocab_size") != "auto":
+            return []
+        from titan.data.tokenizer import build_tokenizer  # its libraries take a moment
+
         # The model is as the flavor says if the tokenizer is wrong, so that the rest can be checked.
         del overrides["vocab_size"]
         assets = str(model.get("hf_assets_path", ""))
         try:
             section = TokenizerSection.model_validate(section)
-            overrides["vocab_size"] = size_for(section, hf_assets_path=assets)
+            size = build_tokenizer(section, hf_assets_path=assets).vocab_size
+            overrides["vocab_size"] = -(-size // MULTIPLE) * MULTIPLE
         except ValidationError:
             pass  # it is reported with the mistakes of the other keys
         except InputError as error:
@@ -42,15 +43,3 @@ class AutoVocabulary(LoadExtension):
             problem = SourceMap(locations=locations).problem(key, str(error))
             raise ConfigError([problem]) from error
         return []
-
-
-def size_for(section: TokenizerSection, *, hf_assets_path: str = "") -> int:
-    """Return the vocabulary of a model for a tokenizer.
-
-    Raises:
-        DataError: the tokenizer cannot be read.
-    """
-    from titan.data.tokenizer import build_tokenizer  # its libraries take a moment
-
-    size = build_tokenizer(section, hf_assets_path=hf_assets_path).vocab_size
-    return -(-size // MULTIPLE) * MULTIPLE

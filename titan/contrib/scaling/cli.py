@@ -64,9 +64,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     # The law that is kept, drawn and asked is that of all runs.
     found = fit(runs, draws=options.draws, seed=options.seed)
-    wanted = [
-        predicted(found, Run("", params, tokens, 0.0)) for params, tokens in options.predict
-    ]
+    wanted = [predicted(found, Run("", n, d, 0.0)) for n, d in options.predict]
     lines += [*map(_line, checked), *_report(found, runs), *map(_line, wanted)]
     law = vars(found) | {
         "law": found.law._asdict(),
