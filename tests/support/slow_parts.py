@@ -112,6 +112,8 @@ def twin_job(folder: Path, *, steps: int, **changes: Any) -> JobConfig:
         folder,
         training={"steps": steps},
         metrics={"log_freq": LOG_FREQ},
+        # The others wait in a collective while rank 0 waits for the simulation, on a machine that may be busy.
+        comm={"train_timeout_seconds": 900},
         **{"checkpoint": {"enable": False}, "simulator": {"twin": True}, **changes},
     )
 

@@ -178,11 +178,14 @@ def _run(config: JobConfig, stop: StopRequest, supervisor: Supervisor) -> int:
             config, hooks=standard_hooks, stop=stop, supervisor=supervisor, begin=begin
         )
 
+    def started() -> Trainer | None:
+        return trainer if trainer and trainer.is_started else None
+
     trainer, failed = None, True
     # Both are called in another thread, which may print while the main thread computes.
     if os.environ.get("RANK", "0") == "0":
-        stop.on_stop = lambda name: _answer(name, config, trainer)
-        stop.on_leave = lambda: _say_what_is_lost(config, trainer)
+        stop.on_stop = lambda name: _answer(name, config, started())
+        stop.on_leave = lambda: _say_what_is_lost(config, started())
     else:
         stop.on_leave = lambda: time.sleep(
             1
@@ -210,7 +213,7 @@ def _run(config: JobConfig, stop: StopRequest, supervisor: Supervisor) -> int:
 
 
 def _answer(signal_name: str, config: JobConfig, trainer: Trainer | None) -> None:
-    """Say at once what a signal does: the step that runs may take long."""
+    """Say at once what a signal does: the step that runs may take long. None: no trainer has started."""
     text = "stopping after this step and saving"
     if config.checkpoint.why_unsaved:
         text = f"stopping after this step; nothing is saved ({config.checkpoint.why_unsaved})"
@@ -222,7 +225,7 @@ def _answer(signal_name: str, config: JobConfig, trainer: Trainer | None) -> Non
 def _say_what_is_lost(config: JobConfig, trainer: Trainer | None) -> None:
     """Report the end by a second Ctrl-C on the console and in status.json."""
     step, kept = 0, 0
-    if trainer and trainer.is_started:
+    if trainer:
         step, kept = trainer.step, trainer.saved_step or trainer.first_step - 1
         if "://" not in config.checkpoint.folder:
             kept = step_to_continue(config)  # a save may be half done
@@ -235,13 +238,13 @@ def _say_what_is_lost(config: JobConfig, trainer: Trainer | None) -> None:
     folder = Path(config.job.dump_folder)
     write_status(folder, state="stopped", exit_code=EXIT_INTERRUPTED, step=step, reason=text)
     _say(text, trainer)
-    if trainer and trainer.is_started:
+    if trainer:
         trainer.console.close()  # shows the terminal's cursor again
 
 
 def _say(text: str, trainer: Trainer | None) -> None:
     """Print a line on rank 0, above the bar."""
-    if trainer and trainer.is_started:
+    if trainer:
         trainer.console.message(text, always=True)
     else:
         print(text, file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import reduce
 from typing import Any
 
-from titan.config.errors import COMMAND_LINE, RuleViolation
+from titan.config.errors import RuleViolation
 from titan.config.model import family
 from titan.config.quantize import FLOAT8
 from titan.config.schema import JobConfig
@@ -51,13 +51,6 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-# Tables that TorchTitan lacks. It refuses a file with such a table.
-_OURS = (
-    *("average", "data", "hardware", "loss", "model.overrides", "moe", "simulator", "task"),
-    "tokenizer",
-)
-
-
 class Differences(CheckExtension):
     """The lines `differences` of `titan check`, for a job with keys or flavors that only TorchTitan has."""
 
@@ -77,25 +70,12 @@ def differences(config: JobConfig) -> list[str]:
         config: The job.
 
     Returns:
-        The lines. A job that TorchTitan cannot read has none.
+        The lines. A model that TorchTitan lacks has none.
     """
-    if not _is_read_there(config):
+    if config.model.flavor not in FLAVORS.get(config.model.name, ()):
         return []
     differences = [*_in_model(config), *_in_optimizer(config), *_in_defaults(config)]
     return [f"{key}: {message}" for key, message in differences]
-
-
-def _is_read_there(config: JobConfig) -> bool:
-    """Return whether TorchTitan has the job's model, and the file has no table that only titan has.
-
-    Keys of the command line do not count as parts of the file.
-    """
-    model, written = config.model, config.source_map.locations.items()
-    keys = [key for key, place in written if place.file != COMMAND_LINE]
-    is_ours = any(
-        key == table or key.startswith(f"{table}.") for key in keys for table in _OURS
-    )
-    return model.flavor in FLAVORS.get(model.name, ()) and not is_ours
 
 
 def _in_model(config: JobConfig) -> Iterator[RuleViolation]:

@@ -83,7 +83,9 @@ def main(argv: list[str]) -> int:
     spread: Sequence[RecordedStep] = last[0] if last else ()
     if not {step.step for step in a} & {step.step for step in b}:
         raise InputError(f"{options.a} and {options.b} recorded no step in common")
-    names, others = ([t.name for step in run for t in step.tensors] for run in (a, b))
+    names, others = (
+        [t.name for step in run for t in step.tensors if t.kind != "batch"] for run in (a, b)
+    )
     if not {*names} & {*others}:
         such = f"no name of a tensor is in both, such as {names[:1]} and {others[:1]}"
         raise InputError(f"{options.a} and {options.b} are of different models: {such}")
