@@ -211,7 +211,7 @@ class Console(logging.Handler):
         """Return a column for each large score."""
         scores = {"loss": row["loss_z"], "gnorm": row["grad_norm_z"]}
         return [
-            _Column(f"{name} z {z:.1f}", style="bold red")
+            _Column(f"unusual {name} (z {z:.1f})", style="bold red")
             for name, z in scores.items()
             if z is not None and z > LARGE_Z
         ]
