@@ -229,7 +229,7 @@ def test_a_large_z_score_is_shown_and_a_usual_one_is_not() -> None:
     assert " z " not in printed(lambda c: c.step(step_row(7, loss_z=None, grad_norm_z=-9.0)))
 
 
-def test_a_z_score_does_not_shift_the_columns() -> None:
+def test_a_large_z_score_is_shown_and_does_not_shift_the_columns() -> None:
     plain = printed(lambda c: c.step(step_row(7, mfu=0.4)))
     with_z = printed(lambda c: c.step(step_row(7, mfu=0.4, loss_z=12.3, grad_norm_z=99.0)))
     assert with_z.splitlines() == [

@@ -410,5 +410,5 @@ def test_config_and_check_say_what_is_open(
 def test_sim_chooses_for_the_hardware(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["sim", str(job), "--world-size", "2", "--hardware", "cpu"]) == 0
     printed = capsys.readouterr()
-    assert "titan: layout chosen: dp_shard 2" in printed.err and "dp_shard 2" in printed.out
+    assert 'titan: layout = "auto": dp_shard 2' in printed.err and "dp_shard 2" in printed.out
     assert not (job.parent / "run").exists()

@@ -48,7 +48,9 @@ def test_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["simulation"]["memory"]["peak_reserved_gib"] > 0
     printed = check(capsys, "--hardware", "h100-sxm")
     assert "simulated on h100-sxm" in printed and "\nfits: " in printed
-    assert "in bfloat16, by formula (the simulation below holds)" in printed  # "auto" there
+    assert (
+        "in bfloat16, by formula (the simulated value below is used)" in printed
+    )  # "auto" there
     printed = check(capsys, "--hardware", "l4")  # of which there is no profile
     assert (
         "not simulated: the simulator has no profile of l4" in printed and "\nfits: " in printed

@@ -208,7 +208,7 @@ def _page(facts: dict[str, Any], judged: dict[str, Any]) -> str:
     # Counts only the experts of a token.
     num_active = model["active_parameters"]
     active = "" if num_active == model["parameters"] else f", {num_active:,} of them active"
-    holds = "the simulation below holds" if "simulation" in judged else "not measured"
+    holds = "the simulated value below is used" if "simulation" in judged else "not measured"
     memory = [f"    {name:<12} {gib:10.3f}" for name, gib in facts["memory_gib"].items()]
     if memory:
         precision = facts["precision"]

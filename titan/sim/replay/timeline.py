@@ -247,10 +247,10 @@ def summarise(
 def waiting(
     rank: RankTimeline, groups: Mapping[str, Group], slowest: float, busiest: float
 ) -> dict[str, float]:
-    """Return the seconds that an average rank waits for slower ranks, by the kind of transfer at which it waits.
+    """Return the seconds that ranks wait for slower ones, on average, by kind of transfer.
 
     The traced rank is the slowest device, and the busiest rank of each dispatch: it waits for
-    nobody, and its time is the step's. An average rank finishes each kernel earlier, and waits at
+    nobody, and its time is the step's. A rank of average speed finishes each kernel earlier, and waits at
     the next transfer. In a dispatch it sends to the busiest rank, whose links are full, so that it
     waits within the transfer.
 

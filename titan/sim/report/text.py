@@ -243,7 +243,7 @@ def _time(facts: Facts) -> Iterator[str]:
     waits = {kind: s for kind, s in comm["waiting_s"].items() if s > _SMALL * total}
     if waits:
         parts = ", ".join(f"{kind} {duration(seconds)}" for kind, seconds in waits.items())
-        yield f"    within the step, an average rank waits for slower or busier ranks: {parts}"
+        yield f"    waits for slower or busier ranks (mean over ranks; part of the times above): {parts}"
     if len(facts["per_rank"]) > 1:
         yield f"    pipeline bubble: {facts['pipeline']['bubble_fraction']:.1%} of the step"
     yield "  compute by module"
@@ -287,7 +287,7 @@ def _memory(facts: Facts) -> Iterator[str]:
     memory = facts["memory"]
     yield f"  memory    {verdict(facts)}"
     if "formula_gib" in memory:  # of a job
-        yield f"            the formula of `titan check` says {memory['formula_gib']:.1f} GiB; this simulation holds"
+        yield f"            the formula of `titan check` says {memory['formula_gib']:.1f} GiB; the simulated value is used"
     if memory["failure"]:
         yield f"            {memory['failure']}"
     yield f"  at its peak of {memory['peak_active_gib']:.1f} GiB in use (rank {memory['rank']}, {memory['at'] or 'start'})"

@@ -126,13 +126,15 @@ def resolve(
         )
     if (file := Path(config.job.dump_folder) / FILE).is_dir():
         raise _mistake(config, f"{file}, where the choice is kept, is a folder: remove it")
-    kept, news = _kept(job, config, world_size) if keep else (None, "chosen")
+    kept, news = _kept(job, config, world_size) if keep else (None, "")
     choice = kept or choose(
         job, config, profile(config), world_size=world_size, simulate=simulate
     )
     if not is_quiet():
         other = f". Runner-up: {choice.runner_up}" if choice.runner_up else ""
-        print(f"titan: layout {news}: {choice.settings[_REASON]}{other}", file=sys.stderr)
+        print(
+            f'titan: layout = "auto"{news}: {choice.settings[_REASON]}{other}', file=sys.stderr
+        )
     return [*job, *choice.overrides], None if kept else choice
 
 
@@ -252,7 +254,7 @@ def _kept(
     """Return the choice in the run folder, if the job can still have it, and what becomes of it as text."""
     file = Path(config.job.dump_folder) / FILE
     if not file.is_file():
-        return None, "chosen"
+        return None, ""
     held = _held(config)
     try:
         settings = {
@@ -272,13 +274,13 @@ def _kept(
         own, sequences = kept.training.global_batch_size, sequences_of(config, world_size)
         if ranks == world_size and own == sequences:
             check_to_run(kept, world_size=world_size)
-            return choice, f"kept from {file}"
+            return choice, f", kept from {file}"
         why = f"has a global batch of {own} sequences, and the job {sequences}"
         if ranks != world_size:
             why = f"is for {ranks} ranks, and there are {world_size}"
     except ConfigError as error:
         why = f"does not suit the job: {error.problems[0].message}"
-    return None, f"chosen again, since {file} {why}"
+    return None, f", chosen again, since {file} {why}"
 
 
 # ---- hardware ------------------------------------------------------------------------------------
