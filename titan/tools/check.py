@@ -44,10 +44,17 @@ def main(argv: list[str]) -> int:
         help=f"will it fit another machine? {profiles.hardware_names()}. Files and folders of the job are then not "
         "looked for on this one",
     )
-    about = "with --hardware: do not simulate, which takes seconds"
-    parser.add_argument("--formula", action="store_true", help=about)
-    about = "instead of a job: a Hugging Face folder, or its config.json. Print which model of titan it is, and whether its weights load"
-    parser.add_argument("--hf", type=Path, metavar="FOLDER", help=about)
+    parser.add_argument(
+        "--formula",
+        action="store_true",
+        help="with --hardware: do not simulate, which takes seconds",
+    )
+    parser.add_argument(
+        "--hf",
+        type=Path,
+        metavar="FOLDER",
+        help="instead of a job: a Hugging Face folder, or its config.json. Print which model of titan it is, and whether its weights load",
+    )
     options, job = parser.parse_known_args(argv)
     if options.hf:
         if job or options.hardware or options.formula:
@@ -55,7 +62,7 @@ def main(argv: list[str]) -> int:
         return folders().main(options)
     profile = None
     try:
-        if options.hardware and not _is_datasheet(options.hardware):
+        if options.hardware and options.hardware.lower() not in {row.name for row in HARDWARE}:
             profile = profiles.load_profile(options.hardware)
         elif options.hardware:
             job.append(f"--hardware.name={options.hardware}")
@@ -130,11 +137,6 @@ def _with_layout(job: Sequence[str], *, world_size: int, hardware: str | None) -
         job, world_size=world_size, profile=profile, keep=not hardware, simulate=False
     )
     return chosen
-
-
-def _is_datasheet(hardware: str) -> bool:
-    """Return whether `hardware.name` may have this value. Any other name is a profile, or unknown."""
-    return hardware.lower() in {row.name for row in HARDWARE}
 
 
 def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[str, Any]:

@@ -91,16 +91,24 @@ def main(argv: list[str] | None = None) -> int:
     usage = f"{JOB} --hardware H --gpus N (--days D | --loss L) [--law law.json] [--sizes FLAVOR,...] [--output DIR] [--json [FILE]] [--plot FILE.png]"
     parser = command_parser("budget", usage, summary=SUMMARY)
     add = parser.add_argument
-    about = "law of `titan scaling --output`; default: chinchilla, which ranks sizes"
-    add("--law", default="chinchilla", metavar="FILE.json", help=about)
+    add(
+        "--law",
+        default="chinchilla",
+        metavar="FILE.json",
+        help="law of `titan scaling --output`; default: chinchilla, which ranks sizes",
+    )
     add("--hardware", required=True, metavar="H", help="GPU, as for `titan sim`")
     add("--gpus", "--world-size", type=positive, required=True, metavar="N")
     aim = parser.add_mutually_exclusive_group(required=True)
     aim.add_argument("--days", type=_in_range, metavar="D", help="time of the run")
-    about = "find the cheapest way to this loss"
-    aim.add_argument("--loss", type=_in_range, metavar="L", help=about)
-    about = f"flavors of the job's family, or FAMILY:FLAVOR; default: all from 0.1 billion parameters, and {_EXPERTS}"
-    add("--sizes", metavar="FLAVOR,...", help=about)
+    aim.add_argument(
+        "--loss", type=_in_range, metavar="L", help="find the cheapest way to this loss"
+    )
+    add(
+        "--sizes",
+        metavar="FLAVOR,...",
+        help=f"flavors of the job's family, or FAMILY:FLAVOR; default: all from 0.1 billion parameters, and {_EXPERTS}",
+    )
     add(
         "--output",
         type=Path,
@@ -253,8 +261,16 @@ def _plan(size: Size, found: Fit, options: Namespace) -> PricedRun:
 def _table(results: list[dict[str, Any]]) -> list[str]:
     """Return the lines of the table."""
     head = (
-        *("size", "layout", "tokens/s/GPU", "days", "tokens", "tokens/param"),
-        *(f"loss ({LEVEL:.0%})", "MWh", "cost", "failures"),
+        "size",
+        "layout",
+        "tokens/s/GPU",
+        "days",
+        "tokens",
+        "tokens/param",
+        f"loss ({LEVEL:.0%})",
+        "MWh",
+        "cost",
+        "failures",
     )
     rows: list[tuple[str, ...]] = [head]
     for result in results:
@@ -262,11 +278,14 @@ def _table(results: list[dict[str, Any]]) -> list[str]:
         layout = result["layout"].replace("pp 1 x ", "").replace("dp_replicate 1 x ", "")
         per_param = result["tokens"] / result["params"]
         row = (
-            *(result["size"], layout, f"{result['tokens_per_s_per_gpu']:,.0f}"),
+            result["size"],
+            layout,
+            f"{result['tokens_per_s_per_gpu']:,.0f}",
             *(f"{x:.3g}" for x in (result["days"], result["tokens"], per_param)),
             f"{result['loss']:.4f}" + f" ({low:.4f} to {high:.4f})" * (low < high),
             f"{result['energy_mwh']:.3g}",
-            *(f"{result['cost']:,.0f}" if result["cost"] else "-", f"{result['failures']:.2g}"),
+            f"{result['cost']:,.0f}" if result["cost"] else "-",
+            f"{result['failures']:.2g}",
         )
         rows.append(row)
     return columns(rows, left=(0, 1))
