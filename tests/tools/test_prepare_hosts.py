@@ -218,7 +218,7 @@ def units_done(folder: Path) -> int:
 
 
 def wait_for(folder: Path, units: int) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 900
     while units_done(folder) < units:
         assert time.monotonic() < deadline
         time.sleep(0.005)

@@ -143,7 +143,7 @@ def init(argv: list[str]) -> int:
         from titan.data.sources import source_of_path  # imports numpy
 
         source: Any = source_of_path(options.text, text_key="text")
-        path = getattr(source, "path", None)  # Python's library has none
+        path = source.model_dump().get("path")  # Python's library has none
         changes["training"] = {"dataset": source.type, "dataset_path": path}
         if not options.hf:
             from titan.tools import tokenizer
