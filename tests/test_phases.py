@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from tests.support.jobs import ROOT, SMALL, with_changes
 from tests.support.jobs import job as any_job
 from tests.support.layouts import BOUND, largest, whole_gradients
 from tests.support.ranks import Pool
-from tests.support.runs import Run, logged_rows, same_tensors, saved_tensors
+from tests.support.runs import logged_rows, same_tensors, saved_tensors
 from tests.support.trainers import PoolTrainer, Trainer
 from titan.checks.phase_rules import check_borders
 from titan.checks.rules import check_to_run
@@ -166,27 +165,6 @@ def test_a_run_that_is_lost_in_each_phase_goes_on_to_the_same_bits(
     assert numbers(tmp_path) == numbers(whole)
     last = Path("checkpoint") / f"step-{STEPS}"
     assert same_tensors(tmp_path / last, whole / last)
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    """As the test before, with processes that get SIGKILL in each phase under FSDP2."""
-    overlay = tmp_path / "phases.toml"
-    overlay.write_text(
-        "[training]\nsteps = 60\nlocal_batch_size = 2\n[metrics]\nlog_freq = 1\n[checkpoint]\ninterval = 5\n"
-        "[[phase]]\nfrom_step = 20\nglobal_batch_size = 8\n"
-        "[[phase]]\nfrom_step = 40\nseq_len = 64\nmin_lr_factor = 0.1\n"
-    )
-    for name, kills in (("whole", ()), ("killed", (12, 30, 50))):
-        start = partial(Run, tmp_path / name, str(overlay), "--nproc=2")
-        for step in kills:
-            run = start()
-            run.wait_until_training(step=step)
-            run.kill()
-        assert start().end() == 0
-    assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
-    last = Path("checkpoint") / "step-60"
-    assert same_tensors(tmp_path / "killed" / last, tmp_path / "whole" / last)
 
 
 def train(axes: str, folder: str) -> tuple[int, dict[str, Tensor]]:

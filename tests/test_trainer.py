@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.support.jobs import SMALL, with_changes
 from tests.support.jobs import job as any_job
 from tests.support.trainers import Trainer
-from titan.base.signals import EXIT_DONE, EXIT_STOPPED, StopRequest
+from titan.base.signals import EXIT_DONE, StopRequest
 from titan.checkpoint.manager import CheckpointError, list_steps
 from titan.config.load import load_config
 from titan.config.schema import JobConfig
@@ -199,26 +199,6 @@ def test_a_finished_run_is_a_no_op(tmp_path: Path, capsys: pytest.CaptureFixture
     assert len(rows(tmp_path)) == 8
 
 
-def test_a_stop_request_saves_and_a_later_run_goes_on(tmp_path: Path) -> None:
-    stop = StopRequest()
-    trainer = Trainer(job(tmp_path / "stopped"), stop=stop)
-    for _ in range(3):
-        assert not trainer.train_one_step()
-    stop.signal_name = "SIGTERM"
-    assert trainer.run() == EXIT_STOPPED
-    trainer.close()
-    assert list_steps(tmp_path / "stopped" / "checkpoint") == [4]
-    status = json.loads((tmp_path / "stopped" / "status.json").read_text())
-    assert (status["state"], status["exit_code"], status["step"]) == (
-        "stopped",
-        EXIT_STOPPED,
-        4,
-    )
-    run(job(tmp_path / "stopped"))
-    run(job(tmp_path / "whole"))
-    assert numbers(tmp_path / "stopped") == numbers(tmp_path / "whole")
-
-
 def test_a_non_finite_loss_stops_with_step_rank_and_samples(tmp_path: Path) -> None:
     trainer = Trainer(job(tmp_path, training={"global_batch_size": 4}))
     trainer.train_one_step()
@@ -231,12 +211,6 @@ def test_a_non_finite_loss_stops_with_step_rank_and_samples(tmp_path: Path) -> N
         trainer.run()
     trainer.close()
     assert not list_steps(tmp_path / "checkpoint")
-
-
-def test_keeps_the_newest_checkpoints(tmp_path: Path) -> None:
-    run(job(tmp_path, checkpoint={"interval": 2, "keep_latest_k": 2}))
-    assert list_steps(tmp_path / "checkpoint") == [6, 8]
-    assert sorted(p.name for p in (tmp_path / "checkpoint").iterdir()) == ["step-6", "step-8"]
 
 
 def test_first_step_checkpoint_and_load_only(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.jobs import ROOT
-from titan.checks.rules import Layout, check, check_layout, resolve_layout
+from titan.checks.rules import check, check_layout, resolve_layout
 from titan.config.errors import ConfigError
 from titan.config.load import load_config
 from titan.config.schema import JobConfig, ModelSection
@@ -76,22 +76,6 @@ def test_layouts(degrees: dict[str, int], world_size: int, expected: tuple[int, 
     assert (layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp) == expected
     assert layout.world_size == world_size
     assert layout.accumulation == 1
-
-
-def test_accumulation() -> None:
-    config = JobConfig.model_validate(
-        {"training": {"local_batch_size": 2, "global_batch_size": 48}}
-    )
-    assert resolve_layout(config, 4) == Layout(
-        pp=1, dp_replicate=1, dp_shard=4, cp=1, tp=1, accumulation=6
-    )
-    with pytest.raises(ConfigError, match="48 is not a multiple of local_batch_size 2 x 5"):
-        resolve_layout(config, 5)
-
-
-def test_tensor_parallel_may_exceed_the_key_value_heads() -> None:
-    config = JobConfig.model_validate({"parallelism": {"tensor_parallel_degree": 4}})
-    assert check_layout(config, world_size=4) == []  # 2 key/value heads, each kept by two ranks
 
 
 def test_model_overrides() -> None:

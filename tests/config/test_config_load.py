@@ -10,7 +10,6 @@ import pytest
 from titan.config.errors import ConfigError, key_text, parent
 from titan.config.load import Arguments, load_config, parse_args
 from titan.config.render import to_toml
-from titan.config.schema import JobConfig
 from titan.config.toml import KeyPath, format_value, parse_value, read_toml
 
 TRICKY = '''\
@@ -109,12 +108,6 @@ def test_key_text_and_parent() -> None:
         "",
         "a",
     ]
-
-
-def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
-    path = tmp_path / "empty.toml"
-    path.write_text("")
-    assert load_config(path) == JobConfig()
 
 
 def test_later_wins(tmp_path: Path) -> None:

@@ -119,13 +119,6 @@ def test_a_module_in_no_stage_or_without_a_style_is_one_line(folder: Path) -> No
     assert check_layout(JobConfig.model_validate(plain), world_size=2) == []
 
 
-def test_a_family_that_can_be_cut_and_split_passes(folder: Path) -> None:
-    (folder / "mine_family.py").write_text(PACKAGE.format(body="pass", after="pass"))
-    degrees = {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2}
-    sections = {"model": MINE, "parallelism": degrees}
-    assert check_layout(JobConfig.model_validate(sections), world_size=4) == []
-
-
 @pytest.mark.parametrize("command", ["check", "train"])
 def test_a_forward_with_other_names_is_a_line_of_the_job(
     folder: Path, command: str, monkeypatch: pytest.MonkeyPatch

@@ -26,37 +26,12 @@ def test_positions_ids_and_labels_follow_documents(special_tokens: SpecialTokens
     ]
 
 
-def test_documents_that_only_end() -> None:
-    row = np.array([[7, 2, 5, 6, 2, 9, 2]])
-    packed = pack(
-        row, special_tokens=SpecialTokens(None, 2), reset_positions=True, document_mask=True
-    )
-    assert packed.labels_BS.tolist() == [[2, IGNORED, 6, 2, IGNORED, 2]]
-    assert packed.positions_BS is not None and packed.positions_BS.tolist() == [
-        [0, 1, 0, 1, 2, 0]
-    ]
-    assert packed.document_ids_BS is not None and packed.document_ids_BS.tolist() == [
-        [0, 0, 1, 1, 1, 2]
-    ]
-
-
 def test_without_options_every_label_counts() -> None:
     packed = pack(
         ROW, special_tokens=SpecialTokens(1, 2), reset_positions=False, document_mask=False
     )
     assert packed.labels_BS.tolist() == [[2, 1, 5, 2, 1, 6, 8]]
     assert packed.positions_BS is None and packed.document_ids_BS is None
-
-
-def test_a_sequence_that_begins_with_a_document_is_document_0() -> None:
-    packed = pack(
-        np.array([[1, 5, 2, 1]]),
-        special_tokens=SpecialTokens(1, 2),
-        reset_positions=True,
-        document_mask=True,
-    )
-    assert packed.document_ids_BS is not None and packed.document_ids_BS.tolist() == [[0, 0, 0]]
-    assert packed.labels_BS.tolist() == [[5, 2, IGNORED]]
 
 
 def test_framing_wraps_with_what_the_tokenizer_has() -> None:

@@ -55,15 +55,6 @@ def test_text_files_folder_and_glob(tmp_path: Path) -> None:
     assert read(s.TextSource(path=str(tmp_path / "b.txt"))) == ["two"]
 
 
-def test_identity_notices_a_changed_file(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one")
-    section = s.TextSource(path=str(tmp_path))
-    before = open_documents(section).identity
-    assert open_documents(section).identity == before
-    (tmp_path / "a.txt").write_text("more")
-    assert open_documents(section).identity != before
-
-
 def test_jsonl_plain_and_compressed(tmp_path: Path, corpus: Path, texts: list[str]) -> None:
     assert read(s.JsonlSource(path=str(corpus))) == texts
     packed = tmp_path / "packed"
@@ -135,16 +126,6 @@ def test_broken_jsonl_lines_are_told(tmp_path: Path, line: bytes, message: str) 
     (tmp_path / "corpus.jsonl").write_bytes(b'{"text": "fine"}\n' + line + b"\n")
     with pytest.raises(DataError, match=message):
         read(s.JsonlSource(path=str(tmp_path)))
-
-
-def test_missing_files_and_broken_text_are_told(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no \*\.txt or \*\.md in folder"):
-        open_documents(s.TextSource(path=str(tmp_path)))
-    with pytest.raises(DataError, match="as a glob matches nothing"):
-        open_documents(s.TextSource(path=str(tmp_path / "nothing.txt")))
-    (tmp_path / "latin.txt").write_bytes("Stra\xdfe".encode("latin-1"))
-    with pytest.raises(DataError, match=r"latin\.txt:1: not UTF-8 at byte 4"):
-        read(s.TextSource(path=str(tmp_path)))
 
 
 def test_huggingface_streamed_or_not_is_the_same_text(hub: Path, texts: list[str]) -> None:

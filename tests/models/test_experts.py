@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 import pytest
 import torch
 
@@ -61,40 +58,6 @@ def test_flops_of_windows_and_without_biases() -> None:
     q_k_v_o = 2880 * (64 + 8 + 8) * 64 + 64 * 64 * 2880
     products = 24 * (q_k_v_o + 2880 * 32 + 4 * 3 * 2880 * 2880) + 201_088 * 2880
     assert config.flops_per_token(4096) == 6 * products + attention
-
-
-def frequencies(name: str, config: Any) -> torch.Tensor:
-    with torch.device("meta"):
-        model = family(name).build_model(config)
-    return model.frequencies(torch.device("cpu"))
-
-
-@pytest.mark.parametrize(
-    ("name", "flavor"),
-    [*(("deepseek_v3", flavor) for flavor in ("tiny", "16B", "671B")), ("gpt_oss", "20b")],
-)
-def test_yarn_is_that_of_transformers(name: str, flavor: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    config = family(name).FLAVORS[flavor]
-    if name == "gpt_oss":
-        theirs, scale = transformers.GptOssConfig(), config.softmax_scale * config.head_dim**0.5
-    else:
-        mscale = {"mscale": config.rope_mscale, "mscale_all_dim": config.rope_mscale}
-        rope = {"rope_type": "yarn", "rope_theta": config.rope_theta, "factor": 40.0, **mscale}
-        theirs = transformers.DeepseekV3Config(
-            qk_rope_head_dim=config.qk_rope_head_dim,
-            max_position_embeddings=163_840,
-            rope_parameters=rope | {"original_max_position_embeddings": 4096},
-        )
-        scale = 1.0
-    expected, factor = ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
-    torch.testing.assert_close(frequencies(name, config), expected)
-    # Queries and keys are both multiplied by it there.
-    assert factor**2 == pytest.approx(scale)
-    plain = frequencies(name, dataclasses.replace(config, rope_factor=0.0))
-    assert (plain >= expected).all() and (plain > expected * config.rope_factor * 0.97).any()
 
 
 @pytest.mark.parametrize(

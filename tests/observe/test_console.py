@@ -89,19 +89,6 @@ def test_cpu_says_rss_and_no_mfu() -> None:
     assert "  mfu n/a  rss   0.87 GiB  " in text
 
 
-def test_lines_are_a_table_no_wider_than_160() -> None:
-    causal = {"mfu_convention": "causal"}
-
-    def speak(console: Console) -> None:
-        console.step(step_row(1, mfu=0.051, loss=11.76, grad_norm=2307.3, eta_s=5e5) | causal)
-        console.step(step_row(99_999, mfu=0.431, tokens_per_s=7e6, data_wait_s=0.4) | causal)
-
-    first, second = printed(speak, total_steps=100_000).splitlines()
-    assert len(first) == len(second) <= 160
-    for column in ("loss", "gnorm", "lr", "tok/s", "mfu", "causal-attn", "gpu", "GiB", "eta"):
-        assert first.index(column) == second.index(column), column
-
-
 @pytest.mark.parametrize("width", [60, 80, 100, 120])
 def test_narrow_terminals_lose_columns_not_lines(width: int) -> None:
     text = printed(

@@ -283,29 +283,6 @@ def test_recomputed_with_attention_kept(pool, method: str) -> None:
         assert same == [True] * 4
 
 
-def _axis_error() -> float:
-    """Two cp groups side by side in a 2 x 2 mesh with other numbers in each: the groups must not mix."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    errors = []
-    for method in METHODS:
-        qkv, grad, _ = _inputs(length=12, heads=4, groups=2, dtype=torch.float64)
-        qkv = [x + mesh.get_local_rank("dp") for x in qkv]
-        expected = _gradients(Net(), qkv, grad, None)
-        split = {"rank": mesh.get_local_rank("cp"), "size": 2, "balanced": True}
-        net = Net()
-        apply_cp(net, mesh=mesh["cp"], attention_type=PlainAttention, method=method)
-        local = [shard_sequence(x, dim=2, **split) for x in (*qkv, grad)]
-        actual = _gradients(net, local[:3], local[3], None)
-        for mine, whole in zip(actual, expected, strict=True):
-            theirs = shard_sequence(whole, dim=2, **split)
-            errors.append(((mine - theirs).abs().max() / whole.abs().max()).item())
-    return max(errors)
-
-
-def test_one_axis_of_a_larger_mesh(pool) -> None:
-    assert max(pool.run(4, _axis_error)) < 1e-14
-
-
 def _ring_of_one_process(
     monkeypatch: pytest.MonkeyPatch, whole: list[Tensor], grad: Tensor, split: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,7 +17,6 @@ from titan.parallel import block_attention, initialize
 from titan.parallel.block_attention import CAUSAL
 from titan.parallel.compile import apply_compile
 from titan.parallel.documents import (
-    choose_form,
     document_cu_seqlens,
     mask_of,
     share_document_mask,
@@ -106,10 +105,6 @@ def test_flash_attention_takes_the_mask_on_a_gpu() -> None:
     assert out.shape == (BATCH, 4, LENGTH, 8) and out.dtype == torch.bfloat16
     out.sum().backward()
     assert [x.grad.shape for x in inputs if x.grad is not None] == [x.shape for x in inputs]
-
-
-def test_a_cpu_has_dense_masks() -> None:
-    assert choose_form("cpu", torch.bfloat16) == "dense"
 
 
 @pytest.mark.parametrize("form", [None, "dense"])

@@ -73,16 +73,6 @@ JOBS: dict[str, tuple[int, dict[str, Any]]] = {
             "parallelism": {"tensor_parallel_degree": 2},
         },
     ),
-    "1F1B": (
-        4,
-        {
-            "model": {"flavor": "tiny", "overrides": {"n_layers": 24}},
-            "parallelism": {
-                "pipeline_parallel_degree": 2,
-                "pipeline_parallel_schedule": "1F1B",
-            },
-        },
-    ),
     "1F1B, multi-token prediction": (
         4,
         {
@@ -211,7 +201,6 @@ def canonical(trace: Trace, section: str, numbers: defaultdict[str, dict[int, in
             "HSDP, full AC",
             "DDP, plain loss",
             "TP, Qwen3",
-            "1F1B",
             "1F1B, multi-token prediction",
             "1F1B, EP, TP",
             "interleaved",

@@ -114,13 +114,6 @@ def test_a_limit_that_nothing_meets(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no choice fits in 2.0 of 2 GiB; it needs" in capsys.readouterr().err
 
 
-def test_the_old_command_names_the_new_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["autofsdp", *JOB]) == 2
-    assert (
-        capsys.readouterr().err == "command line: autofsdp: is now `titan plan --only fsdp`\n"
-    )
-
-
 def test_only_takes_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", *JOB, "--only=tp", "--world-size=2", "--hardware=h100-sxm"]) == 2
     assert "fsdp" in capsys.readouterr().err

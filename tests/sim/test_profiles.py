@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -117,8 +115,8 @@ def test_a_figure_without_a_source_is_refused(tmp_path: Path) -> None:
         ),
         ("device = 3", r"mine\.toml:3: device: is a name, in quotes"),
         ('measured = ["h100"]', r"mine\.toml:3: measured: is a name, in quotes"),
+        ('measured = "h900"', r"mine\.toml:3: measured: there are tables of a100, b200"),
         ('kin = ["h101-sxm"]', r"mine\.toml: kin: no profile 'h101-sxm'; did you mean"),
-        ("num_smms = 3", r"mine\.toml:3: num_smms: unknown figure.*num_sms"),
         ('num_sms = "many"', r"mine\.toml:3: num_sms: .*integer"),
         ('base = "mine"', "no profile 'mine'"),
     ],
@@ -171,15 +169,6 @@ def test_stragglers_grow_with_the_number_of_nodes() -> None:
     assert slowest_of_8.straggler(128) == pytest.approx(1 + 0.015 * (2.60 - 1.424), abs=5e-4)
 
 
-def test_imports_no_torch() -> None:
-    code = (
-        "import sys, titan.base.hardware, titan.sim.estimate, titan.tools.profile, titan.sim.price.cost, "
-        "titan.sim.price.network, titan.sim.price.profiles, titan.sim.replay.queues, "
-        "titan.sim.replay.timeline, titan.sim.replay.memory; sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
 HOST = (
     "host_tiny_us",
     "launch_us",
@@ -203,19 +192,10 @@ def test_later_machines_price_a_job(name: str) -> None:
     assert 0.5 < steps[0] / steps[1] <= 1.001  # never slower than what it came after
 
 
-def test_tables_that_do_not_exist_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "mine.toml"
-    file.write_text('name = "mine"\nbase = "h100-sxm"\nmeasured = "h900"\n', "utf-8")
-    with pytest.raises(
-        ConfigError, match=r"mine\.toml:3: measured: there are tables of a100, b200"
-    ):
-        load_profile(file)
-
-
 def test_a_misspelt_figure_is_told_before_its_source(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(
         'name = "mine"\nbase = "h100-sxm"\nmatmul_sahre = { bfloat16 = 0.5 }\n', "utf-8"
     )
-    with pytest.raises(ConfigError, match="unknown figure; did you mean 'matmul_share'"):
+    with pytest.raises(ConfigError, match=r"mine\.toml:3: .*unknown figure; did you mean 'matmul_share'"):
         load_profile(file)

@@ -66,17 +66,10 @@ CHANGES: list[tuple[str, dict[str, Any], bool]] = [
     ),
     (
         "Llama",
-        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
-        False,
-    ),
-    (
-        "Llama",
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
         False,
     ),
-    ("Llama", {"attention_bias": True}, False),
     ("Llama", {"mlp_bias": True}, False),
-    ("Llama", {"hidden_act": "gelu"}, False),
     ("Llama", {"model_type": "internlm3"}, False),
     ("Mistral", {"sliding_window": None}, True),
     ("Mistral", {"hidden_act": "gelu"}, True),  # transformers computes it

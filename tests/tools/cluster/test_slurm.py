@@ -198,19 +198,6 @@ def test_scancel_is_final(slurm: Slurm, tmp_path: Path) -> None:
     assert slurm.state(job.id) == "CANCELLED"
 
 
-def test_a_mistake_is_not_repeated(slurm: Slurm, tmp_path: Path) -> None:
-    wrong = slurm.run(
-        *("sbatch", "--parsable", "--nodes=2", f"--output={tmp_path}/wrong.out"),
-        *("scripts/slurm/train.sbatch", "train_configs/debug_model.toml", "--training.step=3"),
-        cwd=ROOT,
-        **environment(NPROC="1", MAX_RESTARTS="5"),
-    )
-    assert slurm.wait_ended(wrong) == "FAILED"
-    said = (tmp_path / "wrong.out").read_text()
-    assert slurm.field(wrong, "ExitCode") == "2:0", said
-    assert said.count("unknown key; did you mean 'steps'?") == 1, said
-
-
 def test_the_page(slurm: Slurm, tmp_path: Path) -> None:
     """The commands of docs/cluster.md, for the two nodes and the partition that there are."""
     [block] = [b for b in blocks("docs/cluster.md", "bash") if "sbatch" in b.text]
