@@ -5,9 +5,19 @@ Parameter and FLOP counts follow from the sizes alone, so that `titan check` pri
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from titan.parallel.traits import ModelSizes
+
+_Sizes = TypeVar("_Sizes", bound=ModelSizes)
+
+
+def flavors_by(columns: str, kind: type[_Sizes], **shared: Any) -> Callable[..., _Sizes]:
+    """Return a function that makes a flavor of the values of these fields in order, and of more fields by name."""
+    names = columns.split()
+    return lambda *values, **rest: kind(**shared | dict(zip(names, values, strict=True)) | rest)
 
 
 @dataclass(frozen=True, kw_only=True)

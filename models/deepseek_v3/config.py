@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
+from titan.models.common.config import flavors_by
 from titan.models.common.moe_config import MoEConfig
 
 
@@ -86,32 +86,9 @@ _V3 = {
     "sequence_balance_coeff": 1e-4,
     "num_shared_experts": 1,
 }
-
-
-def _deepseek(
-    dim: int,
-    n_layers: int,
-    n_dense_layers: int,
-    n_heads: int,
-    ffn_dim: int,
-    num_experts: int,
-    top_k: int,
-    expert_dim: int,
-    **rest: Any,
-) -> DeepSeekConfig:
-    return DeepSeekConfig(
-        dim=dim,
-        n_layers=n_layers,
-        n_dense_layers=n_dense_layers,
-        n_heads=n_heads,
-        ffn_dim=ffn_dim,
-        num_experts=num_experts,
-        top_k=top_k,
-        expert_dim=expert_dim,
-        **rest,
-    )
-
-
+_deepseek = flavors_by(
+    "dim n_layers n_dense_layers n_heads ffn_dim num_experts top_k expert_dim", DeepSeekConfig
+)
 FLAVORS: dict[str, DeepSeekConfig] = {
     # titan's own, with all that V3 has
     "tiny": _deepseek(

@@ -2,24 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from titan.models.common.config import LlamaConfig, flavors_by
 
-from titan.models.common.config import LlamaConfig
-
-
-def _llama(
-    dim: int, n_layers: int, n_heads: int, n_kv_heads: int, ffn_dim: int, **rest: Any
-) -> LlamaConfig:
-    return LlamaConfig(
-        dim=dim,
-        n_layers=n_layers,
-        n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
-        ffn_dim=ffn_dim,
-        **rest,
-    )
-
-
+_llama = flavors_by("dim n_layers n_heads n_kv_heads ffn_dim", LlamaConfig)
 FLAVORS: dict[str, LlamaConfig] = {
     # titan's own. 8 layers, so that every pipeline schedule has a stage for each rank.
     "tiny": _llama(64, 8, 4, 2, 192, vocab_size=2048),

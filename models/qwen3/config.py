@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from titan.models.common.config import flavors_by
 from titan.models.common.moe_config import MoEConfig
 
 
@@ -24,62 +24,18 @@ class Qwen3Config(MoEConfig):
         return 2 * self.dim + 2 * self.head_dim
 
 
-def _qwen3(
-    dim: int,
-    n_layers: int,
-    n_heads: int,
-    ffn_dim: int,
-    *,
-    vocab_size: int = 151936,
-    tied_embeddings: bool = False,
-) -> Qwen3Config:
-    return Qwen3Config(
-        dim=dim,
-        n_layers=n_layers,
-        n_heads=n_heads,
-        n_kv_heads=8,
-        ffn_dim=ffn_dim,
-        vocab_size=vocab_size,
-        tied_embeddings=tied_embeddings,
-    )
-
-
-def _experts(
-    dim: int,
-    n_layers: int,
-    n_heads: int,
-    n_kv_heads: int,
-    num_experts: int,
-    top_k: int,
-    expert_dim: int,
-    **rest: Any,
-) -> Qwen3Config:
-    return Qwen3Config(
-        dim=dim,
-        n_layers=n_layers,
-        n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
-        ffn_dim=3 * dim,  # of no block
-        num_experts=num_experts,
-        top_k=top_k,
-        expert_dim=expert_dim,
-        normalize_weights=True,
-        global_balance_coeff=1e-3,
-        **rest,
-    )
-
-
+_qwen3 = flavors_by("dim n_layers n_heads ffn_dim", Qwen3Config, n_kv_heads=8)
+# No block has the feed-forward layer of the fifth column.
+_experts = flavors_by(
+    "dim n_layers n_heads n_kv_heads ffn_dim num_experts top_k expert_dim",
+    Qwen3Config,
+    normalize_weights=True,
+    global_balance_coeff=1e-3,
+)
 FLAVORS: dict[str, Qwen3Config] = {
     # titan's own, as Llama's of that name
-    "tiny": Qwen3Config(
-        dim=64,
-        n_layers=8,
-        n_heads=4,
-        n_kv_heads=2,
-        ffn_dim=192,
-        head_dim=32,
-        vocab_size=2048,
-        tied_embeddings=True,
+    "tiny": _qwen3(
+        *(64, 8, 4, 192), n_kv_heads=2, head_dim=32, vocab_size=2048, tied_embeddings=True
     ),
     # TorchTitan v0.2.2's
     "debugmodel": _qwen3(256, 8, 16, 3072, vocab_size=2048, tied_embeddings=True),
@@ -90,11 +46,11 @@ FLAVORS: dict[str, Qwen3Config] = {
     "14B": _qwen3(5120, 40, 40, 17408),
     "32B": _qwen3(5120, 64, 64, 25600),
     # With experts. titan's own, then TorchTitan v0.2.2's, then those of the paper
-    "tiny_moe": _experts(64, 4, 4, 2, 8, 2, 64, head_dim=32, vocab_size=2048),
+    "tiny_moe": _experts(64, 4, 4, 2, 192, 8, 2, 64, head_dim=32, vocab_size=2048),
     "demo_moe": _experts(
-        192, 4, 6, 2, 8, 2, 256, head_dim=32, vocab_size=264, rope_theta=10_000.0
+        192, 4, 6, 2, 576, 8, 2, 256, head_dim=32, vocab_size=264, rope_theta=10_000.0
     ),
-    "debugmodel_moe": _experts(256, 8, 16, 8, 64, 8, 768, vocab_size=2048),
-    "30B-A3B": _experts(2048, 48, 32, 4, 128, 8, 768),
-    "235B-A22B": _experts(4096, 94, 64, 4, 128, 8, 1536),
+    "debugmodel_moe": _experts(256, 8, 16, 8, 768, 64, 8, 768, vocab_size=2048),
+    "30B-A3B": _experts(2048, 48, 32, 4, 6144, 128, 8, 768),
+    "235B-A22B": _experts(4096, 94, 64, 4, 12288, 128, 8, 1536),
 }

@@ -254,7 +254,7 @@ def test_columns_stay_where_they_are_over_a_whole_run() -> None:
 
     def speak(console: Console) -> None:
         for row in rows:
-            console.step(row)
+            console.step(row | {"mfu_convention": "causal"})
             console.validation({"step": row["step"], "validation_loss": 2.5})
 
     for width in (None, 80, 100, 120):
@@ -268,6 +268,7 @@ def test_columns_stay_where_they_are_over_a_whole_run() -> None:
             "lr",
             "tok/s",
             "mfu",
+            "causal-attn",
             "GiB",
             "data",
             "ms",
@@ -282,6 +283,7 @@ def test_columns_stay_where_they_are_over_a_whole_run() -> None:
         ends_of_rate = {line.index(" tok/s") for line in shown}
         assert len(ends) == len(ends_of_rate) == 1
         if width is None:
+            assert "causal-attn" in shown[0] and len(shown[1]) <= 160
             assert [line[line.index("eta") :].split()[1:3] for line in shown[:2]] == [
                 ["3d", "04:00"],
                 ["3:19:48"],

@@ -197,5 +197,7 @@ def test_a_misspelt_figure_is_told_before_its_source(tmp_path: Path) -> None:
     file.write_text(
         'name = "mine"\nbase = "h100-sxm"\nmatmul_sahre = { bfloat16 = 0.5 }\n', "utf-8"
     )
-    with pytest.raises(ConfigError, match=r"mine\.toml:3: .*unknown figure; did you mean 'matmul_share'"):
+    with pytest.raises(
+        ConfigError, match=r"mine\.toml:3: .*unknown figure; did you mean 'matmul_share'"
+    ):
         load_profile(file)

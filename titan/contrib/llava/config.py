@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from titan.models.common.config import LlamaConfig
+from titan.models.common.config import LlamaConfig, flavors_by
 from titan.models.llama3.config import FLAVORS as LLAMA
 
 
@@ -95,25 +95,19 @@ def _with_vision(decoder: LlamaConfig, **changes: Any) -> LlavaConfig:
     return LlavaConfig(**(vars(decoder) | changes))
 
 
-def _llava(dim: int, n_layers: int, n_heads: int, ffn_dim: int) -> LlavaConfig:
-    """Return the sizes of Vicuna (Llama 2 with a larger vocabulary) with CLIP ViT-L/14 at 336 pixels, without its last block."""
-    return LlavaConfig(
-        dim=dim,
-        n_layers=n_layers,
-        n_heads=n_heads,
-        n_kv_heads=n_heads,
-        ffn_dim=ffn_dim,
-        vocab_size=32_064,
-        vision_dim=1024,
-        vision_layers=23,
-        vision_heads=16,
-        vision_ffn_dim=4096,
-        image_size=336,
-        patch_size=14,
-        image_token=32_000,
-    )
-
-
+# Vicuna (Llama 2 with a larger vocabulary) with CLIP ViT-L/14 at 336 pixels, without its last block
+_llava = flavors_by(
+    "dim n_layers n_heads n_kv_heads ffn_dim",
+    LlavaConfig,
+    vocab_size=32_064,
+    vision_dim=1024,
+    vision_layers=23,
+    vision_heads=16,
+    vision_ffn_dim=4096,
+    image_size=336,
+    patch_size=14,
+    image_token=32_000,
+)
 FLAVORS: dict[str, LlavaConfig] = {
     # titan's own: Llama's of that name, and pictures of four patches
     "tiny": _with_vision(
@@ -145,6 +139,6 @@ FLAVORS: dict[str, LlavaConfig] = {
         image_token=263,
     ),
     # LLaVA 1.5
-    "7B": _llava(4096, 32, 32, 11_008),
-    "13B": _llava(5120, 40, 40, 13_824),
+    "7B": _llava(4096, 32, 32, 32, 11_008),
+    "13B": _llava(5120, 40, 40, 40, 13_824),
 }
