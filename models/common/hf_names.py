@@ -99,11 +99,7 @@ def hf_config(config: LlamaConfig) -> dict[str, Any]:
         "rope_theta": config.rope_theta,
         "rope_scaling": rope,
         "initializer_range": config.init_std,
-        **{
-            key: value
-            for key, value in _ONLY.items()
-            if key in ("hidden_act", "attention_bias")
-        },
+        **{key: _ONLY[key] for key in ("hidden_act", "attention_bias")},
     }
 
 

@@ -293,7 +293,7 @@ def _recomputation(config: JobConfig) -> Iterator[RuleViolation]:
     option, layers = str(section.selective_ac_option), model.n_layers
     selective = section.mode == "selective"
     by_op = selective and option == "op"
-    if option != "op" and not _is_count(option):
+    if option != "op" and not re.fullmatch(r"[1-9]\d{0,8}", option, re.ASCII):
         yield "selective_ac_option", f'expected "op" or a number such as 2, got "{option}"'
     elif selective and layers and option != "op" and int(option) > layers:
         yield "selective_ac_option", f"the model has only {layers} layers; use {layers} or less"
@@ -345,10 +345,6 @@ def _kept(section: ActivationCheckpointSection, layers: int) -> Iterator[RuleVio
             taken |= {*blocks}
     except SaveListError as error:
         yield key, str(error)
-
-
-def _is_count(text: str) -> bool:
-    return re.fullmatch(r"[1-9]\d{0,8}", text, re.ASCII) is not None
 
 
 def _compile(config: JobConfig) -> Iterator[RuleViolation]:

@@ -191,14 +191,22 @@ def positive(text: str) -> int:
 
 def add_new_layout(parser: argparse.ArgumentParser) -> None:
     """Add `--new-layout` to a command that starts a run."""
-    help_text = 'with parallelism.layout = "auto": choose again, rather than keep the layout of the run folder'
-    parser.add_argument("--new-layout", action="store_true", help=help_text)
+    parser.add_argument(
+        "--new-layout",
+        action="store_true",
+        help='with parallelism.layout = "auto": choose again, rather than keep the layout of the run folder',
+    )
 
 
 def add_quiet(parser: argparse.ArgumentParser) -> None:
     """Add `-q`, `--quiet` to a command that reports its progress. `is_quiet` then returns True."""
-    help_text = "print only warnings, errors and the result"
-    parser.add_argument("-q", "--quiet", nargs=0, action=_Quiet, help=help_text)
+    parser.add_argument(
+        "-q",
+        "--quiet",
+        nargs=0,
+        action=_Quiet,
+        help="print only warnings, errors and the result",
+    )
 
 
 def is_quiet() -> bool:

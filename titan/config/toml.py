@@ -55,7 +55,7 @@ def read_toml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
         # Search before parsing, which would itself take long for such a key.
         if _DEEP.search(text):
             raise RecursionError
-        return tomllib.loads(text), scan_lines(text)
+        return tomllib.loads(text), _Scanner(text).scan()
     except RecursionError:
         raise ConfigError([Problem(str(path), 1, "", "values are nested too deeply")]) from None
     except ValueError as error:  # TOMLDecodeError, or an integer of thousands of digits
@@ -165,11 +165,6 @@ def _explain(error: ValueError, *, path: Path, text: str) -> Problem:
         )
         message += f"; write {bare[1]}{right}"
     return Problem(str(path), line, "", message)
-
-
-def scan_lines(text: str) -> dict[KeyPath, int]:
-    """Return the line of every key path and list element of valid TOML."""
-    return _Scanner(text).scan()
 
 
 class _Scanner:

@@ -138,15 +138,9 @@ def main(options: Namespace) -> int:
             return 2
         raise
     if not put_json(facts, options.json):
-        print(page(facts))
+        for name, text in _rows(facts):
+            print(f"{name:<12}{printable(text, 400)}".rstrip())
     return 0
-
-
-def page(facts: dict[str, Any]) -> str:
-    """Format the facts for people."""
-    return "\n".join(
-        f"{name:<12}{printable(text, 400)}".rstrip() for name, text in _rows(facts)
-    )
 
 
 def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:

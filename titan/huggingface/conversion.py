@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -187,8 +188,7 @@ def to_hf(
     stored = checkpoints.stored_shapes(step)
     weights = (kind for name, (_, kind) in stored.items() if name.startswith("model."))
     # All weights of a step have one dtype.
-    kept = next(weights, torch.float32)
-    kind = getattr(torch, dtype) if dtype else kept
+    kind = getattr(torch, dtype) if dtype else next(weights, torch.float32)
     export = Export.of(config, tokenizer=opened, dtype=kind, file_bytes=file_bytes)
     model = export.model
 
@@ -203,12 +203,15 @@ def to_hf(
     if lost := lost_buffers(model, buffers):
         raise CheckpointError(f"{step}: {lost[0]}")
 
-    def fetch(names: Sequence[str], keep: bool) -> checkpoints.StateDict:
-        return export.read(names, whole)
-
     output.parent.mkdir(parents=True, exist_ok=True)
     ranks_of = {name: [0] for name in model.names}
-    write_folder(output, export, fetch=fetch, ranks_of=ranks_of, group=CheckpointGroup())
+    write_folder(
+        output,
+        export,
+        fetch=partial(export.read, whole=whole),
+        ranks_of=ranks_of,
+        group=CheckpointGroup(),
+    )
     precision = str(kind).removeprefix("torch.")
     size = f"{model.sizes.num_params:,} parameters in {precision}"
     saved = checkpoints.read_metadata(step, "step", "tokens")
@@ -219,8 +222,7 @@ def to_hf(
         write(output, find_saved(step)[0], run, **about)
     messages = [f"{output}: {model.architecture}, {size}"]
     if opened and not export.assets:
-        text = f'no tokenizer files: the run used "{opened.kind}", which has none'
-        messages.append(text)
+        messages.append(f'no tokenizer files: the run used "{opened.kind}", which has none')
     return messages
 
 

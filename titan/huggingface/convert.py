@@ -29,8 +29,13 @@ def _size(text: str) -> int:
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", nargs="?", type=Path, metavar="OUT", help="a new folder")
-    about = "the same, as in other commands"
-    parser.add_argument("--output", dest="named", type=Path, metavar="OUT", help=about)
+    parser.add_argument(
+        "--output",
+        dest="named",
+        type=Path,
+        metavar="OUT",
+        help="the same, as in other commands",
+    )
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -43,17 +48,32 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     command.add_argument("source", type=Path, metavar="DIR", help="a Hugging Face folder")
     _add_output(command)
-    help_ = "keep the modules of multi-token prediction, if the folder has them"
-    command.add_argument("--mtp", action="store_true", help=help_)
+    command.add_argument(
+        "--mtp",
+        action="store_true",
+        help="keep the modules of multi-token prediction, if the folder has them",
+    )
     command = ways.add_parser("to-hf", help="make a folder that transformers loads")
     add = command.add_argument
-    help_ = "a step-N folder or its URL, or a run folder (its newest step)"
-    add("source", type=as_location, metavar="STEP_DIR", help=help_)
+    add(
+        "source",
+        type=as_location,
+        metavar="STEP_DIR",
+        help="a step-N folder or its URL, or a run folder (its newest step)",
+    )
     _add_output(command)
-    help_ = "precision of the weights; default: as they are stored"
-    add("--dtype", choices=["float32", "bfloat16", "float16"], help=help_)
-    size = {"type": _size, "default": 5 * _UNITS["GB"], "metavar": "SIZE"}
-    add("--max-shard-size", **size, help="the largest size of a file; default: 5GB")
+    add(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="precision of the weights; default: as they are stored",
+    )
+    add(
+        "--max-shard-size",
+        type=_size,
+        default=5 * _UNITS["GB"],
+        metavar="SIZE",
+        help="the largest size of a file; default: 5GB",
+    )
     add("--tokenizer", **TOKENIZER_OPTION)
     add("--trust-remote-code", **TRUST_OPTION)
     add("--average", **AVERAGE_OPTION)
@@ -71,8 +91,14 @@ def main(argv: Sequence[str]) -> int:
     if args.way == "from-hf":
         messages = conversion.from_hf(args.source, args.output, mtp=args.mtp)
     else:
-        options = {"file_bytes": args.max_shard_size, "tokenizer": args.tokenizer}
-        options |= {"average": args.average, "trust_remote_code": args.trust_remote_code}
-        messages = conversion.to_hf(args.source, args.output, dtype=args.dtype, **options)
+        messages = conversion.to_hf(
+            args.source,
+            args.output,
+            dtype=args.dtype,
+            file_bytes=args.max_shard_size,
+            tokenizer=args.tokenizer,
+            average=args.average,
+            trust_remote_code=args.trust_remote_code,
+        )
     print("\n".join(messages))
     return 0

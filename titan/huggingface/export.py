@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -146,16 +147,16 @@ class Export:
     def read(
         self,
         names: Sequence[str],
-        whole: Callable[[str, torch.dtype], Tensor],
+        keep: bool,
         *,
-        keep: bool = True,
+        whole: Callable[[str, torch.dtype], Tensor],
     ) -> StateDict:
         """Return tensors in host memory by their names on disk.
 
         Args:
             names: names on disk.
-            whole: returns one of our tensors, which may be many tensors on disk, in a precision.
             keep: False returns nothing, but still asks for every tensor, since other ranks need this rank's part of it.
+            whole: returns one of our tensors, which may be many tensors on disk, in a precision.
         """
         kept: StateDict = {}
         for ours, theirs in groupby(names, key=lambda name: self.model.on_disk[name].ours):
@@ -245,11 +246,11 @@ def export_state(
         tensor = state[f"model.{ours}"].to(dtype)
         return whole_of(tensor) if isinstance(tensor, DTensor) else tensor
 
-    def gather(names: Sequence[str], keep: bool) -> StateDict:
-        return export.read(names, whole, keep=keep)
-
-    names = (ours for ours in export.model.off_disk if f"model.{ours}" in state)
-    buffers = {ours: state[f"model.{ours}"] for ours in names}
+    buffers = {
+        ours: state[name]
+        for ours in export.model.off_disk
+        if (name := f"model.{ours}") in state
+    }
     if lost := [
         text for texts in group.gather(lost_buffers(export.model, buffers)) for text in texts
     ]:
@@ -260,7 +261,9 @@ def export_state(
         name: [rank for rank, of_rank in enumerate(held) if of_rank[number]]
         for number, name in enumerate(export.model.names)
     }
-    write_folder(folder, export, fetch=gather, ranks_of=ranks_of, group=group)
+    write_folder(
+        folder, export, fetch=partial(export.read, whole=whole), ranks_of=ranks_of, group=group
+    )
 
 
 def write_folder(
@@ -371,31 +374,30 @@ def _write_texts(folder: Path, export: Export, files: dict[str, list[str]]) -> N
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     texts = {model.index_name: index, CONFIG: export.config()}
     texts |= model.hooks.hf_files(model.sizes)
-    for name, value in texts.items():
-        LocalStorage().write(folder / name, (json.dumps(value, indent=2) + "\n").encode())
     assets = {asset.name: read_asset(asset) for asset in export.assets}
     if export.ends:
         begin = {} if export.bos_id is None else {"bos_token_id": export.bos_id}
         ends = {"eos_token_id": export.eos_token_id}
-        assets |= _merged(assets, GENERATION_CONFIG, begin | ends)
+        _merge(assets, GENERATION_CONFIG, begin | ends)
     if "tokenizer.json" in assets and export.names:
         class_ = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        assets |= _merged(assets, TOKENIZER_CONFIG, {**class_, **export.names})
+        _merge(assets, TOKENIZER_CONFIG, class_ | export.names)
     if "tokenizer.json" in assets and export.begin is not None:
         assets["tokenizer.json"] = _begun(assets["tokenizer.json"], export.begin)
-    for name, data in assets.items():
-        LocalStorage().write(folder / name, data)
     if export.chat_template:  # its file may be elsewhere
-        LocalStorage().write(folder / CHAT_TEMPLATE, export.chat_template.encode())
+        assets[CHAT_TEMPLATE] = export.chat_template.encode()
+    for name, data in ({name: _json(text) for name, text in texts.items()} | assets).items():
+        LocalStorage().write(folder / name, data)
     LocalStorage().fsync_folder(folder)
 
 
-def _merged(files: Mapping[str, bytes], name: str, values: dict[str, Any]) -> dict[str, bytes]:
-    """Return a JSON file, by its name: the file in `files`, if there is one, with `values` added."""
-    before = json.loads(files.get(name, b"{}"))
-    return {
-        name: (json.dumps({**before, **values}, indent=2, ensure_ascii=False) + "\n").encode()
-    }
+def _merge(files: dict[str, bytes], name: str, values: dict[str, Any]) -> None:
+    """Add values to a JSON file, which may be new."""
+    files[name] = _json(json.loads(files.get(name, b"{}")) | values)
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _begun(content: bytes, begin: str) -> bytes:

@@ -32,10 +32,11 @@ def differences(sizes: Any, other: Any) -> dict[str, Any]:
     Fields about initialization and balancing do not count.
     """
     names = (f.name for f in dataclasses.fields(sizes) if f.init)
-    names = (name for name in names if not name.endswith(("init_std", "_coeff")))
-    values = {name: getattr(sizes, name) for name in names}
     return {
-        name: value for name, value in values.items() if getattr(other, name, None) != value
+        name: value
+        for name in names
+        if not name.endswith(("init_std", "_coeff"))
+        and getattr(other, name, None) != (value := getattr(sizes, name))
     }
 
 
@@ -170,17 +171,15 @@ class HFModel:
             shape = self.shapes[ours]
             before = tensors.get(theirs)
             if part := self.parts.get(ours):
-                on_disk = torch.Size((shape[0], *shape[2:], shape[1] * part[1]))
-                names = (*(before.ours if before else ()), ours)
-                tensors[theirs] = DiskTensor(names, None, on_disk)
+                shape = torch.Size((shape[0], *shape[2:], shape[1] * part[1]))
             elif before is not None:
-                columns = torch.Size([*shape[:-1], before.shape[-1] + shape[-1]])
-                tensors[theirs] = DiskTensor((*before.ours, ours), None, columns)
-            elif "{}" not in theirs:
-                tensors[theirs] = DiskTensor((ours,), None, shape)
-            else:
+                shape = torch.Size([*shape[:-1], before.shape[-1] + shape[-1]])
+            elif "{}" in theirs:
                 for expert in range(shape[0]):
                     tensors[theirs.format(expert)] = DiskTensor((ours,), expert, shape[1:])
+                continue
+            names = (*before.ours, ours) if before else (ours,)
+            tensors[theirs] = DiskTensor(names, None, shape)
         return tensors | {
             n: DiskTensor((o,), None, self.shapes[o]) for n, o in self.copies.items()
         }

@@ -92,7 +92,11 @@ def open_folder(path: Path) -> HFFolder:
     listing = _listing(path)
     if listing.name.endswith(INDEX) and is_there(listing):
         files = read_json(listing, dict[str, Any], within=root_of(path)).get("weight_map")
-        if not isinstance(files, dict) or not all(map(_is_weights_name, files.values())):
+        if not isinstance(files, dict) or not all(
+            # No path out of the folder.
+            is_plain_name(name) and name.endswith(".safetensors")
+            for name in files.values()
+        ):
             raise CheckpointError(
                 f"{listing}: its weight_map does not name safetensors files of this folder"
             )
@@ -135,9 +139,7 @@ def read_sizes(folder: HFFolder, *, mtp: bool = False, of: str = "") -> tuple[st
     """
     by_family = {name: hooks for name in families() if (hooks := hooks_of(name))}
     known = {kind: (name, h) for name, h in by_family.items() for kind in h.ARCHITECTURES}
-    by_type = {
-        type_: kind for h in by_family.values() for kind, type_ in h.ARCHITECTURES.items()
-    }
+    by_type = {hooks.ARCHITECTURES[kind]: kind for kind, (_, hooks) in known.items()}
     config = folder.config
     # config.json may name the type and not the architecture.
     listed = config.get("architectures") or config.get("_class_name")
@@ -145,32 +147,26 @@ def read_sizes(folder: HFFolder, *, mtp: bool = False, of: str = "") -> tuple[st
     architecture = listed[0] if isinstance(listed, list) and len(listed) == 1 else listed
     is_known = isinstance(architecture, str) and architecture in known
     general = next((n for n, hooks in by_family.items() if not hooks.ARCHITECTURES), "")
-    if general and (of == general or (not is_known and "model_type" in config)):
-        try:
-            return general, by_family[general].read_config(config)
-        except ValueError as error:
-            raise CheckpointError(
-                f"{folder.path / CONFIG}: {printable(str(error), 300)}"
-            ) from error
-    if not is_known:
-        raise CheckpointError(
-            f"{folder.path / CONFIG}: architecture {printable(str(architecture), 80)} is none of {', '.join(known)}"
-        )
-    name, hooks = known[architecture]
-    # transformers selects the config's class, and so its defaults, by the type.
-    if config.get("model_type") not in (None, type_ := hooks.ARCHITECTURES[architecture]):
-        kind = printable(str(config["model_type"]), 80)
-        raise CheckpointError(
-            f"{folder.path / CONFIG}: model_type {kind} does not go with {architecture}, whose is {type_}"
-        )
     try:
+        if general and (of == general or (not is_known and "model_type" in config)):
+            return general, by_family[general].read_config(config)
+        if not is_known:
+            kind = printable(str(architecture), 80)
+            raise ValueError(f"architecture {kind} is none of {', '.join(known)}")
+        name, hooks = known[architecture]
+        # transformers selects the config's class, and so its defaults, by the type.
+        if config.get("model_type") not in (None, type_ := hooks.ARCHITECTURES[architecture]):
+            kind = printable(str(config["model_type"]), 80)
+            raise ValueError(
+                f"model_type {kind} does not go with {architecture}, whose is {type_}"
+            )
         sizes = hooks.read_config(config)
         drops = not mtp and sizes.num_mtp_modules
         return name, dataclasses.replace(sizes, num_mtp_modules=0) if drops else sizes
     # The values may be of any type and size, so a family's code may raise any of these errors.
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(
-            f"{folder.path / CONFIG}: {printable(str(error), 300)}"
+            f"{folder.path / CONFIG}: {printable(str(error), 600)}"
         ) from error
 
 
@@ -442,8 +438,3 @@ def _headers(file: Path) -> dict[str, tuple[list[int], str]]:
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         why = printable(getattr(error, "strerror", None) or str(error), 200)
         raise CheckpointError(f"{file}: not a whole safetensors file: {why}") from error
-
-
-def _is_weights_name(name: Any) -> bool:
-    """Return whether a value names a safetensors file in a folder, not a path out of it."""
-    return is_plain_name(name) and name.endswith(".safetensors")

@@ -13,16 +13,13 @@ from titan.config.schema import JobConfig
 
 def check_form(config: JobConfig) -> Iterator[RuleViolation]:
     """Check that the model's family has a huggingface.py, if such folders are read or written."""
-    section, name = config.checkpoint, config.model.name
-    keys = {
-        "initial_load_in_hf": section.initial_load_in_hf,
-        "last_save_in_hf": section.last_save_in_hf,
-    }
+    name = config.model.name
     with suppress(KeyError):  # the rules of [model] report it
         package = family(name)
         spec = package.__spec__
         is_folder = spec and spec.submodule_search_locations  # it may be one file
         if not is_folder or not find_spec(f"{package.__name__}.huggingface"):
-            for key in (key for key, asked in keys.items() if asked):
-                reason = f'the package of model family "{name}" has no huggingface.py'
-                yield key, f"{reason}; use false, or add one (docs/architecture.md)"
+            for key in ("initial_load_in_hf", "last_save_in_hf"):
+                if getattr(config.checkpoint, key):
+                    reason = f'the package of model family "{name}" has no huggingface.py'
+                    yield key, f"{reason}; use false, or add one (docs/architecture.md)"

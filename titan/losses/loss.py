@@ -331,7 +331,7 @@ def defer_lm_head(output: nn.Module) -> None:
         raise ValueError(
             "the loss applies the output layer's weight only: build it with bias=False"
         )
-    output.forward = _identity_head
+    output.forward = lambda x: x
 
 
 def logits_fn_of(output: nn.Module, *, backend: str = "") -> LogitsFn:
@@ -344,10 +344,6 @@ def logits_fn_of(output: nn.Module, *, backend: str = "") -> LogitsFn:
 def compiled_loss(custom: CustomLoss | None, *, backend: str) -> CustomLoss | None:
     """Return a package's loss, through torch.compile if a backend is given."""
     return torch.compile(custom, backend=backend) if custom is not None and backend else custom
-
-
-def _identity_head(x: Tensor) -> Tensor:
-    return x
 
 
 @dataclass(frozen=True)

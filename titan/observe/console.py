@@ -201,7 +201,10 @@ class Console(logging.Handler):
         """Print a line, without the columns of the highest orders if they do not fit."""
         shown = list(columns)
         # Order 0 stays, however narrow the terminal is.
-        while any(c.order for c in shown) and _width(shown) > self._console.width:
+        while (
+            any(c.order for c in shown)
+            and len(_GAP.join(c.text for c in shown)) > self._console.width
+        ):
             shown.remove(max(shown, key=lambda c: c.order))
         line = Text(_GAP).join(Text(c.text, style=c.style) for c in shown)
         line.rstrip()
@@ -242,7 +245,3 @@ class Console(logging.Handler):
         )
         bar.add_task("training", total=self._total_steps, eta="-")
         return bar
-
-
-def _width(columns: list[_Column]) -> int:
-    return len(_GAP.join(c.text for c in columns))

@@ -182,8 +182,7 @@ class MetricsLog:
 
 def finite(row: Row) -> Row:
     """Return a row with null for NaN and infinity, which JSON does not have. Every reader takes null for "no number"."""
-    return {key: None if _is_non_finite(value) else value for key, value in row.items()}
-
-
-def _is_non_finite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in row.items()
+    }

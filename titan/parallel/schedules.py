@@ -299,7 +299,10 @@ def build_schedule(
     )
     name = canonical_schedule(name)
     if name == "GPipe":
-        order = [_gpipe(rank, num_microbatches) for rank in range(num_ranks)]
+        order = [
+            [Action(rank, kind, m) for kind in "FB" for m in range(num_microbatches)]
+            for rank in range(num_ranks)
+        ]
     elif name == "1F1B":
         order = [
             _one_forward_one_backward(r, num_ranks, num_microbatches) for r in range(num_ranks)
@@ -312,10 +315,6 @@ def build_schedule(
         num_microbatches=num_microbatches,
         order=tuple(map(tuple, order)),
     )
-
-
-def _gpipe(stage: int, num_microbatches: int) -> list[Action]:
-    return [Action(stage, kind, m) for kind in "FB" for m in range(num_microbatches)]
 
 
 def _one_forward_one_backward(

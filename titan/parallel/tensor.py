@@ -184,7 +184,12 @@ def apply_tp(
                 parallelize_module(module, mesh, own_style)
                 if style == "vocab_embedding" and buffers:  # such as a factor of embeddings
                     module._buffers.update(buffers)
-                    read_as(module, buffers, partial(_replicated, mesh=mesh))
+                    whole = {
+                        "device_mesh": mesh,
+                        "placements": (Replicate(),),
+                        "run_check": False,
+                    }
+                    read_as(module, buffers, partial(DTensor.from_local, **whole))
     for (first, first_name), *others in shared:
         for module, name in others:
             module.register_parameter(name, first._parameters[first_name])
@@ -193,10 +198,6 @@ def apply_tp(
     require_own_part(model, mesh)
     experts = [name for name, style in style_of.items() if style == "experts"]
     _require_all_split(model, left=lambda p: not isinstance(p, DTensor), but=experts)
-
-
-def _replicated(buffer: Tensor, *, mesh: DeviceMesh) -> DTensor:
-    return DTensor.from_local(buffer, mesh, (Replicate(),), run_check=False)
 
 
 def style_names() -> list[str]:

@@ -105,10 +105,15 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="draw the job's pipeline schedule instead, with idle time and activations in flight; needs no --hardware",
     )
-    about = "with --pipeline: default: the job's"
-    parser.add_argument("--microbatches", type=positive, metavar="M", help=about)
-    about = "with --pipeline: also write the schedule there, as a CSV that a job can name"
-    parser.add_argument("--csv", type=Path, metavar="FILE", help=about)
+    parser.add_argument(
+        "--microbatches", type=positive, metavar="M", help="with --pipeline: default: the job's"
+    )
+    parser.add_argument(
+        "--csv",
+        type=Path,
+        metavar="FILE",
+        help="with --pipeline: also write the schedule there, as a CSV that a job can name",
+    )
     return parser
 
 

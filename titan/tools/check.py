@@ -44,10 +44,17 @@ def main(argv: list[str]) -> int:
         help=f"will it fit another machine? {profiles.hardware_names()}. Files and folders of the job are then not "
         "looked for on this one",
     )
-    about = "with --hardware: do not simulate, which takes seconds"
-    parser.add_argument("--formula", action="store_true", help=about)
-    about = "instead of a job: a Hugging Face folder, or its config.json. Print which model of titan it is, and whether its weights load"
-    parser.add_argument("--hf", type=Path, metavar="FOLDER", help=about)
+    parser.add_argument(
+        "--formula",
+        action="store_true",
+        help="with --hardware: do not simulate, which takes seconds",
+    )
+    parser.add_argument(
+        "--hf",
+        type=Path,
+        metavar="FOLDER",
+        help="instead of a job: a Hugging Face folder, or its config.json. Print which model of titan it is, and whether its weights load",
+    )
     options, job = parser.parse_known_args(argv)
     if options.hf:
         if job or options.hardware or options.formula:

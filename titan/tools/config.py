@@ -18,12 +18,19 @@ def main(argv: list[str]) -> int:
     usage = f"{JOB} [--comments] [--json [FILE]]\n       titan config --list [NAME] [--output FILE.toml]\n       titan config --schema"
     parser = command_parser("config", usage, summary=summary_of("config"))
     parser.add_argument("--comments", action="store_true", help="with the meaning of every key")
-    help_ = "list the jobs that come with titan, or print the one of this name"
-    parser.add_argument("--list", nargs="?", const="", metavar="NAME", help=help_)
-    help_ = "with --list NAME: copy the job there"
-    parser.add_argument("--output", type=Path, metavar="FILE.toml", help=help_)
-    help_ = "print the JSON schema of job files, for editors"
-    parser.add_argument("--schema", action="store_true", help=help_)
+    parser.add_argument(
+        "--list",
+        nargs="?",
+        const="",
+        metavar="NAME",
+        help="list the jobs that come with titan, or print the one of this name",
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE.toml", help="with --list NAME: copy the job there"
+    )
+    parser.add_argument(
+        "--schema", action="store_true", help="print the JSON schema of job files, for editors"
+    )
     parser.add_json()
     options, job = parser.parse_known_args(argv)
     if options.schema:

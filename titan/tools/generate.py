@@ -44,12 +44,20 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     group.add_argument(
         "--interactive", action="store_true", help="answer what you type, line by line"
     )
-    help_ = "a picture for --prompt, before its text or where that says <image>"
-    group.add_argument("--image", type=Path, metavar="FILE", help=help_)
-    help_ = (
-        "where a model that draws writes what it makes of --prompt, a label; empty: each label"
+    group.add_argument(
+        "--image",
+        type=Path,
+        metavar="FILE",
+        help="a picture for --prompt, before its text or where that says <image>",
     )
-    add("--output", type=Path, metavar="FILE", help=help_)
+    add(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help=(
+            "where a model that draws writes what it makes of --prompt, a label; empty: each label"
+        ),
+    )
     add(
         "--chat",
         action="store_true",
@@ -59,17 +67,30 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max-new-tokens", type=int, default=200, metavar="N")
     add("--temperature", type=float, default=0.8, help="0: always the likeliest token")
     add("--top-k", type=int, default=50, help="0: no limit")
-    help_ = "sample among the likeliest tokens that have this probability together; default: 1"
-    add("--top-p", type=float, default=1.0, help=help_)
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample among the likeliest tokens that have this probability together; default: 1",
+    )
     add("--seed", type=int, default=0)
     add("--tokenizer", **TOKENIZER_OPTION)
     add("--trust-remote-code", **TRUST_OPTION)
-    help_ = "processes that share the model by tensor parallelism; default: 1"
-    add("--nproc", type=positive, default=1, metavar="N", help=help_)
+    add(
+        "--nproc",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="processes that share the model by tensor parallelism; default: 1",
+    )
     add("--device", default="", help="cpu, cuda, ...; default: an accelerator if there is one")
     dtypes = ["float32", "bfloat16", "float16"]
-    help_ = "of the weights; default: bfloat16 on an accelerator, float32 on a CPU"
-    add("--dtype", choices=dtypes, default="", help=help_)
+    add(
+        "--dtype",
+        choices=dtypes,
+        default="",
+        help="of the weights; default: bfloat16 on an accelerator, float32 on a CPU",
+    )
     args = parser.parse_args(argv)
     args.checkpoint = args.folder or args.named
     if args.checkpoint is None:

@@ -87,8 +87,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="KEY",
         help="field with a conversation, in its place",
     )
-    help_ = "a Jinja file for conversations; default: the tokenizer's own"
-    add("--chat-template", default="", metavar="FILE", help=help_)
+    add(
+        "--chat-template",
+        default="",
+        metavar="FILE",
+        help="a Jinja file for conversations; default: the tokenizer's own",
+    )
     add("--tokenizer", required=True, metavar="PATH", help='file, folder, or "bytes"')
     add(
         "--output", required=True, metavar="DIR", type=Path, help="folder to write, or continue"

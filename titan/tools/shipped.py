@@ -109,12 +109,23 @@ def init(argv: list[str]) -> int:
     parser = command_parser("init", summary="Write a commented job file to start from.")
     add = parser.add_argument
     add("file", nargs="?", type=Path, default=Path("job.toml"), help="default: job.toml")
-    about = "train on this text: a file, folder or glob; a tokenizer for it is trained, too, and written beside the job"
-    add("--text", metavar="PATH", help=about)
-    about = f"with --text: ids of the tokenizer; default: {_VOCABULARY}"
-    add("--vocab", type=positive, metavar="N", help=about)
-    about = "continue the model in this Hugging Face folder, with its tokenizer"
-    add("--hf", type=Path, metavar="FOLDER", help=about)
+    add(
+        "--text",
+        metavar="PATH",
+        help="train on this text: a file, folder or glob; a tokenizer for it is trained, too, and written beside the job",
+    )
+    add(
+        "--vocab",
+        type=positive,
+        metavar="N",
+        help=f"with --text: ids of the tokenizer; default: {_VOCABULARY}",
+    )
+    add(
+        "--hf",
+        type=Path,
+        metavar="FOLDER",
+        help="continue the model in this Hugging Face folder, with its tokenizer",
+    )
     options = parser.parse_args(argv)
     if options.vocab and (options.hf or not options.text):
         raise mistake(

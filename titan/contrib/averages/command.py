@@ -113,8 +113,13 @@ def main(argv: Sequence[str]) -> int:
     about = "Write the mean of the weights of checkpoints."
     parser = command_parser("average", summary=about)
     add = parser.add_argument
-    help_ = "a step-N folder or its URL, or a run folder (its newest step, or --last)"
-    add("sources", nargs="+", type=as_location, metavar="STEP_DIR", help=help_)
+    add(
+        "sources",
+        nargs="+",
+        type=as_location,
+        metavar="STEP_DIR",
+        help="a step-N folder or its URL, or a run folder (its newest step, or --last)",
+    )
     add("--output", type=Path, metavar="OUT", required=True, help="a new folder")
     add("--weights", metavar="W,...", help="a number for each checkpoint; default: equal ones")
     add(

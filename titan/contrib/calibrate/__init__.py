@@ -14,10 +14,18 @@ class CalibrateTrace(SimExtension):
     """Options --calibrate FILE and --calibrate-from TRACE of `titan sim`."""
 
     def add_options(self, parser: ArgumentParser) -> None:
-        help_text = "measure this machine instead, and write a profile; --hardware is then what it is compared with, and no job is needed"
-        parser.add_argument("--calibrate", type=Path, metavar="FILE", help=help_text)
-        help_text = "correct a profile by a trace of torch's profiler of any job instead; --calibrate names the file"
-        parser.add_argument("--calibrate-from", type=Path, metavar="TRACE", help=help_text)
+        parser.add_argument(
+            "--calibrate",
+            type=Path,
+            metavar="FILE",
+            help="measure this machine instead, and write a profile; --hardware is then what it is compared with, and no job is needed",
+        )
+        parser.add_argument(
+            "--calibrate-from",
+            type=Path,
+            metavar="TRACE",
+            help="correct a profile by a trace of torch's profiler of any job instead; --calibrate names the file",
+        )
 
     def run(self, options: Namespace, job: Sequence[str]) -> int | None:
         trace, target = options.calibrate_from, options.calibrate

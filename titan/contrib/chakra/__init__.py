@@ -18,8 +18,12 @@ class Chakra(SimExtension):
     files = ("chakra",)
 
     def add_options(self, parser: ArgumentParser) -> None:
-        help_text = "execution traces of MLCommons' Chakra"
-        parser.add_argument("--chakra", type=Path, metavar="FOLDER", help=help_text)
+        parser.add_argument(
+            "--chakra",
+            type=Path,
+            metavar="FOLDER",
+            help="execution traces of MLCommons' Chakra",
+        )
 
     def write(self, simulation: StepSimulation, options: Namespace) -> None:
         if options.chakra:

@@ -45,10 +45,17 @@ class GroupLauncher(LaunchExtension):
 
     def add_options(self, parser: ArgumentParser) -> None:
         add = parser.add_argument
-        help_text = "train in replica groups of --nproc processes, which may fail one by one; --max-restarts is of each group, by default 100"
-        add("--elastic", action="store_true", help=help_text)
-        help_text = "with --elastic: replica groups; default: 2"
-        add("--groups", type=positive, metavar="G", help=help_text)
+        add(
+            "--elastic",
+            action="store_true",
+            help="train in replica groups of --nproc processes, which may fail one by one; --max-restarts is of each group, by default 100",
+        )
+        add(
+            "--groups",
+            type=positive,
+            metavar="G",
+            help="with --elastic: replica groups; default: 2",
+        )
 
     def launch(
         self, options: Namespace, argv: Sequence[str], load: Callable[[int], JobConfig]

@@ -20,8 +20,12 @@ class GroupScripts(SlurmExtension):
 
     def add_options(self, parser: ArgumentParser) -> None:
         add = parser.add_argument
-        help_text = "make an array of G jobs, replica groups of --nodes machines each"
-        add("--groups", type=positive, metavar="G", help=help_text)
+        add(
+            "--groups",
+            type=positive,
+            metavar="G",
+            help="make an array of G jobs, replica groups of --nodes machines each",
+        )
         add("--elastic", action="store_true", help="replica groups; two without --groups")
 
     def array(self, options: Namespace) -> str | None:

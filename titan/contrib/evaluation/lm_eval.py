@@ -21,8 +21,12 @@ class LmEval(EvaluateExtension):
 
     def add_options(self, parser: ArgumentParser) -> None:
         add = parser.add_argument
-        help_text = "of lm-eval's tasks; default: the task's"
-        add("--num-fewshot", type=whole, metavar="N", help=help_text)
+        add(
+            "--num-fewshot",
+            type=whole,
+            metavar="N",
+            help="of lm-eval's tasks; default: the task's",
+        )
         add("--include-path", metavar="FOLDER", help="more tasks of lm-eval, as YAML")
 
     def check(self, names: Sequence[str], args: Namespace, *, what: str) -> None:

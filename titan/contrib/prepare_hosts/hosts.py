@@ -35,11 +35,19 @@ class Hosts(PrepareExtension):
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
-        help_ = "use many hosts: run on a Ray cluster, or write the script of a Slurm array"
-        add("--engine", choices=("ray", "slurm"), help=help_)
+        add(
+            "--engine",
+            choices=("ray", "slurm"),
+            help="use many hosts: run on a Ray cluster, or write the script of a Slurm array",
+        )
         add("--address", metavar="HOST:PORT", help="address of the Ray cluster; default: auto")
-        help_ = "do the I-th of N shares, as a task of the array does"
-        add("--share", nargs=2, type=positive, metavar=("I", "N"), help=help_)
+        add(
+            "--share",
+            nargs=2,
+            type=positive,
+            metavar=("I", "N"),
+            help="do the I-th of N shares, as a task of the array does",
+        )
 
     def check(self, arguments: argparse.Namespace) -> None:
         engine, share = arguments.engine, arguments.share

@@ -91,16 +91,24 @@ def main(argv: list[str] | None = None) -> int:
     usage = f"{JOB} --hardware H --gpus N (--days D | --loss L) [--law law.json] [--sizes FLAVOR,...] [--output DIR] [--json [FILE]] [--plot FILE.png]"
     parser = command_parser("budget", usage, summary=SUMMARY)
     add = parser.add_argument
-    about = "law of `titan scaling --output`; default: chinchilla, which ranks sizes"
-    add("--law", default="chinchilla", metavar="FILE.json", help=about)
+    add(
+        "--law",
+        default="chinchilla",
+        metavar="FILE.json",
+        help="law of `titan scaling --output`; default: chinchilla, which ranks sizes",
+    )
     add("--hardware", required=True, metavar="H", help="GPU, as for `titan sim`")
     add("--gpus", "--world-size", type=positive, required=True, metavar="N")
     aim = parser.add_mutually_exclusive_group(required=True)
     aim.add_argument("--days", type=_in_range, metavar="D", help="time of the run")
-    about = "find the cheapest way to this loss"
-    aim.add_argument("--loss", type=_in_range, metavar="L", help=about)
-    about = f"flavors of the job's family, or FAMILY:FLAVOR; default: all from 0.1 billion parameters, and {_EXPERTS}"
-    add("--sizes", metavar="FLAVOR,...", help=about)
+    aim.add_argument(
+        "--loss", type=_in_range, metavar="L", help="find the cheapest way to this loss"
+    )
+    add(
+        "--sizes",
+        metavar="FLAVOR,...",
+        help=f"flavors of the job's family, or FAMILY:FLAVOR; default: all from 0.1 billion parameters, and {_EXPERTS}",
+    )
     add(
         "--output",
         type=Path,

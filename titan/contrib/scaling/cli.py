@@ -30,16 +30,40 @@ def main(argv: list[str] | None = None) -> int:
     usage = "RUN... | RUNS.csv [--leave-out K] [--predict N,D] [--output law.json] [--json [FILE]] [--plot FILE.png]"
     parser = command_parser("scaling", usage, summary=SUMMARY)
     add = parser.add_argument
-    about = "run folders, folders of them, or a CSV file with params, tokens, loss"
-    add("runs", nargs="+", type=Path, metavar="RUN", help=about)
-    about = "first check: predict the K runs of most FLOPs from the others"
-    add("--leave-out", type=whole, default=0, metavar="K", help=about)
-    about = "predict a run, such as 8e9,1e12; may be repeated"
-    add("--predict", type=_size, action="append", default=[], metavar="N,D", help=about)
-    about = "count all parameters of a model with experts, not those of a token"
-    add("--total", action="store_true", help=about)
-    about = "draws of the bootstrap; default: 400"
-    add("--draws", type=positive, default=400, metavar="K", help=about)
+    add(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="run folders, folders of them, or a CSV file with params, tokens, loss",
+    )
+    add(
+        "--leave-out",
+        type=whole,
+        default=0,
+        metavar="K",
+        help="first check: predict the K runs of most FLOPs from the others",
+    )
+    add(
+        "--predict",
+        type=_size,
+        action="append",
+        default=[],
+        metavar="N,D",
+        help="predict a run, such as 8e9,1e12; may be repeated",
+    )
+    add(
+        "--total",
+        action="store_true",
+        help="count all parameters of a model with experts, not those of a token",
+    )
+    add(
+        "--draws",
+        type=positive,
+        default=400,
+        metavar="K",
+        help="draws of the bootstrap; default: 400",
+    )
     add("--seed", type=whole, default=0, help="seed of the draws; default: 0")
     add("--output", type=Path, metavar="FILE.json", help="write the law, for `titan budget`")
     picture.add_option(parser, "draw losses over FLOPs, and what the law leaves")

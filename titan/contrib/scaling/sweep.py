@@ -28,14 +28,34 @@ def main(argv: list[str] | None = None) -> int:
     usage = f"{JOB} --set KEY=VALUE,VALUE ... [--seeds N] [--jobs N] [--folder DIR] [--ray [ADDRESS]]"
     parser = command_parser("sweep", usage, summary=SUMMARY)
     add = parser.add_argument
-    about = "a key and its values; may be repeated: all combinations run"
-    add("--set", action="append", default=[], metavar="KEY=V,V", help=about)
-    about = "runs of each combination, with debug.seed 0 to N - 1; default: 1"
-    add("--seeds", type=positive, default=1, metavar="N", help=about)
-    about = "folder of the sweep; default: sweep"
-    add("--folder", type=Path, default=Path("sweep"), metavar="DIR", help=about)
-    about = "runs that train at the same time; default: 1"
-    add("--jobs", type=positive, default=1, metavar="N", help=about)
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=V,V",
+        help="a key and its values; may be repeated: all combinations run",
+    )
+    add(
+        "--seeds",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="runs of each combination, with debug.seed 0 to N - 1; default: 1",
+    )
+    add(
+        "--folder",
+        type=Path,
+        default=Path("sweep"),
+        metavar="DIR",
+        help="folder of the sweep; default: sweep",
+    )
+    add(
+        "--jobs",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="runs that train at the same time; default: 1",
+    )
     add(
         "--nproc",
         type=positive,
@@ -43,12 +63,20 @@ def main(argv: list[str] | None = None) -> int:
         metavar="N",
         help="processes of each run; default: 1",
     )
-    about = "run on a Ray cluster; default address: auto"
-    add("--ray", nargs="?", const="auto", metavar="ADDRESS", help=about)
+    add(
+        "--ray",
+        nargs="?",
+        const="auto",
+        metavar="ADDRESS",
+        help="run on a Ray cluster; default address: auto",
+    )
     picture.add_option(parser, "draw the losses")
     parser.add_json()
-    about = "run nothing: say what the folder's runs have reached"
-    add("--report", action="store_true", help=about)
+    add(
+        "--report",
+        action="store_true",
+        help="run nothing: say what the folder's runs have reached",
+    )
     options, job = parser.parse_known_args(argv)
     if options.report and (job or options.set):
         parser.error(f"--report takes the runs of the folder: remove {[*job, *options.set][0]}")

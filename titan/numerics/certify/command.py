@@ -308,10 +308,19 @@ def main(argv: list[str], program: Callable[..., Any] | None = None) -> int:
     parser = command_parser("certify", usage, summary=summary_of("certify"))
     default = "default: all, or job if the command line has keys of [parallelism]"
     parser.add_argument("--layouts", metavar="NAME,...", help=f"{', '.join(names)}; {default}")
-    about = "ranks of the job; default: the minimum"
-    parser.add_argument("--world-size", type=positive, metavar="N", help=about)
-    about = "folder of the certificates; default: the working directory"
-    parser.add_argument("--output", type=Path, metavar="FOLDER", default=Path(), help=about)
+    parser.add_argument(
+        "--world-size",
+        type=positive,
+        metavar="N",
+        help="ranks of the job; default: the minimum",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        default=Path(),
+        help="folder of the certificates; default: the working directory",
+    )
     parser.add_json()
     options, job = parser.parse_known_args(argv)
     known = known_options(parser)

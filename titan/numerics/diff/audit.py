@@ -145,10 +145,19 @@ def main(argv: Sequence[str]) -> int:
     usage = "RUN --step N [--KEY=VALUE ...] [--nproc M] [--trust-remote-code] [--json [FILE]]"
     parser = command_parser("audit", usage, summary=summary_of("audit"))
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
-    about = "the step to compute again, from the newest checkpoint before it"
-    parser.add_argument("--step", type=positive, required=True, metavar="N", help=about)
-    about = "ranks; default: those of the run, or the next larger number that the layout fits"
-    parser.add_argument("--nproc", type=positive, metavar="M", help=about)
+    parser.add_argument(
+        "--step",
+        type=positive,
+        required=True,
+        metavar="N",
+        help="the step to compute again, from the newest checkpoint before it",
+    )
+    parser.add_argument(
+        "--nproc",
+        type=positive,
+        metavar="M",
+        help="ranks; default: those of the run, or the next larger number that the layout fits",
+    )
     parser.add_json()
     parser.add_argument("--trust-remote-code", **TRUST_OPTION)
     options, keys = parser.parse_known_args(argv)

@@ -48,18 +48,31 @@ def main(argv: list[str]) -> int:
         "       titan diff RUN_A RUN_B [--spread RUN_C]"
     )
     parser = command_parser("diff", usage, summary=summary_of("diff"))
-    about = "the reference: a job file, or the folder of a recorded run"
-    parser.add_argument("a", metavar="A", help=about)
+    parser.add_argument(
+        "a", metavar="A", help="the reference: a job file, or the folder of a recorded run"
+    )
     parser.add_argument("b", metavar="B", help="the other one")
     about = "steps to train; default: 3"
     parser.add_argument("--steps", type=positive, default=3, metavar="N", help=about)
     for side in "ab":
-        about = f"ranks of {side.upper()}; default: the minimum number of ranks"
-        parser.add_argument(f"--nproc-{side}", type=positive, metavar="N", help=about)
-    about = "a run of A's job with debug.record_perturbed: what rounding does"
-    parser.add_argument("--spread", type=Path, metavar="RUN_C", help=about)
-    about = "folder to keep the run folders in; default: they are deleted"
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help=about)
+        parser.add_argument(
+            f"--nproc-{side}",
+            type=positive,
+            metavar="N",
+            help=f"ranks of {side.upper()}; default: the minimum number of ranks",
+        )
+    parser.add_argument(
+        "--spread",
+        type=Path,
+        metavar="RUN_C",
+        help="a run of A's job with debug.record_perturbed: what rounding does",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help="folder to keep the run folders in; default: they are deleted",
+    )
     parser.add_argument("--nproc", type=positive, metavar="N", help="ranks of both")
     parser.add_json()
     options, rest = parser.parse_known_args(argv)

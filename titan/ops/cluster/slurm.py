@@ -77,8 +77,7 @@ def _parse(
     )
     add = parser.add_argument
     add("--nodes", type=positive, metavar="N", help="machines")
-    about = "ranks in all, in place of --nodes"
-    add("--world-size", type=positive, metavar="W", help=about)
+    add("--world-size", type=positive, metavar="W", help="ranks in all, in place of --nodes")
     add(
         "--gpus-per-node", type=whole, default=8, metavar="G", help="default: 8; 0: run on CPUs"
     )
@@ -88,8 +87,12 @@ def _parse(
         metavar="R",
         help="default: one per GPU, or one on CPUs",
     )
-    help_ = "restarts after a crash; default: 3 on several nodes, 0 on one"
-    add("--max-restarts", type=whole, metavar="R", help=help_)
+    add(
+        "--max-restarts",
+        type=whole,
+        metavar="R",
+        help="restarts after a crash; default: 3 on several nodes, 0 on one",
+    )
     add("--hardware", metavar="H", help='of the cluster, for parallelism.layout = "auto"')
     add_new_layout(parser)
     add(
@@ -104,8 +107,13 @@ def _parse(
         metavar="S",
         help="for those left out; default: 0",
     )
-    help_ = "for sbatch, such as --sbatch=--qos=high; also all words after --"
-    add("--sbatch", action="append", default=[], metavar="OPTION", help=help_)
+    add(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="for sbatch, such as --sbatch=--qos=high; also all words after --",
+    )
     add("--output", type=Path, metavar="FILE", help="default: job.sbatch in the run folder")
     add("--time", metavar="T", help="time limit in Slurm's notation, such as 24:00:00")
     add("--partition", metavar="P")

@@ -38,8 +38,12 @@ def read_command(
     Raises:
         ConfigError: An option or the job has a mistake.
     """
-    memory = "of a device, to be used; default: 90%% of it"
-    parser.add_argument("--memory", type=float, metavar="GIB", help=memory)
+    parser.add_argument(
+        "--memory",
+        type=float,
+        metavar="GIB",
+        help="of a device, to be used; default: 90%% of it",
+    )
     options, job = parser.parse_known_args(argv)
     require_writable(options, *written)
     profile = memory_limit(load_profile(options.hardware), options.memory)

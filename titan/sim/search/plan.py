@@ -298,21 +298,43 @@ def _parser() -> ArgumentParser:
         "The fastest ways to run a job on so many devices, by simulation, as TOML overlays, beside the job as it is. Model, data and "
         "global batch stay; degrees, ZeRO, batch, schedule and recomputation are searched.",
     )
-    help_ = f"layouts to simulate, in addition to single changes of the job; default: {_BUDGET}"
-    parser.add_argument("--simulate", type=positive, default=_BUDGET, metavar="C", help=help_)
-    also = f"search with and without these, too: {', '.join(ALSO)}"
-    parser.add_argument("--also", default="", metavar="A,B", help=also)
+    parser.add_argument(
+        "--simulate",
+        type=positive,
+        default=_BUDGET,
+        metavar="C",
+        help=f"layouts to simulate, in addition to single changes of the job; default: {_BUDGET}",
+    )
+    parser.add_argument(
+        "--also",
+        default="",
+        metavar="A,B",
+        help=f"search with and without these, too: {', '.join(ALSO)}",
+    )
     parser.add_argument(
         "--most", type=positive, default=5, metavar="M", help="overlays; default: 5"
     )
-    output = "write DIR/plan-1.toml, ...; with --only, a file"
-    parser.add_argument("--output", type=Path, metavar="DIR", help=output)
-    only = "choose one thing, and nothing else: what FSDP gathers together, keeps and gathers ahead; or what each block keeps and recomputes (selective activation checkpointing)"
-    parser.add_argument("--only", choices=["fsdp", "sac"], help=only)
-    host = "with --only sac: results may go to the host's memory, too"
-    parser.add_argument("--host", action="store_true", help=host)
-    free = "also try half, 2, 4 and 8 times the global batch with the best plan"
-    parser.add_argument("--free", choices=["global_batch"], help=free)
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="write DIR/plan-1.toml, ...; with --only, a file",
+    )
+    parser.add_argument(
+        "--only",
+        choices=["fsdp", "sac"],
+        help="choose one thing, and nothing else: what FSDP gathers together, keeps and gathers ahead; or what each block keeps and recomputes (selective activation checkpointing)",
+    )
+    parser.add_argument(
+        "--host",
+        action="store_true",
+        help="with --only sac: results may go to the host's memory, too",
+    )
+    parser.add_argument(
+        "--free",
+        choices=["global_batch"],
+        help="also try half, 2, 4 and 8 times the global batch with the best plan",
+    )
     return parser
 
 
