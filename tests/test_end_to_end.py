@@ -27,13 +27,16 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A two-rank run of the shipped debug job, stopped by SIGTERM to `titan train`, then continued to its end."""
     folder = tmp_path_factory.mktemp("run")
     command = [
-        *("train", "train_configs/debug_model.toml", "--nproc", "2"),
-        *(f"--job.dump_folder={folder}", "--training.steps=60", "--metrics.log_freq=1"),
-        *(
-            "--model.overrides.n_layers=2",
-            "--checkpoint.interval=1000",
-            "--training.seq_len=64",
-        ),
+        "train",
+        "train_configs/debug_model.toml",
+        "--nproc",
+        "2",
+        f"--job.dump_folder={folder}",
+        "--training.steps=60",
+        "--metrics.log_freq=1",
+        "--model.overrides.n_layers=2",
+        "--checkpoint.interval=1000",
+        "--training.seq_len=64",
     ]
     process = subprocess.Popen([*TITAN, *command], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
@@ -111,8 +114,12 @@ def test_generate_from_the_run_and_from_a_step(run_dir: Path) -> None:
 
 def test_missing_data_is_the_users_mistake_in_both_ranks(tmp_path: Path) -> None:
     result = titan(
-        *("train", "train_configs/debug_model.toml", "--nproc", "2"),
-        *(f"--job.dump_folder={tmp_path}", "--training.dataset=text"),
+        "train",
+        "train_configs/debug_model.toml",
+        "--nproc",
+        "2",
+        f"--job.dump_folder={tmp_path}",
+        "--training.dataset=text",
         f"--training.dataset_path={tmp_path}/nothing",
     )
     assert result.returncode == 2

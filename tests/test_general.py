@@ -27,14 +27,14 @@ _PICTURE = re.compile(r"(?<![a-z])(image|picture|pixel|vision|diffusion)s?(?![a-
 _TOKEN = re.compile(r"token|label", re.I)
 # What trains, lays out and repairs any model.
 GENERAL = (
-    *(
-        "titan/step/train_step.py",
-        "titan/run/trainer.py",
-        "titan/step/parallelize.py",
-        "titan/run/",
-        "titan/optim/",
-    ),
-    *("titan/ops/", "titan/checkpoint/", "titan/parallel/"),
+    "titan/step/train_step.py",
+    "titan/run/trainer.py",
+    "titan/step/parallelize.py",
+    "titan/run/",
+    "titan/optim/",
+    "titan/ops/",
+    "titan/checkpoint/",
+    "titan/parallel/",
 )
 # Names of figures that count positions, of an embedding in every model of the zoo, and of modules that do mean tokens.
 MAY_SAY_TOKEN = re.compile(

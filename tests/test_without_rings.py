@@ -23,15 +23,20 @@ RINGS = {
 }
 # Of each subject some, so that the full lane needs a minute for all of them.
 CORE = (
-    *("tests/config/test_config_load.py", "tests/config/test_config_layout.py"),
-    *("tests/config/test_config_phases.py", "tests/config/test_plug_in_families.py"),
-    *("tests/test_cli.py", "tests/test_plug_ins.py", "tests/test_loss.py"),
+    "tests/config/test_config_load.py",
+    "tests/config/test_config_layout.py",
+    "tests/config/test_config_phases.py",
+    "tests/config/test_plug_in_families.py",
+    "tests/test_cli.py",
+    "tests/test_plug_ins.py",
+    "tests/test_loss.py",
     "tests/sim/test_sim_cli.py::test_page_json_trace_and_html",
     "tests/sim/test_replay.py",
     "tests/test_trainer.py",
     "tests/test_end_to_end.py",
     # They are of jobs and keys that an optional part brings.
-    *("-k", "not (demo or flux or fineweb or replica or page_gives_a_long)"),
+    "-k",
+    "not (demo or flux or fineweb or replica or page_gives_a_long)",
 )
 JOB = "train_configs/debug_model.toml"
 

@@ -123,14 +123,16 @@ def test_the_plan(tmp_path: Path) -> None:
     (tmp_path / "before/models").mkdir()
     said, parts = plan(tmp_path, BEFORE=str(tmp_path / "before"))
     assert list(parts)[:10] == [
-        *("machine", "kernels", "pair-8B", "pair-8B-float8", "pair-1B"),
-        *(
-            "peers-8B",
-            "peers-8B-float8",
-            "peers-1B",
-            "profile-pair-8B-float8",
-            "accumulated-8B",
-        ),
+        "machine",
+        "kernels",
+        "pair-8B",
+        "pair-8B-float8",
+        "pair-1B",
+        "peers-8B",
+        "peers-8B-float8",
+        "peers-1B",
+        "profile-pair-8B-float8",
+        "accumulated-8B",
     ]
     assert parts["accumulated-8B"][3] <= 540
     sums = [row[3] for row in parts.values()]

@@ -248,8 +248,17 @@ def every_key(path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
 
 
 ODD_VALUES: Sequence[str] = (
-    *("-1", "1.5", "nan", "true", '"x"', "[]", "[[1]]", "{a={b=[1]}}"),
-    *("2024-01-01", '[{type="text"}]', '{"a.b"=1}'),
+    "-1",
+    "1.5",
+    "nan",
+    "true",
+    '"x"',
+    "[]",
+    "[[1]]",
+    "{a={b=[1]}}",
+    "2024-01-01",
+    '[{type="text"}]',
+    '{"a.b"=1}',
 )
 
 

@@ -21,8 +21,13 @@ from titan.run.train import before_start
 
 # What only weighs terms of the loss or makes the initial weights. tests/checkpoint/test_other_model.py shows that it is no more.
 OF_TRAINING = {
-    *("init_std", "gate_init_std", "mtp_coeff", "load_balance_coeff"),
-    *("sequence_balance_coeff", "global_balance_coeff", "router_z_loss_coeff"),
+    "init_std",
+    "gate_init_std",
+    "mtp_coeff",
+    "load_balance_coeff",
+    "sequence_balance_coeff",
+    "global_balance_coeff",
+    "router_z_loss_coeff",
 }
 
 

@@ -127,9 +127,18 @@ def test_resume_on_other_ranks_goes_on_exactly(job: Job) -> None:
 
 
 OTHERS: dict[str, Any] = {
-    **{"shuffle": False, "packing": "best_fit", "move_windows": True, "add_bos": False},
-    **{"add_eos": False, "reset_positions": True, "document_mask": True, "seed": 6},
-    **{"validation_fraction": 0.3, "cache_folder": "other", "sources": "body", "seq_len": 16},
+    "shuffle": False,
+    "packing": "best_fit",
+    "move_windows": True,
+    "add_bos": False,
+    "add_eos": False,
+    "reset_positions": True,
+    "document_mask": True,
+    "seed": 6,
+    "validation_fraction": 0.3,
+    "cache_folder": "other",
+    "sources": "body",
+    "seq_len": 16,
 }
 assert OTHERS.keys() == {*s.DataSection.model_fields, "seed", "seq_len"}
 

@@ -23,11 +23,13 @@ def test_the_card_has_the_training_and_the_newest_figures(tmp_path: Path) -> Non
     write_card(tmp_path, config, tmp_path, what="A model", saved=saved, is_average=True)
     card = (tmp_path / "README.md").read_text().splitlines()
     for line in (
-        *("| steps | 20 of 30 |", "| tokens | 12,800 |", "| data | synthetic |"),
-        *("| loss | 4.5000 |", "| validation_loss | 5.2500 |", "| eval/cloze/acc | 0.2500 |"),
-        *(
-            "A model, written by titan.",
-            "| weights | an exponential moving average over the steps |",
-        ),
+        "| steps | 20 of 30 |",
+        "| tokens | 12,800 |",
+        "| data | synthetic |",
+        "| loss | 4.5000 |",
+        "| validation_loss | 5.2500 |",
+        "| eval/cloze/acc | 0.2500 |",
+        "A model, written by titan.",
+        "| weights | an exponential moving average over the steps |",
     ):
         assert line in card, line

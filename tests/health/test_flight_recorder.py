@@ -75,14 +75,19 @@ def test_a_dump_names_groups_operations_and_pairs(pool: Pool, tmp_path: Path) ->
 
 def test_times_and_the_pair_of_a_send_over_nccl() -> None:
     entry: dict[str, Any] = {
-        **{
-            "process_group": ("3", "mesh_pp"),
-            "profiling_name": "nccl:send 0->1",
-            "p2p_seq_id": 2,
-        },
-        **{"collective_seq_id": 0, "is_p2p": True, "state": "completed", "timeout_ms": 600_000},
-        **{"input_sizes": [[2]], "input_dtypes": ["Float"], "duration_ms": 0.25},
-        **{"output_sizes": [[2]], "output_dtypes": ["Float"], "time_created_ns": 10**18},
+        "process_group": ("3", "mesh_pp"),
+        "profiling_name": "nccl:send 0->1",
+        "p2p_seq_id": 2,
+        "collective_seq_id": 0,
+        "is_p2p": True,
+        "state": "completed",
+        "timeout_ms": 600_000,
+        "input_sizes": [[2]],
+        "input_dtypes": ["Float"],
+        "duration_ms": 0.25,
+        "output_sizes": [[2]],
+        "output_dtypes": ["Float"],
+        "time_created_ns": 10**18,
         "time_discovered_started_ns": 10**18 + 5_000,
         "time_discovered_completed_ns": 10**18 + 255_000,
     }

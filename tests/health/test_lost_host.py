@@ -18,17 +18,25 @@ from titan.checkpoint.manager import list_steps
 
 LIMIT_S = 10
 TORCHRUN = [
-    *("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--rdzv-id=7"),
-    *("--rdzv-backend=c10d", "--rdzv-endpoint=lost1:29500", "-m", "titan.train"),
+    "-m",
+    "torch.distributed.run",
+    "--nnodes=2",
+    "--nproc-per-node=2",
+    "--rdzv-id=7",
+    "--rdzv-backend=c10d",
+    "--rdzv-endpoint=lost1:29500",
+    "-m",
+    "titan.train",
 ]
 JOB = [
-    *(
-        "train_configs/debug_model.toml",
-        "--training.dataset=synthetic",
-        "--training.seq_len=32",
-    ),
-    *("--model.overrides.n_layers=2", "--metrics.log_freq=1", "--checkpoint.interval=4"),
-    *(f"--comm.heartbeat_timeout_seconds={LIMIT_S}", "--comm.train_timeout_seconds=300"),
+    "train_configs/debug_model.toml",
+    "--training.dataset=synthetic",
+    "--training.seq_len=32",
+    "--model.overrides.n_layers=2",
+    "--metrics.log_freq=1",
+    "--checkpoint.interval=4",
+    f"--comm.heartbeat_timeout_seconds={LIMIT_S}",
+    "--comm.train_timeout_seconds=300",
 ]
 
 

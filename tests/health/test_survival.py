@@ -18,7 +18,10 @@ from titan.ops.doctor.diagnosis import diagnose
 from titan.ops.doctor.evidence import Evidence
 
 HANGING = [
-    *("-m", "titan.ops.launch", "--standalone", "--nproc-per-node=2"),
+    "-m",
+    "titan.ops.launch",
+    "--standalone",
+    "--nproc-per-node=2",
     str(Path(__file__).with_name("hanging_train.py")),
 ]
 Start = Callable[..., Run]

@@ -148,8 +148,12 @@ def test_sizes_are_the_models() -> None:
     llama = section(
         architecture="LlamaForCausalLM",
         overrides={
-            **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
-            **{"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256},
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
         },
     ).sizes
     assert llama.num_params == 8_030_261_248

@@ -32,8 +32,11 @@ from titan.parallel import initialize, materialize
 LONG_ROPE = {
     "original_max_position_embeddings": 40,
     "rope_parameters": {
-        **{"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8},
-        **{"long_factor": [4.0] * 8, "original_max_position_embeddings": 40},
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": 40,
     },
 }
 

@@ -171,7 +171,10 @@ def their_greedy(architecture: str, prompts: list[list[int]], fields: dict[str, 
 @pytest.mark.parametrize(
     "kind",
     [
-        *("gemma3_text", "qwen3_moe", "phi3", "qwen3_next"),
+        "gemma3_text",
+        "qwen3_moe",
+        "phi3",
+        "qwen3_next",
         *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("granitemoehybrid", "lfm2")),
     ],
 )

@@ -90,7 +90,11 @@ def test_layouts_of_torch_have_the_record_of_one_process(pool: Pool) -> None:
     [alone] = pool.run(1, step, "alone")
     by_key = {(t.kind, t.name): t for t in alone}
     assert {kind for kind, _ in by_key} == {
-        *("weight", "output", "output gradient", "gradient", "update")
+        "weight",
+        "output",
+        "output gradient",
+        "gradient",
+        "update",
     }
     assert ("output", "1.down") in by_key and ("gradient", "0.up.weight") in by_key
     for kind, world in (("fsdp", 2), ("fsdp", 4), ("tp", 2)):

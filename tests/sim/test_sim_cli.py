@@ -39,7 +39,10 @@ def sim(*arguments: str) -> int:
 def test_page_json_trace_and_html(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = {name: tmp_path / f"out.{name}" for name in ("json", "trace", "html")}
     code = sim(
-        *("--world-size", "4", *ON, "--parallelism.pipeline_parallel_degree=2"),
+        "--world-size",
+        "4",
+        *ON,
+        "--parallelism.pipeline_parallel_degree=2",
         *(text for name, path in files.items() for text in (f"--{name}", str(path))),
     )
     printed = capsys.readouterr().out
@@ -278,13 +281,16 @@ def test_a_trace_depends_on_titans_own_source_alone(
 def test_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "sweep.json"
     code = sim(
-        *("--world-size", "2", "--hardware", "h100-sxm,a100-80g", "--json", str(file)),
-        *(
-            "--sweep",
-            "training.local_batch_size=1,2,3",
-            "--sweep",
-            "parallelism.tensor_parallel_degree=1,2,4",
-        ),
+        "--world-size",
+        "2",
+        "--hardware",
+        "h100-sxm,a100-80g",
+        "--json",
+        str(file),
+        "--sweep",
+        "training.local_batch_size=1,2,3",
+        "--sweep",
+        "parallelism.tensor_parallel_degree=1,2,4",
     )
     assert code == 0
     variants = json.loads(file.read_text())
@@ -480,8 +486,14 @@ def test_speed_on_machines_of_the_same_name(
 ) -> None:
     """The width of the guess is what a simulation of the other machine says, where kernels set the step's time."""
     large = (
-        *("--training.local_batch_size", "8", "--training.seq_len", "2048"),
-        *("--model.overrides.dim", "1024", "--model.overrides.ffn_dim", "4096"),
+        "--training.local_batch_size",
+        "8",
+        "--training.seq_len",
+        "2048",
+        "--model.overrides.dim",
+        "1024",
+        "--model.overrides.ffn_dim",
+        "4096",
     )
     facts = {}
     for name in ("h100-sxm", "h100-96g-500w"):

@@ -145,9 +145,19 @@ def test_the_page_and_phases_that_add_up(
     base.write_text("[training]\nsteps = 1000\n")
     validation = ["--validation.enable=true", "--data.validation_fraction=0.01"]
     code = sim(
-        *(str(base), *validation, "--world-size", "2", "--hardware", "h100-sxm"),
-        *("--run", "--phase", str(overlay), "--json", str(file)),
-        *("--simulator.run.gpu_hour_price=2", "--simulator.run.mtbf_gpu_hours=0.1"),
+        str(base),
+        *validation,
+        "--world-size",
+        "2",
+        "--hardware",
+        "h100-sxm",
+        "--run",
+        "--phase",
+        str(overlay),
+        "--json",
+        str(file),
+        "--simulator.run.gpu_hour_price=2",
+        "--simulator.run.mtbf_gpu_hours=0.1",
     )
     printed = capsys.readouterr().out
     assert code == 0

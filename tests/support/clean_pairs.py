@@ -17,19 +17,23 @@ from titan.numerics.recorded import RecordedStep
 
 STEPS = 3
 _SMALL = (
-    *("train_configs/debug_model.toml", "--training.dataset=synthetic", "--training.seq_len=64"),
-    *("--training.global_batch_size=8", "--training.local_batch_size=2", f"--training.steps={STEPS}"),
+    "train_configs/debug_model.toml", "--training.dataset=synthetic", "--training.seq_len=64",
+    "--training.global_batch_size=8", "--training.local_batch_size=2", f"--training.steps={STEPS}",
 )  # fmt: skip
 MODELS: dict[str, tuple[str, ...]] = {
     "dense": (*_SMALL, "--model.overrides.n_layers=4"),
     "experts": (
-        *(*_SMALL, "--model.name=qwen3", "--model.flavor=tiny_moe"),
+        *_SMALL,
+        "--model.name=qwen3",
+        "--model.flavor=tiny_moe",
         "--model.overrides.n_layers=2",
     ),
     "windows, sinks": (*_SMALL, "--model.name=gpt_oss"),
     "MTP": (
-        *(*_SMALL, "--model.name=deepseek_v3"),
-        *("--model.overrides.n_layers=2", "--model.overrides.num_mtp_modules=1"),
+        *_SMALL,
+        "--model.name=deepseek_v3",
+        "--model.overrides.n_layers=2",
+        "--model.overrides.num_mtp_modules=1",
     ),
 }
 _8BIT = (

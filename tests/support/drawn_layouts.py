@@ -38,8 +38,17 @@ BATCH, GLOBAL, LENGTH = (
 VALIDATION = "validation.seq_len"
 ALL_KEYS = (
     *DEGREES.values(),
-    *(ROTATE, BALANCER, RESHARD, SCHEDULE, PER_STAGE, FIRST, LAST),
-    *(BATCH, GLOBAL, LENGTH, VALIDATION),
+    ROTATE,
+    BALANCER,
+    RESHARD,
+    SCHEDULE,
+    PER_STAGE,
+    FIRST,
+    LAST,
+    BATCH,
+    GLOBAL,
+    LENGTH,
+    VALIDATION,
 )
 # Stages on each rank (0: any number), a microbatch for each stage, equal rounds of microbatches, backward in two parts.
 SCHEDULES = {

@@ -83,12 +83,19 @@ LAYERS: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2},
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
-        **{"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2},
-        **{"moe_shared_expert_intermediate_size": 32, "num_hidden_layers": None},
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "moe_shared_expert_intermediate_size": 32,
+        "num_hidden_layers": None,
     },
     "zamba2": {
         "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
-        **{"mamba_d_state": 16, "adapter_rank": 8, "n_mamba_heads": 8, "head_dim": None},
+        "mamba_d_state": 16,
+        "adapter_rank": 8,
+        "n_mamba_heads": 8,
+        "head_dim": None,
         "tie_word_embeddings": True,  # so that its blocks share theirs
     },
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},

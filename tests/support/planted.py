@@ -179,16 +179,22 @@ def _prefer(experts: Callable[[int], list[int]]) -> None:
 FAULTS: dict[str, Callable[[], None]] = {
     function.__name__: function
     for function in (
-        *(
-            unreduced_router,
-            doubled_experts,
-            norm_without_experts,
-            bias_of_one_rank,
-            wrong_tokens,
-        ),
-        *(counted_in_forward, counted_in_evaluation, evaluate_before_steps),
-        *(all_to_one_expert, all_to_one_rank, none_to_one_rank),
-        *(lost_row, row_sent_twice, mixed_gradients, second_before_first, freed_early),
+        unreduced_router,
+        doubled_experts,
+        norm_without_experts,
+        bias_of_one_rank,
+        wrong_tokens,
+        counted_in_forward,
+        counted_in_evaluation,
+        evaluate_before_steps,
+        all_to_one_expert,
+        all_to_one_rank,
+        none_to_one_rank,
+        lost_row,
+        row_sent_twice,
+        mixed_gradients,
+        second_before_first,
+        freed_early,
     )
 }
 

@@ -124,9 +124,13 @@ class Slurm:
             head + "\n".join(nodes) + "\nPartitionName" + partitions
         )
         munged = [
-            *("munged", "--force", f"--key-file={folder}/munge.key"),
-            *(f"--socket={folder}/munge.sock", f"--pid-file={folder}/munged.pid"),
-            *(f"--log-file={folder}/log/munged", f"--seed-file={folder}/munge.seed"),
+            "munged",
+            "--force",
+            f"--key-file={folder}/munge.key",
+            f"--socket={folder}/munge.sock",
+            f"--pid-file={folder}/munged.pid",
+            f"--log-file={folder}/log/munged",
+            f"--seed-file={folder}/munge.seed",
         ]
         for daemon in (munged, ["slurmctld", "-c"]):
             self.run(*self.hosts.on(self.controller, daemon))
@@ -148,9 +152,7 @@ class Slurm:
             time.sleep(0.2)
 
     def idle_nodes(self) -> int:
-        return len(
-            self.run(*["sinfo", "-h", "-N", "-p", "low", "-t", "idle", "-o", "%N"]).split()
-        )
+        return len(self.run("sinfo", "-h", "-N", "-p", "low", "-t", "idle", "-o", "%N").split())
 
     def state(self, job: str) -> str:
         return self.field(job, "JobState")

@@ -68,7 +68,10 @@ LISTED = [
 ]
 # Tests that start whole runs. Other tests start the same runs on a CPU.
 PROCESSES = (
-    *("test_preflight", "test_layouts_equal_one_gpu", "test_an_async", "test_a_rank_that"),
+    "test_preflight",
+    "test_layouts_equal_one_gpu",
+    "test_an_async",
+    "test_a_rank_that",
     "test_groups_have_one_backend",
 )
 

@@ -221,8 +221,18 @@ def test_weights_that_differ_are_named(tmp_path: Path, capsys) -> None:
 LLAMA = PUBLISHED["Llama-3.2-1B"]
 GPT2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
 HOSTILE: list[Any] = [
-    *("", "not JSON", "[]", "3", '"text"', "{", "[" * 100_000, '{"a":' * 5000),
-    *({}, {"model_type": 5}, {"model_type": None, "architectures": 7}, {"architectures": [[]]}),
+    "",
+    "not JSON",
+    "[]",
+    "3",
+    '"text"',
+    "{",
+    "[" * 100_000,
+    '{"a":' * 5000,
+    {},
+    {"model_type": 5},
+    {"model_type": None, "architectures": 7},
+    {"architectures": [[]]},
     {
         "model_type": "no_such",
         "architectures": ["Trainer"],
@@ -230,8 +240,10 @@ HOSTILE: list[Any] = [
     },
     *(LLAMA | {"num_hidden_layers": n} for n in (10**30, 10**9, -1, 1e30)),
     *(LLAMA | {"hidden_size": n} for n in (-64, 10**30, "64", [64], None)),
-    *(LLAMA | {"num_attention_heads": 0}, LLAMA | {"vocab_size": 2**41}),
-    *(GPT2, GPT2 | {"architectures": ["\x1b[31mgpt2\u202e"]}),
+    LLAMA | {"num_attention_heads": 0},
+    LLAMA | {"vocab_size": 2**41},
+    GPT2,
+    GPT2 | {"architectures": ["\x1b[31mgpt2\u202e"]},
     GPT2 | {"auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}},
     {"model_type": "mixtral", "num_local_experts": 10**9},
 ]

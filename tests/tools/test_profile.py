@@ -385,15 +385,17 @@ def _damaged(name: str, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "name",
     [
-        *(
-            "junk.json.gz",
-            "cut.json.gz",
-            "cut.json",
-            "zeros.json.gz",
-            "bomb.json.gz",
-            "deep.json",
-        ),
-        *("text.json", "types.json", "huge.json", "empty.json", "escape.json"),
+        "junk.json.gz",
+        "cut.json.gz",
+        "cut.json",
+        "zeros.json.gz",
+        "bomb.json.gz",
+        "deep.json",
+        "text.json",
+        "types.json",
+        "huge.json",
+        "empty.json",
+        "escape.json",
     ],
 )
 def test_a_damaged_trace_is_one_line(

@@ -35,9 +35,17 @@ State = Literal["running", "done", "stopped", "failed", "hung"]
 
 # Variables that change the behaviour of a run. Only listed variables are written, so no secret can slip through.
 _VARIABLES = (
-    *("OMP_NUM_THREADS", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"),
-    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_WORKSPACE_CONFIG"),
-    *("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT"),
+    "OMP_NUM_THREADS",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "TORCHELASTIC_RESTART_COUNT",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "SLURM_JOB_ID",
+    "SLURM_JOB_NUM_NODES",
+    "SLURM_JOB_NODELIST",
+    "SLURM_RESTART_COUNT",
 )
 _PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_", "PYTORCH_", "FI_", "UCX_")
 _PACKAGES = ("numpy", "pydantic", "tiktoken", "tokenizers", "datasets", "torchao", "triton")

@@ -48,7 +48,9 @@ _SECTIONS = ("task", "tokenizer", "optimizer", "lr_scheduler", "data", "phase")
 _KEYS = {
     ("debug", "seed"),
     ("loss", "name"),
-    *(("model", "converters"), ("model", "freeze"), ("training", "dtype")),
+    ("model", "converters"),
+    ("model", "freeze"),
+    ("training", "dtype"),
     *(("training", key) for key in ("dataset", "dataset_path", "seq_len", "steps")),
 }
 # Settings of these sections that change no result: how the update is computed, and where tokens are kept.
@@ -59,8 +61,13 @@ _HARMLESS = {
 }
 # Sizes that weigh terms of the loss or set the initial weights. They do not change what a model computes.
 _OF_TRAINING = {
-    *("init_std", "gate_init_std", "mtp_coeff", "load_balance_coeff"),
-    *("sequence_balance_coeff", "global_balance_coeff", "router_z_loss_coeff"),
+    "init_std",
+    "gate_init_std",
+    "mtp_coeff",
+    "load_balance_coeff",
+    "sequence_balance_coeff",
+    "global_balance_coeff",
+    "router_z_loss_coeff",
 }
 _MODEL, _OPTION = "model.overrides.", "task.options."
 

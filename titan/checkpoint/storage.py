@@ -19,8 +19,18 @@ from titan.checkpoint import CheckpointError
 
 # File systems of fsspec that wrap another file system or read an archive. They may write copies on this machine.
 _WRAPPERS = {
-    *("simplecache", "filecache", "blockcache", "cached", "dir", "reference", "generic"),
-    *("async_wrapper", "zip", "tar", "libarchive", "data"),
+    "simplecache",
+    "filecache",
+    "blockcache",
+    "cached",
+    "dir",
+    "reference",
+    "generic",
+    "async_wrapper",
+    "zip",
+    "tar",
+    "libarchive",
+    "data",
 }
 T = TypeVar("T")
 Location = (

@@ -9,8 +9,13 @@ from titan.config.errors import Problem, RuleViolation
 
 # Whole numbers that torchrun, or another starter of ranks, sets.
 _NUMBERS = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"),
-    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_PORT",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS",
 )
 _STARTER = "start the run with torchrun, srun and torchrun, or titan train --nproc"
 

@@ -114,7 +114,14 @@ class Permission:
 HUB_DATASET = Permission(
     "network",
     unless=(
-        *("stdlib", "synthetic", "text", "jsonl", "csv", "parquet", "conversations", "shards"),
+        "stdlib",
+        "synthetic",
+        "text",
+        "jsonl",
+        "csv",
+        "parquet",
+        "conversations",
+        "shards",
         "c4_test",
     ),
 )

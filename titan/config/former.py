@@ -24,8 +24,13 @@ FORMER: dict[str, tuple[Any, str]] = {
 }
 # Keys that did nothing without semi_sync_method, whose line is enough.
 _OF_SEMI_SYNC = (
-    *("sync_steps", "num_fragments", "fragment_sync_delay", "fragment_update_alpha"),
-    *("should_quantize", "outer_lr", "outer_momentum"),
+    "sync_steps",
+    "num_fragments",
+    "fragment_sync_delay",
+    "fragment_update_alpha",
+    "should_quantize",
+    "outer_lr",
+    "outer_momentum",
 )
 
 

@@ -43,8 +43,17 @@ LARGEST_MODEL = 10**15
 _DOCS = 'docs/architecture.md, "Adding a model family", says what titan reads'
 # Fields that the estimates, the start-up page and the layout rules read from any model.
 _SIZES = (
-    *("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size"),
-    *("num_params", "num_block_params", "num_embedding_params", "flops_per_token"),
+    "dim",
+    "n_layers",
+    "n_heads",
+    "n_kv_heads",
+    "head_dim",
+    "ffn_dim",
+    "vocab_size",
+    "num_params",
+    "num_block_params",
+    "num_embedding_params",
+    "flops_per_token",
 )
 _WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 

@@ -36,9 +36,19 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 GROUPS = (
-    *("titan.hooks", "titan.rules", "titan.commands", "titan.sections", "titan.extensions"),
-    *("titan.tasks", "titan.models", "titan.optimizers", "titan.losses", "titan.sources"),
-    *("titan.supervisors", "titan.pictures", "torch_dynamo_backends"),
+    "titan.hooks",
+    "titan.rules",
+    "titan.commands",
+    "titan.sections",
+    "titan.extensions",
+    "titan.tasks",
+    "titan.models",
+    "titan.optimizers",
+    "titan.losses",
+    "titan.sources",
+    "titan.supervisors",
+    "titan.pictures",
+    "torch_dynamo_backends",
 )
 
 

@@ -150,13 +150,11 @@ def _whole_conversations(tokens: np.ndarray, *, seq_len: int) -> tuple[np.ndarra
         logger.warning(
             "%d of %d conversations have more than %d tokens: %d end after an earlier answer, and %d, whose first answer does "
             "not fit, are left out; raise training.seq_len to keep them whole",
-            *(
-                num_long,
-                len(starts),
-                seq_len + 1,
-                int((is_long & kept).sum()),
-                int((~kept).sum()),
-            ),
+            num_long,
+            len(starts),
+            seq_len + 1,
+            int((is_long & kept).sum()),
+            int((~kept).sum()),
         )
     return starts[kept], lengths[kept]
 

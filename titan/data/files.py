@@ -24,7 +24,14 @@ PACKED = (".gz", ".zst")
 _PACKABLE = (*TEXT, *JSONL, *CSV)
 # Formats that people have, and that nothing here reads.
 _UNREAD = {
-    *(".bz2", ".xz", ".lz4", ".zip", ".7z", ".tar", ".tgz", ".arrow"),
+    ".bz2",
+    ".xz",
+    ".lz4",
+    ".zip",
+    ".7z",
+    ".tar",
+    ".tgz",
+    ".arrow",
     ".pdf",
     ".docx",
 }

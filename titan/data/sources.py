@@ -44,8 +44,17 @@ from titan.data.unread import Counts, count, unread_line
 
 # Folders without text about the library, or that some Pythons lack: tests, applications, tables of character codes.
 _STDLIB_SKIPPED = {
-    *("site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3"),
-    *("turtledemo", "encodings", "__phello__", "lib-dynload"),
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "idlelib",
+    "lib2to3",
+    "turtledemo",
+    "encodings",
+    "__phello__",
+    "lib-dynload",
 }
 
 

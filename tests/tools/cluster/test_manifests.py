@@ -110,14 +110,15 @@ def test_slurm(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         line.removeprefix("#SBATCH --") for line in script.splitlines() if "#SBATCH" in line
     ]
     assert {
-        *(
-            "job-name=debug-model",
-            "nodes=2",
-            "gpus-per-node=4",
-            "time=1-00:00:00",
-            "partition=gpu",
-        ),
-        *("account=me", f'output="{folder}/slurm-%j.out"', "signal=B:USR1@180", "requeue"),
+        "job-name=debug-model",
+        "nodes=2",
+        "gpus-per-node=4",
+        "time=1-00:00:00",
+        "partition=gpu",
+        "account=me",
+        f'output="{folder}/slurm-%j.out"',
+        "signal=B:USR1@180",
+        "requeue",
     } <= set(directives)
     assert len({line.partition("=")[0] for line in directives}) == len(directives)
     job, *overrides = arguments_in(script, tmp_path)
@@ -467,13 +468,16 @@ def test_the_example_for_skypilot(tmp_path: Path) -> None:
     )
     [mount] = task["file_mounts"]
     assert words[:-1] == [
-        *(
-            "-m",
-            "titan.ops.cluster.node",
-            "--nnodes=4",
-            "--nproc-per-node=8",
-            "--rdzv-backend=titan",
-        ),
-        *("--rdzv-id=t", "--rdzv-endpoint=10.0.0.1:29500", "--rdzv-conf=rank=0"),
-        *("-m", "titan.train", "job.toml", f"--job.dump_folder={mount}/run"),
+        "-m",
+        "titan.ops.cluster.node",
+        "--nnodes=4",
+        "--nproc-per-node=8",
+        "--rdzv-backend=titan",
+        "--rdzv-id=t",
+        "--rdzv-endpoint=10.0.0.1:29500",
+        "--rdzv-conf=rank=0",
+        "-m",
+        "titan.train",
+        "job.toml",
+        f"--job.dump_folder={mount}/run",
     ]

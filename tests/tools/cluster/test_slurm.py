@@ -26,13 +26,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[3]
 STEPS = 60
 SETTINGS = [
-    *(f"--training.steps={STEPS}", "--training.local_batch_size=1", "--training.seq_len=32"),
-    *(
-        "--training.dataset=synthetic",
-        "--model.overrides.n_layers=2",
-        "--checkpoint.interval=5",
-    ),
-    *("--checkpoint.keep_latest_k=2", "--comm.train_timeout_seconds=20"),
+    f"--training.steps={STEPS}",
+    "--training.local_batch_size=1",
+    "--training.seq_len=32",
+    "--training.dataset=synthetic",
+    "--model.overrides.n_layers=2",
+    "--checkpoint.interval=5",
+    "--checkpoint.keep_latest_k=2",
+    "--comm.train_timeout_seconds=20",
 ]
 
 
@@ -53,10 +54,15 @@ class Job:
     def __init__(self, slurm: Slurm, folder: Path, *options: str, **variables: str) -> None:
         self.slurm, self.folder, self.log = slurm, folder, folder.with_suffix(".out")
         self.id = slurm.run(
-            *("sbatch", "--parsable", "--nodes=2", f"--output={self.log}"),
+            "sbatch",
+            "--parsable",
+            "--nodes=2",
+            f"--output={self.log}",
             *options,
-            *("scripts/slurm/train.sbatch", "train_configs/debug_model.toml"),
-            *(f"--job.dump_folder={folder}", *SETTINGS),
+            "scripts/slurm/train.sbatch",
+            "train_configs/debug_model.toml",
+            f"--job.dump_folder={folder}",
+            *SETTINGS,
             cwd=ROOT,
             **environment(NPROC="1", **variables),
         )

@@ -56,8 +56,14 @@ class FlowOptions:
     predicts_tokens = False
     # What a run may change when it resumes: of the data, the loss and the samples.
     may_change = (
-        *("source", "path", "time", "shift", "dropout"),
-        *("sample_steps", "sample_guidance", "sample_rows"),
+        "source",
+        "path",
+        "time",
+        "shift",
+        "dropout",
+        "sample_steps",
+        "sample_guidance",
+        "sample_rows",
     )
 
     @property

@@ -27,18 +27,21 @@ class ImageTextOptions:
     # No sources of text; of [data] what says how documents share rows.
     reads_text: ClassVar[bool] = False
     data_keys: ClassVar[tuple[str, ...]] = (
-        *(
-            "add_bos",
-            "add_eos",
-            "document_mask",
-            "reset_positions",
-            "shuffle",
-            "validation_fraction",
-        ),
+        "add_bos",
+        "add_eos",
+        "document_mask",
+        "reset_positions",
+        "shuffle",
+        "validation_fraction",
     )
     # What a run may change when it resumes: none of these is the model's.
     may_change: ClassVar[tuple[str, ...]] = (
-        *("path", "image_key", "text_key", "images", "samples", "max_new_tokens"),
+        "path",
+        "image_key",
+        "text_key",
+        "images",
+        "samples",
+        "max_new_tokens",
     )
 
     path: str = ""

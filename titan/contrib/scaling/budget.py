@@ -261,8 +261,16 @@ def _plan(size: Size, found: Fit, options: Namespace) -> PricedRun:
 def _table(results: list[dict[str, Any]]) -> list[str]:
     """Return the lines of the table."""
     head = (
-        *("size", "layout", "tokens/s/GPU", "days", "tokens", "tokens/param"),
-        *(f"loss ({LEVEL:.0%})", "MWh", "cost", "failures"),
+        "size",
+        "layout",
+        "tokens/s/GPU",
+        "days",
+        "tokens",
+        "tokens/param",
+        f"loss ({LEVEL:.0%})",
+        "MWh",
+        "cost",
+        "failures",
     )
     rows: list[tuple[str, ...]] = [head]
     for result in results:
@@ -270,11 +278,14 @@ def _table(results: list[dict[str, Any]]) -> list[str]:
         layout = result["layout"].replace("pp 1 x ", "").replace("dp_replicate 1 x ", "")
         per_param = result["tokens"] / result["params"]
         row = (
-            *(result["size"], layout, f"{result['tokens_per_s_per_gpu']:,.0f}"),
+            result["size"],
+            layout,
+            f"{result['tokens_per_s_per_gpu']:,.0f}",
             *(f"{x:.3g}" for x in (result["days"], result["tokens"], per_param)),
             f"{result['loss']:.4f}" + f" ({low:.4f} to {high:.4f})" * (low < high),
             f"{result['energy_mwh']:.3g}",
-            *(f"{result['cost']:,.0f}" if result["cost"] else "-", f"{result['failures']:.2g}"),
+            f"{result['cost']:,.0f}" if result["cost"] else "-",
+            f"{result['failures']:.2g}",
         )
         rows.append(row)
     return columns(rows, left=(0, 1))

@@ -20,8 +20,17 @@ from .trials import Trial
 
 # 95% quantiles of Student's distribution by degrees of freedom: a two-sided interval of 90%.
 _STUDENT = {
-    **{1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 8: 1.860, 10: 1.812},
-    **{15: 1.753, 30: 1.697, 100: 1.660},
+    1: 6.314,
+    2: 2.920,
+    3: 2.353,
+    4: 2.132,
+    5: 2.015,
+    6: 1.943,
+    8: 1.860,
+    10: 1.812,
+    15: 1.753,
+    30: 1.697,
+    100: 1.660,
 }
 # Keys of what a loss is measured on.
 _OTHER_TEXT = ("tokenizer.", "data.", "training.dataset", "model.hf_assets_path")

@@ -46,12 +46,11 @@ UNUSED: dict[str, Any] = {
 }
 # Keys that change nothing here, whatever their value.
 IGNORED = (
-    *(
-        "job.save_config_file",
-        "training.dataloader.persistent_workers",
-        "validation.dataloader",
-    ),
-    *("quantize.linear.mx.mxfp8_dim1_cast_kernel_choice", "fault_tolerance.process_group"),
+    "job.save_config_file",
+    "training.dataloader.persistent_workers",
+    "validation.dataloader",
+    "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice",
+    "fault_tolerance.process_group",
 )
 # Replacements for some of these keys.
 _INSTEAD = {

@@ -20,8 +20,16 @@ from titan.tools.check_extension import CheckExtension
 FLAVORS = {
     "llama3": ("debugmodel", "8B", "70B", "405B"),
     "qwen3": (
-        *("debugmodel", "0.6B", "1.7B", "4B", "8B", "14B", "32B"),
-        *("debugmodel_moe", "30B-A3B", "235B-A22B"),
+        "debugmodel",
+        "0.6B",
+        "1.7B",
+        "4B",
+        "8B",
+        "14B",
+        "32B",
+        "debugmodel_moe",
+        "30B-A3B",
+        "235B-A22B",
     ),
     "deepseek_v3": ("debugmodel", "16B", "236B", "671B"),
     "gpt_oss": ("debugmodel", "20b", "120b"),
@@ -53,7 +61,14 @@ DEFAULTS: dict[str, Any] = {
 
 # Tables that TorchTitan lacks. It refuses a file with such a table.
 _OURS = (
-    *("average", "data", "hardware", "loss", "model.overrides", "moe", "simulator", "task"),
+    "average",
+    "data",
+    "hardware",
+    "loss",
+    "model.overrides",
+    "moe",
+    "simulator",
+    "task",
     "tokenizer",
 )
 

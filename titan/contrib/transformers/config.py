@@ -28,16 +28,20 @@ NAMES: dict[str, tuple[str, ...]] = {
 }
 
 NOTES = {
-    *(
-        "_name_or_path",
-        "transformers_version",
-        "dtype",
-        "torch_dtype",
-        "use_cache",
-        "architectures",
-    ),
-    *("id2label", "label2id", "problem_type", "return_dict", "output_attentions"),
-    *("output_hidden_states", "output_router_logits", "chunk_size_feed_forward"),
+    "_name_or_path",
+    "transformers_version",
+    "dtype",
+    "torch_dtype",
+    "use_cache",
+    "architectures",
+    "id2label",
+    "label2id",
+    "problem_type",
+    "return_dict",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "chunk_size_feed_forward",
 }
 """Fields that are of a file or of a call, and do not decide what a model computes."""
 

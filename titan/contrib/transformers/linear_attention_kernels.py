@@ -251,7 +251,9 @@ def _call(tensors: Sequence[Any], documents: _Documents, scale: float) -> tuple[
         folder, name = "gated_delta_rule", "chunk_gated_delta_rule"
     kernel = getattr(import_module(f"fla.ops.{folder}"), name)
     return kernel(
-        *(q, k, v),
+        q,
+        k,
+        v,
         g=gates,
         **more,
         scale=scale,

@@ -9,8 +9,13 @@ from typing import Any
 from .config import NAMES, TransformersConfig
 
 _LIMITS = {
-    **{"ffn_dim": 96, "vocab_size": 512, "num_experts": 8, "top_k": 2, "expert_dim": 32},
-    **{"window": 24, "dim": 64},
+    "ffn_dim": 96,
+    "vocab_size": 512,
+    "num_experts": 8,
+    "top_k": 2,
+    "expert_dim": 32,
+    "window": 24,
+    "dim": 64,
 }
 # Of latent and linear attention, of groups of experts, and of what comes before the experts.
 _OTHERS = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}

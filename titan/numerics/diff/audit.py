@@ -55,8 +55,11 @@ _COLUMNS = {
 _OTHER_SAMPLES = 1e-3
 _FEW = 8  # wrong values of a tensor
 _OFF = (
-    *(*RECORDS, "checkpoint.load_only", "checkpoint.create_seed_checkpoint"),
-    *("checkpoint.last_save_model_only", "checkpoint.last_save_in_hf"),
+    *RECORDS,
+    "checkpoint.load_only",
+    "checkpoint.create_seed_checkpoint",
+    "checkpoint.last_save_model_only",
+    "checkpoint.last_save_in_hf",
 )
 _REPLACED = ("job.dump_folder", "metrics.enable_wandb")
 _SHOWN = 8

@@ -232,7 +232,8 @@ def _short(config: JobConfig, steps: int, folder: Path, *, perturbed: bool) -> l
     saves = any(p.model_dump(include=DEGREES, exclude_none=True) for p in config.phase)
     return [
         *(f"--{key}=false" for key in (*_OFF, "checkpoint.load_only")),
-        *(f"--checkpoint.enable={str(saves).lower()}", "--checkpoint.folder=checkpoint"),
+        f"--checkpoint.enable={str(saves).lower()}",
+        "--checkpoint.folder=checkpoint",
         f"--training.steps={min(steps, config.training.steps)}",
         f"--lr_scheduler.total_steps={total}",
         f"--debug.record_steps={[*range(1, steps + 1)]}",

@@ -185,8 +185,13 @@ def in_order(step: RecordedStep) -> list[Key]:
 
     keys: list[Key] = []
     stages = (
-        *(("batch",), ("weight",), ("output",), ("loss",)),
-        *(("output gradient", "gradient"), ("gradient norm",), ("update",)),
+        ("batch",),
+        ("weight",),
+        ("output",),
+        ("loss",),
+        ("output gradient", "gradient"),
+        ("gradient norm",),
+        ("update",),
     )
     for kinds in stages:
         tensors = [t for t in _tensors(step) if t.kind in kinds]

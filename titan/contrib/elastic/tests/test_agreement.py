@@ -26,10 +26,16 @@ HARMLESS_SECTIONS = {
     "training.dataloader",
 }
 HARMLESS = {
-    *("training.gc_freq", "training.expandable_segments", "data.cache_folder"),
-    *("compile.cache_folder", "comm.trace_buf_size", "comm.save_traces_folder"),
-    *("comm.save_traces_file_prefix", "comm.numa_binding"),
-    *("fault_tolerance.replica_id", "fault_tolerance.lighthouse"),
+    "training.gc_freq",
+    "training.expandable_segments",
+    "data.cache_folder",
+    "compile.cache_folder",
+    "comm.trace_buf_size",
+    "comm.save_traces_folder",
+    "comm.save_traces_file_prefix",
+    "comm.numa_binding",
+    "fault_tolerance.replica_id",
+    "fault_tolerance.lighthouse",
 }
 
 

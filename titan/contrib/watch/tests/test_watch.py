@@ -56,8 +56,13 @@ def run_dir(tmp_path: Path) -> Path:
         {"event": "resume", "unix_s": 2.0, "step": 1, "host": HOSTILE, "world_size": 2},
         {"event": "straggler", "unix_s": 3.0, "step": 2, "rank": 1, "host": HOSTILE},
         {
-            **{"event": HOSTILE, "unix_s": 4.0, "step": 3, "text": HOSTILE},
-            **{"restarts": 2, "lost_steps": 7, "seconds": {"trained": 3.0, "down": 1.0}},
+            "event": HOSTILE,
+            "unix_s": 4.0,
+            "step": 3,
+            "text": HOSTILE,
+            "restarts": 2,
+            "lost_steps": 7,
+            "seconds": {"trained": 3.0, "down": 1.0},
         },
     )
     table = {"step": 3, "layers": [0, HOSTILE], "loads": [[4, 0], [2, HOSTILE]]}
