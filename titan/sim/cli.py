@@ -62,7 +62,8 @@ def _parser() -> argparse.ArgumentParser:
         "Simulate a training step: time, exposed communication, memory. Needs no GPU and starts no process group.",
         required=False,
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--trace",
         type=Path,
         metavar="FILE",
@@ -70,45 +71,43 @@ def _parser() -> argparse.ArgumentParser:
     )
     for extension in sim_extensions():
         extension.add_options(parser)
-    parser.add_argument("--html", type=Path, metavar="FILE", help="a page: timeline, memory")
-    parser.add_argument(
+    add("--html", type=Path, metavar="FILE", help="a page: timeline, memory")
+    add(
         "--measured",
         type=Path,
         metavar="RUN",
         help="set this run of the job beside it: time, memory",
     )
-    parser.add_argument(
+    add(
         "--sweep",
         action="append",
         default=[],
         metavar="KEY=A,B,...",
         help="simulate every combination of these values; --hardware may then be a list, too",
     )
-    parser.add_argument(
-        "--whole", action="store_true", help="trace every block, even if all are alike"
-    )
-    parser.add_argument(
+    add("--whole", action="store_true", help="trace every block, even if all are alike")
+    add(
         "--run",
         action="store_true",
         help="the whole run, too: days, energy, failures, checkpoints, as [simulator.run] assumes",
     )
-    parser.add_argument(
+    add(
         "--phase",
         action="append",
         default=[],
         metavar="OVERLAY.toml",
         help="with --run: a job that follows, as an overlay",
     )
-    parser.add_argument("--no-cache", action="store_true", help="trace again")
-    parser.add_argument(
+    add("--no-cache", action="store_true", help="trace again")
+    add(
         "--pipeline",
         action="store_true",
         help="draw the job's pipeline schedule instead, with idle time and activations in flight; needs no --hardware",
     )
-    parser.add_argument(
+    add(
         "--microbatches", type=positive, metavar="M", help="with --pipeline: default: the job's"
     )
-    parser.add_argument(
+    add(
         "--csv",
         type=Path,
         metavar="FILE",

@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
         return folders().main(options)
     profile = None
     try:
-        if options.hardware and not _is_datasheet(options.hardware):
+        if options.hardware and options.hardware.lower() not in {row.name for row in HARDWARE}:
             profile = profiles.load_profile(options.hardware)
         elif options.hardware:
             job.append(f"--hardware.name={options.hardware}")
@@ -137,11 +137,6 @@ def _with_layout(job: Sequence[str], *, world_size: int, hardware: str | None) -
         job, world_size=world_size, profile=profile, keep=not hardware, simulate=False
     )
     return chosen
-
-
-def _is_datasheet(hardware: str) -> bool:
-    """Return whether `hardware.name` may have this value. Any other name is a profile, or unknown."""
-    return hardware.lower() in {row.name for row in HARDWARE}
 
 
 def _facts(config: JobConfig, layout: Layout, profile: Profile | None) -> dict[str, Any]:

@@ -92,12 +92,9 @@ def differences(theirs: str, ours: str) -> list[str]:
     return [
         f"{key_text(path)}: {_text(them, path)} -> {_text(us, path)}"
         for path in sorted({*them, *us}, key=str)
-        if them.get(path) != us.get(path) and not _is_harmless(path)
+        if them.get(path) != us.get(path)
+        and not any(path[: len(known)] == known for known in HARMLESS)
     ]
-
-
-def _is_harmless(path: KeyPath) -> bool:
-    return any(path[: len(known)] == known for known in HARMLESS)
 
 
 def _text(values: dict[KeyPath, object], path: KeyPath) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from titan.models.common.config import flavors_by
 from titan.parallel.traits import ModelSizes
 
 TIME_CHANNELS = 256  # sines and cosines of the time
@@ -116,33 +117,15 @@ class FluxConfig(ModelSizes):
         return per_position + 6 * self.num_modulation_params // seq_len
 
 
+_flux = flavors_by("dim n_layers n_double n_heads ffn_dim", FluxConfig)
+_SMALL = {"in_channels": 16, "context_dim": 16, "pooled_dim": 16}
 FLAVORS: dict[str, FluxConfig] = {
     # titan's own, for tests
-    "tiny": FluxConfig(
-        dim=64,
-        n_layers=4,
-        n_double=2,
-        n_heads=4,
-        ffn_dim=256,
-        in_channels=16,
-        context_dim=16,
-        pooled_dim=16,
-        rope_axes=(4, 6, 6),
-    ),
+    "tiny": _flux(64, 4, 2, 4, 256, **_SMALL, rope_axes=(4, 6, 6)),
     # The demo's: learns to draw shapes on two CPU cores.
-    "demo": FluxConfig(
-        dim=128,
-        n_layers=6,
-        n_double=2,
-        n_heads=4,
-        ffn_dim=512,
-        in_channels=16,
-        context_dim=16,
-        pooled_dim=16,
-        rope_axes=(4, 14, 14),
-    ),
+    "demo": _flux(128, 6, 2, 4, 512, **_SMALL, rope_axes=(4, 14, 14)),
     # TorchTitan v0.2.2's of that name
-    "flux-debug": FluxConfig(dim=1536, n_layers=4, n_double=2, n_heads=12, ffn_dim=6144),
+    "flux-debug": _flux(1536, 4, 2, 12, 6144),
     # Flux.1 schnell; Flux.1 dev with guidance_embed = true
-    "12B": FluxConfig(dim=3072, n_layers=57, n_double=19, n_heads=24, ffn_dim=12_288),
+    "12B": _flux(3072, 57, 19, 24, 12_288),
 }

@@ -12,7 +12,6 @@ from typing import Any
 from titan.base.untrusted import InputError, printable, read_text
 from titan.config.load import load_config
 from titan.config.permissions import without_permissions
-from titan.config.schema import JobConfig
 from titan.observe.rows import Row, number, read_rows
 from titan.tools.row_files import runs_near
 
@@ -114,11 +113,7 @@ def _of_folder(
     params = sizes.num_params if total else sizes.num_active_params
     if not (loss := final_loss(rows)):
         raise InputError(f"{folder}: its last rows have no loss: did it diverge?")
-    return Run(folder.name, float(params), float(rows[-1]["tokens"]), loss), _trained_on(config)
-
-
-def _trained_on(config: JobConfig) -> dict[str, Any]:
-    return {
+    return Run(folder.name, float(params), float(rows[-1]["tokens"]), loss), {
         "training.dataset": config.training.dataset,
         "training.dataset_path": str(config.training.dataset_path or ""),
         "data.sources": [source.model_dump(mode="json") for source in config.data.sources],

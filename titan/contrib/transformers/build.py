@@ -80,13 +80,9 @@ def build(source: ModelSource) -> tuple[Any, dict[int, Init]]:
     for module in model.modules():
         if isinstance(module, transformers.PreTrainedModel):
             # It looks at the tokens on the host, to warn of padding. titan's batches have none.
-            module.__dict__["warn_if_padding_and_no_attention_mask"] = _nothing
+            module.__dict__["warn_if_padding_and_no_attention_mask"] = lambda *_, **__: None
     model.train()
     return model, inits.std
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
 
 
 def _values(

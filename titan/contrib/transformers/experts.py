@@ -71,7 +71,7 @@ def prepare_experts(model: nn.Module, parts_of: Callable[[str], int]) -> dict[st
         for kind, function in (
             ("grouped", _grouped),
             ("combine", _combine),
-            ("reset_buffers", _reset_loads),
+            ("reset_buffers", lambda module: module.loads.zero_()),
         ):
             setattr(experts, kind, MethodType(function, experts))
         fused = own.get("gate_up_proj")
@@ -153,10 +153,6 @@ class _CountLoads(torch.autograd.Function):
         ids_TK, *_ = ctx.saved_tensors
         ctx.module.loads += count(ids_TK.reshape(1, -1), ctx.module.total)[0]
         return (*grads, None, None)
-
-
-def _reset_loads(module: Any) -> None:
-    module.loads.zero_()
 
 
 def _combine(_: Any, tokens_TKD: Tensor, weights_TK: Tensor) -> Tensor:

@@ -136,9 +136,9 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Return the output, (B, S, H, V), and the states after each sequence, (B, H, K, V). Heads come after positions."""
     documents = _Documents(starts)
-    given = [*documents.flat(q, k, v, gates, betas), documents.enter(first)]
+    given = [*documents.flat(q, k, v, gates, betas), documents.spread(first, documents.first_B)]
     out, last = _call(given, documents, scale)
-    return out.view_as(v), documents.leave(last)
+    return out.view_as(v), documents.pick(last, documents.last_B)
 
 
 @_attend.register_fake
@@ -161,16 +161,18 @@ def _attend_backward(
 ) -> list[Tensor]:
     """Return the gradients of q, k, v, gates, betas if there are any, and first."""
     documents = _Documents(starts)
-    given = [*documents.flat(q, k, v, gates, betas), documents.enter(first)]
+    given = [*documents.flat(q, k, v, gates, betas), documents.spread(first, documents.first_B)]
     leaves = [None if x is None else x.detach().requires_grad_() for x in given]
     with torch.enable_grad():
         outs = _call(leaves, documents, scale)
     [grad_out] = documents.flat(grad_out.contiguous())
     *grads, grad_first = torch.autograd.grad(
-        outs, [x for x in leaves if x is not None], [grad_out, documents.of_last(grad_last)]
+        outs,
+        [x for x in leaves if x is not None],
+        [grad_out, documents.spread(grad_last, documents.last_B)],
     )
     shaped = [x.view(q.shape[:2] + x.shape[2:]) for x in grads]
-    return [*shaped, documents.of_first(grad_first)]
+    return [*shaped, documents.pick(grad_first, documents.first_B)]
 
 
 @_attend_backward.register_fake
@@ -200,7 +202,7 @@ class _Documents:
     """The documents of a batch as the kernels want them: one after the other, with a state for each."""
 
     def __init__(self, starts_BS: Tensor | None) -> None:
-        self.cu_seqlens: Tensor | None = None
+        self.cu_seqlens = self.first_B = self.last_B = None
         if starts_BS is None:
             return
         starts = starts_BS.clone()
@@ -216,27 +218,17 @@ class _Documents:
             return tensors
         return tuple(None if x is None else x.flatten(0, 1)[None] for x in tensors)
 
-    def enter(self, first_B: Tensor) -> Tensor:
-        """Return the state before each document: (B, ...) -> (N, ...). Only the first ones of sequences have one."""
-        return first_B if self.cu_seqlens is None else self._spread(first_B, self.first_B)
-
-    def leave(self, last_N: Tensor) -> Tensor:
-        """Return the states after the last documents of sequences: (N, ...) -> (B, ...)."""
-        return last_N if self.cu_seqlens is None else last_N[self.last_B]
-
-    def of_first(self, grad_N: Tensor) -> Tensor:
-        """Return the gradient of `enter`."""
-        return grad_N if self.cu_seqlens is None else grad_N[self.first_B]
-
-    def of_last(self, grad_B: Tensor) -> Tensor:
-        """Return the gradient of `leave`."""
-        return grad_B if self.cu_seqlens is None else self._spread(grad_B, self.last_B)
-
-    def _spread(self, x_B: Tensor, places_B: Tensor) -> Tensor:
-        assert self.cu_seqlens is not None
+    def spread(self, x_B: Tensor, places_B: Any) -> Tensor:
+        """Return a state for each document, of zeros but at these places: (B, ...) -> (N, ...)."""
+        if self.cu_seqlens is None:
+            return x_B
         x_N = x_B.new_zeros(len(self.cu_seqlens) - 1, *x_B.shape[1:])
         x_N[places_B] = x_B
         return x_N
+
+    def pick(self, x_N: Tensor, places_B: Any) -> Tensor:
+        """Return the states of the documents at these places: (N, ...) -> (B, ...)."""
+        return x_N if self.cu_seqlens is None else x_N[places_B]
 
 
 def _call(tensors: Sequence[Any], documents: _Documents, scale: float) -> tuple[Tensor, Tensor]:

@@ -140,7 +140,9 @@ def _changed(config: Any, overrides: dict[str, Any], *, derives: bool) -> Any:
     number = content.get(config.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
     if number is not None and number != config.num_hidden_layers:
         by_layer = {
-            k: v for k, v in content.items() if _is_by_layer(v, config.num_hidden_layers)
+            k: v
+            for k, v in content.items()
+            if isinstance(v, list) and len(v) == config.num_hidden_layers > 0
         }
         # Without a value for a layer, the class fills them in again.
         content |= {k: v[:number] if number <= len(v) else None for k, v in by_layer.items()}
@@ -203,7 +205,11 @@ def _merged(
         WrongKeyError: there is no such field.
     """
     # Keys of tables of rotary embeddings belong to their kind, which may change.
-    known = {*fields, *(_rope_keys() if table else ())}
+    known = {*fields}
+    if table:
+        from transformers.modeling_rope_utils import RopeParameters
+
+        known |= {*RopeParameters.__annotations__}
     merged = dict(fields)
     for key, value in changes.items():
         is_field = not table and (
@@ -223,17 +229,6 @@ def _merged(
             value = _merged(before, value, config, f"{table}{key}.")
         merged[key] = value
     return merged
-
-
-def _rope_keys() -> set[str]:
-    from transformers.modeling_rope_utils import RopeParameters
-
-    return {*RopeParameters.__annotations__}
-
-
-def _is_by_layer(value: Any, number: int) -> bool:
-    """Return whether a field has a value for each of a number of layers."""
-    return isinstance(value, list) and len(value) == number > 0
 
 
 def _checked(build: Any) -> Any:

@@ -127,7 +127,11 @@ def record_program(
                 if step == 1:
                     # The states come last, as in a step that makes them in its update.
                     left = _left([*made, *trace.step])
-                    trace.first_step = sorted(left, key=_is_of_update)
+                    trace.first_step = sorted(
+                        left,
+                        # What the optimizer allocates comes last.
+                        key=lambda e: isinstance(e, Allocate) and e.scope.phase == "optimizer",
+                    )
                 # Every step is like one that leaves all as it was.
                 if shortcut and (without_gradient or _is_closed(trace.step)):
                     break
@@ -173,11 +177,6 @@ def cache_by_program(
         return built[number]
 
     return get
-
-
-def _is_of_update(event: Event) -> bool:
-    """Return whether the optimizer's update makes an allocation."""
-    return isinstance(event, Allocate) and event.scope.phase == "optimizer"
 
 
 def _left(events: list[Event]) -> list[Event]:

@@ -103,7 +103,7 @@ class Allocator:
         # As torch's malloc: the cache first, then the device, then once more after the cache was
         # given back.
         block = self._best_fit(pool, size) or self._grow(pool, size)
-        if block is None and self._cached():
+        if block is None and any(self.free_blocks.values()):
             self.num_retries += 1
             self.release_cached()
             block = self._grow(pool, size)
@@ -266,10 +266,6 @@ class Allocator:
         # The caller gets the block in no list, as from `_best_fit`.
         self._remove(block)
         return block
-
-    def _cached(self) -> bool:
-        """Return whether any free block has memory."""
-        return any(self.free_blocks.values())
 
     def release_cached(self) -> None:
         """Give back free segments; of expandable segments, all whole pages that are free."""

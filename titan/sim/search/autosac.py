@@ -24,7 +24,6 @@ from titan.checks.rules import check_to_run
 from titan.config.load import load_from_argv
 from titan.config.schema import JobConfig
 from titan.sim.price.cost import Cost
-from titan.sim.price.profiles import Profile
 from titan.sim.record.trace import Trace
 from titan.sim.record.trace_jobs import TraceError
 from titan.sim.replay.queues import ReplayError
@@ -121,7 +120,11 @@ def autosac(search: Search, *, host: bool = False) -> Choice:
         }
         chosen = samples(every)
         measure(every, run(to_lines(chosen)).traces.values(), chosen, cost)
-    to_host = _host_bytes(base, profile) if host and not is_compiled else 0
+    to_host = 0
+    if host and not is_compiled:
+        # What a rank can copy while it computes its forward passes.
+        forward_s = base.timeline.mean_by("by_phase_s")["forward"]
+        to_host = int(forward_s * profile.host_gb_per_s * 1e9 * 0.9)
     first = run(["0:"]) if is_compiled else base
     limit = int(profile.usable_gib * GIB)
 
@@ -165,13 +168,6 @@ def _choose(
         chosen[rank] = keep(trace, blocks[rank], of_rank)
         kept |= of_rank
     return kept, chosen
-
-
-def _host_bytes(base: Simulation, profile: Profile) -> int:
-    """Return the bytes that a rank can copy to the host while it computes its forward passes."""
-    return int(
-        base.timeline.mean_by("by_phase_s")["forward"] * profile.host_gb_per_s * 1e9 * 0.9
-    )
 
 
 def _to_host(

@@ -298,39 +298,38 @@ def _parser() -> ArgumentParser:
         "The fastest ways to run a job on so many devices, by simulation, as TOML overlays, beside the job as it is. Model, data and "
         "global batch stay; degrees, ZeRO, batch, schedule and recomputation are searched.",
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--simulate",
         type=positive,
         default=_BUDGET,
         metavar="C",
         help=f"layouts to simulate, in addition to single changes of the job; default: {_BUDGET}",
     )
-    parser.add_argument(
+    add(
         "--also",
         default="",
         metavar="A,B",
         help=f"search with and without these, too: {', '.join(ALSO)}",
     )
-    parser.add_argument(
-        "--most", type=positive, default=5, metavar="M", help="overlays; default: 5"
-    )
-    parser.add_argument(
+    add("--most", type=positive, default=5, metavar="M", help="overlays; default: 5")
+    add(
         "--output",
         type=Path,
         metavar="DIR",
         help="write DIR/plan-1.toml, ...; with --only, a file",
     )
-    parser.add_argument(
+    add(
         "--only",
         choices=["fsdp", "sac"],
         help="choose one thing, and nothing else: what FSDP gathers together, keeps and gathers ahead; or what each block keeps and recomputes (selective activation checkpointing)",
     )
-    parser.add_argument(
+    add(
         "--host",
         action="store_true",
         help="with --only sac: results may go to the host's memory, too",
     )
-    parser.add_argument(
+    add(
         "--free",
         choices=["global_batch"],
         help="also try half, 2, 4 and 8 times the global batch with the best plan",
