@@ -204,12 +204,11 @@ def to_hf(
         raise CheckpointError(f"{step}: {lost[0]}")
 
     output.parent.mkdir(parents=True, exist_ok=True)
-    ranks_of = {name: [0] for name in model.names}
     write_folder(
         output,
         export,
         fetch=partial(export.read, whole=whole),
-        ranks_of=ranks_of,
+        ranks_of={name: [0] for name in model.names},
         group=CheckpointGroup(),
     )
     precision = str(kind).removeprefix("torch.")

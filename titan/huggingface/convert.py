@@ -40,8 +40,9 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command's options."""
-    about = "Convert Hugging Face folders to checkpoints and back."
-    parser = command_parser("convert", summary=about)
+    parser = command_parser(
+        "convert", summary="Convert Hugging Face folders to checkpoints and back."
+    )
     ways = parser.add_subparsers(dest="way", required=True, metavar="{from-hf,to-hf}")
     command = ways.add_parser(
         "from-hf", help="make a checkpoint of safetensors and config.json"

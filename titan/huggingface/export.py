@@ -319,8 +319,9 @@ def write_folder(
                 wait(writes if keep else [])  # at most one file is still being written
                 kept = fetch(names, keep)
                 if keep:
-                    path = temporary / file_names[number]
-                    writes.append(background.submit(_write_file, path, kept))
+                    writes.append(
+                        background.submit(_write_file, temporary / file_names[number], kept)
+                    )
         # A write's error surfaces here, on all ranks.
         group.run_on_all(lambda: [write.result() for write in writes])
         group.run_on_main(commit)
@@ -370,18 +371,22 @@ def _write_texts(folder: Path, export: Export, files: dict[str, list[str]]) -> N
     """Write the index, config.json and the tokenizer's files."""
     model = export.model
     weight_map = {name: file for file, names in files.items() for name in names}
-    total = sum(map(export.num_bytes, model.on_disk))
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    index = {
+        "metadata": {"total_size": sum(map(export.num_bytes, model.on_disk))},
+        "weight_map": weight_map,
+    }
     texts = {model.index_name: index, CONFIG: export.config()}
     texts |= model.hooks.hf_files(model.sizes)
     assets = {asset.name: read_asset(asset) for asset in export.assets}
     if export.ends:
         begin = {} if export.bos_id is None else {"bos_token_id": export.bos_id}
-        ends = {"eos_token_id": export.eos_token_id}
-        _merge(assets, GENERATION_CONFIG, begin | ends)
+        _merge(assets, GENERATION_CONFIG, begin | {"eos_token_id": export.eos_token_id})
     if "tokenizer.json" in assets and export.names:
-        class_ = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        _merge(assets, TOKENIZER_CONFIG, class_ | export.names)
+        _merge(
+            assets,
+            TOKENIZER_CONFIG,
+            {"tokenizer_class": "PreTrainedTokenizerFast"} | export.names,
+        )
     if "tokenizer.json" in assets and export.begin is not None:
         assets["tokenizer.json"] = _begun(assets["tokenizer.json"], export.begin)
     if export.chat_template:  # its file may be elsewhere
@@ -406,8 +411,9 @@ def _begun(content: bytes, begin: str) -> bytes:
 
     tokenizer = Tokenizer.from_str(content.decode())
     texts = [f"{begin} ${part}".strip() for part in "AB"]
-    special = [(begin, tokenizer.token_to_id(begin))] if begin else []
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=texts[0], pair=" ".join(texts), special_tokens=special
+        single=texts[0],
+        pair=" ".join(texts),
+        special_tokens=[(begin, tokenizer.token_to_id(begin))] if begin else [],
     )
     return tokenizer.to_str(pretty=True).encode()

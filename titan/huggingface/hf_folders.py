@@ -61,8 +61,7 @@ def describe(config: JobConfig, tokenizer: Tokenizer | None) -> Export:
         CheckpointError: the model has no Hugging Face form.
     """
     section = config.checkpoint
-    dtype = getattr(torch, section.export_dtype)
-    export = Export.of(config, tokenizer=tokenizer, dtype=dtype)
+    export = Export.of(config, tokenizer=tokenizer, dtype=getattr(torch, section.export_dtype))
     has_bias = export.model.sizes.load_balance_coeff > 0
     if section.last_save_in_hf and has_bias and export.model.off_disk:
         raise CheckpointError(no_routing_bias(export.model))

@@ -121,8 +121,15 @@ class HFModel:
         }
         names = {ours: theirs for ours, theirs in names.items() if theirs}
         parts = {ours: part for ours in names if (part := hooks.hf_part(ours))}
-        shapes = {ours: t.shape for ours, t in state.items()}
-        return HFModel(name, sizes, hooks, names, parts, shapes, buffers)
+        return HFModel(
+            name,
+            sizes,
+            hooks,
+            names,
+            parts,
+            {ours: t.shape for ours, t in state.items()},
+            buffers,
+        )
 
     def hf_name(self, ours: str) -> str:
         """Return the name on disk of one of our parameters, also of one that is not there, as a tied output layer."""
@@ -151,8 +158,8 @@ class HFModel:
     @property
     def index_name(self) -> str:
         """Return the file name of the index."""
-        is_diffusers = "_class_name" in self.hooks.hf_config(self.sizes)
-        return OF_DIFFUSERS + INDEX if is_diffusers else INDEX
+        kind = self.hooks.hf_config(self.sizes)
+        return OF_DIFFUSERS + INDEX if "_class_name" in kind else INDEX
 
     @property
     def off_disk(self) -> list[str]:
@@ -160,8 +167,11 @@ class HFModel:
 
         Integer buffers count the events of a run, and are not part of a model.
         """
-        floats = (ours for ours, dtype in self.buffers.items() if dtype.is_floating_point)
-        return [ours for ours in floats if ours not in self.names]
+        return [
+            ours
+            for ours, dtype in self.buffers.items()
+            if dtype.is_floating_point and ours not in self.names
+        ]
 
     @cached_property
     def on_disk(self) -> dict[str, DiskTensor]:

@@ -409,12 +409,18 @@ def left_out(folder: HFFolder, model: HFModel) -> dict[str, str]:
     """
     extra, first = folder.config.get("num_nextn_predict_layers"), num_blocks(model.sizes)
     extra = extra if isinstance(extra, int) else 0
-    numbers = range(first, model.sizes.n_layers + min(extra, 100))
-    reasons = {f"model.layers.{number}.": "it predicts further tokens" for number in numbers}
-    copies = model.hooks.hf_copies(model.sizes)
-    reasons |= {name: f"it is a copy of {ours}" for name, ours in copies.items()}
-    unused = model.hooks.hf_unused(folder.config, model.sizes)
-    reasons |= dict.fromkeys(unused, "the model's output does not depend on it")
+    reasons = {
+        f"model.layers.{number}.": "it predicts further tokens"
+        for number in range(first, model.sizes.n_layers + min(extra, 100))
+    }
+    reasons |= {
+        name: f"it is a copy of {ours}"
+        for name, ours in model.hooks.hf_copies(model.sizes).items()
+    }
+    reasons |= dict.fromkeys(
+        model.hooks.hf_unused(folder.config, model.sizes),
+        "the model's output does not depend on it",
+    )
     return {p: why for p, why in reasons.items() if any(n.startswith(p) for n in folder.files)}
 
 

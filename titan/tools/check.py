@@ -32,8 +32,11 @@ _TRIED_ROWS = 100  # rows of a source that are read
 
 def main(argv: list[str]) -> int:
     """Run `titan check`."""
-    usage = f"{JOB} [--world-size N] [--hardware H] [--formula] [--json [FILE]]\n       titan check --hf FOLDER [--json [FILE]]"
-    parser = command_parser("check", usage, summary=summary_of("check"))
+    parser = command_parser(
+        "check",
+        f"{JOB} [--world-size N] [--hardware H] [--formula] [--json [FILE]]\n       titan check --hf FOLDER [--json [FILE]]",
+        summary=summary_of("check"),
+    )
     parser.add_argument(
         "--world-size", type=positive, default=1, metavar="N", help="ranks in all; default: 1"
     )

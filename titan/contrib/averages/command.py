@@ -63,8 +63,9 @@ def average(sources: Sequence[Location], output: Path, *, weights: Sequence[floa
     saved = checkpoints.read_metadata(last, "step", "tokens")
     metadata = {key: saved[key] for key in ("format", "step", "tokens", "text") if key in saved}
     # The folder of a job may be elsewhere.
-    here = config.checkpoint.model_copy(update={"folder": "checkpoint"})
-    config = config.model_copy(update={"checkpoint": here})
+    config = config.model_copy(
+        update={"checkpoint": config.checkpoint.model_copy(update={"folder": "checkpoint"})}
+    )
     output.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=output.parent, prefix=".averaging-") as temporary:
         state = {
@@ -110,8 +111,7 @@ def _mean(
 
 def main(argv: Sequence[str]) -> int:
     """Run the command. Return its exit code."""
-    about = "Write the mean of the weights of checkpoints."
-    parser = command_parser("average", summary=about)
+    parser = command_parser("average", summary="Write the mean of the weights of checkpoints.")
     add = parser.add_argument
     add(
         "sources",

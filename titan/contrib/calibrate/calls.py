@@ -127,10 +127,13 @@ def read_calls(path: Path) -> TracedKernels:
                     names = ("Input type", "Input Strides", "Concrete Inputs")
                     types, strides, texts = (values.get(name, []) for name in names)
                     seconds = (end - start) * 1e-6
-                    operator = OperatorCall(
-                        event["name"], shapes, types, strides, texts, seconds
+                    marks[thread].append(
+                        (
+                            start,
+                            -end,
+                            OperatorCall(event["name"], shapes, types, strides, texts, seconds),
+                        )
                     )
-                    marks[thread].append((start, -end, operator))
                     found.has_shapes |= any(shapes)
                 elif kind in ("cuda_runtime", "cuda_driver") and "aunch" in event["name"]:
                     marks[thread].append((start, -end, values.get("correlation")))

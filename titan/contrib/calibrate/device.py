@@ -274,13 +274,19 @@ def measure_links(device: torch.device, size_bytes: int) -> Figures:
 
     The slowest rank counts.
     """
-    kinds = ("all-gather", "all-reduce", "all-to-all")
-    rates = bench.collectives_gb_per_s(device, size_bytes, kinds=kinds)
+    rates = bench.collectives_gb_per_s(
+        device, size_bytes, kinds=("all-gather", "all-reduce", "all-to-all")
+    )
     rates["link"] = bench.link_gb_per_s(device, size_bytes) or 0.0
     slowest = torch.tensor([*rates.values()], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MIN)
-    keys = ("ring_gb_per_s", "all_reduce_gb_per_s", "all_to_all_gb_per_s", "p2p_gb_per_s")
-    return dict(zip(keys, slowest.tolist(), strict=True))
+    return dict(
+        zip(
+            ("ring_gb_per_s", "all_reduce_gb_per_s", "all_to_all_gb_per_s", "p2p_gb_per_s"),
+            slowest.tolist(),
+            strict=True,
+        )
+    )
 
 
 # ---- the command -------------------------------------------------------------------------------
@@ -342,8 +348,15 @@ def calibrate(path: Path, *, base_name: str | None, say: Callable[[str], None]) 
         dist.destroy_process_group()
     say("")
     if int(os.environ.get("RANK", 0)) == 0:
-        note = f"measured by titan sim --calibrate on {name}, torch {torch.__version__}, {datetime.now(timezone.utc):%Y-%m-%d}"
-        path.write_text(to_toml(path.stem, base.name, figures, note=note), encoding="utf-8")
+        path.write_text(
+            to_toml(
+                path.stem,
+                base.name,
+                figures,
+                note=f"measured by titan sim --calibrate on {name}, torch {torch.__version__}, {datetime.now(timezone.utc):%Y-%m-%d}",
+            ),
+            encoding="utf-8",
+        )
         print(table(base, load_profile(path), figures))
         print(f"\nwrote {path}; titan sim JOB.toml --world-size N --hardware {path}")
         if ranks == 1:
@@ -362,8 +375,10 @@ def base_of(name: str, on_gpu: bool) -> str:
     try:
         load_profile(name_of_profile)
     except ConfigError:
-        message = f"there is no profile of {name} to begin with: name the most similar one"
-        raise mistake("--hardware", message) from None
+        raise mistake(
+            "--hardware",
+            f"there is no profile of {name} to begin with: name the most similar one",
+        ) from None
     return name_of_profile
 
 

@@ -73,8 +73,10 @@ def calibrate_from(trace: Path, *, base_name: str | None, target: Path | None) -
     if not calls.kernels:
         raise mistake("--calibrate-from", f"{trace} has no kernels of a GPU")
     if not device and not base_name:
-        message = f"{trace} names no device: state the most similar profile with --hardware"
-        raise mistake("--calibrate-from", message)
+        raise mistake(
+            "--calibrate-from",
+            f"{trace} names no device: state the most similar profile with --hardware",
+        )
     base = load_profile(base_name or base_of(device, True))
     figures, rows, remarks = corrections(calls, works, base)
     print(
@@ -89,8 +91,15 @@ def calibrate_from(trace: Path, *, base_name: str | None, target: Path | None) -
             f"{what}: the trace has no shapes, as torch.profiler.profile(record_shapes=True) has"
         )
     print("all other figures are the base profile's")
-    note = f"titan sim --calibrate-from {trace.name} ({device or base.name}), {datetime.now(timezone.utc):%Y-%m-%d}"
-    target.write_text(to_toml(target.stem, base.name, figures, note=note), encoding="utf-8")
+    target.write_text(
+        to_toml(
+            target.stem,
+            base.name,
+            figures,
+            note=f"titan sim --calibrate-from {trace.name} ({device or base.name}), {datetime.now(timezone.utc):%Y-%m-%d}",
+        ),
+        encoding="utf-8",
+    )
     print(f"\nwrote {target}; titan sim JOB.toml --world-size N --hardware {target}")
     return 0
 

@@ -46,8 +46,9 @@ def write_chakra(simulation: StepSimulation, folder: Path) -> None:
         nodes = _nodes(trace, simulation.timeline.ranks[rank], numbers)
         content = [_varint(len(message)) + message for message in (_field(1, "0.0.4"), *nodes)]
         (folder / f"rank.{rank}.et").write_bytes(b"".join(content))
-    groups = json.dumps({str(number): ranks for ranks, number in numbers.items()})
-    (folder / "groups.json").write_text(groups, encoding="utf-8")
+    (folder / "groups.json").write_text(
+        json.dumps({str(number): ranks for ranks, number in numbers.items()}), encoding="utf-8"
+    )
 
 
 def _nodes(trace: t.Trace, timeline: RankTimeline, numbers: dict[Any, int]) -> list[bytes]:

@@ -124,8 +124,9 @@ class ChatTemplate:
             DataError: the template refuses the messages, or a message spells a special token.
         """
         self._check(chat, where=where)
-        text = self.render(chat, where=where, add_generation_prompt=True)
-        return self.tokenizer.encode_rendered(_plain(text))[0]
+        return self.tokenizer.encode_rendered(
+            _plain(self.render(chat, where=where, add_generation_prompt=True))
+        )[0]
 
     def encode(self, chat: Chat, *, where: str, unread: Counts | None = None) -> np.ndarray:
         """Return the ids of a conversation, each with its kind (special_tokens.py): PREDICTED for an answer's tokens.

@@ -40,10 +40,12 @@ def group_facts(simulation: Simulation, **how: Any) -> Facts:
 
     def all_reduce_s(size: int) -> float:
         """Return the seconds of an all-reduce over the groups."""
-        transfer = Transfer(
-            "all_reduce", group.name, size, training.dtype, 0, True, 0, Scope("clip")
-        )
-        return price_transfer(transfer, group, profile, rank=0).seconds
+        return price_transfer(
+            Transfer("all_reduce", group.name, size, training.dtype, 0, True, 0, Scope("clip")),
+            group,
+            profile,
+            rank=0,
+        ).seconds
 
     # Pipeline ranks synchronize at the same time, so the rank with most parameters decides.
     sums = max((_sums(trace, config) for trace in simulation.traces.values()), key=sum)
@@ -97,8 +99,10 @@ def _hsdp(simulation: Simulation, **how: Any) -> Facts | None:
     if layout.pp > 1 or size % how["profile"].gpus_per_node:
         return None
     degree = {"data_parallel_replicate_degree": count * layout.dp_replicate}
-    alone = groups_of(config).model_copy(update={"enable": False})
-    sections = {"parallelism": section.model_copy(update=degree), "fault_tolerance": alone}
+    sections = {
+        "parallelism": section.model_copy(update=degree),
+        "fault_tolerance": groups_of(config).model_copy(update={"enable": False}),
+    }
     how["world_size"] = count * size
     hsdp = simulate(config.model_copy(update=sections), **how)
     speed = hsdp.tokens_per_s_per_gpu * hsdp.world_size

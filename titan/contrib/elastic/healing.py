@@ -175,8 +175,13 @@ def _send(peer: socket.socket, state: Any, *, goes_on: Callable[[], bool]) -> No
 
 def _empty(state: Any, device: str) -> Any:
     """Return the state with new contiguous tensors of the same shapes."""
-    form = {"device": device, "memory_format": torch.contiguous_format}
-    return tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, **form), state)
+    return tree_map_only(
+        Tensor,
+        lambda tensor: torch.empty_like(
+            tensor, device=device, memory_format=torch.contiguous_format
+        ),
+        state,
+    )
 
 
 def _tensors(state: Any) -> list[Tensor]:

@@ -328,8 +328,9 @@ class ReplicaGroups:
         except RuntimeError as error:
             self.manager.report_error(error)
             return
-        names = [*map(group_name, self.group.members)]
-        require_same_samples(names, rows.tolist(), own=self.rank, facts=[*facts])
+        require_same_samples(
+            [*map(group_name, self.group.members)], rows.tolist(), own=self.rank, facts=[*facts]
+        )
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Sum tensors over the groups, in place, in buckets of one dtype."""

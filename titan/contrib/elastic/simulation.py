@@ -22,8 +22,9 @@ class GroupCosts(SimExtension):
 
     def check(self, options: Namespace, config: JobConfig) -> None:
         if options.run and groups_of(config).enable:
-            message = "does not know replica groups; add --fault_tolerance.enable=false"
-            raise mistake("--run", message)
+            raise mistake(
+                "--run", "does not know replica groups; add --fault_tolerance.enable=false"
+            )
 
     def facts(self, simulation: Simulation, **how: Any) -> Facts:
         from .cost import group_facts

@@ -135,8 +135,9 @@ def find_weights(
     """
     if is_hf_folder(step := where):
         run = hf_job(where, tokenizer=tokenizer)
-        training = run.training.model_copy(update={"seq_len": hf_length(where)})
-        run = run.model_copy(update={"training": training})
+        run = run.model_copy(
+            update={"training": run.training.model_copy(update={"seq_len": hf_length(where)})}
+        )
     else:
         run, step = find_checkpoint(
             where, tokenizer=tokenizer, trust_remote_code=trust_remote_code
@@ -149,8 +150,9 @@ def find_weights(
         "data": run.data.model_dump(include={"add_bos"}),
         "training": run.training.model_dump(include={"seq_len"}),
     }
-    text = to_toml(JobConfig.model_validate(keys))
-    config = load_text(text, name=str(step), overrides=overrides)
+    config = load_text(
+        to_toml(JobConfig.model_validate(keys)), name=str(step), overrides=overrides
+    )
     open_run_tokenizer(config)  # before the ranks start, which takes longer
     return Weights(config, check_to_run(config, world_size=world_size), step)
 

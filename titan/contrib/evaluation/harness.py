@@ -43,8 +43,9 @@ class TitanLM(LM):
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each continuation, and whether greedy generation gives it."""
-        rows = [self.scorer.row(*request.args) for request in requests]
-        return self.scorer.score(rows, batch=self.batch)
+        return self.scorer.score(
+            [self.scorer.row(*request.args) for request in requests], batch=self.batch
+        )
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
         """Return the log-likelihoods of whole texts, in windows of the longest sequence."""

@@ -30,8 +30,9 @@ class LmEval(EvaluateExtension):
         add("--include-path", metavar="FOLDER", help="more tasks of lm-eval, as YAML")
 
     def check(self, names: Sequence[str], args: Namespace, *, what: str) -> None:
-        purpose = f"{what}, and a task of lm-evaluation-harness"
-        require("lm_eval", purpose=purpose, extra="evaluate")
+        require(
+            "lm_eval", purpose=f"{what}, and a task of lm-evaluation-harness", extra="evaluate"
+        )
         from .harness import check_names
 
         check_names(names, include_path=args.include_path)

@@ -68,8 +68,11 @@ def task_facts(config: JobConfig) -> dict[str, Any]:
     for key, task, _ in _tasks(config):
         if is_file(task):
             content = read_bytes(Path(task).expanduser())
-            identity = fingerprint(content)
-            facts[f"{key}, {task}"] = {"files": 1, "bytes": len(content), "identity": identity}
+            facts[f"{key}, {task}"] = {
+                "files": 1,
+                "bytes": len(content),
+                "identity": fingerprint(content),
+            }
     return facts
 
 

@@ -181,10 +181,13 @@ class Scorer:
         new: list[list[int]] = [[] for _ in prompts]
         open_prompts = list(range(len(prompts)))
         for _ in range(num_new):
-            rows = [
-                ScoredText([*(prompts[n] or self.start()), *new[n], 0], 1) for n in open_prompts
-            ]
-            figures = self._figures(rows, batch)
+            figures = self._figures(
+                [
+                    ScoredText([*(prompts[n] or self.start()), *new[n], 0], 1)
+                    for n in open_prompts
+                ],
+                batch,
+            )
             for n, (*_, likeliest) in zip([*open_prompts], figures, strict=True):
                 is_end = int(likeliest) in self.tokenizer.end_ids
                 new[n] += [] if is_end else [int(likeliest)]
@@ -198,8 +201,9 @@ class Scorer:
         new = self.continue_greedily(
             prompts, num_new=section.prompt_tokens, batch=section.local_batch_size
         )
-        texts = map(self.tokenizer.continuation, prompts, new)
-        return dict(zip(section.prompts, texts, strict=True))
+        return dict(
+            zip(section.prompts, map(self.tokenizer.continuation, prompts, new), strict=True)
+        )
 
     def _figures(self, rows: Sequence[ScoredText], batch: int) -> list[list[float]]:
         """Return the three figures of `score_rows` for each text."""

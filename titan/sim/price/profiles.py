@@ -259,10 +259,16 @@ class Profile(BaseModel):
         if kernel == "auto":
             return self
         if kernel not in known:
-            message = (
-                f"{self.name} has no figures of {kernel}, only of {', '.join(sorted(known))}"
+            raise ConfigError(
+                [
+                    Problem(
+                        "simulator.attention_kernel",
+                        0,
+                        "",
+                        f"{self.name} has no figures of {kernel}, only of {', '.join(sorted(known))}",
+                    )
+                ]
             )
-            raise ConfigError([Problem("simulator.attention_kernel", 0, "", message)])
         return self.model_copy(update={"attention_kernel": kernel})
 
     def straggler(self, world_size: int) -> float:
@@ -403,13 +409,17 @@ def _merged(file: Path, *, below: Sequence[Path] = ()) -> tuple[dict[str, Any], 
     known = values.keys() & Profile.model_fields.keys()  # a misspelt figure is told as such
     unsourced = known - set(filter(stated.get, stated)) - _NOT_FIGURES
     if unsourced:
-        problems = [
-            Problem(
-                str(file), lines.get((key,), 0), key, "[sources] does not say where it is from"
-            )
-            for key in sorted(unsourced)
-        ]
-        raise ConfigError(problems)
+        raise ConfigError(
+            [
+                Problem(
+                    str(file),
+                    lines.get((key,), 0),
+                    key,
+                    "[sources] does not say where it is from",
+                )
+                for key in sorted(unsourced)
+            ]
+        )
     return figures | values | {"sources": sources | stated}, lines
 
 

@@ -148,8 +148,7 @@ class Repetition:
                 work = self._number(key, transfers.number_of_work)
                 tracer.record(replace(event, work=work))
             case RecordEvent() | AwaitEvent():
-                number = self._number(key, device.number_of_event)
-                tracer.record(replace(event, event=number))
+                tracer.record(replace(event, event=self._number(key, device.number_of_event)))
             case _:
                 tracer.record(replace(event))
 
@@ -252,8 +251,9 @@ class RecordedProgram:
         # one.
         with tracer.pause():
             for address, i in first.items():
-                size = inputs[i].untyped_storage().nbytes()
-                memory = torch.empty(size, dtype=torch.uint8, device=device.NAME)
+                memory = torch.empty(
+                    inputs[i].untyped_storage().nbytes(), dtype=torch.uint8, device=device.NAME
+                )
                 input_of[storages.stand_in(memory, partial(done_with, address))] = i
                 for j, a in enumerate(addresses):
                     if a == address:

@@ -192,8 +192,11 @@ def register_device(name: str, scheduling: type, wrapper: type) -> None:
     # It looks for softmax in one pass over its rows where it finds a device of that name.
     check, passes = "prepare_softmax_extra_check", "torch._inductor.fx_passes.post_grad"
     replace(passes, check, lambda _: lambda match: _settings.online_softmax)
-    folder = "UniformValueConstantFolder._deduce_value"
-    replace("torch._inductor.fx_passes.joint_graph", folder, _deduce_on_host)
+    replace(
+        "torch._inductor.fx_passes.joint_graph",
+        "UniformValueConstantFolder._deduce_value",
+        _deduce_on_host,
+    )
     # Patterns of graphs are traced on a device, which does not matter and has to be there.
     host = torch.device("cpu")
     replace(
@@ -209,8 +212,10 @@ def replace_compiler(inner: Callable[..., Any], settings: dict[str, Any]) -> Non
     def wrap(compile_fx: Any) -> Any:
         def compile(*args: Any, **kwargs: Any) -> Any:
             if "inner_compile" not in kwargs:  # it calls itself
-                patches = {**(kwargs.get("config_patches") or {}), **settings}
-                kwargs |= {"inner_compile": inner, "config_patches": patches}
+                kwargs |= {
+                    "inner_compile": inner,
+                    "config_patches": {**(kwargs.get("config_patches") or {}), **settings},
+                }
             return compile_fx(*args, **kwargs)
 
         return compile
@@ -229,8 +234,9 @@ def read_numbers_in_guards() -> None:
 
     def wrap(get_names: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
         def names() -> dict[str, Any]:
-            as_tensor = {"___as_tensor": lambda number: SimpleNamespace(item=lambda: number)}
-            return get_names() | as_tensor
+            return get_names() | {
+                "___as_tensor": lambda number: SimpleNamespace(item=lambda: number)
+            }
 
         return names
 
@@ -306,8 +312,9 @@ def _deduce_on_host(deduce: Callable[..., Any]) -> Callable[..., Any]:
 
 def fused_name(schedule: Any) -> str:
     """Return a kernel's name, made of its fused operations."""
-    name = find("torch._inductor.utils", "get_fused_kernel_name")(schedule, "original_aten")
-    return name.removeprefix("fused_")
+    return find("torch._inductor.utils", "get_fused_kernel_name")(
+        schedule, "original_aten"
+    ).removeprefix("fused_")
 
 
 def pointers(kernel: Any) -> tuple[str, ...]:

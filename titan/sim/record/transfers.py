@@ -237,8 +237,7 @@ class Transfers:
         self, kind: CollectiveKind, group: Group, size: int, data: Tensor, *more: Any
     ) -> None:
         """Record a transfer of `size` bytes on the current stream. `more`: the fields of Transfer after its stream."""
-        dtype = str(data.dtype)[6:]
-        self.record(Transfer(kind, group.name, size, dtype, self.stream(), *more))
+        self.record(Transfer(kind, group.name, size, str(data.dtype)[6:], self.stream(), *more))
 
     def wait(self, work: int) -> None:
         """Record that the current stream waits for a work."""

@@ -180,8 +180,9 @@ class Host:
     def await_stream(self, stream: int | str, other: int) -> None:
         """Let a stream wait for all work that another stream has been given so far."""
         if stream != other:
-            signal = self._reach(self.device.stream(other))
-            self.device.stream(stream).queue.append((AWAIT, signal))
+            self.device.stream(stream).queue.append(
+                (AWAIT, self._reach(self.device.stream(other)))
+            )
 
     def synchronize(self, stream: int) -> Signal:
         """Let the host wait for a stream, or for all streams with -1."""
@@ -329,8 +330,7 @@ def _program(trace: Trace, cost: Cost) -> Iterator[tuple[Any, ...]]:
                 price = prices[id(kernel)] = (seconds, copies)
             yield Host.launch, price[0], issue.kernel_s(event), event, price[1]
         elif isinstance(event, Transfer):
-            group = trace.groups[event.group]
-            yield Host.transfer, event, group, issue.transfer_s(event)
+            yield Host.transfer, event, trace.groups[event.group], issue.transfer_s(event)
         elif isinstance(event, AwaitWork):
             yield Host.await_work, event.stream, event.work, event.host
         elif isinstance(event, RecordEvent):

@@ -274,8 +274,9 @@ class _AllocatorRun:
                 allocator.free(event.block)
                 continue
             self.scope = event.scope
-            size = allocator.allocate(event.block, event.size_bytes, stream=event.stream)
-            self.sizes[event.block] = size
+            self.sizes[event.block] = allocator.allocate(
+                event.block, event.size_bytes, stream=event.stream
+            )
             if allocator.active_bytes > highest:
                 highest, self.peak_at = allocator.active_bytes, number
 
@@ -289,8 +290,9 @@ def _events(trace: Trace, workspace_bytes: int) -> Iterator[Allocate | Free]:
     # cuBLAS keeps one workspace for each handle and stream from its first matmul to the end of the
     # process.
     if workspace_bytes:
-        scope = Scope("forward", "cuBLAS workspace")
-        yield Allocate(_WORKSPACE, workspace_bytes, 0, "temporary", scope)
+        yield Allocate(
+            _WORKSPACE, workspace_bytes, 0, "temporary", Scope("forward", "cuBLAS workspace")
+        )
     # Only the memory that the first step leaves counts. The steps below repeat the recorded step.
     freed = {e.block for e in (*trace.first_step, *trace.step) if isinstance(e, Free)}
     lasting = [e for e in trace.first_step if isinstance(e, Allocate) and e.block not in freed]

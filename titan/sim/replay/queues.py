@@ -70,16 +70,21 @@ def replay(
         hosts = []
         for rank, trace in traces.items():
             assert rank == trace.rank
-            device = Device(
-                rank,
-                clock,
-                trace.groups,
-                num_steps=steps,
-                speed_beside_transfer=profile.compute_share_beside_transfer,
-                speed_beside_compute=profile.transfer_share_beside_compute,
-                arrive=rendezvous.arrive,
+            hosts.append(
+                Host(
+                    trace,
+                    Device(
+                        rank,
+                        clock,
+                        trace.groups,
+                        num_steps=steps,
+                        speed_beside_transfer=profile.compute_share_beside_transfer,
+                        speed_beside_compute=profile.transfer_share_beside_compute,
+                        arrive=rendezvous.arrive,
+                    ),
+                    cost,
+                )
             )
-            hosts.append(Host(trace, device, cost))
         clock.ready.extend(hosts)
         clock.run()
         # Nothing can happen any more. A rank that is not done waits for something that never comes.

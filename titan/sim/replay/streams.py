@@ -106,8 +106,9 @@ class StreamQueue(Lane):
                 queue.popleft()
                 self.busy = True
                 self.device.note_computing(self, True, now)
-                run = KernelRun(self, item[2], item[3], now)
-                return self.device.start(run, copies=item[4], now=now)
+                return self.device.start(
+                    KernelRun(self, item[2], item[3], now), copies=item[4], now=now
+                )
             if kind is AWAIT:
                 signal = item[1]
                 if signal.pending:
@@ -238,8 +239,9 @@ class Device:
     @property
     def is_done(self) -> bool:
         """Whether all steps were issued, and all streams are empty."""
-        streams = self.streams.values()
-        return self.step == self.num_steps and not any(s.busy or s.queue for s in streams)
+        return self.step == self.num_steps and not any(
+            s.busy or s.queue for s in self.streams.values()
+        )
 
     @property
     def speed(self) -> float:

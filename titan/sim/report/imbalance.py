@@ -36,8 +36,11 @@ def simulate_with_limit(config: JobConfig, **options: Any) -> Simulation:
 
 def with_imbalance(config: JobConfig, imbalance: float) -> JobConfig:
     """Return the job with another assumed imbalance."""
-    section = config.simulator.model_copy(update={"expert_imbalance": imbalance})
-    return config.model_copy(update={"simulator": section})
+    return config.model_copy(
+        update={
+            "simulator": config.simulator.model_copy(update={"expert_imbalance": imbalance})
+        }
+    )
 
 
 def _largest_that_fits(simulation: Simulation, at: Callable[[float], Simulation]) -> float:

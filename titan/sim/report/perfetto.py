@@ -55,8 +55,13 @@ def write_trace(simulation: StepSimulation, path: Path) -> None:
         world_size = simulation.world_size
         info = {"backend": "nccl", "rank": ranks[0], "world_size": world_size}
         of_ranks = [event for rank in ranks for event in events[rank]]
-        data = {"schemaVersion": 1, "distributedInfo": info, "displayTimeUnit": "ms"}
-        file.write_text(json.dumps(data | {"traceEvents": of_ranks}), encoding="utf-8")
+        file.write_text(
+            json.dumps(
+                {"schemaVersion": 1, "distributedInfo": info, "displayTimeUnit": "ms"}
+                | {"traceEvents": of_ranks}
+            ),
+            encoding="utf-8",
+        )
 
 
 def _events(trace: Trace, timeline: RankTimeline, begin_s: float) -> Iterator[Record]:
@@ -121,8 +126,12 @@ def _events(trace: Trace, timeline: RankTimeline, begin_s: float) -> Iterator[Re
 def _where(what: Launch | Transfer, number: int) -> Record:
     """Return the place of an event in the program."""
     scope = what.scope
-    place = {"phase": scope.phase, "module": scope.module, "action": scope.action}
-    return {"External id": number, **place}
+    return {
+        "External id": number,
+        "phase": scope.phase,
+        "module": scope.module,
+        "action": scope.action,
+    }
 
 
 def _named(what: Launch | Transfer, trace: Trace) -> tuple[str, str]:

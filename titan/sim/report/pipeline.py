@@ -96,8 +96,9 @@ def _short(names: list[str]) -> str:
     if len(layers) < 3:
         return ", ".join(names)
     span = f"{layers[0]} to {layers[-1].rpartition('.')[2]}"
-    shown = [span if name == layers[0] else name for name in names if name not in layers[1:]]
-    return ", ".join(shown)
+    return ", ".join(
+        [span if name == layers[0] else name for name in names if name not in layers[1:]]
+    )
 
 
 def _timetable(schedule: Schedule, *, columns: int) -> list[str]:

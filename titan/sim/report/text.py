@@ -93,8 +93,9 @@ def require_writable(options: Namespace, *names: str, folders: Collection[str] =
     for name in (*names, *folders):
         target = getattr(options, name)
         if target not in (None, "-"):
-            is_folder = name in folders and Path(target).is_dir()
-            check_target(f"--{name}", Path(target), is_folder=is_folder)
+            check_target(
+                f"--{name}", Path(target), is_folder=name in folders and Path(target).is_dir()
+            )
 
 
 def columns(rows: Sequence[Sequence[str]], *, left: Collection[int] = ()) -> list[str]:
