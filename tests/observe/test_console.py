@@ -268,6 +268,7 @@ def test_columns_stay_where_they_are_over_a_whole_run() -> None:
             "lr",
             "tok/s",
             "mfu",
+            "causal-attn",
             "GiB",
             "data",
             "ms",

@@ -419,50 +419,29 @@ def test_the_front_holds_what_nothing_beats() -> None:
     ("arguments", "printed"),
     [
         (
-            ["--world-size", "2", "--hardware", "h1000"],
+            ["--hardware=h1000"],
             "no profile 'h1000'; did you mean 'h100-sxm'? There are a100-80g, ",
         ),
-        (["--world-size", "3", *ON, "--parallelism.tensor_parallel_degree=2"], "3"),
+        (["--world-size=3", "--parallelism.tensor_parallel_degree=2"], "3"),
+        (["--world-size=0"], "--world-size: expected a whole number of at least 1, got '0'"),
+        (["--sweep=model.flavour=8B"], "did you mean 'flavor'?"),
+        (["--sweep=training.local_batch_size"], "expected KEY=A,B,..."),
+        (["--sweep=world_size=8,x"], "'world_size=8,x': expected numbers of at least 1"),
         (
-            ["--world-size", "0", *ON],
-            "--world-size: expected a whole number of at least 1, got '0'",
-        ),
-        (["--world-size", "2", *ON, "--sweep", "model.flavour=8B"], "did you mean 'flavor'?"),
-        (
-            ["--world-size", "2", *ON, "--sweep", "training.local_batch_size"],
-            "expected KEY=A,B,...",
-        ),
-        (
-            [*ON, "--sweep", "world_size=8,x"],
-            "'world_size=8,x': expected numbers of at least 1",
-        ),
-        (
-            ["--world-size", "2", *ON, "--sweep", "training.steps=1", "--html", "a.html"],
+            ["--sweep=training.steps=1", "--html=a.html"],
             "--html: is for one job, not for a sweep",
         ),
-        (
-            ["--world-size", "2", *ON, "--processes", "0"],
-            "--processes: expected a whole number",
-        ),
-        (
-            ["--world-size", "2", *ON, "--json", "none/a.json"],
-            "--json: there is no folder none",
-        ),
-        (["--world-size", "2", *ON, "--json=."], "--json: cannot write .: Is a directory"),
-        (
-            ["--world-size", "2", *ON, "--html", "/proc/a.html"],
-            "--html: cannot write /proc/a.html",
-        ),
-        (
-            ["--world-size", "2", *ON, "--typo", "--calibrate", "a.toml"],
-            "--calibrate needs no job",
-        ),
+        (["--processes=0"], "--processes: expected a whole number"),
+        (["--json=none/a.json"], "--json: there is no folder none"),
+        (["--json=."], "--json: cannot write .: Is a directory"),
+        (["--html=/proc/a.html"], "--html: cannot write /proc/a.html"),
+        (["--typo", "--calibrate=a.toml"], "--calibrate needs no job"),
     ],
 )
 def test_mistakes(
     arguments: list[str], printed: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert sim(*arguments) == 2
+    assert sim("--world-size=2", *ON, *arguments) == 2
     assert printed in capsys.readouterr().err
 
 

@@ -64,11 +64,6 @@ CHANGES: list[tuple[str, dict[str, Any], bool]] = [
         {"rope_parameters": LLAMA_ROPE | {"original_max_position_embeddings": 64}},
         False,
     ),
-    (
-        "Llama",
-        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-        False,
-    ),
     ("Llama", {"mlp_bias": True}, False),
     ("Llama", {"model_type": "internlm3"}, False),
     ("Mistral", {"sliding_window": None}, True),

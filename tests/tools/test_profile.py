@@ -245,14 +245,12 @@ def test_cpu_waiting_for_gloo_is_exposed_communication() -> None:
         ("void multimem_all_reduce_kernel<c10::BFloat16>", "communication_exposed"),
         ("nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NTT", "matmul"),
         ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "matmul"),
-        ("ampere_bf16_s16816gemm_bf16_128x256_ldg8_f2f_stages_64x3_tn", "matmul"),
         ("void cublasLt::splitKreduce_kernel<32, 16, int>", "matmul"),
         ("triton_tem_fused_mm_4", "matmul"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
         ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80", "attention"),
         ("triton_tem_fused_flex_attention_1", "attention"),
         ("triton_poi_fused_mm_mul_silu_3", "elementwise"),
-        ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0", "elementwise"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::bfloat16_copy_kernel_cuda>", "elementwise"),
         ("void at::native::elementwise_kernel<128, 2, direct_copy_kernel_cuda>", "copies"),
         ("void at::native::(anonymous namespace)::CatArrayBatchedCopy_aligned16_contig", "copies"),
@@ -337,8 +335,7 @@ def test_which_trace(tmp_path: Path) -> None:
 def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty/config.toml").touch()
-    path = step_trace().write(tmp_path / "run/traces/step-10/rank-0.json.gz")
-    whole = path.read_bytes()
+    step_trace().write(tmp_path / "run/traces/step-10/rank-0.json.gz")
 
     def error(*arguments: str) -> str:
         assert main([str(tmp_path / arguments[0]), *arguments[1:]]) == 2
@@ -350,58 +347,36 @@ def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "profiling.enable_profiling = true" in error("empty")
     assert "no trace of step 11; there are 10" in error("run", "--step", "11")
     assert "no trace of rank 3 at step 10; there are 0" in error("run", "--rank", "3")
-    for damaged in (
-        whole[: len(whole) // 2],
-        b"",
-        b"{}",
-        gzip.compress(b'{"traceEvents": []}'),
-    ):
-        path.write_bytes(damaged)
-        assert "not a whole trace" in error("run")
 
 
 EVENT = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 1, "dur": 2}
 
 
-def _damaged(name: str, tmp_path: Path) -> Path:
-    whole = json.dumps({"traceEvents": [EVENT] * 1000}).encode()
-    contents = {
-        "junk.json.gz": os.urandom(3000),
-        "cut.json.gz": gzip.compress(whole)[:-200],
-        "cut.json": whole[:-200],
-        "zeros.json.gz": gzip.compress(bytes(3 * 10**7), 1),
-        "bomb.json.gz": gzip.compress(b'{"traceEvents": [' + b"{}," * 5 * 10**6, 1),
-        "deep.json": b'{"traceEvents": [' + b"[" * 10**6,
-        "text.json": b'{"traceEvents": ["' + b"x" * 10**7,
-        "types.json": b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": [], "pid": 1, "tid": 1, "ts": 1}]}',
-        "huge.json": b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "a", "ts": 1e999}]}',
-        "empty.json": b'{"traceEvents": []}',
-        "escape.json": b"\x1b]52;c;aGk=\x07",
-    }
-    (tmp_path / name).write_bytes(contents[name])
-    return tmp_path / name
+WHOLE = json.dumps({"traceEvents": [EVENT] * 1000}).encode()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "junk.json.gz",
-        "cut.json.gz",
-        "cut.json",
-        "zeros.json.gz",
-        "bomb.json.gz",
-        "deep.json",
-        "text.json",
-        "types.json",
-        "huge.json",
-        "empty.json",
-        "escape.json",
-    ],
-)
+DAMAGED = {
+    "junk.json.gz": os.urandom(3000),
+    "cut.json.gz": gzip.compress(WHOLE)[:-200],
+    "cut.json": WHOLE[:-200],
+    "nothing.json.gz": b"",
+    "plain.json.gz": b"{}",
+    "zeros.json.gz": gzip.compress(bytes(3 * 10**7), 1),
+    "bomb.json.gz": gzip.compress(b'{"traceEvents": [' + b"{}," * 5 * 10**6, 1),
+    "deep.json": b'{"traceEvents": [' + b"[" * 10**6,
+    "text.json": b'{"traceEvents": ["' + b"x" * 10**7,
+    "types.json": b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": [], "pid": 1, "tid": 1, "ts": 1}]}',
+    "huge.json": b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "a", "ts": 1e999}]}',
+    "empty.json": b'{"traceEvents": []}',
+    "escape.json": b"\x1b]52;c;aGk=\x07",
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
 def test_a_damaged_trace_is_one_line(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = _damaged(name, tmp_path)
+    (path := tmp_path / name).write_bytes(DAMAGED[name])
     begin = time.process_time()
     assert main([str(path)]) == 2
     error = capsys.readouterr().err
