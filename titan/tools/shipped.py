@@ -95,7 +95,7 @@ def _changed(text: str, changes: Changes) -> str:
                 *(f"{key} = {format_value(value)}" for key, value in values.items()),
             ]
         # The key's former line, and lines that show other values of it.
-        elif not (word := re.match(r"(?:# )?(\w+)", line)) or word[1] not in keys:
+        elif not (word := re.match(r"\w+", line.lstrip("# "))) or word[0] not in keys:
             lines.append(line)
     return "\n".join([*lines, ""])
 
@@ -158,7 +158,7 @@ def init(argv: list[str]) -> int:
         changes["optimizer"] = {"lr": 2e-5}
     if options.text:
         source: Any = source_of_path(options.text, text_key="text")
-        path = getattr(source, "path", None)  # Python's library has none
+        path = source.model_dump().get("path")  # Python's library has none
         changes["training"] = {"dataset": source.type, "dataset_path": path}
         if not options.hf:
             folder = options.file.with_name(f"{options.file.stem}_tokenizer")
