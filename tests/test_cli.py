@@ -237,9 +237,6 @@ def test_check_knows_the_profiles_of_the_simulator(tmp_path: Path) -> None:
     mine.write_text(
         'name = "mine"\nbase = "h100-sxm"\nmemory_gib = 4.0\n[sources]\nmemory_gib = "a test"\n'
     )
-    # The first call reads the tables of the extra `measured`, by pyarrow, and keeps them.
-    command = [sys.executable, "-m", "titan.cli", "check", DEBUG, "--formula"]
-    subprocess.run([*command, f"--hardware={mine}"], cwd=ROOT, capture_output=True, check=True)
     for hardware, answer in (
         (str(mine), "of 4.0 GiB on mine"),
         ("H100-96G-500W", "of 95.0 GiB on h100-96g-500w"),

@@ -116,6 +116,39 @@ def test_published_grouped_products() -> None:
         assert (0.45 if size == 512 else 0.8) < share < 1
 
 
+def test_uneven_routes_slow_grouped_products() -> None:
+    """81% of the rate with 512 rows an expert under a power law on H100, nearly all of it with many rows or mild routes."""
+    share = tables("h100").uneven_share
+    assert share(512, 1.01) == share(512, 1.2) == pytest.approx(0.81)
+    assert share(512, 0.0) == 1.0 and share(512, 0.18) > 0.96 and share(4096, 1.01) > 0.9
+    uneven = Cost(H100.profile, unevenness=1.01)
+    ratio = uneven.kernel_s(grouped(64, 512, 4096, 2048)) / H100.kernel_s(
+        grouped(64, 512, 4096, 2048)
+    )
+    assert ratio == pytest.approx(1 / 0.81, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("card", "kind", "heads", "ms"),
+    [
+        ("h100-sxm", "gdn", 32, 0.649),
+        ("b200", "gdn", 32, 0.535),
+        ("h100-sxm", "kda", 48, 1.888),
+    ],
+)
+def test_published_linear_attention(card: str, kind: str, heads: int, ms: float) -> None:
+    """8,192 tokens in Qwen3.5 (TensorRT-LLM 1.3) and Kimi K3 (SGLang 0.5), in aiconfigurator-core 0.12. Without a table, by bytes."""
+    states = (1, 8192, heads, 128)
+    gates = states if kind == "kda" else states[:3]
+    shapes = (states, states, gates, states[:3])
+    kernel = Kernel("titan::linear_attention", "recurrence", shapes)
+    cost = Cost(load_profile(card))
+    assert cost.kernel_s(kernel) == pytest.approx(ms * 1e-3, rel=0.06)
+    other = Cost(cost.profile.model_copy(update={"measured": ""}))
+    if card == "h100-sxm":  # kernels on a B200 do not follow its bandwidth
+        assert other.kernel_s(kernel) == pytest.approx(ms * 1e-3, rel=0.45)
+
+
 @pytest.mark.parametrize(
     ("queries", "keys", "causal", "pairs"),
     [

@@ -20,8 +20,7 @@ same, and no other part of titan imports them:
                        or None. chat.NAME = a module that
                        reads conversations. checkpoint.NAME = a module that reads and writes folders of models. folder.NAME = a
                        module whose functions are behind `titan check --hf` (main) and `titan init --hf` (job_of). estimate.NAME = a function that estimates the memory of a job.
-                       measured.NAME = a function that reads the parts of a step from a run's trace. tables.NAME = a
-                       function that returns the simulator's measured tables of a card, or None. python.NAME = a function
+                       measured.NAME = a function that reads the parts of a step from a run's trace. python.NAME = a function
                        titan.sim.NAME
     titan.tasks, titan.models, titan.optimizers, titan.losses, titan.sources
                        NAME = a choice of task.name, model.name, optimizer.name, loss.name, type of [[data.sources]]

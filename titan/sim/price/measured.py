@@ -1,7 +1,6 @@
 """Measured products, collectives and attention of one card, as tables by shape.
 
-titan ships a small file for each card (hardware/measured, written by scripts/measured_tables.py). A package may have larger
-tables, under the entry point group `titan.extensions` as tables.NAME: a function that returns those of a card, or None.
+titan ships a small file for each card (hardware/measured, written by scripts/measured_tables.py).
 All are bursts of one kernel: they say how the shapes compare, and a profile says which level a card sustains
 (`Profile.matmul_share`).
 
@@ -23,8 +22,6 @@ from itertools import product
 from math import exp, log
 from pathlib import Path
 from typing import Any
-
-from titan.config.plug_ins import load_plug_ins
 
 _FOLDER = Path(__file__).parents[1] / "hardware" / "measured"
 CARDS = sorted(file.stem for file in _FOLDER.glob("*.json"))
@@ -98,12 +95,11 @@ class Tables:
 
     Attributes:
         source: Where the figures are from, with version and licence.
-        attention_kernel: Kernel of attention that was measured, as `Profile.attention_kernel` calls it.
+        large_share: Share of the peak that large products reached in a burst, by dtype.
     """
 
     def __init__(self, raw: dict[str, Any]) -> None:
         self.source: str = raw["source"]
-        self.attention_kernel: str = raw["attention_kernel"]
         self._collectives = _grids(raw["collectives"])
         self._products = {
             dtype: [*map(Grid, parts)] for dtype, parts in raw["products"].items()
@@ -212,11 +208,7 @@ class Tables:
 
 @cache
 def tables(card: str) -> Tables:
-    """Return the tables of a card in `CARDS`: a package's, or those that titan ships."""
-    for find in load_plug_ins("titan.extensions", of="tables"):
-        found = find(card)
-        if found is not None:
-            return Tables(found)
+    """Return the tables of a card in `CARDS`."""
     return Tables(json.loads((_FOLDER / f"{card}.json").read_text("utf-8")))
 
 
