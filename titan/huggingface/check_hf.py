@@ -50,10 +50,9 @@ def describe(path: Path) -> dict[str, Any]:
     file = path / CONFIG if path.is_dir() else path
     # A model's id at the hub. Fetch nothing unasked: the machine may have no network.
     if not file.exists() and re.fullmatch(r"[\w.-]+/(?!.*\.json$)[\w.-]+", str(path)):
-        download, to = f"hf download {path}", f"--local-dir {path.name}"
         raise InputError(
-            f"{path}: no such file or folder. If it is a model at the hub, fetch it first: {download} {to}; "
-            f"its {CONFIG} is enough for titan check: {download} {CONFIG} {to}"
+            f"{path}: no such file or folder. If it is a model at the hub, fetch it first: hf download {path} "
+            f"--local-dir {path.name}; for titan check, a part is enough: hf download {path} {CONFIG} --local-dir {path.name}"
         )
     hf = read_json(file, dict[str, Any], limit=2**20, within=root_of(file.parent))
     try:
@@ -111,14 +110,16 @@ def job_of(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _sections(facts: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    found = {"model": facts["family"], "tokenizer": facts["tokenizer"], "checkpoint": {}}
-    if facts["loads"]:
-        start = str(Path(facts["config"]).parent)
-        found["checkpoint"] = {
-            "initial_load_path": start,
-            "initial_load_in_hf": True,
-            "last_save_in_hf": True,
-        }
+    start = {
+        "initial_load_path": str(Path(facts["config"]).parent),
+        "initial_load_in_hf": True,
+        "last_save_in_hf": True,
+    }
+    found = {
+        "model": facts["family"],
+        "tokenizer": facts["tokenizer"],
+        "checkpoint": start if facts["loads"] else {},
+    }
     return {name: section for name, section in found.items() if section}
 
 
