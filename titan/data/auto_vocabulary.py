@@ -14,8 +14,6 @@ from titan.config.errors import ConfigError, SourceLocation, SourceMap
 from titan.config.layer import LoadExtension
 from titan.config.schema import TokenizerSection
 
-MULTIPLE = 8  # tensor cores want it of the sizes of a matrix in bf16
-
 
 class AutoVocabulary(LoadExtension):
     """Replaces "auto" by the tokenizer's number of ids, rounded up to a multiple of 8."""
@@ -35,7 +33,8 @@ class AutoVocabulary(LoadExtension):
         try:
             section = TokenizerSection.model_validate(section)
             size = build_tokenizer(section, hf_assets_path=assets).vocab_size
-            overrides["vocab_size"] = -(-size // MULTIPLE) * MULTIPLE
+            # Tensor cores want sizes of matrices in multiples of 8.
+            overrides["vocab_size"] = -(-size // 8) * 8
         except ValidationError:
             pass  # it is reported with the mistakes of the other keys
         except InputError as error:

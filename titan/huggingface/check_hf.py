@@ -107,14 +107,16 @@ def job_of(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _sections(facts: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    found = {"model": facts["family"], "tokenizer": facts["tokenizer"], "checkpoint": {}}
-    if facts["loads"]:
-        start = str(Path(facts["config"]).parent)
-        found["checkpoint"] = {
-            "initial_load_path": start,
-            "initial_load_in_hf": True,
-            "last_save_in_hf": True,
-        }
+    start = {
+        "initial_load_path": str(Path(facts["config"]).parent),
+        "initial_load_in_hf": True,
+        "last_save_in_hf": True,
+    }
+    found = {
+        "model": facts["family"],
+        "tokenizer": facts["tokenizer"],
+        "checkpoint": start if facts["loads"] else {},
+    }
     return {name: section for name, section in found.items() if section}
 
 

@@ -39,7 +39,7 @@ def about(file: Path) -> str:
     return next(lines, "# ")[2:]
 
 
-def copy(name: str, target: Path, changes: Changes | None = None) -> int:
+def copy(name: str, target: Path, changes: Changes) -> int:
     """Write a shipped job to a file that does not exist yet. Return the exit code.
 
     Args:
@@ -60,7 +60,7 @@ def copy(name: str, target: Path, changes: Changes | None = None) -> int:
         text = text.replace(" job.toml", f" {target.name}")
     require_new(target)
     try:
-        target.write_text(_changed(text, changes or {}), encoding="utf-8")
+        target.write_text(_changed(text, changes), encoding="utf-8")
     except OSError as error:
         raise InputError(f"{target}: cannot be written: {error.strerror}") from error
     print(f"wrote {target}; train it with: titan train {target}")
@@ -132,11 +132,11 @@ def init(argv: list[str]) -> int:
             "--vocab", "goes with --text, and not with --hf, whose model has a tokenizer"
         )
     require_new(options.file)
-    changes: dict[str, Mapping[str, Any]] = {}
+    changes: dict[str, dict[str, Any]] = {}
     if options.hf:
         changes |= folders().job_of(options.hf)
         model = changes["model"]
-        changes["model"] = {**model, **{key: model.get(key) for key in ("flavor", "overrides")}}
+        changes["model"] = model | {key: model.get(key) for key in ("flavor", "overrides")}
         # The starter's rate is for a small model that begins from nothing.
         changes["optimizer"] = {"lr": 2e-5}
     if options.text:

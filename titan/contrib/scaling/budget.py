@@ -320,16 +320,17 @@ def _write_jobs(plans: list[PricedRun], options: Namespace) -> None:
             chosen.setdefault("other", plan)
         elif plan.size.params < best.params:
             chosen.setdefault("smaller", plan)
-    for name in ("best", "smaller", "other"):
-        if name not in chosen:
-            continue
-        plan, size = chosen[name], chosen[name].size
+    for name, plan in chosen.items():
+        size = plan.size
         steps = round(plan.row["tokens"] / size.figures["tokens_per_step"])
         steps = min(2**31 - 1, max(1, steps))
-        changed = [f"--training.steps={steps}", "--parallelism.layout=fixed"]
         ranks = f"{options.gpus} x {options.hardware}"
         reason = f"the fastest by formula on {ranks} that fits by simulation (titan budget)"
-        changed.append(f"--parallelism.layout_reason={reason}")
+        changed = [
+            f"--training.steps={steps}",
+            "--parallelism.layout=fixed",
+            f"--parallelism.layout_reason={reason}",
+        ]
         own = load_from_argv(size.job, warn=False)
         changed.append(f"--job.dump_folder={own.job.dump_folder}-{size.name.replace(' ', '-')}")
         if own.lr_scheduler.total_steps is not None:
