@@ -63,6 +63,6 @@ def _shipped(name: str, target: Path | None) -> int:
         hint = did_you_mean(name, known) or "; `titan config --list` lists them"
         raise mistake("--list", f"there is no job '{name}'{hint}")
     if target is not None:
-        return copy(name, target)
+        return copy(name, target, {})
     print(known[name].read_text(), end="")
     return 0
