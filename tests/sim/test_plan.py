@@ -303,7 +303,7 @@ def test_nothing_that_anybody_would_try_first_is_faster(
         (["--trainig.steps=1"], "unknown"),
         (["--also=float9"], "unknown: 'float9'; did you mean"),
         (["--json=none/a.json"], "there is no folder none"),
-        (["--output=README.md"], "--output: cannot write README.md: File exists"),
+        (["--output=README.md"], "--output: README.md is a file; name a folder"),
         (["--only=fsdp", "--output=docs"], "--output: cannot write docs: Is a directory"),
     ],
 )

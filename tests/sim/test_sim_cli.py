@@ -431,7 +431,6 @@ def test_the_front_holds_what_nothing_beats() -> None:
             "--html: is for one job, not for a sweep",
         ),
         (["--processes=0"], "--processes: expected a whole number"),
-        (["--json=none/a.json"], "--json: there is no folder none"),
         (["--json=."], "--json: cannot write .: Is a directory"),
         (["--html=/proc/a.html"], "--html: cannot write /proc/a.html"),
         (["--typo", "--calibrate=a.toml"], "--calibrate needs no job"),

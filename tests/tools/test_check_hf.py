@@ -72,7 +72,6 @@ CHANGES: list[tuple[str, dict[str, Any], bool]] = [
     ("Gemma3", {"rope_parameters": GEMMA_ROPE | {"full_attention": LLAMA_ROPE}}, True),
     ("Gemma3", {"use_bidirectional_attention": True}, False),
     ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}, True),
-    ("Qwen3", {"attention_bias": True}, False),
     ("Qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, False),
     ("Qwen3Moe", {"norm_topk_prob": False, "num_experts_per_tok": 3}, True),
     ("Qwen3Moe", {"head_dim": ...}, True),  # missing, so derived

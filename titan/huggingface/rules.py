@@ -20,6 +20,6 @@ def check_form(config: JobConfig) -> Iterator[RuleViolation]:
         is_folder = spec and spec.submodule_search_locations  # it may be one file
         if not is_folder or not find_spec(f"{package.__name__}.huggingface"):
             for key in ("initial_load_in_hf", "last_save_in_hf"):
-                if getattr(config.checkpoint, key):
+                if vars(config.checkpoint)[key]:
                     reason = f'the package of model family "{name}" has no huggingface.py'
                     yield key, f"{reason}; use false, or add one (docs/architecture.md)"
