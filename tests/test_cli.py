@@ -17,6 +17,7 @@ import pytest
 
 from titan import cli
 from titan.commands import ALIASES, FORMER, GONE, GROUPS, command_names, load_command
+from titan.config.errors import ConfigError
 from titan.config.options import CommandParser, command_parser
 from titan.ops.launch import environment
 
@@ -126,20 +127,16 @@ def test_json_never_takes_the_subject_for_its_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "RUN").mkdir()
+    (tmp_path / "trace.json").write_text("{}")
     parser = command_parser("profile", summary="")
+    parser.add_argument("run", nargs="*")
     parser.add_argument("--step", type=int)
     parser.add_json()
-    options, rest = parser.parse_known_args(words.split())
-    assert (options.json, len(rest)) == (
-        target,
-        len(
-            [
-                w
-                for w in words.split()
-                if w not in ("--json", "--step", "3", "-", target, f"--json={target}")
-            ]
-        ),
-    )
+    options, _ = parser.parse_known_args(words.split())
+    assert options.json == target
+    (tmp_path / "rows.csv").write_text("loss")
+    with pytest.raises(ConfigError, match=r"rows\.csv exists and holds no JSON"):
+        parser.parse_known_args(["--json", "rows.csv", "RUN"])
 
 
 def test_names_of_earlier_versions_and_of_other_programs(

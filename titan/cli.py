@@ -44,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"titan {name} is now `titan {new}`; write that, the old name ends", file=sys.stderr
         )
     name, *rest = (*(former or ALIASES.get(name, (name,))), *rest)
+    if name == "help" and rest:
+        name, rest = rest[0], ["--help"]
     names = command_names()
     is_help = name in ("-h", "--help", "help")
     if name not in names and not is_help and name != "--version":
@@ -75,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
         return 130
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("titan."):

@@ -65,6 +65,10 @@ class CommandParser(argparse.ArgumentParser):
         """Return whether the word after --json is the job or run that the command is about, not a file to write."""
         if word.endswith(".toml") or "://" in word or Path(word).is_dir():
             return True
+        # What is not there yet is to be written, and so is what a command without such words gets: a job ends in .toml.
+        takes_words = any(not action.option_strings for action in self._actions)
+        if not takes_words or not Path(word).exists():
+            return False
         # A command about nothing does not exist: if no other word is its subject, this one is.
         is_value = False
         for other in others:
@@ -153,7 +157,13 @@ def check_target(option: str, target: Path, *, is_folder: bool = False) -> None:
 
 def _json_target(text: str) -> str:
     if text != "-":
-        check_target("--json", Path(text))
+        file = Path(text)
+        # Rather than write over a job or a table that was named by mistake.
+        if file.is_file() and file.stat().st_size:
+            with file.open("rb") as opened:
+                if file.suffix == ".toml" or opened.read(1) not in (b"{", b"["):
+                    raise mistake("--json", f"{file} exists and holds no JSON: name another")
+        check_target("--json", file)
     return text
 
 

@@ -114,13 +114,13 @@ class Peers:
         deadline = time.monotonic() + within_s
 
         def wait() -> None:
-            self.store.set(_signed_off_key(self.rank), _GONE)
+            self.store.set(f"signed_off/{self.rank}", _GONE)
             if self.rank > 0:  # needs no other rank: it may end at once
                 return
             beats = self._read_beats()
             for rank in range(self.world_size):
                 while (
-                    not self.store.check([_signed_off_key(rank)])
+                    not self.store.check([f"signed_off/{rank}"])
                     and not _has_ended(beats.get(rank, ""))
                     and time.monotonic() < deadline
                 ):
@@ -190,10 +190,6 @@ def _parse_failure(text: bytes) -> Failure:
 
 def _beat_key(rank: int) -> str:
     return f"beat/{rank}"
-
-
-def _signed_off_key(rank: int) -> str:
-    return f"signed_off/{rank}"
 
 
 def _has_ended(beat: str) -> bool:

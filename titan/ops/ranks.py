@@ -214,17 +214,12 @@ class Stragglers:
         return Standing(slowest, own_s[slowest], middle, tuple(new), tuple(gone))
 
 
-def times_file(run_dir: Path, rank: int) -> Path:
-    """Return the path of a rank's file of times."""
-    return run_dir / "logs" / f"rank-{rank}.times.jsonl"
-
-
 class TimesLog:
     """File of a rank's times, written at most every two seconds."""
 
     def __init__(self, run_dir: Path, *, rank: int, host: str) -> None:
-        self.path, self.host = times_file(run_dir, rank), host
-        self._files, self._name = run_files(run_dir), f"logs/{self.path.name}"
+        self._files, self._name = run_files(run_dir), f"logs/rank-{rank}.times.jsonl"
+        self.path, self.host = run_dir / self._name, host
         self._lines: list[str] = []
         self._written_s = float("-inf")
 

@@ -79,11 +79,10 @@ class StepRecovery(Hook):
                 StepResult(trainer.step, first_sample, report, loss, grad_norm)
             )
             raise SpikeError(f"{text}. {self._saved()}")
+        done = "TRAINED ON"
         if decision.action == StepAction.SKIP:
             self.skipped.add(trainer.step)
-        done = {StepAction.WARN: "TRAINED ON", StepAction.SKIP: "NO UPDATE BY THIS STEP"}[
-            decision.action
-        ]
+            done = "NO UPDATE BY THIS STEP"
         trainer.announce(f"{text}. {done}")
 
     def result(self, result: StepResult) -> None:

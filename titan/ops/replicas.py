@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from titan.base.failure import RunFailure
+from titan.ops.heartbeats import list_ranks
 from titan.parallel.float8 import plain
 
 ReplicaGroups = dict[dist.ProcessGroup, list[tuple[str, Tensor]]]
@@ -103,10 +104,9 @@ def _describe(hashes: list[list[int]], ranks: list[int], names: list[str]) -> st
                 if tied or row[column] != usual
             ]
     bad = sorted({rank for ranks_of in differing.values() for rank in ranks_of})
-    who = f"ranks {', '.join(map(str, bad))}" if len(bad) > 1 else f"rank {bad[0]}"
     first, more = next(iter(differing)), len(differing) - 1
     return (
-        f"{who} of {', '.join(map(str, ranks))}"
+        f"{list_ranks(bad)} of {', '.join(map(str, ranks))}"
         + (" (no majority says which is right)" if tied else "")
         + f" in {first}"
         + (f" and {more} more parameters" if more else "")

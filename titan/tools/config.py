@@ -33,11 +33,15 @@ def main(argv: list[str]) -> int:
     )
     parser.add_json()
     options, job = parser.parse_known_args(argv)
+    if (options.schema or options.list is not None) and job:
+        raise mistake(job[0], "is no option, and --list and --schema need no job")
+    if options.output and not options.list:
+        raise mistake("--output", "goes with --list NAME")
     if options.schema:
         put_json(json_schema(), options.json or "-", indent=1)
         return 0
     if options.list is not None:
-        return _shipped(options.list, options.output)
+        return _shipped(options.list, options.output, options.json)
     # Broken rules are reported together with wrong keys: the readable part of the config is checked.
     problems = []
     try:
@@ -53,8 +57,10 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _shipped(name: str, target: Path | None) -> int:
+def _shipped(name: str, target: Path | None, json: str | None) -> int:
     known = jobs()
+    if put_json({job: about(file) for job, file in known.items()}, json):
+        return 0
     if not name:
         width = max(map(len, known))
         print("\n".join(f"{job:{width}}  {about(file)}" for job, file in known.items()))

@@ -131,6 +131,8 @@ def init(argv: list[str]) -> int:
         raise mistake(
             "--vocab", "goes with --text, and not with --hf, whose model has a tokenizer"
         )
+    if options.text == "":  # of a variable that is not set
+        raise mistake("--text", "names no path")
     require_new(options.file)
     changes: dict[str, dict[str, Any]] = {}
     if options.hf:

@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from titan.optim.states import local
 
 _CHUNK_BYTES = 2**24
 _MOST_HEADER_BYTES = 2**30
@@ -186,8 +187,7 @@ def _empty(state: Any, device: str) -> Any:
 
 def _tensors(state: Any) -> list[Tensor]:
     """Return the tensors that have elements. A DTensor is replaced by this rank's shard."""
-    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
-    tensors = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    tensors = [local(leaf) for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
     return [tensor for tensor in tensors if tensor.numel()]
 
 

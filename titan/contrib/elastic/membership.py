@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from titan.base.untrusted import InputError
 from titan.config.render import to_toml
 from titan.data.base import ShardSpec
 from titan.observe.clock import Window
 from titan.optim.optimizers import allocate_state
+from titan.optim.states import local
 from titan.run.checkpointing import Checkpointing
 from titan.run.hook import Hook
 from titan.run.progress import RunProgress
@@ -134,12 +134,10 @@ class Elastic(Hook):
     def _begin(self) -> None:
         self.waited_for = ""
         trainer = self.trainer
-        text = to_toml(trainer.config)
-        pause = trainer.timer.pause("quorum") if trainer.is_started else nullcontext()
-        with pause:
+        with trainer.timer.pause("quorum") if trainer.is_started else nullcontext():
             self.groups.begin(
                 step=trainer.step,
-                text=text,
+                text=to_toml(trainer.config),
                 waiting=self._wait,
                 require_same=self._require_same,
             )
@@ -183,7 +181,7 @@ class Elastic(Hook):
     def state(self) -> dict[str, Any]:
         checkpointing = self.trainer.hook(Checkpointing)
         assert checkpointing is not None
-        tensors = {name: _local(tensor) for name, tensor in checkpointing.state().items()}
+        tensors = {name: local(tensor) for name, tensor in checkpointing.state().items()}
         return {"tensors": tensors, "metadata": json.dumps(checkpointing.metadata())}
 
     @torch.no_grad()
@@ -198,9 +196,5 @@ class Elastic(Hook):
         mine = checkpointing.state()
         for name, tensor in state["tensors"].items():
             if not name.startswith("rng."):
-                _local(mine[name]).copy_(tensor)
+                local(mine[name]).copy_(tensor)
         checkpointing.take_over(metadata)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

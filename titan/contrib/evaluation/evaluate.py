@@ -32,13 +32,14 @@ from titan.checkpoint.saved_model import (
 from titan.checkpoint.storage import Location
 from titan.checks.rules import check_to_run
 from titan.config.layout import Layout
-from titan.config.options import TRUST_OPTION, command_parser, positive, put_json, whole
+from titan.config.options import TRUST_OPTION, command_parser, positive, put_json
 from titan.config.plug_ins import load_plug_ins
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
 from titan.contrib.evaluation.examples import ExampleTask, Figure, is_file, read_task, shipped
 from titan.data import DataError
 from titan.ops.launch import launch_command
+from titan.sim.report.text import columns
 
 if TYPE_CHECKING:
     from titan.contrib.evaluation.scoring import Scorer
@@ -84,7 +85,13 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     add("--tasks", required=True, metavar="A,B", help=", ".join(names))
     add("--average", **AVERAGE_OPTION)
     add("--nproc", type=positive, default=1, metavar="N", help="processes; default: 1")
-    add("--num-examples", type=whole, default=0, metavar="N", help="of each task; default: all")
+    add(
+        "--num-examples",
+        type=positive,
+        default=0,
+        metavar="N",
+        help="of each task; default: all",
+    )
     for extension in extensions():
         extension.add_options(parser)
     add(
@@ -247,8 +254,7 @@ def table(figures: Mapping[str, float]) -> list[str]:
         numbers = (value, known.stderr, known.chance)
         shown = ("-" if number is None else f"{number:.4f}" for number in numbers)
         rows.append((task, str(known.n or "-"), metric, *shown))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return columns(rows, left=range(len(rows[0])))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -267,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     if args.average:
         require_average(weights.where)
-    if is_hf_folder(weights.where) and (is_launcher or "RANK" not in os.environ):
+    if is_hf_folder(weights.where) and "RANK" not in os.environ:
         length = weights.config.training.seq_len
         print(f"texts have up to {length:,} tokens (--training.seq_len)", file=sys.stderr)
     if is_launcher:

@@ -176,10 +176,11 @@ def evaluate(scorer: Scorer, names: Sequence[str], args: Namespace) -> dict[str,
             f"{', '.join(names)}: the harness cannot fetch its data ({type(error).__name__}: {printable(str(error), 200)}); without a "
             "network, run the task once where there is one and set HF_HOME to that cache, or name a .jsonl file"
         ) from None
-    samples = (found or {}).get("samples", {})
+    found = found or {}
+    samples = found.get("samples", {})
     return {
         f"{task}/{name.removesuffix(',none')}": _figure(value, name, samples.get(task, []))
-        for task, figures in (found or {"results": {}})["results"].items()
+        for task, figures in found.get("results", {}).items()
         for name, value in figures.items()
         if isinstance(value, float) and "_stderr" not in name
     }

@@ -27,11 +27,10 @@ def check_evaluation(config: JobConfig) -> Iterator[RuleViolation]:
                 "evaluation": job.evaluation,
                 "validation.prompts": job.validation.prompts,
             }
-            for key in (key for key, value in wanted.items() if value):
-                yield (
-                    key,
-                    "needs next-token prediction, and this model has another task; remove it",
-                )
+            lacks = "needs next-token prediction, and this model has another task; remove it"
+            for key, value in wanted.items():
+                if value:
+                    yield key, lacks
     if job.validation.prompts and not job.validation.enable:
         yield "validation.prompts", "has no effect: set validation.enable = true, or remove it"
     used: set[str] = set()

@@ -116,7 +116,7 @@ def _size(text: str) -> tuple[float, float]:
         params, tokens = map(float, text.split(","))
     except ValueError:
         params = tokens = 0.0
-    if not 0 < params < 1e18 or not 0 < tokens < 1e18:
+    if not 1e4 <= params < 1e18 or not 1e4 <= tokens < 1e18:  # 8,1 means billions
         raise argparse.ArgumentTypeError(
             f"expected parameters and tokens, such as 8e9,1e12, got {text[:40]!r}"
         )

@@ -343,11 +343,10 @@ def main(argv: list[str], program: Callable[..., Any] | None = None) -> int:
     file = next(word for word in job if not word.startswith("--"))
     path = options.output / f"{Path(file).stem}.certificate"
     certificate = _certificate(certifier, job, rows)
-    write_text_atomically(
-        Path(f"{path}.json"), json.dumps(certificate, indent=2, default=str) + "\n"
-    )
+    text = json.dumps(certificate, indent=2, default=str)
+    write_text_atomically(Path(f"{path}.json"), text + "\n")
     write_text_atomically(Path(f"{path}.md"), _page(certificate, rows))
-    if not put_json(json.loads(json.dumps(certificate, default=str)), options.json):
+    if not put_json(json.loads(text), options.json):
         print(f"wrote {path}.json and {path}.md")
     return int(any(row.verdict in ("differs", "failed") for row in rows))
 

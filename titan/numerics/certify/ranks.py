@@ -150,18 +150,17 @@ def _receive(ranks: list[tuple[Any, Any]]) -> list[tuple[bool, Any]]:
                 results[connection] = connection.recv()
             except EOFError:
                 processes[connection].join()
-                text = f"rank {numbers[connection]} died {_how(processes[connection].exitcode)}"
+                code = processes[connection].exitcode
+                how = (
+                    f"of {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+                )
+                text = f"rank {numbers[connection]} died {how}"
                 results[connection] = (False, RankError(text, text))
     # In the order of their ends, since a failure may cause others; results in that of the ranks.
     failed = not all(ok for ok, _ in results.values())
     return (
         list(results.values()) if failed else [results[connection] for connection in processes]
     )
-
-
-def _how(code: int) -> str:
-    """Return how a process ended, from its exit code as multiprocessing has it."""
-    return f"of {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
 
 
 def _work(

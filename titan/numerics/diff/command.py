@@ -21,9 +21,9 @@ from titan.base.untrusted import InputError, read_bytes
 from titan.checkpoint.identity import leaves
 from titan.checks.rules import load_to_run
 from titan.commands import summary_of
-from titan.config.errors import COMMAND_LINE, ConfigError, Problem, key_text
+from titan.config.errors import key_text
 from titan.config.load import load_from_argv
-from titan.config.options import command_parser, positive, put_json
+from titan.config.options import command_parser, mistake, positive, put_json
 from titan.config.phases import DEGREES
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
         sides = [side for side in "ab" if not word.startswith(f"--{_OTHER[side]}.")]
         if all(Path(getattr(options, side)).is_dir() for side in sides):
             message = "a recorded run is read as it is; keys change jobs that are trained"
-            raise ConfigError([Problem(COMMAND_LINE, 0, word, message)])
+            raise mistake(word, message)
     with tempfile.TemporaryDirectory(prefix="titan-diff-") as folder:
         place = options.output or Path(folder)
         # All are checked before the first one is trained.
@@ -175,7 +175,7 @@ def _planned(
     plain = [word for word in job if not word.startswith("--")]
     if len(plain) > 1:
         message = f"unexpected {plain[1]}; write --KEY=VALUE for both jobs, --a.KEY=VALUE or --b.KEY=VALUE for one"
-        raise ConfigError([Problem(COMMAND_LINE, 0, plain[1], message)])
+        raise mistake(plain[1], message)
     if folder.exists():
         raise InputError(f"--output: {folder} exists; name a new folder, or delete it")
     config = load_from_argv(job, warn=False)

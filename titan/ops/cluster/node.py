@@ -150,8 +150,7 @@ def _end_with_store(host: str, port: int) -> None:
                 last_good_s = time.monotonic()
         # Signals still interrupt the main thread, and a second is short compared with LINGER_S.
         time.sleep(1)
-    words = f"{socket.gethostname()}: all ranks of this node have ended, and {host} does not answer: given up"
-    print(words, file=sys.stderr, flush=True)
+    _warn(f"all ranks of this node have ended, and {host} does not answer: given up")
     _end(EXIT_FAILED)
 
 

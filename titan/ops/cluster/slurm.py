@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.checks.rules import load_to_run
-from titan.config.errors import COMMAND_LINE, ConfigError, Problem
+from titan.config.errors import ConfigError
 from titan.config.load import parse_args
 from titan.config.options import JOB, add_new_layout, command_parser, mistake, positive, whole
 from titan.config.plug_ins import load_plug_ins
@@ -128,11 +128,12 @@ def _parse(
     options.sbatch += words[end + 1 :]
     if options.spare_nodes and not options.preflight:
         fault = "is for --preflight, which names the nodes to leave out; add that"
-        raise ConfigError([Problem(COMMAND_LINE, 0, "--spare-nodes", fault)])
+        raise mistake("--spare-nodes", fault)
     if bool(options.nodes) == bool(options.world_size):
         raise mistake("--nodes", "give it, or --world-size, and not both")
+    # Without GPUs one rank uses the cores of a node.
+    ranks = options.ranks_per_node = options.ranks_per_node or options.gpus_per_node or 1
     if options.world_size:
-        ranks = options.ranks_per_node or options.gpus_per_node or 1
         options.nodes, left = divmod(options.world_size, ranks)
         if left:
             fault = f"{options.world_size} is no multiple of {ranks} ranks a node; see --gpus-per-node"
@@ -150,19 +151,18 @@ def main(argv: list[str] | None = None) -> int:
     """
     extensions = [extension() for extension in load_plug_ins("titan.extensions", of="slurm")]
     options, job = _parse(list(sys.argv[1:] if argv is None else argv), extensions)
-    # Without GPUs one rank uses the cores of a node.
-    ranks = options.ranks_per_node or options.gpus_per_node or 1
     known = [f"--{name.replace('_', '-')}" for name in vars(options)]
     device = "cuda" if options.gpus_per_node else "cpu"
     # Check everything that `titan check` checks. In a container the files may have other places.
     here = not options.container
+    ranks: int = options.ranks_per_node
     size = options.nodes * ranks
 
     def profile(config: JobConfig) -> Profile:
         name = "cpu" if device == "cpu" else options.hardware or config.hardware.name
         if name == "auto":
             fault = 'parallelism.layout = "auto" needs the hardware of the cluster, such as h100-sxm'
-            raise ConfigError([Problem(COMMAND_LINE, 0, "--hardware", fault)])
+            raise mistake("--hardware", fault)
         return auto.on_nodes(load_profile(name), ranks)
 
     if options.hardware:
@@ -175,7 +175,7 @@ def main(argv: list[str] | None = None) -> int:
     folder = run_folder(config)
     options.name = _job_name(job)
     job, copies = _snapshot(job, folder / "submitted")
-    text = script(config, options, job, ranks_per_node=ranks, extensions=extensions)
+    text = script(config, options, job, extensions)
     path: Path = options.output or folder / "job.sbatch"
     try:
         # Slurm opens its log in the folder, but does not create it.
@@ -200,8 +200,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return max(subprocess.run(command).returncode for command in commands)
     except FileNotFoundError:
-        message = "there is no sbatch on this machine"
-        raise ConfigError([Problem(COMMAND_LINE, 0, "--submit", message)]) from None
+        raise mistake("--submit", "there is no sbatch on this machine") from None
 
 
 def _require_valid(options: argparse.Namespace) -> None:
@@ -209,23 +208,18 @@ def _require_valid(options: argparse.Namespace) -> None:
     for name, (pattern, example) in _PATTERNS.items():
         value = getattr(options, name)
         if value is not None and not re.fullmatch(pattern, value):
-            message = f"expected such as {example}, got {value!r}"
-            raise ConfigError([Problem(COMMAND_LINE, 0, f"--{name}", message)])
+            raise mistake(f"--{name}", f"expected such as {example}, got {value!r}")
     for word in options.sbatch:
         if not re.fullmatch(_SBATCH_OPTION, word):
-            message = (
-                f"{word!r}: expected such as --qos=high, and no option that titan slurm sets"
-            )
-            raise ConfigError([Problem(COMMAND_LINE, 0, "--sbatch", message)])
+            rule = "expected such as --qos=high, and no option that titan slurm sets"
+            raise mistake("--sbatch", f"{word!r}: {rule}")
 
 
 def script(
     config: JobConfig,
     options: argparse.Namespace,
     job: Sequence[str],
-    *,
-    ranks_per_node: int,
-    extensions: Sequence[SlurmExtension] = (),
+    extensions: Sequence[SlurmExtension],
 ) -> str:
     """Return the text of the script.
 
@@ -233,7 +227,6 @@ def script(
         config: the job.
         options: options of the command.
         job: files and overrides of the command line.
-        ranks_per_node: ranks of a node.
         extensions: packages' parts of the script.
 
     Raises:
@@ -261,7 +254,7 @@ def script(
     settings = {
         # In a container this Python does not exist.
         "PYTHON": "python" if options.container else sys.executable,
-        "NPROC": ranks_per_node,
+        "NPROC": options.ranks_per_node,
         **({"JOB_NODES": options.nodes} if options.spare_nodes else {}),
         "PREFLIGHT": "1" if options.preflight else "",
         "MAX_RESTARTS": options.max_restarts,

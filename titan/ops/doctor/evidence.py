@@ -27,6 +27,7 @@ from titan.base.untrusted import (
     Finite,
     InputError,
     Rank,
+    is_there,
     parse_json,
     read_json,
     tail_lines,
@@ -382,12 +383,12 @@ class Evidence:
     def _json(self, path: Path, kind: type[T], *, limit: int = 2**20) -> T | None:
         """Read a JSON file; None if it is missing or damaged."""
         # A link that leads nowhere is damaged, not missing.
-        if not path.is_symlink() and not path.exists():
+        if not is_there(path):
             return None
         return self._try(lambda: read_json(path, kind, limit=limit, within=path.parent), None)
 
     def _lines(self, path: Path) -> list[str]:
-        if not path.is_symlink() and not path.exists():
+        if not is_there(path):
             return []
         return self._try(lambda: tail_lines(path, within=path.parent), [])
 

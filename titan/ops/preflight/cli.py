@@ -21,7 +21,7 @@ from typing import Any
 
 from titan.checks.rules import load_to_run
 from titan.config.layout import Layout
-from titan.config.options import JOB, command_parser, known_options, positive
+from titan.config.options import JOB, command_parser, known_options, positive, put_json
 from titan.config.schema import JobConfig
 from titan.sim.search.auto import profile_here, resolve
 
@@ -251,10 +251,7 @@ def _profile(config: JobConfig, device: str) -> Any:
 
 
 def _write(file: str | None, report: dict[str, Any], *, last: bool = False) -> None:
-    if file == "-":
-        if last:
-            print(json.dumps(report, indent=1), file=sys.__stdout__, flush=True)
-    elif file is not None:
-        from titan.base.run_writer import write_text_atomically
-
-        write_text_atomically(Path(file), json.dumps(report, indent=1) + "\n")
+    if file != "-" or last:
+        with redirect_stdout(sys.__stdout__):
+            put_json(report, file, indent=1)
+            print(end="", flush=True)  # a rank may end at once

@@ -18,7 +18,6 @@ from titan.sim.record.trace import Group, Scope, Transfer
 
 from .measure import COPY, LINK, MATMUL, MESSAGE_BYTES, RankFacts
 
-OUTLIER = {"CPU": 1 / 3, "other": 0.9}
 # A smaller share of the profile's figure means a fault, not noise.
 _OF_PROFILE = 0.8
 _NETWORK = "; NCCL_DEBUG=INFO prints which network NCCL takes (NET/IB, NET/Socket)"
@@ -93,6 +92,7 @@ def problems(
     """
     at = {f.rank: f"rank {f.rank} on {f.host}" for f in facts}
     is_cpu = facts[0].device == "CPU"
+    least = 1 / 3 if is_cpu else 0.9
     # In the order of the report: differences, clocks, rates, disks.
     lines = list(_unequal(facts, at))
     lines += [
@@ -106,7 +106,7 @@ def problems(
             f"{at[f.rank]}: {what} {figure(f.rates[what])} {unit}, {1 - f.rates[what] / middle:.0%} below the median "
             f"{figure(middle)}{_clocks(f)}"
             for f in facts
-            if f.rates[what] < OUTLIER["CPU" if is_cpu else "other"] * middle
+            if f.rates[what] < least * middle
         ]
         # All ranks may be slow alike: a power limit, or links that fell back.
         expected = expectation(what, facts, profile)

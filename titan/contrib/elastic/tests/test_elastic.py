@@ -542,7 +542,7 @@ def test_groups_that_would_share_gpus_are_refused(
         main(["train", str(ROOT / JOB[0]), "--checkpoint.enable=true", "--elastic", *options])
         == 2
     )
-    line, _ = capsys.readouterr().err.splitlines()
+    [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("command line: ") and message in line
 
 
