@@ -577,7 +577,7 @@ def test_a_cpu_is_refused_in_one_line(
     path = tmp_path / "job.toml"
     path.write_text(f'[job]\ndump_folder = "{tmp_path}"\n[model]\nconverters = "float8"\n')
     assert main([str(path)]) == 2
-    line, _count = capsys.readouterr().err.splitlines()
+    [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"{path}:4: model.converters: ")
     assert "set emulate = true" in line
 
