@@ -84,7 +84,7 @@ WITHOUT_JSON = (
 
 
 def test_all_commands_have_one_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What means the same is called the same, and every command that answers a question gives data for --json."""
+    """Options of one meaning share their names, and every command that answers a question gives data for --json."""
     without = set()
     for prog, parser in parsers(monkeypatch).items():
         options = {

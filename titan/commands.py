@@ -122,7 +122,7 @@ GONE = {
         "titan has no LoRA and no server; `titan train` fine-tunes all weights on conversations: docs/data.md",
     ),
 }
-"""What to do in place of commands that are gone, or that titan never had."""
+"""Advice about commands that are gone, or that titan never had."""
 
 
 def command_groups() -> dict[str, list[str]]:

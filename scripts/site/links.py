@@ -1,4 +1,4 @@
-"""Hooks of MkDocs: links out of the site, and the width from which the menu has a column of its own."""
+"""Hooks of MkDocs: links out of the site, and the width from which the menu stands beside the page."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def on_page_markdown(markdown: str, *, config: Any, **_: Any) -> str:
 
 
 def on_post_build(*, config: Any) -> None:
-    """Give the menu its column from 1,100 px on."""
+    """Set the width from which the menu stands beside the page to 1,100 px."""
     for file in Path(config.site_dir, "assets").rglob("*.min.[cj]s*"):
         if file.suffix in (".css", ".js"):
             text = file.read_text(encoding="utf-8")

@@ -213,7 +213,7 @@ def _run(config: JobConfig, stop: StopRequest, supervisor: Supervisor) -> int:
 
 
 def _answer(signal_name: str, config: JobConfig, trainer: Trainer | None) -> None:
-    """Say at once what a signal does: the step that runs may take long. None: no trainer has started."""
+    """Print at once what a signal does, since the running step may take long. None: no trainer has started."""
     text = "stopping after this step and saving"
     if config.checkpoint.why_unsaved:
         text = f"stopping after this step; nothing is saved ({config.checkpoint.why_unsaved})"
