@@ -51,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in names and not is_help and name != "--version":
         from titan.config.errors import did_you_mean
 
-        hint = did_you_mean(name, [*names, *ALIASES]) or f"; there are {', '.join(names)}"
+        aliases = [alias for alias, words in ALIASES.items() if words[0] in names]
+        hint = did_you_mean(name, [*names, *aliases]) or f"; there are {', '.join(names)}"
         text = GONE.get(name, f"unknown command{hint}")
         if part := missing_part(name):
             text = f"this titan was installed without {part}, which has this command"

@@ -9,12 +9,14 @@ from statistics import median
 
 import pytest
 
+from tests.support.commands import command
 from titan.config.errors import ConfigError
 from titan.config.load import load_from_argv
-from titan.sim.price.cost import Cost, attended, matmul_sizes, routing_exponent
+from titan.sim.documents import document_keys
+from titan.sim.price.cost import Cost, matmul_sizes, routing_exponent
 from titan.sim.price.measured import tables
 from titan.sim.price.profiles import load_profile
-from titan.sim.record.trace import Kernel, KernelKind
+from titan.sim.record.trace import Kernel, KernelKind, attention_flops, visible_keys
 
 H100 = Cost(load_profile("h100-sxm"))
 LEAST_S = 2.5e-6
@@ -39,7 +41,8 @@ def attention(
     dim: int = 128,
 ) -> Kernel:
     shapes = ((b, h, q, dim), (b, h, kv, dim), (b, h, kv, dim))
-    return Kernel("flash", kind, shapes, "bfloat16", 4 * b * h * q * kv * dim, causal=causal)
+    flops = attention_flops(kind, shapes)
+    return Kernel("flash", kind, shapes, "bfloat16", flops, causal=causal)
 
 
 def test_large_products_reach_the_share() -> None:
@@ -154,13 +157,15 @@ def test_published_linear_attention(card: str, kind: str, heads: int, ms: float)
     [
         (4, 4, False, 16),
         (4, 4, True, 10),
-        (2, 4, True, 3),
+        (2, 4, True, 5),
         (4, 2, True, 3 + 4),
         (1, 1, True, 1),
     ],
 )
-def test_attended(queries: int, keys: int, causal: bool, pairs: int) -> None:
-    assert attended(queries, keys, causal) == pairs
+def test_visible_keys(queries: int, keys: int, causal: bool, pairs: int) -> None:
+    """The queries of one of two ranks see half of the pairs that all queries see, which are 10 of 4 by 4."""
+    kernel = attention(1, 1, queries, keys, causal=causal)
+    assert visible_keys(kernel) * queries == pairs
 
 
 @pytest.mark.parametrize(
@@ -182,7 +187,7 @@ def attention_tflops(
     """Return the rate of causal attention of two sequences of 8,192 tokens."""
     kernel = attention(2, heads, 8192, 8192, causal=True, kind=kind, dim=dim)
     passes = 5 if kind == "attention_backward" else 2
-    flops = 2 * passes * 2 * heads * dim * attended(8192, 8192, causal=True)
+    flops = 2 * passes * 2 * heads * dim * 8192 * 8193 / 2
     return flops / (cost.kernel_s(kernel) - LEAST_S) / 1e12
 
 
@@ -229,9 +234,8 @@ def test_a_causal_mask_costs_short_sequences_more() -> None:
 def latent(length: int, kind: KernelKind, *, name: str = "efficient", dtype: str = "bfloat16") -> Kernel:  # fmt: skip
     """Return the attention of DeepSeek-V3: 128 heads, keys of 192 and values of 128."""
     qk, v = (2, 128, length, 192), (2, 128, length, 128)
-    return Kernel(
-        f"aten::_scaled_dot_product_{name}_attention", kind, (qk, qk, v), dtype, causal=True
-    )
+    shapes, full_name = (qk, qk, v), f"aten::_scaled_dot_product_{name}_attention"
+    return Kernel(full_name, kind, shapes, dtype, attention_flops(kind, shapes), causal=True)
 
 
 @pytest.mark.parametrize(
@@ -395,3 +399,69 @@ def test_the_exponent_of_a_jobs_routes(tmp_path: Path) -> None:
         exponent("--simulator.routing=zipf:0.7", "--debug.moe_force_load_balance=true") == 0.0
     )
     assert exponent(f"--simulator.routing={counted}") == pytest.approx(0.5, rel=0.01)
+
+
+# ---- the order of torch's kernels, and packed documents -----------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("card", "torch_version", "kernel"),
+    [
+        ("h100-sxm", "2.13.0", "cudnn"),
+        ("h100-sxm", "2.9", "cudnn"),
+        ("h100-sxm", "2.8.0", "flash2"),
+        ("h100-sxm", "2.5.1", "flash2"),
+        ("h100-sxm", "2.5.0", "cudnn"),
+        ("b200", "2.8.0", "flash2"),
+        ("a100-80g", "2.13.0", "flash2"),
+    ],
+)
+def test_torchs_order_of_kernels(card: str, torch_version: str, kernel: str) -> None:
+    profile = load_profile(card).with_attention("auto", torch_version=torch_version)
+    assert profile.attention_kernel == kernel
+
+
+def test_head_dims_that_cudnn_does_not_take() -> None:
+    """On a B200, 256 is FlashAttention-2's, and 192 with values of 128 is cuDNN's."""
+    b200, flash2 = load_profile("b200"), load_profile("b200").with_attention("flash2")
+    large = attention(2, 32, 4096, 4096, causal=True, dim=256)
+    assert Cost(b200).kernel_s(large) == Cost(flash2).kernel_s(large)
+    mla = latent(4096, "attention")
+    assert Cost(b200).kernel_s(mla) < 0.5 * Cost(flash2).kernel_s(mla)
+
+
+def packed(tokens: int) -> Cost:
+    return Cost(load_profile("h100-sxm"), document_keys=(tokens + 1) / 2)
+
+
+def test_packed_documents_cost_what_their_lengths_leave() -> None:
+    whole = attention(1, 32, 65536, 65536, causal=True)
+    # A rank of eight under context parallelism has an eighth of the work.
+    share = attention(1, 32, 8192, 65536, causal=True)
+    assert H100.kernel_s(share) == pytest.approx(H100.kernel_s(whole) / 8, rel=0.02)
+    for cost in (packed(4096), packed(512)):
+        assert cost.kernel_s(share) < 0.5 * H100.kernel_s(share)
+    # Work by FLOPs: 4,096 of 65,536 tokens. No faster than the kernel's rate on such lengths.
+    short = H100.kernel_s(attention(16, 32, 4096, 4096, causal=True))
+    assert 1 < packed(4096).kernel_s(whole) / short < 1.1
+    assert packed(65536).kernel_s(whole) == pytest.approx(H100.kernel_s(whole), rel=0.01)
+
+
+def test_document_lengths_are_those_of_the_shards(tmp_path: Path) -> None:
+    text, folder = tmp_path / "text.jsonl", tmp_path / "shards"
+    rows = [json.dumps({"text": "a" * (length - 2)}) for length in (100, 300, 600)]
+    text.write_text("\n".join(rows))
+    fixed = ["--tokenizer", "bytes", "--workers", "1", "--input", str(text)]
+    assert command("prepare")([*fixed, "--output", str(folder)]) == 0
+    job = ["train_configs/debug_model.toml", "--training.dataset=shards"]
+    job += [f"--training.dataset_path={folder}", "--training.seq_len=500"]
+    masked = [*job, "--data.document_mask"]
+    assert document_keys(load_from_argv(job)) == 0
+    # Begin and end tokens are two of 100, 300 and 600 tokens, which fill two sequences of 500.
+    lengths = (100, 300, 100, 500)
+    mean = sum(n * (n + 1) / 2 for n in lengths) / 1000
+    assert document_keys(load_from_argv(masked)) == pytest.approx(mean)
+    stated = [*masked, "--simulator.document_tokens=64"]
+    assert document_keys(load_from_argv(stated)) == 32.5
+    unknown = ["train_configs/debug_model.toml", "--data.document_mask"]
+    assert document_keys(load_from_argv(unknown)) is None

@@ -1,7 +1,4 @@
-"""The host takes time: its pace is recorded by a tiny step, shared by jobs of one program, and paces the replay.
-
-A clock that counts Python's calls stands for the real one, so that figures are the same on every machine.
-"""
+"""The host takes time: its work is counted on a tiny step, shared by jobs of one program, and paces the replay."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from titan.config.schema import JobConfig
 from titan.sim.price.cost import Cost
 from titan.sim.price.profiles import load_profile
 from titan.sim.record import trace_cache
-from titan.sim.record.host_meter import HostMeter, paces
+from titan.sim.record.host_meter import CALL, OPERATION, UPDATE_CALL, HostMeter, paces
 from titan.sim.record.host_time import tiny
 from titan.sim.record.trace import Event, Group, Launch, Scope, Trace, Transfer
 from titan.sim.record.trace_cache import TraceRequest, get_traces
@@ -36,82 +33,65 @@ MOE = {"name": "deepseek_v3", "flavor": "16B"}
 # ---- the meter -------------------------------------------------------------------------------------
 
 
-def test_parts_add_up_to_the_step() -> None:
-    now = 0
+def test_calls_are_charged_to_the_part_that_runs() -> None:
+    meter = HostMeter()
 
-    def clock() -> int:
-        return now
+    def work(times: int) -> None:
+        for _ in range(times):
+            (lambda: None)()
 
-    meter = HostMeter(clock)
-    now = 5
-    with meter.within("forward block"):
-        now = 25
-        with meter.within("forward hooks"):
-            now = 32
-        now = 40
-    now = 43
-    meter.enter("backward block")
-    now = 50
-    meter.enter("forward")
-    expected = {
-        "forward": 5 + 3,
-        "forward block": 20 + 8,
-        "forward hooks": 7,
-        "backward block": 7,
-    }
-    assert dict(meter.spent) == expected
-    assert sum(expected.values()) == now
+    sys.setprofile(meter.profile)
+    try:
+        work(50)
+        with meter.within("forward block"):
+            work(200)
+            with meter.within("forward hooks"):
+                work(70)
+            work(80)
+    finally:
+        sys.setprofile(None)
+    expected = {"forward": 50, "forward block": 280, "forward hooks": 70}
+    # The meter's own calls are a few.
+    assert meter.python == pytest.approx(expected, abs=15)
 
 
 def test_a_blocks_pace_counts_calls_and_others_count_events() -> None:
-    spent = {
-        "forward": 600.0,
-        "forward block": 900.0,
-        "forward hooks": 300.0,
-        "optimizer": 80.0,
-    }
-    found = paces(spent, {"forward": 12, "forward block": 70, "optimizer": 4}, 3, tiny=2.0)
-    assert found == {
-        "forward": 25,
-        "forward block": (900 + 300) / 3 / 2,  # a block's own hooks are part of it
-        "forward hooks": 50,
-        "optimizer": 10,
-    }
+    python = {"forward": 600, "forward block": 900, "forward hooks": 300, "optimizer": 80}
+    events = {"forward": 12, "forward block": 70, "optimizer": 4}
+    found = paces(python, {"forward": 20, "forward block": 30}, events, 3)
+    assert found == pytest.approx(
+        {
+            "forward": (CALL * 600 + OPERATION * 20) / 12,
+            # A block's own hooks are part of it.
+            "forward block": (CALL * 1200 + OPERATION * 30) / 3,
+            "forward hooks": CALL * 300 / 3,
+            "optimizer": UPDATE_CALL * 20,
+        }
+    )
 
 
-MEASURE = """
+COUNT = """
 import json, sys
-from titan.config.layout import Layout
 from titan.config.schema import JobConfig
-from titan.sim.record.host_meter import measure_job
+from titan.sim.record.host_meter import count_job
 from titan.sim.record.host_time import tiny
 from titan.checks.rules import resolve_layout
-
-count = 0
-
-def profile(frame, event, argument):
-    global count
-    count += event in ("call", "c_call")
 
 found = []
 for sections, world in json.loads(sys.argv[1]):
     config = JobConfig.model_validate(sections).on_device("cpu")
-    small = tiny(config, resolve_layout(config, world))
-    sys.setprofile(profile)
-    try:
-        found.append(measure_job(*small, clock=lambda: count, rounds=1))
-    finally:
-        sys.setprofile(None)
+    found.append(count_job(*tiny(config, resolve_layout(config, world))))
 print(json.dumps(found))
 """
 
 
 @pytest.fixture(scope="module")
 def by_calls() -> dict[str, dict[str, float]]:
-    """Return paces of tiny jobs, with a count of Python's calls for a clock."""
+    """Return paces of tiny jobs."""
     tensor, many = {"parallelism": {"tensor_parallel_degree": 2}}, {"model": {"overrides": {"n_layers": 8}}}  # fmt: skip
     jobs: dict[str, tuple[dict[str, Any], int]] = {
         "FSDP": ({}, 2),
+        "FSDP again": ({}, 2),
         "eight blocks": (many, 2),
         "no FSDP": ({}, 1),
         "TP": (tensor, 4),
@@ -123,14 +103,15 @@ def by_calls() -> dict[str, dict[str, float]]:
     asked = [({**base, **sections}, world) for sections, world in jobs.values()]
     for sections, _ in asked:
         sections["model"] = {"flavor": "8B", **sections["model"]}
-    command = [sys.executable, "-c", MEASURE, json.dumps(asked)]
+    command = [sys.executable, "-c", COUNT, json.dumps(asked)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     return dict(zip(jobs, json.loads(done.stdout.splitlines()[-1]), strict=True))
 
 
 def test_every_block_costs_as_much_as_the_next(by_calls: dict[str, dict[str, float]]) -> None:
-    """Twice the blocks take twice the time."""
+    """Twice the blocks take twice the time, and a job always as long as before."""
+    assert by_calls["FSDP again"] == by_calls["FSDP"]
     eight, four = by_calls["eight blocks"], by_calls["FSDP"]
     for part in ("forward block", "backward block"):
         # The last block stays gathered, and is an eighth of eight blocks and a quarter of four.

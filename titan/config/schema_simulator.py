@@ -39,8 +39,14 @@ class SimulatorSection(Section):
     """Assumptions of `titan sim`, `titan check` and `titan plan`, and the twin of a run."""
 
     attention_kernel: Literal["auto", "flash2", "cudnn", "flash3", "efficient"] = "auto"
-    """Kernel by which attention is priced. "auto": the kernel that torch runs on that hardware. With "flash2", attention
-    that it does not support (a mask, values of another size than keys) is priced as "efficient"."""
+    """Kernel by which attention is priced. "auto": the first in the order of torch_version that the card and the head dims
+    allow. With "flash2", attention that it does not support (a mask, values of another size than keys) is priced as
+    "efficient"."""
+    torch_version: Annotated[str, Field(pattern=r"^(\d+\.\d+(\.\d+)?)?$")] = ""
+    """torch that the job will run with, such as "2.8.0": its order of attention kernels. Empty: the installed one."""
+    document_tokens: Annotated[int, Field(ge=0)] = 0
+    """Length of documents in tokens, which decides what attention costs with data.document_mask. 0: as in the token
+    shards that the job reads; with other data, documents count as long as the sequence."""
     dispatch: Literal["all_to_all", "deepep"] = "all_to_all"
     """How tokens are dispatched to experts on other ranks. "all_to_all": as titan does, each copy of a token separately.
     "deepep": the time of DeepEP, which sends one copy to each node and from there to each rank. A run does not have it."""

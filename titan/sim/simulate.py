@@ -15,6 +15,7 @@ from titan.config.model import model_title
 from titan.config.quantize import lacks_units, quantize_section
 from titan.config.schema import JobConfig, MXSection
 from titan.observe.flops import utilization
+from titan.sim.documents import document_keys
 from titan.sim.estimate import estimate_memory
 from titan.sim.price.cost import Cost, peak_dtype, routing_exponent
 from titan.sim.price.network import Dispatch
@@ -31,6 +32,8 @@ from titan.sim.report.intervals import interval_facts, lacks_runs
 from titan.sim.routing import busiest_rank
 
 GIB = 2**30
+_MOST_UTILIZED = 0.8
+"""Share of the peak that no step reaches: matmuls alone reach 0.74 on an H100."""
 Facts = dict[str, Any]
 
 
@@ -45,7 +48,7 @@ class StepSimulation:
         timeline: Timeline of these ranks.
         memory: Memory of these ranks.
         wall_s: Duration of the simulation.
-        dispatch: Choice of experts, if DeepEP dispatches the tokens.
+        cost: Prices of kernels and transfers.
     """
 
     world_size: int
@@ -54,7 +57,7 @@ class StepSimulation:
     timeline: Timeline
     memory: dict[int, MemoryReport]
     wall_s: float
-    dispatch: Dispatch | None
+    cost: Cost
 
     @cached_property
     def fullest(self) -> MemoryReport:
@@ -210,15 +213,38 @@ def price(
         ConfigError: The profile lacks the job's kernel of attention.
         ReplayError: The traced ranks wait for each other forever.
     """
-    profile = profile.with_attention(config.simulator.attention_kernel)
+    profile = profile.with_attention(
+        config.simulator.attention_kernel, torch_version=config.simulator.torch_version
+    )
     expandable = config.training.expandable_segments
     is_deepep = config.simulator.dispatch == "deepep"
     model = config.model.sizes
     dispatch = Dispatch.of(model) if is_deepep else None
-    cost = Cost(profile, dispatch, unevenness=routing_exponent(config, model))
+    known_keys = document_keys(config)
+    cost = Cost(
+        profile,
+        dispatch,
+        unevenness=routing_exponent(config, model),
+        document_keys=known_keys or 0.0,
+    )
     busiest = busiest_rank(config, model, layout)
     parts = replayed(traces, cost, expandable=expandable, busiest=busiest, started=started)
+    used = utilized(traces, cost) / parts[0].step_s
+    assert used < _MOST_UTILIZED, f"a fault of titan: {used:.0%} of the peak is used"
     return Simulation(layout.world_size, profile, traces, *parts, config, layout)
+
+
+def utilized(traces: dict[int, Trace], cost: Cost) -> float:
+    """Return the seconds that matmuls and attention of the busiest rank take at the peak."""
+    kinds = ("matmul", "attention", "attention_backward")
+    return max(
+        sum(
+            cost.peak_s(event.kernel)
+            for event in trace.step
+            if isinstance(event, Launch) and event.kernel.kind in kinds
+        )
+        for trace in traces.values()
+    )
 
 
 def replayed(
@@ -228,7 +254,7 @@ def replayed(
     expandable: bool,
     busiest: float = 1.0,
     started: float | None = None,
-) -> tuple[Timeline, dict[int, MemoryReport], float, Dispatch | None]:
+) -> tuple[Timeline, dict[int, MemoryReport], float, Cost]:
     """Replay traces in time and in memory, and return the last fields of a StepSimulation.
 
     Args:
@@ -247,7 +273,7 @@ def replayed(
         rank: memory_report(trace, profile, expandable=expandable)
         for rank, trace in traces.items()
     }
-    return timeline, memory, time.monotonic() - started, cost.dispatch
+    return timeline, memory, time.monotonic() - started, cost
 
 
 def step_facts(simulation: StepSimulation) -> Facts:
@@ -268,7 +294,7 @@ def step_facts(simulation: StepSimulation) -> Facts:
         "hardware_supported": not profile.unsupported,
         "hardware_lacks": lacks_runs(profile),
         "hardware_assumes": profile.assumes,
-        "hardware_kin": _kin(simulation),
+        **_other_speeds(simulation),
         "attention_kernel": profile.attention_kernel,
         "step_time_s": timeline.step_s,
         "tokens_per_step": simulation.tokens_per_step,
@@ -287,7 +313,7 @@ def step_facts(simulation: StepSimulation) -> Facts:
             "host_busy_s": timeline.mean("host_busy_s"),
             "peers_s": timeline.mean("peers_s"),
         },
-        "comm": communication(timeline, simulation.traces, profile, simulation.dispatch),
+        "comm": communication(timeline, simulation.traces, profile, simulation.cost.dispatch),
         "pipeline": {"bubble_fraction": timeline.bubble_fraction},
         "host": host_facts(simulation.traces.values()),
         "memory": _memory(simulation.fullest),
@@ -309,9 +335,10 @@ def facts(simulation: Simulation) -> Facts:
     config, profile, model = simulation.config, simulation.profile, simulation.model
     parallel = config.parallelism
     convention = config.metrics.mfu_convention
-    full, causal = (
-        model.flops_per_token(config.training.seq_len, causal=c) for c in (False, True)
-    )
+    known_keys, length = document_keys(config), config.training.seq_len
+    if known_keys:  # attention of tokens that a mask hides is no work
+        length = min(length, round(2 * known_keys))
+    full, causal = (model.flops_per_token(length, causal=c) for c in (False, True))
     flops_per_token = causal if convention == "causal" else full
     # MFU counts the model's FLOPs, without recomputation: recomputation lowers it.
     tflops = simulation.tokens_per_s_per_gpu * flops_per_token / 1e12
@@ -322,6 +349,7 @@ def facts(simulation: Simulation) -> Facts:
     common["memory"]["formula_gib"] = estimate_memory(config, model, simulation.layout)["total"]
     return {
         **common,
+        "document_keys": known_keys,
         "layout": str(simulation.layout),
         "sequences_at_once": parallel.pipeline_parallel_microbatch_size
         if simulation.layout.pp > 1
@@ -356,25 +384,32 @@ def _utilization(simulation: Simulation, flops_per_token: float) -> float | None
     return utilization(flops, per_s, tokens_per_s=rate, num_ranks=1)
 
 
-def _kin(simulation: StepSimulation) -> dict[str, float]:
-    """Return tokens/s on machines of the same name: the step with their kernels' time in place of this machine's."""
+def _other_speeds(simulation: StepSimulation) -> Facts:
+    """Return tokens/s on machines of the same name, and with other kernels of attention: the step with their kernels' time."""
     trace = next(iter(simulation.traces.values()))
     # Equal kernels are one object within a trace, so counting is cheap.
     counts = Counter(id(e.kernel) for e in trace.step if isinstance(e, Launch))
     kernels = {id(e.kernel): e.kernel for e in trace.step if isinstance(e, Launch)}
 
     def busy_s(profile: Profile) -> float:
-        cost = Cost(profile)
+        cost = simulation.cost.on(profile)
         return sum(n * cost.kernel_s(kernels[key]) for key, n in counts.items())
 
     timeline, own_s = simulation.timeline, busy_s(simulation.profile)
-    speeds = {}
-    for name in simulation.profile.kin if simulation.tokens_per_step else ():
-        profile = load_profile(name).with_attention(simulation.profile.attention_kernel)
+
+    def speed(profile: Profile) -> float:
         longer_s = timeline.mean("compute_s") * (busy_s(profile) / own_s - 1)
-        share = timeline.step_s / (timeline.step_s + longer_s)
-        speeds[name] = simulation.tokens_per_s_per_gpu * share
-    return speeds
+        return simulation.tokens_per_step / simulation.world_size / (timeline.step_s + longer_s)
+
+    own, kin, attention = simulation.profile, {}, {}
+    if simulation.tokens_per_step:
+        for name in own.kin:
+            kin[name] = speed(load_profile(name).with_attention(own.attention_kernel))
+        has_attention = any("attention" in kernel.kind for kernel in kernels.values())
+        for name in own.attention_kernels if has_attention else ():
+            if name not in (own.attention_kernel, "efficient"):
+                attention[name] = speed(own.with_attention(name))
+    return {"hardware_kin": kin, "attention_others": attention}
 
 
 def _experts(simulation: Simulation) -> Facts:

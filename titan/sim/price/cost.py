@@ -20,7 +20,7 @@ from titan.config.schema import JobConfig
 from titan.sim.price.measured import SPAN_S, Tables, tables
 from titan.sim.price.network import Dispatch, TransferPrice, price_transfer
 from titan.sim.price.profiles import Profile, on_curve
-from titan.sim.record.trace import RECURRENCE_CHUNK, Group, Kernel, Transfer
+from titan.sim.record.trace import RECURRENCE_CHUNK, Group, Kernel, Transfer, visible_keys
 from titan.sim.routing import read_shares
 
 _QUERY_BLOCK = 128
@@ -49,17 +49,33 @@ class Cost:
         profile: The hardware.
         dispatch: Choice of experts, if DeepEP dispatches the tokens.
         unevenness: Exponent of the power law by which experts' rows differ (`routing_exponent`).
+        document_keys: Mean number of keys that a query sees in packed documents; 0 without a document mask.
         tables: Measured tables of the card, if it has any.
     """
 
     def __init__(
-        self, profile: Profile, dispatch: Dispatch | None = None, *, unevenness: float = 0.0
+        self,
+        profile: Profile,
+        dispatch: Dispatch | None = None,
+        *,
+        unevenness: float = 0.0,
+        document_keys: float = 0.0,
     ) -> None:
         self.profile, self.unevenness = profile, unevenness
+        self.document_keys = document_keys
         self.dispatch = dispatch
         self.tables: Tables | None = tables(profile.measured) if profile.measured else None
         # Kernels compare by value, so a launch that repeats in every layer is priced once.
         self._kernels: dict[Kernel, float] = {}
+
+    def on(self, profile: Profile) -> Cost:
+        """Return the prices of the same job on another profile."""
+        return Cost(
+            profile,
+            self.dispatch,
+            unevenness=self.unevenness,
+            document_keys=self.document_keys,
+        )
 
     def kernel_s(self, kernel: Kernel) -> float:
         """Return the seconds that the device takes for a kernel."""
@@ -67,6 +83,22 @@ class Cost:
         if known is None:
             known = self._kernels[kernel] = self._price(kernel)
         return known
+
+    def flops(self, kernel: Kernel) -> float:
+        """Return the FLOPs that a kernel computes: in attention, those that the mask leaves."""
+        if "attention" not in kernel.kind:
+            return kernel.flops
+        visible = visible_keys(kernel)
+        if self.document_keys and kernel.causal:
+            # A block of queries computes whole blocks of keys.
+            visible = min(visible, self.document_keys + _QUERY_BLOCK / 2)
+        return kernel.flops * visible / kernel.shapes[1][2]
+
+    def peak_s(self, kernel: Kernel) -> float:
+        """Return the seconds of a kernel at the peak rate of its dtype."""
+        return self.flops(kernel) / (
+            self.profile.peak_tflops[peak_dtype(kernel.dtype, self.profile)] * 1e12
+        )
 
     def host_s(self, kernel: Kernel) -> float:
         """Return the seconds that the host takes to compute on its own memory."""
@@ -160,23 +192,25 @@ class Cost:
         """Return the seconds of attention's arithmetic."""
         profile = self.profile
         (batch, heads, queries, width), (_, _, keys, _) = kernel.shapes[:2]
-        # FLOPs per query, key and channel: two matmuls forward, five backward, where the
-        # scores are computed again. Each matmul costs two.
-        curves, factor, suffix = profile.attention_forward_tflops, 4.0, ""
+        curves, suffix = profile.attention_forward_tflops, ""
         if kernel.kind == "attention_backward":
-            curves, factor, suffix = profile.attention_backward_tflops, 10.0, "_backward"
-        # Queries and keys share a size, values may have another one (multi-head latent attention).
+            curves, suffix = profile.attention_backward_tflops, "_backward"
         head_dims = width + kernel.shapes[min(2, len(kernel.shapes) - 1)][3]
-        flops = factor / 2 * batch * heads * head_dims * attended(queries, keys, kernel.causal)
+        length = min(queries, keys)
+        if self.document_keys and kernel.causal:
+            # Rates are those of sequences as long as the documents.
+            length = min(length, round(2 * self.document_keys))
         is_short = peak_dtype(kernel.dtype, profile) != "float32"
         chosen = profile.attention_kernel
-        # Inputs that FlashAttention-2 does not support (a mask, other head dimensions of values than of keys) are recorded
-        # as another kernel. cuDNN supports both (sdp_utils.cpp), so the memory-efficient kernel runs only where cuDNN does not come first.
+        # sdp_utils.cpp: cuDNN takes masks and values of another size than keys, up to some head dim. FlashAttention-2 takes
+        # neither, so that such inputs are recorded as another kernel.
+        v_width = head_dims - width
+        if chosen == "cudnn" and max(width, v_width) > profile.cudnn_head_dim:
+            chosen = "flash2"
         if is_short and chosen == "flash2" and _NOT_FLASH & {*kernel.name.split("_")}:
             chosen = "efficient"
         if chosen not in curves:
             chosen = profile.attention_kernel
-        length = min(queries, keys)
         rate = on_curve(curves[chosen], length) * 1e12
         if kernel.causal:
             rate *= on_curve(profile.attention_causal_share[chosen], length)
@@ -190,7 +224,9 @@ class Cost:
         if shares:
             rate *= on_curve(shares, head_dim)
             known_dim = min(head_dim, 128)
-        return flops / (rate * self._filled(batch * heads, head_dim, known_dim, length))
+        return self.flops(kernel) / (
+            rate * self._filled(batch * heads, head_dim, known_dim, length)
+        )
 
     def _recurrence_s(self, kernel: Kernel) -> float:
         """Return the seconds of linear attention: those of its kind that were measured, else the bytes that its kernels move."""
@@ -255,18 +291,6 @@ def routing_exponent(config: JobConfig, model: Any) -> float:
         logs = [log(max(share, 1e-9)) for share in sorted(shares, reverse=True)]
         slopes.append(-linear_regression(ranks, logs).slope)
     return fmean(slopes)
-
-
-def attended(queries: int, keys: int, causal: bool) -> float:
-    """Return the number of pairs of a query and a key that a mask leaves.
-
-    A causal mask lets query i see keys 0 to i, as torch aligns it.
-    """
-    if not causal:
-        return float(queries * keys)
-    # The triangle of the first queries, then the rows that see every key.
-    square = min(queries, keys)
-    return square * (square + 1) / 2 + (queries - square) * keys
 
 
 def matmul_sizes(kernel: Kernel) -> tuple[int, int, int, int]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from importlib.metadata import version
 from itertools import pairwise
 from math import log
 from pathlib import Path
@@ -131,6 +132,8 @@ class Profile(BaseModel):
     attention_kernel: str
     """Kernel that torch's scaled_dot_product_attention runs in 16 bits: "flash2", "cudnn" or "flash3". With "flash2", the curve
     "efficient" is for inputs that flash2 does not support."""
+    cudnn_head_dim: int = 128
+    """Largest head dim of cuDNN's kernel, of keys or of values. FlashAttention-2 computes larger ones."""
     attention_forward_tflops: dict[str, Curve]
     attention_backward_tflops: dict[str, Curve]
     """Rates by kernel and sequence length, of the FLOPs that a causal mask leaves. A plain list is for `attention_kernel`."""
@@ -249,15 +252,31 @@ class Profile(BaseModel):
         """Bytes per second that a card reaches."""
         return self.nic_gb_per_s * self.nic_share * 1e9
 
-    def with_attention(self, kernel: str) -> Profile:
-        """Return the profile with another kernel of attention; "auto" keeps its own.
+    @property
+    def attention_kernels(self) -> list[str]:
+        """Kernels of attention that the profile has rates of."""
+        return sorted(
+            self.attention_forward_tflops.keys() & self.attention_backward_tflops.keys()
+        )
+
+    def with_attention(self, kernel: str, *, torch_version: str = "") -> Profile:
+        """Return the profile with another kernel of attention.
+
+        Args:
+            kernel: The kernel. "auto": the first in that torch's order that the card has.
+            torch_version: torch of the run; empty: the installed one.
 
         Raises:
             ConfigError: The profile has no curve of this kernel.
         """
-        known = self.attention_forward_tflops.keys() & self.attention_backward_tflops.keys()
+        known = self.attention_kernels
         if kernel == "auto":
-            return self
+            # On compute capability 9.0 and 10: cuDNN came first in 2.5.0 and again since 2.9 (pytorch 141133, 162073).
+            parts = (torch_version or version("torch")).split("+")[0].split(".")
+            has_cudnn = parts == ["2", "5", "0"] or (int(parts[0]), int(parts[1])) >= (2, 9)
+            if self.attention_kernel != "cudnn" or has_cudnn or "flash2" not in known:
+                return self
+            kernel = "flash2"
         if kernel not in known:
             raise ConfigError(
                 [
@@ -265,7 +284,7 @@ class Profile(BaseModel):
                         "simulator.attention_kernel",
                         0,
                         "",
-                        f"{self.name} has no figures of {kernel}, only of {', '.join(sorted(known))}",
+                        f"{self.name} has no figures of {kernel}, only of {', '.join(known)}",
                     )
                 ]
             )

@@ -1,23 +1,22 @@
-"""HostMeter of the host: the CPU time of a tiny step by part of the program, on real CPU tensors under torch's fake process group.
+"""Work of the host in a step, counted by part of the program on a tiny step of the job, on real CPU tensors under torch's fake process group.
 
 What a host does in a step hardly depends on sizes: Python, autograd's nodes, DTensor's placements, FSDP's hooks, views and torch's
-dispatcher cost the same with 64 channels as with 4,096. So the job's own program runs with tiny sizes (host_time.py), several times
-with nothing but a clock at the borders of the parts:
+dispatcher cost the same with 64 channels as with 4,096. So the job's own program runs with tiny sizes (host_time.py), and two things
+are counted in each part: calls of Python functions, and operations that reach torch's dispatcher, views included.
 
     forward, backward               what is outside of blocks: embedding, loss, the trainer's own work
     forward block, backward block   calls of "layers.N", and what autograd runs for them; a recomputation is part of the backward pass
     forward hooks, backward hooks   FSDP's hooks in blocks
     clip, optimizer
 
-Two more steps run under a dispatch mode. It counts events as a trace does, and finds out what a CPU kernel costs more than a tiny
-operation: that is the kernel, which runs on a device elsewhere. What is left is the pace of a part, in tiny operations, so that it
-holds for another host, other depths and other numbers of micro-batches:
+Counts are the same on every machine. Weights, measured once (`CALL`, `OPERATION`), turn them into tiny operations, whose time a
+profile states for its hosts (`host_tiny_us`). The pace holds for other depths and other numbers of micro-batches:
 
     blocks, their hooks     for each call of a block, hooks included in a block's
     all others              for each event. An operation over lists of tensors counts for each tensor
 
-Example: 4 calls of blocks take 13.2 ms in the forward pass, of which 2.0 ms are CPU kernels beyond tiny operations. A tiny operation
-takes 1.4 us. The pace is 11.2 ms / 1.4 us / 4 = 2,000 tiny operations for each call.
+Example: 4 calls of blocks make 11,200 Python calls and 276 operations in the forward pass. The pace is
+(0.64 x 11,200 + 3.0 x 276) / 4 = 2,000 tiny operations for each call.
 """
 
 from __future__ import annotations
@@ -25,12 +24,10 @@ from __future__ import annotations
 import functools
 import gc
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from statistics import median
-from time import thread_time_ns
 from typing import Any
 from unittest.mock import patch
 
@@ -49,9 +46,10 @@ from titan.sim.record.program import Program, job_program
 from titan.sim.record.transfers import collective_of
 
 _BLOCK = re.compile(r"(.*\.)?layers\.\d+")
-_ROUNDS = 8
-"""Measured steps, and bursts of tiny operations between them. Medians count, so that other work on the machine slows both."""
-_BURST = 1000
+CALL, OPERATION = 0.64, 3.0
+"""Tiny operations that a call of a Python function and an operation take in forward and backward passes."""
+UPDATE_CALL = 0.25
+"""The same for a call while gradients are clipped and weights updated, where operations take lists of tensors."""
 _LARGEST = 20_000_000  # parameters of a tiny model of another package, whose sizes may have other names
 _UNDER_WAY = torch.ops._c10d_functional._wrap_tensor_autograd.default  # no operation of its own
 _FSDP = "torch.distributed.fsdp._fully_shard"
@@ -65,27 +63,27 @@ _HOOKS = (
 
 
 class HostMeter:
-    """Clock that charges the host's time to the part of the program that runs.
+    """Counts of the host's work, charged to the part of the program that runs.
 
     Attributes:
-        clock: Nanoseconds of this thread.
         part: Part that runs now.
-        spent: Nanoseconds by part.
+        python: Calls of Python functions by part, while `profile` is the thread's profiler.
         calls: Number of calls of blocks, without recomputations.
     """
 
-    def __init__(self, clock: Callable[[], int]) -> None:
-        self.clock = clock
+    def __init__(self) -> None:
         self.part = "forward"
-        self.spent: Counter[str] = Counter()
+        self.python: Counter[str] = Counter()
         self.calls = 0
-        self._since = clock()
+
+    def profile(self, frame: Any, event: str, argument: Any) -> None:
+        """Count a call, as Python calls a profiler."""
+        if event == "call":
+            self.python[self.part] += 1
 
     def enter(self, part: str) -> None:
-        """Charge the time until now to the part that ran, and the time from now on to another."""
-        now = self.clock()
-        self.spent[self.part] += now - self._since
-        self.part, self._since = part, now
+        """Charge what comes to a part."""
+        self.part = part
 
     @contextmanager
     def within(self, part: str) -> Iterator[None]:
@@ -179,25 +177,21 @@ def _serves_block(owner: Any) -> bool:
     return bool(_BLOCK.fullmatch(canonical_name(f"{first}.").rstrip(".")))
 
 
-@dataclass
 class Census(TorchDispatchMode):
-    """Dispatch mode that counts a step's events by part, and keeps the least time of each distinct call.
+    """Dispatch mode that counts a step's operations by part.
 
     Attributes:
         meter: Knows the part that runs.
-        events: Number of events by part. An operation over lists of tensors counts for each tensor.
-        calls: Number of calls by part and distinct call.
-        least: Least nanoseconds of each distinct call.
+        operations: Operations by part, views included.
+        events: Those that a trace has as events. An operation over lists of tensors counts for each tensor.
     """
 
-    meter: HostMeter
-    events: Counter[str] = field(default_factory=Counter)
-    calls: Counter[tuple[str, Any]] = field(default_factory=Counter)
-    least: dict[Any, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
+    def __init__(self, meter: HostMeter) -> None:
         super().__init__()
-        self._operators: dict[Any, Any] = {}
+        self.meter = meter
+        self.operations: Counter[str] = Counter()
+        self.events: Counter[str] = Counter()
+        self._kinds: dict[Any, tuple[Any, bool]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -205,35 +199,15 @@ class Census(TorchDispatchMode):
         """Run an operation and count it."""
         if any(kind not in (Tensor, nn.Parameter) for kind in types):
             return NotImplemented  # a DTensor's own operations come here afterwards
-        kwargs = kwargs or {}
-        clock = self.meter.clock
-        start = clock()
-        result = func(*args, **kwargs)
-        took = clock() - start
-        if not isinstance(func, torch._ops.OpOverload):
-            return result
-        if func not in self._operators:
-            self._operators[func] = (
-                classify(func),
-                func is not _UNDER_WAY and collective_of(func),
-            )
-        op, collective = self._operators[func]
-        if not collective and op.kind is None:
-            return result
-        part, inputs = self.meter.part, list(tensors_in(args))
-        self.events[part] += max(1, num_tensors(args)) if op.kind == "optimizer" else 1
-        if not collective:
-            call = (func, tuple((t.shape, t.dtype) for t in inputs))
-            self.calls[part, call] += 1
-            self.least[call] = min(took, self.least.get(call, took))
-        return result
-
-    def kernels(self, tiny: int) -> Counter[str]:
-        """Return the nanoseconds by part that CPU kernels take beyond tiny operations, which take `tiny`."""
-        total: Counter[str] = Counter()
-        for (part, call), count in self.calls.items():
-            total[part] += count * max(0, self.least[call] - tiny)
-        return total
+        part = self.meter.part
+        self.operations[part] += 1
+        if func not in self._kinds:
+            is_collective = func is not _UNDER_WAY and bool(collective_of(func))
+            self._kinds[func] = classify(func).kind, is_collective
+        kind, is_collective = self._kinds[func]
+        if is_collective or kind is not None:
+            self.events[part] += max(1, num_tensors(args)) if kind == "optimizer" else 1
+        return func(*args, **(kwargs or {}))
 
 
 def num_tensors(args: Any) -> int:
@@ -242,8 +216,12 @@ def num_tensors(args: Any) -> int:
     return len(next(lists, ()))
 
 
-def measure_job(config: JobConfig, layout: Layout, **options: Any) -> dict[str, float]:
-    """Return the pace of a tiny job, in a process of its own. `options` are those of `measure`."""
+def count_job(config: JobConfig, layout: Layout) -> dict[str, float]:
+    """Return the host's pace in a tiny job, in a process of its own.
+
+    Raises:
+        ValueError: The job is not tiny.
+    """
     if config.model.sizes.num_params > _LARGEST:
         raise ValueError("its sizes have names of their own, and are not made small")
     device = torch.device("cpu")
@@ -251,31 +229,19 @@ def measure_job(config: JobConfig, layout: Layout, **options: Any) -> dict[str, 
     dist.init_process_group("fake", store=store, rank=0, world_size=layout.world_size)
     try:
         mesh = build_mesh(device.type, **layout.degrees)
-        return measure(lambda: job_program(config, layout, device, mesh), **options)
+        return count(lambda: job_program(config, layout, device, mesh))
     finally:
         dist.destroy_process_group()
 
 
-def measure(
-    build: Callable[[], Program],
-    *,
-    clock: Callable[[], int] = thread_time_ns,
-    keep_kernels: bool = False,
-    rounds: int = _ROUNDS,
-) -> dict[str, float]:
+def count(build: Callable[[], Program]) -> dict[str, float]:
     """Return the host's pace by part, in tiny operations.
 
     Args:
         build: Builds the program, with tiny sizes, on CPU tensors. The process group is there.
-        clock: Nanoseconds of this thread.
-        keep_kernels: Leave CPU kernels in, to compare with a real step on a CPU.
-        rounds: Measured steps.
     """
     torch.set_num_threads(1)
-    meter = HostMeter(clock)
-    steps: list[Counter[str]] = []
-    bursts: list[float] = []
-    a, b = torch.ones(16, 64), torch.ones(16, 64)
+    meter = HostMeter()
     with ExitStack() as stack:
         stack.enter_context(meter.watch_hooks())
         program = build()
@@ -285,57 +251,47 @@ def measure(
         gc.disable()  # as the trainer does
         stack.callback(gc.enable)
         program.train(1)  # the first step makes states and learns shapes
-        for step in range(2, rounds + 2):
-            bursts.append(_each(clock, lambda: torch.add(a, b)))
-            meter.enter("forward")
-            meter.spent.clear()
-            meter.calls = 0
-            program.train(step)
-            meter.enter("forward")
-            steps.append(Counter(meter.spent))
-        calls, census, alone = meter.calls, Census(meter), Census(meter)
-        for step in range(2):  # the same calls twice, so that each has a quick one
-            census.events.clear()
-            census.calls.clear()
-            with census:
-                program.train(rounds + 2 + step)
-        with alone:
-            for _ in range(100):
-                torch.add(a, b)
-    spent = Counter({part: median(s[part] for s in steps) for part in steps[0]})
-    if not keep_kernels:
-        spent.subtract(census.kernels(min(alone.least.values())))
-    return paces(spent, census.events, calls, tiny=median(bursts))
+        before, meter.calls = sys.getprofile(), 0
+        sys.setprofile(meter.profile)
+        try:
+            program.train(2)
+        finally:
+            sys.setprofile(before)
+        calls, census = meter.calls, Census(meter)
+        with census:
+            program.train(3)
+    return paces(meter.python, census.operations, census.events, calls)
 
 
 def paces(
-    spent: Mapping[str, float], events: Mapping[str, int], calls: int, *, tiny: float
+    python: Mapping[str, int],
+    operations: Mapping[str, int],
+    events: Mapping[str, int],
+    calls: int,
 ) -> dict[str, float]:
     """Return the pace of each part in tiny operations.
 
     Args:
-        spent: Nanoseconds of the host by part.
+        python: Calls of Python functions by part.
+        operations: Operations by part.
         events: Number of events by part.
         calls: Number of calls of blocks.
-        tiny: Nanoseconds of a tiny operation.
     """
+    work: dict[str, float] = {}
+    for part, number in python.items():
+        if part in ("clip", "optimizer"):
+            work[part] = UPDATE_CALL * number
+        else:
+            work[part] = CALL * number + OPERATION * operations.get(part, 0)
     result: dict[str, float] = {}
-    for part in spent:
+    for part in work:
         phase, _, inner = part.partition(" ")
         if not inner and events.get(part):
-            result[part] = max(0.0, spent[part]) / events[part] / tiny
+            result[part] = work[part] / events[part]
         elif inner:
-            inside = spent[part] + (spent.get(f"{phase} hooks", 0) if inner == "block" else 0)
-            result[part] = max(0.0, inside) / calls / tiny
+            hooks = work.get(f"{phase} hooks", 0.0) if inner == "block" else 0.0
+            result[part] = (work[part] + hooks) / calls
     return result
-
-
-def _each(clock: Callable[[], int], work: Callable[[], Any]) -> float:
-    """Return the nanoseconds of one of many calls."""
-    start = clock()
-    for _ in range(_BURST):
-        work()
-    return (clock() - start) / _BURST
 
 
 @contextmanager

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from titan.sim.record.trace import RECURRENCE_CHUNK, Host, Kernel, KernelKind, list_launches
+from titan.sim.record.trace import (
+    RECURRENCE_CHUNK,
+    Host,
+    Kernel,
+    KernelKind,
+    attention_flops,
+    list_launches,
+)
 
 _aten = torch.ops.aten
 
@@ -218,7 +225,7 @@ def kernel_of(
                 (tokens // length, h, keys if i else length, *k)
                 for i, (tokens, h, *k) in enumerate(shapes)
             )
-        flops = _attention_flops(kind, shapes)
+        flops = attention_flops(kind, shapes)
         causal = bool(argument_of(op.func, "is_causal", args, kwargs))
     elif name == "_grouped_mm":
         # The groups share the tokens or, for weights' gradients, the sums over tokens.
@@ -300,16 +307,6 @@ def _shapes(
     else:
         operands = inputs[:2] or outputs[:1]
     return tuple(tuple(t.shape) for t in operands)
-
-
-def _attention_flops(kind: KernelKind, shapes: tuple[tuple[int, ...], ...]) -> int:
-    """Return the FLOPs of attention: two matmuls forward; five backward, including a repetition of the first.
-
-    torch's formula does not support grouped heads in 2.11.
-    """
-    (batch, heads, queries, size), (*_, keys, _) = shapes[:2]
-    matmuls = 2 if kind == "attention" else 5
-    return matmuls * 2 * batch * heads * queries * keys * size
 
 
 def _flops(op: Operator, args: Any, kwargs: Any, result: Any) -> int:

@@ -92,6 +92,33 @@ class Kernel:
     transposes: bool = False
 
 
+def attention_flops(kind: KernelKind, shapes: tuple[tuple[int, ...], ...]) -> int:
+    """Return the FLOPs of attention: two matmuls forward; five backward, including a repetition of the first.
+
+    torch's formula does not support grouped heads in 2.11.
+    """
+    (batch, heads, queries, size), (*_, keys, _) = shapes[:2]
+    # Queries and keys share a size, values may have another one (multi-head latent attention).
+    both_sizes = size + shapes[min(2, len(shapes) - 1)][3]
+    matmuls = 2 if kind == "attention" else 5
+    return matmuls * batch * heads * queries * keys * both_sizes
+
+
+def visible_keys(kernel: Kernel) -> float:
+    """Return the mean number of keys that a query sees, in attention.
+
+    Under a causal mask, query i sees keys 0 to i, as torch aligns it. Fewer queries than keys are those of a rank under context
+    parallelism: they come from both ends of the sequence, so that they see half of the keys in the mean.
+    """
+    (*_, queries, _), (*_, keys, _) = kernel.shapes[:2]
+    if not kernel.causal:
+        return float(keys)
+    if queries < keys:
+        return (keys + 1) / 2
+    # The triangle of the first queries, then the rows that see every key.
+    return (keys * (keys + 1) / 2 + (queries - keys) * keys) / queries
+
+
 _CHUNKS_AT_ONCE = 320  # MultiTensorApply.cuh
 
 

@@ -165,11 +165,11 @@ def trace_job(
 
 def _host_trace(job: Job) -> Trace:
     """Return a trace without events, with the host's pace in a tiny job."""
-    from titan.sim.record.host_meter import measure_job
+    from titan.sim.record.host_meter import count_job
 
     trace = Trace(job.ranks[0], job.world_size)
     with suppress(Exception):  # kernels that CPUs lack: the pace is not known
-        trace.host = measure_job(job.programs[0], _layout(job))
+        trace.host = count_job(job.programs[0], _layout(job))
     return trace
 
 

@@ -31,6 +31,8 @@ from titan.sim.replay.timeline import KernelGroup, Timeline, axis_of
 ERRORS = Path(__file__).with_name("errors.toml")
 HARDWARE = "hardware without a run"
 """Class of a whole step on hardware that no published run supports."""
+TENSOR = "tensor parallelism"
+"""Class of a whole step with it: what DTensor launches beside matmuls differs more between versions than other work."""
 _WAITS = {"pp": "waiting for stages", "ep": "experts' dispatch"}
 """Classes of transfers of these axes. The others are transfers within a node or between nodes."""
 
@@ -53,7 +55,7 @@ class SpeedInterval(NamedTuple):
 
 @cache
 def errors() -> dict[str, Any]:
-    """Return errors.toml: `level`, `factor`, `floor`, `pair_floor`, `sigma` by class, `runs` by class, `devices` with runs."""
+    """Return errors.toml: `level`, `factor`, `floor`, `pair_floor`, `sigma` and `runs` by class, `devices` with runs, `kept_back` by device."""
     return read_toml(ERRORS)[0]
 
 
@@ -94,14 +96,22 @@ def lacks_runs(profile: Profile) -> str:
     """Return why no published run supports a profile, or an empty text."""
     if profile.unsupported:
         return "its main figures have no sources"
-    return "" if profile.device in errors()["devices"] else "no published run tests this device"
+    tested = profile.device in (*errors()["devices"], *errors()["kept_back"])
+    return "" if tested else "no published run tests this device"
 
 
 def interval_facts(
     speed: float, timeline: Timeline, traces: Mapping[int, Trace], profile: Profile
 ) -> dict[str, Any]:
     """Return the interval of a simulated speed as data, with the shares of the step that it comes from."""
-    mix = shares(timeline, traces, profile) | ({HARDWARE: 1.0} if lacks_runs(profile) else {})
+    mix = shares(timeline, traces, profile)
+    if any("tp" in group.axes for trace in traces.values() for group in trace.groups.values()):
+        mix[TENSOR] = 1.0
+    known = errors()
+    if lacks_runs(profile):
+        mix[HARDWARE] = 1.0
+    elif deviation := known["kept_back"].get(profile.device):
+        mix[HARDWARE] = deviation / known["sigma"][HARDWARE]
     return {"shares": mix, **of_speed(speed, mix)._asdict()}
 
 

@@ -29,6 +29,7 @@ from titan.sim.simulate import Facts
 _BAR = 28
 _SMALL = 0.005  # of the whole: not worth a line
 _NOTABLE = 0.05  # of the step: what to do about it is said
+_UNKNOWN = 1.5  # a range that is wider than this factor comes first
 EVERY_S = 10.0  # between lines of a log, so that short commands write none
 _said_s = time.monotonic()
 
@@ -188,10 +189,19 @@ def _machine(facts: Facts) -> Iterator[str]:
     """Yield the assumptions about the machine, and their uncertainty."""
     if note := facts["hardware_note"]:
         yield f"  {facts['hardware']}: {note}"
-    assumed = filter(
-        None, (facts["hardware_assumes"], f"attention in {facts['attention_kernel']}")
+    others = ", ".join(
+        f"{name} {speed / facts['tokens_per_s_per_gpu'] - 1:+.0%}"
+        for name, speed in facts["attention_others"].items()
     )
+    attention = f"attention in {facts['attention_kernel']}" + (
+        f" (with {others})" if others else ""
+    )
+    assumed = filter(None, (facts["hardware_assumes"], attention))
     yield f"  assumed   {', '.join(assumed)}"
+    if (keys := facts.get("document_keys", 0)) is None:
+        yield "  documents as long as a sequence, since nothing tells their length; simulator.document_tokens does"
+    elif keys:
+        yield f"  documents let a token see {keys:,.0f} keys in the mean"
     for name, speed in facts["hardware_kin"].items():
         change = speed / facts["tokens_per_s_per_gpu"] - 1
         yield f"            if it is {name}: {speed:,.0f} tokens/s/GPU ({change:+.0%}); `titan sim --calibrate` there measures which"
@@ -208,6 +218,11 @@ def _speed(facts: Facts) -> Iterator[str]:
     tokens = facts["tokens_per_step"]  # 0: a script has not stated them
     of_tokens = f" for {tokens:,} tokens" if tokens else ""
     speed = f"{speed_range(facts)}, " if tokens else ""
+    low, high = facts["interval"]["low"], facts["interval"]["high"]
+    if tokens and high > _UNKNOWN * low:
+        ends = (f"{float(f'{end:.2g}'):,.0f}" for end in (low, high))
+        yield f"  speed     {' to '.join(ends)} tokens/s/GPU: little is known of {facts['interval']['reason']}"
+        yield "            `titan sim --calibrate` on such a machine measures its kernels in a minute; in the middle of the range:"
     yield f"  step      {duration(facts['step_time_s'])}{of_tokens}"
     yield (
         f"  speed     {speed}{_tflops(facts['tflops_per_gpu'])} TFLOP/s/GPU, {mfu} ({convention})"
