@@ -23,7 +23,7 @@
 # DIR/cache.tar.gz and profiler traces into DIR/traces.tar.gz) after each part, and every half minute of a long one. RESUME_FROM=DIR
 # unpacks state and cache when a call begins.
 #
-# PYTHON names the interpreter, HARDWARE the profile to start the calibration from (default: the card's own). TINY=1 tries all parts
+# PYTHON names the interpreter, HARDWARE the profile of the predictions (default: the card's own). TINY=1 tries all parts
 # on a CPU at tiny sizes, where the figures mean nothing.
 set -u
 cd "$(dirname "$0")/../.."
@@ -265,13 +265,14 @@ profile() {
     "$PYTHON" -m titan.cli profile "$run"
 }
 
-# Predict every job that steps.py ran, with the measured profile, and set the run beside it.
+# Predict every job that steps.py ran, and set the run beside it.
 predict() {
-  local run code=0
+  local run code=0 card=${HARDWARE:-}
+  [ -n "$card" ] || card=$("$PYTHON" -c 'import torch; from titan.base.hardware import recognise; print(recognise(torch.cuda.get_device_name()).name)')
   for run in "$FOLDER"/runs/*/*-0-titan; do
     [ -f "$run/metrics.jsonl" ] || continue
     echo "## $run"
-    "$PYTHON" -m titan.cli sim "$run/job.toml" "$run/titan.toml" --world-size 1 --hardware "$FOLDER/profile.toml" \
+    "$PYTHON" -m titan.cli sim "$run/job.toml" "$run/titan.toml" --world-size 1 --hardware "$card" \
       --measured "$run" --json "$run/predicted.json"
     [ $? = 2 ] && code=2 # 1: the job does not fit
   done
@@ -295,7 +296,7 @@ report() {
 }
 
 export -f machine profile predict
-export PYTHON FOLDER PROFILED
+export PYTHON FOLDER PROFILED HARDWARE
 [ -n "${PLAN:-}" ] || unpack
 MISSING=$(packages)
 code=$?
@@ -363,7 +364,6 @@ for file in "${TESTS[@]}"; do
   fi
 done
 # The rest.
-part calibrate 60 100 180 "$PYTHON" -m titan.cli sim --calibrate "$FOLDER/profile.toml" ${HARDWARE:+--hardware "$HARDWARE"}
 steps speed-1B $SMALL eager titan,torchtitan,bare 30,30,30 300
 profiled pair-1B compile
 steps speed-experts $EXPERTS eager,compile titan 75 150
@@ -388,7 +388,7 @@ fi
 try_again
 # Again as long as there are new runs.
 [ -n "$(find "$FOLDER/runs" -name metrics.jsonl -newer "$FOLDER/predict.done" -print -quit 2> /dev/null)" ] && rm "$FOLDER/predict.done"
-[ -f "$FOLDER/profile.toml" ] && part predict 60 60 300 bash -c predict
+part predict 60 60 300 bash -c predict
 try_again
 pack cache
 [ -z "$INCOMPLETE" ] && echo "complete: $FOLDER/report.md"

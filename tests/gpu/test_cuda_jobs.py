@@ -21,12 +21,10 @@ from tests.support.jobs import ROOT, job
 from tests.support.metrics import read_json_lines
 from tests.support.steps import build_step
 from tests.support.trainers import Trainer
-from titan.contrib.calibrate import device as calibrate
 from titan.data.packing import Batch
 from titan.models.common.moe import grouped_matmuls, looped_matmuls
 from titan.parallel import block_attention, build_mesh, ring
 from titan.parallel.block_attention import AttentionSpec
-from titan.sim.price.profiles import load_profile
 
 pytestmark = [
     pytest.mark.gpu,
@@ -204,17 +202,6 @@ def test_jobs_equal_the_cpu(tmp_path: Path, name: str, precision: str, rtol: flo
 
 
 # ---- the machine -------------------------------------------------------------------------------
-
-
-def test_calibration_names_the_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "LARGE", calibrate.SMALL)  # a minute otherwise
-    file = tmp_path / "mine.toml"
-    assert calibrate.calibrate(file, base_name=None, say=lambda _: None) == 0
-    profile = load_profile(file)
-    assert profile.kernel_min_us > 0
-    assert all(0 < share <= 1 for _, share in profile.memory_share)
-    if DEVICE.type == "cuda":
-        assert torch.cuda.get_device_name() in file.read_text()
 
 
 def test_preflight(tmp_path: Path) -> None:

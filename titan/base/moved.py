@@ -111,7 +111,6 @@ titan.resolved titan.step.resolved
 titan.run.profiling titan.tools.profiling_hook
 titan.run_folder titan.base.run_folder
 titan.run_writer titan.base.run_writer
-titan.sim.price.calibrate titan.contrib.calibrate.device
 titan.sim.price.library titan.sim.price.measured
 titan.sim.record.script titan.contrib.sim_script.script
 titan.sim.script titan.contrib.sim_script.simulated

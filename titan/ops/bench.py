@@ -1,4 +1,4 @@
-"""Benchmarks of a device, its memory and its links, for `titan preflight` and `titan sim --calibrate`.
+"""Benchmarks of a device, its memory and its links, for `titan preflight`.
 
 Bandwidth of collectives is bus bandwidth, as nccl-tests define it, so that figures of any number of
 ranks compare with a link's. For B bytes over n ranks in t seconds it is
@@ -15,7 +15,6 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -51,58 +50,9 @@ def rounds_s(
     return seconds[1:]
 
 
-def seconds(work: Work, device: torch.device, *, rounds: int = 7) -> float:
-    """Time one call among many, by the median of rounds of a twentieth of a second.
-
-    Args:
-        work: function to time.
-        device: device of the work.
-        rounds: number of rounds.
-    """
-    # Enough calls that the clock and the wait at the end of a round do not matter.
-    # One call shows how many calls fill a round.
-    [once_s] = rounds_s(work, device, rounds=1)
-    calls = max(1, min(2000, int(0.05 / max(1e-7, once_s))))
-    # Many short calls: measure the device and not the host.
-    if device.type != "cpu" and calls > 50 and (graph := _capture(work, calls)):
-        return median(rounds_s(graph, device, rounds=rounds)) / calls
-    return median(rounds_s(work, device, calls=calls, rounds=rounds))
-
-
-def _capture(work: Work, calls: int) -> Work | None:
-    """Record calls in one CUDA graph, so that the host's launches do not limit short kernels.
-
-    It returns None if that is not possible.
-    """
-    try:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(calls):
-                work()
-        return graph.replay
-    except RuntimeError:
-        # A recording that fails leaves the generator in the state of one, in which it draws nothing more.
-        generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        generator.graphsafe_set_state(generator.clone_state())
-        return None
-
-
 def _wait_for(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-def tiny_s(device: torch.device) -> float:
-    """Measure the host's time for a tiny eager operation, which the device finishes at once: the sum of 16 x 64 numbers."""
-    x = torch.zeros(16, 64, device=device)
-    times = []
-    for _ in range(7):
-        _wait_for(device)
-        start_s = time.perf_counter()
-        for _ in range(500):  # fewer than the queue holds, so that the host never waits
-            torch.add(x, x)
-        times.append((time.perf_counter() - start_s) / 500)
-    return median(times)
 
 
 def matmul(device: torch.device, dtype: torch.dtype, *, width: int) -> Work:
@@ -117,19 +67,9 @@ def matmul(device: torch.device, dtype: torch.dtype, *, width: int) -> Work:
     return lambda: torch.mm(a, b)
 
 
-def copy(device: torch.device, num_bytes: int, *, source: torch.device | None = None) -> Work:
-    """Return a function that copies within the device, or from pinned host memory.
-
-    Args:
-        device: device of the copy.
-        num_bytes: bytes to copy.
-        source: a CPU copies from pinned host memory; None: the device itself.
-    """
-    is_pinned = source is not None and device.type != "cpu"
-    data = torch.zeros(
-        num_bytes, dtype=torch.uint8, device=source or device, pin_memory=is_pinned
-    )
-    target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+def copy(device: torch.device, num_bytes: int) -> Work:
+    """Return a function that copies within the device."""
+    data, target = (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     return lambda: target.copy_(data, non_blocking=True)
 
 

@@ -1,4 +1,4 @@
-"""A profile of this machine, or from a profiler's trace: the options --calibrate and --calibrate-from of `titan sim`."""
+"""A profile from a profiler's trace: the option --calibrate-from of `titan sim`."""
 
 from __future__ import annotations
 
@@ -6,37 +6,36 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+from titan.config.options import mistake
 from titan.sim.extension import SimExtension
-from titan.sim.report.text import require_no_job, require_writable, say
+from titan.sim.report.text import require_no_job, require_writable
 
 
 class CalibrateTrace(SimExtension):
-    """Options --calibrate FILE and --calibrate-from TRACE of `titan sim`."""
+    """Option --calibrate-from TRACE of `titan sim`, and --calibrate FILE for the profile's name."""
 
     def add_options(self, parser: ArgumentParser) -> None:
-        parser.add_argument(
-            "--calibrate",
-            type=Path,
-            metavar="FILE",
-            help="measure this machine instead, and write a profile; --hardware is then what it is compared with, and no job is needed",
-        )
         parser.add_argument(
             "--calibrate-from",
             type=Path,
             metavar="TRACE",
             help="correct a profile by a trace of torch's profiler of any job instead; --calibrate names the file",
         )
+        parser.add_argument(
+            "--calibrate",
+            type=Path,
+            metavar="FILE",
+            help="profile that --calibrate-from writes",
+        )
 
     def run(self, options: Namespace, job: Sequence[str]) -> int | None:
         trace, target = options.calibrate_from, options.calibrate
         require_writable(options, "calibrate")
         if trace is None:
-            if target is None:
-                return None
-            require_no_job(job, "--calibrate")
-            from titan.contrib.calibrate.device import calibrate  # imports torch
-
-            return calibrate(target, base_name=options.hardware, say=say)
+            if target is not None:
+                text = "needs --calibrate-from TRACE: kernels measured alone made a profile worse than the steps of a trace do"
+                raise mistake("--calibrate", text)
+            return None
         require_no_job(job, "--calibrate-from")
         from .from_trace import calibrate_from
 

@@ -23,7 +23,7 @@ from statistics import mean, median
 from typing import Any
 
 from titan.config.options import check_target, mistake
-from titan.contrib.calibrate.device import Figures, base_of, to_toml
+from titan.contrib.calibrate.profile_file import Figures, base_of, to_toml
 from titan.sim.price.cost import Cost
 from titan.sim.price.profiles import Profile, load_profile
 from titan.sim.record.trace import Group, Kernel, Scope, Transfer
@@ -77,7 +77,7 @@ def calibrate_from(trace: Path, *, base_name: str | None, target: Path | None) -
             "--calibrate-from",
             f"{trace} names no device: state the most similar profile with --hardware",
         )
-    base = load_profile(base_name or base_of(device, True))
+    base = load_profile(base_name or base_of(device))
     figures, rows, remarks = corrections(calls, works, base)
     print(
         "\n".join(

@@ -204,7 +204,7 @@ def _machine(facts: Facts) -> Iterator[str]:
         yield f"  documents let a token see {keys:,.0f} keys in the mean"
     for name, speed in facts["hardware_kin"].items():
         change = speed / facts["tokens_per_s_per_gpu"] - 1
-        yield f"            if it is {name}: {speed:,.0f} tokens/s/GPU ({change:+.0%}); `titan sim --calibrate` there measures which"
+        yield f"            if it is {name}: {speed:,.0f} tokens/s/GPU ({change:+.0%}); a trace of a step there tells which (`--calibrate-from`)"
 
 
 def _speed(facts: Facts) -> Iterator[str]:
@@ -222,7 +222,7 @@ def _speed(facts: Facts) -> Iterator[str]:
     if tokens and high > _UNKNOWN * low:
         ends = (f"{float(f'{end:.2g}'):,.0f}" for end in (low, high))
         yield f"  speed     {' to '.join(ends)} tokens/s/GPU: little is known of {facts['interval']['reason']}"
-        yield "            `titan sim --calibrate` on such a machine measures its kernels in a minute; in the middle of the range:"
+        yield "            a trace of one step on such a machine corrects the profile (`--calibrate-from`); in the middle of the range:"
     yield f"  step      {duration(facts['step_time_s'])}{of_tokens}"
     yield (
         f"  speed     {speed}{_tflops(facts['tflops_per_gpu'])} TFLOP/s/GPU, {mfu} ({convention})"
