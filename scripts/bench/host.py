@@ -188,7 +188,7 @@ def fit(parts: list[dict[str, Any]], features: list[str]) -> list[float]:
 
     times = np.array([part["time"] for part in parts])
     counts = np.array([[part[name] for name in features] for part in parts])
-    return np.linalg.lstsq(counts / times[:, None], times / times, rcond=None)[0].tolist()
+    return [*np.linalg.lstsq(counts / times[:, None], times / times, rcond=None)[0]]
 
 
 def main() -> None:

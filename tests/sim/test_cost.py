@@ -17,6 +17,7 @@ from titan.sim.price.cost import Cost, matmul_sizes, routing_exponent
 from titan.sim.price.measured import tables
 from titan.sim.price.profiles import load_profile
 from titan.sim.record.trace import Kernel, KernelKind, attention_flops, visible_keys
+from titan.sim.routing import step_loads
 
 H100 = Cost(load_profile("h100-sxm"))
 LEAST_S = 2.5e-6
@@ -465,3 +466,23 @@ def test_document_lengths_are_those_of_the_shards(tmp_path: Path) -> None:
     assert document_keys(load_from_argv(stated)) == 32.5
     unknown = ["train_configs/debug_model.toml", "--data.document_mask"]
     assert document_keys(load_from_argv(unknown)) is None
+
+
+@pytest.mark.parametrize(
+    ("routing", "mean", "most"),
+    [
+        ("W0", 1.0, 1.0),
+        ("W1", 2.0, 2.0),
+        ("W2", 3.25, 3.25),
+        ("W3", 1.0, 1.0),
+        ("W4", 1.75, 1.75),
+        ("W5", 4.0, 4.0),
+        ("W6", 3.25, 3.25),
+        ("W7", 1 + 2.25 / 8, 3.25),
+    ],
+)
+def test_loads_of_named_routings(routing: str, mean: float, most: float) -> None:
+    """Eight experts on four ranks. The hot ones get 3/4 of the tokens, and an eighth of the rest each."""
+    loads = step_loads(routing, 8, 4, 10**9)
+    assert sum(loads) / len(loads) == pytest.approx(mean, rel=2e-3)
+    assert max(loads) == pytest.approx(most, rel=2e-3)

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class RunFailure(Exception):
     """Failure whose message explains it to the user.
@@ -26,3 +28,9 @@ class UserError(RunFailure):
     """Failure that is the user's to mend."""
 
     exit_code = 2
+
+
+def list_ranks(ranks: Sequence[int]) -> str:
+    """Format ranks as "rank 3" or "ranks 1, 2, 3", with at most eight numbers."""
+    names = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"

@@ -52,7 +52,8 @@ class SimulatorSection(Section):
     "deepep": the time of DeepEP, which sends one copy to each node and from there to each rank. A run does not have it."""
     routing: str = "zipf:0.18"
     """How tokens spread over experts, which decides the load of the busiest expert-parallel rank: "even";
-    "zipf:s", where the i-th busiest expert gets i^-s of the busiest expert's tokens; or a run's experts.json.
+    "zipf:s", where the i-th busiest expert gets i^-s of the busiest expert's tokens; "W0" to "W7", named imbalances
+    (docs/simulator.md); or a run's experts.json.
     The default gives the published spread of a learned router: 1.34 times the mean on the busiest of 64
     ranks with 256 experts (marin issue 7668). debug.moe_force_load_balance: even."""
     expert_imbalance: Annotated[float | None, Field(ge=1)] = None
@@ -66,11 +67,11 @@ class SimulatorSection(Section):
         if (
             value == "even"
             or value.endswith(".json")
-            or re.fullmatch(r"zipf:\d+(\.\d+)?", value)
+            or re.fullmatch(r"zipf:\d+(\.\d+)?|W[0-7]", value)
         ):
             return value
         raise ValueError(
-            'expected "even", "zipf:s" such as "zipf:0.18", or a run\'s experts.json'
+            'expected "even", "zipf:s" such as "zipf:0.18", "W0" to "W7", or a run\'s experts.json'
         )
 
 

@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from titan.base.failure import list_ranks
 from titan.base.run_writer import write_text_atomically
 from titan.ops.run_lock import ProcessId
 
@@ -181,9 +182,3 @@ def why_silent(process: ProcessId) -> str:
         "D": "it waits for a disk or a device",
     }
     return known.get(state, "its interpreter is locked by a C extension")
-
-
-def list_ranks(ranks: Sequence[int]) -> str:
-    """Format ranks as "rank 3" or "ranks 1, 2, 3", with at most eight numbers."""
-    names = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from titan.base.failure import RunFailure
-from titan.ops.heartbeats import list_ranks
+from titan.base.failure import RunFailure, list_ranks
 from titan.parallel.float8 import plain
 
 ReplicaGroups = dict[dist.ProcessGroup, list[tuple[str, Tensor]]]

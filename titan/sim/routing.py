@@ -7,11 +7,12 @@ forward pass:
 
     even       p = 1/E, and no noise
     zipf:s     p of the i-th busiest expert is i^-s / sum of all; experts are on ranks by chance, in each layer in another order
+    W0 to W7   some experts are hot and get three quarters of the tokens (`_HOT`), in some steps
     a file     p of each layer as a run counted them (experts.json), in the order of its experts
 
 The tokens of a rank are drawn from a normal distribution with the mean N q and the variance N q (1
-- q) of a multinomial one, where q is the sum of its experts' shares. The figure is the mean over
-draws of the busiest rank's tokens, divided by N / C. Draws are seeded, so equal jobs give equal
+- q) of a multinomial one, where q is the sum of its experts' shares. The load of a step is the mean over
+layers of the busiest rank's tokens, divided by N / C. Draws are seeded, so equal jobs give equal
 figures. Tokens of a text are alike, so the real noise is larger than a multinomial one.
 """
 
@@ -19,17 +20,33 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from math import ceil, sqrt
+from math import sqrt
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from titan.config.errors import ConfigError, Problem
 from titan.config.layout import Layout
 from titan.config.schema import JobConfig
 
-_DRAWS = 200
+_STEPS = 200
+"""Steps that are drawn."""
+_HOT_SHARE = 0.75
+Hot = Callable[[int, int, int], Sequence[int]]
+_HOT: dict[str, Hot] = {
+    "W0": lambda step, experts, ranks: (),
+    "W1": lambda step, experts, ranks: range(experts // 8, experts // 2),
+    "W2": lambda step, experts, ranks: range(experts // ranks),
+    "W3": lambda step, experts, ranks: range(0, experts, experts // ranks),
+    "W4": lambda step, experts, ranks: (0, experts - 1),
+    "W5": lambda step, experts, ranks: range(experts // ranks),
+    "W6": lambda step, experts, ranks: _quarter(step, experts),
+    "W7": lambda step, experts, ranks: _quarter(3, experts) if step % 8 == 7 else (),
+}
+"""Hot experts of a step, by the number of the step, of experts and of ranks, after NVIDIA/Megatron-LM#7488: balanced, three of eight, those
+of a rank, one on each rank, two, those of a rank where the others get no tokens, rotating, a burst in one step of eight."""
 
 
 def busiest_rank(config: JobConfig, model: Any, layout: Layout) -> float:
@@ -51,14 +68,29 @@ def busiest_rank(config: JobConfig, model: Any, layout: Layout) -> float:
         return most
     if section.expert_imbalance is not None:
         return min(section.expert_imbalance, most)
-    if section.routing == "even" or config.debug.moe_force_load_balance:
-        return 1.0
+    loads = config_loads(config, model, layout)
+    # It is rounded to 0.01, since stored traces depend on it.
+    return round(fmean(loads), 2) if loads else 1.0
+
+
+def config_loads(config: JobConfig, model: Any, layout: Layout) -> list[float]:
+    """Return the tokens of the busiest rank over the mean in each of some steps; nothing if they are the same in all."""
+    section, ep = config.simulator, config.parallelism.expert_parallel_degree
+    is_even = section.routing == "even" or config.debug.moe_force_load_balance
+    if is_even or section.expert_imbalance is not None:
+        return []
     sequences = config.training.local_batch_size
     if layout.pp > 1:
         sequences = config.parallelism.pipeline_parallel_microbatch_size
     tokens = sequences * config.training.seq_len // (layout.cp * layout.tp)
-    found = _expected(section.routing, model.num_experts, ep, ep * tokens * model.top_k)
-    return min(found, most)
+    most = most_imbalance(config, model)
+    loads = step_loads(section.routing, model.num_experts, ep, ep * tokens * model.top_k)
+    return [min(load, most) for load in loads]
+
+
+def _quarter(step: int, experts: int) -> range:
+    """Return a quarter of the experts, another one in each of four steps."""
+    return range(step % 4 * experts // 4, (step % 4 + 1) * experts // 4)
 
 
 def most_imbalance(config: JobConfig, model: Any) -> float:
@@ -70,26 +102,40 @@ def most_imbalance(config: JobConfig, model: Any) -> float:
 
 
 @cache
-def _expected(routing: str, num_experts: int, num_ranks: int, num_rows: int) -> float:
-    """Return the expected tokens of the busiest rank over the mean.
+def step_loads(routing: str, num_experts: int, num_ranks: int, num_rows: int) -> list[float]:
+    """Return the tokens of the busiest rank over the mean, in each of some steps."""
+    rng, each = random.Random(0), num_experts // num_ranks
+    loads = []
+    for step in range(_STEPS):
+        busiest = []
+        for shares in layer_shares(routing, num_experts, num_ranks, step=step):
+            if routing.startswith("zipf:"):
+                rng.shuffle(shares)
+            ranks = [sum(shares[n : n + each]) for n in range(0, num_experts, each)]
+            tokens = (q + rng.gauss(0, sqrt(q * (1 - q) / num_rows)) for q in ranks)
+            busiest.append(num_ranks * max(tokens))
+        loads.append(fmean(busiest))
+    return loads
 
-    It is rounded to 0.01, since stored traces depend on it.
+
+def layer_shares(
+    routing: str, num_experts: int, num_ranks: int, *, step: int = 0
+) -> list[list[float]]:
+    """Return the shares of experts in each layer of a step. One layer stands for all, if they are alike.
+
+    Raises:
+        ConfigError: the file of simulator.routing is wrong.
     """
-    rng, busiest = random.Random(0), 0.0
-    is_zipf = routing.startswith("zipf:")
-    layers = (
-        [zipf(float(routing[5:]), num_experts)]
-        if is_zipf
-        else read_shares(routing, num_experts)
-    )
-    repeats = ceil(_DRAWS / len(layers))
-    for shares in layers * repeats:
-        if is_zipf:
-            rng.shuffle(shares)
-        each = num_experts // num_ranks
-        ranks = [sum(shares[n : n + each]) for n in range(0, num_experts, each)]
-        busiest += max(q + rng.gauss(0, sqrt(q * (1 - q) / num_rows)) for q in ranks)
-    return round(num_ranks * busiest / (repeats * len(layers)), 2)
+    if routing.startswith("zipf:"):
+        return [zipf(float(routing[5:]), num_experts)]
+    if routing not in _HOT:
+        return read_shares(routing, num_experts)
+    hot = set(_HOT[routing](step, num_experts, num_ranks))
+    if not hot:
+        return [[1 / num_experts] * num_experts]
+    of_hot = 1.0 if routing == "W5" else _HOT_SHARE
+    rest = (1 - of_hot) / num_experts
+    return [[rest + of_hot / len(hot) * (n in hot) for n in range(num_experts)]]
 
 
 def zipf(exponent: float, count: int) -> list[float]:

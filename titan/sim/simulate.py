@@ -94,11 +94,13 @@ class Simulation(StepSimulation):
         layout: Its layout.
         fits_up_to: Largest load of the busiest rank of experts that fits, as a multiple of the mean
         (titan.sim.report.imbalance). None: not asked for, or the job does not fit as it is.
+        routed: Spread of time and load over steps, with experts on several ranks.
     """
 
     config: JobConfig
     layout: Layout
     fits_up_to: float | None = None
+    routed: Facts | None = None
 
     @cached_property
     def model(self) -> Any:
@@ -315,7 +317,7 @@ def step_facts(simulation: StepSimulation) -> Facts:
         },
         "comm": communication(timeline, simulation.traces, profile, simulation.cost.dispatch),
         "pipeline": {"bubble_fraction": timeline.bubble_fraction},
-        "host": host_facts(simulation.traces.values()),
+        "host": host_facts(simulation.traces.values(), profile),
         "memory": _memory(simulation.fullest),
         "per_rank": [_rank(simulation, rank) for rank in simulation.traces],
         "wall_s": simulation.wall_s,
@@ -426,6 +428,7 @@ def _experts(simulation: Simulation) -> Facts:
         "imbalance": simulation.busiest_rank,
         "dispatch": config.simulator.dispatch,
         "fits_up_to_imbalance": simulation.fits_up_to,
+        "routed": simulation.routed,
     }
     return {"experts": experts}
 

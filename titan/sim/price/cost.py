@@ -21,7 +21,7 @@ from titan.sim.price.measured import SPAN_S, Tables, tables
 from titan.sim.price.network import Dispatch, TransferPrice, price_transfer
 from titan.sim.price.profiles import Profile, on_curve
 from titan.sim.record.trace import RECURRENCE_CHUNK, Group, Kernel, Transfer, visible_keys
-from titan.sim.routing import read_shares
+from titan.sim.routing import layer_shares
 
 _QUERY_BLOCK = 128
 """Queries that one thread block of FlashAttention-2 handles."""
@@ -285,11 +285,13 @@ def routing_exponent(config: JobConfig, model: Any) -> float:
         return 0.0
     if routing.startswith("zipf:"):
         return float(routing[5:])
-    ranks = [log(place) for place in range(1, model.num_experts + 1)]
+    places = [log(place) for place in range(1, model.num_experts + 1)]
     slopes = []
-    for shares in read_shares(routing, model.num_experts):
+    for shares in layer_shares(
+        routing, model.num_experts, config.parallelism.expert_parallel_degree
+    ):
         logs = [log(max(share, 1e-9)) for share in sorted(shares, reverse=True)]
-        slopes.append(-linear_regression(ranks, logs).slope)
+        slopes.append(-linear_regression(places, logs).slope)
     return fmean(slopes)
 
 

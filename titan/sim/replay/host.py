@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from titan.sim.price.cost import Cost
+from titan.sim.price.profiles import Profile
 from titan.sim.record.segments import any_layer
 from titan.sim.record.trace import (
     HOST,
@@ -288,11 +289,15 @@ class Issue:
         return pace
 
 
-def host_facts(traces: Collection[Trace]) -> dict[str, Any]:
-    """Return where the pace of traces comes from, and whether any kernel is compiled."""
+def host_facts(traces: Collection[Trace], profile: Profile) -> dict[str, Any]:
+    """Return the pace of traces and where it comes from, and whether any kernel is compiled."""
+    pace = next(iter(traces)).host
     launches = (e for trace in traces for e in trace.step if isinstance(e, Launch))
     return {
-        "pace": "recorded" if all(trace.host for trace in traces) else "usual",
+        "pace": "counted" if all(trace.host for trace in traces) else "usual",
+        "by_part": pace or USUAL_PACE,
+        "tiny_us": profile.host_tiny_us,
+        "source": profile.sources["host_tiny_us"],
         "compiled": any(launch.kernel.host == "compiled" for launch in launches),
     }
 

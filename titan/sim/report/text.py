@@ -151,6 +151,7 @@ def page(facts: Facts) -> str:
             "",
             *_memory(facts),
             *([f"  experts   {line}"] if (line := uneven_routing(facts)) else []),
+            *_routed(facts.get("experts", {})),
             *_ranks(facts["per_rank"]),
             *(line for extension in sim_extensions() for line in extension.lines(facts)),
             *_measured(facts.get("measured", ())),
@@ -271,7 +272,7 @@ def _host_line(facts: Facts) -> str:
     host, busy = facts["host"], duration(facts["time"]["host_busy_s"])
     line = f"the host is busy for {busy}"
     if host["pace"] == "usual":
-        line += ", at the usual pace (this program's was not measured)"
+        line += ", at the usual pace (this program's was not counted)"
     if host["compiled"]:
         return f"{line}: more tokens a step hide it"
     return f"{line}: `compile.enable` shortens that, and more tokens a step hide it"
@@ -332,6 +333,23 @@ def uneven_routing(facts: Facts) -> str:
         return f"{assumed} {ranks}"
     worst = ", where one rank gets all rows" if limit >= degree else ""
     return f"fits up to {limit:g} {ranks}{worst}; {assumed}"
+
+
+def _routed(experts: Facts) -> Iterator[str]:
+    """Yield what uneven routing costs over many steps."""
+    if not (routed := experts.get("routed")):
+        return
+    even, mean = routed["step_s_even"], routed["step_s_mean"]
+    yield (
+        f"  routing   {experts['routing']}: the busiest rank gets {routed['load_mean']:.2f} times the mean load, and more than "
+        f"{routed['load_p99']:.2f} in one of 100 steps"
+    )
+    yield (
+        f"            a step takes {duration(routed['step_s_p50'])} in the median, {duration(routed['step_s_p99'])} in one of 100; "
+        f"even routing would save {1 - even / mean:.0%}"
+    )
+    fits = "which fits" if routed["fits_p99"] else "which does NOT fit"
+    yield f"            that one step needs {routed['needed_gib_p99']:.1f} GiB, {fits}"
 
 
 def _by_part(by_module: Mapping[str, float], *, most: int | None = None) -> dict[str, float]:
