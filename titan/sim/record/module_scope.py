@@ -164,6 +164,15 @@ class ScopeTracker:
             for name, owner in owners.items():
                 setattr(owner, name, before[name])
 
+    @contextmanager
+    def in_module(self, name: str) -> Iterator[None]:
+        """Count as a module what runs within the context, such as the update of its parameters."""
+        self._place.path.append(name)
+        try:
+            yield
+        finally:
+            self._place.path.pop()
+
     def watch_fsdp(self) -> None:
         """Track the module for which FSDP communicates while no module runs: between a pipeline's actions."""
 

@@ -20,9 +20,11 @@ from torch import nn
 
 from titan.config.layout import Layout
 from titan.config.schema import JobConfig
+from titan.optim import fused_adam
 from titan.optim.states import local
 from titan.parallel.init_weights import canonical_name
 from titan.sim.record.microbatches import Microbatches, wrap_part
+from titan.sim.record.segments import LAYER
 from titan.sim.record.trace import BEGINS, Allocate, Event, Free, Trace, number_of
 from titan.step import train_step as module
 from titan.step.resolved import ResolvedJob, resolve_job
@@ -205,6 +207,25 @@ def _watched(program: Program, tracer: Any) -> Iterator[list[Any]]:
     for part in program.parts:
         scopes.watch(part)
     owners = _owners(program)
+    # A compiled update is a launch for each large parameter. It belongs to the parameter's block, so that it repeats with the blocks.
+    blocks = {
+        local(tensor).untyped_storage()._cdata: found[0]
+        for tensor, owner in owners.items()
+        if (found := LAYER.match(owner))
+    }
+
+    def in_blocks(compiled: Callable[..., Any]) -> Callable[..., Any]:
+        def compiled_update(*options: Any) -> Callable[..., None]:
+            update = compiled(*options)
+
+            def update_rows(weight: torch.Tensor, *others: Any) -> None:
+                with scopes.in_module(blocks.get(weight.untyped_storage()._cdata, "")):
+                    update(weight, *others)
+
+            return update_rows
+
+        return compiled_update
+
     without_gradient: list[Any] = []
 
     @torch.no_grad()  # or a DTensor's shard would be a new tensor with a gradient function
@@ -249,6 +270,9 @@ def _watched(program: Program, tracer: Any) -> Iterator[list[Any]]:
     if program.pipeline is not None:
         program.pipeline.loss_fn = wrap_part(tracer, program.pipeline.loss_fn, "L")
     with ExitStack() as replaced:
+        replaced.enter_context(
+            patch.object(fused_adam, "_compiled", in_blocks(fused_adam._compiled))
+        )
         # A program finds the function by its module's global name, so replacing that is enough.
         for where, name in program.clips:
             clip = clipping(getattr(where, name))

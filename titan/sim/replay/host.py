@@ -230,6 +230,8 @@ class Issue:
         for event in trace.step:
             if not isinstance(event, Launch | Transfer) or not _in_block(event.scope):
                 continue
+            if event.scope.phase == "optimizer":
+                continue
             phase, block = _region(event.scope)
             events[phase] += 1
             if isinstance(event, Launch):

@@ -184,15 +184,10 @@ def _by_simulation(search: LayoutSearch) -> ChosenLayout | str:
         tried.update(zip(points, search(map(search.settings, points)), strict=True))
         ranked[:] = sorted((p for p in tried if tried[p].fits), key=lambda p: -tried[p].speed)
 
-    # The formula does not know the host, which data parallelism alone costs least.
-    alone = [
-        p for spread in (False, True) for p in search.data_parallel(spreads_experts=spread)
-    ]
+    alone = search.seeds()
     simulate(alone + search.first(1))
     for lost in (point for point in alone if not tried[point].fits):
-        # As far as the formula was off here.
-        most = search.profile.usable_gib - tried[lost].needed_gib + search.estimated_gib(lost)
-        simulate(search.data_parallel(spreads_experts=lost.ep > 1, below_gib=most))
+        simulate(search.lighter(lost, tried[lost].needed_gib))
     simulate(search.neighbours(ranked[:1], 2))
     while not ranked and len(tried) < _MOST and (points := search.first(2)):
         simulate(points)

@@ -46,7 +46,7 @@ from titan.sim.search.point import ALSO, Kind, Point
 from titan.sim.search.reasons import reason
 from titan.sim.search.variants import Variant
 
-_BUDGET = 24  # candidates that are simulated
+_BUDGET = 20  # candidates that are simulated
 _SLOW = 0.5  # of the best speed: a kind of layout that is slower gets no row before variants of faster ones
 
 
@@ -88,8 +88,10 @@ def plan(search: LayoutSearch, *, budget: int, free_batch: bool = False) -> Plan
         singles = search.single_changes(own)
     # The job costs nothing of the budget, nor do its single changes, except those of EP.
     num_free = sum(own is not None and point.ep == own.ep for point in singles)
-    # Two thirds of the budget explore, the rest improves the results.
-    points = [*singles, *search.first(max(1, budget * 2 // 3 - len(singles) + num_free))]
+    seeds = search.seeds()
+    # Half of the budget explores, the rest improves the results.
+    num_first = budget // 2 - len(seeds) - len(singles) + num_free
+    points = [*singles, *seeds, *search.first(max(1, num_first))]
     search.total = budget = budget + num_free
     job, *variants = search([{}, *map(search.settings, points)])
     while True:
@@ -110,8 +112,17 @@ def plan(search: LayoutSearch, *, budget: int, free_batch: bool = False) -> Plan
             break
         # A sixth of the budget in each round, so that later rounds start from better centres.
         count = max(0, min(budget - len(results), max(2, budget // 6)))
-        # If nothing fits, try the next best candidates of the formula.
-        points = search.neighbours(ranked[:3], count) if ranked else search.first(count)
+        lost = [p for p in seeds if p in known and known[p].facts and not known[p].fits]
+        lighter = [p for one in lost for p in search.lighter(one, known[one].needed_gib)]
+        seeds = lighter = lighter[:count]
+        # A tight candidate may have a neighbour that fits and is faster than those that do.
+        fitting = [point for point in ranked if known[point].fits]
+        tight = [point for point in ranked if not known[point].fits]
+        centres = [*fitting[:2], *tight[:1]]
+        # If nothing runs, try the next best candidates of the formula.
+        count -= len(lighter)
+        more = search.neighbours(centres, count) if centres else search.first(count)
+        points = [*lighter, *more]
         if not points:
             break
         variants = search(map(search.settings, points))
@@ -226,8 +237,12 @@ def _remarks(search: LayoutSearch, found: Plan, *, wall_s: float) -> Iterator[st
             f"few candidates: {num_seen} of {len(search.points):,} that may fit were simulated; --simulate {_BUDGET}, "
             "the default, or more may find a faster one"
         )
+    best = found.ranked[0][0]
+    for point in search.refused(best)[:2]:
+        share = search.seconds(best) / search.seconds(point) - 1
+        yield f"refused: {point}, {share:.0%} faster than plan 1 by formula ({search.refusals[point]})"
     if untried := search.untried():
-        best, guess = found.ranked[0][0], untried[0]
+        guess = untried[0]
         share = search.seconds(best) / search.seconds(guess)
         yield (
             f"kinds of layout (axes in use, and which of them cross nodes) not simulated: {len(untried)}; the best by formula is "
