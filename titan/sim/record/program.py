@@ -24,8 +24,9 @@ from titan.optim import fused_adam
 from titan.optim.states import local
 from titan.parallel.init_weights import canonical_name
 from titan.sim.record.microbatches import Microbatches, wrap_part
+from titan.sim.record.operators import size_bytes
 from titan.sim.record.segments import LAYER
-from titan.sim.record.trace import BEGINS, Allocate, Event, Free, Trace, number_of
+from titan.sim.record.trace import BEGINS, Allocate, Event, Free, Kernel, Trace, number_of
 from titan.step import train_step as module
 from titan.step.resolved import ResolvedJob, resolve_job
 
@@ -214,17 +215,23 @@ def _watched(program: Program, tracer: Any) -> Iterator[list[Any]]:
         if (found := LAYER.match(owner))
     }
 
-    def in_blocks(compiled: Callable[..., Any]) -> Callable[..., Any]:
-        def compiled_update(*options: Any) -> Callable[..., None]:
-            update = compiled(*options)
+    def recorded_update(*_: Any) -> Callable[..., None]:
+        """Stand in for the compiled update: Inductor makes one kernel of it, whose bytes follow from its tensors."""
 
-            def update_rows(weight: torch.Tensor, *others: Any) -> None:
-                with scopes.in_module(blocks.get(weight.untyped_storage()._cdata, "")):
-                    update(weight, *others)
+        def update_rows(*tensors: torch.Tensor) -> None:
+            weight, _, average, square, *_ = tensors
+            kernel = Kernel(
+                "fused: add_copy__div_lerp_mul_sqrt_sub",
+                "pointwise",
+                dtype=str(weight.dtype)[6:],
+                read_bytes=sum(map(size_bytes, tensors)),
+                write_bytes=sum(map(size_bytes, (weight, average, square))),
+                host="compiled",
+            )
+            with scopes.in_module(blocks.get(weight.untyped_storage()._cdata, "")):
+                tracer.launch(kernel)
 
-            return update_rows
-
-        return compiled_update
+        return update_rows
 
     without_gradient: list[Any] = []
 
@@ -270,9 +277,7 @@ def _watched(program: Program, tracer: Any) -> Iterator[list[Any]]:
     if program.pipeline is not None:
         program.pipeline.loss_fn = wrap_part(tracer, program.pipeline.loss_fn, "L")
     with ExitStack() as replaced:
-        replaced.enter_context(
-            patch.object(fused_adam, "_compiled", in_blocks(fused_adam._compiled))
-        )
+        replaced.enter_context(patch.object(fused_adam, "_compiled", recorded_update))
         # A program finds the function by its module's global name, so replacing that is enough.
         for where, name in program.clips:
             clip = clipping(getattr(where, name))
