@@ -440,6 +440,7 @@ def _memory(report: MemoryReport) -> Facts:
         "rank": report.rank,
         "peak_active_gib": report.peak_active_bytes / GIB,
         "peak_reserved_gib": report.peak_reserved_bytes / GIB,
+        "reserved_by_stream_gib": in_gib(report.by_stream),
         "outside_gib": report.outside_bytes / GIB,
         "needed_gib": report.needed_bytes / GIB,
         "usable_gib": report.usable_bytes / GIB,

@@ -17,7 +17,7 @@ streams still use (record_stream), garbage collection below the limit. Imports n
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 # kMinBlockSize, kSmallSize, kSmallBuffer, kLargeBuffer, kMinLargeAlloc and kRoundLarge of
@@ -71,6 +71,7 @@ class Allocator:
         limit_bytes: Memory that may be reserved; None for any amount.
         active_bytes: Memory of blocks in use, with its peak.
         reserved_bytes: Memory taken from the device, with its peak.
+        reserved_by_stream: The same by the stream whose pools have it.
         num_retries: Number of times that the cache was given back.
     """
 
@@ -78,6 +79,7 @@ class Allocator:
         self.expandable, self.limit_bytes = expandable, limit_bytes
         self.active_bytes = self.peak_active_bytes = 0
         self.reserved_bytes = self.peak_reserved_bytes = 0
+        self.reserved_by_stream: Counter[int] = Counter()
         self.num_retries = 0
         # Free and backed blocks by (size, address), sorted for best fit.
         self.free_blocks: dict[_Pool, list[tuple[int, int, _Block]]] = defaultdict(list)
@@ -204,7 +206,7 @@ class Allocator:
 
     # -- memory of the device
 
-    def _reserve(self, change: int) -> bool:
+    def _reserve(self, change: int, pool: _Pool) -> bool:
         """Take memory from the device, or give it back if `change` is negative.
 
         Return False if there is none left.
@@ -212,6 +214,7 @@ class Allocator:
         if self.limit_bytes is not None and self.reserved_bytes + change > self.limit_bytes:
             return False
         self.reserved_bytes += change
+        self.reserved_by_stream[pool[0]] += change
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         return True
 
@@ -225,7 +228,7 @@ class Allocator:
             segment = LARGE_SEGMENT
         else:
             segment = -(-size // ROUND_LARGE) * ROUND_LARGE
-        if not self._reserve(segment):
+        if not self._reserve(segment, pool):
             return None
         block = _Block(self._next_address, segment, pool)
         self._next_address += segment
@@ -254,7 +257,7 @@ class Allocator:
             # A free block before the hole contributes its own bytes. Only the rest must be mapped.
             request = size if part is block else size - block.size
             taken = min(part.size, -(-min(request, part.size) // page) * page)
-            if not self._reserve(taken):
+            if not self._reserve(taken, pool):
                 # Pages mapped so far stay in the pool, as cached memory.
                 return None
             self._remove(part)
@@ -277,7 +280,7 @@ class Allocator:
                     # without neighbours.
                     if block.previous is None and block.next is None:
                         self._remove(block)
-                        self._reserve(-block.size)
+                        self._reserve(-block.size, pool)
                     continue
                 self._unmap(block, page)
 
@@ -298,7 +301,7 @@ class Allocator:
         if end < block.address + block.size:
             self._insert(self._cut(block, end - block.address))
         block.mapped = False
-        self._reserve(-block.size)
+        self._reserve(-block.size, block.pool)
         self._insert(self._merged(block))
 
 

@@ -10,7 +10,7 @@ frees. Imports no torch.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from heapq import nlargest
@@ -19,6 +19,7 @@ from titan.sim.price.profiles import Profile
 from titan.sim.record.segments import any_layer
 from titan.sim.record.trace import (
     CATEGORIES,
+    COMPUTE_STREAM,
     Allocate,
     Category,
     Free,
@@ -71,6 +72,7 @@ class MemoryReport:
             slow.
         failure: Place where it runs out of memory, if it does.
         by_both: Memory in use at the peak, by category and module.
+        by_stream: Memory that each stream's pools hold at the end, by what the stream is for. Free memory of one serves no other.
     """
 
     rank: int
@@ -85,6 +87,7 @@ class MemoryReport:
     num_retries: int = 0
     failure: str = ""
     by_both: Counter[tuple[Category, str]] = field(default_factory=Counter)
+    by_stream: dict[str, int] = field(default_factory=dict)
 
     @property
     def by_category(self) -> dict[Category, int]:
@@ -159,6 +162,7 @@ def _unlimited(trace: Trace, workspace_bytes: int, expandable: bool) -> MemoryRe
         peak_reserved_bytes=run.allocator.peak_reserved_bytes,
         at=_NOWHERE,
         timeline=[],
+        by_stream=_named_streams(trace, run.allocator.reserved_by_stream),
     )
     in_use = dict.fromkeys(CATEGORIES, 0)
     alive: dict[int, Allocate] = {}
@@ -189,6 +193,19 @@ def _unlimited(trace: Trace, workspace_bytes: int, expandable: bool) -> MemoryRe
         report.timeline.append(MemoryPoint(number, position, phase, dict(in_use)))
         part, highest = now, total
     return report
+
+
+def _named_streams(trace: Trace, reserved: Mapping[int, int]) -> dict[str, int]:
+    """Return memory by what a stream is for: computation, or the transfers that are issued there most."""
+    issued: defaultdict[int, Counter[str]] = defaultdict(Counter)
+    for event in trace.step:
+        if isinstance(event, Transfer):
+            issued[event.stream][event.kind] += 1
+    found: Counter[str] = Counter()
+    for stream, size in reserved.items():
+        is_known = stream != COMPUTE_STREAM and issued[stream]
+        found[issued[stream].most_common(1)[0][0] if is_known else "compute"] += size
+    return dict(found)
 
 
 _MOST_TENSORS = 6  # that are listed for a point
@@ -248,6 +265,7 @@ def _try_within(
     else:
         report.runs, report.num_retries = True, run.allocator.num_retries
         report.peak_reserved_bytes = run.allocator.peak_reserved_bytes
+        report.by_stream = {}
 
 
 @dataclass

@@ -305,6 +305,10 @@ def _memory(facts: Facts) -> Iterator[str]:
     yield f"  memory    {verdict(facts)}"
     if "formula_gib" in memory:  # of a job
         yield f"            the formula of `titan check` says {memory['formula_gib']:.1f} GiB; the simulated value is used"
+    streams = memory["reserved_by_stream_gib"]
+    if len(streams) > 1:
+        parts = ", ".join(f"{name} {_gib(gib)}" for name, gib in streams.items())
+        yield f"            reserved by stream, of which each keeps its own: {parts}"
     if memory["failure"]:
         yield f"            {memory['failure']}"
     yield f"  at its peak of {memory['peak_active_gib']:.1f} GiB in use (rank {memory['rank']}, {memory['at'] or 'start'})"
