@@ -92,6 +92,28 @@ def _class_of(work: KernelGroup, *, is_split: bool) -> str:
     return "compiled kernels" if host == "compiled" else "eager kernels"
 
 
+def rests_on(profile: Profile) -> dict[str, str]:
+    """Return what the time of each class rests on: measured tables or rates of the card, datasheets, estimates."""
+    table = f"measured table of {profile.measured}" if profile.measured else "datasheet"
+    traced = "step" in profile.sources["matmul_share"].partition(";")[0]
+    level = "a traced step" if traced else "a benchmark"
+    kernels = "bytes, at the datasheet's bandwidth times a share by size"
+    attention = "published rates of the kernel by length"
+    host = profile.sources["host_tiny_us"].partition(":")[0].partition(" ")[0]
+    return {
+        "matmuls": f"{table}, at the level of {level}",
+        "matmuls in 8 bits": f"{table}, at the level of a benchmark",
+        "attention": attention,
+        "attention across ranks": attention,
+        "eager kernels": kernels,
+        "compiled kernels": kernels,
+        "experts' dispatch": f"{table}, and bytes",
+        "transfers within a node": table,
+        "transfers between nodes": "datasheet of the network cards",
+        "waiting for the host": f"counted calls; a tiny operation is {'an estimate' if host == 'estimate' else 'measured'}",
+    }
+
+
 def lacks_runs(profile: Profile) -> str:
     """Return why no published run supports a profile, or an empty text."""
     if profile.unsupported:
@@ -112,7 +134,11 @@ def interval_facts(
         mix[HARDWARE] = 1.0
     elif deviation := known["kept_back"].get(profile.device):
         mix[HARDWARE] = deviation / known["sigma"][HARDWARE]
-    return {"shares": mix, **of_speed(speed, mix)._asdict()}
+    rest = {name: text for name, text in rests_on(profile).items() if mix.get(name)}
+    found = of_speed(speed, mix)
+    if not lacks_runs(profile):
+        found = found._replace(reason=found.reason.replace(HARDWARE, "this card's figures"))
+    return {"shares": mix, "rests_on": rest, **found._asdict()}
 
 
 def of_speed(speed: float, mix: Mapping[str, float]) -> SpeedInterval:

@@ -23,6 +23,7 @@ from titan.config.options import (
 )
 from titan.sim.extension import sim_extensions
 from titan.sim.price.profiles import Profile, hardware_names
+from titan.sim.report.intervals import errors
 from titan.sim.simulate import Facts
 
 # Characters of a bar that stands for the whole.
@@ -148,6 +149,7 @@ def page(facts: Facts) -> str:
             *_speed(facts),
             "",
             *_time(facts),
+            *_rests_on(facts["interval"]),
             "",
             *_memory(facts),
             *([f"  experts   {line}"] if (line := uneven_routing(facts)) else []),
@@ -265,6 +267,20 @@ def _time(facts: Facts) -> Iterator[str]:
         yield f"    pipeline bubble: {facts['pipeline']['bubble_fraction']:.1%} of the step"
     yield "  compute by module"
     yield from _bars(_by_part(time["by_module_s"], most=8), total=total, unit=duration)
+
+
+def _rests_on(interval: Facts) -> Iterator[str]:
+    """Yield what the time of each class of work rests on."""
+    shares = {name: interval["shares"][name] for name in interval["rests_on"]}
+    shown = sorted((n for n in shares if shares[n] > _SMALL), key=lambda n: -shares[n])
+    runs = errors()["runs"]
+    rows = [
+        [name, f"{shares[name]:.1%}", f"{runs[name] or 'no'} runs", interval["rests_on"][name]]
+        for name in shown
+    ]
+    if rows:
+        yield "  what the time rests on, and published runs that it was compared with"
+        yield from (f"    {line}" for line in columns(rows, left=(0, 3)))
 
 
 def _host_line(facts: Facts) -> str:
