@@ -27,7 +27,7 @@ SPACES: dict[str, tuple[list[str], int, str, int]] = {
         ["train_configs/llama3_1b.toml", *EAGER, "--training.global_batch_size=16"],
         8,
         "a100-80g",
-        8,
+        2,
     ),
     "8B on 16 H100": (
         [

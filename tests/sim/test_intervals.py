@@ -53,6 +53,8 @@ def test_shares_are_the_step_by_class(simulation: Simulation) -> None:
         step_facts(simulation)["interval"]["shares"],
         simulation.timeline.ranks.values(),
     )
+    # Tensor parallelism is a class of the whole step.
+    assert shares.pop(intervals.TENSOR) == 1
     assert sum(shares.values()) == pytest.approx(1)
     compute: Any = [
         i for i in rank.intervals if i.lane == "compute" and isinstance(i.event, Launch)
@@ -164,7 +166,11 @@ def test_measurements_that_a_fit_has_not_seen_are_inside() -> None:
     assert len(rows) >= 40 and len({run.source for run, _, _ in rows}) >= 8
     assert sum(inside for _, _, inside in rows) >= 34 / 40 * len(rows)
     assert sim_intervals.document() == intervals.ERRORS.read_text(encoding="utf-8")
-    assert {*intervals.errors()["sigma"]} == {*sim_intervals.CLASSES, intervals.HARDWARE}
+    assert {*intervals.errors()["sigma"]} == {
+        *sim_intervals.CLASSES,
+        intervals.TENSOR,
+        intervals.HARDWARE,
+    }
 
 
 def test_commands_print_the_interval(

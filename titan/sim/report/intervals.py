@@ -158,7 +158,8 @@ def of_speed(speed: float, mix: Mapping[str, float]) -> SpeedInterval:
         n: f" ({mix[n]:.0%} of the step, seen in {known['runs'][n] or 'no'} runs)"
         for n in worst
     }
-    reason = " and ".join(n + ("" if n == HARDWARE else seen[n]) for n in worst)
+    whole = (HARDWARE, TENSOR)  # they are of a step, and no share of it
+    reason = " and ".join(n + ("" if n in whole else seen[n]) for n in worst)
     return SpeedInterval(speed * exp(-width), speed * exp(width), known["level"], reason)
 
 
