@@ -72,7 +72,7 @@ def test_page_json_trace_and_html(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (
         facts["mfu_convention"] == "full" and facts["hardware"] == "h100-sxm" and facts["fits"]
     )
-    assert "\n  assumed   700 W, 80 GB of HBM3, attention in cudnn\n" in printed
+    assert "\n  assumed   700 W, 80 GB of HBM3, attention in cudnn (with flash2 " in printed
     [(kin, speed)] = facts["hardware_kin"].items()
     assert kin == "h100-96g-500w" and f"if it is {kin}: {speed:,.0f} tokens/s/GPU" in printed
     noted = facts | {"hardware_note": "too fast", "hardware_lacks": "no run"}
