@@ -193,8 +193,11 @@ def world_of(job: Job) -> object:
         or len(job.ranks) > 1
     ):
         return id(job)
-    layout, simulator = _layout(job), job.programs[0].simulator.model_dump_json()
-    return (str(layout), job.ranks, simulator) if layout.pp == 1 else id(job)
+    program, layout = job.programs[0], _layout(job)
+    # A process assumes one load of the busiest rank, which depends on the batch, too.
+    busiest = busiest_rank(program, program.model.sizes, layout)
+    simulator = program.simulator.model_dump_json()
+    return (str(layout), job.ranks, simulator, busiest) if layout.pp == 1 else id(job)
 
 
 def _prepare(job: Job, layout: Layout, tracer: Any) -> None:
