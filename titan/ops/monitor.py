@@ -42,11 +42,12 @@ from typing import IO
 from titan.base.errors import COMMUNICATION, Failure, explains_itself
 from titan.base.run_folder import write_status
 from titan.base.signals import EXIT_FAILED, StopRequest, has_agent, leave, signal_main_thread
-from titan.ops import flight_recorder
-from titan.ops.activity import main_thread, open_stacks, stacks_file, where_failed
-from titan.ops.heartbeats import describe_hang, describe_silence, store_host, why_silent
-from titan.ops.peers import LINGER_S, Peers, call_with_timeout
-from titan.ops.run_lock import BEAT_S, RunLock, RunLocked
+
+from . import flight_recorder
+from .activity import main_thread, open_stacks, stacks_file, where_failed
+from .heartbeats import describe_hang, describe_silence, store_host, why_silent
+from .peers import LINGER_S, Peers, call_with_timeout
+from .run_lock import BEAT_S, RunLock, RunLocked
 
 LOCKED_S = 10.0  # after a step's limit, until a rank whose interpreter is locked is ended
 _STUCK_S = 20.0  # wait for a main thread that ends, and for a disk that may hang
@@ -167,10 +168,10 @@ class Monitor:
         if self._stacks is not None:
             self._stacks.close()
             self._stacks = None
-            # A file that stayed empty would only raise questions.
-            with suppress(OSError):
-                if not (path := stacks_file(self.run_dir, self.rank)).stat().st_size:
-                    path.unlink()
+        # A file that stayed empty would only raise questions.
+        with suppress(OSError):
+            if not (path := stacks_file(self.run_dir, self.rank)).stat().st_size:
+                path.unlink()
 
     # ---- calls of other threads, which do not wait for the main thread -----------------------------
 

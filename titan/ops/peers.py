@@ -17,9 +17,10 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from titan.base.errors import Failure
-from titan.ops.activity import main_thread
-from titan.ops.heartbeats import Heartbeat, connect
-from titan.ops.run_lock import ProcessId
+
+from .activity import main_thread
+from .heartbeats import Heartbeat, connect
+from .run_lock import ProcessId
 
 # Seconds that a failed rank stays, so that others read the reason before its agent or store is gone.
 LINGER_S = 3.0

@@ -16,8 +16,9 @@ from typing import Any
 from titan.base.untrusted import InputError
 from titan.config.options import command_parser, put_json
 from titan.observe.step_parts import COMMUNICATION, HOST, PARTS
-from titan.tools.trace import PHASES, Report
-from titan.tools.trace_files import TraceFileError, find_traces, read_report
+
+from .trace import PHASES, Report
+from .trace_files import TraceFileError, find_traces, read_report
 
 _MAX_RANKS = 8  # ranks to read: a large trace takes seconds
 

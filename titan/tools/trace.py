@@ -20,7 +20,8 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from titan.observe.step_parts import COMMUNICATION, HOST, MODULE, PARTS
-from titan.tools.trace_kinds import kind_of_kernel, kind_of_operator, surroundings
+
+from .trace_kinds import kind_of_kernel, kind_of_operator, surroundings
 
 ELSEWHERE = "(elsewhere)"
 PHASES = ("forward", "recompute", "backward")

@@ -23,7 +23,6 @@ from statistics import mean, median
 from typing import Any
 
 from titan.config.options import check_target, mistake
-from titan.contrib.calibrate.profile_file import Figures, base_of, to_toml
 from titan.sim.price.cost import Cost
 from titan.sim.price.profiles import Profile, load_profile
 from titan.sim.record.trace import Group, Kernel, Scope, Transfer
@@ -31,6 +30,7 @@ from titan.sim.report.text import columns
 from titan.tools.trace_files import TraceFileError
 
 from .calls import STRANGE, TracedKernels, not_a_trace, read_calls
+from .profile_file import Figures, base_of, to_toml
 from .work import Timing, TracedWork, eager_launches, work_of
 
 _LEAST_S, _LEAST_MOVED, _LEAST_SENT, _LEAST_IN_ALL_S = 50e-6, 2**25, 10**6, 1e-3

@@ -36,13 +36,14 @@ from titan.config.options import TRUST_OPTION, command_parser, positive, put_jso
 from titan.config.plug_ins import load_plug_ins
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
-from titan.contrib.evaluation.examples import ExampleTask, Figure, is_file, read_task, shipped
 from titan.data import DataError
 from titan.ops.launch import launch_command
 from titan.sim.report.text import columns
 
+from .examples import ExampleTask, Figure, is_file, read_task, shipped
+
 if TYPE_CHECKING:
-    from titan.contrib.evaluation.scoring import Scorer
+    from .scoring import Scorer
 
 # Tokens of a text for a Hugging Face folder: at most, and without max_position_embeddings, as in the harness.
 _MAX_LENGTH, _UNKNOWN_LENGTH = 8192, 2048
@@ -205,11 +206,12 @@ def build_scorer(weights: Weights, *, device: Any, average: bool = False) -> Sco
         device: this rank's device.
         average: whether to load the average of the weights.
     """
-    from titan.contrib.evaluation.scoring import Scorer
     from titan.parallel import build_mesh
     from titan.parallel.block_attention import prefer_backend
     from titan.step.resolved import resolve_job
     from titan.step.train_step import build_train_step
+
+    from .scoring import Scorer
 
     config = weights.config
     prefer_backend(config.model.attention_backend, device.type)

@@ -15,13 +15,14 @@ import numpy as np
 
 from titan.base.untrusted import is_plain_name, parse_json, read_lines
 from titan.config.plug_ins import load_plug_in, plug_ins
-from titan.contrib.flux.config import FluxConfig
-from titan.contrib.flux.flow_options import FlowOptions
 from titan.data import DataError
 from titan.data.base import Samples
 from titan.data.files import walk
 from titan.data.order import derive_key, permute
 from titan.data.pictures import read_picture
+
+from .config import FluxConfig
+from .flow_options import FlowOptions
 
 _HELD_OUT = 20  # every 20th picture of a folder is for validation
 

@@ -23,15 +23,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan.base.run_writer import run_files
-from titan.contrib.flux.flow_data import Encoded, FlowSamples, Rows, open_samples
-from titan.contrib.flux.flow_options import SHAPES, FlowOptions
-from titan.contrib.flux.patches import grid, to_patches, to_pictures
 from titan.data import DataError, require
 from titan.data.base import Samples, TensorBatch
 from titan.data.loader import Collate
 from titan.data.order import derive_key
 from titan.parallel.context import unshard_sequence
 from titan.tasks.base import LossFunction, Microbatch, SampleContext, Task
+
+from .flow_data import Encoded, FlowSamples, Rows, open_samples
+from .flow_options import SHAPES, FlowOptions
+from .patches import grid, to_patches, to_pictures
 
 _TIMES = 8  # of validation, in turn
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from titan.contrib.flux.flow_options import FlowOptions
+from .flow_options import FlowOptions
 
 
 def to_patches(pictures: np.ndarray, patch: int) -> np.ndarray:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from titan.contrib.flux.flow_data import FlowSamples
-from titan.contrib.flux.flow_options import SHAPES
 from titan.data.order import derive_key
+
+from .flow_data import FlowSamples
+from .flow_options import SHAPES
 
 _NUM_VALIDATION = 1024
 

@@ -24,10 +24,6 @@ from torch.distributed.tensor import DTensor
 from titan.base.run_writer import run_files
 from titan.base.untrusted import InputError, open_regular, read_lines
 from titan.config.plug_ins import load_plug_in, plug_ins
-from titan.contrib.llava.config import LlavaConfig
-from titan.contrib.llava.huggingface import IMAGE_MEAN, IMAGE_STD
-from titan.contrib.llava.image_text_options import ImageTextOptions
-from titan.contrib.llava.model import Llava
 from titan.data import DataError, require
 from titan.data.base import Samples, TensorBatch
 from titan.data.best_fit import best_fit
@@ -46,6 +42,11 @@ from titan.parallel.init_weights import canonical_name
 from titan.tasks.base import Microbatch, SampleContext
 from titan.tasks.next_token import NextToken
 from titan.tools.generation import Generator
+
+from .config import LlavaConfig
+from .huggingface import IMAGE_MEAN, IMAGE_STD
+from .image_text_options import ImageTextOptions
+from .model import Llava
 
 _ROW = ("images", "image_index_BS")
 _DRAWN = 24  # at most, of the pictures that are described

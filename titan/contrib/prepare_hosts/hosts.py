@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from titan.config.options import positive
-from titan.contrib.prepare_hosts.parts import Parts, Run
 from titan.data import DataError
 from titan.data.cache import display
 from titan.data.shards import Index
@@ -24,6 +23,8 @@ from titan.data.sources import Documents
 from titan.data.writer import TokenizationSpec
 from titan.tools.prepare import PrepareExtension
 from titan.tools.ray_cluster import connect, reason
+
+from .parts import Parts, Run
 
 # Ray begins a task elsewhere if its host or its process is lost, at most so often. Hosts that are cheap are lost all the time.
 _RETRIES = 10

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titan.contrib.transformers.fake_tensors import real_tensors
 from titan.models.common.attention import InnerAttention
 
 from .errors import UnsupportedModelError
+from .fake_tensors import real_tensors
 
 RUN, PROBE = "titan", "titan_probe"
 _FAR = 2**20  # a position beyond every window

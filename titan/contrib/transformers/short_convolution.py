@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan.contrib.transformers.linear_attention_borders import Bordered, SequenceBorders
 from titan.parallel.documents import DocumentMask
+
+from .linear_attention_borders import Bordered, SequenceBorders
 
 
 class ShortConvolution(Bordered):

@@ -15,8 +15,9 @@ from typing import Any
 from titan.base.untrusted import printable
 from titan.config.options import command_parser, put_json
 from titan.observe.rows import with_groups
-from titan.ops.doctor.diagnosis import Diagnosis, diagnose
-from titan.ops.doctor.evidence import Evidence
+
+from .diagnosis import Diagnosis, diagnose
+from .evidence import Evidence
 
 _MAX_LINE = 2000  # characters of a cause, or a piece of evidence
 

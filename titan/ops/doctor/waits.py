@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from titan.ops.doctor.evidence import Call, Dump, Message
+from .evidence import Call, Dump, Message
 
 # Collectives with equal sizes on all ranks. Ranks may pass different sizes to others.
 _SAME_SIZES = ("allreduce", "allgather", "reducescatter", "broadcast")

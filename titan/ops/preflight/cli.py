@@ -127,10 +127,11 @@ def check_all(
     import torch.distributed as dist
 
     from titan.base.failure import RunFailure
-    from titan.ops.preflight import judge, measure
-    from titan.ops.preflight.dry_run import dry_run, explain, out_of_memory
     from titan.sim.estimate import estimate_memory
     from titan.step.parallelize import torch_dtype
+
+    from . import judge, measure
+    from .dry_run import dry_run, explain, out_of_memory
 
     config = config.on_device(device.type)
     rank, dtype = dist.get_rank(), config.training.compute_dtype

@@ -17,11 +17,12 @@ from statistics import fmean, linear_regression
 from typing import Any
 
 from titan.config.schema import JobConfig
-from titan.sim.price.measured import SPAN_S, Tables, tables
-from titan.sim.price.network import Dispatch, TransferPrice, price_transfer
-from titan.sim.price.profiles import Profile, on_curve
 from titan.sim.record.trace import RECURRENCE_CHUNK, Group, Kernel, Transfer, visible_keys
 from titan.sim.routing import layer_shares
+
+from .measured import SPAN_S, Tables, tables
+from .network import Dispatch, TransferPrice, price_transfer
+from .profiles import Profile, on_curve
 
 _QUERY_BLOCK = 128
 """Queries that one thread block of FlashAttention-2 handles."""

@@ -26,9 +26,10 @@ from collections.abc import Sequence
 from math import ceil, comb, log2
 from typing import Any, NamedTuple
 
-from titan.sim.price.measured import BUS, tables
-from titan.sim.price.profiles import Profile
 from titan.sim.record.trace import Group, Transfer
+
+from .measured import BUS, tables
+from .profiles import Profile
 
 # Each direction of a link is a separate resource: links are full duplex.
 LINKS = ("nvlink out", "nvlink in", "nic out", "nic in")

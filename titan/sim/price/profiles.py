@@ -34,7 +34,8 @@ from pydantic_core import ErrorDetails
 from titan.base.hardware import HARDWARE, MARGIN, by_name
 from titan.config.errors import ConfigError, Problem, choose, did_you_mean, key_text
 from titan.config.toml import read_toml
-from titan.sim.price.measured import BUS, CARDS, tables
+
+from .measured import BUS, CARDS, tables
 
 _FOLDER = Path(__file__).parents[1] / "hardware"
 _SELF = {"name", "note", "assumes", "kin", "unsupported"}

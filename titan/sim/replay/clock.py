@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Protocol
 
-from titan.sim.replay.timeline import Lane
+from .timeline import Lane
 
 
 class ReplayError(Exception):

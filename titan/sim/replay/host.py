@@ -28,9 +28,10 @@ from titan.sim.record.trace import (
     Trace,
     Transfer,
 )
-from titan.sim.replay.clock import Signal
-from titan.sim.replay.rendezvous import describe
-from titan.sim.replay.streams import (
+
+from .clock import Signal
+from .rendezvous import describe
+from .streams import (
     AWAIT,
     BATCH,
     REACH,
@@ -40,7 +41,7 @@ from titan.sim.replay.streams import (
     StreamQueue,
     TransferBatch,
 )
-from titan.sim.replay.timeline import Lane
+from .timeline import Lane
 
 _LEAD, _LEAD_UNIT = 1024, 64
 """Launches that a stream's queue takes before the host must wait (the driver's limit, from memory), and how finely they count."""

@@ -28,7 +28,8 @@ from titan.sim.record.trace import (
     Transfer,
     scope_of,
 )
-from titan.sim.replay.allocator import Allocator, OutOfMemory
+
+from .allocator import Allocator, OutOfMemory
 
 # Parts into which the timeline divides a step, enough for a chart.
 _NUM_POINTS = 400

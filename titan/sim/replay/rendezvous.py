@@ -13,9 +13,10 @@ from typing import Any
 from titan.sim.price.cost import Cost
 from titan.sim.price.network import TransferPrice
 from titan.sim.record.trace import Group, Transfer
-from titan.sim.replay.clock import Clock, ReplayError
-from titan.sim.replay.streams import TransferBatch
-from titan.sim.replay.timeline import Interval, axis_of
+
+from .clock import Clock, ReplayError
+from .streams import TransferBatch
+from .timeline import Interval, axis_of
 
 
 class Flow:

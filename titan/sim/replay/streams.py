@@ -12,8 +12,9 @@ from typing import Any, Protocol
 
 from titan.sim.price.network import LINKS
 from titan.sim.record.trace import COMPUTE_STREAM, Group, Launch, Transfer
-from titan.sim.replay.clock import Clock, Signal, Work
-from titan.sim.replay.timeline import Cause, Interval, Lane, axis_of
+
+from .clock import Clock, Signal, Work
+from .timeline import Cause, Interval, Lane, axis_of
 
 # A stream's queue holds tuples (kind, ...), because they are the cheapest objects of Python: a step has millions.
 # RUN a kernel, BATCH transfers, REACH count a signal down, AWAIT wait for a signal, STEP the step ends here.

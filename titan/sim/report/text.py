@@ -23,8 +23,9 @@ from titan.config.options import (
 )
 from titan.sim.extension import sim_extensions
 from titan.sim.price.profiles import Profile, hardware_names
-from titan.sim.report.intervals import errors
 from titan.sim.simulate import Facts
+
+from .intervals import errors
 
 # Characters of a bar that stands for the whole.
 _BAR = 28

@@ -28,8 +28,10 @@ from titan.sim.record.trace import Trace
 from titan.sim.record.trace_jobs import TraceError
 from titan.sim.replay.queues import ReplayError
 from titan.sim.report.text import say
-from titan.sim.search.command import settings_overlay, show
-from titan.sim.search.recomputation import (
+from titan.sim.simulate import GIB, HardwareError, Simulation, facts, price, simulate
+
+from .command import settings_overlay, show
+from .recomputation import (
     Block,
     Kept,
     choose,
@@ -38,8 +40,7 @@ from titan.sim.search.recomputation import (
     measure,
     samples,
 )
-from titan.sim.search.variants import Search, Variant
-from titan.sim.simulate import GIB, HardwareError, Simulation, facts, price, simulate
+from .variants import Search, Variant
 
 _ROUNDS = 5
 

@@ -29,8 +29,9 @@ from titan.config.schema import JobConfig
 from titan.parallel.schedules import build_schedule, stages_per_rank
 from titan.sim.estimate import estimate_memory, stacked_params
 from titan.sim.price.profiles import Profile
-from titan.sim.search.point import ALSO, RESHARD, Kind, Point, distance
-from titan.sim.search.variants import Search
+
+from .point import ALSO, RESHARD, Kind, Point, distance
+from .variants import Search
 
 # FLOPs against no recomputation. A full one adds the forward pass, a third of all. Selective
 # recomputes part of it, "2" does it in every second block.

@@ -18,8 +18,9 @@ from titan.sim.report.text import (
     speed_range,
     utilization,
 )
-from titan.sim.search.reasons import lost_to
-from titan.sim.search.variants import Search, Variant
+
+from .reasons import lost_to
+from .variants import Search, Variant
 
 
 def read_command(

@@ -15,8 +15,9 @@ from titan.sim.replay.queues import ReplayError
 from titan.sim.report.phases import simulate_phases
 from titan.sim.report.text import duration, say, speed_range, uneven_routing, verdict
 from titan.sim.routing import most_imbalance
-from titan.sim.search.variants import Search, Variant
 from titan.sim.simulate import HardwareError, facts
+
+from .variants import Search, Variant
 
 Settings = dict[str, str]
 _MOST = 5  # changes that are shown

@@ -22,8 +22,9 @@ from typing import TypeAlias
 from titan.checks.rules import check_to_run
 from titan.config.schema import JobConfig
 from titan.sim.report.text import say
-from titan.sim.search.command import settings_overlay, show
-from titan.sim.search.variants import Search, Variant
+
+from .command import settings_overlay, show
+from .variants import Search, Variant
 
 UNITS, PREFETCH = (1, 2, 3, 4, 8), (-1, 2)
 _KEY = "parallelism.fsdp_"

@@ -39,12 +39,13 @@ from titan.sim.report.text import (
     unsupported,
     utilization,
 )
-from titan.sim.search import fsdp
-from titan.sim.search.candidates import LayoutSearch
-from titan.sim.search.command import figure_names, figures, read_command, settings_overlay
-from titan.sim.search.point import ALSO, Kind, Point
-from titan.sim.search.reasons import reason
-from titan.sim.search.variants import Variant
+
+from . import fsdp
+from .candidates import LayoutSearch
+from .command import figure_names, figures, read_command, settings_overlay
+from .point import ALSO, Kind, Point
+from .reasons import reason
+from .variants import Variant
 
 _BUDGET = 20  # candidates that are simulated
 _SLOW = 0.5  # of the best speed: a kind of layout that is slower gets no row before variants of faster ones
@@ -363,7 +364,7 @@ def main(argv: list[str] | None = None) -> int:
         raise mistake("--host", "is for --only sac")
     if options.only:
         if options.only == "sac":
-            from titan.sim.search import autosac  # imports torch
+            from . import autosac  # imports torch
 
             return autosac.run(options, given, config)
         return fsdp.run(options, given, config)
