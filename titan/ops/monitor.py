@@ -36,6 +36,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -53,6 +54,7 @@ LOCKED_S = 10.0  # after a step's limit, until a rank whose interpreter is locke
 _STUCK_S = 20.0  # wait for a main thread that ends, and for a disk that may hang
 
 
+@dataclass(eq=False)
 class Monitor:
     """Monitor of one rank from `start` to `close`, and of its peers from `connect` to `finish`.
 
@@ -65,25 +67,17 @@ class Monitor:
         lock: run lock, on rank 0.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        *,
-        rank: int = 0,
-        world_size: int = 1,
-        heartbeat_s: float = 0,
-        step_limit_s: float = 0,
-        lock: RunLock | None = None,
-    ) -> None:
-        self.run_dir, self.rank, self.world_size = run_dir, rank, world_size
-        self.heartbeat_s, self.step_limit_s, self.lock = heartbeat_s, step_limit_s, lock
+    run_dir: Path
+    rank: int = 0
+    world_size: int = 1
+    heartbeat_s: float = 0
+    step_limit_s: float = 0
+    lock: RunLock | None = None
+
+    def __post_init__(self) -> None:
         self.step = 0
         self.peers = Peers(
-            rank,
-            world_size,
-            heartbeat_s=heartbeat_s,
-            get_step=lambda: self.step,
-            on_failure=self._exit_on,
+            self.rank, self.world_size, self.heartbeat_s, lambda: self.step, self._exit_on
         )
         self._deadline = float("inf")  # of the step
         self._stacks: IO[str] | None = None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -55,7 +55,7 @@ def _files() -> list[str]:
     return [name for extension in sim_extensions() for name in extension.files]
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> ArgumentParser:
     """Return the parser of the command's own options."""
     parser = job_parser(
         "sim",
@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _simulate(options: argparse.Namespace, job: list[str]) -> int:
+def _simulate(options: Namespace, job: list[str]) -> int:
     """Simulate one job: print its page, and write the requested files.
 
     Return 1 if it does not fit.
@@ -169,9 +169,7 @@ def _simulate(options: argparse.Namespace, job: list[str]) -> int:
     return show(options, run_job)
 
 
-def show(
-    options: argparse.Namespace, run: Callable[[], tuple[StepSimulation, Facts, str]]
-) -> int:
+def show(options: Namespace, run: Callable[[], tuple[StepSimulation, Facts, str]]) -> int:
     """Run a simulation, print its page and write the requested files.
 
     Return 1 if it does not fit.
@@ -209,7 +207,7 @@ def show(
     return 0 if simulation.runs and phases_run else 1
 
 
-def _sweep(options: argparse.Namespace, job: list[str]) -> int:
+def _sweep(options: Namespace, job: list[str]) -> int:
     """Simulate all variants of a sweep. Print a table, or all data with --json."""
     from .search.variants import WORLD_SIZE, combinations, simulate_variants, table
 

@@ -31,6 +31,11 @@ MAX_EVENTS = 2_000_000  # they take 2 GB
 _ON_HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 
 
+Record = dict[str, Any]
+"""Event of a trace as its file has it."""
+_Records = list[Record]
+
+
 class TooLarge(Exception):
     """Error: a trace has more than MAX_EVENTS events."""
 
@@ -95,7 +100,7 @@ class Report:
     modules_s: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
-def analyse(raw: Iterable[dict[str, Any]]) -> Report:
+def analyse(raw: Iterable[Record]) -> Report:
     """Analyse the events of a trace, in the form of Chrome's format. They are read once and not kept.
 
     Args:
@@ -158,17 +163,14 @@ def analyse(raw: Iterable[dict[str, Any]]) -> Report:
     return report
 
 
-def _span(record: dict[str, Any]) -> tuple[int, int]:
+def _span(record: Record) -> tuple[int, int]:
     # Traces count in microseconds, with fractions.
     begin = round(record["ts"] * 1000)
     return begin, begin + round(record.get("dur", 0) * 1000)
 
 
-_Records = list[dict[str, Any]]
-
-
 def _sorted_out(
-    raw: Iterable[dict[str, Any]],
+    raw: Iterable[Record],
 ) -> tuple[list[TraceEvent], dict[int, TraceEvent], _Records, _Records]:
     """Sort the records of a trace.
 
@@ -199,7 +201,7 @@ def _sorted_out(
     return events, by_correlation, kernels, flows
 
 
-def _kernel(record: dict[str, Any]) -> dict[str, Any]:
+def _kernel(record: Record) -> Record:
     kept = {key: record[key] for key in ("ts", "dur") if key in record}
     correlation = record.get("args", {}).get("correlation")
     return kept | {"name": sys.intern(record["name"]), "args": {"correlation": correlation}}

@@ -133,7 +133,9 @@ def corrections(
         in_all[figure] = seconds
         if name.startswith("attention"):
             known = known.model_copy(update={"attention_kernel": figure[1]})
-        before, known = known, _fitted(known, figure, works, seconds)
+        before = known
+        for _ in range(_ROUNDS):
+            known = _scaled(known, figure, _priced_s(works, known) / seconds)
         figures[name] = getattr(known, name)
         values = (_text(profile, figure) for profile in (before, known))
         count = sum(timed.kernels for _, timed in works)
@@ -182,15 +184,6 @@ def _figure_of(work: TracedWork, timed: Timing, base: Profile) -> Figure | None:
 def _seconds(work: TracedWork, timed: Timing) -> float:
     """Return the time of one run: the mean, but of collectives the fastest, which has waited least."""
     return min(timed.seconds) if work.ranks else mean(timed.seconds)
-
-
-def _fitted(
-    profile: Profile, figure: Figure, works: list[tuple[TracedWork, Timing]], measured_s: float
-) -> Profile:
-    """Return the profile with the figure on which its works take the measured time, in all."""
-    for _ in range(_ROUNDS):
-        profile = _scaled(profile, figure, _priced_s(works, profile) / measured_s)
-    return profile
 
 
 def _priced_s(works: list[tuple[TracedWork, Timing]], profile: Profile) -> float:

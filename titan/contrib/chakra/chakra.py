@@ -69,7 +69,10 @@ def _nodes(trace: t.Trace, timeline: RankTimeline, numbers: dict[Any, int]) -> l
                 lane = event.group if event.detached else lane
                 attributes = _of_transfer(event, trace, numbers)
             else:
-                attributes = _of_kernel(event.kernel)
+                kernel = event.kernel
+                size = kernel.read_bytes + kernel.write_bytes
+                costs = {"num_ops": (_INT64, kernel.flops), "tensor_size": (_UINT64, size)}
+                attributes = _COMPUTE, kernel.name, costs
             parents, last[lane] = last[lane] | last[event.stream] | last[t.HOST], {number}
             if isinstance(event, t.Transfer):  # transfers of one work run together
                 parents = issued.setdefault(event.work, parents)
@@ -91,16 +94,6 @@ def _nodes(trace: t.Trace, timeline: RankTimeline, numbers: dict[Any, int]) -> l
             awaited = [event.stream] if event.stream >= 0 else [*last]
             last[t.HOST] |= set().union(*(last[lane] for lane in awaited))
     return nodes
-
-
-def _of_kernel(kernel: t.Kernel) -> tuple[int, str, _Attributes]:
-    """Return the type, the name and the attributes of a kernel's node."""
-    size = kernel.read_bytes + kernel.write_bytes
-    return (
-        _COMPUTE,
-        kernel.name,
-        {"num_ops": (_INT64, kernel.flops), "tensor_size": (_UINT64, size)},
-    )
 
 
 def _of_transfer(

@@ -7,9 +7,9 @@ neither shipped nor files belong to an installed package.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from itertools import starmap
 from pathlib import Path
@@ -59,14 +59,14 @@ class EvaluateExtension:
 
     about = ""
 
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
+    def add_options(self, parser: ArgumentParser) -> None:
         """Add options to the command."""
 
-    def check(self, names: Sequence[str], args: argparse.Namespace, *, what: str) -> None:
+    def check(self, names: Sequence[str], args: Namespace, *, what: str) -> None:
         """Raise DataError for a name that is no task of this package. what: why titan has not the first of them."""
 
     def evaluate(
-        self, scorer: Scorer, names: Sequence[str], args: argparse.Namespace
+        self, scorer: Scorer, names: Sequence[str], args: Namespace
     ) -> dict[str, float]:
         """Return the figures of tasks by name. Every rank calls this."""
         return {}
@@ -77,7 +77,7 @@ def extensions() -> list[EvaluateExtension]:
     return [extension() for extension in load_plug_ins("titan.extensions", of="evaluate")]
 
 
-def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+def parse(argv: Sequence[str] | None) -> tuple[Namespace, list[str]]:
     """Parse the command line. Return the command's options, and the overrides of the job."""
     parser = command_parser("evaluate", _ARGUMENTS, summary=main.__doc__ or "")
     add = parser.add_argument
@@ -143,9 +143,11 @@ def find_weights(
     """
     if is_hf_folder(step := where):
         run = hf_job(where, tokenizer=tokenizer)
-        run = run.model_copy(
-            update={"training": run.training.model_copy(update={"seq_len": hf_length(where)})}
-        )
+        # As many tokens as the model has positions.
+        positions = model_folders().num_positions(Path(str(where)))
+        length = _UNKNOWN_LENGTH if positions is None else min(positions, _MAX_LENGTH)
+        training = run.training.model_copy(update={"seq_len": length})
+        run = run.model_copy(update={"training": training})
     else:
         run, step = find_checkpoint(
             where, tokenizer=tokenizer, trust_remote_code=trust_remote_code
@@ -165,16 +167,7 @@ def find_weights(
     return Weights(config, check_to_run(config, world_size=world_size), step)
 
 
-def hf_length(where: Location) -> int:
-    """Return the length of texts for the model of a Hugging Face folder, in tokens.
-
-    It is the number of the model's positions, but at most 8,192.
-    """
-    positions = model_folders().num_positions(Path(str(where)))
-    return _UNKNOWN_LENGTH if positions is None else min(positions, _MAX_LENGTH)
-
-
-def split_tasks(args: argparse.Namespace) -> tuple[list[ExampleTask], list[str]]:
+def split_tasks(args: Namespace) -> tuple[list[ExampleTask], list[str]]:
     """Split the tasks of the command line.
 
     Returns:
@@ -225,7 +218,7 @@ def build_scorer(weights: Weights, *, device: Any, average: bool = False) -> Sco
     return Scorer(train_step, tokenizer)
 
 
-def score(scorer: Scorer, args: argparse.Namespace) -> dict[str, float]:
+def score(scorer: Scorer, args: Namespace) -> dict[str, float]:
     """Score all tasks. Every rank calls it.
 
     Args:

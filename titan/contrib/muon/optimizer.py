@@ -142,8 +142,11 @@ class Muon(Allocates, torch.optim.Optimizer):
         counts = []
         # One all-to-all per mesh axis that splits the matrices. After the last each rank has whole matrices.
         for cut in cuts:
-            counts.append(_share_out(len(x), cut.group.size(), first=turn))
-            turn //= cut.group.size()
+            ranks = cut.group.size()
+            each, rest = divmod(len(x), ranks)
+            # One more for each of the `rest` ranks from `turn` on.
+            counts.append([each + ((rank - turn) % ranks < rest) for rank in range(ranks)])
+            turn //= ranks
             x = yield from collect(x, cut, counts=counts[-1])
         x = newton_schulz(x, steps=self.ns_steps)
         for cut in reversed(cuts):
@@ -363,11 +366,6 @@ def _pad(x_NRC: Tensor, *, dim: int, size: int) -> Tensor:
     if not missing:
         return x_NRC
     return F.pad(x_NRC, (0, 0, 0, missing) if dim == 0 else (0, missing))
-
-
-def _share_out(num: int, ranks: int, *, first: int) -> list[int]:
-    """Return how many matrices each rank owns: equal shares, with the remainder on the ranks from `first` on."""
-    return [num // ranks + ((rank - first) % ranks < num % ranks) for rank in range(ranks)]
 
 
 def _parts(batch: Sequence[Tensor]) -> list[slice]:

@@ -20,6 +20,8 @@ from titan.parallel.tensor import style_names
 
 from .errors import WrongKeyError
 
+Styles = dict[str, str]
+"""Styles of modules, by name or pattern."""
 COLUMNS = ("colwise", "colwise_gather_output", "packed_colwise")
 ROWS = ("rowwise", "rowwise_split_input", "packed_rowwise")
 
@@ -66,8 +68,8 @@ class _Underivable(ValueError):
 
 
 def derive_plan(
-    model: Any, parts: list[Part], given: dict[str, str], *, whole_heads: bool = False
-) -> tuple[dict[str, str], str]:
+    model: Any, parts: list[Part], given: Styles, *, whole_heads: bool = False
+) -> tuple[Styles, str]:
     """Return the style of each module by pattern, and the reason why there is no plan, or "".
 
     Args:
@@ -87,7 +89,7 @@ def derive_plan(
     return {**given, **_by_pattern(styles)}, ""
 
 
-def _check_given(model: nn.Module, given: dict[str, str]) -> None:
+def _check_given(model: nn.Module, given: Styles) -> None:
     """Raise WrongKeyError if a pattern of [model.plan] matches no module, or its style does not exist."""
     names = [name for name, _ in model.named_modules() if name]
     stars, known = sorted({_star(name) for name in names}), [*style_names(), "experts"]
@@ -115,7 +117,7 @@ class _Plan:
     """Derivation of one model's plan."""
 
     def __init__(
-        self, model: Any, parts: list[Part], given: dict[str, str], *, whole_heads: bool
+        self, model: Any, parts: list[Part], given: Styles, *, whole_heads: bool
     ) -> None:
         self.model, self.given, self.whole_heads = model, given, whole_heads
         self.parts = {part.name: part for part in parts}
@@ -125,9 +127,9 @@ class _Plan:
         self.theirs = {
             re.sub(r"^.*?(layers|h|blocks)\.\*", "layers.*", k): v for k, v in theirs.items()
         }
-        self.found: dict[str, str] = {}
+        self.found: Styles = {}
 
-    def styles(self) -> dict[str, str]:
+    def styles(self) -> Styles:
         """Return the style of each module by name.
 
         Raises:
@@ -333,7 +335,7 @@ def _star(name: str) -> str:
     return re.sub(r"^layers\.\d+\.", "layers.*.", name)
 
 
-def _by_pattern(styles: dict[str, str]) -> dict[str, str]:
+def _by_pattern(styles: Styles) -> Styles:
     """Return styles by pattern, where all blocks agree, and by name elsewhere."""
     kinds: dict[str, set[str]] = {}
     for name, style in styles.items():

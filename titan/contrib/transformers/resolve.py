@@ -20,6 +20,8 @@ from .errors import UnsupportedModelError, WrongKeyError, message_of
 
 OLDEST, NEWEST = (5, 20), (5, 99)
 """Versions of transformers whose interfaces for attention, masks and experts this family uses."""
+Fields = dict[str, Any]
+"""A config.json, or a table in it."""
 _MOST_EXPERTS = 2**16  # far beyond any model: each expert has its own names on disk
 
 
@@ -121,7 +123,7 @@ def _source(config: Any, code: str = "") -> ModelSource:
     return ModelSource(json.dumps(content, sort_keys=True, default=str), code=code)
 
 
-def _changed(config: Any, overrides: dict[str, Any], *, derives: bool) -> Any:
+def _changed(config: Any, overrides: Fields, *, derives: bool) -> Any:
     """Return a config with other values.
 
     Args:
@@ -168,7 +170,7 @@ def _derived(config: Any) -> set[str]:
     return {k for k, v in fields.items() if k not in own and again.get(k) == v}
 
 
-def _require_own_class(transformers: Any, content: dict[str, Any]) -> None:
+def _require_own_class(transformers: Any, content: Fields) -> None:
     """Raise UnsupportedModelError if config.json names a class of another type."""
     for name in content.get("architectures") or ():
         kind = getattr(getattr(transformers, str(name), None), "config_class", None)
@@ -178,7 +180,7 @@ def _require_own_class(transformers: Any, content: dict[str, Any]) -> None:
             )
 
 
-def _require_enough_experts(content: dict[str, Any]) -> None:
+def _require_enough_experts(content: Fields) -> None:
     """Raise WrongKeyError if a token would go to more experts than there are."""
     fields = [
         next((k for k in NAMES[name] if k in content), "") for name in ("top_k", "num_experts")
@@ -196,9 +198,7 @@ def _their_name(key: str, config: Any) -> str:
     return config.attribute_map.get(key, key)
 
 
-def _merged(
-    fields: dict[str, Any], changes: dict[str, Any], config: Any, table: str = ""
-) -> dict[str, Any]:
+def _merged(fields: Fields, changes: Fields, config: Any, table: str = "") -> Fields:
     """Return fields of a config with changes, of which a table, such as rope_parameters, changes the keys that it names.
 
     Raises:
@@ -240,17 +240,17 @@ def _checked(build: Any) -> Any:
         raise UnsupportedModelError(f"transformers refuses the config: {text}") from error
 
 
-def _config_json(path: Path) -> dict[str, Any]:
+def _config_json(path: Path) -> Fields:
     file = path / "config.json" if path.is_dir() else path
     try:
-        content = read_json(file, dict[str, Any])  # of a regular file of bounded size
+        content = read_json(file, Fields)  # of a regular file of bounded size
     except InputError as error:
         text = str(error) if is_there(file) else f"there is no {file}"
         raise UnsupportedModelError(text) from error
     return json.loads(json.dumps(content), object_hook=_as_float)
 
 
-def _as_float(table: dict[str, Any]) -> Any:
+def _as_float(table: Fields) -> Any:
     """Return the number of transformers' {"__float__": "Infinity"}, and any other table as it is."""
     return float(str(table["__float__"])) if table.keys() == {"__float__"} else table
 
@@ -279,7 +279,7 @@ def _import() -> Any:
     return transformers
 
 
-def resolve_config(content: dict[str, Any]) -> TransformersConfig:
+def resolve_config(content: Fields) -> TransformersConfig:
     """Return the sizes of a config.json.
 
     Raises:

@@ -63,7 +63,7 @@ class Host:
         self.program = list(_program(trace, cost))
         self.position, self.clock_s = 0, 0.0
         self.waits_for: Signal | None = None
-        self.lane = Lane("host", steps_before=0)
+        self.lane = Lane("host", [(0.0, 0)])
         self.events: dict[int, Signal] = {}
         self.works: dict[int, Signal] = {}
 

@@ -35,7 +35,7 @@ from titan.sim.report.text import say
 
 from .candidates import LayoutSearch, sequences_of
 from .command import settings_overlay
-from .point import Point
+from .point import Point, Settings
 from .reasons import reason
 from .variants import Variant
 
@@ -69,7 +69,7 @@ class ChosenLayout:
         ranks: Number of ranks and their hardware, as text.
     """
 
-    settings: dict[str, str]
+    settings: Settings
     runner_up: str
     ranks: str
 

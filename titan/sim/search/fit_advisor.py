@@ -17,9 +17,9 @@ from titan.sim.report.text import duration, say, speed_range, uneven_routing, ve
 from titan.sim.routing import most_imbalance
 from titan.sim.simulate import HardwareError, facts
 
+from .point import Settings
 from .variants import Search, Variant
 
-Settings = dict[str, str]
 _MOST = 5  # changes that are shown
 _TP, _SHARD, _REPLICATE = AXES["tp"], AXES["dp_shard"], AXES["dp_replicate"]
 _UNEVEN = 2.0  # times the mean load: routing gets as uneven as that where nothing balances it

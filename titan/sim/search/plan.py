@@ -148,7 +148,13 @@ def try_batches(search: LayoutSearch, best: Ranked, *, free: bool) -> dict[int, 
     point, variant = best
     tried: dict[int, list[Point]] = {}
     for sequences in (int(search.global_batch * f) for f in ((0.5, 2, 4, 8) if free else (2,))):
-        other = search.with_batch(sequences)
+        other = LayoutSearch(
+            search.job,
+            search.config,
+            search.profile,
+            world_size=search.world_size,
+            global_batch=sequences,
+        )
         near = [p for p in other.same_layout(point) if free or p.recompute == point.recompute]
         # The formula's memory, corrected by what it misses of the best plan.
         missed = variant.needed_gib - search.estimated_gib(point)
