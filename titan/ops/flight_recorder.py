@@ -297,7 +297,7 @@ def _record_p2p(recorder: FlightRecorder) -> None:
     """Count gloo's sends and receives, by peer and direction."""
     import torch.distributed as dist
 
-    counts: Counter[tuple[int, bool]] = Counter()
+    counts = Counter[tuple[int, bool]]()
 
     def note(group: dist.ProcessGroup, tensors: Any, peer: int, *, sends: bool) -> None:
         key = (dist.get_process_group_ranks(group)[peer], sends)

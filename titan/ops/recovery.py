@@ -85,7 +85,7 @@ class Recovery:
 
     def __init__(self, section: FaultToleranceSection, *, device: torch.device) -> None:
         self.section, self.device = section, device
-        self.losses: deque[float] = deque(maxlen=section.spike_window)
+        self.losses = deque[float](maxlen=section.spike_window)
         self.decision = StepDecision()
         self.num_skipped = self.num_rewinds = self.skipped_in_a_row = 0
 

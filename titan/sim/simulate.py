@@ -373,7 +373,7 @@ def _utilization(simulation: Simulation, flops_per_token: float) -> float | None
     FLOPs in 8 bits are the recorded ones.
     """
     peaks, world = simulation.profile.peak_tflops, simulation.layout.world_size
-    eight: Counter[str] = Counter()
+    eight = Counter[str]()
     for trace in simulation.traces.values():
         launches = [event for event in trace.step if isinstance(event, Launch)]
         for kernel in (e.kernel for e in launches if e.scope.phase in ("forward", "backward")):

@@ -77,7 +77,7 @@ def _modules(report: Report) -> list[str]:
 
     Blocks are added up: layers.0.attention and layers.1.attention are "layers.*.attention (2)".
     """
-    groups: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
+    groups = defaultdict[str, list[dict[str, float]]](list)
     for name, row in report.modules_s.items():
         groups[re.sub(r"\.\d+", ".*", name)].append(row)
     phases = [p for p in PHASES if any(row[p] for row in report.modules_s.values())]

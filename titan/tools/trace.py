@@ -182,7 +182,10 @@ def _sorted_out(
     for record in raw:
         category = record.get("cat")
         if category in _KERNELS:
-            kernels.append(_kernel(record))
+            kept = {key: record[key] for key in ("ts", "dur") if key in record}
+            correlation = record.get("args", {}).get("correlation")
+            name = sys.intern(record["name"])
+            kernels.append(kept | {"name": name, "args": {"correlation": correlation}})
         elif category == "fwdbwd":
             flows.append({key: record[key] for key in ("ph", "id", "pid", "tid", "ts")})
         elif category in _ON_HOST and record["ph"] == "X":
@@ -201,16 +204,10 @@ def _sorted_out(
     return events, by_correlation, kernels, flows
 
 
-def _kernel(record: Record) -> Record:
-    kept = {key: record[key] for key in ("ts", "dur") if key in record}
-    correlation = record.get("args", {}).get("correlation")
-    return kept | {"name": sys.intern(record["name"]), "args": {"correlation": correlation}}
-
-
 def _nest(events: list[TraceEvent]) -> list[tuple[TraceEvent, int, int]]:
     """Set each event's parent. Return the stretches in which an event was the innermost of its thread."""
     stretches = []
-    stacks: defaultdict[Any, list[TraceEvent]] = defaultdict(list)
+    stacks = defaultdict[Any, list[TraceEvent]](list)
     since: dict[Any, int] = {}  # time up to which a thread's time is distributed
 
     def advance(thread: Any, to: int) -> None:
@@ -294,7 +291,7 @@ def _sweep(
         if start < stop:
             edges += [(start, number), (stop, number)]
     # Between two edges the set of running intervals does not change, so distribute each stretch at once.
-    times: defaultdict[tuple[str, str, str], float] = defaultdict(float)
+    times = defaultdict[tuple[str, str, str], float](float)
     work: dict[int, TimeRange] = {}
     communication: dict[int, TimeRange] = {}
     host: dict[int, TimeRange] = {}

@@ -48,7 +48,7 @@ def find_traces(run: Path, *, step: int | None, rank: int | None) -> list[Path]:
         raise TraceFileError(
             f"{run}: no such run" + (f"; runs near it: {', '.join(near)}" if near else "")
         )
-    by_step: defaultdict[int, dict[int, Path]] = defaultdict(dict)
+    by_step = defaultdict[int, dict[int, Path]](dict)
     for folder in ("", "*/"):  # the folder of traces itself, or the run above it
         for path in run.glob(f"{folder}step-*/rank-*.json.gz"):
             if match := _FILE.search(path.as_posix()):

@@ -108,7 +108,7 @@ def corrections(
     calls: TracedKernels, traced: dict[TracedWork, Timing], base: Profile
 ) -> tuple[Figures, list[tuple[str, ...]], list[str]]:
     """Return the figures that a trace corrects, a row for each (its name, before, after, kernels, their time), and remarks."""
-    by_figure: defaultdict[Figure, list[tuple[TracedWork, Timing]]] = defaultdict(list)
+    by_figure = defaultdict[Figure, list[tuple[TracedWork, Timing]]](list)
     for work, timed in traced.items():
         figure = _figure_of(work, timed, base)
         # Attention of a kernel without rates has no price. A dtype without a share has bfloat16's.

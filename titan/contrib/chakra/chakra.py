@@ -57,9 +57,9 @@ def _nodes(trace: t.Trace, timeline: RankTimeline, numbers: dict[Any, int]) -> l
     times |= {id(i.event): (i.start, i.end) for i in timeline.intervals}
     begin_s = min((start for start, _ in times.values()), default=0.0)
     # Nodes that the next node depends on: by stream, by group's own stream, or for all streams after the host waited (HOST).
-    last: defaultdict[Any, set[int]] = defaultdict(set)
+    last = defaultdict[Any, set[int]](set)
     events: dict[int, set[int]] = {}
-    works: defaultdict[int, set[int]] = defaultdict(set)
+    works = defaultdict[int, set[int]](set)
     issued: dict[int, set[int]] = {}  # nodes that the transfers of a work depend on
     nodes: list[bytes] = []
     for event in trace.step:

@@ -232,7 +232,7 @@ class ReplicaGroups:
             if self._healing.source:
                 state = self._healing.receive(tick)
         except _MeetingEnded as end:
-            return end.code, "one was lost"
+            return end.args[0], "one was lost"
         except Exception as error:
             code, reason = _OURS, f"a peer's state did not come ({_first_line(error)})"
         while (found := self._tell(text, code))[0] == _HEALING:
@@ -369,10 +369,7 @@ class ReplicaGroups:
 
 
 class _MeetingEnded(Exception):
-    """Failure of another rank or group while this rank heals. `code` is the worst status of all groups."""
-
-    def __init__(self, code: int) -> None:
-        self.code = code
+    """Failure of another rank or group while this rank heals. Its argument is the worst status of all groups."""
 
 
 def _store(host: str) -> tuple[str, int, Any]:

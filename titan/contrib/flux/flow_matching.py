@@ -197,12 +197,10 @@ class FlowMatching(Task):
             if not 0 <= label < count:
                 known = f"0 to {count - 1}" + (f" or {', '.join(names)}" if names else "")
                 raise DataError(f'--prompt "{text}": no {what}; take {known}')
-        if file.suffix not in ((".npy", ".png") if options.channels in (1, 3) else (".npy",)):
-            kinds = (
-                "latents; end it in .npy"
-                if options.channels not in (1, 3)
-                else "pictures; end it in .png or .npy"
-            )
+        endings, kinds = [".npy"], "latents; end it in .npy"
+        if options.channels in (1, 3):
+            endings, kinds = [".npy", ".png"], "pictures; end it in .png or .npy"
+        if file.suffix not in endings:
             raise DataError(f"--output {file}: the model draws {kinds}")
         noise = self._of_noise(seed=seed, label=label).to(next(model.parameters()).device)
         self._write(self._drawn(model, self.microbatch(noise), None), file)

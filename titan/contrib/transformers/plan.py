@@ -121,8 +121,8 @@ class _Plan:
     ) -> None:
         self.model, self.given, self.whole_heads = model, given, whole_heads
         self.parts = {part.name: part for part in parts}
-        theirs = dict(getattr(model.base, "_tp_plan", None) or {}) or {}
-        theirs = dict(model.base.config.base_model_tp_plan or theirs or {})
+        own = getattr(model.base, "_tp_plan", None)
+        theirs = model.base.config.base_model_tp_plan or own or {}
         # Their names begin at the base model, which may hold the blocks in another module.
         self.theirs = {
             re.sub(r"^.*?(layers|h|blocks)\.\*", "layers.*", k): v for k, v in theirs.items()
@@ -187,19 +187,12 @@ class _Plan:
         }
         if not inside:
             return
-        if any(
-            p.recurrence is not None
-            for n, p in self.parts.items()
-            if f"{n}.".startswith(f"{name}.")
-        ):
+        within = [p for n, p in self.parts.items() if f"{n}.".startswith(f"{name}.")]
+        if any(part.recurrence is not None for part in within):
             self._recurrence(name, inside)
             return
         experts = [n for n, m in inside.items() if isinstance(m, ExpertModule)]
-        attends = any(
-            part.attention is not None
-            for n, part in self.parts.items()
-            if n == name or n.startswith(f"{name}.")
-        )
+        attends = any(part.attention is not None for part in within)
         if experts:
             if attends:
                 raise _Underivable(f"{name} has experts and attention in one module")
@@ -252,13 +245,9 @@ class _Plan:
     ) -> None:
         """Find the styles in attention or a feed-forward layer, whose input is all-gathered over the sequence."""
         own = self.parts[name]
-        attention = next(
-            (p for n, p in self.parts.items() if n.startswith(name) and p.attention), None
-        )
-        call = attention.attention if attention is not None else None
-        queries, keys, values = (
-            attention.roles if attention is not None else (set(), set(), set())
-        )
+        parts = (p for n, p in self.parts.items() if n.startswith(name) and p.attention)
+        attention = next(parts, Part(name, module))  # a feed-forward layer has none
+        call, (queries, keys, values) = attention.attention, attention.roles
         own_parameters = dict(module.named_parameters(recurse=False))
         for n, parameter in own_parameters.items():
             if call is None or len(parameter) != call.heads:
@@ -269,16 +258,11 @@ class _Plan:
             raise _Underivable(
                 f"transformers names no plan for {name} ({type(module).__name__}); [model.plan] may"
             )
-        columns = {
-            n
-            for n, m in inside.items()
-            if self._their_style(n) in COLUMNS and isinstance(m, nn.Linear)
+        linear = {
+            n: self._their_style(n) for n, m in inside.items() if isinstance(m, nn.Linear)
         }
-        rows = {
-            n
-            for n, m in inside.items()
-            if self._their_style(n) in ROWS and isinstance(m, nn.Linear)
-        }
+        columns = {n for n, style in linear.items() if style in COLUMNS}
+        rows = {n for n, style in linear.items() if style in ROWS}
         # Of a fused matrix, a rank's columns would be parts of different things.
         shares_heads = call is not None and call.kv_heads < call.heads
         is_fused = any(self.parts[n].is_cut for n in columns if n in self.parts)

@@ -78,15 +78,8 @@ def _read(path: str, architecture: str, overrides: str, trusted: bool) -> ModelS
             config = _checked(
                 lambda: transformers.AutoConfig.from_pretrained(code, trust_remote_code=True)
             )
-        elif kind not in transformers.CONFIG_MAPPING:
-            near = get_close_matches(kind, [*transformers.CONFIG_MAPPING], n=1)
-            hint = f"; did it mean {near[0]}?" if near else ""
-            raise UnsupportedModelError(
-                f'transformers {transformers.__version__} has no model_type "{kind}"{hint}'
-            )
         else:
-            config = _checked(lambda: transformers.CONFIG_MAPPING[kind].from_dict(content))
-            _require_own_class(transformers, content)
+            config = _config_of(transformers, content)
     else:
         kind = getattr(transformers, architecture, None)
         if kind is None or getattr(kind, "config_class", None) is None:
@@ -170,14 +163,24 @@ def _derived(config: Any) -> set[str]:
     return {k for k, v in fields.items() if k not in own and again.get(k) == v}
 
 
-def _require_own_class(transformers: Any, content: Fields) -> None:
-    """Raise UnsupportedModelError if config.json names a class of another type."""
+def _config_of(transformers: Any, content: Fields) -> Any:
+    """Return the config of a config.json, or raise UnsupportedModelError if its type is unknown or its class is of another type."""
+    known = transformers.CONFIG_MAPPING
+    type_ = str(content.get("model_type", ""))
+    if type_ not in known:
+        near = get_close_matches(type_, [*known], n=1)
+        hint = f"; did it mean {near[0]}?" if near else ""
+        raise UnsupportedModelError(
+            f'transformers {transformers.__version__} has no model_type "{type_}"{hint}'
+        )
+    config = _checked(lambda: known[type_].from_dict(content))
     for name in content.get("architectures") or ():
         kind = getattr(getattr(transformers, str(name), None), "config_class", None)
         if kind is not None and kind.model_type != content["model_type"]:
             raise UnsupportedModelError(
                 f"architecture {name} does not go with model_type {content['model_type']}"
             )
+    return config
 
 
 def _require_enough_experts(content: Fields) -> None:
@@ -287,14 +290,7 @@ def resolve_config(content: Fields) -> TransformersConfig:
     """
     transformers = _import()
     content = json.loads(json.dumps(content), object_hook=_as_float)
-    kind = str(content.get("model_type", ""))
-    if kind not in transformers.CONFIG_MAPPING:
-        raise UnsupportedModelError(
-            f'transformers {transformers.__version__} has no model_type "{kind}"'
-        )
-    _require_own_class(transformers, content)
-    config = _checked(lambda: transformers.CONFIG_MAPPING[kind].from_dict(content))
-    return describe(_source(config))
+    return describe(_source(_config_of(transformers, content)))
 
 
 @cache

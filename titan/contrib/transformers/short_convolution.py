@@ -51,7 +51,7 @@ def short_convolution(
     bias_D: Tensor | None,
     borders: SequenceBorders,
     *,
-    document_ids_BS: Tensor | DocumentMask | None = None,
+    document_ids_BS: Tensor | DocumentMask | None,
 ) -> Tensor:
     """Return the output of `ShortConvolution` with weights of any module, (B, S, D).
 

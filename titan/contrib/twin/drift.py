@@ -129,11 +129,11 @@ class DriftWatch:
         self.num_rows = max(5, WINDOW_STEPS // log_freq)
         self._shares_cores, self._same_work = shares_cores, same_work
         self._limits = SHARED_CORES if shares_cores else OWN_DEVICES
-        self._rows: deque[RowTimes] = deque(maxlen=self.num_rows)
+        self._rows = deque[RowTimes](maxlen=self.num_rows)
         self._base: list[RowTimes] = []
         self._saves: list[tuple[float, int]] = []  # seconds, and steps since the one before
         self._steps_since_save = self._count = 0
-        self._links: deque[SlowLink | None] = deque(maxlen=2)
+        self._links = deque[SlowLink | None](maxlen=2)
         self.current: Drift | None = None
         self.suspects_link = False
 

@@ -176,8 +176,7 @@ def check_all(
             result = dry_run(config, layout, device=device, mesh=mesh)
         except Exception as error:
             text = explain(error, rank=rank, host=mine.host)
-            is_known = isinstance(error, RunFailure)
-            if not is_known and not out_of_memory(error):
+            if not isinstance(error, RunFailure) and not out_of_memory(error):
                 traceback.print_exc()
             print(f"PROBLEM  {text}", flush=True)
             _write(json_file, report | {"problems": [*problems, text]}, last=True)

@@ -81,7 +81,7 @@ class Allocator:
         self.expandable, self.limit_bytes = expandable, limit_bytes
         self.active_bytes = self.peak_active_bytes = 0
         self.reserved_bytes = self.peak_reserved_bytes = 0
-        self.reserved_by_stream: Counter[int] = Counter()
+        self.reserved_by_stream = Counter[int]()
         self.num_retries = 0
         # Free and backed blocks by (size, address), sorted for best fit.
         self.free_blocks: dict[_Pool, list[tuple[int, int, _Block]]] = defaultdict(list)

@@ -62,7 +62,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.heap: list[tuple[float, int, int, Timed]] = []
-        self.ready: deque[Process] = deque()
+        self.ready = deque[Process]()
         self.numbers = count()
 
     def push(self, time: float, process: Timed) -> None:

@@ -224,8 +224,8 @@ class Issue:
         self.trace, self.cost = trace, cost
         self._region: tuple[str, str] | None = None  # compiled code that runs now
         self._paces: dict[int, float] = {}
-        events: Counter[str] = Counter()
-        hooks: Counter[str] = Counter()
+        events = Counter[str]()
+        hooks = Counter[str]()
         calls: set[tuple[str, str]] = set()
         self.compiled = False
         for event in trace.step:

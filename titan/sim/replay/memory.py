@@ -98,7 +98,7 @@ class MemoryReport:
     @property
     def by_module(self) -> dict[str, int]:
         """Memory in use at the peak, by module, the largest first."""
-        sizes: Counter[str] = Counter()
+        sizes = Counter[str]()
         for (_, module), size in self.by_both.items():
             sizes[module] += size
         return dict(sizes.most_common())
@@ -198,11 +198,11 @@ def _unlimited(trace: Trace, workspace_bytes: int, expandable: bool) -> MemoryRe
 
 def _named_streams(trace: Trace, reserved: Mapping[int, int]) -> dict[str, int]:
     """Return memory by what a stream is for: computation, or the transfers that are issued there most."""
-    issued: defaultdict[int, Counter[str]] = defaultdict(Counter)
+    issued = defaultdict[int, Counter[str]](Counter)
     for event in trace.step:
         if isinstance(event, Transfer):
             issued[event.stream][event.kind] += 1
-    found: Counter[str] = Counter()
+    found = Counter[str]()
     for stream, size in reserved.items():
         is_known = stream != COMPUTE_STREAM and issued[stream]
         found[issued[stream].most_common(1)[0][0] if is_known else "compute"] += size
@@ -226,7 +226,7 @@ def tensors_behind(
         points: Points of the report's timeline.
     """
     wanted = {point.number for point in points}
-    groups: defaultdict[str, Counter[int]] = defaultdict(Counter)  # sizes of the blocks in use
+    groups = defaultdict[str, Counter[int]](Counter)  # sizes of the blocks in use
     alive: dict[int, tuple[str, int]] = {}
     found = []
     for number, event in enumerate(_events(trace, int(profile.workspace_mib * 2**20))):

@@ -162,7 +162,7 @@ def axis_of(group: Group) -> str:
 
 def lane_labels(intervals: Iterable[Interval], groups: Mapping[str, Group]) -> dict[str, str]:
     """Return labels of a rank's lanes with their content: "stream 3: all_gather dp_shard"."""
-    carried: defaultdict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    carried = defaultdict[str, dict[str, float]](lambda: defaultdict(float))
     for lane, start, end, event in intervals:
         if isinstance(event, Launch):
             what = event.kernel.name

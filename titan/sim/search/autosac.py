@@ -187,7 +187,7 @@ def to_lines(kept: Mapping[int, Kept], host: Collection[tuple[int, str]] = ()) -
     """Return a choice as lines of op_keep_by_block, one line for neighbouring blocks that save the same."""
     lines: list[tuple[int, int, str]] = []
     for layer, calls in sorted(kept.items()):
-        places: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+        places = defaultdict[tuple[str, str], list[int]](list)
         for call in calls or ():
             name, _, place = call.partition("@")
             places[name, ">host" if (layer, call) in host else ""].append(int(place))

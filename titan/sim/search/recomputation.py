@@ -100,7 +100,7 @@ Blocks = Mapping[int, Block]
 def find_blocks(trace: Trace, cost: Cost) -> dict[int, Block]:
     """Return the blocks of a rank that recompute operation by operation, by number."""
     step = trace.step
-    runs: defaultdict[tuple[int, str, bool], list[_CallRun]] = defaultdict(list)
+    runs = defaultdict[tuple[int, str, bool], list[_CallRun]](list)
     run, last = _CallRun(), None
     freed: dict[int, int] = {}
     for index, event in enumerate(step):
@@ -271,7 +271,7 @@ def _moments(trace: Trace, blocks: Blocks) -> tuple[list[tuple[dict[int, int], i
     A state is the number of passes of each block that await their backward pass, with the most
     bytes in use during the state.
     """
-    changes: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+    changes = defaultdict[int, list[tuple[int, int]]](list)
     for layer, block in blocks.items():
         for runs in zip(*block.runs.values(), strict=True):
             changes[min(run.events[0] for run, _ in runs)].append((layer, 1))
@@ -311,7 +311,7 @@ def solve(blocks: Blocks, in_flight: Mapping[int, int], limits: Mapping[int, int
     best, bound = np.zeros(total + 1), total
     chosen: list[tuple[int, int, list[_Option], np.ndarray]] = []
     fronts: dict[Any, list[_Option]] = {}
-    alike: defaultdict[Any, list[int]] = defaultdict(list)
+    alike = defaultdict[Any, list[int]](list)
     for layer in sorted(blocks):
         block, count = blocks[layer], in_flight[layer]
         key = (block.kind, count)
@@ -440,7 +440,7 @@ def measure(
 
 def _kinds(blocks: Blocks) -> list[list[int]]:
     """Return the numbers of equal blocks, without the first and the last one."""
-    alike: defaultdict[Any, list[int]] = defaultdict(list)
+    alike = defaultdict[Any, list[int]](list)
     for layer, block in sorted(blocks.items()):
         alike[block.kind].append(layer)
     return [layers[1:-1] for layers in alike.values() if len(layers) > 3]
