@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def _parts(report: Report) -> list[str]:
     ]
 
 
-def _modules(report: Report) -> list[str]:
+def _modules(report: Report) -> Iterator[str]:
     """Return the table of modules.
 
     Blocks are added up: layers.0.attention and layers.1.attention are "layers.*.attention (2)".
@@ -81,13 +82,12 @@ def _modules(report: Report) -> list[str]:
     for name, row in report.modules_s.items():
         groups[re.sub(r"\.\d+", ".*", name)].append(row)
     phases = [p for p in PHASES if any(row[p] for row in report.modules_s.values())]
-    lines = [f"{'module':<32}{''.join(f'{p:>11}' for p in phases)}{'total':>11}{'share':>8}"]
+    yield f"{'module':<32}{''.join(f'{p:>11}' for p in phases)}{'total':>11}{'share':>8}"
     for name, rows in groups.items():
         label = f"{name} ({len(rows)})" if "*" in name else name
         sums: dict[str, Any] = {key: sum(row[key] for row in rows) for key in rows[0]}
         cells = "".join(f"{_ms(sums[p]) if sums[p] else '':>11}" for p in phases)
-        lines.append(f"{label[:31]:<32}{cells} {_with_share(sums['total'], report)}")
-    return lines
+        yield f"{label[:31]:<32}{cells} {_with_share(sums['total'], report)}"
 
 
 def _spread(ranks: dict[str, dict[str, float]], num_ranks: int) -> list[str]:

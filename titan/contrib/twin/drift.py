@@ -197,9 +197,9 @@ class DriftWatch:
 
     def _slow_link(self) -> SlowLink | None:
         """Return the link that was the slowest in both of the last two measurements."""
-        if len(self._links) < 2 or not (self._links[0] and self._links[1]):
-            return None
-        return self._links[1] if self._links[0].ranks == self._links[1].ranks else None
+        slow = [link for link in self._links if link]
+        is_same = len(slow) == 2 and slow[0].ranks == slow[1].ranks
+        return slow[1] if is_same else None
 
     def _matters(self, drift: Drift, expected_s: float) -> bool:
         """Return whether a part costs enough.

@@ -214,8 +214,8 @@ _MOST_TENSORS = 6  # that are listed for a point
 
 def tensors_behind(
     trace: Trace, profile: Profile, points: Sequence[MemoryPoint]
-) -> list[list[tuple[str, int, int]]]:
-    """Return the largest tensors in use at each of these points: description, number of blocks, and their bytes.
+) -> Iterator[list[tuple[str, int, int]]]:
+    """Yield the largest tensors in use at each of these points: description, number of blocks, and their bytes.
 
     Blocks count together if they have the same category and phase, and the same module in all
     layers.
@@ -228,7 +228,6 @@ def tensors_behind(
     wanted = {point.number for point in points}
     groups = defaultdict[str, Counter[int]](Counter)  # sizes of the blocks in use
     alive: dict[int, tuple[str, int]] = {}
-    found = []
     for number, event in enumerate(_events(trace, int(profile.workspace_mib * 2**20))):
         if isinstance(event, Allocate):
             where = any_layer(event.scope.module) or "no module"
@@ -243,8 +242,7 @@ def tensors_behind(
                 (n, g.total(), sum(k * count for k, count in g.items()))
                 for n, g in groups.items()
             ]
-            found.append(nlargest(_MOST_TENSORS, sums, key=lambda entry: entry[2]))
-    return found
+            yield nlargest(_MOST_TENSORS, sums, key=lambda entry: entry[2])
 
 
 def _try_within(
