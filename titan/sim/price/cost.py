@@ -12,7 +12,7 @@ Imports no torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil, log
 from statistics import fmean, linear_regression
 from typing import Any
@@ -69,7 +69,7 @@ class Cost:
 
     def on(self, profile: Profile) -> Cost:
         """Return the prices of the same job on another profile."""
-        return replace(self, profile=profile)
+        return Cost(profile, self.dispatch, self.unevenness, self.document_keys)
 
     def kernel_s(self, kernel: Kernel) -> float:
         """Return the seconds that the device takes for a kernel."""
