@@ -19,8 +19,9 @@ from titan.config.options import put_json
 from titan.config.toml import format_value
 from titan.data.tokenizer import tokenizer_named
 from titan.data.tokenizer_files import tokenizer_files
-from titan.huggingface.hf_model import hooks_of, unread_keys
-from titan.huggingface.load import (
+
+from .hf_model import hooks_of, unread_keys
+from .load import (
     CONFIG,
     INDEX,
     SINGLE,

@@ -30,8 +30,9 @@ from titan.config.task import reads_text
 from titan.config.toml import format_value
 from titan.data.tokenizer import tokenizer_named
 from titan.data.tokenizer_files import FOLDER, read_asset, tokenizer_files, write_files
-from titan.huggingface.export import Export, lost_buffers, write_folder
-from titan.huggingface.load import (
+
+from .export import Export, lost_buffers, write_folder
+from .load import (
     CONFIG,
     HFFolder,
     HFModel,
@@ -44,7 +45,7 @@ from titan.huggingface.load import (
     read_sizes,
     require_weights_for,
 )
-from titan.huggingface.quantized import values_name
+from .quantized import values_name
 
 
 def from_hf(source: Path, output: Path, *, mtp: bool = False) -> list[str]:

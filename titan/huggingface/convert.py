@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
     args.output = args.output or args.named
     if args.output is None:
         raise mistake("", "OUT: missing; `titan convert --help` explains")
-    from titan.huggingface import conversion
+    from . import conversion
 
     if args.way == "from-hf":
         messages = conversion.from_hf(args.source, args.output, mtp=args.mtp)

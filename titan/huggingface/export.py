@@ -41,7 +41,8 @@ from titan.data.tokenizer_files import (
     tokenizer_files,
     tokenizer_path,
 )
-from titan.huggingface.load import CONFIG, HFModel
+
+from .load import CONFIG, HFModel
 
 _NAMES = ("bos_token", "eos_token")
 DEFAULT_FILE_BYTES = 5_000_000_000

@@ -11,11 +11,12 @@ from titan.base.untrusted import read_json
 from titan.checkpoint import CheckpointError
 from titan.config.schema import JobConfig
 from titan.data.tokenizer import Tokenizer
-from titan.huggingface import hf_model
-from titan.huggingface.export import Export, no_routing_bias
-from titan.huggingface.export import export_state as save
-from titan.huggingface.hf_model import HFModel, hooks_of
-from titan.huggingface.load import (
+
+from . import hf_model
+from .export import Export, no_routing_bias
+from .export import export_state as save
+from .hf_model import HFModel, hooks_of
+from .load import (
     load,
     model_keys,
     open_folder,

@@ -38,7 +38,9 @@ from titan.config.model import families, family, num_blocks
 from titan.config.schema import ModelSection
 from titan.config.toml import format_value
 from titan.data import require
-from titan.huggingface.hf_model import (
+from titan.parallel.torch_compat import compute_local_shape_and_global_offset
+
+from .hf_model import (
     INDEX,
     OF_DIFFUSERS,
     HFModel,
@@ -46,7 +48,7 @@ from titan.huggingface.hf_model import (
     hooks_of,
     unread_keys,
 )
-from titan.huggingface.quantized import (
+from .quantized import (
     Form,
     Where,
     read_part,
@@ -54,7 +56,6 @@ from titan.huggingface.quantized import (
     stored_as,
     values_name,
 )
-from titan.parallel.torch_compat import compute_local_shape_and_global_offset
 
 CONFIG, SINGLE = "config.json", "model.safetensors"
 _ROWS = 4096  # rows of a tensor that are compared at once

@@ -140,7 +140,7 @@ def collectives_gb_per_s(
     num_bytes: int,
     *,
     kinds: tuple[str, ...],
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup,
 ) -> dict[str, float]:
     """Measure the bus bandwidth of collectives.
 
@@ -148,7 +148,7 @@ def collectives_gb_per_s(
         device: this rank's device.
         num_bytes: bytes of the whole tensor, rounded down to a multiple of the ranks.
         kinds: kinds to measure, in this order: "all-reduce", "all-gather" or "all-to-all".
-        group: the ranks; None: all. All groups of a mesh axis measure at once, as they
+        group: the ranks. All groups of a mesh axis measure at once, as they
             communicate in training.
 
     Returns:

@@ -29,7 +29,7 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -39,7 +39,8 @@ from typing import Any
 
 from titan.base.errors import Failure, frames_of, locate, recorded_collectives
 from titan.base.run_writer import run_files, write_text_atomically
-from titan.ops.activity import (
+
+from .activity import (
     Activity,
     count_oom_kills,
     dump_stacks,
@@ -65,7 +66,6 @@ class FlightRecorder:
         oom_kills: processes of this cgroup that the kernel had killed before this run.
         axes: mesh axis of each process group, by the group's name.
         p2p: newest sends and receives of gloo.
-        p2p_counts: number of operations by (peer, whether it sends).
     """
 
     section: Any
@@ -75,7 +75,6 @@ class FlightRecorder:
     oom_kills: int = field(default_factory=count_oom_kills)
     axes: dict[str, str] = field(default_factory=dict)
     p2p: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=NEWEST))
-    p2p_counts: dict[tuple[int, bool], int] = field(default_factory=dict)
 
     @property
     def path(self) -> Path:
@@ -124,15 +123,6 @@ def install(recorder: FlightRecorder) -> None:
     # A single rank's stacks go to the terminal.
     if recorder.world_size > 1 and (stacks := open_stacks(recorder.run_dir, recorder.rank)):
         faulthandler.enable(file=stacks)
-
-
-def close() -> None:
-    """Remove the stacks file of a rank that has ended well, if it is empty."""
-    if installed is not None:
-        stacks = stacks_file(installed.run_dir, installed.rank)
-        with suppress(OSError):
-            if not stacks.stat().st_size:
-                stacks.unlink()
 
 
 def begin() -> None:
@@ -307,16 +297,18 @@ def _record_p2p(recorder: FlightRecorder) -> None:
     """Count gloo's sends and receives, by peer and direction."""
     import torch.distributed as dist
 
+    counts = Counter[tuple[int, bool]]()
+
     def note(group: dist.ProcessGroup, tensors: Any, peer: int, *, sends: bool) -> None:
         key = (dist.get_process_group_ranks(group)[peer], sends)
-        recorder.p2p_counts[key] = seq = recorder.p2p_counts.get(key, 0) + 1
+        counts[key] += 1
         # The frame of the caller of send or recv: above `note` and `method`.
         _, line = locate(frames_of(sys._getframe(2)))
         recorder.p2p.append(
             {
                 "peer": key[0],
                 "sends": sends,
-                "seq": seq,
+                "seq": counts[key],
                 "axis": _axis(group, recorder.axes),
                 "size": list(tensors[0].shape),
                 "dtype": str(tensors[0].dtype).removeprefix("torch."),

@@ -15,7 +15,8 @@ from typing import Any
 
 from titan.base.failure import list_ranks
 from titan.base.run_writer import write_text_atomically
-from titan.ops.run_lock import ProcessId
+
+from .run_lock import ProcessId
 
 _FIRST_VALUE_S = 60.0  # ranks start together
 

@@ -35,8 +35,9 @@ from titan.base.signals import (
     die_with_parent,
 )
 from titan.config.options import is_quiet
-from titan.ops import warm_start
-from titan.ops.activity import count_oom_kills
+
+from . import warm_start
+from .activity import count_oom_kills
 
 # Faults in native code, which Python cannot report.
 FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
@@ -155,7 +156,7 @@ def torchrun(argv: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
-    from titan.ops import rendezvous
+    from . import rendezvous
 
     rendezvous.register()
     # torchrun's own --standalone listens on every interface, and unpickles the data it receives.

@@ -36,22 +36,25 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from titan.base.errors import COMMUNICATION, Failure, explains_itself
 from titan.base.run_folder import write_status
 from titan.base.signals import EXIT_FAILED, StopRequest, has_agent, leave, signal_main_thread
-from titan.ops import flight_recorder
-from titan.ops.activity import main_thread, open_stacks, stacks_file, where_failed
-from titan.ops.heartbeats import describe_hang, describe_silence, store_host, why_silent
-from titan.ops.peers import LINGER_S, Peers, call_with_timeout
-from titan.ops.run_lock import BEAT_S, RunLock, RunLocked
+
+from . import flight_recorder
+from .activity import main_thread, open_stacks, stacks_file, where_failed
+from .heartbeats import describe_hang, describe_silence, store_host, why_silent
+from .peers import LINGER_S, Peers, call_with_timeout
+from .run_lock import BEAT_S, RunLock, RunLocked
 
 LOCKED_S = 10.0  # after a step's limit, until a rank whose interpreter is locked is ended
 _STUCK_S = 20.0  # wait for a main thread that ends, and for a disk that may hang
 
 
+@dataclass(eq=False)
 class Monitor:
     """Monitor of one rank from `start` to `close`, and of its peers from `connect` to `finish`.
 
@@ -64,25 +67,17 @@ class Monitor:
         lock: run lock, on rank 0.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        *,
-        rank: int = 0,
-        world_size: int = 1,
-        heartbeat_s: float = 0,
-        step_limit_s: float = 0,
-        lock: RunLock | None = None,
-    ) -> None:
-        self.run_dir, self.rank, self.world_size = run_dir, rank, world_size
-        self.heartbeat_s, self.step_limit_s, self.lock = heartbeat_s, step_limit_s, lock
+    run_dir: Path
+    rank: int = 0
+    world_size: int = 1
+    heartbeat_s: float = 0
+    step_limit_s: float = 0
+    lock: RunLock | None = None
+
+    def __post_init__(self) -> None:
         self.step = 0
         self.peers = Peers(
-            rank,
-            world_size,
-            heartbeat_s=heartbeat_s,
-            get_step=lambda: self.step,
-            on_failure=self._exit_on,
+            self.rank, self.world_size, self.heartbeat_s, lambda: self.step, self._exit_on
         )
         self._deadline = float("inf")  # of the step
         self._stacks: IO[str] | None = None
@@ -167,10 +162,10 @@ class Monitor:
         if self._stacks is not None:
             self._stacks.close()
             self._stacks = None
-            # A file that stayed empty would only raise questions.
-            with suppress(OSError):
-                if not (path := stacks_file(self.run_dir, self.rank)).stat().st_size:
-                    path.unlink()
+        # A file that stayed empty would only raise questions.
+        with suppress(OSError):
+            if not (path := stacks_file(self.run_dir, self.rank)).stat().st_size:
+                path.unlink()
 
     # ---- calls of other threads, which do not wait for the main thread -----------------------------
 

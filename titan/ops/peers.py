@@ -13,13 +13,14 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from titan.base.errors import Failure
-from titan.ops.activity import main_thread
-from titan.ops.heartbeats import Heartbeat, connect
-from titan.ops.run_lock import ProcessId
+
+from .activity import main_thread
+from .heartbeats import Heartbeat, connect
+from .run_lock import ProcessId
 
 # Seconds that a failed rank stays, so that others read the reason before its agent or store is gone.
 LINGER_S = 3.0
@@ -30,6 +31,7 @@ _FAILURE, _GONE = "failure", "gone"  # a key, and the last heartbeat
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class Peers:
     """The other ranks of the run, as their heartbeats show them.
 
@@ -41,18 +43,16 @@ class Peers:
         on_failure: called in the thread of messages with the failure that a rank has published.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        *,
-        heartbeat_s: float,
-        get_step: Callable[[], int],
-        on_failure: Callable[[Failure], None],
-    ) -> None:
-        self.rank, self.world_size = rank, world_size
-        self.heartbeat_s, self.get_step, self.on_failure = heartbeat_s, get_step, on_failure
-        self.beat_s = min(heartbeat_s / BEATS_PER_TIMEOUT or LONGEST_BEAT_S, LONGEST_BEAT_S)
+    rank: int
+    world_size: int
+    heartbeat_s: float
+    get_step: Callable[[], int]
+    on_failure: Callable[[Failure], None]
+
+    def __post_init__(self) -> None:
+        self.beat_s = min(
+            self.heartbeat_s / BEATS_PER_TIMEOUT or LONGEST_BEAT_S, LONGEST_BEAT_S
+        )
         # `first` is rank 0, which may hold the store.
         self.me = self.first = ProcessId.this()
         self.store: Any = None

@@ -11,9 +11,10 @@ from typing import Any
 import torch.distributed as dist
 
 from titan.observe.clock import Window
-from titan.ops.ranks import ForwardClock, Stragglers, TimesLog
 from titan.run.hook import Hook, StepResult
 from titan.run.progress import RunProgress
+
+from .ranks import ForwardClock, Stragglers, TimesLog
 
 _LOG = logging.getLogger("titan")
 

@@ -20,6 +20,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,10 +46,10 @@ class SpanClock:
 
     def __init__(self, *, device: torch.device) -> None:
         self._on_device = device.type != "cpu"
-        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._seconds = defaultdict[str, float](float)
         # Events at the start and the end of each span: of this step, and of steps that the device may not have finished.
         self._spans: list[tuple[str, Any, Any]] = []
-        self._steps: deque[list[tuple[str, Any, Any]]] = deque()
+        self._steps = deque[list[tuple[str, Any, Any]]]()
         self._start: Any = None
 
     def begin_step(self) -> None:
@@ -126,18 +127,14 @@ class ForwardClock(SpanClock):
                 block.register_forward_hook(lambda m, *_: self._end(m), prepend=True)
             else:  # a hook would be compiled with the block, and cause graph breaks
                 after_gathering(block, self._begin)
-                block.__dict__["_compiled_call_impl"] = self._enclosed(block, compiled)
+                block.__dict__["_compiled_call_impl"] = partial(self._enclosed, block, compiled)
 
-    def _enclosed(self, block: nn.Module, call: Any) -> Any:
-        """Wrap the call of a compiled block, to start and stop the clock around it."""
-
-        def enclosed(*args: Any, **kwargs: Any) -> Any:
-            self._begin()
-            output = call(*args, **kwargs)
-            self._end(block)
-            return output
-
-        return enclosed
+    def _enclosed(self, block: nn.Module, call: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a compiled block, and start and stop the clock around it."""
+        self._begin()
+        output = call(*args, **kwargs)
+        self._end(block)
+        return output
 
     def _end(self, block: nn.Module) -> None:
         if (
@@ -183,7 +180,7 @@ class Stragglers:
             log_freq: steps from one row to the next.
         """
         self.num_rows = max(3, WINDOW_STEPS // log_freq)
-        self._ratios: deque[Sequence[float]] = deque(maxlen=self.num_rows)
+        self._ratios = deque[Sequence[float]](maxlen=self.num_rows)
         self.current: set[int] = set()
 
     def add(self, own_s: Sequence[float], *, step_s: float) -> Standing:

@@ -85,7 +85,7 @@ class Recovery:
 
     def __init__(self, section: FaultToleranceSection, *, device: torch.device) -> None:
         self.section, self.device = section, device
-        self.losses: deque[float] = deque(maxlen=section.spike_window)
+        self.losses = deque[float](maxlen=section.spike_window)
         self.decision = StepDecision()
         self.num_skipped = self.num_rewinds = self.skipped_in_a_row = 0
 
@@ -155,18 +155,18 @@ class Recovery:
 
     def _count(self) -> None:
         """Count skips and rewinds. If too many steps fail, stop the run."""
-        section, decision = self.section, self.decision
+        section, decision, limit = self.section, self.decision, ""
         if decision.action == StepAction.SKIP:
             self.num_skipped += 1
             self.skipped_in_a_row += 1
             if self.skipped_in_a_row > section.max_skips:
-                reason = f"{decision.reason}, after fault_tolerance.max_skips = {section.max_skips} skipped in a row"
-                self.decision = StepDecision(StepAction.STOP, reason)
-            return
-        # A step that is trained on, or a rewind, ends a row of skips.
-        self.skipped_in_a_row = 0
+                limit = f"fault_tolerance.max_skips = {section.max_skips} skipped in a row"
+        else:  # a step that is trained on, or a rewind, ends a row of skips
+            self.skipped_in_a_row = 0
         if decision.action == StepAction.REWIND:
             self.num_rewinds += 1
             if self.num_rewinds > section.max_rewinds:
-                reason = f"{decision.reason}, after fault_tolerance.max_rewinds = {section.max_rewinds}"
-                self.decision = StepDecision(StepAction.STOP, reason)
+                limit = f"fault_tolerance.max_rewinds = {section.max_rewinds}"
+        if limit:
+            reason = f"{decision.reason}, after {limit}"
+            self.decision = StepDecision(StepAction.STOP, reason)

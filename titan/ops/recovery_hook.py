@@ -14,11 +14,12 @@ from torch import Tensor
 
 from titan.base.async_scalars import AsyncScalars
 from titan.observe.clock import Window
-from titan.ops.recovery import NonFiniteError, Recovery, SpikeError, StepAction
 from titan.run.checkpointing import Checkpointing
 from titan.run.hook import Hook, StepResult
 from titan.run.progress import RunProgress
 from titan.step.train_step import StepReport
+
+from .recovery import NonFiniteError, Recovery, SpikeError, StepAction
 
 
 class StepRecovery(Hook):

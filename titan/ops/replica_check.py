@@ -5,10 +5,11 @@ It runs every `fault_tolerance.check_replicas_every_n_steps`.
 
 from __future__ import annotations
 
-from titan.ops.replicas import require_equal_replicas
 from titan.run.hook import Hook
 from titan.run.progress import RunProgress
 from titan.step.train_step import StepReport
+
+from .replicas import require_equal_replicas
 
 
 class ReplicaCheck(Hook):

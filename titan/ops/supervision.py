@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 from titan.base.signals import StopRequest
 from titan.config.schema import JobConfig
-from titan.ops import flight_recorder
-from titan.ops.flight_recorder import FlightRecorder
-from titan.ops.memory_limit import require_address_space
-from titan.ops.monitor import Monitor
-from titan.ops.run_lock import RunLock
 from titan.run.supervisor import Supervisor
+
+from . import flight_recorder
+from .flight_recorder import FlightRecorder
+from .memory_limit import require_address_space
+from .monitor import Monitor
+from .run_lock import RunLock
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -80,5 +81,4 @@ class Supervision(Supervisor):
     def close(self) -> None:
         """Release the lock, and end the watch."""
         self.lock.release()
-        flight_recorder.close()
         self.monitor.close()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 from titan.checks.rules import load_to_run
 from titan.config.load import load_from_argv
 from titan.config.options import known_options, mistake, positive, put_json
-from titan.sim.extension import sim_extensions
-from titan.sim.price.profiles import Profile, load_profile
-from titan.sim.report.text import (
+
+from .extension import sim_extensions
+from .price.profiles import Profile, load_profile
+from .report.text import (
     job_parser,
     page,
     require_writable,
     say,
 )
-from titan.sim.search.auto import resolve
+from .search.auto import resolve
 
 if TYPE_CHECKING:
     from .simulate import Facts, StepSimulation
@@ -35,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     options, job = parser.parse_known_args(argv)
     require_writable(options, "html", "csv", folders=["trace", *_files()])
     if options.pipeline:
-        from titan.sim.report.pipeline import draw
+        from .report.pipeline import draw
 
         return draw(options, job, known=known_options(parser))
     for code in (extension.run(options, job) for extension in sim_extensions()):
@@ -54,7 +55,7 @@ def _files() -> list[str]:
     return [name for extension in sim_extensions() for name in extension.files]
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> ArgumentParser:
     """Return the parser of the command's own options."""
     parser = job_parser(
         "sim",
@@ -116,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _simulate(options: argparse.Namespace, job: list[str]) -> int:
+def _simulate(options: Namespace, job: list[str]) -> int:
     """Simulate one job: print its page, and write the requested files.
 
     Return 1 if it does not fit.
@@ -140,10 +141,9 @@ def _simulate(options: argparse.Namespace, job: list[str]) -> int:
         extension.check(options, config)
 
     # torch comes with these imports, so the config's mistakes are reported before.
-    from titan.sim.report.measured import compare
-    from titan.sim.report.phases import phase_rows, simulate_phases
-    from titan.sim.report.whole_run import whole_run, whole_run_page
-
+    from .report.measured import compare
+    from .report.phases import phase_rows, simulate_phases
+    from .report.whole_run import whole_run, whole_run_page
     from .simulate import facts
 
     if run and config.phase:
@@ -169,17 +169,14 @@ def _simulate(options: argparse.Namespace, job: list[str]) -> int:
     return show(options, run_job)
 
 
-def show(
-    options: argparse.Namespace, run: Callable[[], tuple[StepSimulation, Facts, str]]
-) -> int:
+def show(options: Namespace, run: Callable[[], tuple[StepSimulation, Facts, str]]) -> int:
     """Run a simulation, print its page and write the requested files.
 
     Return 1 if it does not fit.
     """
-    from titan.sim.record.trace_jobs import TraceError
-    from titan.sim.replay.queues import ReplayError
-    from titan.sim.report.phases import phase_lines
-
+    from .record.trace_jobs import TraceError
+    from .replay.queues import ReplayError
+    from .report.phases import phase_lines
     from .simulate import HardwareError
 
     try:
@@ -189,13 +186,13 @@ def show(
         if not put_json(figures, options.json):
             print(*phase_lines(figures.get("phases", ())), page(figures), more, sep="\n")
         if options.trace:
-            from titan.sim.report.perfetto import write_trace
+            from .report.perfetto import write_trace
 
             write_trace(simulation, options.trace)
         for extension in sim_extensions():
             extension.write(simulation, options)
         if options.html:
-            from titan.sim.report.html import write_page
+            from .report.html import write_page
 
             write_page(simulation, figures, options.html)
     # titan.cli handles it: the reader has gone, which is no error.
@@ -210,9 +207,9 @@ def show(
     return 0 if simulation.runs and phases_run else 1
 
 
-def _sweep(options: argparse.Namespace, job: list[str]) -> int:
+def _sweep(options: Namespace, job: list[str]) -> int:
     """Simulate all variants of a sweep. Print a table, or all data with --json."""
-    from titan.sim.search.variants import WORLD_SIZE, combinations, simulate_variants, table
+    from .search.variants import WORLD_SIZE, combinations, simulate_variants, table
 
     for name in ("trace", *_files(), "html", "measured", "whole", "no_cache", "run"):
         if getattr(options, name):

@@ -34,7 +34,8 @@ from titan.config.layout import Layout, keeps_gathered
 from titan.config.model import num_blocks
 from titan.config.schema import ActivationCheckpointSection, JobConfig
 from titan.parallel.sac_save_list import parse_blocks, parse_rule
-from titan.sim.routing import busiest_rank
+
+from .routing import busiest_rank
 
 ModelSizes: TypeAlias = Any
 """A family's config. The formulas read dim, n_layers, n_heads, n_kv_heads, head_dim, ffn_dim, vocab_size, num_params,

@@ -15,21 +15,22 @@ from titan.config.model import model_title
 from titan.config.quantize import lacks_units, quantize_section
 from titan.config.schema import JobConfig, MXSection
 from titan.observe.flops import utilization
-from titan.sim.documents import document_keys
-from titan.sim.estimate import estimate_memory
-from titan.sim.price.cost import Cost, peak_dtype, routing_exponent
-from titan.sim.price.network import Dispatch
-from titan.sim.price.profiles import Profile, load_profile
-from titan.sim.record.trace import Launch, Trace, no_garbage_collection
-from titan.sim.record.trace_cache import TraceRequest, get_traces
-from titan.sim.record.trace_jobs import Prepare
-from titan.sim.replay.host import host_facts
-from titan.sim.replay.memory import MemoryReport, memory_report
-from titan.sim.replay.queues import replay
-from titan.sim.replay.timeline import Timeline
-from titan.sim.report.communication import communication
-from titan.sim.report.intervals import interval_facts, lacks_runs
-from titan.sim.routing import busiest_rank
+
+from .documents import document_keys
+from .estimate import estimate_memory
+from .price.cost import Cost, peak_dtype, routing_exponent
+from .price.network import Dispatch
+from .price.profiles import Profile, load_profile
+from .record.trace import Launch, Trace, no_garbage_collection
+from .record.trace_cache import TraceRequest, get_traces
+from .record.trace_jobs import Prepare
+from .replay.host import host_facts
+from .replay.memory import MemoryReport, memory_report
+from .replay.queues import replay
+from .replay.timeline import Timeline
+from .report.communication import communication
+from .report.intervals import interval_facts, lacks_runs
+from .routing import busiest_rank
 
 GIB = 2**30
 _MOST_UTILIZED = 0.8
@@ -372,7 +373,7 @@ def _utilization(simulation: Simulation, flops_per_token: float) -> float | None
     FLOPs in 8 bits are the recorded ones.
     """
     peaks, world = simulation.profile.peak_tflops, simulation.layout.world_size
-    eight: Counter[str] = Counter()
+    eight = Counter[str]()
     for trace in simulation.traces.values():
         launches = [event for event in trace.step if isinstance(event, Launch)]
         for kernel in (e.kernel for e in launches if e.scope.phase in ("forward", "backward")):

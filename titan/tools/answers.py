@@ -38,7 +38,8 @@ from titan.parallel import apply_tp, build_mesh, materialize
 from titan.parallel.init_distributed import default_store
 from titan.step.parallelize import default_dtype, torch_dtype
 from titan.tasks import task_of
-from titan.tools.generation import Generator, streamed
+
+from .generation import Generator, streamed
 
 
 def load_model(

@@ -24,8 +24,9 @@ from titan.config.phases import memory_of, phases_of
 from titan.config.schema import CsvSource, JobConfig, JsonlSource, ParquetSource, ShardsSource
 from titan.sim.price import profiles
 from titan.sim.price.profiles import Profile
-from titan.tools.check_extension import check_extensions
-from titan.tools.shipped import folders
+
+from .check_extension import check_extensions
+from .shipped import folders
 
 _TRIED_ROWS = 100  # rows of a source that are read
 

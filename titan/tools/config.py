@@ -10,7 +10,8 @@ from titan.config.errors import ConfigError, did_you_mean
 from titan.config.load import load_from_argv
 from titan.config.options import JOB, command_parser, known_options, mistake, put_json
 from titan.config.render import json_schema, to_toml
-from titan.tools.shipped import about, copy, jobs
+
+from .shipped import about, copy, jobs
 
 
 def main(argv: list[str]) -> int:

@@ -155,7 +155,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch.distributed as dist
 
     from titan.parallel.init_distributed import start_process_group
-    from titan.tools.answers import answer
+
+    from .answers import answer
 
     if "RANK" in os.environ:  # torchrun sets it
         found = start_process_group(init_timeout_s=600, expandable_segments=False)

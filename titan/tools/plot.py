@@ -20,7 +20,8 @@ from titan.base.untrusted import InputError
 from titan.config.options import command_parser
 from titan.observe.rows import Row, number, read_rows, with_groups
 from titan.observe.sinks import require
-from titan.tools.row_files import RowFile, run_names, runs_near
+
+from .row_files import RowFile, run_names, runs_near
 
 Style = dict[str, Any]
 BOLD: Style = {"linewidth": 2}

@@ -11,9 +11,9 @@ and a `PrepareExtension` on many.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -37,17 +37,17 @@ class PrepareExtension:
     A package registers a subclass under the entry point group `titan.extensions` as prepare.NAME (titan/config/plug_ins.py).
     """
 
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
+    def add_options(self, parser: ArgumentParser) -> None:
         """Add options to the command."""
 
-    def check(self, arguments: argparse.Namespace) -> None:
+    def check(self, arguments: Namespace) -> None:
         """Raise DataError for options that do not go together."""
 
     def write(
         self,
         documents: Documents,
         spec: TokenizationSpec,
-        arguments: argparse.Namespace,
+        arguments: Namespace,
         words: list[str],
     ) -> Index | str | None:
         """Write the shards, or a part of them, if the options ask for this way.
@@ -71,7 +71,7 @@ def _extensions() -> list[PrepareExtension]:
 INPUT_HELP = 'text, JSONL or Parquet (files, folders, globs), or "stdlib"'
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> ArgumentParser:
     parser = command_parser("prepare", summary="Text to token shards.")
     add = parser.add_argument
     text = parser.add_mutually_exclusive_group(required=True)
@@ -114,11 +114,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _fraction(text: str) -> float:
     if not 0 <= (value := float(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not in [0, 1)")
+        raise ArgumentTypeError(f"{value} is not in [0, 1)")
     return value
 
 
-def _open(arguments: argparse.Namespace) -> Documents:
+def _open(arguments: Namespace) -> Documents:
     key, messages_key = arguments.text_key, arguments.messages_key
     if arguments.input:
         keys = {"text_key": key, "messages_key": messages_key}
@@ -189,7 +189,7 @@ def _summary(folder: Path, index: Index, unread: list[str]) -> str:
     return "\n".join(lines)
 
 
-def _prepare(arguments: argparse.Namespace, words: list[str]) -> str:
+def _prepare(arguments: Namespace, words: list[str]) -> str:
     """Write the shards, or the script that does. Return a summary."""
     extensions = _extensions()
     for extension in extensions:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from typing import Any
 from titan.base.untrusted import InputError
 from titan.config.options import command_parser, put_json
 from titan.observe.step_parts import COMMUNICATION, HOST, PARTS
-from titan.tools.trace import PHASES, Report
-from titan.tools.trace_files import TraceFileError, find_traces, read_report
+
+from .trace import PHASES, Report
+from .trace_files import TraceFileError, find_traces, read_report
 
 _MAX_RANKS = 8  # ranks to read: a large trace takes seconds
 
@@ -71,22 +73,21 @@ def _parts(report: Report) -> list[str]:
     ]
 
 
-def _modules(report: Report) -> list[str]:
+def _modules(report: Report) -> Iterator[str]:
     """Return the table of modules.
 
     Blocks are added up: layers.0.attention and layers.1.attention are "layers.*.attention (2)".
     """
-    groups: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
+    groups = defaultdict[str, list[dict[str, float]]](list)
     for name, row in report.modules_s.items():
         groups[re.sub(r"\.\d+", ".*", name)].append(row)
     phases = [p for p in PHASES if any(row[p] for row in report.modules_s.values())]
-    lines = [f"{'module':<32}{''.join(f'{p:>11}' for p in phases)}{'total':>11}{'share':>8}"]
+    yield f"{'module':<32}{''.join(f'{p:>11}' for p in phases)}{'total':>11}{'share':>8}"
     for name, rows in groups.items():
         label = f"{name} ({len(rows)})" if "*" in name else name
         sums: dict[str, Any] = {key: sum(row[key] for row in rows) for key in rows[0]}
         cells = "".join(f"{_ms(sums[p]) if sums[p] else '':>11}" for p in phases)
-        lines.append(f"{label[:31]:<32}{cells} {_with_share(sums['total'], report)}")
-    return lines
+        yield f"{label[:31]:<32}{cells} {_with_share(sums['total'], report)}"
 
 
 def _spread(ranks: dict[str, dict[str, float]], num_ranks: int) -> list[str]:

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -40,6 +41,7 @@ _NAMED = re.compile(r"layers\.\w+(\.\w+)?|(?!layers$)\w+")
 _MAX_ALLOCATIONS = 100_000  # newest allocations in a snapshot; TorchTitan's number
 
 
+@dataclass(eq=False)
 class Profiler:
     """Recorder of the steps that are due. Call `begin` and `end` around each step.
 
@@ -52,41 +54,37 @@ class Profiler:
         say: prints a line.
     """
 
-    def __init__(
-        self,
-        section: ProfilingSection,
-        *,
-        run_dir: Path,
-        rank: int,
-        device: torch.device,
-        parts: Iterable[nn.Module],
-        say: Callable[[str], None],
-    ) -> None:
-        self._section, self._rank, self._device, self._say = section, rank, device, say
-        self._run_dir = run_dir
-        self._parts, self._step = list(parts), 0
+    section: ProfilingSection
+    run_dir: Path
+    rank: int
+    device: torch.device
+    parts: Sequence[nn.Module]
+    say: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self._step = 0
         self._ranges: list[Callable[[], None]] = []  # each removes the range of a module
         self._profile: profile | None = None  # a new one for each trace
-        self._snapshots = section.enable_memory_snapshot and device.type == "cuda"
+        self._snapshots = self.section.enable_memory_snapshot and self.device.type == "cuda"
         if self._snapshots:
             record_memory_history(_MAX_ALLOCATIONS)
-        elif section.enable_memory_snapshot:
-            say(
-                f"no memory snapshots: they are the CUDA allocator's, and this is a {device.type}"
+        elif self.section.enable_memory_snapshot:
+            self.say(
+                f"no memory snapshots: they are the CUDA allocator's, and this is a {self.device.type}"
             )
 
     def begin(self, step: int) -> None:
         """Begin a step: warm up or record, if a trace is due. Steps count from 1."""
         self._step = step
         action = self.action_of(step)
-        if not self._section.enable_profiling or action is ProfilerAction.NONE:
+        if not self.section.enable_profiling or action is ProfilerAction.NONE:
             return
         if action is not ProfilerAction.WARMUP and not self._ranges:
             if (
-                self._device.type != "cpu"
+                self.device.type != "cpu"
             ):  # see the module's docstring: begin with an idle device
                 torch.accelerator.synchronize()
-            self._ranges = name_modules(self._parts)
+            self._ranges = name_modules(self.parts)
         # The first step of this trace, or the step that a resumed run starts with.
         if self._profile is None:
             self._profile = self._make_profile(step)
@@ -97,7 +95,7 @@ class Profiler:
     def end(self) -> None:
         """End the step. Write the trace and the snapshot that are due."""
         # Traces and snapshots share their steps.
-        if self._step % self._section.profile_freq:
+        if self._step % self.section.profile_freq:
             return
         if self._profile is not None:
             self._profile.step()  # which writes the trace
@@ -127,24 +125,24 @@ class Profiler:
             "KINETO_LOG_LEVEL", "99"
         )  # it prints a line at each start and stop
         activities = [ProfilerActivity.CPU]
-        if self._device.type in ("cuda", "xpu"):
-            activities.append(getattr(ProfilerActivity, self._device.type.upper()))
+        if self.device.type in ("cuda", "xpu"):
+            activities.append(getattr(ProfilerActivity, self.device.type.upper()))
         # torch also asks for the action of the step after the last.
-        last = first + -first % self._section.profile_freq
+        last = first + -first % self.section.profile_freq
         return profile(
             activities=activities,
             schedule=lambda n: (
                 self.action_of(first + n) if first + n <= last else ProfilerAction.NONE
             ),
             on_trace_ready=self._write_trace,
-            record_shapes=self._section.record_shapes,
+            record_shapes=self.section.record_shapes,
             # The second of two micro-batches that overlap runs in another thread.
             experimental_config=_ExperimentalConfig(profile_all_threads=True),
         )
 
     def action_of(self, step: int) -> ProfilerAction:
         """Return the profiler's action in a step."""
-        section = self._section
+        section = self.section
         left = -step % section.profile_freq  # steps until the trace is written
         if left == 0:
             return ProfilerAction.RECORD_AND_SAVE
@@ -155,21 +153,21 @@ class Profiler:
         return ProfilerAction.NONE
 
     def _write_trace(self, recording: profile) -> None:
-        folder = f"{self._section.save_traces_folder}/step-{self._step}"
+        folder = f"{self.section.save_traces_folder}/step-{self._step}"
         self._write(
-            f"{folder}/rank-{self._rank}.json.gz",
+            f"{folder}/rank-{self.rank}.json.gz",
             lambda path: recording.export_chrome_trace(str(path)),
             "see `titan profile`",
         )
 
     def _write_snapshot(self, folder: str) -> None:
-        folder = f"{self._section.save_memory_snapshot_folder}/{folder}"
+        folder = f"{self.section.save_memory_snapshot_folder}/{folder}"
         hint = "drop it on https://pytorch.org/memory_viz"
-        self._write(f"{folder}/rank-{self._rank}.pickle", dump_memory_history, hint)
+        self._write(f"{folder}/rank-{self.rank}.pickle", dump_memory_history, hint)
 
     def _write(self, name: str, write: Callable[[Path], object], hint: str) -> None:
-        if run_files(self._run_dir).make(name, write):
-            self._say(f"wrote {self._run_dir / name}: {hint}")
+        if run_files(self.run_dir).make(name, write):
+            self.say(f"wrote {self.run_dir / name}: {hint}")
 
 
 def name_modules(parts: Iterable[nn.Module]) -> list[Callable[[], None]]:

@@ -6,7 +6,8 @@ import torch
 
 from titan.run.hook import Hook
 from titan.run.progress import RunProgress
-from titan.tools.profiler import Profiler
+
+from .profiler import Profiler
 
 
 class Profiling(Hook):

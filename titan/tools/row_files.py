@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -42,25 +43,25 @@ def runs_near(folder: Path, signs: Iterable[str]) -> str:
     return f"; runs near it: {', '.join(map(str, near[:5]))}" if near else ""
 
 
+@dataclass
 class Tail:
     """Reader of the whole lines that are added to a file.
 
     Attributes:
         path: the file.
+        last_bytes: distance of the start from the end of the file; None: read the whole file.
         generation: how often the file began again, because it was cut or replaced.
         num_long: lines that were dropped because of their length.
     """
 
-    def __init__(self, path: Path, *, last_bytes: int | None = None) -> None:
-        """Start at the beginning of the file, or near its end.
-
-        Args:
-            path: the file.
-            last_bytes: distance of the start from the end; None: read the whole file.
-        """
-        self.path, self._last_bytes = path, last_bytes
-        self.generation, self.num_long = 0, 0
-        self._inode, self._offset, self._check, self._in_long = -1, 0, b"", False
+    path: Path
+    last_bytes: int | None = None
+    generation: int = 0
+    num_long: int = 0
+    _inode: int = -1
+    _offset: int = 0
+    _check: bytes = b""
+    _in_long: bool = False
 
     def read(self) -> Iterator[list[bytes]]:
         """Yield new lines, block by block.
@@ -79,7 +80,7 @@ class Tail:
 
     def _begin(self, status: os.stat_result) -> None:
         self._inode, self.generation, self.num_long = status.st_ino, self.generation + 1, 0
-        left_out = status.st_size - (self._last_bytes or status.st_size)
+        left_out = status.st_size - (self.last_bytes or status.st_size)
         self._offset, self._check, self._in_long = max(left_out, 0), b"", left_out > 0
 
     def _blocks(self, file: IO[bytes]) -> Iterator[list[bytes]]:

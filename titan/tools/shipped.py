@@ -148,8 +148,8 @@ def init(argv: list[str]) -> int:
         path = source.model_dump().get("path")  # Python's library has none
         changes["training"] = {"dataset": source.type, "dataset_path": path}
         if not options.hf:
-            from titan.tools import tokenizer
-            from titan.tools.prepare import open_all
+            from . import tokenizer
+            from .prepare import open_all
 
             folder = options.file.with_name(f"{options.file.stem}_tokenizer")
             size = options.vocab or _VOCABULARY

@@ -19,7 +19,8 @@ from titan.data import DataError, require
 from titan.data.reading import pieces_of
 from titan.data.sources import Documents, source_of_path
 from titan.data.tokenizer import BOS, EOS, LLAMA3_PATTERN, tokenizer_named
-from titan.tools.prepare import INPUT_HELP, open_all
+
+from .prepare import INPUT_HELP, open_all
 
 _SAMPLE = "The quick brown fox jumps over the lazy dog.\ndef add(a: int, b: int) -> int:\n    return a + b\n"
 _SHOWN_TOKENS = 64

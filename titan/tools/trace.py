@@ -20,7 +20,8 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from titan.observe.step_parts import COMMUNICATION, HOST, MODULE, PARTS
-from titan.tools.trace_kinds import kind_of_kernel, kind_of_operator, surroundings
+
+from .trace_kinds import kind_of_kernel, kind_of_operator, surroundings
 
 ELSEWHERE = "(elsewhere)"
 PHASES = ("forward", "recompute", "backward")
@@ -28,6 +29,11 @@ _NODE = "autograd::engine::evaluate_function"
 _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 MAX_EVENTS = 2_000_000  # they take 2 GB
 _ON_HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
+
+
+Record = dict[str, Any]
+"""Event of a trace as its file has it."""
+_Records = list[Record]
 
 
 class TooLarge(Exception):
@@ -94,7 +100,7 @@ class Report:
     modules_s: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
-def analyse(raw: Iterable[dict[str, Any]]) -> Report:
+def analyse(raw: Iterable[Record]) -> Report:
     """Analyse the events of a trace, in the form of Chrome's format. They are read once and not kept.
 
     Args:
@@ -157,17 +163,14 @@ def analyse(raw: Iterable[dict[str, Any]]) -> Report:
     return report
 
 
-def _span(record: dict[str, Any]) -> tuple[int, int]:
+def _span(record: Record) -> tuple[int, int]:
     # Traces count in microseconds, with fractions.
     begin = round(record["ts"] * 1000)
     return begin, begin + round(record.get("dur", 0) * 1000)
 
 
-_Records = list[dict[str, Any]]
-
-
 def _sorted_out(
-    raw: Iterable[dict[str, Any]],
+    raw: Iterable[Record],
 ) -> tuple[list[TraceEvent], dict[int, TraceEvent], _Records, _Records]:
     """Sort the records of a trace.
 
@@ -179,7 +182,10 @@ def _sorted_out(
     for record in raw:
         category = record.get("cat")
         if category in _KERNELS:
-            kernels.append(_kernel(record))
+            kept = {key: record[key] for key in ("ts", "dur") if key in record}
+            correlation = record.get("args", {}).get("correlation")
+            name = sys.intern(record["name"])
+            kernels.append(kept | {"name": name, "args": {"correlation": correlation}})
         elif category == "fwdbwd":
             flows.append({key: record[key] for key in ("ph", "id", "pid", "tid", "ts")})
         elif category in _ON_HOST and record["ph"] == "X":
@@ -198,16 +204,10 @@ def _sorted_out(
     return events, by_correlation, kernels, flows
 
 
-def _kernel(record: dict[str, Any]) -> dict[str, Any]:
-    kept = {key: record[key] for key in ("ts", "dur") if key in record}
-    correlation = record.get("args", {}).get("correlation")
-    return kept | {"name": sys.intern(record["name"]), "args": {"correlation": correlation}}
-
-
 def _nest(events: list[TraceEvent]) -> list[tuple[TraceEvent, int, int]]:
     """Set each event's parent. Return the stretches in which an event was the innermost of its thread."""
     stretches = []
-    stacks: defaultdict[Any, list[TraceEvent]] = defaultdict(list)
+    stacks = defaultdict[Any, list[TraceEvent]](list)
     since: dict[Any, int] = {}  # time up to which a thread's time is distributed
 
     def advance(thread: Any, to: int) -> None:
@@ -291,7 +291,7 @@ def _sweep(
         if start < stop:
             edges += [(start, number), (stop, number)]
     # Between two edges the set of running intervals does not change, so distribute each stretch at once.
-    times: defaultdict[tuple[str, str, str], float] = defaultdict(float)
+    times = defaultdict[tuple[str, str, str], float](float)
     work: dict[int, TimeRange] = {}
     communication: dict[int, TimeRange] = {}
     host: dict[int, TimeRange] = {}

@@ -9,11 +9,10 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from titan.base.untrusted import Unpacked
 
-from .trace import MAX_EVENTS, Report, TooLarge, analyse
+from .trace import MAX_EVENTS, Record, Report, TooLarge, analyse
 
 # Bytes read at once; characters of one event, beyond which a file is no trace.
 _BLOCK_BYTES, _MAX_EVENT_CHARS = 2**20, 2**22
@@ -49,7 +48,7 @@ def find_traces(run: Path, *, step: int | None, rank: int | None) -> list[Path]:
         raise TraceFileError(
             f"{run}: no such run" + (f"; runs near it: {', '.join(near)}" if near else "")
         )
-    by_step: defaultdict[int, dict[int, Path]] = defaultdict(dict)
+    by_step = defaultdict[int, dict[int, Path]](dict)
     for folder in ("", "*/"):  # the folder of traces itself, or the run above it
         for path in run.glob(f"{folder}step-*/rank-*.json.gz"):
             if match := _FILE.search(path.as_posix()):
@@ -103,7 +102,7 @@ def read_report(path: Path) -> Report:
         raise TraceFileError(f"{path}: not a whole trace ({reason}); {advice}") from None
 
 
-def events_of(file: Unpacked) -> Iterator[dict[str, Any]]:
+def events_of(file: Unpacked) -> Iterator[Record]:
     """Yield the events of a trace in Chrome's format.
 
     Raises:

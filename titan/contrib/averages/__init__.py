@@ -7,6 +7,6 @@ from collections.abc import Sequence
 
 def main(argv: Sequence[str]) -> int:
     """Write the mean of the weights of checkpoints."""
-    from titan.contrib.averages.command import main  # imports torch
+    from .command import main  # imports torch
 
     return main(argv)

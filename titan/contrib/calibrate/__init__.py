@@ -8,7 +8,7 @@ from pathlib import Path
 
 from titan.config.options import mistake
 from titan.sim.extension import SimExtension
-from titan.sim.report.text import require_no_job, require_writable
+from titan.sim.report.text import require_writable
 
 
 class CalibrateTrace(SimExtension):
@@ -36,7 +36,8 @@ class CalibrateTrace(SimExtension):
                 text = "needs --calibrate-from TRACE: kernels measured alone made a profile worse than the steps of a trace do"
                 raise mistake("--calibrate", text)
             return None
-        require_no_job(job, "--calibrate-from")
+        if job:
+            raise mistake(job[0], "is no option, and --calibrate-from needs no job")
         from .from_trace import calibrate_from
 
         return calibrate_from(trace, base_name=options.hardware, target=target)

@@ -102,7 +102,7 @@ def read_calls(path: Path) -> TracedKernels:
         OSError: It cannot be read.
     """
     found = TracedKernels()
-    marks: defaultdict[Any, list[Any]] = defaultdict(list)  # by thread: operators and launches
+    marks = defaultdict[Any, list[Any]](list)  # by thread: operators and launches
     kernels: dict[Any, list[TracedKernel]] = defaultdict(list)
     try:
         with Unpacked(path) as file:

@@ -23,7 +23,6 @@ from statistics import mean, median
 from typing import Any
 
 from titan.config.options import check_target, mistake
-from titan.contrib.calibrate.profile_file import Figures, base_of, to_toml
 from titan.sim.price.cost import Cost
 from titan.sim.price.profiles import Profile, load_profile
 from titan.sim.record.trace import Group, Kernel, Scope, Transfer
@@ -31,6 +30,7 @@ from titan.sim.report.text import columns
 from titan.tools.trace_files import TraceFileError
 
 from .calls import STRANGE, TracedKernels, not_a_trace, read_calls
+from .profile_file import Figures, base_of, to_toml
 from .work import Timing, TracedWork, eager_launches, work_of
 
 _LEAST_S, _LEAST_MOVED, _LEAST_SENT, _LEAST_IN_ALL_S = 50e-6, 2**25, 10**6, 1e-3
@@ -108,7 +108,7 @@ def corrections(
     calls: TracedKernels, traced: dict[TracedWork, Timing], base: Profile
 ) -> tuple[Figures, list[tuple[str, ...]], list[str]]:
     """Return the figures that a trace corrects, a row for each (its name, before, after, kernels, their time), and remarks."""
-    by_figure: defaultdict[Figure, list[tuple[TracedWork, Timing]]] = defaultdict(list)
+    by_figure = defaultdict[Figure, list[tuple[TracedWork, Timing]]](list)
     for work, timed in traced.items():
         figure = _figure_of(work, timed, base)
         # Attention of a kernel without rates has no price. A dtype without a share has bfloat16's.
@@ -133,7 +133,9 @@ def corrections(
         in_all[figure] = seconds
         if name.startswith("attention"):
             known = known.model_copy(update={"attention_kernel": figure[1]})
-        before, known = known, _fitted(known, figure, works, seconds)
+        before = known
+        for _ in range(_ROUNDS):
+            known = _scaled(known, figure, _priced_s(works, known) / seconds)
         figures[name] = getattr(known, name)
         values = (_text(profile, figure) for profile in (before, known))
         count = sum(timed.kernels for _, timed in works)
@@ -182,15 +184,6 @@ def _figure_of(work: TracedWork, timed: Timing, base: Profile) -> Figure | None:
 def _seconds(work: TracedWork, timed: Timing) -> float:
     """Return the time of one run: the mean, but of collectives the fastest, which has waited least."""
     return min(timed.seconds) if work.ranks else mean(timed.seconds)
-
-
-def _fitted(
-    profile: Profile, figure: Figure, works: list[tuple[TracedWork, Timing]], measured_s: float
-) -> Profile:
-    """Return the profile with the figure on which its works take the measured time, in all."""
-    for _ in range(_ROUNDS):
-        profile = _scaled(profile, figure, _priced_s(works, profile) / measured_s)
-    return profile
 
 
 def _priced_s(works: list[tuple[TracedWork, Timing]], profile: Profile) -> float:

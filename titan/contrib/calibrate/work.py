@@ -83,9 +83,9 @@ def eager_launches(calls: TracedKernels) -> list[tuple[float, float]]:
 
 def work_of(calls: TracedKernels) -> dict[TracedWork, Timing]:
     """Return the known work of a trace. The kernels of one operator belong together."""
-    of_operator: defaultdict[OperatorCall, list[TracedKernel]] = defaultdict(list)
-    seconds: defaultdict[TracedWork, list[float]] = defaultdict(list)
-    kernels: defaultdict[TracedWork, int] = defaultdict(int)
+    of_operator = defaultdict[OperatorCall, list[TracedKernel]](list)
+    seconds = defaultdict[TracedWork, list[float]](list)
+    kernels = defaultdict[TracedWork, int](int)
     for call in calls.kernels:
         if work := _collective(call.arguments):
             seconds[work].append(call.seconds)

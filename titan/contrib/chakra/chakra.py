@@ -57,9 +57,9 @@ def _nodes(trace: t.Trace, timeline: RankTimeline, numbers: dict[Any, int]) -> l
     times |= {id(i.event): (i.start, i.end) for i in timeline.intervals}
     begin_s = min((start for start, _ in times.values()), default=0.0)
     # Nodes that the next node depends on: by stream, by group's own stream, or for all streams after the host waited (HOST).
-    last: defaultdict[Any, set[int]] = defaultdict(set)
+    last = defaultdict[Any, set[int]](set)
     events: dict[int, set[int]] = {}
-    works: defaultdict[int, set[int]] = defaultdict(set)
+    works = defaultdict[int, set[int]](set)
     issued: dict[int, set[int]] = {}  # nodes that the transfers of a work depend on
     nodes: list[bytes] = []
     for event in trace.step:
@@ -69,7 +69,10 @@ def _nodes(trace: t.Trace, timeline: RankTimeline, numbers: dict[Any, int]) -> l
                 lane = event.group if event.detached else lane
                 attributes = _of_transfer(event, trace, numbers)
             else:
-                attributes = _of_kernel(event.kernel)
+                kernel = event.kernel
+                size = kernel.read_bytes + kernel.write_bytes
+                costs = {"num_ops": (_INT64, kernel.flops), "tensor_size": (_UINT64, size)}
+                attributes = _COMPUTE, kernel.name, costs
             parents, last[lane] = last[lane] | last[event.stream] | last[t.HOST], {number}
             if isinstance(event, t.Transfer):  # transfers of one work run together
                 parents = issued.setdefault(event.work, parents)
@@ -91,16 +94,6 @@ def _nodes(trace: t.Trace, timeline: RankTimeline, numbers: dict[Any, int]) -> l
             awaited = [event.stream] if event.stream >= 0 else [*last]
             last[t.HOST] |= set().union(*(last[lane] for lane in awaited))
     return nodes
-
-
-def _of_kernel(kernel: t.Kernel) -> tuple[int, str, _Attributes]:
-    """Return the type, the name and the attributes of a kernel's node."""
-    size = kernel.read_bytes + kernel.write_bytes
-    return (
-        _COMPUTE,
-        kernel.name,
-        {"num_ops": (_INT64, kernel.flops), "tensor_size": (_UINT64, size)},
-    )
 
 
 def _of_transfer(

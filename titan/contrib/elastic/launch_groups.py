@@ -15,6 +15,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from typing import IO, Any
@@ -23,9 +24,8 @@ from titan.base import hardware
 from titan.base.run_writer import write_text_atomically
 from titan.base.signals import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR
 from titan.base.untrusted import InputError
-from titan.config.errors import COMMAND_LINE, ConfigError, Problem
 from titan.config.load import load_from_argv
-from titan.config.options import positive
+from titan.config.options import mistake, positive
 from titan.config.schema import JobConfig
 from titan.run.launch_extension import LaunchExtension
 
@@ -169,7 +169,7 @@ def processes_of_group(num_groups: int, asked: int | None) -> int:
         if not fits
         else f"{count} accelerators do not divide among {num_groups} groups; use --groups {known}, or --nproc {each} to leave some idle"
     )
-    raise ConfigError([Problem(COMMAND_LINE, 0, "--nproc" if asked else "--groups", message)])
+    raise mistake("--nproc" if asked else "--groups", message)
 
 
 def _devices_of(group: int, num_processes: int) -> dict[str, str]:
@@ -218,6 +218,7 @@ def main(argv: Sequence[str]) -> None:
         time.sleep(3600)
 
 
+@dataclass(eq=False)
 class _Group:
     """Launcher process of one group.
 
@@ -229,10 +230,16 @@ class _Group:
         is_shown: Whether its lines of steps are printed. Other lines always are.
     """
 
-    def __init__(self, number: int, command: Sequence[str], variables: dict[str, str]) -> None:
-        self.number, self.command, self.variables = number, command, variables
-        self.restarts, self.code, self.is_stopped, self.is_shown = 0, EXIT_DONE, False, False
-        self.process: subprocess.Popen[str] | None = None
+    number: int
+    command: Sequence[str]
+    variables: dict[str, str]
+    restarts: int = 0
+    code: int = EXIT_DONE
+    is_stopped: bool = False
+    is_shown: bool = False
+    process: subprocess.Popen[str] | None = None
+
+    def __post_init__(self) -> None:
         self._start()
 
     def _start(self) -> None:

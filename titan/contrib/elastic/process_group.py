@@ -20,6 +20,7 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from http.client import HTTPConnection, HTTPException
 from typing import Any
@@ -236,11 +237,13 @@ def connect_groups(
     return Group(device, timeout, host, lighthouse)
 
 
+@dataclass(eq=False)
 class _Watched:
     """An operation of gloo that is given up when the lighthouse has lost a group."""
 
-    def __init__(self, group: Any, of_group: Any, work: Any) -> None:
-        self._group, self._of_group, self._work = group, of_group, work
+    _group: Any
+    _of_group: Any
+    _work: Any
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         def ended() -> bool:

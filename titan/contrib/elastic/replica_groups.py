@@ -38,9 +38,9 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from titan.base.untrusted import InputError
+from titan.optim.states import local
 
 from .agreement import MOST_APART, GroupLeaves, apart, require_same_samples
 from .healing import Healing
@@ -232,7 +232,7 @@ class ReplicaGroups:
             if self._healing.source:
                 state = self._healing.receive(tick)
         except _MeetingEnded as end:
-            return end.code, "one was lost"
+            return end.args[0], "one was lost"
         except Exception as error:
             code, reason = _OURS, f"a peer's state did not come ({_first_line(error)})"
         while (found := self._tell(text, code))[0] == _HEALING:
@@ -283,7 +283,6 @@ class ReplicaGroups:
         if "://" in self._where:
             return
         from torchft._torchft import ManagerClient, ManagerServer
-        from torchft.manager import REPLICA_ID_KEY
 
         found, manager, connect = (
             [self._lighthouse, ""],
@@ -296,7 +295,7 @@ class ReplicaGroups:
             if found[0] != self._lighthouse:
                 manager._manager.shutdown()
                 manager._manager = ManagerServer(
-                    replica_id=manager._store.get(REPLICA_ID_KEY).decode(),
+                    replica_id=self.group.member,
                     lighthouse_addr=found[0],
                     hostname=self._host,
                     bind="[::]:0",
@@ -339,7 +338,7 @@ class ReplicaGroups:
         ):  # a sum's time limit must not include kernels that still run
             torch.accelerator.current_stream().synchronize()
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in (t.to_local() if isinstance(t, DTensor) else t for t in tensors):
+        for tensor in map(local, tensors):
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
         for bucket in (b for same in by_dtype.values() for b in in_buckets(same, Tensor.numel)):
             flat = torch.cat([tensor.flatten() for tensor in bucket])
@@ -370,10 +369,7 @@ class ReplicaGroups:
 
 
 class _MeetingEnded(Exception):
-    """Failure of another rank or group while this rank heals. `code` is the worst status of all groups."""
-
-    def __init__(self, code: int) -> None:
-        self.code = code
+    """Failure of another rank or group while this rank heals. Its argument is the worst status of all groups."""
 
 
 def _store(host: str) -> tuple[str, int, Any]:

@@ -32,7 +32,21 @@ class GroupScripts(SlurmExtension):
         return f"0-{_count(options) - 1}" if _count(options) else None
 
     def lines(self, options: Namespace, config: JobConfig, folder: str) -> list[str]:
-        return _group_lines(_count(options), config, folder) if _count(options) else []
+        groups = _count(options)
+        if not groups:
+            return []
+        file, checkpoints = f"{folder}/lighthouse", config.checkpoint.folder
+        saved = checkpoints if "://" in checkpoints else str(Path(folder) / checkpoints)
+        settings = [
+            "--fault_tolerance.enable=true",
+            f"--fault_tolerance.replica_groups={groups}",
+        ]
+        return [
+            f'set -- "$@" {shlex.join([*settings, f"--checkpoint.folder={saved}"])} \\',
+            '  --fault_tolerance.replica_id="$SLURM_ARRAY_TASK_ID" \\',
+            f"  {shlex.quote(f'--fault_tolerance.lighthouse={file}')} \\",  # lighthouse.sbatch writes it
+            f'  --job.dump_folder={shlex.quote(folder)}/group-"$SLURM_ARRAY_TASK_ID"',
+        ]
 
     def write(
         self, options: Namespace, job: Sequence[str], folder: Path, path: Path
@@ -47,19 +61,6 @@ class GroupScripts(SlurmExtension):
 
 def _count(options: Namespace) -> int:
     return options.groups or (2 if options.elastic else 0)
-
-
-def _group_lines(groups: int, config: JobConfig, folder: str) -> list[str]:
-    """Return the lines that make an element of the array a replica group."""
-    file, checkpoints = f"{folder}/lighthouse", config.checkpoint.folder
-    saved = checkpoints if "://" in checkpoints else str(Path(folder) / checkpoints)
-    settings = ["--fault_tolerance.enable=true", f"--fault_tolerance.replica_groups={groups}"]
-    return [
-        f'set -- "$@" {shlex.join([*settings, f"--checkpoint.folder={saved}"])} \\',
-        '  --fault_tolerance.replica_id="$SLURM_ARRAY_TASK_ID" \\',
-        f"  {shlex.quote(f'--fault_tolerance.lighthouse={file}')} \\",  # lighthouse.sbatch writes it
-        f'  --job.dump_folder={shlex.quote(folder)}/group-"$SLURM_ARRAY_TASK_ID"',
-    ]
 
 
 def _lighthouse_script(options: Namespace, job: Sequence[str], folder: Path) -> str:

@@ -7,6 +7,6 @@ from collections.abc import Sequence
 
 def main(argv: Sequence[str]) -> int:
     """Score tasks with a checkpoint or a Hugging Face folder."""
-    from titan.contrib.evaluation.evaluate import main  # imports torch
+    from .evaluate import main  # imports torch
 
     return main(argv)

@@ -7,9 +7,9 @@ neither shipped nor files belong to an installed package.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from itertools import starmap
 from pathlib import Path
@@ -36,13 +36,14 @@ from titan.config.options import TRUST_OPTION, command_parser, positive, put_jso
 from titan.config.plug_ins import load_plug_ins
 from titan.config.render import to_toml
 from titan.config.schema import JobConfig
-from titan.contrib.evaluation.examples import ExampleTask, Figure, is_file, read_task, shipped
 from titan.data import DataError
 from titan.ops.launch import launch_command
 from titan.sim.report.text import columns
 
+from .examples import ExampleTask, Figure, is_file, read_task, shipped
+
 if TYPE_CHECKING:
-    from titan.contrib.evaluation.scoring import Scorer
+    from .scoring import Scorer
 
 # Tokens of a text for a Hugging Face folder: at most, and without max_position_embeddings, as in the harness.
 _MAX_LENGTH, _UNKNOWN_LENGTH = 8192, 2048
@@ -58,14 +59,14 @@ class EvaluateExtension:
 
     about = ""
 
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
+    def add_options(self, parser: ArgumentParser) -> None:
         """Add options to the command."""
 
-    def check(self, names: Sequence[str], args: argparse.Namespace, *, what: str) -> None:
+    def check(self, names: Sequence[str], args: Namespace, *, what: str) -> None:
         """Raise DataError for a name that is no task of this package. what: why titan has not the first of them."""
 
     def evaluate(
-        self, scorer: Scorer, names: Sequence[str], args: argparse.Namespace
+        self, scorer: Scorer, names: Sequence[str], args: Namespace
     ) -> dict[str, float]:
         """Return the figures of tasks by name. Every rank calls this."""
         return {}
@@ -76,7 +77,7 @@ def extensions() -> list[EvaluateExtension]:
     return [extension() for extension in load_plug_ins("titan.extensions", of="evaluate")]
 
 
-def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+def parse(argv: Sequence[str] | None) -> tuple[Namespace, list[str]]:
     """Parse the command line. Return the command's options, and the overrides of the job."""
     parser = command_parser("evaluate", _ARGUMENTS, summary=main.__doc__ or "")
     add = parser.add_argument
@@ -142,9 +143,11 @@ def find_weights(
     """
     if is_hf_folder(step := where):
         run = hf_job(where, tokenizer=tokenizer)
-        run = run.model_copy(
-            update={"training": run.training.model_copy(update={"seq_len": hf_length(where)})}
-        )
+        # As many tokens as the model has positions.
+        positions = model_folders().num_positions(Path(str(where)))
+        length = _UNKNOWN_LENGTH if positions is None else min(positions, _MAX_LENGTH)
+        training = run.training.model_copy(update={"seq_len": length})
+        run = run.model_copy(update={"training": training})
     else:
         run, step = find_checkpoint(
             where, tokenizer=tokenizer, trust_remote_code=trust_remote_code
@@ -164,16 +167,7 @@ def find_weights(
     return Weights(config, check_to_run(config, world_size=world_size), step)
 
 
-def hf_length(where: Location) -> int:
-    """Return the length of texts for the model of a Hugging Face folder, in tokens.
-
-    It is the number of the model's positions, but at most 8,192.
-    """
-    positions = model_folders().num_positions(Path(str(where)))
-    return _UNKNOWN_LENGTH if positions is None else min(positions, _MAX_LENGTH)
-
-
-def split_tasks(args: argparse.Namespace) -> tuple[list[ExampleTask], list[str]]:
+def split_tasks(args: Namespace) -> tuple[list[ExampleTask], list[str]]:
     """Split the tasks of the command line.
 
     Returns:
@@ -205,11 +199,12 @@ def build_scorer(weights: Weights, *, device: Any, average: bool = False) -> Sco
         device: this rank's device.
         average: whether to load the average of the weights.
     """
-    from titan.contrib.evaluation.scoring import Scorer
     from titan.parallel import build_mesh
     from titan.parallel.block_attention import prefer_backend
     from titan.step.resolved import resolve_job
     from titan.step.train_step import build_train_step
+
+    from .scoring import Scorer
 
     config = weights.config
     prefer_backend(config.model.attention_backend, device.type)
@@ -223,7 +218,7 @@ def build_scorer(weights: Weights, *, device: Any, average: bool = False) -> Sco
     return Scorer(train_step, tokenizer)
 
 
-def score(scorer: Scorer, args: argparse.Namespace) -> dict[str, float]:
+def score(scorer: Scorer, args: Namespace) -> dict[str, float]:
     """Score all tasks. Every rank calls it.
 
     Args:

@@ -19,9 +19,10 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from titan.base.untrusted import printable
 from titan.config.errors import did_you_mean
-from titan.contrib.evaluation.examples import Figure
-from titan.contrib.evaluation.scoring import ScoredText, Scorer
 from titan.data import DataError
+
+from .examples import Figure
+from .scoring import ScoredText, Scorer
 
 # An error from one of these packages means that the hub was not reached.
 _HUB = ("datasets", "huggingface_hub", "httpx", "requests")

@@ -8,13 +8,14 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from titan.contrib.evaluation.examples import read_task
-from titan.contrib.evaluation.scoring import Scorer
 from titan.observe.clock import Window
 from titan.observe.rows import Row
 from titan.optim.averaged import averaged
 from titan.run.hook import Hook, StepResult
 from titan.run.progress import RunProgress
+
+from .examples import read_task
+from .scoring import Scorer
 
 
 class Evaluation(Hook):
@@ -72,8 +73,9 @@ class Evaluation(Hook):
                     scores = self.scorer.score(rows, batch=section.local_batch_size)
                     figures = task.figures(scores).items()
                     row |= {f"eval/{task.name}/{name}": value for name, value in figures}
-        shown = {name.removeprefix("eval/"): value for name, value in row.items()}
-        text = ", ".join(f"{name} {value:.4f}" for name, value in shown.items())
+        text = ", ".join(
+            f"{name[5:]} {value:.4f}" for name, value in row.items()
+        )  # after eval/
         trainer.events.write(
             "evaluation", step=trainer.step, spent=trainer.timer.total_s, text=text
         )

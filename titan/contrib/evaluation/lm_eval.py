@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from titan.config.options import whole
-from titan.contrib.evaluation.evaluate import EvaluateExtension
 from titan.data import require
 
+from .evaluate import EvaluateExtension
+
 if TYPE_CHECKING:
-    from titan.contrib.evaluation.scoring import Scorer
+    from .scoring import Scorer
 
 
 class LmEval(EvaluateExtension):

@@ -11,8 +11,9 @@ from titan.base.untrusted import InputError, read_bytes
 from titan.config.errors import RuleViolation
 from titan.config.schema import JobConfig
 from titan.config.task import task_module
-from titan.contrib.evaluation.examples import is_file, read_task
 from titan.data.special_tokens import fingerprint
+
+from .examples import is_file, read_task
 
 
 def check_evaluation(config: JobConfig) -> Iterator[RuleViolation]:

@@ -29,13 +29,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan.contrib.evaluation.passes import UNIT, plan_passes
 from titan.data import DataError
 from titan.data.packing import Batch
 from titan.data.special_tokens import begin_ids, start_ids
 from titan.data.tokenizer import Tokenizer
 from titan.losses.loss import IGNORED, LossSum
 from titan.parallel.mesh import axis_rank, axis_size
+
+from .passes import UNIT, plan_passes
 
 _WIDTH = 3  # figures of a text
 # Scored positions are padded to a multiple of this: there are fewer distinct shapes, and float8 matmuls need it.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from titan.contrib.evaluation.examples import read_task
-from titan.contrib.evaluation.passes import UNIT, plan_passes
 from titan.data import DataError
 from titan.data.tokenizer import open_tokenizer
 from titan.sim.extension import SimExtension
 
+from .examples import read_task
+from .passes import UNIT, plan_passes
 from .section import EvaluationSection
 
 if TYPE_CHECKING:

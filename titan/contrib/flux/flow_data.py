@@ -12,16 +12,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy import ndarray
 
 from titan.base.untrusted import is_plain_name, parse_json, read_lines
 from titan.config.plug_ins import load_plug_in, plug_ins
-from titan.contrib.flux.config import FluxConfig
-from titan.contrib.flux.flow_options import FlowOptions
 from titan.data import DataError
 from titan.data.base import Samples
 from titan.data.files import walk
 from titan.data.order import derive_key, permute
 from titan.data.pictures import read_picture
+
+from .config import FluxConfig
+from .flow_options import FlowOptions
 
 _HELD_OUT = 20  # every 20th picture of a folder is for validation
 
@@ -29,9 +31,9 @@ _HELD_OUT = 20  # every 20th picture of a folder is for validation
 class Rows(NamedTuple):
     """Samples: pictures or latents (B, channels, height, width) fp32, and their conditions."""
 
-    pictures: np.ndarray
-    context_BTC: np.ndarray
-    pooled_BC: np.ndarray
+    pictures: ndarray
+    context_BTC: ndarray
+    pooled_BC: ndarray
 
 
 class FlowSamples(Samples):
@@ -51,7 +53,7 @@ class FlowSamples(Samples):
     def open(self) -> None:
         """Open the files, or raise DataError."""
 
-    def item(self, place: int) -> tuple[np.ndarray, ...]:
+    def item(self, place: int) -> tuple[ndarray, ...]:
         """Return a picture and its conditions, as in `Rows`. A subclass must define it: this one raises NotImplementedError."""
         raise NotImplementedError
 
@@ -59,7 +61,7 @@ class FlowSamples(Samples):
     def num_samples(self) -> int | None:
         return self.num_items or None
 
-    def get(self, indices: np.ndarray) -> Rows:
+    def get(self, indices: ndarray) -> Rows:
         return Rows(
             *map(np.stack, zip(*(self.item(self._place(int(i))) for i in indices), strict=True))
         )
@@ -82,12 +84,12 @@ class FlowSamples(Samples):
             raise DataError(f"{self.options.path}: too few pictures for the {self.split} split")
         return part
 
-    def conditions(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+    def conditions(self, count: int) -> tuple[ndarray, ndarray]:
         """Return context and pooled vectors of the first labels, to draw pictures of."""
         context, pooled = zip(*map(self.label, range(count)), strict=True)
         return np.stack(context), np.stack(pooled)
 
-    def label(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+    def label(self, number: int) -> tuple[ndarray, ndarray]:
         """Return a label as context, one-hot in the first position, and as a one-hot pooled vector."""
         context = np.zeros((self.options.context_len, self.sizes.context_dim), dtype=np.float32)
         pooled = np.zeros(self.sizes.pooled_dim, dtype=np.float32)
@@ -123,7 +125,7 @@ class PictureFolder(FlowSamples):
         self.items = self.of_split(items)
         self.num_items = len(self.items)
 
-    def item(self, place: int) -> tuple[np.ndarray, ...]:
+    def item(self, place: int) -> tuple[ndarray, ...]:
         line = self.items[place]
         file = self.folder / line.file
         if file.suffix.lower() == ".npy":
@@ -169,11 +171,11 @@ class Encoded(FlowSamples):
         self.items = self.of_split(places)
         self.num_items = len(self.items)
 
-    def item(self, place: int) -> tuple[np.ndarray, ...]:
+    def item(self, place: int) -> tuple[ndarray, ...]:
         file, row = self.items[place]
         return tuple(array[row].astype(np.float32) for array in self.files[file])
 
-    def conditions(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+    def conditions(self, count: int) -> tuple[ndarray, ndarray]:
         """Return the conditions of the first items."""
         return self.get(np.arange(count))[1:]
 

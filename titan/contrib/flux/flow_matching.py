@@ -20,18 +20,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from numpy import ndarray
 from torch import Tensor, nn
 
 from titan.base.run_writer import run_files
-from titan.contrib.flux.flow_data import Encoded, FlowSamples, Rows, open_samples
-from titan.contrib.flux.flow_options import SHAPES, FlowOptions
-from titan.contrib.flux.patches import grid, to_patches, to_pictures
 from titan.data import DataError, require
 from titan.data.base import Samples, TensorBatch
 from titan.data.loader import Collate
 from titan.data.order import derive_key
 from titan.parallel.context import unshard_sequence
 from titan.tasks.base import LossFunction, Microbatch, SampleContext, Task
+
+from .flow_data import Encoded, FlowSamples, Rows, open_samples
+from .flow_options import SHAPES, FlowOptions
+from .patches import grid, to_patches, to_pictures
 
 _TIMES = 8  # of validation, in turn
 
@@ -86,7 +88,7 @@ class FlowMatching(Task):
             first_sample=first_sample,
         )
 
-    def _draw(self, seed: int, split: str, number: int) -> tuple[np.ndarray, float, bool]:
+    def _draw(self, seed: int, split: str, number: int) -> tuple[ndarray, float, bool]:
         """Return the noise of a sample, (S, C), its time, and whether it keeps its context."""
         options = self.options
         random = np.random.Generator(
@@ -195,17 +197,15 @@ class FlowMatching(Task):
             if not 0 <= label < count:
                 known = f"0 to {count - 1}" + (f" or {', '.join(names)}" if names else "")
                 raise DataError(f'--prompt "{text}": no {what}; take {known}')
-        if file.suffix not in ((".npy", ".png") if options.channels in (1, 3) else (".npy",)):
-            kinds = (
-                "latents; end it in .npy"
-                if options.channels not in (1, 3)
-                else "pictures; end it in .png or .npy"
-            )
+        endings, kinds = [".npy"], "latents; end it in .npy"
+        if options.channels in (1, 3):
+            endings, kinds = [".npy", ".png"], "pictures; end it in .png or .npy"
+        if file.suffix not in endings:
             raise DataError(f"--output {file}: the model draws {kinds}")
         noise = self._of_noise(seed=seed, label=label).to(next(model.parameters()).device)
         self._write(self._drawn(model, self.microbatch(noise), None), file)
 
-    def _write(self, patches: np.ndarray, file: Path) -> None:
+    def _write(self, patches: ndarray, file: Path) -> None:
         pictures = to_pictures(patches, self.options)
         if file.suffix == ".npy":
             np.save(file, pictures)
@@ -215,7 +215,7 @@ class FlowMatching(Task):
             # Pillow has no third dimension for grey.
             image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).save(file)
 
-    def drawn(self, train_step: Any) -> np.ndarray:
+    def drawn(self, train_step: Any) -> ndarray:
         """Return patches of `sample_rows` pictures of each label, (rows x labels, S, C) fp32. All ranks call this, and draw all pictures."""
         (model,) = train_step.model_parts
         local = train_step.to_local(self._of_noise())
@@ -243,7 +243,7 @@ class FlowMatching(Task):
         return replace(double, time_B=torch.ones_like(double.time_B))
 
     @torch.no_grad()
-    def _drawn(self, model: nn.Module, local: Microbatch, cp: Any) -> np.ndarray:
+    def _drawn(self, model: nn.Module, local: Microbatch, cp: Any) -> ndarray:
         """Return the patches at time 0, after Euler steps with the guided velocity (arXiv:2207.12598). `cp`: mesh of context parallelism."""
         options = self.options
         x_BSC = local.input

@@ -6,11 +6,12 @@ B batch, S patches, C channels of a patch, or of what the name says
 from __future__ import annotations
 
 import numpy as np
+from numpy import ndarray
 
-from titan.contrib.flux.flow_options import FlowOptions
+from .flow_options import FlowOptions
 
 
-def to_patches(pictures: np.ndarray, patch: int) -> np.ndarray:
+def to_patches(pictures: ndarray, patch: int) -> ndarray:
     """Cut (B, channels, height, width) into (B, S, C): of each patch all rows and columns of the first channel, then the others'."""
     batch, channels, height, width = pictures.shape
     parts = pictures.reshape(batch, channels, height // patch, patch, width // patch, patch)
@@ -20,14 +21,14 @@ def to_patches(pictures: np.ndarray, patch: int) -> np.ndarray:
     )
 
 
-def to_pictures(patches_BSC: np.ndarray, options: FlowOptions) -> np.ndarray:
+def to_pictures(patches_BSC: ndarray, options: FlowOptions) -> ndarray:
     """Return the pictures of patches: the inverse of `to_patches`."""
     side, patch, size = options.size // options.patch, options.patch, options.size
     parts = patches_BSC.reshape(-1, side, side, options.channels, patch, patch)
     return parts.transpose(0, 3, 1, 4, 2, 5).reshape(-1, options.channels, size, size)
 
 
-def grid(pictures: np.ndarray, rows: int) -> np.ndarray:
+def grid(pictures: ndarray, rows: int) -> ndarray:
     """Put pictures (rows x columns, channels, height, width) from -1 to 1 side by side: (height, width, channels) uint8."""
     framed = np.pad(pictures, ((0, 0), (0, 0), (1, 1), (1, 1)))  # a grey line around each
     values = np.clip((framed + 1) * 127.5, 0, 255).round().astype(np.uint8)

@@ -6,10 +6,12 @@ x, y: coordinates from -1 to 1
 from __future__ import annotations
 
 import numpy as np
+from numpy import ndarray
 
-from titan.contrib.flux.flow_data import FlowSamples
-from titan.contrib.flux.flow_options import SHAPES
 from titan.data.order import derive_key
+
+from .flow_data import FlowSamples
+from .flow_options import SHAPES
 
 _NUM_VALIDATION = 1024
 
@@ -20,7 +22,7 @@ class Shapes(FlowSamples):
     def open(self) -> None:
         self.num_items = 0 if self.split == "train" else _NUM_VALIDATION
 
-    def item(self, place: int) -> tuple[np.ndarray, ...]:
+    def item(self, place: int) -> tuple[ndarray, ...]:
         random = np.random.Generator(
             np.random.Philox(key=derive_key(self.seed, self.split, place))
         )
@@ -38,7 +40,7 @@ class Shapes(FlowSamples):
         return ((2 * light * inside - 1).astype(np.float32), *self.label(label))
 
 
-def _distance(shape: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+def _distance(shape: str, x: ndarray, y: ndarray) -> ndarray:
     """Return the approximate distance of points from the edge of a shape of radius 1, negative inside."""
     far, square = np.hypot(x, y), np.maximum(abs(x), abs(y))
     if shape in ("plus", "cross"):

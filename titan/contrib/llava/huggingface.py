@@ -15,6 +15,8 @@ from titan.models.llama3 import huggingface as llama3
 
 from .config import LlavaConfig
 
+Fields = dict[str, Any]
+"""A file of a folder, or a table in it."""
 ARCHITECTURES = {"LlavaForConditionalGeneration": "llava"}
 _VISION = "vision_tower.vision_model."
 # transformers 5 writes the second spelling.
@@ -77,7 +79,7 @@ def hf_name(name: str) -> str:
     return f"{_VISION}encoder.layers.{number}.{_BLOCK[part]}.{leaf}"
 
 
-def hf_config(config: LlavaConfig) -> dict[str, Any]:
+def hf_config(config: LlavaConfig) -> Fields:
     """Return the config.json of these sizes."""
     text = llama3.hf_config(config)
     return {
@@ -98,7 +100,7 @@ def hf_config(config: LlavaConfig) -> dict[str, Any]:
     }
 
 
-def hf_files(config: LlavaConfig) -> dict[str, dict[str, Any]]:
+def hf_files(config: LlavaConfig) -> dict[str, Fields]:
     """Return the files, by name, that make transformers prepare pictures as `titan.contrib.llava.image_text` does."""
     side = config.image_size
     return {
@@ -122,7 +124,7 @@ IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
 IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
-def read_config(hf: dict[str, Any]) -> LlavaConfig:
+def read_config(hf: Fields) -> LlavaConfig:
     """Return the sizes of a config.json.
 
     Raises:
@@ -146,7 +148,7 @@ def read_config(hf: dict[str, Any]) -> LlavaConfig:
     return LlavaConfig(**{**fields, **sizes, **token}, vision_layers=_layers_read(hf))
 
 
-def hf_unused(hf: dict[str, Any], sizes: LlavaConfig) -> Iterator[str]:
+def hf_unused(hf: Fields, sizes: LlavaConfig) -> Iterator[str]:
     """Yield the prefixes of tensor names that the decoder's input does not depend on.
 
     Args:
@@ -159,13 +161,13 @@ def hf_unused(hf: dict[str, Any], sizes: LlavaConfig) -> Iterator[str]:
             yield f"{vision}encoder.layers.{number}."
 
 
-def _vision(hf: dict[str, Any]) -> dict[str, Any]:
+def _vision(hf: Fields) -> Fields:
     """Return the settings of the encoder, with transformers' defaults."""
     given = hf.get("vision_config") or hf_names.completed({}, "llava_vision")
     return hf_names.completed(given, "clip_vision_model")
 
 
-def _layers_read(hf: dict[str, Any]) -> int:
+def _layers_read(hf: Fields) -> int:
     """Return the number of the encoder's blocks that run before the layer that LLaVA reads."""
     total, layer = _vision(hf)["num_hidden_layers"], hf.get("vision_feature_layer", -2)
     if not isinstance(layer, int) or not isinstance(total, int) or total > 1000:

@@ -18,16 +18,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from numpy import ndarray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan.base.run_writer import run_files
 from titan.base.untrusted import InputError, open_regular, read_lines
 from titan.config.plug_ins import load_plug_in, plug_ins
-from titan.contrib.llava.config import LlavaConfig
-from titan.contrib.llava.huggingface import IMAGE_MEAN, IMAGE_STD
-from titan.contrib.llava.image_text_options import ImageTextOptions
-from titan.contrib.llava.model import Llava
 from titan.data import DataError, require
 from titan.data.base import Samples, TensorBatch
 from titan.data.best_fit import best_fit
@@ -46,6 +43,11 @@ from titan.parallel.init_weights import canonical_name
 from titan.tasks.base import Microbatch, SampleContext
 from titan.tasks.next_token import NextToken
 from titan.tools.generation import Generator
+
+from .config import LlavaConfig
+from .huggingface import IMAGE_MEAN, IMAGE_STD
+from .image_text_options import ImageTextOptions
+from .model import Llava
 
 _ROW = ("images", "image_index_BS")
 _DRAWN = 24  # at most, of the pictures that are described
@@ -79,7 +81,7 @@ def image_index(tokens_BS: Tensor, *, image_token: int) -> Tensor:
     return torch.where(is_patch_BS, is_patch_BS.cumsum(dim=1) - 1, -1)
 
 
-def patches_of(pixels: np.ndarray, config: LlavaConfig) -> np.ndarray:
+def patches_of(pixels: ndarray, config: LlavaConfig) -> ndarray:
     """Return the patches of a picture, from uint8 (height, width, 3) to fp32 (P, C): row by row, the colours of a patch first."""
     side, normal = config.patch_size, (pixels / 255 - IMAGE_MEAN) / IMAGE_STD
     across = config.image_size // side
@@ -122,7 +124,7 @@ class Pictures:
         rows = [tuple(field(row, key, where=place) for key in keys) for row, place in lines]
         return Pictures(where, [text for text, _ in rows], [where / name for _, name in rows])
 
-    def pixels(self, number: int, *, side: int) -> np.ndarray:
+    def pixels(self, number: int, *, side: int) -> ndarray:
         """Return the middle square of a picture, uint8 (side, side, 3), as CLIP prepares it.
 
         Raises:
@@ -183,7 +185,7 @@ class PictureSamples(Samples):
     def num_samples(self) -> int:
         return len(self._rows)
 
-    def get(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def get(self, indices: ndarray) -> tuple[ndarray, ndarray]:
         sizes, length = self._task.sizes, self._length
         rows_BT = np.full((len(indices), length), IGNORED, dtype=np.int64)
         shape = (len(indices), self._task.room(length - 1), sizes.num_patches, sizes.patch_dim)
@@ -232,7 +234,7 @@ class DescribePictures(NextToken):
             [self.sizes.image_token] * self.sizes.num_patches + text
         )
 
-    def patches(self, number: int) -> np.ndarray:
+    def patches(self, number: int) -> ndarray:
         """Return a picture, fp32 (P, C)."""
         pixels = self.pictures.pixels(number, side=self.sizes.image_size)
         return patches_of(pixels, self.sizes)
@@ -261,7 +263,7 @@ class DescribePictures(NextToken):
     def collate(self, samples: Samples) -> Collate:
         pack_rows = collate_rows(samples, self.config.data)
 
-        def make(drawn: tuple[np.ndarray, np.ndarray], *, first_sample: int) -> PictureBatch:
+        def make(drawn: tuple[ndarray, ndarray], *, first_sample: int) -> PictureBatch:
             batch, images = pack_rows(drawn[0], first_sample=first_sample), drawn[1]
             assert isinstance(batch, Batch)
             return PictureBatch.of(

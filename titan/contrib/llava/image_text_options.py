@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from titan.contrib.llava.config import LlavaConfig
+from .config import LlavaConfig
 
 
 @dataclass(frozen=True)

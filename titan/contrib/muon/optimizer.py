@@ -56,6 +56,8 @@ BATCH_BYTES = (
 
 # A collective over matrices as a generator: it yields while the collective runs, and returns the received matrices.
 Exchange = Generator[None, None, Tensor]
+# An update of a batch, or of all batches, which yields while a collective runs.
+Update = Generator[None, None, None]
 
 
 class Muon(Allocates, torch.optim.Optimizer):
@@ -120,15 +122,13 @@ class Muon(Allocates, torch.optim.Optimizer):
             pass
         return loss
 
-    def _updates(self, group: dict[str, Any]) -> Iterator[Generator[None, None, None]]:
+    def _updates(self, group: dict[str, Any]) -> Iterator[Update]:
         turn = 0
         for batch in _batches(begin_step(self, group), itemsize=self.ns_dtype.itemsize):
             yield self._update(batch, group, turn)
             turn += len(batch)
 
-    def _update(
-        self, batch: list[Tensor], group: dict[str, Any], turn: int
-    ) -> Generator[None, None, None]:
+    def _update(self, batch: list[Tensor], group: dict[str, Any], turn: int) -> Update:
         """Update matrices of one shape and layout. Yields while a collective runs.
 
         `turn` is the number of parameters in earlier batches, which is equal on all ranks: groups that share a batch along
@@ -142,8 +142,11 @@ class Muon(Allocates, torch.optim.Optimizer):
         counts = []
         # One all-to-all per mesh axis that splits the matrices. After the last each rank has whole matrices.
         for cut in cuts:
-            counts.append(_share_out(len(x), cut.group.size(), first=turn))
-            turn //= cut.group.size()
+            ranks = cut.group.size()
+            each, rest = divmod(len(x), ranks)
+            # One more for each of the `rest` ranks from `turn` on.
+            counts.append([each + ((rank - turn) % ranks < rest) for rank in range(ranks)])
+            turn //= ranks
             x = yield from collect(x, cut, counts=counts[-1])
         x = newton_schulz(x, steps=self.ns_steps)
         for cut in reversed(cuts):
@@ -344,9 +347,9 @@ def _all_to_all(
     return received
 
 
-def _interleave(updates: Iterator[Generator[None, None, None]]) -> Generator[None, None, None]:
+def _interleave(updates: Iterator[Update]) -> Update:
     """Run all updates interleaved: each round starts one more update and advances the others by one stage, then yields."""
-    under_way: list[Generator[None, None, None]] = []
+    under_way: list[Update] = []
     while True:
         under_way += islice(updates, 1)
         if not under_way:
@@ -363,11 +366,6 @@ def _pad(x_NRC: Tensor, *, dim: int, size: int) -> Tensor:
     if not missing:
         return x_NRC
     return F.pad(x_NRC, (0, 0, 0, missing) if dim == 0 else (0, missing))
-
-
-def _share_out(num: int, ranks: int, *, first: int) -> list[int]:
-    """Return how many matrices each rank owns: equal shares, with the remainder on the ranks from `first` on."""
-    return [num // ranks + ((rank - first) % ranks < num % ranks) for rank in range(ranks)]
 
 
 def _parts(batch: Sequence[Tensor]) -> list[slice]:

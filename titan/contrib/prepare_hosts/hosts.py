@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from titan.config.options import positive
-from titan.contrib.prepare_hosts.parts import Parts, Run
 from titan.data import DataError
 from titan.data.cache import display
 from titan.data.shards import Index
@@ -24,6 +23,8 @@ from titan.data.sources import Documents
 from titan.data.writer import TokenizationSpec
 from titan.tools.prepare import PrepareExtension
 from titan.tools.ray_cluster import connect, reason
+
+from .parts import Parts, Run
 
 # Ray begins a task elsewhere if its host or its process is lost, at most so often. Hosts that are cheap are lost all the time.
 _RETRIES = 10
@@ -169,18 +170,6 @@ def run_here(parts: Parts) -> Run:
     return lambda method, items: map(getattr(parts, method), items)
 
 
-def checked_for_sbatch(folder: Path) -> Path:
-    """Return a folder if an #SBATCH line, whose values cannot be quoted, can name it.
-
-    Raises:
-        DataError: It has a space, a quote, or a character that sbatch replaces.
-    """
-    if wrong := [mark for mark in str(folder) if mark in " \t\n\"'%#\\"]:
-        reason = f"{wrong[0]!r} has a meaning for it: use another folder"
-        raise DataError(f"{folder}: sbatch cannot write logs there, since {reason}")
-    return folder
-
-
 def write_array(parts: Parts, words: list[str], *, tasks: int | None) -> Path:
     """Write the script of a Slurm array, and return it. Each task has a share of the units, and the last one joins them.
 
@@ -191,7 +180,11 @@ def write_array(parts: Parts, words: list[str], *, tasks: int | None) -> Path:
     """
     units = len(parts.plan.sizes)
     tasks = min(tasks or units, units, _MAX_ARRAY)
-    folder = checked_for_sbatch(parts.folder / "slurm")
+    folder = parts.folder / "slurm"
+    # The values of an #SBATCH line cannot be quoted.
+    if wrong := [mark for mark in str(folder) if mark in " \t\n\"'%#\\"]:
+        reason = f"{wrong[0]!r} has a meaning for it: use another folder"
+        raise DataError(f"{folder}: sbatch cannot write logs there, since {reason}")
     folder.mkdir(exist_ok=True)
     command = shlex.join([sys.executable, "-m", "titan.cli", "prepare", *words])
     lines = [

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titan.contrib.transformers.fake_tensors import real_tensors
 from titan.models.common.attention import InnerAttention
 
 from .errors import UnsupportedModelError
+from .fake_tensors import real_tensors
 
 RUN, PROBE = "titan", "titan_probe"
 _FAR = 2**20  # a position beyond every window
@@ -55,9 +55,7 @@ class AttentionCall:
         heads: number of query heads.
         kv_heads: number of key/value heads.
         head_dim: channels of a query.
-        value_dim: channels of a value.
         takes_documents: whether the documents of the model's call arrive here.
-        has_sinks: whether the call passes attention sinks.
         inputs: queries, keys and values.
     """
 
@@ -65,9 +63,7 @@ class AttentionCall:
     heads: int
     kv_heads: int
     head_dim: int
-    value_dim: int
     takes_documents: bool
-    has_sinks: bool
     inputs: tuple[Tensor, Tensor, Tensor]
 
 
@@ -171,9 +167,7 @@ def _record(
         q_BHSK.shape[1],
         k_BGSK.shape[1],
         q_BHSK.shape[3],
-        v_BGSK.shape[3],
         options.get("document_ids_BS") is not None,
-        options.get("s_aux") is not None,
         (q_BHSK, k_BGSK, v_BGSK),
     )
     return output, None

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan.contrib.transformers.fake_tensors import is_fake
-
 from . import attention, experts
 from .config import ModelSource, rope_types
 from .errors import UnsupportedModelError, message_of
+from .fake_tensors import is_fake
 
 _HOST_VALUES = (
     2**28

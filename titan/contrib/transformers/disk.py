@@ -24,7 +24,7 @@ def disk_names(hf: Any, names: dict[str, tuple[int, ...]]) -> dict[str, list[str
     import torch
     from transformers.core_model_loading import revert_weight_conversion
 
-    from titan.contrib.transformers.fake_tensors import real_tensors
+    from .fake_tensors import real_tensors
 
     found = {}
     for name, shape in names.items():

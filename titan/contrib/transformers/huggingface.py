@@ -14,7 +14,7 @@ from inspect import getsource
 from typing import Any
 
 from .config import TransformersConfig
-from .resolve import resolve_config
+from .resolve import Fields, resolve_config
 
 ARCHITECTURES: dict[str, str] = {}  # any, where no other family has it
 
@@ -34,13 +34,13 @@ def hf_buffer(name: str, sizes: TransformersConfig) -> str:
     return _model(sizes).disk_name(name)
 
 
-def hf_config(sizes: TransformersConfig) -> dict[str, Any]:
+def hf_config(sizes: TransformersConfig) -> Fields:
     """Return the config.json of a model."""
     # As transformers writes numbers that JSON does not have.
     return json.loads(sizes.source.hf, parse_constant=lambda word: {"__float__": word})
 
 
-def hf_unused(hf: dict[str, Any], sizes: TransformersConfig) -> Iterator[str]:
+def hf_unused(hf: Fields, sizes: TransformersConfig) -> Iterator[str]:
     """Yield the prefixes of tensor names that transformers reads nothing from, such as those of multi-token prediction.
 
     Args:
@@ -55,7 +55,7 @@ def hf_unused(hf: dict[str, Any], sizes: TransformersConfig) -> Iterator[str]:
             yield prefix
 
 
-def hf_unread(hf: dict[str, Any], sizes: TransformersConfig) -> Iterator[str]:
+def hf_unread(hf: Fields, sizes: TransformersConfig) -> Iterator[str]:
     """Yield the fields of a config.json that the code of the model's classes and of its config's never names.
 
     Args:
@@ -70,7 +70,7 @@ def hf_unread(hf: dict[str, Any], sizes: TransformersConfig) -> Iterator[str]:
     yield from (key for key, value in hf.items() if value and key not in words)
 
 
-def read_config(hf: dict[str, Any]) -> TransformersConfig:
+def read_config(hf: Fields) -> TransformersConfig:
     """Return the sizes of a config.json.
 
     Raises:
@@ -79,7 +79,7 @@ def read_config(hf: dict[str, Any]) -> TransformersConfig:
     return resolve_config(hf)
 
 
-def differences(sizes: TransformersConfig, other: TransformersConfig) -> dict[str, Any]:
+def differences(sizes: TransformersConfig, other: TransformersConfig) -> Fields:
     """Return the fields of config.json, with their values in `sizes`, in which two models differ."""
     ours, theirs = sizes.facts, other.facts
     return {key: value for key, value in ours.items() if value != theirs.get(key, value)}

@@ -29,9 +29,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan.contrib.transformers.linear_attention_borders import Bordered, pass_through
-from titan.contrib.transformers.linear_attention_kernels import attend_with_kernel, has_kernel
 from titan.parallel.documents import DocumentMask
+
+from .linear_attention_borders import Bordered, pass_through
+from .linear_attention_kernels import attend_with_kernel, has_kernel
 
 
 class LinearAttention(Bordered):

@@ -31,6 +31,10 @@ from .stand_ins import Blocks, StandIn
 _LAYOUTS: dict[ModelSource, tuple[dict[str, str], dict[str, str]]] = {}
 
 
+Ends = tuple[list[str], list[str]]
+"""Names of the modules with parameters before and after the blocks."""
+
+
 class TransformersModel(nn.Module):
     """Causal language model of transformers, from token ids to logits.
 
@@ -121,7 +125,7 @@ class TransformersModel(nn.Module):
             why = f"{name} reads two hidden states, and a stage sends one"
         return {"pipeline_parallel_degree": why} if why else {}
 
-    def _adopt(self, hf: Any, base: Any) -> tuple[list[str], list[str]]:
+    def _adopt(self, hf: Any, base: Any) -> Ends:
         """Take over all modules of transformers' model. Return our names of those with parameters before and after the blocks."""
         number = getattr(hf.config, "num_hidden_layers", None)
         if number is None:
@@ -290,9 +294,7 @@ class TransformersModel(nn.Module):
         return self.inits[name if name in self.inits else f"{parent}.gate_up_proj"]
 
 
-def _by_use(
-    ends: tuple[list[str], list[str]], probe: list[Part]
-) -> tuple[list[str], list[str]]:
+def _by_use(ends: Ends, probe: list[Part]) -> Ends:
     """Return the modules before and after the blocks by their calls, which may come in another order than their names."""
     names = [part.name for part in probe]
     is_late = {name: n > names.index("layers.0") for n, name in enumerate(names)}
@@ -314,7 +316,7 @@ def _numbered(names: list[str]) -> str:
 def _sizes(
     model: TransformersModel,
     source: ModelSource,
-    ends: tuple[list[str], list[str]],
+    ends: Ends,
     probe: list[Part],
     expert_modules: dict[str, Any],
 ) -> TransformersConfig:

@@ -20,6 +20,8 @@ from titan.parallel.tensor import style_names
 
 from .errors import WrongKeyError
 
+Styles = dict[str, str]
+"""Styles of modules, by name or pattern."""
 COLUMNS = ("colwise", "colwise_gather_output", "packed_colwise")
 ROWS = ("rowwise", "rowwise_split_input", "packed_rowwise")
 
@@ -66,8 +68,8 @@ class _Underivable(ValueError):
 
 
 def derive_plan(
-    model: Any, parts: list[Part], given: dict[str, str], *, whole_heads: bool = False
-) -> tuple[dict[str, str], str]:
+    model: Any, parts: list[Part], given: Styles, *, whole_heads: bool = False
+) -> tuple[Styles, str]:
     """Return the style of each module by pattern, and the reason why there is no plan, or "".
 
     Args:
@@ -87,7 +89,7 @@ def derive_plan(
     return {**given, **_by_pattern(styles)}, ""
 
 
-def _check_given(model: nn.Module, given: dict[str, str]) -> None:
+def _check_given(model: nn.Module, given: Styles) -> None:
     """Raise WrongKeyError if a pattern of [model.plan] matches no module, or its style does not exist."""
     names = [name for name, _ in model.named_modules() if name]
     stars, known = sorted({_star(name) for name in names}), [*style_names(), "experts"]
@@ -115,19 +117,19 @@ class _Plan:
     """Derivation of one model's plan."""
 
     def __init__(
-        self, model: Any, parts: list[Part], given: dict[str, str], *, whole_heads: bool
+        self, model: Any, parts: list[Part], given: Styles, *, whole_heads: bool
     ) -> None:
         self.model, self.given, self.whole_heads = model, given, whole_heads
         self.parts = {part.name: part for part in parts}
-        theirs = dict(getattr(model.base, "_tp_plan", None) or {}) or {}
-        theirs = dict(model.base.config.base_model_tp_plan or theirs or {})
+        own = getattr(model.base, "_tp_plan", None)
+        theirs = model.base.config.base_model_tp_plan or own or {}
         # Their names begin at the base model, which may hold the blocks in another module.
         self.theirs = {
             re.sub(r"^.*?(layers|h|blocks)\.\*", "layers.*", k): v for k, v in theirs.items()
         }
-        self.found: dict[str, str] = {}
+        self.found: Styles = {}
 
-    def styles(self) -> dict[str, str]:
+    def styles(self) -> Styles:
         """Return the style of each module by name.
 
         Raises:
@@ -185,19 +187,12 @@ class _Plan:
         }
         if not inside:
             return
-        if any(
-            p.recurrence is not None
-            for n, p in self.parts.items()
-            if f"{n}.".startswith(f"{name}.")
-        ):
+        within = [p for n, p in self.parts.items() if f"{n}.".startswith(f"{name}.")]
+        if any(part.recurrence is not None for part in within):
             self._recurrence(name, inside)
             return
         experts = [n for n, m in inside.items() if isinstance(m, ExpertModule)]
-        attends = any(
-            part.attention is not None
-            for n, part in self.parts.items()
-            if n == name or n.startswith(f"{name}.")
-        )
+        attends = any(part.attention is not None for part in within)
         if experts:
             if attends:
                 raise _Underivable(f"{name} has experts and attention in one module")
@@ -250,13 +245,9 @@ class _Plan:
     ) -> None:
         """Find the styles in attention or a feed-forward layer, whose input is all-gathered over the sequence."""
         own = self.parts[name]
-        attention = next(
-            (p for n, p in self.parts.items() if n.startswith(name) and p.attention), None
-        )
-        call = attention.attention if attention is not None else None
-        queries, keys, values = (
-            attention.roles if attention is not None else (set(), set(), set())
-        )
+        parts = (p for n, p in self.parts.items() if n.startswith(name) and p.attention)
+        attention = next(parts, Part(name, module))  # a feed-forward layer has none
+        call, (queries, keys, values) = attention.attention, attention.roles
         own_parameters = dict(module.named_parameters(recurse=False))
         for n, parameter in own_parameters.items():
             if call is None or len(parameter) != call.heads:
@@ -267,16 +258,11 @@ class _Plan:
             raise _Underivable(
                 f"transformers names no plan for {name} ({type(module).__name__}); [model.plan] may"
             )
-        columns = {
-            n
-            for n, m in inside.items()
-            if self._their_style(n) in COLUMNS and isinstance(m, nn.Linear)
+        linear = {
+            n: self._their_style(n) for n, m in inside.items() if isinstance(m, nn.Linear)
         }
-        rows = {
-            n
-            for n, m in inside.items()
-            if self._their_style(n) in ROWS and isinstance(m, nn.Linear)
-        }
+        columns = {n for n, style in linear.items() if style in COLUMNS}
+        rows = {n for n, style in linear.items() if style in ROWS}
         # Of a fused matrix, a rank's columns would be parts of different things.
         shares_heads = call is not None and call.kv_heads < call.heads
         is_fused = any(self.parts[n].is_cut for n in columns if n in self.parts)
@@ -333,7 +319,7 @@ def _star(name: str) -> str:
     return re.sub(r"^layers\.\d+\.", "layers.*.", name)
 
 
-def _by_pattern(styles: dict[str, str]) -> dict[str, str]:
+def _by_pattern(styles: Styles) -> Styles:
     """Return styles by pattern, where all blocks agree, and by name elsewhere."""
     kinds: dict[str, set[str]] = {}
     for name, style in styles.items():

@@ -86,16 +86,16 @@ def run_once(model: Any) -> list[Part]:
     handles, is_again = [], []
 
     def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        given = next(iter(tensors), None)
         part = parts.setdefault(id(module), Part(name, module))
         if not is_again:
             part.is_late = part.is_late or id(model.layers["0"]) in parts
             part.sources = dict(seen.flows.of(given))
         part.input = given
-        if re.fullmatch(r"layers\.\d+", name) and given is not None:
-            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-            if sum(x.shape == given.shape for x in tensors) > 1:
-                model.__dict__["reads_twice"] = name
+        is_block = re.fullmatch(r"layers\.\d+", name) is not None
+        if is_block and sum(x.shape == tensors[0].shape for x in tensors) > 1:
+            model.__dict__["reads_twice"] = name
 
     def after(name: str, module: nn.Module, _: Any, __: Any, output: Any) -> None:
         parts[id(module)].output = output
@@ -160,12 +160,9 @@ def _complete(parts: dict[int, Part], record: attention.Probe, flows: Flows) -> 
 
 def fails(model: Any, first: list[str]) -> str:
     """Return why the model does not run without modules that other pipeline stages have, or ""."""
-    shape = (
-        (1, _PROBE_LENGTH)
-        if model.tok_embeddings is not None
-        else (1, _PROBE_LENGTH, model.config.dim)
-    )
-    dtype = torch.int64 if model.tok_embeddings is not None else torch.get_default_dtype()
+    shape, dtype = [1, _PROBE_LENGTH], torch.int64
+    if model.tok_embeddings is None:
+        shape, dtype = [*shape, model.config.dim], torch.get_default_dtype()
     try:
         with _on_meta(model), attention.recording():
             model(torch.zeros(shape, dtype=dtype, device="meta"))

@@ -20,6 +20,8 @@ from .errors import UnsupportedModelError, WrongKeyError, message_of
 
 OLDEST, NEWEST = (5, 20), (5, 99)
 """Versions of transformers whose interfaces for attention, masks and experts this family uses."""
+Fields = dict[str, Any]
+"""A config.json, or a table in it."""
 _MOST_EXPERTS = 2**16  # far beyond any model: each expert has its own names on disk
 
 
@@ -76,15 +78,8 @@ def _read(path: str, architecture: str, overrides: str, trusted: bool) -> ModelS
             config = _checked(
                 lambda: transformers.AutoConfig.from_pretrained(code, trust_remote_code=True)
             )
-        elif kind not in transformers.CONFIG_MAPPING:
-            near = get_close_matches(kind, [*transformers.CONFIG_MAPPING], n=1)
-            hint = f"; did it mean {near[0]}?" if near else ""
-            raise UnsupportedModelError(
-                f'transformers {transformers.__version__} has no model_type "{kind}"{hint}'
-            )
         else:
-            config = _checked(lambda: transformers.CONFIG_MAPPING[kind].from_dict(content))
-            _require_own_class(transformers, content)
+            config = _config_of(transformers, content)
     else:
         kind = getattr(transformers, architecture, None)
         if kind is None or getattr(kind, "config_class", None) is None:
@@ -121,7 +116,7 @@ def _source(config: Any, code: str = "") -> ModelSource:
     return ModelSource(json.dumps(content, sort_keys=True, default=str), code=code)
 
 
-def _changed(config: Any, overrides: dict[str, Any], *, derives: bool) -> Any:
+def _changed(config: Any, overrides: Fields, *, derives: bool) -> Any:
     """Return a config with other values.
 
     Args:
@@ -168,17 +163,27 @@ def _derived(config: Any) -> set[str]:
     return {k for k, v in fields.items() if k not in own and again.get(k) == v}
 
 
-def _require_own_class(transformers: Any, content: dict[str, Any]) -> None:
-    """Raise UnsupportedModelError if config.json names a class of another type."""
+def _config_of(transformers: Any, content: Fields) -> Any:
+    """Return the config of a config.json, or raise UnsupportedModelError if its type is unknown or its class is of another type."""
+    known = transformers.CONFIG_MAPPING
+    type_ = str(content.get("model_type", ""))
+    if type_ not in known:
+        near = get_close_matches(type_, [*known], n=1)
+        hint = f"; did it mean {near[0]}?" if near else ""
+        raise UnsupportedModelError(
+            f'transformers {transformers.__version__} has no model_type "{type_}"{hint}'
+        )
+    config = _checked(lambda: known[type_].from_dict(content))
     for name in content.get("architectures") or ():
         kind = getattr(getattr(transformers, str(name), None), "config_class", None)
         if kind is not None and kind.model_type != content["model_type"]:
             raise UnsupportedModelError(
                 f"architecture {name} does not go with model_type {content['model_type']}"
             )
+    return config
 
 
-def _require_enough_experts(content: dict[str, Any]) -> None:
+def _require_enough_experts(content: Fields) -> None:
     """Raise WrongKeyError if a token would go to more experts than there are."""
     fields = [
         next((k for k in NAMES[name] if k in content), "") for name in ("top_k", "num_experts")
@@ -196,9 +201,7 @@ def _their_name(key: str, config: Any) -> str:
     return config.attribute_map.get(key, key)
 
 
-def _merged(
-    fields: dict[str, Any], changes: dict[str, Any], config: Any, table: str = ""
-) -> dict[str, Any]:
+def _merged(fields: Fields, changes: Fields, config: Any, table: str = "") -> Fields:
     """Return fields of a config with changes, of which a table, such as rope_parameters, changes the keys that it names.
 
     Raises:
@@ -240,17 +243,17 @@ def _checked(build: Any) -> Any:
         raise UnsupportedModelError(f"transformers refuses the config: {text}") from error
 
 
-def _config_json(path: Path) -> dict[str, Any]:
+def _config_json(path: Path) -> Fields:
     file = path / "config.json" if path.is_dir() else path
     try:
-        content = read_json(file, dict[str, Any])  # of a regular file of bounded size
+        content = read_json(file, Fields)  # of a regular file of bounded size
     except InputError as error:
         text = str(error) if is_there(file) else f"there is no {file}"
         raise UnsupportedModelError(text) from error
     return json.loads(json.dumps(content), object_hook=_as_float)
 
 
-def _as_float(table: dict[str, Any]) -> Any:
+def _as_float(table: Fields) -> Any:
     """Return the number of transformers' {"__float__": "Infinity"}, and any other table as it is."""
     return float(str(table["__float__"])) if table.keys() == {"__float__"} else table
 
@@ -279,7 +282,7 @@ def _import() -> Any:
     return transformers
 
 
-def resolve_config(content: dict[str, Any]) -> TransformersConfig:
+def resolve_config(content: Fields) -> TransformersConfig:
     """Return the sizes of a config.json.
 
     Raises:
@@ -287,14 +290,7 @@ def resolve_config(content: dict[str, Any]) -> TransformersConfig:
     """
     transformers = _import()
     content = json.loads(json.dumps(content), object_hook=_as_float)
-    kind = str(content.get("model_type", ""))
-    if kind not in transformers.CONFIG_MAPPING:
-        raise UnsupportedModelError(
-            f'transformers {transformers.__version__} has no model_type "{kind}"'
-        )
-    _require_own_class(transformers, content)
-    config = _checked(lambda: transformers.CONFIG_MAPPING[kind].from_dict(content))
-    return describe(_source(config))
+    return describe(_source(_config_of(transformers, content)))
 
 
 @cache

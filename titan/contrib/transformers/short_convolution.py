@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan.contrib.transformers.linear_attention_borders import Bordered, SequenceBorders
 from titan.parallel.documents import DocumentMask
+
+from .linear_attention_borders import Bordered, SequenceBorders
 
 
 class ShortConvolution(Bordered):
@@ -50,7 +51,7 @@ def short_convolution(
     bias_D: Tensor | None,
     borders: SequenceBorders,
     *,
-    document_ids_BS: Tensor | DocumentMask | None = None,
+    document_ids_BS: Tensor | DocumentMask | None,
 ) -> Tensor:
     """Return the output of `ShortConvolution` with weights of any module, (B, S, D).
 

@@ -129,11 +129,11 @@ class DriftWatch:
         self.num_rows = max(5, WINDOW_STEPS // log_freq)
         self._shares_cores, self._same_work = shares_cores, same_work
         self._limits = SHARED_CORES if shares_cores else OWN_DEVICES
-        self._rows: deque[RowTimes] = deque(maxlen=self.num_rows)
+        self._rows = deque[RowTimes](maxlen=self.num_rows)
         self._base: list[RowTimes] = []
         self._saves: list[tuple[float, int]] = []  # seconds, and steps since the one before
         self._steps_since_save = self._count = 0
-        self._links: deque[SlowLink | None] = deque(maxlen=2)
+        self._links = deque[SlowLink | None](maxlen=2)
         self.current: Drift | None = None
         self.suspects_link = False
 
@@ -197,9 +197,9 @@ class DriftWatch:
 
     def _slow_link(self) -> SlowLink | None:
         """Return the link that was the slowest in both of the last two measurements."""
-        if len(self._links) < 2 or not (self._links[0] and self._links[1]):
-            return None
-        return self._links[1] if self._links[0].ranks == self._links[1].ranks else None
+        slow = [link for link in self._links if link]
+        is_same = len(slow) == 2 and slow[0].ranks == slow[1].ranks
+        return slow[1] if is_same else None
 
     def _matters(self, drift: Drift, expected_s: float) -> bool:
         """Return whether a part costs enough.

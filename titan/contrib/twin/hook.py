@@ -26,7 +26,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from titan.contrib.twin.drift import Drift, DriftWatch, RowTimes, SlowLink
 from titan.data.packing import Batch
 from titan.observe.clock import Window
 from titan.observe.memory import allocator_retries
@@ -36,6 +35,8 @@ from titan.ops.ranks import PhaseClock
 from titan.run.hook import Hook, StepResult
 from titan.run.progress import RunProgress
 from titan.step.train_step import StepReport
+
+from .drift import Drift, DriftWatch, RowTimes, SlowLink
 
 _LOG = logging.getLogger("titan")
 _MESSAGE_BYTES = {"cpu": 2**19, "other": 2**25}

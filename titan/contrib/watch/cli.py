@@ -8,10 +8,11 @@ from pathlib import Path
 
 from titan.base.untrusted import InputError
 from titan.config.options import command_parser
-from titan.contrib.watch.reading import RunReader, read_all
-from titan.contrib.watch.server import LOOPBACK, Server, page
 from titan.observe.rows import with_groups
 from titan.tools.row_files import MAX_ROWS, run_names
+
+from .reading import RunReader, read_all
+from .server import LOOPBACK, Server, page
 
 PORT = 6060
 _ALL_ROWS = 20_000  # of all runs together: many runs must not make the page slow

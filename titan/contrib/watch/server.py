@@ -17,7 +17,7 @@ from importlib.resources import files
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from titan.contrib.watch.reading import RunReader, read_all
+from .reading import RunReader, read_all
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 

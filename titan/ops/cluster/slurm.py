@@ -7,12 +7,12 @@ may have known characters only.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import re
 import shlex
 import subprocess
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,18 +49,18 @@ class SlurmExtension:
 
     usage = ""
 
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
+    def add_options(self, parser: ArgumentParser) -> None:
         """Add options to the command."""
 
-    def array(self, options: argparse.Namespace) -> str | None:
+    def array(self, options: Namespace) -> str | None:
         """Return the numbers of an array of jobs, such as "0-3"; None: it is one job."""
 
-    def lines(self, options: argparse.Namespace, config: JobConfig, folder: str) -> list[str]:
+    def lines(self, options: Namespace, config: JobConfig, folder: str) -> list[str]:
         """Return lines that come before the launch, when "$@" is the job. folder: the run's."""
         return []
 
     def write(
-        self, options: argparse.Namespace, job: Sequence[str], folder: Path, path: Path
+        self, options: Namespace, job: Sequence[str], folder: Path, path: Path
     ) -> list[list[str]]:
         """Write other scripts than that at `path`. Return the commands that submit them, which run first."""
         return []
@@ -68,7 +68,7 @@ class SlurmExtension:
 
 def _parse(
     words: Sequence[str], extensions: Sequence[SlurmExtension]
-) -> tuple[argparse.Namespace, list[str]]:
+) -> tuple[Namespace, list[str]]:
     """Parse the command line. Return the command's options, and the files and overrides of the job."""
     more = "".join(f" {extension.usage}" for extension in extensions)
     usage = f"[--time T] [--partition P] [--account A] [--container IMAGE] [--preflight]{more} [--submit] [-- --qos=Q ...]"
@@ -203,7 +203,7 @@ def main(argv: list[str] | None = None) -> int:
         raise mistake("--submit", "there is no sbatch on this machine") from None
 
 
-def _require_valid(options: argparse.Namespace) -> None:
+def _require_valid(options: Namespace) -> None:
     """Raise ConfigError for a value that cannot be in a line of #SBATCH."""
     for name, (pattern, example) in _PATTERNS.items():
         value = getattr(options, name)
@@ -217,7 +217,7 @@ def _require_valid(options: argparse.Namespace) -> None:
 
 def script(
     config: JobConfig,
-    options: argparse.Namespace,
+    options: Namespace,
     job: Sequence[str],
     extensions: Sequence[SlurmExtension],
 ) -> str:

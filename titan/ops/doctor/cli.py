@@ -10,13 +10,13 @@ import sys
 import textwrap
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from titan.base.untrusted import printable
 from titan.config.options import command_parser, put_json
 from titan.observe.rows import with_groups
-from titan.ops.doctor.diagnosis import Diagnosis, diagnose
-from titan.ops.doctor.evidence import Evidence
+
+from .diagnosis import Diagnosis, diagnose
+from .evidence import Evidence
 
 _MAX_LINE = 2000  # characters of a cause, or a piece of evidence
 
@@ -39,15 +39,19 @@ def main(argv: list[str]) -> int:
         return 2
     # Reading and judging write nothing, so this may run beside a live run.
     diagnoses = {run: diagnose(Evidence(run)) for run in runs}
-    pages = [_as_json(run, diagnosis) for run, diagnosis in diagnoses.items()]
+    pages = [
+        asdict(diagnosis)
+        | {
+            "run": str(run),
+            "findings": [
+                asdict(finding) | {"advice": finding.advice} for finding in diagnosis.findings
+            ],
+        }
+        for run, diagnosis in diagnoses.items()
+    ]
     if not put_json(pages if len(pages) > 1 else pages[0], options.json):
         print("\n\n".join(_page(run, diagnosis) for run, diagnosis in diagnoses.items()))
     return int(any(diagnosis.findings for diagnosis in diagnoses.values()))
-
-
-def _as_json(run: Path, diagnosis: Diagnosis) -> dict[str, Any]:
-    findings = [asdict(finding) | {"advice": finding.advice} for finding in diagnosis.findings]
-    return asdict(diagnosis) | {"run": str(run), "findings": findings}
 
 
 def _page(run: Path, diagnosis: Diagnosis) -> str:

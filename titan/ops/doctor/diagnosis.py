@@ -18,9 +18,10 @@ from statistics import median
 
 from titan.base.errors import TIMED_OUT
 from titan.base.failure import list_ranks
-from titan.ops.doctor import waits as waiting
-from titan.ops.doctor.evidence import Evidence
-from titan.ops.doctor.waits import Wait
+
+from . import waits as waiting
+from .evidence import Evidence
+from .waits import Wait
 
 SLOW = 1.5  # a straggler's time over the median of the other ranks
 STALE_S = 60.0  # seconds without a step: the run lives, but may hang

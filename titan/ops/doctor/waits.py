@@ -12,10 +12,10 @@ first rank of such a chain does not wait, and others wait for it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from titan.ops.doctor.evidence import Call, Dump, Message
+from .evidence import Call, Dump, Message
 
 # Collectives with equal sizes on all ranks. Ranks may pass different sizes to others.
 _SAME_SIZES = ("allreduce", "allgather", "reducescatter", "broadcast")
@@ -128,7 +128,7 @@ def _signature(entry: Call, what: str) -> str:
     return str(entry.input_dtypes if what == "dtype" else entry.input_sizes)
 
 
-def _waits_in_groups(dumps: dict[int, Dump]) -> list[Wait]:
+def _waits_in_groups(dumps: dict[int, Dump]) -> Iterator[Wait]:
     # By group and backend: a group may have both backends, and each has its own count.
     begun: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
     for rank, dump in dumps.items():
@@ -136,7 +136,6 @@ def _waits_in_groups(dumps: dict[int, Dump]) -> list[Wait]:
             # 0 for a rank that has begun no collective in the group.
             for backend in ("gloo", "nccl"):
                 begun[name, backend][rank] = group.begun.get(backend, 0)
-    waits = []
     for (name, backend), counts in begun.items():
         for rank, num in counts.items():
             ahead = [other for other, n in sorted(counts.items()) if n > num]
@@ -146,27 +145,23 @@ def _waits_in_groups(dumps: dict[int, Dump]) -> list[Wait]:
             key = (name, backend, num + 1)
             entries = dumps[ahead[0]].entries
             entry = next((e for e in entries if (e.group, e.backend, e.seq) == key), None)
-            waits.append(
-                Wait(
-                    rank=rank,
-                    waiting=tuple(ahead),
-                    axis=dumps[rank].groups[name].axis,
-                    seq=num + 1,
-                    what=describe(entry) if entry else "a collective",
-                    line=entry.line if entry else "",
-                    since_unix_s=(entry.enqueued_unix_s if entry else None) or 0,
-                )
+            yield Wait(
+                rank=rank,
+                waiting=tuple(ahead),
+                axis=dumps[rank].groups[name].axis,
+                seq=num + 1,
+                what=describe(entry) if entry else "a collective",
+                line=entry.line if entry else "",
+                since_unix_s=(entry.enqueued_unix_s if entry else None) or 0,
             )
-    return waits
 
 
-def _waits_of_pairs(dumps: dict[int, Dump]) -> list[Wait]:
+def _waits_of_pairs(dumps: dict[int, Dump]) -> Iterator[Wait]:
     last: dict[tuple[int, int, bool], Message] = {}  # by rank, peer, and whether it sends
     for rank, dump in dumps.items():
         # The newest message of each direction: its number counts all before it.
         for row in dump.p2p:
             last[rank, row.peer, row.sends] = row
-    waits = []
     for (rank, peer, sends), row in last.items():
         # The other end of the pair, in the same direction.
         other = last.get((peer, rank, not sends))
@@ -176,15 +171,12 @@ def _waits_of_pairs(dumps: dict[int, Dump]) -> list[Wait]:
             continue
         verb = f"its {'receive from' if sends else 'send to'} rank {rank}"
         size = " x ".join(map(str, row.size))
-        waits.append(
-            Wait(
-                rank=peer,
-                waiting=(rank,),
-                axis=row.axis,
-                seq=seq + 1,
-                what=f"{verb} of {size} {row.dtype}",
-                line=row.line,
-                since_unix_s=row.enqueued_unix_s,
-            )
+        yield Wait(
+            rank=peer,
+            waiting=(rank,),
+            axis=row.axis,
+            seq=seq + 1,
+            what=f"{verb} of {size} {row.dtype}",
+            line=row.line,
+            since_unix_s=row.enqueued_unix_s,
         )
-    return waits

@@ -7,7 +7,8 @@ import sys
 
 from titan.checks.environment import check_environment
 from titan.config.errors import ConfigError
-from titan.ops.preflight.cli import main
+
+from .cli import main
 
 if __name__ == "__main__":
     try:

@@ -127,10 +127,11 @@ def check_all(
     import torch.distributed as dist
 
     from titan.base.failure import RunFailure
-    from titan.ops.preflight import judge, measure
-    from titan.ops.preflight.dry_run import dry_run, explain, out_of_memory
     from titan.sim.estimate import estimate_memory
     from titan.step.parallelize import torch_dtype
+
+    from . import judge, measure
+    from .dry_run import dry_run, explain, out_of_memory
 
     config = config.on_device(device.type)
     rank, dtype = dist.get_rank(), config.training.compute_dtype
@@ -175,8 +176,7 @@ def check_all(
             result = dry_run(config, layout, device=device, mesh=mesh)
         except Exception as error:
             text = explain(error, rank=rank, host=mine.host)
-            is_known = isinstance(error, RunFailure)
-            if not is_known and not out_of_memory(error):
+            if not isinstance(error, RunFailure) and not out_of_memory(error):
                 traceback.print_exc()
             print(f"PROBLEM  {text}", flush=True)
             _write(json_file, report | {"problems": [*problems, text]}, last=True)

@@ -12,16 +12,18 @@ Imports no torch.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import ceil, log
 from statistics import fmean, linear_regression
 from typing import Any
 
 from titan.config.schema import JobConfig
-from titan.sim.price.measured import SPAN_S, Tables, tables
-from titan.sim.price.network import Dispatch, TransferPrice, price_transfer
-from titan.sim.price.profiles import Profile, on_curve
 from titan.sim.record.trace import RECURRENCE_CHUNK, Group, Kernel, Transfer, visible_keys
 from titan.sim.routing import layer_shares
+
+from .measured import SPAN_S, Tables, tables
+from .network import Dispatch, TransferPrice, price_transfer
+from .profiles import Profile, on_curve
 
 _QUERY_BLOCK = 128
 """Queries that one thread block of FlashAttention-2 handles."""
@@ -42,6 +44,7 @@ _RECURRENCE_CHUNK_S = 2e-6
 """Time of a step along the chunks, which bounds few heads of long sequences: 8 heads on H100, as SGLang measured."""
 
 
+@dataclass(eq=False)
 class Cost:
     """Prices of kernels and transfers on one profile. Each distinct kernel is priced once.
 
@@ -53,29 +56,20 @@ class Cost:
         tables: Measured tables of the card, if it has any.
     """
 
-    def __init__(
-        self,
-        profile: Profile,
-        dispatch: Dispatch | None = None,
-        *,
-        unevenness: float = 0.0,
-        document_keys: float = 0.0,
-    ) -> None:
-        self.profile, self.unevenness = profile, unevenness
-        self.document_keys = document_keys
-        self.dispatch = dispatch
-        self.tables: Tables | None = tables(profile.measured) if profile.measured else None
+    profile: Profile
+    dispatch: Dispatch | None = None
+    unevenness: float = 0.0
+    document_keys: float = 0.0
+
+    def __post_init__(self) -> None:
+        card = self.profile.measured
+        self.tables: Tables | None = tables(card) if card else None
         # Kernels compare by value, so a launch that repeats in every layer is priced once.
         self._kernels: dict[Kernel, float] = {}
 
     def on(self, profile: Profile) -> Cost:
         """Return the prices of the same job on another profile."""
-        return Cost(
-            profile,
-            self.dispatch,
-            unevenness=self.unevenness,
-            document_keys=self.document_keys,
-        )
+        return Cost(profile, self.dispatch, self.unevenness, self.document_keys)
 
     def kernel_s(self, kernel: Kernel) -> float:
         """Return the seconds that the device takes for a kernel."""

@@ -22,13 +22,14 @@ links named here. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import ceil, comb, log2
 from typing import Any, NamedTuple
 
-from titan.sim.price.measured import BUS, tables
-from titan.sim.price.profiles import Profile
 from titan.sim.record.trace import Group, Transfer
+
+from .measured import BUS, tables
+from .profiles import Profile
 
 # Each direction of a link is a separate resource: links are full duplex.
 LINKS = ("nvlink out", "nvlink in", "nic out", "nic in")
@@ -151,7 +152,7 @@ def price_transfer(
     volume = turns * ((ranks - 1) / ranks) * size
     if transfer.kind == "broadcast":
         volume = size  # every byte passes every rank once
-    ways = _rings(ranks, nodes, turns, volume, bus, delay)
+    ways = [*_rings(ranks, nodes, turns, volume, bus, delay)]
     if transfer.kind == "all_reduce" and nodes > 1:
         ways += _trees(ranks, nodes, volume, bus, delay)
     # NCCL compares the total times of all pairs of algorithm and protocol in the same way.
@@ -219,30 +220,26 @@ def _bus(ranks: int, nodes: int, profile: Profile, card: float) -> float:
 
 def _rings(
     ranks: int, nodes: int, turns: int, volume: float, bus: float, delay: float
-) -> list[tuple[float, float]]:
-    """Return latency and volume of a ring in each protocol."""
+) -> Iterator[tuple[float, float]]:
+    """Yield latency and volume of a ring in each protocol."""
     steps = turns * (ranks - 1)
     # `nodes` of the `ranks` hops of one turn around the ring cross to the next node.
     between = 0 if nodes == 1 else nodes * steps // ranks
-    ways = []
     for protocol in _PROTOCOLS:
         start, hop, far_hop = protocol.ring
         latency = start + (steps - between) * hop + between * (far_hop + delay)
-        ways.append((latency * 1e-6, volume / (protocol.share * bus)))
-    return ways
+        yield latency * 1e-6, volume / (protocol.share * bus)
 
 
 def _trees(
     ranks: int, nodes: int, volume: float, bus: float, delay: float
-) -> list[tuple[float, float]]:
-    """Return latency and volume of a double binary tree over several nodes, with chains in them."""
-    ways = []
+) -> Iterator[tuple[float, float]]:
+    """Yield latency and volume of a double binary tree over several nodes, with chains in them."""
     # Up the tree and down again. NCCL charges the chain within a node for each of its hops.
     for protocol in _PROTOCOLS:
         start, hop, far_hop = protocol.tree
         latency = start + 2 * ((ranks / nodes - 1) * hop + log2(nodes) * (far_hop + delay))
-        ways.append((latency * 1e-6, volume / (protocol.share * _TREE_SHARE * bus)))
-    return ways
+        yield latency * 1e-6, volume / (protocol.share * _TREE_SHARE * bus)
 
 
 def _price_all_to_all(

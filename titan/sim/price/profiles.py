@@ -34,7 +34,8 @@ from pydantic_core import ErrorDetails
 from titan.base.hardware import HARDWARE, MARGIN, by_name
 from titan.config.errors import ConfigError, Problem, choose, did_you_mean, key_text
 from titan.config.toml import read_toml
-from titan.sim.price.measured import BUS, CARDS, tables
+
+from .measured import BUS, CARDS, tables
 
 _FOLDER = Path(__file__).parents[1] / "hardware"
 _SELF = {"name", "note", "assumes", "kin", "unsupported"}
@@ -296,13 +297,11 @@ class Profile(BaseModel):
 
     def lag(self, world_size: int) -> float:
         """Return how much longer the slowest of `world_size` devices takes than an average device, as a share."""
-        return self.speed_deviation * _slowest_of(world_size)
-
-
-def _slowest_of(count: int) -> float:
-    """Return the expected largest of `count` draws from a normal distribution, in standard deviations (Blom 1958)."""
-    # Blom's approximation: the quantile at (n - 3/8) / (n + 1/4).
-    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
+        if world_size == 1:
+            return 0.0
+        # Blom 1958: the largest of n draws from a normal distribution is the quantile at (n - 3/8) / (n + 1/4).
+        draws = (world_size - 0.375) / (world_size + 0.25)
+        return self.speed_deviation * NormalDist().inv_cdf(draws)
 
 
 def on_curve(curve: Curve, size: float) -> float:
@@ -419,11 +418,21 @@ def _merged(file: Path, *, below: Sequence[Path] = ()) -> tuple[dict[str, Any], 
         names = [row.name for row in HARDWARE]
         if device not in names:
             raise mistake("device", f"there is no '{device}'{choose(device, names)}")
-        figures |= _of_device(device, sources)
+        # The table has FLOP/s and bytes/s, a profile TFLOP/s and TB/s.
+        row = by_name(device)
+        of_device = {
+            "peak_tflops": {dtype: flops / 1e12 for dtype, flops in row.peak_flops.items()},
+            "memory_gib": row.memory_gib,
+            "memory_tb_per_s": row.memory_bandwidth / 1e12,
+        }
+        figures |= of_device
+        sources |= dict.fromkeys(of_device, row.source)
     if card := values.get("measured"):
         if card not in CARDS:
             raise mistake("measured", f"there are tables of {', '.join(CARDS)}, not of {card}")
-        figures |= _of_tables(card, sources)
+        measured = tables(card)
+        figures |= {key: measured.bus_gb_per_s(key) for key in BUS}
+        sources |= dict.fromkeys(BUS, measured.source)
     # A figure without a source could be a guess, and predictions would rest on it.
     known = values.keys() & Profile.model_fields.keys()  # a misspelt figure is told as such
     unsourced = known - set(filter(stated.get, stated)) - _NOT_FIGURES
@@ -440,24 +449,3 @@ def _merged(file: Path, *, below: Sequence[Path] = ()) -> tuple[dict[str, Any], 
             ]
         )
     return figures | values | {"sources": sources | stated}, lines
-
-
-def _of_device(device: str, sources: dict[str, str]) -> dict[str, Any]:
-    """Return peaks and memory from the table of accelerators. Their source goes into `sources`."""
-    # The table has FLOP/s and bytes/s, a profile TFLOP/s and TB/s.
-    row = by_name(device)
-    figures = {
-        "peak_tflops": {dtype: flops / 1e12 for dtype, flops in row.peak_flops.items()},
-        "memory_gib": row.memory_gib,
-        "memory_tb_per_s": row.memory_bandwidth / 1e12,
-    }
-    sources |= dict.fromkeys(figures, row.source)
-    return figures
-
-
-def _of_tables(card: str, sources: dict[str, str]) -> dict[str, Any]:
-    """Return the bandwidths of a card's collectives within a node. Their source goes into `sources`."""
-    measured = tables(card)
-    figures = {key: measured.bus_gb_per_s(key) for key in BUS}
-    sources |= dict.fromkeys(figures, measured.source)
-    return figures

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict
+from dataclasses import dataclass
 from typing import Any
 
 # kMinBlockSize, kSmallSize, kSmallBuffer, kLargeBuffer, kMinLargeAlloc and kRoundLarge of
@@ -46,6 +47,7 @@ class OutOfMemory(Exception):
         )
 
 
+@dataclass(slots=True, eq=False)
 class _Block:
     """Part of a segment.
 
@@ -53,14 +55,14 @@ class _Block:
         mapped: Whether memory backs it. Only expandable segments have parts without memory.
     """
 
-    __slots__ = ("address", "free", "mapped", "next", "pool", "previous", "size")
-
-    def __init__(self, address: int, size: int, pool: _Pool, *, mapped: bool = True) -> None:
-        self.address, self.size, self.pool = address, size, pool
-        self.free, self.mapped = True, mapped
-        # Neighbours by address within the segment: freed blocks merge with them.
-        self.previous: _Block | None = None
-        self.next: _Block | None = None
+    address: int
+    size: int
+    pool: _Pool
+    mapped: bool = True
+    free: bool = True
+    # Neighbours by address within the segment: freed blocks merge with them.
+    previous: _Block | None = None
+    next: _Block | None = None
 
 
 class Allocator:
@@ -79,7 +81,7 @@ class Allocator:
         self.expandable, self.limit_bytes = expandable, limit_bytes
         self.active_bytes = self.peak_active_bytes = 0
         self.reserved_bytes = self.peak_reserved_bytes = 0
-        self.reserved_by_stream: Counter[int] = Counter()
+        self.reserved_by_stream = Counter[int]()
         self.num_retries = 0
         # Free and backed blocks by (size, address), sorted for best fit.
         self.free_blocks: dict[_Pool, list[tuple[int, int, _Block]]] = defaultdict(list)

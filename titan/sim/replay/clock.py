@@ -6,11 +6,12 @@ Imports no torch.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 from typing import Protocol
 
-from titan.sim.replay.timeline import Lane
+from .timeline import Lane
 
 
 class ReplayError(Exception):
@@ -61,7 +62,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.heap: list[tuple[float, int, int, Timed]] = []
-        self.ready: deque[Process] = deque()
+        self.ready = deque[Process]()
         self.numbers = count()
 
     def push(self, time: float, process: Timed) -> None:
@@ -93,6 +94,7 @@ class Clock:
                 process.fire(now)
 
 
+@dataclass(slots=True, eq=False)
 class Signal:
     """Condition that streams and hosts wait for: an event, or the transfers of a work.
 
@@ -102,12 +104,9 @@ class Signal:
         waiters: Processes to wake then.
     """
 
-    __slots__ = ("lane", "pending", "waiters")
-
-    def __init__(self, lane: Lane, pending: int = 1) -> None:
-        self.lane = lane
-        self.pending = pending
-        self.waiters: list[Process] = []
+    lane: Lane
+    pending: int = 1
+    waiters: list[Process] = field(default_factory=list)
 
     def count_down(self, clock: Clock) -> None:
         """Note that one of the pending things has happened, and wake the waiters after the last."""

@@ -28,9 +28,10 @@ from titan.sim.record.trace import (
     Trace,
     Transfer,
 )
-from titan.sim.replay.clock import Signal
-from titan.sim.replay.rendezvous import describe
-from titan.sim.replay.streams import (
+
+from .clock import Signal
+from .rendezvous import describe
+from .streams import (
     AWAIT,
     BATCH,
     REACH,
@@ -40,7 +41,7 @@ from titan.sim.replay.streams import (
     StreamQueue,
     TransferBatch,
 )
-from titan.sim.replay.timeline import Lane
+from .timeline import Lane
 
 _LEAD, _LEAD_UNIT = 1024, 64
 """Launches that a stream's queue takes before the host must wait (the driver's limit, from memory), and how finely they count."""
@@ -62,7 +63,7 @@ class Host:
         self.program = list(_program(trace, cost))
         self.position, self.clock_s = 0, 0.0
         self.waits_for: Signal | None = None
-        self.lane = Lane("host", steps_before=0)
+        self.lane = Lane("host", [(0.0, 0)])
         self.events: dict[int, Signal] = {}
         self.works: dict[int, Signal] = {}
 
@@ -223,8 +224,8 @@ class Issue:
         self.trace, self.cost = trace, cost
         self._region: tuple[str, str] | None = None  # compiled code that runs now
         self._paces: dict[int, float] = {}
-        events: Counter[str] = Counter()
-        hooks: Counter[str] = Counter()
+        events = Counter[str]()
+        hooks = Counter[str]()
         calls: set[tuple[str, str]] = set()
         self.compiled = False
         for event in trace.step:

@@ -28,7 +28,8 @@ from titan.sim.record.trace import (
     Transfer,
     scope_of,
 )
-from titan.sim.replay.allocator import Allocator, OutOfMemory
+
+from .allocator import Allocator, OutOfMemory
 
 # Parts into which the timeline divides a step, enough for a chart.
 _NUM_POINTS = 400
@@ -97,7 +98,7 @@ class MemoryReport:
     @property
     def by_module(self) -> dict[str, int]:
         """Memory in use at the peak, by module, the largest first."""
-        sizes: Counter[str] = Counter()
+        sizes = Counter[str]()
         for (_, module), size in self.by_both.items():
             sizes[module] += size
         return dict(sizes.most_common())
@@ -197,11 +198,11 @@ def _unlimited(trace: Trace, workspace_bytes: int, expandable: bool) -> MemoryRe
 
 def _named_streams(trace: Trace, reserved: Mapping[int, int]) -> dict[str, int]:
     """Return memory by what a stream is for: computation, or the transfers that are issued there most."""
-    issued: defaultdict[int, Counter[str]] = defaultdict(Counter)
+    issued = defaultdict[int, Counter[str]](Counter)
     for event in trace.step:
         if isinstance(event, Transfer):
             issued[event.stream][event.kind] += 1
-    found: Counter[str] = Counter()
+    found = Counter[str]()
     for stream, size in reserved.items():
         is_known = stream != COMPUTE_STREAM and issued[stream]
         found[issued[stream].most_common(1)[0][0] if is_known else "compute"] += size
@@ -213,8 +214,8 @@ _MOST_TENSORS = 6  # that are listed for a point
 
 def tensors_behind(
     trace: Trace, profile: Profile, points: Sequence[MemoryPoint]
-) -> list[list[tuple[str, int, int]]]:
-    """Return the largest tensors in use at each of these points: description, number of blocks, and their bytes.
+) -> Iterator[list[tuple[str, int, int]]]:
+    """Yield the largest tensors in use at each of these points: description, number of blocks, and their bytes.
 
     Blocks count together if they have the same category and phase, and the same module in all
     layers.
@@ -225,9 +226,8 @@ def tensors_behind(
         points: Points of the report's timeline.
     """
     wanted = {point.number for point in points}
-    groups: defaultdict[str, Counter[int]] = defaultdict(Counter)  # sizes of the blocks in use
+    groups = defaultdict[str, Counter[int]](Counter)  # sizes of the blocks in use
     alive: dict[int, tuple[str, int]] = {}
-    found = []
     for number, event in enumerate(_events(trace, int(profile.workspace_mib * 2**20))):
         if isinstance(event, Allocate):
             where = any_layer(event.scope.module) or "no module"
@@ -242,8 +242,7 @@ def tensors_behind(
                 (n, g.total(), sum(k * count for k, count in g.items()))
                 for n, g in groups.items()
             ]
-            found.append(nlargest(_MOST_TENSORS, sums, key=lambda entry: entry[2]))
-    return found
+            yield nlargest(_MOST_TENSORS, sums, key=lambda entry: entry[2])
 
 
 def _try_within(

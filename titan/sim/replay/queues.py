@@ -34,11 +34,12 @@ from collections.abc import Mapping, Sequence
 
 from titan.sim.price.cost import Cost
 from titan.sim.record.trace import COMPUTE_STREAM, Trace, no_garbage_collection
-from titan.sim.replay.clock import Clock, ReplayError
-from titan.sim.replay.host import Host
-from titan.sim.replay.rendezvous import Rendezvous
-from titan.sim.replay.streams import Device
-from titan.sim.replay.timeline import Timeline, summarise, waiting
+
+from .clock import Clock, ReplayError
+from .host import Host
+from .rendezvous import Rendezvous
+from .streams import Device
+from .timeline import Timeline, summarise, waiting
 
 __all__ = ["ReplayError", "replay"]
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 from titan.sim.price.cost import Cost
 from titan.sim.price.network import TransferPrice
 from titan.sim.record.trace import Group, Transfer
-from titan.sim.replay.clock import Clock, ReplayError
-from titan.sim.replay.streams import TransferBatch
-from titan.sim.replay.timeline import Interval, axis_of
+
+from .clock import Clock, ReplayError
+from .streams import TransferBatch
+from .timeline import Interval, axis_of
 
 
+@dataclass(slots=True, eq=False)
 class Flow:
     """A transfer that all sides have reached (a `Work` of the clock). Its latency passes first, then its volume.
 
@@ -26,26 +29,14 @@ class Flow:
         with_volume: Whether the latency is over.
     """
 
-    __slots__ = (
-        "begin",
-        "left",
-        "rate",
-        "sides",
-        "since",
-        "version",
-        "volume_s",
-        "with_volume",
-    )
-
-    def __init__(
-        self, sides: list[tuple[TransferBatch, Transfer, Group, TransferPrice]], now: float
-    ) -> None:
-        self.sides = sides
-        # Both sides price the transfer from their own place; the slower of them holds up both.
-        self.left = max(price.latency_s for *_, price in sides)
-        self.volume_s = max(price.volume_s for *_, price in sides)
-        self.begin = self.since = now
-        self.rate, self.version, self.with_volume = 1.0, 0, False
+    sides: list[tuple[TransferBatch, Transfer, Group, TransferPrice]]
+    left: float
+    volume_s: float
+    begin: float
+    since: float
+    rate: float = 1.0
+    version: int = 0
+    with_volume: bool = False
 
     def fire(self, now: float) -> None:
         """End the latency and begin the volume, or end the transfer."""
@@ -105,6 +96,10 @@ class Flow:
         self.sides[0][0].stream.device.clock.settle(self, now, share / sharers)
 
 
+_Key = tuple[Any, ...]
+"""What all sides of a transfer have in common."""
+
+
 class Rendezvous:
     """Transfers that some sides have reached, and that wait for the others.
 
@@ -115,10 +110,10 @@ class Rendezvous:
     def __init__(self, clock: Clock, cost: Cost, ranks: Collection[int]) -> None:
         self.clock, self.cost, self.ranks = clock, cost, ranks
         # Sides of a transfer that wait for the others, by the key that all sides have in common.
-        self._waiting: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
+        self._waiting: dict[_Key, list[Any]] = defaultdict(list)
         # How many transfers of a kind each rank has begun in a group.
-        self._calls: dict[tuple[Any, ...], int] = defaultdict(int)
-        self._prices: dict[tuple[Any, ...], TransferPrice] = {}
+        self._calls: dict[_Key, int] = defaultdict(int)
+        self._prices: dict[_Key, TransferPrice] = {}
 
     def arrive(self, batch: TransferBatch, now: float) -> None:
         """Note that a stream has reached its transfers.
@@ -147,7 +142,7 @@ class Rendezvous:
             price = self._prices[key] = self.cost.transfer(transfer, group, rank=rank)
         return price
 
-    def _key(self, transfer: Transfer, group: Group, rank: int) -> tuple[tuple[Any, ...], int]:
+    def _key(self, transfer: Transfer, group: Group, rank: int) -> tuple[_Key, int]:
         """Return the key that all traced sides of a transfer have in common, and the number of these sides."""
         # Both sides of a send and receive come here: they need one key, whichever comes first.
         # Names of groups differ between ranks, axes and ranks do not. The n-th calls of all sides match.
@@ -171,7 +166,10 @@ class Rendezvous:
 
     def _begin(self, sides: list[Any], now: float) -> None:
         """Begin a transfer that all sides have reached."""
-        flow = Flow(sides, now)
+        # Both sides price the transfer from their own place; the slower of them holds up both.
+        latency_s = max(price.latency_s for *_, price in sides)
+        volume_s = max(price.volume_s for *_, price in sides)
+        flow = Flow(sides, latency_s, volume_s, now, now)
         for batch, *_ in sides:
             batch.stream.device.count_flows(+1, now)
         self.clock.push(now + flow.left, flow)

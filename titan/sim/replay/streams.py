@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from titan.sim.price.network import LINKS
 from titan.sim.record.trace import COMPUTE_STREAM, Group, Launch, Transfer
-from titan.sim.replay.clock import Clock, Signal, Work
-from titan.sim.replay.timeline import Cause, Interval, Lane, axis_of
+
+from .clock import Clock, Signal, Work
+from .timeline import Cause, Interval, Lane, axis_of
 
 # A stream's queue holds tuples (kind, ...), because they are the cheapest objects of Python: a step has millions.
 # RUN a kernel, BATCH transfers, REACH count a signal down, AWAIT wait for a signal, STEP the step ends here.
 RUN, BATCH, REACH, AWAIT, STEP = range(5)
 
 
+@dataclass(slots=True, eq=False)
 class TransferBatch:
     """Transfers that run together: consecutive transfers of one work.
 
@@ -30,15 +33,16 @@ class TransferBatch:
         left: Number of transfers that have not ended.
     """
 
-    __slots__ = ("issued", "left", "sides", "since", "stream", "work", "work_id")
+    stream: StreamQueue
+    work_id: int
+    work: Signal
+    sides: list[tuple[Transfer, Group]] = field(default_factory=list)
+    issued: float = 0.0
+    since: float = 0.0
+    left: int = 0
 
-    def __init__(self, stream: StreamQueue, work_id: int, work: Signal) -> None:
-        self.stream, self.work_id, self.work = stream, work_id, work
-        self.sides: list[tuple[Transfer, Group]] = []
-        self.issued = self.since = 0.0
-        self.left = 0
 
-
+@dataclass(slots=True, eq=False, kw_only=True)
 class StreamQueue(Lane):
     """Queue of one rank.
 
@@ -51,31 +55,16 @@ class StreamQueue(Lane):
         lead: Signals in the queue that limit how far ahead the host may be.
     """
 
-    __slots__ = (
-        "blocked_since",
-        "busy",
-        "cause",
-        "device",
-        "last",
-        "launched",
-        "lead",
-        "queue",
-        "running",
-        "version",
-    )
-
-    def __init__(self, device: Device, name: str) -> None:
-        super().__init__(name, steps_before=device.step)
-        self.device = device
-        self.queue: deque[tuple[Any, ...]] = deque()
-        self.busy = False
-        self.cause: Cause | None = "host"
-        self.blocked_since = 0.0
-        self.version = 0
-        self.last: TransferBatch | None = None
-        self.running: TransferBatch | None = None
-        self.launched = 0
-        self.lead: deque[Signal] = deque()
+    device: Device
+    queue: deque[tuple[Any, ...]] = field(default_factory=deque)
+    busy: bool = False
+    cause: Cause | None = "host"
+    blocked_since: float = 0.0
+    version: int = 0
+    last: TransferBatch | None = None
+    running: TransferBatch | None = None
+    launched: int = 0
+    lead: deque[Signal] = field(default_factory=deque)
 
     def fire(self, now: float) -> None:
         """Go on at a time that the clock was asked for."""
@@ -106,9 +95,8 @@ class StreamQueue(Lane):
                 queue.popleft()
                 self.busy = True
                 self.device.note_computing(self, True, now)
-                return self.device.start(
-                    KernelRun(self, item[2], item[3], now), copies=item[4], now=now
-                )
+                run = KernelRun(self, item[3], item[2], now, now)
+                return self.device.start(run, copies=item[4], now=now)
             if kind is AWAIT:
                 signal = item[1]
                 if signal.pending:
@@ -142,20 +130,23 @@ class StreamQueue(Lane):
         self.device.note_computing(self, False, now)
 
 
+@dataclass(slots=True, eq=False)
 class KernelRun:
     """A kernel that runs (a `Work` of the clock).
 
     Attributes:
+        start: Time at which it began.
         pool: Kernels, or copies, that share the device with it.
     """
 
-    __slots__ = ("event", "left", "pool", "rate", "since", "start", "stream", "version")
-
-    def __init__(self, stream: StreamQueue, seconds: float, event: Launch, now: float) -> None:
-        self.stream, self.event, self.left = stream, event, seconds
-        self.start = self.since = now
-        self.rate, self.version = 1.0, 0
-        self.pool: list[KernelRun] = []
+    stream: StreamQueue
+    event: Launch
+    left: float
+    start: float
+    since: float
+    rate: float = 1.0
+    version: int = 0
+    pool: list[KernelRun] = field(default_factory=list)
 
     def fire(self, now: float) -> None:
         """End the kernel."""
@@ -176,6 +167,7 @@ class Flowing(Work, Protocol):
         """Set its rate anew."""
 
 
+@dataclass(eq=False)
 class Device:
     """Streams of a rank, and everything that runs on its SMs, copy engines and links.
 
@@ -193,30 +185,25 @@ class Device:
         transfers: Transfers of the last step.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        clock: Clock,
-        groups: Mapping[str, Group],
-        *,
-        num_steps: int,
-        speed_beside_transfer: float,
-        speed_beside_compute: float,
-        arrive: Callable[[TransferBatch, float], None],
-    ) -> None:
-        self.rank, self.clock, self.groups = rank, clock, groups
-        self.step, self.num_steps, self.arrive = 0, num_steps, arrive
-        self.speed_beside_transfer = speed_beside_transfer
-        self.speed_beside_compute = speed_beside_compute
-        self.streams: dict[int | str, StreamQueue] = {}
+    rank: int
+    clock: Clock
+    groups: Mapping[str, Group]
+    num_steps: int
+    speed_beside_transfer: float
+    speed_beside_compute: float
+    arrive: Callable[[TransferBatch, float], None]
+    step: int = 0
+    streams: dict[int | str, StreamQueue] = field(default_factory=dict)
+    kernels: list[KernelRun] = field(default_factory=list)
+    copies: list[KernelRun] = field(default_factory=list)
+    num_flows: int = 0
+    flows: list[Flowing] = field(default_factory=list)
+    computes: bool = False
+    transfers: list[Interval] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
         self.stream(COMPUTE_STREAM)
-        self.kernels: list[KernelRun] = []
-        self.copies: list[KernelRun] = []
-        self.num_flows = 0
-        self.flows: list[Flowing] = []
-        self.computes = False
         self.links = [0] * len(LINKS)
-        self.transfers: list[Interval] = []
 
     def stream(self, key: int | str) -> StreamQueue:
         """Return the stream of a number, or of a group's name; make it on first use."""
@@ -228,7 +215,9 @@ class Device:
                 name = f"group {axis_of(self.groups[key])}"
             else:
                 name = f"stream {key}" if key != COMPUTE_STREAM else "compute"
-            stream = self.streams[key] = StreamQueue(self, name)
+            # A stream that is made later has no part in the steps before.
+            cuts = [(0.0, 0)] * (self.step + 1)
+            stream = self.streams[key] = StreamQueue(name, cuts, device=self)
         return stream
 
     def end_of(self, step: int) -> float:

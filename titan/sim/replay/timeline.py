@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import nlargest
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -19,23 +20,23 @@ Cause: TypeAlias = "Lane | Literal['host', 'peers']"
 """Cause of a stream's wait: another stream, work from the host, or ranks that have not reached its transfer."""
 KernelGroup: TypeAlias = tuple[str, str, str, str]
 """Kernels that are counted together: kind, launcher, dtype and module."""
+Sums = dict[str, float]
+"""Seconds, bytes or numbers by axis, phase, kind or module."""
+_zeros = partial(defaultdict, float)
 
 
+@dataclass(slots=True, eq=False)
 class Lane:
     """Past of a stream, or of a host. The first lane of a rank is its compute stream.
 
     Attributes:
-        segments: (start, end, Launch or Transfer that ran, or Cause of a wait), without overlap.
         cuts: Time and number of segments at the beginning and at the end of each step.
+        segments: (start, end, Launch or Transfer that ran, or Cause of a wait), without overlap.
     """
 
-    __slots__ = ("cuts", "name", "segments")
-
-    def __init__(self, name: str, *, steps_before: int) -> None:
-        self.name = name
-        self.segments: list[tuple[float, float, Any]] = []
-        # A stream that is made later has no part in the steps before.
-        self.cuts: list[tuple[float, int]] = [(0.0, 0)] * (steps_before + 1)
+    name: str
+    cuts: list[tuple[float, int]]
+    segments: list[tuple[float, float, Any]] = field(default_factory=list)
 
     @property
     def num_steps(self) -> int:
@@ -93,20 +94,20 @@ class RankTimeline:
 
     rank: int
     compute_s: float = 0.0
-    exposed_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    overlapped_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    sent_bytes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    num_sent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    waiting_s: dict[str, float] = field(default_factory=dict)
+    exposed_s: Sums = field(default_factory=_zeros)
+    overlapped_s: Sums = field(default_factory=_zeros)
+    sent_bytes: Sums = field(default_factory=_zeros)
+    num_sent: Sums = field(default_factory=_zeros)
+    waiting_s: Sums = field(default_factory=dict)
     peers_s: float = 0.0
     copies_s: float = 0.0
     host_s: float = 0.0
     host_busy_s: float = 0.0
-    by_phase_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    by_kind_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    by_module_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    by_work_s: dict[KernelGroup, float] = field(default_factory=lambda: defaultdict(float))
-    span_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    by_phase_s: Sums = field(default_factory=_zeros)
+    by_kind_s: Sums = field(default_factory=_zeros)
+    by_module_s: Sums = field(default_factory=_zeros)
+    by_work_s: dict[KernelGroup, float] = field(default_factory=_zeros)
+    span_s: Sums = field(default_factory=_zeros)
     intervals: list[Interval] = field(default_factory=list)
     host: list[tuple[float, float, Any]] = field(default_factory=list)
 
@@ -138,9 +139,9 @@ class Timeline:
         """Return the mean over ranks of compute_s, peers_s, copies_s, host_s or bubble_s."""
         return sum(getattr(rank, part) for rank in self.ranks.values()) / len(self.ranks)
 
-    def mean_by(self, part: str) -> dict[str, float]:
+    def mean_by(self, part: str) -> Sums:
         """Return the mean over ranks of a part that is a dict, such as exposed_s or by_phase_s."""
-        total: dict[str, float] = defaultdict(float)
+        total: Sums = defaultdict(float)
         for rank in self.ranks.values():
             for key, value in getattr(rank, part).items():
                 total[key] += value / len(self.ranks)
@@ -161,7 +162,7 @@ def axis_of(group: Group) -> str:
 
 def lane_labels(intervals: Iterable[Interval], groups: Mapping[str, Group]) -> dict[str, str]:
     """Return labels of a rank's lanes with their content: "stream 3: all_gather dp_shard"."""
-    carried: defaultdict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    carried = defaultdict[str, dict[str, float]](lambda: defaultdict(float))
     for lane, start, end, event in intervals:
         if isinstance(event, Launch):
             what = event.kernel.name
@@ -246,7 +247,7 @@ def summarise(
 
 def waiting(
     rank: RankTimeline, groups: Mapping[str, Group], slowest: float, busiest: float
-) -> dict[str, float]:
+) -> Sums:
     """Return the seconds that ranks wait for slower ones, on average, by kind of transfer.
 
     The traced rank is the slowest device, and the busiest rank of each dispatch: it waits for
@@ -260,7 +261,7 @@ def waiting(
         slowest: Time of a kernel here, over the time on an average device.
         busiest: Tokens of its experts, over the mean.
     """
-    waited: defaultdict[str, float] = defaultdict(float)
+    waited: Sums = defaultdict(float)
     early, first = 0.0, ""
     for _, start, end, event in rank.intervals:
         if isinstance(event, Launch):

@@ -18,7 +18,7 @@ def communication(
     """Return the facts about the transfers of traced ranks."""
     # Means over the traced ranks, one of each stage, as for all times on the page.
     mean_by = timeline.mean_by
-    sent: defaultdict[str, float] = defaultdict(float)
+    sent = defaultdict[str, float](float)
     for rank, trace in traces.items():
         for event in (event for event in trace.step if isinstance(event, Transfer)):
             group = trace.groups[event.group]

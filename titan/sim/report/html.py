@@ -16,8 +16,9 @@ from typing import Any
 from titan.sim.record.trace import CATEGORIES, Launch, Transfer
 from titan.sim.replay.memory import tensors_behind
 from titan.sim.replay.timeline import Interval, lane_labels
-from titan.sim.report.text import page
 from titan.sim.simulate import GIB, Facts, StepSimulation
+
+from .text import page
 
 _PIXELS = 6000  # parts of a step: a shorter interval is joined with the next
 

@@ -65,7 +65,7 @@ def shares(
     """Return the share of each class in a simulated step, as a mean over the traced ranks. They add up to 1."""
     groups = {axis_of(g): g for t in traces.values() for g in t.groups.values()}
     per_node = profile.gpus_per_node
-    seconds: defaultdict[str, float] = defaultdict(float)
+    seconds = defaultdict[str, float](float)
     for rank in timeline.ranks.values():
         for work, s in rank.by_work_s.items():
             seconds[_class_of(work, is_split="cp" in rank.num_sent)] += s

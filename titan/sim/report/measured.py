@@ -67,7 +67,7 @@ def compare(simulation: Simulation, run: Path) -> list[Facts]:
 def _parts_s(simulation: Simulation, rank: int) -> dict[str, float]:
     """Return the seconds of each of PARTS. They add up to the step."""
     timeline = simulation.timeline.ranks[rank]
-    parts_s: defaultdict[str, float] = defaultdict(float)
+    parts_s = defaultdict[str, float](float)
     for lane, start, end, event in timeline.intervals:
         if lane == "compute" and isinstance(event, Launch):
             kind, name = event.kernel.kind, event.kernel.name

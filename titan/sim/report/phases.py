@@ -7,10 +7,11 @@ from typing import Any
 
 from titan.config.phases import Phase, phases_of
 from titan.config.schema import JobConfig
-from titan.sim.report.imbalance import simulate_with_limit
-from titan.sim.report.intervals import of_speed
-from titan.sim.report.text import columns, duration, utilization
 from titan.sim.simulate import Facts, Simulation, facts
+
+from .imbalance import simulate_with_limit
+from .intervals import of_speed
+from .text import columns, duration, utilization
 
 _FIGURES = ("step_time_s", "tokens_per_s_per_gpu", "mfu", "mfu_dtype", "fits", "tight")
 

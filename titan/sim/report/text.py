@@ -23,8 +23,9 @@ from titan.config.options import (
 )
 from titan.sim.extension import sim_extensions
 from titan.sim.price.profiles import Profile, hardware_names
-from titan.sim.report.intervals import errors
 from titan.sim.simulate import Facts
+
+from .intervals import errors
 
 # Characters of a bar that stands for the whole.
 _BAR = 28
@@ -68,12 +69,6 @@ def job_parser(
     )
     add_quiet(parser)
     return parser
-
-
-def require_no_job(job: Sequence[str], option: str) -> None:
-    """Raise ConfigError if there are arguments of a job beside an option that needs none."""
-    if job:
-        raise mistake(job[0], f"is no option, and {option} needs no job")
 
 
 def memory_limit(profile: Profile, gib: float | None) -> Profile:
@@ -374,16 +369,15 @@ def _routed(experts: Facts) -> Iterator[str]:
 
 def _by_part(by_module: Mapping[str, float], *, most: int | None = None) -> dict[str, float]:
     """Return the sums over modules of one name in all blocks, the largest first."""
-    parts: defaultdict[str, float] = defaultdict(float)
+    parts = defaultdict[str, float](float)
     # "layers.3.attention" and "layers.4.attention" are one row.
     for module, gib in by_module.items():
         parts[re.sub(r"\.\d+", ".*", module) or "(outside of modules)"] += gib
     return dict(sorted(parts.items(), key=lambda item: -item[1])[:most])
 
 
-def _ranks(ranks: Iterable[Facts]) -> Iterator[str]:
+def _ranks(ranks: Sequence[Facts]) -> Iterator[str]:
     """Yield a table of pipeline ranks."""
-    ranks = list(ranks)
     if len(ranks) == 1:
         return
     yield ""

@@ -17,14 +17,15 @@ from titan.config.phases import mesh_of
 from titan.config.schema import JobConfig
 from titan.sim.estimate import estimate_memory
 from titan.sim.extension import sim_extensions
-from titan.sim.report.interval import (
+from titan.sim.simulate import Facts, Simulation
+
+from .interval import (
     daly_interval_s,
     expected_interval_s,
     num_spares,
     young_interval_s,
 )
-from titan.sim.report.text import duration
-from titan.sim.simulate import Facts, Simulation
+from .text import duration
 
 _DAY_S, _HOUR_S = 86_400.0, 3_600.0
 BYTES = {"float32": 4, "bfloat16": 2}

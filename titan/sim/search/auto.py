@@ -32,11 +32,12 @@ from titan.data import default_cache_folder
 from titan.sim.price.profiles import Profile, load_profile
 from titan.sim.record.trace_cache import source_hash
 from titan.sim.report.text import say
-from titan.sim.search.candidates import LayoutSearch, sequences_of
-from titan.sim.search.command import settings_overlay
-from titan.sim.search.point import Point
-from titan.sim.search.reasons import reason
-from titan.sim.search.variants import Variant
+
+from .candidates import LayoutSearch, sequences_of
+from .command import settings_overlay
+from .point import Point, Settings
+from .reasons import reason
+from .variants import Variant
 
 FILE = "layout.toml"
 _MOST = 12  # layouts that are simulated until one fits
@@ -68,7 +69,7 @@ class ChosenLayout:
         ranks: Number of ranks and their hardware, as text.
     """
 
-    settings: dict[str, str]
+    settings: Settings
     runner_up: str
     ranks: str
 

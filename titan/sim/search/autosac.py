@@ -28,9 +28,13 @@ from titan.sim.record.trace import Trace
 from titan.sim.record.trace_jobs import TraceError
 from titan.sim.replay.queues import ReplayError
 from titan.sim.report.text import say
-from titan.sim.search.command import settings_overlay, show
-from titan.sim.search.recomputation import (
-    Block,
+from titan.sim.simulate import GIB, HardwareError, Simulation, facts, price, simulate
+
+from .command import settings_overlay, show
+from .point import Settings
+from .recomputation import (
+    Blocks,
+    Choices,
     Kept,
     choose,
     find_blocks,
@@ -38,8 +42,7 @@ from titan.sim.search.recomputation import (
     measure,
     samples,
 )
-from titan.sim.search.variants import Search, Variant
-from titan.sim.simulate import GIB, HardwareError, Simulation, facts, price, simulate
+from .variants import Search, Variant
 
 _ROUNDS = 5
 
@@ -59,7 +62,7 @@ class Choice:
 
 _KEY = "activation_checkpoint."
 _OP = {"mode": "selective", "selective_ac_option": "op"}
-_OTHERS: dict[str, dict[str, str]] = {
+_OTHERS: dict[str, Settings] = {
     "full": {"mode": "full", "op_keep_modules": "[]"},
     "op": _OP,
     "every 2nd block": {
@@ -72,7 +75,7 @@ _OTHERS: dict[str, dict[str, str]] = {
 """Modes of recomputation that a choice is compared with."""
 
 
-def settings(lines: Sequence[str]) -> dict[str, str]:
+def settings(lines: Sequence[str]) -> Settings:
     """Return a choice as settings of a job."""
     text = ", ".join(f'"{line}"' for line in lines)
     kept = _OP | {"op_keep": "[]", "op_keep_modules": "[]", "op_keep_by_block": f"[{text}]"}
@@ -135,8 +138,12 @@ def autosac(search: Search, *, host: bool = False) -> Choice:
     extra = left(first)
     best, best_fits = Choice(["0:"], first), min(extra.values()) >= 0
     for _ in range(_ROUNDS):
-        room = {rank: number + to_host for rank, number in extra.items()}
-        kept, traces = _choose(base.traces, blocks, room)
+        kept: Choices = {}
+        traces: dict[int, Trace] = {}
+        for rank, trace in base.traces.items():
+            of_rank = choose(trace, blocks[rank], extra[rank] + to_host)
+            traces[rank] = keep(trace, blocks[rank], of_rank)
+            kept |= of_rank
         lines = to_lines(kept, _to_host(kept, blocks, to_host))
         exact = not is_compiled and not any(">host" in line for line in lines)
         now = price(base.config, base.layout, traces, roomy) if exact else run(lines)
@@ -157,21 +164,8 @@ def autosac(search: Search, *, host: bool = False) -> Choice:
     return best
 
 
-def _choose(
-    traces: Mapping[int, Trace], blocks: Mapping[int, dict[int, Block]], room: Mapping[int, int]
-) -> tuple[dict[int, Kept], dict[int, Trace]]:
-    """Return the results that all blocks save in the room of each rank, and the traces of this choice."""
-    kept: dict[int, Kept] = {}
-    chosen: dict[int, Trace] = {}
-    for rank, trace in traces.items():
-        of_rank = choose(trace, blocks[rank], room[rank])
-        chosen[rank] = keep(trace, blocks[rank], of_rank)
-        kept |= of_rank
-    return kept, chosen
-
-
 def _to_host(
-    kept: Mapping[int, Kept], blocks: Mapping[int, Mapping[int, Block]], num_bytes: int
+    kept: Mapping[int, Kept], blocks: Mapping[int, Blocks], num_bytes: int
 ) -> set[tuple[int, str]]:
     """Choose the saved results to offload.
 
@@ -193,7 +187,7 @@ def to_lines(kept: Mapping[int, Kept], host: Collection[tuple[int, str]] = ()) -
     """Return a choice as lines of op_keep_by_block, one line for neighbouring blocks that save the same."""
     lines: list[tuple[int, int, str]] = []
     for layer, calls in sorted(kept.items()):
-        places: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+        places = defaultdict[tuple[str, str], list[int]](list)
         for call in calls or ():
             name, _, place = call.partition("@")
             places[name, ">host" if (layer, call) in host else ""].append(int(place))

@@ -29,8 +29,9 @@ from titan.config.schema import JobConfig
 from titan.parallel.schedules import build_schedule, stages_per_rank
 from titan.sim.estimate import estimate_memory, stacked_params
 from titan.sim.price.profiles import Profile
-from titan.sim.search.point import ALSO, RESHARD, Kind, Point, distance
-from titan.sim.search.variants import Search
+
+from .point import ALSO, RESHARD, Kind, Point, Settings, distance
+from .variants import Search
 
 # FLOPs against no recomputation. A full one adds the forward pass, a third of all. Selective
 # recomputes part of it, "2" does it in every second block.
@@ -174,13 +175,6 @@ class LayoutSearch(Search):
             axis = "dp_shard" if shards else "dp_replicate" if replicas else "dp"
             found[axis] = axis != "dp"
         return tuple(found.items())
-
-    def with_batch(self, sequences: int) -> LayoutSearch:
-        """Return the search of the same job with another global batch."""
-        size = self.world_size
-        return LayoutSearch(
-            self.job, self.config, self.profile, world_size=size, global_batch=sequences
-        )
 
     def same_layout(self, point: Point) -> list[Point]:
         """Return the legal points with a point's layout, in all local batches and modes of recomputation, the largest first."""
@@ -373,7 +367,7 @@ class LayoutSearch(Search):
         self.seen.add(point)
         return True
 
-    def settings(self, point: Point) -> dict[str, str]:
+    def settings(self, point: Point) -> Settings:
         """Return a point as overrides of the job."""
         found = point.settings(self.global_batch, num_layers=self.model.n_layers)
         if self.config.phase:  # in a phase with other degrees, the shards follow from them
@@ -386,18 +380,14 @@ class LayoutSearch(Search):
         """Return whether the job's own rules allow this point."""
         if point not in self.refusals:  # several rounds ask
             words = [f"--{key}={value}" for key, value in self.settings(point).items()]
-            self.refusals[point] = _refusal([*self.job, *words], self.world_size)
+            self.refusals[point] = ""
+            try:
+                config = load_from_argv([*self.job, *words], warn=False)
+                check_to_run(config, world_size=self.world_size)
+            except ConfigError as error:
+                problem = error.problems[0]
+                self.refusals[point] = f"{problem.key}: {problem.message}"
         return not self.refusals[point]
-
-
-def _refusal(job: Sequence[str], world_size: int) -> str:
-    """Return why a job's rules do not allow it to run, or ""."""
-    try:
-        check_to_run(load_from_argv(job, warn=False), world_size=world_size)
-    except ConfigError as error:
-        problem = error.problems[0]
-        return f"{problem.key}: {problem.message}"
-    return ""
 
 
 def _batches(
@@ -412,9 +402,12 @@ def _batches(
     eps = [n for n in eps if lent % n == 0 and experts % n == 0] if experts else [0]
     kept = search.values(_RESHARD, ())
     zeros = [zero for zero in (3, 2) if RESHARD[zero] in kept or not kept]
-    for recompute, ep, zero, more in itertools.product(
-        _modes(search.config, search.held), eps, zeros, search.also
-    ):
+    # If the job holds its own mode of recomputation, it is the mode that the formula takes for it.
+    own = _recompute(search.config)
+    modes: Iterable[str] = _RECOMPUTE
+    if "activation_checkpoint.mode" in search.held:
+        modes = [own if own in _RECOMPUTE else "selective"]
+    for recompute, ep, zero, more in itertools.product(modes, eps, zeros, search.also):
         plain = replace(layout, recompute=recompute, ep=ep, zero=zero, also=more)
         if zero == 3 and shard * cp == 1 < replicate:  # DDP gathers nothing
             continue
@@ -440,13 +433,6 @@ def _recompute(config: JobConfig) -> str:
     ac = config.activation_checkpoint
     option = str(ac.selective_ac_option)
     return option if ac.mode == "selective" and option != "op" else ac.mode
-
-
-def _modes(config: JobConfig, held: Collection[str]) -> Iterable[str]:
-    """Return the modes of recomputation to try. If the job holds its own, it is the mode that the formula takes for it."""
-    own = _recompute(config)
-    is_held = "activation_checkpoint.mode" in held
-    return [own if own in _RECOMPUTE else "selective"] if is_held else _RECOMPUTE
 
 
 @lru_cache

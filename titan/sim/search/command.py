@@ -14,26 +14,22 @@ from titan.sim.price.profiles import load_profile
 from titan.sim.report.text import (
     columns,
     memory_limit,
-    require_writable,
     speed_range,
     utilization,
 )
-from titan.sim.search.reasons import lost_to
-from titan.sim.search.variants import Search, Variant
+
+from .reasons import lost_to
+from .variants import Search, Variant
 
 
 def read_command(
-    parser: ArgumentParser,
-    argv: Sequence[str] | None,
-    *,
-    written: Sequence[str] = (),
+    parser: ArgumentParser, argv: Sequence[str] | None
 ) -> tuple[Namespace, Search, JobConfig]:
     """Return a command's options, a search on the profile with the memory that --memory allows, and the job.
 
     Args:
         parser: Parser with the command's own options. It gets --memory, too.
         argv: Arguments; None for those of the process.
-        written: Options whose files are written.
 
     Raises:
         ConfigError: An option or the job has a mistake.
@@ -45,7 +41,6 @@ def read_command(
         help="of a device, to be used; default: 90%% of it",
     )
     options, job = parser.parse_known_args(argv)
-    require_writable(options, *written)
     profile = memory_limit(load_profile(options.hardware), options.memory)
     config = load_from_argv(job, options=known_options(parser))
     return options, Search(job, options.world_size, profile, options.processes), config

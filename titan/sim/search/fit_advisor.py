@@ -15,10 +15,11 @@ from titan.sim.replay.queues import ReplayError
 from titan.sim.report.phases import simulate_phases
 from titan.sim.report.text import duration, say, speed_range, uneven_routing, verdict
 from titan.sim.routing import most_imbalance
-from titan.sim.search.variants import Search, Variant
 from titan.sim.simulate import HardwareError, facts
 
-Settings = dict[str, str]
+from .point import Settings
+from .variants import Search, Variant
+
 _MOST = 5  # changes that are shown
 _TP, _SHARD, _REPLICATE = AXES["tp"], AXES["dp_shard"], AXES["dp_replicate"]
 _UNEVEN = 2.0  # times the mean load: routing gets as uneven as that where nothing balances it

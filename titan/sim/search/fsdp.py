@@ -22,14 +22,16 @@ from typing import TypeAlias
 from titan.checks.rules import check_to_run
 from titan.config.schema import JobConfig
 from titan.sim.report.text import say
-from titan.sim.search.command import settings_overlay, show
-from titan.sim.search.variants import Search, Variant
+
+from .command import settings_overlay, show
+from .point import Settings
+from .variants import Search, Variant
 
 UNITS, PREFETCH = (1, 2, 3, 4, 8), (-1, 2)
 _KEY = "parallelism.fsdp_"
 
 
-def settings(*, unit: int, prefetch: int, kept: int) -> dict[str, str]:
+def settings(*, unit: int, prefetch: int, kept: int) -> Settings:
     """Return a choice as settings of a job.
 
     Args:
@@ -46,7 +48,7 @@ def settings(*, unit: int, prefetch: int, kept: int) -> dict[str, str]:
     }
 
 
-Simulate: TypeAlias = Callable[[list[dict[str, str]]], list[Variant]]
+Simulate: TypeAlias = Callable[[list[Settings]], list[Variant]]
 
 
 def choose(

@@ -39,12 +39,13 @@ from titan.sim.report.text import (
     unsupported,
     utilization,
 )
-from titan.sim.search import fsdp
-from titan.sim.search.candidates import LayoutSearch
-from titan.sim.search.command import figure_names, figures, read_command, settings_overlay
-from titan.sim.search.point import ALSO, Kind, Point
-from titan.sim.search.reasons import reason
-from titan.sim.search.variants import Variant
+
+from . import fsdp
+from .candidates import LayoutSearch
+from .command import figure_names, figures, read_command, settings_overlay
+from .point import ALSO, Kind, Point
+from .reasons import reason
+from .variants import Variant
 
 _BUDGET = 20  # candidates that are simulated
 _SLOW = 0.5  # of the best speed: a kind of layout that is slower gets no row before variants of faster ones
@@ -147,7 +148,13 @@ def try_batches(search: LayoutSearch, best: Ranked, *, free: bool) -> dict[int, 
     point, variant = best
     tried: dict[int, list[Point]] = {}
     for sequences in (int(search.global_batch * f) for f in ((0.5, 2, 4, 8) if free else (2,))):
-        other = search.with_batch(sequences)
+        other = LayoutSearch(
+            search.job,
+            search.config,
+            search.profile,
+            world_size=search.world_size,
+            global_batch=sequences,
+        )
         near = [p for p in other.same_layout(point) if free or p.recompute == point.recompute]
         # The formula's memory, corrected by what it misses of the best plan.
         missed = variant.needed_gib - search.estimated_gib(point)
@@ -363,7 +370,7 @@ def main(argv: list[str] | None = None) -> int:
         raise mistake("--host", "is for --only sac")
     if options.only:
         if options.only == "sac":
-            from titan.sim.search import autosac  # imports torch
+            from . import autosac  # imports torch
 
             return autosac.run(options, given, config)
         return fsdp.run(options, given, config)

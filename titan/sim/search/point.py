@@ -8,10 +8,12 @@ from typing import TypeAlias
 from titan.config.layout import AXES
 from titan.parallel.schedules import stages_per_rank
 
+Settings = dict[str, str]
+"""Overrides of a job."""
 _PIPELINE = "parallelism.pipeline_parallel_"
 RESHARD = {2: "never", 3: "always"}  # fsdp_reshard_after_forward by ZeRO stage
 # Additional techniques on request: settings, and about the share of the time that remains with them.
-ALSO: dict[str, tuple[dict[str, str], float]] = {
+ALSO: dict[str, tuple[Settings, float]] = {
     "compile": ({"compile.enable": "true"}, 0.87),
     "float8": ({"model.converters": "quantize.linear.float8"}, 0.78),
     "async_tp": ({"parallelism.enable_async_tensor_parallel": "true"}, 0.95),
@@ -81,13 +83,13 @@ class Point:
         return f"{' x '.join(used) or 'one rank'}{ep}"
 
     @property
-    def checkpointing(self) -> dict[str, str]:
+    def checkpointing(self) -> Settings:
         """Section activation_checkpoint."""
         is_every = self.recompute.isdecimal()
         mode, option = ("selective", self.recompute) if is_every else (self.recompute, "op")
         return {"mode": mode, "selective_ac_option": option}
 
-    def settings(self, global_batch: int, *, num_layers: int) -> dict[str, str]:
+    def settings(self, global_batch: int, *, num_layers: int) -> Settings:
         """Return the point as overrides of a job."""
         found: dict[str, int | str] = {
             AXES[axis]: degree for axis, degree in self.degrees.items()

@@ -38,6 +38,8 @@ from titan.sim.record.trace import (
 
 Kept: TypeAlias = "frozenset[str] | None"
 """Results that a block keeps: calls such as "aten.mm@2", or None for everything."""
+Choices: TypeAlias = "dict[int, Kept]"
+"""Kept results, by number of the block."""
 _UNITS = 16384
 EXPENSIVE = [name for group in ("matmul", "attention", "network") for name in GROUPS[group]]
 _POINTWISE = ("aten._fused_rms_norm", "aten.silu", "aten.mul")
@@ -91,10 +93,14 @@ class Block:
         return sum(self.sizes[c] for c in kept), sum(self.seconds[c] for c in kept)
 
 
+Blocks = Mapping[int, Block]
+"""Blocks of a rank, or of all ranks, by number."""
+
+
 def find_blocks(trace: Trace, cost: Cost) -> dict[int, Block]:
     """Return the blocks of a rank that recompute operation by operation, by number."""
     step = trace.step
-    runs: defaultdict[tuple[int, str, bool], list[_CallRun]] = defaultdict(list)
+    runs = defaultdict[tuple[int, str, bool], list[_CallRun]](list)
     run, last = _CallRun(), None
     freed: dict[int, int] = {}
     for index, event in enumerate(step):
@@ -181,7 +187,7 @@ def _seconds(event: Event, trace: Trace, cost: Cost) -> float:
 # ---- the trace of a choice -----------------------------------------------------------------------
 
 
-def keep(trace: Trace, blocks: Mapping[int, Block], kept: Mapping[int, Kept]) -> Trace:
+def keep(trace: Trace, blocks: Blocks, kept: Mapping[int, Kept]) -> Trace:
     """Return the trace of a rank whose blocks keep these results, from a trace in which they keep nothing."""
     freed = {e.block: n for n, e in enumerate(trace.step) if isinstance(e, Free)}
     dropped: set[int] = set()
@@ -222,7 +228,7 @@ def keep(trace: Trace, blocks: Mapping[int, Block], kept: Mapping[int, Kept]) ->
 # ---- the choice ----------------------------------------------------------------------------------
 
 
-def choose(trace: Trace, blocks: Mapping[int, Block], extra: int) -> dict[int, Kept]:
+def choose(trace: Trace, blocks: Blocks, extra: int) -> Choices:
     """Return the results that each block of a rank keeps.
 
     Args:
@@ -259,15 +265,13 @@ def choose(trace: Trace, blocks: Mapping[int, Block], extra: int) -> dict[int, K
         over += lacking
 
 
-def _moments(
-    trace: Trace, blocks: Mapping[int, Block]
-) -> tuple[list[tuple[dict[int, int], int]], int]:
+def _moments(trace: Trace, blocks: Blocks) -> tuple[list[tuple[dict[int, int], int]], int]:
     """Return the states of a step, and the most bytes at any time.
 
     A state is the number of passes of each block that await their backward pass, with the most
     bytes in use during the state.
     """
-    changes: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+    changes = defaultdict[int, list[tuple[int, int]]](list)
     for layer, block in blocks.items():
         for runs in zip(*block.runs.values(), strict=True):
             changes[min(run.events[0] for run, _ in runs)].append((layer, 1))
@@ -291,9 +295,7 @@ def _moments(
     return moments, max(most.values())
 
 
-def solve(
-    blocks: Mapping[int, Block], in_flight: Mapping[int, int], limits: Mapping[int, int]
-) -> dict[int, Kept]:
+def solve(blocks: Blocks, in_flight: Mapping[int, int], limits: Mapping[int, int]) -> Choices:
     """Return the choice that saves the most seconds.
 
     Args:
@@ -309,7 +311,7 @@ def solve(
     best, bound = np.zeros(total + 1), total
     chosen: list[tuple[int, int, list[_Option], np.ndarray]] = []
     fronts: dict[Any, list[_Option]] = {}
-    alike: defaultdict[Any, list[int]] = defaultdict(list)
+    alike = defaultdict[Any, list[int]](list)
     for layer in sorted(blocks):
         block, count = blocks[layer], in_flight[layer]
         key = (block.kind, count)
@@ -329,7 +331,7 @@ def solve(
         now[bound:] = now[min(bound, total)]
         best = now
         chosen.append((layer, bound, front, at))
-    kept: dict[int, Kept] = {}
+    kept: Choices = {}
     left = total
     for layer, bound, front, at in reversed(chosen):
         left = min(left, bound)
@@ -373,7 +375,7 @@ def _best(options: list[_Option]) -> list[_Option]:
 # ---- compiled blocks -----------------------------------------------------------------------------
 
 
-def samples(blocks: Mapping[int, Block], most: int = 14) -> dict[int, Kept]:
+def samples(blocks: Blocks, most: int = 14) -> Choices:
     """Return a choice to be measured for each block: equal blocks take turns, from nothing to everything.
 
     The saved results of a compiled block change its fusions, so that bytes and seconds of
@@ -381,7 +383,7 @@ def samples(blocks: Mapping[int, Block], most: int = 14) -> dict[int, Kept]:
     different results measures many choices. The first and the last of equal blocks measure nothing,
     since their neighbours differ.
     """
-    chosen: dict[int, Kept] = dict.fromkeys(blocks, frozenset())
+    chosen: Choices = dict.fromkeys(blocks, frozenset())
     for inner in _kinds(blocks):
         # The compiler fuses everything else, and runs it again at next to no cost.
         block = blocks[inner[0]]
@@ -397,7 +399,7 @@ def samples(blocks: Mapping[int, Block], most: int = 14) -> dict[int, Kept]:
 
 
 def measure(
-    blocks: Mapping[int, Block], traces: Iterable[Trace], chosen: Mapping[int, Kept], cost: Cost
+    blocks: Blocks, traces: Iterable[Trace], chosen: Mapping[int, Kept], cost: Cost
 ) -> None:
     """Set the costs of the measured choices in each block.
 
@@ -436,9 +438,9 @@ def measure(
                 block.measured = measured
 
 
-def _kinds(blocks: Mapping[int, Block]) -> list[list[int]]:
+def _kinds(blocks: Blocks) -> list[list[int]]:
     """Return the numbers of equal blocks, without the first and the last one."""
-    alike: defaultdict[Any, list[int]] = defaultdict(list)
+    alike = defaultdict[Any, list[int]](list)
     for layer, block in sorted(blocks.items()):
         alike[block.kind].append(layer)
     return [layers[1:-1] for layers in alike.values() if len(layers) > 3]

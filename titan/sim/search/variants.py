@@ -33,6 +33,8 @@ from titan.sim.report.phases import combine_phases
 from titan.sim.report.text import columns, degrees, say, utilization
 from titan.sim.simulate import GIB, Facts, facts, not_simulated, price
 
+from .point import Settings
+
 WORLD_SIZE = "world_size"
 """A key of variants that is no key of the config: ranks in all."""
 
@@ -49,7 +51,7 @@ class Variant:
         parts: Phases that are simulated so far.
     """
 
-    settings: dict[str, str]
+    settings: Settings
     hardware: str
     facts: Facts = field(default_factory=dict)
     problem: str = ""
@@ -82,7 +84,7 @@ class Variant:
         return f"{self.needed_gib:.1f}{note}" if self.facts else ""
 
 
-def combinations(axes: dict[str, list[str]]) -> Iterator[dict[str, str]]:
+def combinations(axes: dict[str, list[str]]) -> Iterator[Settings]:
     """Yield every combination of the values of each key."""
     for values in itertools.product(*axes.values()):
         yield dict(zip(axes, values, strict=True))
@@ -90,7 +92,7 @@ def combinations(axes: dict[str, list[str]]) -> Iterator[dict[str, str]]:
 
 def simulate_variants(
     job: Sequence[str],
-    settings: Iterable[dict[str, str]],
+    settings: Iterable[Settings],
     *,
     world_size: int,
     profiles: Sequence[Profile],
@@ -200,7 +202,7 @@ class Search:
     stopped: bool | None = None
     began_s: float = field(default_factory=time.monotonic)
 
-    def __call__(self, settings: Iterable[dict[str, str]]) -> list[Variant]:
+    def __call__(self, settings: Iterable[Settings]) -> list[Variant]:
         """Return the job with each of these settings, simulated."""
         wanted = {str(one): one for one in settings}
         new = {key: one for key, one in wanted.items() if key not in self.known}
