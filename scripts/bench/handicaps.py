@@ -116,7 +116,7 @@ def update(
     extra: torch.Generator,
 ) -> None:
     """Apply AdamW without decay, with a clipped norm, to each run."""
-    norms = sum(g.flatten(1).square().sum(1) for g in gradients).sqrt()
+    norms = torch.stack([g.flatten(1).square().sum(1) for g in gradients]).sum(0).sqrt()
     rate = RATE * min(1, (step + 1) / WARM_UP) * torch.where(is_of["rate"], 0.5, 1.0)
     counts = ~(is_of["dropped"] & (step % 10 == 9))
     for (name, weight), gradient in zip(weights.items(), gradients, strict=True):
@@ -200,7 +200,7 @@ def main() -> None:
     gaps = []
     for n in range(20):
         seeds = range(1000 + 3 * n, 1003 + 3 * n)
-        sides = ([same["plain", s, s + more] for s in seeds] for more in (0, 5000))
+        sides = ([same[Run("plain", s, s + more)] for s in seeds] for more in (0, 5000))
         gaps.append(price(*sides)[0])
     found = sum(gap.low * gap.high > 0 for gap in gaps)
     print(f"the recipe with itself, three seeds: {found} of 20 claim a difference")

@@ -20,7 +20,7 @@ from titan.base.untrusted import InputError
 
 from .results import student
 
-Curve = tuple[Sequence[float], Sequence[float]]
+Curve = tuple[list[float], list[float]]
 LAST = 0.75  # share of the tokens after which losses count
 _FLATTER = 0.75  # as the curves of scripts/bench/handicaps.py do, with a margin
 

@@ -150,7 +150,8 @@ def draw_comparison(pairs: Sequence[Sequence[Curve]], title: str, file: Path) ->
 
     figure = _figure(8, 7)
     upper, lower = figure.subplots(2, 1, sharex=True)
-    tokens, gaps = pairs[0][0][0], 0
+    tokens = pairs[0][0][0]
+    gaps: Any = 0
     for name, side, sign in zip("AB", zip(*pairs, strict=True), (-1, 1), strict=True):
         losses = np.array([np.interp(tokens, *curve) for curve in side])
         upper.plot(tokens, losses.mean(axis=0), label=name)
