@@ -96,7 +96,7 @@ GROUPS = {
     "model files": ("convert", "average", "verify", "generate", "evaluate"),
     "predict": ("check", "sim", "plan"),
     "trust": ("certify", "diff", "audit"),
-    "study": ("sweep", "scaling", "budget"),
+    "study": ("sweep", "compare", "scaling", "budget"),
 }
 """Commands in the order of `titan --help`. Those that titan/contrib adds have their places, too."""
 ALIASES = {

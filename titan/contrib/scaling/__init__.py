@@ -1,4 +1,4 @@
-"""From small runs to a large one: `titan sweep`, `titan scaling` and `titan budget`. docs/scaling.md."""
+"""From small runs to a large one: `titan sweep`, `titan compare`, `titan scaling` and `titan budget`. docs/scaling.md."""
 
 from __future__ import annotations
 
@@ -22,5 +22,12 @@ def price_sizes(argv: Sequence[str]) -> int:
 def sweep_jobs(argv: Sequence[str]) -> int:
     """Train a job with several values of its keys and several seeds, and say which is better."""
     from .sweep import main
+
+    return main([*argv])
+
+
+def compare_jobs(argv: Sequence[str]) -> int:
+    """Say which of two recipes is better, in loss, tokens, time and money."""
+    from .compare import main
 
     return main([*argv])

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from argparse import ArgumentTypeError, Namespace
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -176,12 +177,11 @@ def _priced(job: list[str], options: Namespace) -> list[Size]:
     # A mistake is reported before the first simulation. Large models take longest, so they are first.
     sizes = {name: load_from_argv(of, warn=False).model.sizes for name, of in jobs.items()}
     names.sort(key=lambda name: -sizes[name].num_params)
-    with TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
 
         def price(name: str) -> Size | None:
             try:
-                file = Path(folder, f"{name.replace(':', '-')}.json")
-                return _simulated(jobs[name], sizes[name], file, profile, options)
+                return _simulated(jobs[name], sizes[name], profile, options)
             except (ConfigError, InputError) as error:
                 why = str(error).splitlines()[0]
                 print(f"{name} is left out: {why}", file=sys.stderr)
@@ -199,9 +199,7 @@ def _of_size(name: str, job: list[str], changes: dict[str, Any]) -> list[str]:
     return [*job, *(f"--{key}={value}" for key, value in changed.items())]
 
 
-def _simulated(
-    job: list[str], sizes: Any, file: Path, profile: Profile, options: Namespace
-) -> Size:
+def _simulated(job: list[str], sizes: Any, profile: Profile, options: Namespace) -> Size:
     """Return a size, priced in the first layout by formula that fits by simulation, too."""
     config, reason = load_from_argv(job, warn=False), ""
     for share in _SHARES:
@@ -215,18 +213,28 @@ def _simulated(
                 raise
             continue
         words = [*job, *chosen.overrides]
-        command = [sys.executable, "-m", "titan.cli", "sim", *words, "--run", f"--json={file}"]
-        command += [f"--world-size={options.gpus}", f"--hardware={options.hardware}"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if not file.exists():
-            raise InputError((done.stderr.strip() or done.stdout.strip()).splitlines()[-1])
-        figures = read_json(file, dict)
+        figures = simulated([*words, "--run"], options.hardware, ranks=options.gpus)
         if figures["fits"] or figures["tight"]:
             return Size(f"{config.model.name} {config.model.flavor}", words, sizes, figures)
         needed = f"{figures['memory']['needed_gib']:.1f} GiB by simulation"
         reason = f"its layout {figures['layout']}, by formula, needs {needed}"
-        file.unlink()
     raise InputError(reason)
+
+
+def simulated(job: Sequence[str], hardware: str, *, ranks: int) -> dict[str, Any]:
+    """Return what `titan sim` says of a job, in a process of its own.
+
+    Raises:
+        InputError: It cannot be simulated.
+    """
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "sim.json")
+        command = [sys.executable, "-m", "titan.cli", "sim", *job, f"--json={file}"]
+        command += [f"--world-size={ranks}", f"--hardware={hardware}"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if not file.exists():
+            raise InputError((done.stderr.strip() or done.stdout.strip()).splitlines()[-1])
+        return read_json(file, dict)
 
 
 def _flavors(family_name: str) -> list[str]:

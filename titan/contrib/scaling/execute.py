@@ -48,7 +48,7 @@ def run_here(trials: Sequence[Trial], *, at_a_time: int, processes: int) -> int:
             for trial, share in zip(ready, shares.copy(), strict=False):
                 waiting.remove(trial)
                 shares.remove(share)
-                _say(f"{trial.name}: begins ({len(waiting)} wait)")
+                _say(f"{trial.folder.name}/{trial.name}: begins ({len(waiting)} wait)")
                 running[_start(trial, processes, share)] = trial, share
             for process in [each for each in running if each.poll() is not None]:
                 trial, share = running.pop(process)
@@ -88,7 +88,7 @@ def _say(line: str) -> None:
 
 def _say_ended(trial: Trial, code: int) -> None:
     see = "" if code in (0, STOPPED) else f"; see {trial.log}"
-    _say(f"{trial.name}: ended with exit code {code}{see}")
+    _say(f"{trial.folder.name}/{trial.name}: ended with exit code {code}{see}")
 
 
 def _shares(at_a_time: int, processes: int) -> list[dict[str, str]]:

@@ -93,6 +93,11 @@ class Fit:
         """Return the interval of a constant."""
         return _interval(np.array([getattr(law, constant) for law in self.draws]))
 
+    def slope(self, tokens: float) -> tuple[float, float, float]:
+        """Return by how much the loss falls near some tokens for a factor of e in tokens, and its interval."""
+        nats = np.array([law.b * law.B / tokens**law.b for law in (self.law, *self.draws)])
+        return float(nats[0]), *_interval(nats)
+
     def predict(self, params: float, tokens: float) -> tuple[float, float, float]:
         """Return the expected loss of a run, and the interval in which its loss lies, noise of a run included."""
         # Each draw meets each error of a run.

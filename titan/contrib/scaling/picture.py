@@ -1,4 +1,4 @@
-"""Pictures of a sweep, a law and a budget, for the option --plot of their commands."""
+"""Pictures of a sweep, a comparison, a law and a budget, for the option --plot of their commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from titan.base.untrusted import InputError
 from titan.observe.sinks import require
 from titan.sim.report.text import require_writable
 
-from .law import Fit, Run
+from .law import LEVEL, Fit, Run
+from .paired import Curve, mean_of
 
 
 def add_option(parser: ArgumentParser, about: str) -> None:
@@ -134,4 +135,32 @@ def draw_budget(points: Iterable[tuple[str, float, float]], found: Fit, file: Pa
         axes.errorbar(params, loss, [[loss - low], [high - loss]], fmt="o", capsize=3)
         axes.annotate(f" {name}", (params, loss))
     axes.set(xscale="log", xlabel="parameters that a token meets", ylabel="expected loss")
+    _save(figure, file)
+
+
+def draw_comparison(pairs: Sequence[Sequence[Curve]], title: str, file: Path) -> None:
+    """Draw the mean losses of two recipes, and their difference with its interval.
+
+    Args:
+        pairs: Losses over tokens of A and of B, for each seed.
+        title: The answer, with the cost.
+        file: PNG file.
+    """
+    import numpy as np
+
+    figure = _figure(8, 7)
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    tokens = pairs[0][0][0]
+    gaps: Any = 0
+    for name, side, sign in zip("AB", zip(*pairs, strict=True), (-1, 1), strict=True):
+        losses = np.array([np.interp(tokens, *curve) for curve in side])
+        upper.plot(tokens, losses.mean(axis=0), label=name)
+        gaps += sign * losses
+    value, low, high = zip(*map(mean_of, gaps.T.tolist()), strict=True)
+    lower.plot(tokens, value)
+    lower.fill_between(tokens, low, high, alpha=0.2, label=f"{LEVEL:.0%} interval")
+    lower.axhline(0, color="black", linewidth=0.8)
+    upper.set(ylabel="loss", xscale="log", title=title)
+    lower.set(xlabel="tokens", ylabel="loss of B less that of A")
+    upper.legend()
     _save(figure, file)

@@ -100,6 +100,11 @@ def groups_of(rows: Sequence[dict[str, Any]]) -> list[Setting]:
     return sorted(found.values(), key=lambda group: group.loss)
 
 
+def student(freedom: int) -> float:
+    """Return the 95% quantile of Student's distribution, for an interval of 90%."""
+    return _STUDENT[max(known for known in _STUDENT if known <= freedom)]
+
+
 def difference(
     best: Setting, other: Setting, groups: Sequence[Setting]
 ) -> tuple[float, float | None]:
@@ -113,8 +118,9 @@ def difference(
     if not freedom:
         return gap, None
     shared = sum((len(losses) - 1) * variance(losses) for losses in several) / freedom
-    quantile = _STUDENT[max(known for known in _STUDENT if known <= freedom)]
-    return gap, quantile * math.sqrt(shared * (1 / len(best.losses) + 1 / len(other.losses)))
+    return gap, student(freedom) * math.sqrt(
+        shared * (1 / len(best.losses) + 1 / len(other.losses))
+    )
 
 
 def table(groups: Sequence[Setting]) -> list[str]:

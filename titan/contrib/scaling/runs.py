@@ -12,6 +12,7 @@ from typing import Any
 from titan.base.untrusted import InputError, printable, read_text
 from titan.config.load import load_config
 from titan.config.permissions import without_permissions
+from titan.config.schema import JobConfig
 from titan.observe.rows import Row, number, read_rows
 from titan.tools.row_files import runs_near
 
@@ -56,11 +57,11 @@ def read(
     if len(paths) == 1 and paths[0].suffix.lower() == ".csv":
         runs, shared = _of_csv(paths[0]), {}
     else:
-        folders = {folder.resolve() for path in paths for folder in _folders(path)}
+        folders = {folder.resolve() for path in paths for folder in folders_of(path)}
         granted = ["model.trust_remote_code"] * trust_remote_code
-        found = [_of_folder(folder, total=total, granted=granted) for folder in sorted(folders)]
-        shared = _shared([about for _, about in found])
-        runs = [run for run, _ in found]
+        found = [of_folder(folder, total=total, granted=granted) for folder in sorted(folders)]
+        shared = require_shared([text_settings(config) for _, config, _ in found])
+        runs = [run for run, _, _ in found]
     return sorted(runs, key=lambda run: run.flops), shared
 
 
@@ -83,7 +84,7 @@ def is_line(runs: Sequence[Run]) -> bool:
     return abs(correlation(*logs)) > 0.998  # below, intervals hold the truth in simulated fits
 
 
-def _folders(path: Path) -> list[Path]:
+def folders_of(path: Path) -> list[Path]:
     """Return a run folder, or those in a folder of them."""
     if (path / "metrics.jsonl").is_file():
         return [path]
@@ -95,10 +96,10 @@ def _folders(path: Path) -> list[Path]:
     raise InputError(f"{path}: no run, and no folder of runs{hint}")
 
 
-def _of_folder(
-    folder: Path, *, total: bool, granted: Sequence[str]
-) -> tuple[Run, dict[str, Any]]:
-    """Return a run, and the settings that all runs must share."""
+def of_folder(
+    folder: Path, *, total: bool = False, granted: Sequence[str] = ()
+) -> tuple[Run, JobConfig, list[Row]]:
+    """Return a finished run, its job and its rows."""
     config = load_config(folder / "config.toml")
     obeyed, _ = without_permissions(config, run=folder, granted=granted)
     sizes = obeyed.model.sizes
@@ -113,7 +114,14 @@ def _of_folder(
     params = sizes.num_params if total else sizes.num_active_params
     if not (loss := final_loss(rows)):
         raise InputError(f"{folder}: its last rows have no loss: did it diverge?")
-    return Run(folder.name, float(params), float(rows[-1]["tokens"]), loss), {
+    return Run(folder.name, float(params), float(rows[-1]["tokens"]), loss), config, rows
+
+
+def text_settings(config: JobConfig) -> dict[str, Any]:
+    """Return the settings of a job that all runs must share, since losses on other text or tokens do not compare."""
+    return {
+        "training.seq_len": config.training.seq_len,
+        "data.validation_fraction": config.data.validation_fraction,
         "training.dataset": config.training.dataset,
         "training.dataset_path": str(config.training.dataset_path or ""),
         "data.sources": [source.model_dump(mode="json") for source in config.data.sources],
@@ -122,7 +130,7 @@ def _of_folder(
     }
 
 
-def _shared(settings: list[dict[str, Any]]) -> dict[str, Any]:
+def require_shared(settings: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the settings of all runs, which must agree: losses on other text or tokens do not compare."""
     for key in settings[0] if settings else ():
         values = list(dict.fromkeys(str(each[key]) for each in settings))

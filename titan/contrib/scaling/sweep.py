@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from titan.base.untrusted import InputError
@@ -35,19 +35,56 @@ def main(argv: list[str] | None = None) -> int:
         metavar="KEY=V,V",
         help="a key and its values; may be repeated: all combinations run",
     )
+    add_run_options(parser, seeds=1, folder="sweep")
+    picture.add_option(parser, "draw the losses")
+    parser.add_json()
+    add(
+        "--report",
+        action="store_true",
+        help="run nothing: say what the folder's runs have reached",
+    )
+    options, job = parser.parse_known_args(argv)
+    if options.report and (job or options.set):
+        raise mistake(
+            "--report", f"takes the runs of the folder: remove {[*job, *options.set][0]}"
+        )
+    if not (options.report or options.set) and options.seeds == 1:
+        raise mistake("--set", "missing: nothing differs between the runs; or give --seeds")
+    picture.require_option(options)
+    folder = options.folder.absolute()
+    every = trials.read(folder) if options.report else prepare(job, options, folder)
+    code = 0 if options.report else run(every, options)
+    rows = [results.row_of(trial) for trial in every]
+    results.write_rows(rows, folder)
+    groups = results.groups_of(rows)
+    verdict = results.verdict(groups)
+    if not put_json({"runs": rows, "verdict": verdict}, options.json):
+        print("\n".join(["", *results.table(groups), "", verdict]))
+    if options.plot:
+        picture.draw_sweep(rows, options.plot)
+    for row in rows:
+        if row["state"] not in ("done", "diverged", "stopped early"):
+            print(f"{row['name']}: {row['state']} {row['reason']}", file=sys.stderr)
+            code = code or 1
+    return code
+
+
+def add_run_options(parser: ArgumentParser, *, seeds: int, folder: str) -> None:
+    """Add the options of a command that trains runs with several seeds."""
+    add = parser.add_argument
     add(
         "--seeds",
         type=positive,
-        default=1,
+        default=seeds,
         metavar="N",
-        help="runs of each combination, with debug.seed 0 to N - 1; default: 1",
+        help=f"runs of each, with debug.seed 0 to N - 1; default: {seeds}",
     )
     add(
         "--folder",
         type=Path,
-        default=Path("sweep"),
+        default=Path(folder),
         metavar="DIR",
-        help="folder of the sweep; default: sweep",
+        help=f"folder of the runs; default: {folder}",
     )
     add(
         "--jobs",
@@ -70,40 +107,9 @@ def main(argv: list[str] | None = None) -> int:
         metavar="ADDRESS",
         help="run on a Ray cluster; default address: auto",
     )
-    picture.add_option(parser, "draw the losses")
-    parser.add_json()
-    add(
-        "--report",
-        action="store_true",
-        help="run nothing: say what the folder's runs have reached",
-    )
-    options, job = parser.parse_known_args(argv)
-    if options.report and (job or options.set):
-        raise mistake(
-            "--report", f"takes the runs of the folder: remove {[*job, *options.set][0]}"
-        )
-    if not (options.report or options.set) and options.seeds == 1:
-        raise mistake("--set", "missing: nothing differs between the runs; or give --seeds")
-    picture.require_option(options)
-    folder = options.folder.absolute()
-    every = trials.read(folder) if options.report else _prepare(job, options, folder)
-    code = 0 if options.report else _run(every, options)
-    rows = [results.row_of(trial) for trial in every]
-    results.write_rows(rows, folder)
-    groups = results.groups_of(rows)
-    verdict = results.verdict(groups)
-    if not put_json({"runs": rows, "verdict": verdict}, options.json):
-        print("\n".join(["", *results.table(groups), "", verdict]))
-    if options.plot:
-        picture.draw_sweep(rows, options.plot)
-    for row in rows:
-        if row["state"] not in ("done", "diverged", "stopped early"):
-            print(f"{row['name']}: {row['state']} {row['reason']}", file=sys.stderr)
-            code = code or 1
-    return code
 
 
-def _run(every: list[Trial], options: Namespace) -> int:
+def run(every: list[Trial], options: Namespace) -> int:
     """Run what is not done, and return the exit code."""
     todo = [trial for trial in every if trial.state not in ("done", "diverged")]
     print(f"{len(every) - len(todo)} of {len(every)} runs are done", flush=True)
@@ -114,7 +120,7 @@ def _run(every: list[Trial], options: Namespace) -> int:
     return execute.run_here(todo, at_a_time=options.jobs, processes=options.nproc)
 
 
-def _prepare(job: list[str], options: Namespace, folder: Path) -> list[Trial]:
+def prepare(job: list[str], options: Namespace, folder: Path) -> list[Trial]:
     """Check the job of each run, write them, and return the runs."""
     settings = trials.parse_settings(options.set)
     found: list[tuple[Trial, JobConfig]] = []

@@ -1,0 +1,134 @@
+"""titan compare: the statistics against drawn runs whose truth is known, the command against metrics.jsonl, and mistakes."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+import pytest
+
+from titan.cli import main as titan
+from titan.contrib.scaling import compare, paired
+from titan.contrib.scaling.law import CHINCHILLA
+from titan.contrib.scaling.paired import Interval
+from titan.observe.rows import read_rows
+
+from .test_sweep import JOB
+
+
+def compared(generator: np.random.Generator, efficiency: float) -> tuple[Interval, Interval]:
+    """Return the gap and the price of three pairs of runs: power laws with the noise of samples that both see, and with a drift of each."""
+    tokens, pairs = np.arange(1, 101) * 1000, []
+    for _ in range(3):
+        samples, pair = generator.normal(size=100) * 0.02, []
+        for each in (1.0, efficiency):
+            drift = np.cumsum(generator.normal(size=100)) * 1e-4 + generator.normal() * 2e-3
+            losses = 1.5 + 20 * (tokens * each) ** -0.3 + samples + drift
+            pair.append((tokens.tolist(), losses.tolist()))
+        pairs.append(pair)
+    gap = paired.mean_of([paired.final(b) - paired.final(a) for a, b in pairs])
+    return gap, paired.price(gap, paired.slope_of([curve for pair in pairs for curve in pair]))
+
+
+def test_equal_recipes_differ_in_a_tenth_of_comparisons() -> None:
+    generator = np.random.default_rng(0)
+    gaps = [compared(generator, 1.0)[0] for _ in range(1000)]
+    assert 0.08 < fmean(gap.low * gap.high > 0 for gap in gaps) < 0.12
+
+
+@pytest.mark.parametrize("efficiency", [1 / 1.1, 1 / 1.5, 1.2])
+def test_the_price_holds_the_truth(efficiency: float) -> None:
+    """A recipe that learns as much from 1.1 tokens as another from one needs 10% more of them."""
+    generator, truth = np.random.default_rng(1), -math.log(efficiency)
+    prices = [compared(generator, efficiency)[1] for _ in range(200)]
+    assert fmean(price.low < truth < price.high for price in prices) > 0.88
+    assert fmean(price.value for price in prices) == pytest.approx(truth, rel=0.15)
+
+
+def test_a_law_prices_a_gap_by_its_own_slope() -> None:
+    law = CHINCHILLA.law
+    nats = CHINCHILLA.slope(1e11)[0]
+    # 1% more tokens lower the loss by a hundredth of the slope.
+    assert law.loss(1e9, 1e11) - law.loss(1e9, 1.01e11) == pytest.approx(nats / 100, rel=0.01)
+
+
+def test_the_sentence() -> None:
+    gap, time = Interval(0.004, 0.001, 0.007), Interval(*map(math.log, (0.69, 0.66, 0.73)))
+    tokens = paired.price(gap, Interval(0.13, 0.13, 0.13))
+    cost = Interval(*map(sum, zip(time, tokens, strict=True)))
+    changes = {"time a token": time, "tokens": tokens, "time": cost}
+    assert compare.sentence(gap, "nats", changes) == (
+        "B takes 31% less time a token (27 to 34); its loss is 0.0040 nats higher (0.0010 to 0.0070), "
+        "which is 3.1% more tokens (0.8 to 5.5); so the same loss costs 29% less time (23 to 33)"
+    )
+    equal = compare.sentence(Interval(0.001, -0.005, 0.007), "nats", changes)
+    assert "; no difference in loss found; one of 0.0120 nats would have been; " in equal
+
+
+@pytest.fixture
+def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    for name, rate in (("a", "6e-3"), ("b", "4e-3")):
+        text = f"{JOB}[optimizer]\nlr = {rate}\n"
+        Path(f"{name}.toml").write_text(text)
+    return ["compare", "a.toml", "b.toml"]
+
+
+def test_jobs_are_trained_and_compared(
+    jobs: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*jobs, "--seeds=2", "--steps=40", "--training.local_batch_size=32"]
+    assert titan([*words, "--json=c.json", "--plot=c.png"]) == 0
+    gaps = []
+    for seed in range(2):
+        a, b = (read_rows(Path(f"compare/{side}/seed={seed}/metrics.jsonl")) for side in "ab")
+        # Of the steps from 32 on.
+        gaps.append(
+            fmean(y["loss_mean"] - x["loss_mean"] for x, y in zip(a[-5:], b[-5:], strict=True))
+        )
+    value, _, high = json.loads(Path("c.json").read_text())["gap"]
+    assert value == pytest.approx(fmean(gaps)) and value > 0.05
+    # Student's quantile for one degree of freedom.
+    assert high - value == pytest.approx(6.314 * abs(gaps[0] - gaps[1]) / 2)
+    # Nothing is trained again. Time may be simulated: 125 tokens/s in place of 100 take 20% less.
+    parts = {"memory": {"needed_gib": 1.0}, "interval": {"shares": {}}}
+    facts = [parts | {"tokens_per_s_per_gpu": speed} for speed in (100.0, 125.0)]
+    monkeypatch.setattr(compare, "simulated", lambda *_, **__: facts.pop(0))
+    capsys.readouterr()
+    assert titan([*words, "--hardware=h100-sxm"]) == 0
+    said = capsys.readouterr().out
+    assert "begins" not in said and "B takes 20% less time a token" in said
+    # Folders of runs with one seed in common.
+    shutil.rmtree("compare/b/seed=0")
+    assert titan(["compare", "compare/a", "compare/b"]) == 2
+    assert "have 1 debug.seed in common: two or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        (
+            "seq_len",
+            "dataset = 'synthetic'\nseq_len",
+            "training.dataset: 'stdlib', 'synthetic'",
+        ),
+        ("steps = 12", "steps = 24", "tokens (steps x batch): '768', '1536'"),
+        (
+            "[metrics]",
+            "[data]\nvalidation_fraction = 0.1\n[metrics]",
+            "data.validation_fraction: ",
+        ),
+    ],
+)
+def test_losses_that_do_not_compare(
+    jobs: list[str], old: str, new: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("b.toml").write_text(Path("b.toml").read_text().replace(old, new))
+    assert titan(jobs) == 2
+    said = capsys.readouterr().err
+    assert f"runs differ in {expected}" in said and said.count("\n") == 1
+    assert titan([*jobs, "--seeds=1"]) == 2 and not Path("compare/a/seed=0").exists()
