@@ -15,6 +15,7 @@ from typing import Any
 from titan.base.untrusted import printable
 from titan.config.options import command_parser, put_json
 from titan.observe.rows import with_groups
+from titan.observe.run_log import EVENTS, read_events
 from titan.ops.doctor.diagnosis import Diagnosis, diagnose
 from titan.ops.doctor.evidence import Evidence
 
@@ -52,6 +53,11 @@ def _as_json(run: Path, diagnosis: Diagnosis) -> dict[str, Any]:
 
 def _page(run: Path, diagnosis: Diagnosis) -> str:
     lines = [f"{run}: {diagnosis.summary}"]
+    lines += [
+        f"steps up to {event['step']:,} are those of {event.get('run')} (titan swap)"
+        for event in read_events(run / EVENTS)
+        if event["event"] == "swap"
+    ]
     if not diagnosis.findings:
         lines.append("nothing is wrong")
     for number, finding in enumerate(diagnosis.findings):
