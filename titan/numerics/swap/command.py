@@ -281,7 +281,5 @@ def _disturbance(new: JobConfig) -> dict[str, Any]:
 
 def _figures(facts: Mapping[str, Any]) -> str:
     """Return versions, speed and memory in words."""
-    return ", ".join(
-        f"{name} {value:,.2f}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in facts.items()
-    )
+    words = {k: f"{v:,.2f}" if isinstance(v, float) else v for k, v in facts.items()}
+    return ", ".join(f"{name} {word}" for name, word in words.items() if isinstance(word, str))
