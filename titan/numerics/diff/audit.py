@@ -170,10 +170,11 @@ def audit(run: Path, step: int, *, keys: Sequence[str] = (), nproc: int | None =
     # It says where the run's checkpoints are. Those of the recomputation are elsewhere.
     keys = [key for key in keys if not key.startswith("--checkpoint.folder=")]
     original = _Record(run, saved.get(step))
-    if step not in {*original.rows, *saved}:
-        known = ", ".join(map(str, sorted({*original.rows, *saved})[-_SHOWN:])) or "none"
+    known = {*original.rows, *saved}
+    if step not in known:
+        last = ", ".join(map(str, sorted(known)[-_SHOWN:])) or "none"
         lacks = f"neither a row of metrics nor a checkpoint of step {step}"
-        raise InputError(f"{run} has {lacks}; the last steps that have: {known}")
+        raise InputError(f"{run} has {lacks}; the last steps that have: {last}")
     base = newest_start(saved, before=step)
     require_permissions(lost, config, has_base=base is not None)
     found = Audit(step, since=base or 0)

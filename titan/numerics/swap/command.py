@@ -153,11 +153,9 @@ def swap(options: argparse.Namespace, keys: Sequence[str]) -> int:
     proofs = [proof]
     if options.exact and proof.verdict != DIFFERS:
         proofs.append(train_both(_EXACT)[0])
-    is_same = proofs[-1].verdict != DIFFERS
     found: dict[str, Any] = {
         "run": str(run),
         "step": step,
-        "handed_over": is_same,
         "changes": changes,
         "proofs": [asdict(each) for each in proofs],
         **sides,
@@ -170,7 +168,7 @@ def swap(options: argparse.Namespace, keys: Sequence[str]) -> int:
         lines += [line for each in proofs for line in each.lines()]
         lines += [f"{name}: {_figures(found[name])}" for name in ("old", "new", "predicted")]
         print("\n".join(lines))
-    if not is_same:
+    if proofs[-1].verdict == DIFFERS:
         rmtree(handover.work)
         return _REFUSED if options.or_refuse else 1
     handover.finish(run, found)
@@ -180,10 +178,10 @@ def swap(options: argparse.Namespace, keys: Sequence[str]) -> int:
 
 def _before(run: Path, keys: Sequence[str]) -> str:
     """Return the job before the last swap. It came with the run folder, so only the keys give it permissions."""
-    if not (run / BEFORE).is_file():
-        raise mistake("--back", f"{run} did not begin with a swap")
-    if not any(key.startswith("--job.dump_folder=") for key in keys):
-        raise mistake("--back", "name a new folder with --job.dump_folder=FOLDER")
+    is_named = any(key.startswith("--job.dump_folder=") for key in keys)
+    if not is_named or not (run / BEFORE).is_file():
+        needs = "a run that began with a swap, and a new folder, --job.dump_folder=FOLDER"
+        raise mistake("--back", f"needs {needs}")
     if lost := recompute.open_run(run, keys, file=BEFORE)[2]:
         raise ConfigError(loss.problem for loss in lost.values())
     return str(run / BEFORE)
