@@ -88,6 +88,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "compute a step of a finished run again, and name what differs from its metrics and its checkpoint",
         "titan.numerics.diff.audit:main",
     ),
+    "swap": (
+        "prove that a run may go on as another job: another torch, layout or precision; and hand it over",
+        "titan.numerics.swap.command:main",
+    ),
 }
 GROUPS = {
     "begin": ("init", "config", "completion"),
@@ -95,7 +99,7 @@ GROUPS = {
     "run": ("train", "slurm", "preflight", "watch", "plot", "doctor", "profile"),
     "model files": ("convert", "average", "verify", "generate", "evaluate"),
     "predict": ("check", "sim", "plan"),
-    "trust": ("certify", "diff", "audit"),
+    "trust": ("certify", "diff", "audit", "swap"),
     "study": ("sweep", "compare", "scaling", "budget"),
 }
 """Commands in the order of `titan --help`. Those that titan/contrib adds have their places, too."""

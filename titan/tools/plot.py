@@ -3,9 +3,9 @@
 The upper panel shows the loss: the losses of logged steps (faint), the mean since the last row
 (thin), its running mean (bold), and validations as markers. The lower panel shows the throughput.
 Between them are bits per byte, and the accuracy of evaluated tasks. Vertical lines mark where a run
-continued from a checkpoint, after a restart (dashed) or a rewind (dotted). The command reads
-metrics.jsonl, which rows.py thins if it is long, and events.jsonl. It needs the extra `plot`
-(matplotlib).
+continued from a checkpoint, after a restart (dashed) or a rewind (dotted), or as another job
+(`titan swap`, dash-dotted). The command reads metrics.jsonl, which rows.py thins if it is long, and
+events.jsonl. It needs the extra `plot` (matplotlib).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ BOLD: Style = {"linewidth": 2}
 MARKS: dict[str, tuple[str, Style]] = {
     "resume": ("restart", {"linewidth": 0.9, "linestyle": "--"}),
     "rewind": ("rewind", {"linewidth": 0.9, "linestyle": ":"}),
+    "swap": ("another job", {"linewidth": 0.9, "linestyle": "-."}),
 }
 
 

@@ -10,29 +10,30 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from titan.base.untrusted import InputError, read_json
 from titan.checkpoint.identity import read_metadata
-from titan.checkpoint.manifest import find_damage, list_steps
-from titan.checkpoint.storage import Location, as_location, join
-from titan.checks.rules import check_to_run, load_to_run, resolve_layout
+from titan.checkpoint.manifest import find_damage
+from titan.checkpoint.storage import Location
+from titan.checks.rules import load_to_run
 from titan.commands import summary_of
-from titan.config.errors import ConfigError
-from titan.config.keys import field_at
-from titan.config.load import load_config, load_from_argv, print_warnings
+from titan.config.load import load_config, load_from_argv
 from titan.config.options import TRUST_OPTION, command_parser, positive, put_json
-from titan.config.permissions import Loss, permission_of, without_permissions
-from titan.config.phases import phases_of
 from titan.config.render import to_toml
-from titan.config.schema import JobConfig
-from titan.data.tokenizer_files import with_tokenizer
 from titan.numerics.certify.shrink import changed
-from titan.numerics.diff.command import RECORDS, ROUNDED, train
+from titan.numerics.diff.command import ROUNDED, train
 from titan.numerics.diff.compare import BEYOND, UNIT, compare
+from titan.numerics.diff.recompute import (
+    Facts,
+    newest_start,
+    open_run,
+    ranks_of,
+    recomputation,
+    require_permissions,
+)
 from titan.numerics.recorded import FOLDER, RecordedStep, read_steps
 from titan.observe.rows import Row, number, read_rows
 from titan.observe.run_log import read_events
@@ -54,28 +55,7 @@ _COLUMNS = {
 # A wrong update moves the next loss by less than this share, and other samples by more.
 _OTHER_SAMPLES = 1e-3
 _FEW = 8  # wrong values of a tensor
-_OFF = (
-    *RECORDS,
-    "checkpoint.load_only",
-    "checkpoint.create_seed_checkpoint",
-    "checkpoint.last_save_model_only",
-    "checkpoint.last_save_in_hf",
-)
-_REPLACED = ("job.dump_folder", "metrics.enable_wandb")
 _SHOWN = 8
-
-
-@dataclass(frozen=True)
-class _Facts:
-    """Part of environment.json. Runs of a job with the same facts give the same bits."""
-
-    world_size: int = 1
-    titan: str = ""
-    git: dict[str, Any] | None = None
-    torch: str = ""
-    platform: str = ""
-    hostname: str = ""
-    device_names: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -92,7 +72,7 @@ class _Record:
         has_steps = any((self.folder / FOLDER).glob("step-*.json"))
         steps = read_steps(self.folder) if has_steps else []
         self.recorded: dict[int, RecordedStep] = {step.step: step for step in steps}
-        self.facts = read_json(self.folder / "environment.json", _Facts, within=self.folder)
+        self.facts = read_json(self.folder / "environment.json", Facts, within=self.folder)
 
 
 @dataclass
@@ -184,40 +164,34 @@ def audit(run: Path, step: int, *, keys: Sequence[str] = (), nproc: int | None =
         InputError: the folder is no run, or has no records of the step.
         ConfigError: the run's job needs permissions that the keys do not give.
     """
-    if not (run / "config.toml").is_file():
-        raise InputError(f"{run} is no run folder: it has no config.toml")
-    granted, written = _granted(keys), load_config(run / "config.toml")
-    config = load_config(run / "config.toml", overrides=granted.values())
-    is_same_job = {*keys} <= {*granted.values()} and config == written
-    config = with_tokenizer(config, run=run)  # its copy
-    config, lost = without_permissions(
-        config, run=run, granted=[*granted, *_REPLACED], takes_keys=True
-    )
-    if "checkpoint.folder" in lost:  # only a part of what is asked below, which may need it
-        raise ConfigError([lost["checkpoint.folder"].problem])
+    config, saved, lost = open_run(run, keys)
+    written = run / "config.toml"
+    is_same_job = load_from_argv([str(written), *keys], warn=False) == load_config(written)
     # It says where the run's checkpoints are. Those of the recomputation are elsewhere.
     keys = [key for key in keys if not key.startswith("--checkpoint.folder=")]
-    named = config.checkpoint.folder
-    folder = as_location(named) if "://" in named else run / named
-    saved = {n: join(folder, f"step-{n}") for n in list_steps(folder)}
     original = _Record(run, saved.get(step))
-    if step not in {*original.rows, *saved}:
-        known = ", ".join(map(str, sorted({*original.rows, *saved})[-_SHOWN:])) or "none"
+    known = {*original.rows, *saved}
+    if step not in known:
+        last = ", ".join(map(str, sorted(known)[-_SHOWN:])) or "none"
         lacks = f"neither a row of metrics nor a checkpoint of step {step}"
-        raise InputError(f"{run} has {lacks}; the last steps that have: {known}")
-    bases = [n for n in sorted(saved, reverse=True) if n < step and _is_start(saved[n])]
-    if bases:  # the recomputation begins from one of them
-        lost.pop("checkpoint.initial_load_path", None)
-    if config.tokenizer.path and (bases or not config.checkpoint.initial_load_in_hf):
-        lost.pop("model.hf_assets_path", None)  # nothing is read there
-    _require_permissions(lost)
-    found = Audit(step, since=bases[0] if bases else 0)
-    config = _job(config, original, saved[bases[0]] if bases else None, step)
+        raise InputError(f"{run} has {lacks}; the last steps that have: {last}")
+    base = newest_start(saved, before=step)
+    require_permissions(lost, config, has_base=base is not None)
+    found = Audit(step, since=base or 0)
+    changes = recomputation(
+        config,
+        world_size=original.facts.world_size,
+        base=None if base is None else saved[base],
+        step=step,
+        saves=original.saved is not None,
+        record=[n for n in original.recorded if n <= step],
+    )
+    config = changed(config, changes)
     with tempfile.TemporaryDirectory(prefix="titan-audit-") as place:
         job = Path(place, "job.toml")
         job.write_text(to_toml(config), encoding="utf-8")
         asked = load_from_argv([str(job), *keys], warn=False)
-        ranks = nproc or _ranks(asked, original.facts.world_size)
+        ranks = nproc or ranks_of(asked, original.facts.world_size)
 
         def compute(name: str, *more: str, what: str = "") -> _Record:
             at = Path(place, name)
@@ -241,75 +215,6 @@ def audit(run: Path, step: int, *, keys: Sequence[str] = (), nproc: int | None =
         found = Audit(step, since=found.since, is_same=found.is_same, equal_bits=False)
         _compare(found, original, first, again)
         return found
-
-
-def _granted(keys: Sequence[str]) -> dict[str, str]:
-    """Return those of the command line's `--key=value` that are permissions, by key."""
-    given = {key.lstrip("-").partition("=")[0]: key for key in keys}
-    fields = {name: field_at(tuple(name.split("."))) for name in given}
-    return {
-        name: given[name] for name, field in fields.items() if field and permission_of(field)
-    }
-
-
-def _require_permissions(lost: Mapping[str, Loss]) -> None:
-    """Print the keys that a job lost and that only say where files are written.
-
-    Raises:
-        ConfigError: without another key, the job would compute something else.
-    """
-    if needed := [loss.problem for loss in lost.values() if loss.permission.to != "write"]:
-        raise ConfigError(needed)
-    print_warnings(str(loss.problem) for loss in lost.values())
-
-
-def _is_start(saved: Location) -> bool:
-    """Return whether a run can continue from a checkpoint."""
-    return not find_damage(saved) and not read_metadata(saved).get("model_only")
-
-
-def _job(config: JobConfig, original: _Record, base: Location | None, step: int) -> JobConfig:
-    """Return the job of a recomputation from a checkpoint, or from the start."""
-    layout = resolve_layout(config, original.facts.world_size)
-    begin = phases_of(config, world_size=layout.world_size)[1:]
-    training, schedule = config.training, config.lr_scheduler
-    batch = layout.dp * layout.accumulation * training.local_batch_size
-    changes: dict[str, Any] = dict.fromkeys(_OFF, False) | {
-        "phase": [
-            p for p, at in zip(config.phase, begin, strict=True) if at.first_step <= step
-        ],
-        "training.steps": step,
-        "training.global_batch_size": batch,  # that of the run, on any number of ranks
-        "lr_scheduler.total_steps": schedule.total_steps or training.steps,
-        "metrics.log_freq": 1,
-        "checkpoint.enable": base is not None or original.saved is not None,
-        "checkpoint.folder": "checkpoint",
-        "checkpoint.interval": step,
-        "checkpoint.load_step": -1,
-        "checkpoint.async_mode": "disabled",
-        "fault_tolerance.replay_every": 0,
-        "debug.record_steps": [n for n in original.recorded if n <= step],
-    }
-    if hasattr(config, "evaluation"):
-        changes["evaluation"] = []
-    if base is not None:
-        changes |= {
-            "checkpoint.initial_load_path": str(base),
-            "checkpoint.initial_load_model_only": False,
-            "checkpoint.initial_load_in_hf": False,
-            "checkpoint.initial_load_changes": [],
-            "checkpoint.exclude_from_loading": [],
-        }
-    return changed(config, changes)
-
-
-def _ranks(config: JobConfig, world_size: int) -> int:
-    """Return the least number of ranks, from a run's own on, that the layout of a job fits."""
-    for ranks in range(world_size, 8 * world_size + 64):
-        with suppress(ConfigError):
-            check_to_run(config, world_size=ranks)
-            return ranks
-    return world_size
 
 
 def _compare(found: Audit, original: _Record, first: _Record, again: _Record | None) -> None:

@@ -208,19 +208,20 @@ def differing_keys(a: str, b: str) -> list[str]:
     return lines
 
 
-def train(job: Sequence[str], *, ranks: int, what: str) -> None:
+def train(job: Sequence[str], *, ranks: int, what: str, python: str = sys.executable) -> None:
     """Train a job on ranks of this machine, and print one line.
 
     Args:
         job: files and keys.
         ranks: number of ranks.
         what: the job in words.
+        python: interpreter of the environment to train in.
 
     Raises:
         InputError: the run failed.
     """
     print(f"training {what} on {ranks} rank{'s'[: ranks != 1]}", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "titan.cli", "train", *job, f"--nproc={ranks}", "--quiet"]
+    command = [python, "-m", "titan.cli", "train", *job, f"--nproc={ranks}", "--quiet"]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         lines = (result.stderr or result.stdout).strip().splitlines()

@@ -73,12 +73,14 @@ class Comparison:
         compared: number of tensors compared.
         left_out: number of tensors that one of the runs did not record.
         worst: the largest difference of tensors that are equal, as a share of what is allowed.
+        limits: for each kind of tensor, the largest difference that rounding may make.
     """
 
     differences: list[Difference]
     compared: int
     left_out: int
     worst: float
+    limits: dict[str, float]
 
     @property
     def first(self) -> str:
@@ -112,6 +114,7 @@ def compare(
     found: list[Difference] = []
     compared = left_out = 0
     worst = 0.0
+    limits: dict[str, float] = {}
     others = {step.step: step for step in theirs}
     moved = {step.step: step for step in spread}
     for one in ours:
@@ -135,13 +138,14 @@ def compare(
             ratio = distance(a[key], b[key])
             is_given = key[0] in ("batch", "weight")
             allowed = _allowed(key[0], normal[key]) * (1 if is_given else inherited)
+            limits[key[0]] = max(allowed, limits.get(key[0], 0.0))
             if ratio <= allowed and not b[key].copies:
                 worst, last = max(worst, ratio / allowed), _words(*key)
                 continue
             guess = guess_of(a[key], b[key], two.axes)
             line = b[key].line or a[key].line
             found.append(Difference(one.step, *key, ratio, normal[key], guess, line, last))
-    return Comparison(found, compared, left_out, worst)
+    return Comparison(found, compared, left_out, worst, limits)
 
 
 def _inherited(

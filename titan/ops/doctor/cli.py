@@ -14,6 +14,7 @@ from pathlib import Path
 from titan.base.untrusted import printable
 from titan.config.options import command_parser, put_json
 from titan.observe.rows import with_groups
+from titan.observe.run_log import EVENTS, read_events
 
 from .diagnosis import Diagnosis, diagnose
 from .evidence import Evidence
@@ -56,6 +57,11 @@ def main(argv: list[str]) -> int:
 
 def _page(run: Path, diagnosis: Diagnosis) -> str:
     lines = [f"{run}: {diagnosis.summary}"]
+    lines += [
+        f"steps up to {event['step']:,} are those of {event.get('run')} (titan swap)"
+        for event in read_events(run / EVENTS)
+        if event["event"] == "swap"
+    ]
     if not diagnosis.findings:
         lines.append("nothing is wrong")
     for number, finding in enumerate(diagnosis.findings):

@@ -1,0 +1,105 @@
+"""titan/numerics/swap: a right swap and the way back, a fault in the new job, named changes, kills."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.jobs import job
+from tests.support.metrics import read_json_lines
+from tests.tools.test_audit import GradientFlips, _train
+from titan.cli import main as titan
+from titan.config.load import load_from_argv
+from titan.config.render import to_toml
+from titan.numerics.swap import command, handover
+
+SECTIONS: Any = {"training": {"steps": 8}, "checkpoint": {"interval": 3}}
+HALVES = ("--training.local_batch_size=1", "--training.global_batch_size=2")
+
+
+def _kill(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+class Trained(list[str]):
+    """Names of the jobs that were trained, here. The new one may have a fault, and a job may be killed."""
+
+    faults: tuple[Any, ...] = ()
+    killed = ""
+
+    def __call__(self, words: Sequence[str], *, ranks: int, what: str, python: str) -> None:
+        name = what.removesuffix(" job").rpartition("the ")[2]
+        if name == self.killed:
+            _kill()
+        self.append(name)
+        _train(load_from_argv(words, warn=False), *(self.faults if name == "new" else ()))
+
+
+@pytest.fixture
+def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trained:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "predict", lambda config, ranks: {})
+    found = Trained()
+    monkeypatch.setattr(command, "train", found)
+    _train(job("old", **SECTIONS))
+    Path("new.toml").write_text(to_toml(job("new", **SECTIONS)))
+    return found
+
+
+def swap(*words: str) -> int:
+    return titan(["swap", "old", "--to=new.toml", "--steps=1", "--json=found.json", *words])
+
+
+def step() -> Any:
+    return json.loads(Path("found.json").read_text())["proofs"][0]["steps"][0]
+
+
+def losses(run: str) -> list[float]:
+    return [row["loss"] for row in read_json_lines(Path(run, "metrics.jsonl"))]
+
+
+def test_a_run_goes_on_as_another_job_and_back(trained: Trained) -> None:
+    before = {path: path.read_bytes() for path in Path("old").rglob("*.*")}
+    assert swap(*HALVES) == 0 and trained == ["old", "new", "disturbed old"]
+    assert step()["verdict"] == "equal but for rounding" and 0 < step()["worst"] < 0.5
+    assert losses("new") == losses("old")[:6]
+    _train(load_from_argv(["new.toml", *HALVES], warn=False))
+    assert losses("new")[6:] == pytest.approx(losses("old")[6:], rel=1e-5)
+    assert {path: path.read_bytes() for path in Path("old").rglob("*.*")} == before
+    assert titan(["swap", "new", "--back", "--steps=1", "--job.dump_folder=back"]) == 0
+    lineage = json.loads(Path("back/swap.json").read_text())["swaps"]
+    assert [(one["run"], one["step"]) for one in lineage] == [("old", 6), ("new", 6)]
+
+
+def test_a_fault_is_refused_with_its_place(trained: Trained) -> None:
+    trained.faults = (type("Flips", (GradientFlips,), {"step": 7}),)
+    assert swap() == 1 and swap("--or-refuse") == 3
+    assert step()["verdict"] == "differs" and step()["step"] == 7
+    assert "update of layers.1.feed_forward.w1.weight" in step()["first"]
+    assert {path.name for path in Path().iterdir()} == {"old", "new.toml", "found.json"}
+
+
+def test_a_change_of_what_is_learned_has_to_be_named(trained: Trained) -> None:
+    assert swap("--optimizer.lr=1e-3") == 2
+    assert swap("--optimizer.lr=1e-3", "--changes=optimizer") == 0
+    assert trained == ["old", "new"]  # equal bits, as all else is the same
+
+
+@pytest.mark.parametrize("part", ["new", "rename"])
+def test_the_same_command_goes_on_after_a_kill(
+    trained: Trained, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained.killed = part
+    with monkeypatch.context() as patch:
+        if part == "rename":
+            patch.setattr(handover, "LocalStorage", lambda: SimpleNamespace(rename=_kill))
+        assert swap() == 130
+    trained.killed = ""
+    assert not Path("new").exists()
+    assert swap() == swap() == 0 and trained == ["old", "new"]
+    assert losses("new") == losses("old")[:6]
