@@ -26,7 +26,6 @@ OTHER: dict[str, Any] = {
     "model.trust_remote_code": True,
     "checkpoint.initial_load_model_only": False,
     "fault_tolerance.on_replay_mismatch": "warn",
-    "simulator.twin_hardware": "cpu",
 }
 
 
@@ -47,7 +46,7 @@ model. architecture converters flavor freeze hf_path name overrides plan
 parallelism. layout_reason module_fqns_per_model_part pipeline_parallel_schedule pipeline_parallel_schedule_csv
 quantize.grouped_mm. float8.fqns mx.fqns
 quantize.linear. float8.filter_fqns mx.filter_fqns
-simulator. routing twin_hardware
+simulator. routing torch_version
 task. name options
 tokenizer. bos_token eos_token pattern special_tokens
 training. dataset_path
@@ -124,10 +123,7 @@ def test_it_is_refused_where_nothing_reads_it(key: str) -> None:
 
 def test_it_is_taken_where_it_is_read() -> None:
     faults = {"replay_every": 5, "on_replay_mismatch": "warn"}
-    assert (
-        check(job(fault_tolerance=faults, simulator={"twin": True, "twin_hardware": "cpu"}))
-        == []
-    )
+    assert check(job(fault_tolerance=faults)) == []
 
 
 def test_details_wait_until_their_mode_is_switched_on() -> None:

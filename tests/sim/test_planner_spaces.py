@@ -32,7 +32,8 @@ class StoredSearch(LayoutSearch):
             world_size=space["world"],
             held=space["held"],
         )
-        points = [Point(**{**row["point"], "also": ()}) for row in space["rows"]]
+        stored: list[dict[str, Any]] = [row["point"] | {"also": ()} for row in space["rows"]]
+        points = [Point(**settings) for settings in stored]
         self.rows = dict(zip(points, space["rows"], strict=True))
         self.asked: set[Point] = set()
         self.stopped = False

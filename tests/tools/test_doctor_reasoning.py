@@ -216,25 +216,6 @@ def test_a_slow_rank(folder: Folder) -> None:
     )
 
 
-def test_a_drift_that_the_twin_has_seen(folder: Folder) -> None:
-    folder.status("done")
-    text = (
-        "the link between ranks 1 and 2 (dp_shard) takes 2.0 times as long as it did, on node0"
-    )
-    drift = {"drift/part": "link", "drift/text": text, "drift/cost_s": 0.25}
-    rows = [{"step": 6, "step_s": 1.0}, {"step": 7, "step_s": 1.25, **drift}]
-    path = folder.path / "metrics.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    [found] = folder.diagnosis().findings
-    assert found.kind == "slow_link" and "cables" in found.advice
-    assert found.cause == f"{text}; it costs 0.25 s of a step, 1.25 s at step 7"
-    # It is over, or a part that this version does not know.
-    over, unknown = {"step": 8, "drift/part": ""}, {"step": 9, "drift/part": "moon"}
-    for row in (over, unknown):
-        path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, row]))
-        assert folder.diagnosis().findings == []
-
-
 def test_a_run_that_ended_without_last_words(folder: Folder) -> None:
     folder.status("running")
     assert [found.kind for found in folder.diagnosis().findings] == ["vanished"]

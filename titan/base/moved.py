@@ -114,7 +114,6 @@ titan.run_writer titan.base.run_writer
 titan.sim.price.library titan.sim.price.measured
 titan.sim.record.script titan.contrib.sim_script.script
 titan.sim.script titan.contrib.sim_script.simulated
-titan.sim.twin. titan.contrib.twin
 titan.step_report titan.step.step_report
 titan.tasks.flow_data titan.contrib.flux.flow_data
 titan.tasks.flow_matching titan.contrib.flux.flow_matching

@@ -16,6 +16,12 @@ FORMER: dict[str, tuple[Any, str]] = {
         0,
         "is a package now: pip install ./examples/layer_norms, and remove the key",
     ),
+    "simulator.twin": (
+        False,
+        "the twin is gone: `titan sim --measured RUN` compares a run with its simulation, `titan doctor RUN` names slow ranks, and "
+        "`titan preflight` measures links. Remove the key",
+    ),
+    "simulator.twin_hardware": ("auto", "went with simulator.twin; remove the key"),
     "fault_tolerance.semi_sync_method": (
         "",
         "LocalSGD and DiLoCo are gone: replica groups sum their gradients in every step. Remove the key; over a slow link use HSDP "

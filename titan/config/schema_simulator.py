@@ -36,7 +36,7 @@ class WholeRunSection(Section):
 
 
 class SimulatorSection(Section):
-    """Assumptions of `titan sim`, `titan check` and `titan plan`, and the twin of a run."""
+    """Assumptions of `titan sim`, `titan check` and `titan plan`."""
 
     attention_kernel: Literal["auto", "flash2", "cudnn", "flash3", "efficient"] = "auto"
     """Kernel by which attention is priced. "auto": the first in the order of torch_version that the card and the head dims

@@ -56,16 +56,6 @@ _SHARED = {
     "save_failed",
     "launcher_killed",
 }
-# Parts that the twin of a run may find slow.
-_OF_DRIFT = {
-    "rank": "slow_rank",
-    "link": "slow_link",
-    "data": "slow_data",
-    "host": "slow_host",
-    "checkpoint": "slow_saves",
-    "allocator": "memory_is_short",
-    "devices": "slow_devices",
-}
 _SILENCE = ("rank_silent", "host_lost")
 _AGAIN = "then run the same command again, which goes on from the newest checkpoint"
 _ADVICE = {
@@ -97,12 +87,6 @@ _ADVICE = {
     "evidence": "read these files with care, or restore them; what is said here rests on the others",
     "rank_silent": "a debugger, an operator or the scheduler stops a process; an extension that holds the GIL locks it: see its stack in logs/",
     "slow_rank": "look at the clocks and temperature of its device, at other processes on its host, at its disk; `titan preflight`",
-    "slow_link": "look at the cables, switches and network cards between these ranks, and at other jobs on them; `titan preflight` measures all links",
-    "slow_data": "look at the file server that it reads from, at the host's processors, and see that training.dataloader.num_workers is not 0",
-    "slow_host": "look at other processes on that host, and at hooks that do much in each step (`titan profile` shows the host)",
-    "slow_saves": 'look at the file server; checkpoint.async_mode = "async_with_pinned_mem" makes training wait least; a longer checkpoint.interval',
-    "memory_is_short": "a smaller local batch, or more activation checkpointing; training.expandable_segments = true",
-    "slow_devices": "look at power limits and temperatures of all devices (nvidia-smi -q -d PERFORMANCE)",
     "no_progress": "`kill -USR2 PID` of `titan train`, or of each rank, writes their stacks and flight recorders; then ask again",
     "vanished": f"killed from outside (memory, a time limit), or the machine went down: see dmesg and the scheduler; {_AGAIN}",
     "unknown": "look at the output of the ranks, and at logs/rank-*.stacks.txt",
@@ -162,20 +146,16 @@ def _diagnose(run: Evidence) -> Diagnosis:
     # The newest row of metrics: the status of a run that was killed may have an older step.
     step = run.metrics[-1].step if run.metrics else status.step
     if status.state == "done":
-        return Diagnosis(
-            "done", f"finished: all {step:,} steps are done", _drift(run) or _slow(run)
-        )
+        return Diagnosis("done", f"finished: all {step:,} steps are done", _slow(run))
     if status.state == "stopped":
         summary = status.reason or f"stopped by a signal after step {step:,}, and saved"
         return Diagnosis("stopped", summary, [])
     # A killed run could not write that it ended. A live run may still hang.
     alive = status.state == "running" and run.holder is not None
     if alive and not _is_stale(run):
-        return Diagnosis(
-            "running", f"running: step {step:,}, on {run.holder}", _drift(run) or _slow(run)
-        )
+        return Diagnosis("running", f"running: step {step:,}, on {run.holder}", _slow(run))
     # In the order of the rules' certainty. The first finding is shown as the most likely.
-    rules = (_crashed, _reported, _ended, _mismatch, _hang, _silent, _disk, _drift, _slow)
+    rules = (_crashed, _reported, _ended, _mismatch, _hang, _silent, _disk, _slow)
     findings = [finding for rule in rules for finding in rule(run)]
     # Without a finding, explain the run's state.
     if not findings:
@@ -365,19 +345,6 @@ def _slow(run: Evidence) -> list[Finding]:
         cause = f"rank {rank} is slow: {seconds:.2f} s of work per step{why}, against {median(others):.2f} s on the others"
         findings.append(Finding("slow_rank", cause, [f"logs/rank-{rank}.times.jsonl"]))
     return findings
-
-
-def _drift(run: Evidence) -> list[Finding]:
-    """Report the part that the run's twin found slow in the newest row."""
-    rows = [row for row in run.metrics[-1:] if row.drift_part in _OF_DRIFT]
-    return [
-        Finding(
-            _OF_DRIFT[row.drift_part],
-            f"{_shorten(row.drift_text)}; it costs {row.drift_cost_s:.3g} s of a step, {row.step_s:.3g} s at step {row.step:,}",
-            ["metrics.jsonl: drift/part"],
-        )
-        for row in rows
-    ]
 
 
 def _is_stale(run: Evidence) -> bool:

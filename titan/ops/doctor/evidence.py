@@ -203,16 +203,10 @@ class LossRow:
     Attributes:
         step: number of the step.
         step_s: seconds of a step.
-        drift_part: part that the run's twin found slow.
-        drift_text: the twin's description.
-        drift_cost_s: seconds of a step that it costs.
     """
 
     step: Count
     step_s: Finite = 0.0
-    drift_part: Annotated[str, Field(alias="drift/part")] = ""
-    drift_text: Annotated[str, Field(alias="drift/text")] = ""
-    drift_cost_s: Annotated[Finite, Field(alias="drift/cost_s")] = 0.0
 
 
 @dataclass(frozen=True)
