@@ -151,7 +151,7 @@ def more_steps(plain: Sequence[Sequence[float]], other: Sequence[Sequence[float]
 
 def price(
     plain: Sequence[Sequence[float]], other: Sequence[Sequence[float]]
-) -> tuple[paired.Interval, ...]:
+) -> tuple[paired.Estimate, ...]:
     """Return the gap, the slope, and the logarithm of the factor in tokens, as `titan compare` computes them."""
     a, b = ([curve(losses) for losses in runs] for runs in (plain, other))
     gap = paired.mean_of([paired.final(y) - paired.final(x) for x, y in zip(a, b, strict=True)])

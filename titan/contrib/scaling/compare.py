@@ -23,7 +23,7 @@ from . import paired, picture, sweep
 from . import runs as reading
 from .budget import simulated
 from .cli import load_law
-from .paired import Curve, Interval
+from .paired import Curve, Estimate
 
 SUMMARY = "Which of two recipes is better, in loss, tokens, time and money. docs/scaling.md"
 # A difference of so many half widths is found in 79% of comparisons with three seeds, and in 90% with ten (drawn).
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     time = paired.mean_of([math.log(a / b) for a, b in speeds])
     nats = paired.slope_of([curve for pair in curves for curve in pair])
     if law:
-        nats = Interval(*law.slope(run.tokens))
+        nats = Estimate(*law.slope(run.tokens))
     source = f"measured on {' and '.join(places)}"
     if options.hardware:
         ranks, source = wanted, f"simulated on {wanted} x {options.hardware}"
@@ -66,12 +66,12 @@ def main(argv: list[str] | None = None) -> int:
         speeds = [[ranks * each["tokens_per_s_per_gpu"] for each in facts]]
         memory = [[each["memory"]["needed_gib"] for each in facts]]
         value, width = math.log(speeds[0][0] / speeds[0][1]), ratio_width(*facts)
-        time = Interval(value, value - width, value + width)
+        time = Estimate(value, value - width, value + width)
     elif len(places) > 1:
         raise InputError(f"time: {source}: --hardware simulates both on one machine")
     a, b = (1 / fmean(each) for each in zip(*speeds, strict=True))
     tokens = paired.price(gap, nats)
-    cost = Interval(*map(sum, zip(time, tokens, strict=True)))  # both errors at their worst
+    cost = Estimate(*map(sum, zip(time, tokens, strict=True)))  # both errors at their worst
     changes = {"time a token": time, "tokens": tokens, "time": cost}
     answer = sentence(gap, unit, changes)
     if not put_json({"gap": gap, "changes": changes, "answer": answer}, options.json):
@@ -101,7 +101,7 @@ def _parser() -> CommandParser:
     parser = command_parser("compare", usage, summary=SUMMARY)
     add = parser.add_argument
     about = "two jobs; or two folders of runs of one job with several seeds, such as sweeps"
-    add("sides", type=Path, nargs=2, metavar=("A", "B"), help=about)
+    add("sides", type=Path, nargs=2, metavar="RECIPE", help=about)
     sweep.add_run_options(parser, seeds=3, folder="compare")
     for key in ("training.steps", "model.flavor"):
         about = f"{key} of the runs; the jobs' own is simulated"
@@ -190,7 +190,7 @@ def _read(
     return unit, jobs, places, found
 
 
-def sentence(gap: Interval, unit: str, changes: Mapping[str, Interval]) -> str:
+def sentence(gap: Estimate, unit: str, changes: Mapping[str, Estimate]) -> str:
     """Return the answer in a sentence.
 
     Args:
@@ -209,7 +209,7 @@ def sentence(gap: Interval, unit: str, changes: Mapping[str, Interval]) -> str:
     return f"B takes {time}; {found}; so the same loss costs {cost}"
 
 
-def _change(changes: Mapping[str, Interval], what: str) -> str:
+def _change(changes: Mapping[str, Estimate], what: str) -> str:
     """Return one of the changes as text, such as "31% less time (27 to 34)"."""
     ratio = changes[what]
     word, sign = ("more", 1) if ratio.value > 0 else ("less", -1)

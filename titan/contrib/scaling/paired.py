@@ -25,7 +25,7 @@ LAST = 0.75  # share of the tokens after which losses count
 _FLATTER = 0.75  # as the curves of scripts/bench/handicaps.py do, with a margin
 
 
-class Interval(NamedTuple):
+class Estimate(NamedTuple):
     """A value with its interval of 90%."""
 
     value: float
@@ -33,11 +33,11 @@ class Interval(NamedTuple):
     high: float
 
 
-def mean_of(values: Sequence[float]) -> Interval:
+def mean_of(values: Sequence[float]) -> Estimate:
     """Return the mean over seeds, with Student's interval."""
     mean = fmean(values)
     width = student(len(values) - 1) * stdev(values) / math.sqrt(len(values))
-    return Interval(mean, mean - width, mean + width)
+    return Estimate(mean, mean - width, mean + width)
 
 
 def final(curve: Curve) -> float:
@@ -45,7 +45,7 @@ def final(curve: Curve) -> float:
     return fmean(_after(LAST, curve)[1])
 
 
-def slope_of(curves: Sequence[Curve]) -> Interval:
+def slope_of(curves: Sequence[Curve]) -> Estimate:
     """Return by how much the loss of runs falls soon after their end, for a factor of e in tokens, from their second half.
 
     Curves get flatter, and a recipe that needs more tokens reaches the loss after the end. There, a share from `_FLATTER` to 1 of the slope
@@ -56,10 +56,10 @@ def slope_of(curves: Sequence[Curve]) -> Interval:
         tokens, losses = _after(0.5, curve)
         found.append(-linear_regression([*map(math.log, tokens)], losses).slope)
     value, low, high = mean_of(found)
-    return Interval(value * (1 + _FLATTER) / 2, low * _FLATTER, high)
+    return Estimate(value * (1 + _FLATTER) / 2, low * _FLATTER, high)
 
 
-def price(gap: Interval, nats: Interval) -> Interval:
+def price(gap: Estimate, nats: Estimate) -> Estimate:
     """Return the logarithm of the factor in tokens that makes up for a gap in loss.
 
     Args:
@@ -78,7 +78,7 @@ def price(gap: Interval, nats: Interval) -> Interval:
         )
     low = min(gap.low / end for end in nats)
     high = max(gap.high / end for end in nats)
-    return Interval(gap.value / nats.value, low, high)
+    return Estimate(gap.value / nats.value, low, high)
 
 
 def _after(share: float, curve: Curve) -> Curve:

@@ -14,13 +14,13 @@ import pytest
 from titan.cli import main as titan
 from titan.contrib.scaling import compare, paired
 from titan.contrib.scaling.law import CHINCHILLA
-from titan.contrib.scaling.paired import Interval
+from titan.contrib.scaling.paired import Estimate
 from titan.observe.rows import read_rows
 
 from .test_sweep import JOB
 
 
-def compared(generator: np.random.Generator, efficiency: float) -> tuple[Interval, Interval]:
+def compared(generator: np.random.Generator, efficiency: float) -> tuple[Estimate, Estimate]:
     """Return the gap and the price of three pairs of runs: power laws with the noise of samples that both see, and with a drift of each."""
     tokens, pairs = np.arange(1, 101) * 1000, []
     for _ in range(3):
@@ -57,15 +57,15 @@ def test_a_law_prices_a_gap_by_its_own_slope() -> None:
 
 
 def test_the_sentence() -> None:
-    gap, time = Interval(0.004, 0.001, 0.007), Interval(*map(math.log, (0.69, 0.66, 0.73)))
-    tokens = paired.price(gap, Interval(0.13, 0.13, 0.13))
-    cost = Interval(*map(sum, zip(time, tokens, strict=True)))
+    gap, time = Estimate(0.004, 0.001, 0.007), Estimate(*map(math.log, (0.69, 0.66, 0.73)))
+    tokens = paired.price(gap, Estimate(0.13, 0.13, 0.13))
+    cost = Estimate(*map(sum, zip(time, tokens, strict=True)))
     changes = {"time a token": time, "tokens": tokens, "time": cost}
     assert compare.sentence(gap, "nats", changes) == (
         "B takes 31% less time a token (27 to 34); its loss is 0.0040 nats higher (0.0010 to 0.0070), "
         "which is 3.1% more tokens (0.8 to 5.5); so the same loss costs 29% less time (23 to 33)"
     )
-    equal = compare.sentence(Interval(0.001, -0.005, 0.007), "nats", changes)
+    equal = compare.sentence(Estimate(0.001, -0.005, 0.007), "nats", changes)
     assert "; no difference in loss found; one of 0.0120 nats would have been; " in equal
 
 
