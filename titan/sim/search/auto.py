@@ -37,6 +37,7 @@ from .candidates import LayoutSearch, sequences_of
 from .command import settings_overlay
 from .point import Point, Settings
 from .reasons import reason
+from .seeds import lighter, seeds
 from .variants import Variant
 
 FILE = "layout.toml"
@@ -185,10 +186,10 @@ def _by_simulation(search: LayoutSearch) -> ChosenLayout | str:
         tried.update(zip(points, search(map(search.settings, points)), strict=True))
         ranked[:] = sorted((p for p in tried if tried[p].fits), key=lambda p: -tried[p].speed)
 
-    alone = search.seeds()
+    alone = seeds(search)
     simulate(alone + search.first(1))
     for lost in (point for point in alone if not tried[point].fits):
-        simulate(search.lighter(lost, tried[lost].needed_gib))
+        simulate(lighter(search, lost, tried[lost].needed_gib))
     simulate(search.neighbours(ranked[:1], 2))
     while not ranked and len(tried) < _MOST and (points := search.first(2)):
         simulate(points)

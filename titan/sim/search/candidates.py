@@ -334,29 +334,6 @@ class LayoutSearch(Search):
         alone = (p for p in alone if (p.ep > 1) == spreads_experts)
         return self._new((p for p in alone if self.estimated_gib(p) < below_gib), 1)
 
-    def seeds(self) -> list[Point]:
-        """Choose data parallelism alone, and beside expert parallelism: it costs the host least, which the formula does not know."""
-        return [
-            p for spread in (False, True) for p in self.data_parallel(spreads_experts=spread)
-        ]
-
-    def lighter(self, point: Point, needed_gib: float) -> list[Point]:
-        """Choose the best new point of data parallelism that should fit where another did not, as far as the formula was off there."""
-        most = self.profile.usable_gib - needed_gib + self.estimated_gib(point)
-        return self.data_parallel(spreads_experts=point.ep > 1, below_gib=most)
-
-    def refused(self, best: Point) -> list[Point]:
-        """Return the first point of each kind that the formula ranks above `best` and the job's rules refuse."""
-        tried = {*map(self.kind, self.seen)}
-        found: dict[Kind, Point] = {}
-        for point in self.points:
-            if self.seconds(point) >= self.seconds(best):
-                break
-            kind = self.kind(point)
-            if kind not in tried and not self.legal(point):
-                found.setdefault(kind, point)
-        return [*found.values()]
-
     def _new(self, points: Iterable[Point], count: int) -> list[Point]:
         return [*itertools.islice(filter(self._is_new, points), count)]
 

@@ -45,6 +45,7 @@ from .candidates import LayoutSearch
 from .command import figure_names, figures, read_command, settings_overlay
 from .point import ALSO, Kind, Point
 from .reasons import reason
+from .seeds import lighter, refused, seeds
 from .variants import Variant
 
 _BUDGET = 20  # candidates that are simulated
@@ -89,10 +90,10 @@ def plan(search: LayoutSearch, *, budget: int, free_batch: bool = False) -> Plan
         singles = search.single_changes(own)
     # The job costs nothing of the budget, nor do its single changes, except those of EP.
     num_free = sum(own is not None and point.ep == own.ep for point in singles)
-    seeds = search.seeds()
+    alone = seeds(search)
     # Half of the budget explores, the rest improves the results.
-    num_first = budget // 2 - len(seeds) - len(singles) + num_free
-    points = [*singles, *seeds, *search.first(max(1, num_first))]
+    num_first = budget // 2 - len(alone) - len(singles) + num_free
+    points = [*singles, *alone, *search.first(max(1, num_first))]
     search.total = budget = budget + num_free
     job, *variants = search([{}, *map(search.settings, points)])
     while True:
@@ -113,17 +114,16 @@ def plan(search: LayoutSearch, *, budget: int, free_batch: bool = False) -> Plan
             break
         # A sixth of the budget in each round, so that later rounds start from better centres.
         count = max(0, min(budget - len(results), max(2, budget // 6)))
-        lost = [p for p in seeds if p in known and known[p].facts and not known[p].fits]
-        lighter = [p for one in lost for p in search.lighter(one, known[one].needed_gib)]
-        seeds = lighter = lighter[:count]
+        lost = [p for p in alone if p in known and known[p].facts and not known[p].fits]
+        alone = [p for one in lost for p in lighter(search, one, known[one].needed_gib)][:count]
         # A tight candidate may have a neighbour that fits and is faster than those that do.
         fitting = [point for point in ranked if known[point].fits]
         tight = [point for point in ranked if not known[point].fits]
         centres = [*fitting[:2], *tight[:1]]
         # If nothing runs, try the next best candidates of the formula.
-        count -= len(lighter)
+        count -= len(alone)
         more = search.neighbours(centres, count) if centres else search.first(count)
-        points = [*lighter, *more]
+        points = [*alone, *more]
         if not points:
             break
         variants = search(map(search.settings, points))
@@ -245,7 +245,7 @@ def _remarks(search: LayoutSearch, found: Plan, *, wall_s: float) -> Iterator[st
             "the default, or more may find a faster one"
         )
     best = found.ranked[0][0]
-    for point in search.refused(best)[:2]:
+    for point in refused(search, best)[:2]:
         share = search.seconds(best) / search.seconds(point) - 1
         yield f"refused: {point}, {share:.0%} faster than plan 1 by formula ({search.refusals[point]})"
     if untried := search.untried():
