@@ -18,7 +18,14 @@ from statistics import fmean, linear_regression
 from typing import Any
 
 from titan.config.schema import JobConfig
-from titan.sim.record.trace import RECURRENCE_CHUNK, Group, Kernel, Transfer, visible_keys
+from titan.sim.record.trace import (
+    RECURRENCE_CHUNK,
+    Group,
+    Kernel,
+    Transfer,
+    attention_flops,
+    visible_keys,
+)
 from titan.sim.routing import layer_shares
 
 from .measured import SPAN_S, Tables, tables
@@ -86,7 +93,8 @@ class Cost:
         if self.document_keys and kernel.causal:
             # A block of queries computes whole blocks of keys.
             visible = min(visible, self.document_keys + _QUERY_BLOCK / 2)
-        return kernel.flops * visible / kernel.shapes[1][2]
+        whole = attention_flops(kernel.kind, kernel.shapes)
+        return whole * visible / kernel.shapes[1][2]
 
     def peak_s(self, kernel: Kernel) -> float:
         """Return the seconds of a kernel at the peak rate of its dtype."""
