@@ -95,8 +95,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> CommandParser:
     usage = (
-        "A.toml B.toml [--section.key=value ...] [--seeds N] [--steps N] [--flavor F]\n"
-        "       titan compare RUNS_A RUNS_B [--hardware H --world-size N] [--law law.json] [--json [FILE]] [--plot FILE.png]"
+        "A.toml B.toml [--section.key=value ...] [--seeds N] [--steps N] [--flavor F] [--hardware H --world-size N]\n"
+        "       titan compare RUNS_A RUNS_B [--law law.json] [--json [FILE]] [--plot FILE.png]"
     )
     parser = command_parser("compare", usage, summary=SUMMARY)
     add = parser.add_argument
@@ -107,7 +107,15 @@ def _parser() -> CommandParser:
         about = f"{key} of the runs; the jobs' own is simulated"
         override = f"--{key}={{}}".format
         name = f"--{key.partition('.')[2]}"
-        add(name, action="append", dest="short", type=override, default=[], help=about)
+        add(
+            name,
+            action="append",
+            dest="short",
+            metavar="X",
+            type=override,
+            default=[],
+            help=about,
+        )
     about = "simulate the time of both jobs on --world-size ranks of it; runs have one rank"
     add("--hardware", metavar="H", help=about)
     about = "law of `titan scaling --output`, which turns nats into tokens"
