@@ -86,6 +86,9 @@ def full_lane() -> list[str]:
     if not FULL.exists():
         return ["the full lane has not run: scripts/pieces.py"]
     last = tomllib.loads(FULL.read_text(encoding="utf-8"))
-    commits = int(git("rev-list", "--count", f"{last['commit']}..HEAD"))
+    counted = git("rev-list", "--count", f"{last['commit']}..HEAD")
+    if not counted:  # no clone, or one that does not reach back so far
+        return []
+    commits = int(counted)
     old = f"the full lane ran {commits} commits ago: scripts/pieces.py"
     return [old] if commits > OLD else []
