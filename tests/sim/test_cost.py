@@ -18,8 +18,9 @@ from titan.sim.price.measured import tables
 from titan.sim.price.profiles import load_profile
 from titan.sim.record.trace import Kernel, KernelKind, attention_flops, visible_keys
 from titan.sim.routing import step_loads
+from titan.sim.simulate import simulate
 
-H100 = Cost(load_profile("h100-sxm"))
+H100 = Cost(load_profile("h100-sxm").alone())
 LEAST_S = 2.5e-6
 
 
@@ -53,6 +54,19 @@ def test_large_products_reach_the_share() -> None:
     rates = [k.flops / H100.kernel_s(k) for k in kernels if k.flops > 1e12]
     assert median(rates) == pytest.approx(0.74 * 989e12, rel=0.05)
     assert max(rates) / min(rates) < 1.4
+
+
+def test_only_a_card_without_neighbours_is_faster() -> None:
+    """A job of one rank is priced at the level of one card, a larger job at that of all, and profiles do not inherit the difference."""
+    config = load_from_argv(["train_configs/debug_model.toml"])
+    shares = [
+        simulate(config, world_size=n, profile=load_profile("h100-sxm")).profile.matmul_share
+        for n in (1, 2)
+    ]
+    assert shares[0]["bfloat16"] == pytest.approx(0.74, rel=0.01)
+    assert shares[1]["bfloat16"] == 0.67
+    b200 = load_profile("b200")
+    assert b200.alone().matmul_share["bfloat16"] == b200.matmul_share["bfloat16"]
 
 
 def test_a_level_moves_all_large_products_alike() -> None:

@@ -24,6 +24,7 @@ from titan.sim.price.cost import matmul_sizes
 from titan.sim.price.profiles import load_profile
 from titan.sim.record.trace import Launch, Synchronize, Transfer
 from titan.sim.replay.memory import memory_report
+from titan.sim.report import imbalance
 from titan.sim.report.imbalance import simulate_with_limit, with_imbalance
 from titan.sim.report.text import page
 from titan.sim.routing import most_imbalance
@@ -143,6 +144,9 @@ def test_the_limit_of_uneven_routing_fits_and_a_tenth_more_does_not() -> None:
         return simulate(uneven, world_size=4, profile=small).fits
 
     assert fits(limit) and not fits(limit + 0.1)
+    ends = [simulate(with_imbalance(config, n), world_size=4, profile=profile) for n in (1, 4)]
+    [between] = imbalance._between(*ends, share=0.5)
+    assert between.peak_reserved_bytes == peak(with_imbalance(config, 2.5))
 
 
 def test_chunks_bound_what_uneven_routing_costs() -> None:

@@ -42,7 +42,7 @@ class SimulatorSection(Section):
     """Kernel by which attention is priced. "auto": the first in the order of torch_version that the card and the head dims
     allow. With "flash2", attention that it does not support (a mask, values of another size than keys) is priced as
     "efficient"."""
-    torch_version: Annotated[str, Field(pattern=r"^(\d+\.\d+(\.\d+)?)?$")] = ""
+    torch_version: str = ""
     """torch that the job will run with, such as "2.8.0": its order of attention kernels. Empty: the installed one."""
     document_tokens: Annotated[int, Field(ge=0)] = 0
     """Length of documents in tokens, which decides what attention costs with data.document_mask. 0: as in the token
@@ -73,6 +73,13 @@ class SimulatorSection(Section):
         raise ValueError(
             'expected "even", "zipf:s" such as "zipf:0.18", "W0" to "W7", or a run\'s experts.json'
         )
+
+    @field_validator("torch_version")
+    @classmethod
+    def _release(cls, value: str) -> str:
+        if re.fullmatch(r"(\d+\.\d+(\.\d+)?)?", value):
+            return value
+        raise ValueError('expected a release of torch, such as "2.8.0"')
 
 
 class HardwareSection(Section):

@@ -219,6 +219,8 @@ def price(
     profile = profile.with_attention(
         config.simulator.attention_kernel, torch_version=config.simulator.torch_version
     )
+    if layout.world_size == 1:
+        profile = profile.alone()
     expandable = config.training.expandable_segments
     is_deepep = config.simulator.dispatch == "deepep"
     model = config.model.sizes

@@ -27,7 +27,7 @@ def sweep_jobs(argv: Sequence[str]) -> int:
 
 
 def compare_jobs(argv: Sequence[str]) -> int:
-    """Say which of two recipes is better, in loss, tokens, time and money."""
+    """Train two recipes side by side, and report the difference in loss, tokens, time and money."""
     from .compare import main
 
     return main([*argv])

@@ -220,7 +220,9 @@ def sentence(gap: Estimate, unit: str, changes: Mapping[str, Estimate]) -> str:
 def _change(changes: Mapping[str, Estimate], what: str) -> str:
     """Return one of the changes as text, such as "31% less time (27 to 34)"."""
     ratio = changes[what]
-    word, sign = ("more", 1) if ratio.value > 0 else ("less", -1)
+    if max(map(abs, ratio)) < 5e-4:
+        return f"the same {what}"
+    word, sign = ("more", 1) if ratio.value >= 0 else ("less", -1)
     value, *ends = (sign * 100 * math.expm1(min(end, 20)) for end in ratio)
     low, high = (f"{end:.{int(abs(end) < 10)}f}" for end in sorted(ends))
     text = f"{value:.{int(value < 10)}f}% {word} {what} ({low} to {high})"

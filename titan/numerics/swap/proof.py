@@ -1,4 +1,4 @@
-"""What the recorded steps of two jobs say: equal bits, equal but for rounding, or different. And how fast both jobs are."""
+"""Compare the recorded steps of two jobs (equal bits, equal but for rounding, or different), and how fast both are."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ class StepProof:
     first: str
 
     def __str__(self) -> str:
-        why = f" ({self.worst:.0%} of what it may make)" if self.verdict == ROUNDED else ""
+        why = (
+            f" (largest difference: {self.worst:.0%} of the bound)"
+            if self.verdict == ROUNDED
+            else ""
+        )
         why = f": {self.first}" if self.first else why
         return f"{self.step:>8,}  {self.old_loss:<10.7g}  {self.new_loss:<10.7g}  {self.verdict}{why}"
 

@@ -216,7 +216,7 @@ def _watched(program: Program, tracer: Any) -> Iterator[list[Any]]:
     }
 
     def recorded_update(*_: Any) -> Callable[..., None]:
-        """Stand in for the compiled update: Inductor makes one kernel of it, whose bytes follow from its tensors."""
+        """Return an update that records one kernel, as Inductor compiles it: its bytes follow from its tensors."""
 
         def update_rows(*tensors: torch.Tensor) -> None:
             weight, _, average, square, *_ = tensors

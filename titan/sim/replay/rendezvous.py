@@ -97,7 +97,7 @@ class Flow:
 
 
 _Key = tuple[Any, ...]
-"""What all sides of a transfer have in common."""
+"""Key that the sides of a transfer share."""
 
 
 class Rendezvous:

@@ -1,19 +1,22 @@
 """Limit of uneven routing: the largest load of a rank of experts before a job runs out of memory.
 
 The busiest rank of a dispatch gets some multiple of the mean number of tokens, and its memory grows
-with it, nearly in proportion. So a few simulations find the largest multiple that fits: a straight
-line through a multiple that fits and one that does not gives the next multiple to try.
+with it, nearly in proportion. A straight line through a multiple that fits and one that does not gives
+the next multiple to try. Its allocations lie between theirs, so that its program is not recorded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise, zip_longest
 from math import floor
 from statistics import fmean
 from typing import Any
 
 from titan.config.schema import JobConfig
+from titan.sim.record.trace import Allocate
+from titan.sim.replay.memory import MemoryReport, memory_report
 from titan.sim.routing import config_loads, most_imbalance
 from titan.sim.simulate import GIB, Simulation, simulate
 
@@ -91,13 +94,14 @@ def with_imbalance(config: JobConfig, imbalance: float) -> JobConfig:
 
 def _largest_that_fits(simulation: Simulation, at: Callable[[float], Simulation]) -> float:
     """Return the largest imbalance with which the job fits."""
-    fitting, too_much = (
-        simulation.busiest_rank,
-        most_imbalance(simulation.config, simulation.model),
-    )
-    if too_much <= fitting or (worst := at(too_much)).fits:
-        return max(fitting, too_much)
-    missing = {fitting: _missing_bytes(simulation), too_much: _missing_bytes(worst)}
+    fitting = simulation.busiest_rank
+    most = too_much = most_imbalance(simulation.config, simulation.model)
+    if most <= fitting or (worst := at(most)).fits:
+        return max(fitting, most)
+    missing = {
+        fitting: _missing_bytes(simulation.memory.values()),
+        most: _missing_bytes(worst.memory.values()),
+    }
     for _ in range(_TRIES):
         share = missing[fitting] / (missing[fitting] - missing[too_much])
         guess = floor(_STEPS * (fitting + share * (too_much - fitting))) / _STEPS
@@ -105,12 +109,34 @@ def _largest_that_fits(simulation: Simulation, at: Callable[[float], Simulation]
         guess = max(guess, round(fitting + 1 / _STEPS, 1))
         if guess >= too_much:
             break
-        tried = at(guess)
-        missing[guess] = _missing_bytes(tried)
-        fitting, too_much = (guess, too_much) if tried.fits else (fitting, guess)
+        share = (guess - simulation.busiest_rank) / (most - simulation.busiest_rank)
+        reports = _between(simulation, worst, share) or [*at(guess).memory.values()]
+        missing[guess] = _missing_bytes(reports)
+        fits = all(report.fits for report in reports)
+        fitting, too_much = (guess, too_much) if fits else (fitting, guess)
     return fitting
 
 
-def _missing_bytes(simulation: Simulation) -> int:
+def _between(low: Simulation, high: Simulation, share: float) -> list[MemoryReport]:
+    """Return the memory of ranks whose experts get a load between two others; nothing if those do not allocate alike."""
+    reports = []
+    for rank, trace in low.traces.items():
+        pairs = [*zip_longest(trace.step, high.traces[rank].step)]
+        if any(type(a) is not type(b) for a, b in pairs):
+            return []
+        step = [
+            replace(a, size_bytes=round(a.size_bytes + share * (b.size_bytes - a.size_bytes)))
+            if isinstance(a, Allocate)
+            else a
+            for a, b in pairs
+        ]
+        expandable = low.config.training.expandable_segments
+        reports.append(
+            memory_report(replace(trace, step=step), low.profile, expandable=expandable)
+        )
+    return reports
+
+
+def _missing_bytes(reports: Iterable[MemoryReport]) -> int:
     """Return the memory that the fullest rank lacks; negative if it has some to spare."""
-    return max(r.needed_bytes - r.usable_bytes for r in simulation.memory.values())
+    return max(report.needed_bytes - report.usable_bytes for report in reports)

@@ -65,6 +65,10 @@ def test_the_sentence() -> None:
         "B takes 31% less time a token (27 to 34); its loss is 0.0040 nats higher (0.0010 to 0.0070), "
         "which is 3.1% more tokens (0.8 to 5.5); so the same loss costs 29% less time (23 to 33)"
     )
+    as_fast = compare.sentence(
+        gap, "nats", {**changes, "time a token": Estimate(0.0, -1e-5, 1e-5)}
+    )
+    assert as_fast.startswith("B takes the same time a token; its loss")
     equal = compare.sentence(Estimate(0.001, -0.005, 0.007), "nats", changes)
     assert "; no difference in loss found; one of 0.0120 nats would have been; " in equal
 
