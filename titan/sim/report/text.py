@@ -216,18 +216,20 @@ def _speed(facts: Facts) -> Iterator[str]:
     tokens = facts["tokens_per_step"]  # 0: a script has not stated them
     of_tokens = f" for {tokens:,} tokens" if tokens else ""
     speed = f"{speed_range(facts)}, " if tokens else ""
-    low, high = facts["interval"]["low"], facts["interval"]["high"]
-    if tokens and high > _UNKNOWN * low:
-        ends = (f"{float(f'{end:.2g}'):,.0f}" for end in (low, high))
-        yield f"  speed     {' to '.join(ends)} tokens/s/GPU: little is known of {facts['interval']['reason']}"
+    level = f"{facts['interval']['level']:.0%} of measured speeds should be in the range"
+    reason, low, high = (facts["interval"][name] for name in ("reason", "low", "high"))
+    is_unknown = tokens and high > _UNKNOWN * low
+    if is_unknown:
+        middle, _, ends = speed[:-3].partition(" (")
+        speed = f"{middle}, "
+        yield f"  speed     {ends} tokens/s/GPU: little is known of {reason}; {level}"
         yield "            a trace of one step on such a machine corrects the profile (`--calibrate-from`); in the middle of the range:"
     yield f"  step      {duration(facts['step_time_s'])}{of_tokens}"
     yield (
         f"  speed     {speed}{_tflops(facts['tflops_per_gpu'])} TFLOP/s/GPU, {mfu} ({convention})"
     )
-    if tokens and (reason := facts["interval"]["reason"]):
-        level = f"{facts['interval']['level']:.0%}"
-        yield f"            {level} of measured speeds should be in the range; most of its width is from {reason}"
+    if tokens and reason and not is_unknown:
+        yield f"            {level}; most of its width is from {reason}"
 
 
 def _time(facts: Facts) -> Iterator[str]:
@@ -356,15 +358,15 @@ def _routed(experts: Facts) -> Iterator[str]:
         return
     even, mean = routed["step_s_even"], routed["step_s_mean"]
     yield (
-        f"  routing   {experts['routing']}: the busiest rank gets {routed['load_mean']:.2f} times the mean load, and more than "
-        f"{routed['load_p99']:.2f} in one of 100 steps"
+        f"  routing   {experts['routing']}: the busiest rank gets {routed['load_mean']:.2f} times the mean load in the mean of the steps, "
+        f"and at most {routed['load_p99']:.2f} in 99 of 100"
     )
     yield (
-        f"            a step takes {duration(routed['step_s_p50'])} in the median, {duration(routed['step_s_p99'])} in one of 100; "
+        f"            a step takes {duration(routed['step_s_p50'])} in the median, at most {duration(routed['step_s_p99'])} in 99 of 100; "
         f"even routing would save {1 - even / mean:.0%}"
     )
     fits = "which fits" if routed["fits_p99"] else "which does NOT fit"
-    yield f"            that one step needs {routed['needed_gib_p99']:.1f} GiB, {fits}"
+    yield f"            with that load, a step needs {routed['needed_gib_p99']:.1f} GiB, {fits}"
 
 
 def _by_part(by_module: Mapping[str, float], *, most: int | None = None) -> dict[str, float]:
