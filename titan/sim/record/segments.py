@@ -188,12 +188,14 @@ def _labels(events: Sequence[Event], allocations: dict[int, Allocate], depth: in
 
 def _label_waits(events: Sequence[Event], labels: list[Any], depth: int) -> None:
     """Assign waits to blocks if a stream awaits events of at least `depth` blocks, as FSDP does after a backward pass."""
-    # By number of an event: the block that recorded it.
-    recorded = {
-        event.event: label[1]
-        for event, label in zip(events, labels, strict=True)
-        if isinstance(event, RecordEvent) and label is not None
-    }
+    # By number of an event: the block that recorded it, also in the second of two micro-batches that overlap.
+    recorded: dict[int, int | None] = {}
+    block = None
+    for event in events:
+        if scope := scope_of(event):
+            block = block_of(scope)
+        elif isinstance(event, RecordEvent):
+            recorded[event.event] = block
     for waits, run in groupby(range(len(events)), lambda n: isinstance(events[n], AwaitEvent)):
         if not waits:
             continue
