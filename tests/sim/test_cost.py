@@ -20,7 +20,7 @@ from titan.sim.record.trace import Kernel, KernelKind, attention_flops, visible_
 from titan.sim.routing import step_loads
 from titan.sim.simulate import simulate
 
-H100 = Cost(load_profile("h100-sxm").alone())
+H100 = Cost(load_profile("h100-sxm"), alone=True)
 LEAST_S = 2.5e-6
 
 
@@ -59,14 +59,15 @@ def test_large_products_reach_the_share() -> None:
 def test_only_a_card_without_neighbours_is_faster() -> None:
     """A job of one rank is priced at the level of one card, a larger job at that of all, and profiles do not inherit the difference."""
     config = load_from_argv(["train_configs/debug_model.toml"])
-    shares = [
-        simulate(config, world_size=n, profile=load_profile("h100-sxm")).profile.matmul_share
-        for n in (1, 2)
-    ]
-    assert shares[0]["bfloat16"] == pytest.approx(0.74, rel=0.01)
-    assert shares[1]["bfloat16"] == 0.67
+    h100, kernel = load_profile("h100-sxm"), matmul(16384, 8192, 8192)
+    alone, beside = (simulate(config, world_size=n, profile=h100).cost for n in (1, 2))
+    assert beside.kernel_s(kernel) / alone.kernel_s(kernel) == pytest.approx(
+        0.74 / 0.67, rel=0.01
+    )
+    rows = grouped(16, 8192, 7168, 7168)  # no cuBLAS kernels
+    assert beside.kernel_s(rows) == alone.kernel_s(rows)
     b200 = load_profile("b200")
-    assert b200.alone().matmul_share["bfloat16"] == b200.matmul_share["bfloat16"]
+    assert Cost(b200, alone=True).kernel_s(kernel) == Cost(b200).kernel_s(kernel)
 
 
 def test_a_level_moves_all_large_products_alike() -> None:
@@ -325,15 +326,6 @@ def test_kernels_with_a_rate_of_their_own(name: str, gb: float, ms: float) -> No
     assert H100.kernel_s(kernel) == pytest.approx(ms * 1e-3, rel=0.01)
     slow = Cost(H100.profile.model_copy(update={"memory_tb_per_s": 1.6}))
     assert slow.kernel_s(kernel) == slow.kernel_s(replace(kernel, name="aten::add"))
-
-
-def test_grouped_products_have_a_level_of_their_own() -> None:
-    """They are not cuBLAS's kernels, whose rate the trace has."""
-    shares = H100.profile.matmul_share
-    kernel = grouped(16, 8192, 7168, 7168)
-    as_dense = Cost(H100.profile.model_copy(update={"matmul_share": shares | {"grouped": 1.0}}))
-    slower = H100.kernel_s(kernel) / as_dense.kernel_s(kernel)
-    assert slower == pytest.approx(0.74 / 0.67, rel=0.01)
 
 
 def test_bytes() -> None:

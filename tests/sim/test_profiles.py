@@ -44,7 +44,14 @@ def test_the_capped_h100_differs_in_what_was_set_with_rows_and_in_its_memory() -
     differs = {f for f in type(full).model_fields if getattr(capped, f) != getattr(full, f)}
     fitted = {"matmul_share", "attention_forward_tflops", "attention_backward_tflops"}
     self = {"name", "assumes", "kin", "sources"}
-    of_the_card = {"memory_gib", "memory_tb_per_s", "kernel_tb_per_s", "power_w", "slowest_of", "matmul_alone"}
+    of_the_card = {
+        "memory_gib",
+        "memory_tb_per_s",
+        "kernel_tb_per_s",
+        "power_w",
+        "slowest_of",
+        "matmul_alone",
+    }
     assert differs == fitted | self | of_the_card
     # Three numbers: products in bf16 and in fp8, and one factor for attention both ways.
     factors = [

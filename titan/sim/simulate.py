@@ -219,8 +219,6 @@ def price(
     profile = profile.with_attention(
         config.simulator.attention_kernel, torch_version=config.simulator.torch_version
     )
-    if layout.world_size == 1:
-        profile = profile.alone()
     expandable = config.training.expandable_segments
     is_deepep = config.simulator.dispatch == "deepep"
     model = config.model.sizes
@@ -270,6 +268,7 @@ def replayed(
         started: Time from which the seconds count. None: now.
     """
     started = time.monotonic() if started is None else started
+    cost.alone = all(trace.world_size == 1 for trace in traces.values())
     # Time and memory are independent: the allocator is replayed in the order of the host, without a
     # clock.
     timeline = replay(traces, cost, busiest=busiest)

@@ -60,6 +60,7 @@ class Cost:
         dispatch: Choice of experts, if DeepEP dispatches the tokens.
         unevenness: Exponent of the power law by which experts' rows differ (`routing_exponent`).
         document_keys: Mean number of keys that a query sees in packed documents; 0 without a document mask.
+        alone: Whether the card's neighbours take no part in the job.
         tables: Measured tables of the card, if it has any.
     """
 
@@ -67,6 +68,7 @@ class Cost:
     dispatch: Dispatch | None = None
     unevenness: float = 0.0
     document_keys: float = 0.0
+    alone: bool = False
 
     def __post_init__(self) -> None:
         card = self.profile.measured
@@ -76,7 +78,7 @@ class Cost:
 
     def on(self, profile: Profile) -> Cost:
         """Return the prices of the same job on another profile."""
-        return Cost(profile, self.dispatch, self.unevenness, self.document_keys)
+        return Cost(profile, self.dispatch, self.unevenness, self.document_keys, self.alone)
 
     def kernel_s(self, kernel: Kernel) -> float:
         """Return the seconds that the device takes for a kernel."""
@@ -176,12 +178,13 @@ class Cost:
         share = profile.matmul_share.get(dtype, profile.matmul_share["bfloat16"])
         flops, rows = 2.0 * batch * m * n * k, batch * m
         if kernel.name == "aten::_grouped_mm" and profile.grouped_rows:
-            share *= profile.matmul_share.get("grouped", 1.0)
             # A group takes whole tiles, of which its rows may fill a part.
             rows = batch * ceil(m / profile.grouped_rows) * profile.grouped_rows
             flops *= rows / (batch * m) * (1 + _GROUPED_FILL_K / k)
             if self.tables:
                 flops /= self.tables.uneven_share(m, self.unevenness)
+        elif self.alone and dtype == "bfloat16":
+            share *= profile.matmul_alone
         peak = profile.peak_tflops[dtype] * 1e12
         moved_s = (kernel.read_bytes + kernel.write_bytes) / (profile.memory_tb_per_s * 1e12)
         ratio = self.tables.product_ratio(dtype, rows, n, k) if self.tables else None

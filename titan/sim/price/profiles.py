@@ -41,7 +41,7 @@ _FOLDER = Path(__file__).parents[1] / "hardware"
 _SELF = {"name", "note", "assumes", "kin", "unsupported"}
 """Entries about the profile itself."""
 _NOT_FROM_BASE = {"matmul_alone", *_SELF}
-_DTYPES = sorted({"float64", "grouped"}.union(*(row.peak_flops for row in HARDWARE)))
+_DTYPES = sorted({"float64"}.union(*(row.peak_flops for row in HARDWARE)))
 _NOT_FIGURES = {"device", "is_cpu", "margin", "measured", "sources", *_SELF}
 
 
@@ -125,7 +125,7 @@ class Profile(BaseModel):
 
     matmul_share: Annotated[dict[str, Share], AfterValidator(_known_dtypes)]
     """Share of the peak that large products sustain, by dtype; a missing dtype has bfloat16's. With `measured`, it is the one figure that
-    the tables lack. "grouped" is the rate of torch's grouped products over that of others."""
+    the tables lack."""
     matmul_alone: Rate = 1.0
     """Rate of products in 16 bits on one card alone, over that on each card of a job with more. Grouped ones have no such
     gain. A profile does not take it over from its base."""
@@ -294,20 +294,6 @@ class Profile(BaseModel):
                 ]
             )
         return self.model_copy(update={"attention_kernel": kernel})
-
-    def alone(self) -> Profile:
-        """Return the profile of one card whose neighbours do not take part in the job."""
-        shares, gain = self.matmul_share, self.matmul_alone
-        changed = {
-            "bfloat16": shares["bfloat16"] * gain,
-            "grouped": shares.get("grouped", 1.0) / gain,
-        }
-        sources = self.sources | {
-            "matmul_share": self.sources.get("matmul_alone", self.sources["matmul_share"])
-        }
-        return self.model_copy(
-            update={"matmul_share": shares | changed, "matmul_alone": 1.0, "sources": sources}
-        )
 
     def straggler(self, world_size: int) -> float:
         """Return the time of computation on the slowest of `world_size` devices, relative to the achievable shares."""
