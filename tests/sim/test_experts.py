@@ -24,7 +24,7 @@ from titan.sim.price.cost import matmul_sizes
 from titan.sim.price.profiles import load_profile
 from titan.sim.record.trace import Launch, Synchronize, Transfer
 from titan.sim.replay.memory import memory_report
-from titan.sim.report import imbalance
+from titan.sim.report import imbalance, text
 from titan.sim.report.imbalance import simulate_with_limit, with_imbalance
 from titan.sim.report.text import page
 from titan.sim.routing import most_imbalance
@@ -147,6 +147,22 @@ def test_the_limit_of_uneven_routing_fits_and_a_tenth_more_does_not() -> None:
     ends = [simulate(with_imbalance(config, n), world_size=4, profile=profile) for n in (1, 4)]
     [between] = imbalance._between(*ends, share=0.5)
     assert between.peak_reserved_bytes == peak(with_imbalance(config, 2.5))
+
+
+def test_a_burst_is_a_tail_of_the_steps() -> None:
+    """W7: a quarter of the experts is hot in one step of eight. Median and mean do not show what that step needs."""
+    config = uneven_job(debug={}, simulator={"routing": "W7"})
+    how = {"world_size": 4, "profile": load_profile("h100-sxm")}
+    simulation = simulate_with_limit(config, **how)
+    routed = facts(simulation)["experts"]["routed"]
+    burst = simulate(with_imbalance(config, round(routed["load_p99"], 2)), **how)
+    assert 1 < routed["load_mean"] < 1.5 < 3 < routed["load_p99"]
+    assert routed["step_s_p99"] == pytest.approx(burst.timeline.step_s)
+    assert routed["step_s_even"] <= routed["step_s_p50"] <= routed["step_s_p99"]
+    assert routed["needed_gib_p99"] > 0.1 + simulation.fullest.needed_bytes / 2**30
+    assert routed["needed_gib_p99"] == burst.fullest.needed_bytes / 2**30
+    page = text.page(facts(simulation))
+    assert f"and at most {routed['load_p99']:.2f} in 99 of 100" in page
 
 
 def test_chunks_bound_what_uneven_routing_costs() -> None:
