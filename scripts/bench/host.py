@@ -1,6 +1,6 @@
 """Fit the weights of the host's work (titan/sim/record/host_meter.py): `python scripts/bench/host.py [--rows TEXT]`, on an idle machine.
 
-Each job's tiny step runs in a process of its own, with a clock at the borders of the parts: CPU time of this thread, the least of
+Each job's tiny step runs in a separate process, with a clock at the borders of the parts: CPU time of this thread, the least of
 twelve steps, without what CPU kernels take beyond a tiny operation. Beside it is what the counts of the same parts say. At the end
 are the weights that the least squares of all parts give, each part weighed by its size.
 """

@@ -222,7 +222,7 @@ def test_overlays_make_the_ranked_jobs(
     assert "held fixed: llama3 " in printed and "\njob " in printed
     speeds = [variant["facts"]["tokens_per_s_per_gpu"] for variant in variants]
     assert speeds == sorted(speeds, reverse=True) and len(speeds) == 3
-    # The job has a row of its own, and is a candidate only if nothing is faster.
+    # The job has its row, and is a candidate only if nothing is faster.
     assert speeds[0] > found["job"]["facts"]["tokens_per_s_per_gpu"]
     files = sorted(output.iterdir())
     assert [file.name for file in files] == ["plan-1.toml", "plan-2.toml"]

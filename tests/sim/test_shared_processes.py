@@ -31,7 +31,7 @@ def variants(parallelism: dict[str, Any], **model: Any) -> list[Job]:
         {"activation_checkpoint": {"mode": "none"}},  # again, after all of the others
     ]
     base: dict[str, Any] = {"model": {"flavor": "tiny", "overrides": {"n_layers": 3}}}
-    base["simulator"] = {"expert_imbalance": 1.2}  # another one has a process of its own
+    base["simulator"] = {"expert_imbalance": 1.2}  # another one runs in a separate process
     configs = []
     for own in sections:
         merged = base | own

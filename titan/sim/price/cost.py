@@ -60,7 +60,7 @@ class Cost:
         dispatch: Choice of experts, if DeepEP dispatches the tokens.
         unevenness: Exponent of the power law by which experts' rows differ (`routing_exponent`).
         document_keys: Mean number of keys that a query sees in packed documents; 0 without a document mask.
-        alone: Whether the card's neighbours take no part in the job.
+        alone: Whether the job has one card.
         tables: Measured tables of the card, if it has any.
     """
 

@@ -127,8 +127,8 @@ class Profile(BaseModel):
     """Share of the peak that large products sustain, by dtype; a missing dtype has bfloat16's. With `measured`, it is the one figure that
     the tables lack."""
     matmul_alone: Rate = 1.0
-    """Rate of products in 16 bits on one card alone, over that on each card of a job with more. Grouped ones have no such
-    gain. A profile does not take it over from its base."""
+    """Rate of 16-bit matmuls in a job of one card, over their rate in larger jobs. Grouped matmuls have no such gain. A profile
+    does not take it over from its base."""
     measured: str = ""
     """Card whose measured tables say how products, collectives and attention compare by shape (measured.py). Empty: none does."""
     num_sms: int = Field(ge=1)
