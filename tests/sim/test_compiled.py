@@ -225,6 +225,17 @@ def test_sends_what_the_eager_program_sends(layout: str) -> None:
     assert sent(compiled) == expected
 
 
+def test_fused_kernels_read_what_a_collective_sent() -> None:
+    """After an all-gather along the sequence, a kernel copies the ranks' parts side by side: it reads all that it writes."""
+    trace = trace_of(compiled_job(parallelism={"tensor_parallel_degree": 2}), world=2)
+    kernels = [e.kernel for e in events_of(trace.step, Launch) if e.kernel.host == "compiled"]
+    [copied] = {k.read_bytes for k in kernels if k.name == "fused: cat_split"}
+    assert copied == 8 * 64 * 64 * 2  # sequences, tokens, width, bytes
+    added = {(k.read_bytes, k.write_bytes) for k in kernels if k.name == "fused: add"}
+    # Each rank adds to its half of the tokens what attention and the feed-forward layer gave: three are read, one is written.
+    assert added == {(3 * copied // 2, copied // 2)}
+
+
 def test_async_tp_reads_chunks_while_it_multiplies() -> None:
     plain, pipelined = (
         trace_of(

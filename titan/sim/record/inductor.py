@@ -80,7 +80,9 @@ class SilentKernel(TritonKernel):
         for name in buffers:
             size = V.graph.get_dtype(name).itemsize
             passes = len(self.loops_of[name]) if reads and row * size > _CACHED_BYTES else 1
-            touched, whole = points * accesses[name], V.graph.get_numel(name)
+            # The result of a collective is a mutation of a buffer, which alone has a size.
+            real_name = node.scheduler.mutation_real_name.get(name, name)
+            touched, whole = points * accesses[name], V.graph.get_numel(real_name)
             # A buffer may have any size where the kernel's is known.
             is_known = isinstance(whole, int) or whole.is_number
             moved += size * (min(touched, whole) if is_known else touched) * max(passes, 1)
